@@ -1,0 +1,39 @@
+//! Generates and compiles the cxx bridge, sets the SONAME and run path of the core, and, for the CMake driver, collects
+//! the C++ sources that every op library compiles into itself.
+
+use std::path::{Path, PathBuf};
+use std::{env, fs, io};
+
+fn main() -> io::Result<()> {
+    cxx_build::bridge("src/ffi.rs").include("include").std("c++17").warnings(true).compile("dl_comm_bridge");
+    println!("cargo:rerun-if-changed=src/ffi.rs");
+    println!("cargo:rerun-if-changed=include");
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libdl_comm.so.0");
+    // In site-packages/dl_comm this finds the libmpi of the environment; LD_LIBRARY_PATH goes before it.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,--enable-new-dtags,-rpath,$ORIGIN/../../..");
+    println!("cargo:rerun-if-env-changed=DL_COMM_BRIDGE_DIR");
+    if let Some(folder) = env::var_os("DL_COMM_BRIDGE_DIR") {
+        collect(Path::new(&folder))?;
+    }
+    Ok(())
+}
+
+/// Copies cxx.{h,cc} of the very cxx that the core is built with, and the generated glue, into `folder`.
+fn collect(folder: &Path) -> io::Result<()> {
+    let variable = |name: &str| {
+        env::var_os(name).map(PathBuf::from).ok_or_else(|| io::Error::other(format!("cargo did not set {name}")))
+    };
+    let generated = variable("OUT_DIR")?.join("cxxbridge");
+    let cxx_header = variable("DEP_CXXBRIDGE1_HEADER")?;
+    let cxx_source = cxx_header.with_file_name("../src/cxx.cc");
+    let glue = folder.join("dl_comm_core/src");
+    for folder in [&folder.join("rust"), &folder.join("include"), &folder.join("src"), &glue] {
+        fs::create_dir_all(folder)?;
+    }
+    fs::copy(&cxx_header, folder.join("rust/cxx.h"))?;
+    fs::copy(&cxx_header, folder.join("include/cxx.h"))?;
+    fs::copy(cxx_source, folder.join("src/cxx.cc"))?;
+    fs::copy(generated.join("include/dl_comm_core/src/ffi.rs.h"), glue.join("ffi.rs.h"))?;
+    fs::copy(generated.join("sources/dl_comm_core/src/ffi.rs.cc"), glue.join("ffi.rs.cc"))?;
+    Ok(())
+}

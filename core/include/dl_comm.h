@@ -1,0 +1,139 @@
+/* dl_comm: averages and broadcasts of tensors over the processes of a data-parallel job.
+ *
+ * Every function returns 0 (or the number that it is asked for) on success and a negative DL_COMM_ERROR_* code on
+ * failure; dl_comm_last_error() then has the words. Bad arguments and calls that differ between the ranks move no data
+ * and leave everything usable; after a timeout or a lost peer the team refuses further calls with the first error.
+ *
+ * Thread rule: every function may be called from any thread. Functions marked "collective" must be called by all ranks,
+ * in the same order for each team (broadcast, barrier and check_buffers_match share a team of their own).
+ */
+#ifndef DL_COMM_H
+#define DL_COMM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Element types. A mean of integers rounds toward zero; DL_COMM_BOOL can be broadcast only. */
+typedef enum dlDataType {
+  DL_COMM_FLOAT16 = 0,
+  DL_COMM_BFLOAT16 = 1,
+  DL_COMM_FLOAT32 = 2,
+  DL_COMM_FLOAT64 = 3,
+  DL_COMM_INT8 = 4,
+  DL_COMM_UINT8 = 5,
+  DL_COMM_INT32 = 6,
+  DL_COMM_INT64 = 7,
+  DL_COMM_BOOL = 8
+} dlDataType_t;
+
+/* Error codes. */
+#define DL_COMM_ERROR_INVALID (-1)    /* an argument is wrong */
+#define DL_COMM_ERROR_DTYPE (-2)      /* the element type has no meaning for the operation */
+#define DL_COMM_ERROR_STATE (-3)      /* not initialised, finalised already, or called in a forked child */
+#define DL_COMM_ERROR_MISMATCH (-4)   /* the ranks called different things */
+#define DL_COMM_ERROR_TIMEOUT (-5)    /* the deadline passed */
+#define DL_COMM_ERROR_PEER_LOST (-6)  /* a process of the job ended */
+#define DL_COMM_ERROR_SYSTEM (-7)     /* the operating system refused something */
+#define DL_COMM_ERROR_MPI (-8)        /* MPI refused something */
+#define DL_COMM_ERROR_INTERNAL (-9)   /* a defect of dl_comm */
+
+/* ---- The nine functions of the Cray PE DL Plugin --------------------------------------------------------------- */
+
+/* Brings MPI up, or adopts an MPI that is up; a process without a launcher is rank 0 of 1. Collective. */
+int dl_comm_init_mpi(void);
+
+/* Brings MPI up when it is not, and everything that the other functions need. Collective. */
+int dl_comm_init(void);
+
+/* Ends every team, and MPI where dl_comm brought it up. May be called twice. Collective. */
+int dl_comm_finalize(void);
+
+/* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1); `prec_level` 0 adds float16, bfloat16
+ * and float32 tensors up in float32, 1 in float64. Collective. */
+int dl_create_team(int teamID, int nthreads_in_team, int prec_level);
+
+/* The same function by the other name that the documents of the plugin use. */
+int dl_comm_create_team(int teamID, int nthreads_in_team, int prec_level);
+
+/* Averages, in place, every tensor over all ranks and over the `ntowers` replicas of this process.
+ * `all_tensors[i][j]` is tensor j of tower i, `lengths[i][j]` its number of elements, `dtypes[i][j]` its element type,
+ * `ntensors_on_tower[i]` the number of tensors of tower i. All towers have the same tensors. A team that was not
+ * created is created with DL_COMM_DEFAULT_NTHREADS threads. Collective. */
+int dl_comm_gradients(void ***all_tensors, int **lengths, dlDataType_t **dtypes, int *ntensors_on_tower, int ntowers,
+                      int teamID);
+
+/* Copies, in place, every tensor of the first tower of rank `root` to all towers of all ranks. Collective. */
+int dl_comm_broadcast(void ***all_tensors, int **lengths, dlDataType_t **dtypes, int *ntensors_on_tower, int ntowers,
+                      int root);
+
+/* The rank of this process, from 0. Valid after dl_comm_init_mpi. */
+int dl_comm_get_rank(void);
+
+/* The rank of this process among those of its host, from 0. Valid after dl_comm_init_mpi. */
+int dl_comm_localrank(void);
+
+/* The number of processes. Valid after dl_comm_init_mpi. */
+int dl_comm_get_nranks(void);
+
+/* ---- Beyond the plugin ----------------------------------------------------------------------------------------- */
+
+/* The words of the last error of the calling thread, "" if there was none. Valid until its next failing call. */
+const char *dl_comm_last_error(void);
+
+/* One tensor. `src` is read, `dst` is written; they may be equal. `length` counts elements, which lie without gaps.
+ * `shape` (of `ndim` numbers) serves the check that all ranks call the same thing and may be NULL. */
+typedef struct dl_comm_buffer {
+  const void *src;
+  void *dst;
+  size_t length;
+  dlDataType_t dtype;
+  int ndim;
+  const int64_t *shape;
+} dl_comm_buffer_t;
+
+/* dl_comm_gradients for one tower, without its limit of 2^31 - 1 elements a tensor. `name` (may be NULL) is part of
+ * what all ranks must agree on, and stands in error messages. `team` -1 is the team of broadcast and barrier.
+ * Collective. */
+int dl_comm_average(const dl_comm_buffer_t *buffers, size_t count, int team, const char *name);
+
+/* dl_comm_broadcast for one tower. Collective. */
+int dl_comm_broadcast_buffers(const dl_comm_buffer_t *buffers, size_t count, int root, const char *name);
+
+/* Returns 0 when the tensors (`src`) hold the same bits on all ranks, else 1, the same on every rank; with `verbose`
+ * every rank that differs from rank 0 prints which tensor does. Collective. */
+int dl_comm_check_buffers_match(const dl_comm_buffer_t *buffers, size_t count, int verbose);
+
+/* Returns when every rank has called it. Collective. */
+int dl_comm_barrier(void);
+
+/* Ends the use of dl_comm after a failure: the other ranks get an error soon, and MPI is left as it is, so that the
+ * launcher ends the job. Not collective. */
+int dl_comm_abandon(void);
+
+/* Returns 1 when dl_comm_init succeeded and dl_comm_finalize was not called, else 0. */
+int dl_comm_is_initialized(void);
+
+/* Returns the number of created teams with an id from 0. */
+int dl_comm_get_nteams(void);
+
+/* The number of processes on this host. Valid after dl_comm_init_mpi. */
+int dl_comm_get_local_nranks(void);
+
+/* The number of hosts. Valid after dl_comm_init_mpi. */
+int dl_comm_get_nhosts(void);
+
+/* A number that is the same for all who share one core in this process, and different for a second core. */
+uintptr_t dl_comm_core_id(void);
+
+/* The version of the library, "major.minor.patch". */
+const char *dl_comm_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DL_COMM_H */

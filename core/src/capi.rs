@@ -1,0 +1,351 @@
+//! The C API: `dl_comm.h`, function by function. Translates and waits, nothing else; the header has the contracts.
+
+#![allow(non_snake_case)]
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::slice;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::buffer::{Buffer, Tensor};
+use crate::dtype::DType;
+use crate::error::{Error, Result, guard};
+use crate::global;
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
+}
+
+/// Runs `body`; its error becomes the code and the thread's last error.
+fn face(body: impl FnOnce() -> Result<c_int>) -> c_int {
+    guard(body).unwrap_or_else(|error| {
+        let text = error.to_string().replace('\0', " ");
+        LAST_ERROR.with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
+        error.code()
+    })
+}
+
+fn done(body: impl FnOnce() -> Result<()>) -> c_int {
+    face(|| body().map(|()| 0))
+}
+
+fn number(value: usize) -> Result<c_int> {
+    c_int::try_from(value).map_err(|_| Error::Internal("a number is too large for int".into()))
+}
+
+/// `dl_comm_init_mpi` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_init_mpi() -> c_int {
+    done(global::init_mpi)
+}
+
+/// `dl_comm_init` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_init() -> c_int {
+    done(global::init)
+}
+
+/// `dl_comm_finalize` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_finalize() -> c_int {
+    done(global::finalize)
+}
+
+/// `dl_comm_abandon` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_abandon() -> c_int {
+    done(|| global::abandon("the program failed"))
+}
+
+/// `dl_create_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
+    done(|| global::create_team(teamID, nthreads_in_team, prec_level))
+}
+
+/// `dl_comm_create_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
+    dl_create_team(teamID, nthreads_in_team, prec_level)
+}
+
+/// `dl_comm_gradients` of `dl_comm.h`.
+///
+/// # Safety
+/// The arrays have the sizes that the header tells, and the tensors are valid memory that nobody else uses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_gradients(
+    all_tensors: *mut *mut *mut c_void,
+    lengths: *mut *mut c_int,
+    dtypes: *mut *mut c_int,
+    ntensors_on_tower: *mut c_int,
+    ntowers: c_int,
+    teamID: c_int,
+) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
+        global::ensure_team(teamID)?;
+        global::wait("", |request| global::average_towers(teamID, request, || Ok(towers)))
+    })
+}
+
+/// `dl_comm_broadcast` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_gradients`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast(
+    all_tensors: *mut *mut *mut c_void,
+    lengths: *mut *mut c_int,
+    dtypes: *mut *mut c_int,
+    ntensors_on_tower: *mut c_int,
+    ntowers: c_int,
+    root: c_int,
+) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
+        global::wait("", |request| global::broadcast_towers(root, request, || Ok(towers)))
+    })
+}
+
+/// `dl_comm_get_rank` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_rank() -> c_int {
+    face(|| number(global::topology()?.rank()))
+}
+
+/// `dl_comm_localrank` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_localrank() -> c_int {
+    face(|| number(global::topology()?.local_rank()))
+}
+
+/// `dl_comm_get_nranks` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_nranks() -> c_int {
+    face(|| number(global::topology()?.size()))
+}
+
+/// `dl_comm_get_local_nranks` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_local_nranks() -> c_int {
+    face(|| number(global::topology()?.local_size()))
+}
+
+/// `dl_comm_get_nhosts` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_nhosts() -> c_int {
+    face(|| number(global::topology()?.hosts()))
+}
+
+/// `dl_comm_is_initialized` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_is_initialized() -> c_int {
+    c_int::from(global::is_initialized())
+}
+
+/// `dl_comm_get_nteams` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_nteams() -> c_int {
+    face(|| number(global::nteams()?))
+}
+
+/// `dl_comm_last_error` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_last_error() -> *const c_char {
+    LAST_ERROR.with(|last| last.borrow().as_ptr())
+}
+
+/// `dl_comm_core_id` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_core_id() -> usize {
+    global::core_id()
+}
+
+/// `dl_comm_version` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// `dl_comm_buffer_t` of `dl_comm.h`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CBuffer {
+    src: *const c_void,
+    dst: *mut c_void,
+    length: usize,
+    dtype: c_int,
+    ndim: c_int,
+    shape: *const i64,
+}
+
+/// `dl_comm_average` of `dl_comm.h`.
+///
+/// # Safety
+/// `buffers` has `count` entries of valid memory that nobody else uses; `name` is a C string or NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_average(
+    buffers: *const CBuffer,
+    count: usize,
+    team: c_int,
+    name: *const c_char,
+) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
+        if team != global::CONTROL {
+            global::ensure_team(team)?;
+        }
+        global::wait(&name, |request| global::average(team, request, || Ok(tensors)))
+    })
+}
+
+/// `dl_comm_broadcast_buffers` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast_buffers(
+    buffers: *const CBuffer,
+    count: usize,
+    root: c_int,
+    name: *const c_char,
+) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
+        global::wait(&name, |request| global::broadcast(root, request, || Ok(tensors)))
+    })
+}
+
+/// `dl_comm_check_buffers_match` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`], reading only.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, count: usize, verbose: c_int) -> c_int {
+    face(|| {
+        // SAFETY: the caller's promise.
+        let tensors = unsafe { tensors(buffers, count) }?;
+        buffers_match(&tensors, verbose != 0).map(|equal| c_int::from(!equal))
+    })
+}
+
+/// `dl_comm_barrier` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_barrier() -> c_int {
+    done(|| global::wait("", global::barrier))
+}
+
+/// Compares hashes with those of rank 0, then the outcomes with everybody's.
+fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
+    let rank = global::topology()?.rank();
+    let hash = |tensor: &Tensor| {
+        // SAFETY: the caller promised valid memory.
+        xxh3_64(unsafe { tensor.buffer.bytes(0, tensor.buffer.len()) })
+    };
+    tensors.iter().try_for_each(|tensor| tensor.buffer.check())?;
+    // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
+    let name = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(" ");
+    let name = format!("check_buffers_match {:016x}", xxh3_64(name.as_bytes()));
+    let mine: Vec<u64> = tensors.iter().map(hash).collect();
+    let mut first = mine.clone();
+    let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);
+    global::wait(&name, |request| global::broadcast(0, request, || Ok(vec![Tensor::new(hashes, &[])])))?;
+    let differing: Vec<usize> = (0..mine.len()).filter(|&index| mine[index] != first[index]).collect();
+    if verbose {
+        for &index in &differing {
+            eprintln!("dl_comm: tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe());
+        }
+    }
+    let mut share = [if differing.is_empty() { 0f64 } else { 1.0 }];
+    let flag = Buffer::in_place(share.as_mut_ptr().cast(), 1, DType::F64);
+    global::wait(&name, |request| global::average(global::CONTROL, request, || Ok(vec![Tensor::new(flag, &[])])))?;
+    Ok(share[0] == 0.0)
+}
+
+/// # Safety
+/// `name` is a C string or NULL.
+unsafe fn text(name: *const c_char) -> String {
+    if name.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+}
+
+/// # Safety
+/// `data` has `count` valid entries when it is not NULL.
+unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    if data.is_null() || !data.is_aligned() {
+        return Err(Error::Invalid(format!("{what} is NULL or misaligned")));
+    }
+    // SAFETY: the caller's promise.
+    Ok(unsafe { slice::from_raw_parts(data, count) })
+}
+
+/// # Safety
+/// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
+unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
+    let mut list = Vec::with_capacity(count);
+    // SAFETY: the caller's promise.
+    for buffer in unsafe { array(buffers, count, "the list of buffers") }? {
+        let ndim = if buffer.shape.is_null() { 0 } else { usize::try_from(buffer.ndim).unwrap_or(0) };
+        // SAFETY: the caller's promise.
+        let shape = unsafe { array(buffer.shape, ndim, "a shape") }?;
+        let dtype = DType::from_code(buffer.dtype)?;
+        list.push(Tensor::new(Buffer::new(buffer.src.cast(), buffer.dst.cast(), buffer.length, dtype), shape));
+    }
+    Ok(list)
+}
+
+/// # Safety
+/// The arrays have the sizes that `dl_comm_gradients` of the header tells.
+unsafe fn towers(
+    all_tensors: *mut *mut *mut c_void,
+    lengths: *mut *mut c_int,
+    dtypes: *mut *mut c_int,
+    ntensors_on_tower: *mut c_int,
+    ntowers: c_int,
+) -> Result<Vec<Vec<Tensor>>> {
+    let ntowers = usize::try_from(ntowers).ok().filter(|&ntowers| ntowers > 0);
+    let ntowers = ntowers.ok_or_else(|| Error::Invalid("ntowers is below 1".into()))?;
+    let mut towers = Vec::with_capacity(ntowers);
+    // SAFETY: the caller's promise, here and below.
+    let (counts, tensors, lengths, dtypes) = unsafe {
+        (
+            array(ntensors_on_tower, ntowers, "ntensors_on_tower")?,
+            array(all_tensors, ntowers, "all_tensors")?,
+            array(lengths, ntowers, "lengths")?,
+            array(dtypes, ntowers, "dtypes")?,
+        )
+    };
+    for tower in 0..ntowers {
+        let count = usize::try_from(counts[tower])
+            .map_err(|_| Error::Invalid(format!("ntensors_on_tower[{tower}] is negative")))?;
+        // SAFETY: as above.
+        let (tensors, lengths, dtypes) = unsafe {
+            (
+                array(tensors[tower], count, "all_tensors[i]")?,
+                array(lengths[tower], count, "lengths[i]")?,
+                array(dtypes[tower], count, "dtypes[i]")?,
+            )
+        };
+        let mut list = Vec::with_capacity(count);
+        for index in 0..count {
+            let length = usize::try_from(lengths[index])
+                .map_err(|_| Error::Invalid(format!("lengths[{tower}][{index}] is negative")))?;
+            let buffer = Buffer::in_place(tensors[index].cast(), length, DType::from_code(dtypes[index])?);
+            list.push(Tensor::new(buffer, &[]));
+        }
+        towers.push(list);
+    }
+    Ok(towers)
+}

@@ -1,0 +1,20 @@
+//! Nothing moves; the step's flags and the exchange's headers are the barrier.
+
+use std::ops::Range;
+
+use super::{Collective, Job, Lane};
+use crate::topology::Topology;
+
+pub(super) struct Barrier;
+
+impl Collective for Barrier {
+    unsafe fn pack(&self, _job: &Job, _topology: &Topology, _chunk: usize, _slot: *mut u8) {}
+
+    unsafe fn combine(&self, _job: &Job, _lane: &Lane<'_>, _slice: Range<usize>) {}
+
+    unsafe fn scatter(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _out: &mut [u8]) -> usize {
+        0
+    }
+
+    unsafe fn complete(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _parts: &[*const u8]) {}
+}

@@ -1,0 +1,255 @@
+//! One channel of a team: carries chunks of calls through the steps of the node and the exchanges between hosts.
+//!
+//! Every chunk, of whatever collective, takes the same step, so that ranks that called different things still meet, see
+//! each other's signatures, and can say so.
+//! Thread rule: used by one thread.
+
+use std::ops::Range;
+use std::ptr;
+use std::sync::Arc;
+
+use super::{Collective, Job, Lane, explain};
+use crate::error::{Error, Result};
+use crate::plan::{HEADER, slice};
+use crate::topology::Topology;
+use crate::transport::memory::Aligned;
+use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
+
+/// A channel; see the module's text.
+pub struct Channel {
+    pub(super) topology: Arc<Topology>,
+    pub(super) node: NodeChannel,
+    pub(super) link: Option<Box<dyn Link>>,
+    step: u32,
+    own_part: Aligned,
+}
+
+/// A step under way: this rank has packed chunk `chunk`.
+struct Step {
+    number: u32,
+    chunk: usize,
+}
+
+impl Channel {
+    /// A channel over `node` and, where there are several hosts and this rank drives a lane, `link`.
+    pub fn new(topology: Arc<Topology>, node: NodeChannel, mut link: Option<Box<dyn Link>>) -> Channel {
+        let part = link.as_mut().map_or(0, |link| link.message_to_all().len());
+        Channel { topology, node, link, step: 0, own_part: Aligned::new(part) }
+    }
+
+    /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] on every rank, nothing being written, when they did not.
+    pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<()> {
+        let step = self.pack(job, 0, patience)?;
+        if self.settle(job, &step, patience)? { Ok(()) } else { Err(explain::explain(self, job, patience)) }
+    }
+
+    /// Carries out further chunks of `job`, packing one ahead.
+    ///
+    /// # Errors
+    /// Those of the transports; the channel can then not be used any more.
+    pub fn rest(&mut self, job: &Job, chunks: impl Iterator<Item = usize>, patience: &Patience<'_>) -> Result<()> {
+        let mut ahead: Option<Step> = None;
+        for chunk in chunks {
+            let next = self.pack(job, chunk, patience)?;
+            if let Some(step) = ahead.replace(next) {
+                self.settle_matched(job, &step, patience)?;
+            }
+        }
+        ahead.map_or(Ok(()), |step| self.settle_matched(job, &step, patience))
+    }
+
+    fn settle_matched(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<()> {
+        match self.settle(job, step, patience)? {
+            true => Ok(()),
+            false => Err(Error::Internal(format!("the ranks lost step in chunk {} of {}", step.chunk, job.title()))),
+        }
+    }
+
+    /// The number of the next step, once its slot is free.
+    pub(super) fn begin(&mut self, patience: &Patience<'_>) -> Result<u32> {
+        self.step = self.step.wrapping_add(1);
+        self.node.wait(Phase::Unpacked, self.step.wrapping_sub(2), self.topology.local_size(), patience)?;
+        Ok(self.step)
+    }
+
+    fn pack(&mut self, job: &Job, chunk: usize, patience: &Patience<'_>) -> Result<Step> {
+        let number = self.begin(patience)?;
+        let slot = self.node.slot(self.topology.local_rank(), number);
+        // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
+        unsafe { job.op.collective().pack(job, &self.topology, chunk, slot) };
+        self.node.sign(number, job.signature);
+        self.node.raise(Phase::Packed, number);
+        Ok(Step { number, chunk })
+    }
+
+    /// Brings a packed step to its end; false, and nothing written, when the ranks' signatures differ.
+    fn settle(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<bool> {
+        self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
+        if let Some(lane) = self.topology.lane() {
+            let agreed = self.carry(job, step, lane, patience)?;
+            self.node.agree(step.number, agreed);
+            self.node.raise(Phase::Reduced, step.number);
+        }
+        self.node.wait(Phase::Reduced, step.number, self.topology.lanes(), patience)?;
+        let agreed = self.node.all_agreed(step.number, self.topology.lanes());
+        if agreed {
+            self.unpack(job, step);
+        }
+        self.node.raise(Phase::Unpacked, step.number);
+        Ok(agreed)
+    }
+
+    /// A lane's work: completes its slice in its own slot, unless the ranks differ.
+    fn carry(&mut self, job: &Job, step: &Step, lane_index: usize, patience: &Patience<'_>) -> Result<bool> {
+        let agreed = self.node.same_signatures(step.number);
+        let slots: Vec<*mut u8> =
+            (0..self.topology.local_size()).map(|rank| self.node.slot(rank, step.number)).collect();
+        let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
+        let slice = slice(0..job.plan.chunk_len(step.chunk), lane_index, self.topology.lanes());
+        let collective = job.op.collective();
+        match &mut self.link {
+            None => {
+                if agreed {
+                    // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
+                    unsafe { collective.combine(job, &lane, slice) };
+                }
+                Ok(agreed)
+            }
+            Some(link) => {
+                let own_part = self.own_part.as_mut_slice();
+                let cluster = Cluster { collective, job, lane, slice, step: step.number, agreed };
+                cluster.carry(link.as_mut(), own_part, patience)
+            }
+        }
+    }
+
+    /// Copies the results from the lanes' slots to the tensors of every tower.
+    fn unpack(&self, job: &Job, step: &Step) {
+        let len = job.plan.chunk_len(step.chunk);
+        for lane in 0..self.topology.lanes() {
+            let slot = self.node.slot(lane, step.number).cast_const();
+            for piece in job.plan.pieces(step.chunk, slice(0..len, lane, self.topology.lanes())) {
+                for buffer in job.replicas(piece.tensor) {
+                    // SAFETY: all lanes have reduced, so the slots are read-only; the tensor's memory is the call's.
+                    unsafe {
+                        let from = slot.add(piece.offset);
+                        let to = buffer.bytes_mut(piece.first, piece.count);
+                        if job.is_wide() {
+                            job.reduction(buffer.dtype()).narrow(from, to.as_mut_ptr(), piece.count);
+                        } else {
+                            ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One chunk of one lane between hosts.
+struct Cluster<'a> {
+    collective: &'static dyn Collective,
+    job: &'a Job,
+    lane: Lane<'a>,
+    slice: Range<usize>,
+    step: u32,
+    agreed: bool,
+}
+
+impl Cluster<'_> {
+    fn piece(&self, host: usize) -> Range<usize> {
+        slice(self.slice.clone(), host, self.lane.topology.hosts())
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let me = self.lane.topology.host();
+        (0..self.lane.topology.hosts()).filter(move |&host| host != me)
+    }
+
+    fn header(&self, stage: u32) -> Header {
+        Header { signature: self.job.signature, step: self.step, stage, agreed: self.agreed }
+    }
+
+    /// Scatter, complete the own piece, gather. False, on every host, when one host's ranks or two hosts differ.
+    fn carry(&self, link: &mut dyn Link, own_part: &mut [u8], patience: &Patience<'_>) -> Result<bool> {
+        let me = self.lane.topology.host();
+        let mut lens = vec![HEADER; self.lane.topology.hosts()];
+        for host in self.others() {
+            let message = link.message_to(host);
+            self.header(0).write(message);
+            if self.agreed {
+                // SAFETY: all ranks of the host have packed, so the slice is this lane's.
+                let body = &mut message[HEADER..];
+                lens[host] += unsafe { self.collective.scatter(self.job, &self.lane, self.piece(host), body) };
+            }
+        }
+        link.exchange(Out::Each(&lens), patience)?;
+        for host in self.others() {
+            if !self.header(0).matches(link.message_from(host), self.job)? {
+                return Ok(false);
+            }
+        }
+        if !self.agreed {
+            return Ok(false);
+        }
+        // SAFETY: as above; the parts are what the same collective scattered for this piece.
+        unsafe {
+            self.collective.scatter(self.job, &self.lane, self.piece(me), own_part);
+            let part = |host| {
+                if host == me { own_part.as_ptr() } else { link.message_from(host)[HEADER..].as_ptr() }
+            };
+            let parts: Vec<*const u8> = (0..self.lane.topology.hosts()).map(part).collect();
+            self.collective.complete(self.job, &self.lane, self.piece(me), &parts);
+        }
+        self.gather(link, patience)?;
+        Ok(true)
+    }
+
+    /// Sends the own piece to all and takes theirs.
+    fn gather(&self, link: &mut dyn Link, patience: &Patience<'_>) -> Result<()> {
+        let mine = self.piece(self.lane.topology.host());
+        let message = link.message_to_all();
+        self.header(1).write(message);
+        let body = &mut message[HEADER..HEADER + mine.len()];
+        // SAFETY: the slice of the own slot is this lane's.
+        unsafe { ptr::copy_nonoverlapping(self.lane.own().add(mine.start), body.as_mut_ptr(), mine.len()) };
+        link.exchange(Out::Same(HEADER + mine.len()), patience)?;
+        for host in self.others() {
+            let message = link.message_from(host);
+            self.header(1).matches(message, self.job)?;
+            let piece = self.piece(host);
+            let body = &message[HEADER..HEADER + piece.len()];
+            // SAFETY: as above.
+            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.lane.own().add(piece.start), piece.len()) };
+        }
+        Ok(())
+    }
+}
+
+/// What every message between hosts starts with.
+struct Header {
+    signature: u64,
+    step: u32,
+    stage: u32,
+    agreed: bool,
+}
+
+impl Header {
+    fn write(&self, message: &mut [u8]) {
+        message[0..8].copy_from_slice(&self.signature.to_le_bytes());
+        message[8..12].copy_from_slice(&self.step.to_le_bytes());
+        message[12..16].copy_from_slice(&self.stage.to_le_bytes());
+        message[16] = u8::from(self.agreed);
+    }
+
+    /// Whether `message` comes from a host whose ranks agree among themselves and with these.
+    fn matches(&self, message: &[u8], job: &Job) -> Result<bool> {
+        if message[8..12] != self.step.to_le_bytes() || message[12..16] != self.stage.to_le_bytes() {
+            return Err(Error::Internal(format!("a message of another step arrived in {}", job.title())));
+        }
+        Ok(message[0..8] == self.signature.to_le_bytes() && message[16] == 1)
+    }
+}

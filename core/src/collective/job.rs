@@ -1,0 +1,204 @@
+//! One collective call as every rank describes it: operation, tensors, layout on the wire, signature.
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::buffer::{Buffer, Tensor};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::plan::{ALIGN, Plan};
+use crate::reduce::Reduction;
+
+/// What a call does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Op {
+    /// The mean over all ranks and towers, to all.
+    Average,
+    /// The values of rank `root`, to all.
+    Broadcast {
+        /// The rank that has the values.
+        root: usize,
+    },
+    /// Nothing but that everybody has come.
+    Barrier,
+}
+
+/// How a team carries its calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Carrier {
+    /// The team's number.
+    pub team: i32,
+    /// The number of ranks.
+    pub ranks: usize,
+    /// The number of channels.
+    pub channels: usize,
+    /// Bytes of a slot.
+    pub slot: usize,
+    /// Whether floating point is added up in float64.
+    pub precise: bool,
+}
+
+/// A call, ready to be carried out.
+pub struct Job {
+    /// What to do.
+    pub op: Op,
+    /// Where the bytes go on the wire.
+    pub plan: Plan,
+    /// The same on all ranks that call the same thing; different, but for chance, where anything differs.
+    pub signature: u64,
+    towers: Vec<Vec<Tensor>>,
+    carrier: Carrier,
+    name: String,
+    labels: String,
+}
+
+/// The least bytes of a chunk: below this a second channel costs more than it brings.
+const LEAST_CHUNK: usize = 64 << 10;
+
+impl Job {
+    /// Checks and lays out a call on `towers` (replicas) of equal lists of tensors; a barrier has none. `labels` are names
+    /// of the tensors, a line each.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] and [`Error::DType`], naming the tensor.
+    pub fn new(op: Op, towers: Vec<Vec<Tensor>>, name: String, labels: String, carrier: Carrier) -> Result<Job> {
+        check(op, &towers, &labels, carrier.ranks)?;
+        let wide = op == Op::Average && towers.len() > 1;
+        let lengths: Vec<(DType, usize)> =
+            towers.first().into_iter().flatten().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
+        let wire_size = |dtype| Reduction { dtype, precise: carrier.precise, wide }.wire_size();
+        let total: usize = lengths.iter().map(|&(dtype, len)| len * wire_size(dtype)).sum();
+        let share = total.div_ceil(2 * carrier.channels).next_multiple_of(ALIGN);
+        let chunk = share.clamp(LEAST_CHUNK.min(carrier.slot), carrier.slot);
+        let plan = Plan::new(&lengths, wire_size, chunk);
+        let mut job = Job { op, plan, signature: 0, towers, carrier, name, labels };
+        job.signature = job.sign();
+        Ok(job)
+    }
+
+    /// The tensors of tower `tower`; none for a barrier.
+    pub fn tensors(&self, tower: usize) -> &[Tensor] {
+        self.towers.get(tower).map_or(&[], Vec::as_slice)
+    }
+
+    /// Tensor `tensor` of every tower.
+    pub fn replicas(&self, tensor: usize) -> impl Iterator<Item = &Buffer> {
+        self.towers.iter().map(move |tower| &tower[tensor].buffer)
+    }
+
+    /// How elements of `dtype` are added up, and stand on the wire.
+    pub fn reduction(&self, dtype: DType) -> Reduction {
+        Reduction { dtype, precise: self.carrier.precise, wide: self.is_wide() }
+    }
+
+    /// Whether the wire holds accumulators, because each rank brings a sum over its towers.
+    pub fn is_wide(&self) -> bool {
+        self.op == Op::Average && self.towers.len() > 1
+    }
+
+    /// What the sum is divided by.
+    pub fn divisor(&self) -> u32 {
+        u32::try_from(self.carrier.ranks * self.towers.len()).unwrap_or(u32::MAX)
+    }
+
+    fn sign(&self) -> u64 {
+        let mut hash = Xxh3::new();
+        let mut number = |value: i64| hash.update(&value.to_le_bytes());
+        number(i64::from(self.carrier.team));
+        match self.op {
+            Op::Average => number(1),
+            Op::Broadcast { root } => {
+                number(2);
+                number(root as i64);
+            }
+            Op::Barrier => number(3),
+        }
+        number(if self.op == Op::Average { self.towers.len() as i64 } else { 1 });
+        for tensor in self.tensors(0) {
+            number(tensor.buffer.dtype() as i64);
+            number(tensor.shape().len() as i64);
+            tensor.shape().iter().for_each(|&extent| number(extent));
+        }
+        hash.update(self.name.as_bytes());
+        hash.digest()
+    }
+
+    /// The call in a line, for messages: `average 'bucket 0' on team 0`.
+    pub fn title(&self) -> String {
+        let name = if self.name.is_empty() { String::new() } else { format!(" '{}'", self.name) };
+        let team = match self.carrier.team {
+            -1 => String::new(),
+            id => format!(" on team {id}"),
+        };
+        match self.op {
+            Op::Average if self.towers.len() > 1 => format!("average{name}{team} over {} towers", self.towers.len()),
+            Op::Average => format!("average{name}{team}"),
+            Op::Broadcast { root } => format!("broadcast{name} from rank {root}"),
+            Op::Barrier => "barrier".to_owned(),
+        }
+    }
+
+    /// The call in full: its title, then a line for each tensor, as far as `limit` bytes reach.
+    pub fn describe(&self, limit: usize) -> String {
+        let tensors = self.tensors(0);
+        let mut text = self.title();
+        if !tensors.is_empty() {
+            text += &format!(" of {} tensor{}", tensors.len(), if tensors.len() == 1 { "" } else { "s" });
+        }
+        for (index, tensor) in tensors.iter().enumerate() {
+            let line = format!("\n{}: {}", self.label(index), tensor.describe());
+            if text.len() + line.len() > limit {
+                break;
+            }
+            text += &line;
+        }
+        text.truncate(text.floor_char_boundary(limit));
+        text
+    }
+
+    fn label(&self, tensor: usize) -> String {
+        match self.labels.lines().nth(tensor) {
+            Some(label) if !label.is_empty() => format!("tensor {tensor} '{label}'"),
+            _ => format!("tensor {tensor}"),
+        }
+    }
+}
+
+fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<()> {
+    let what = match op {
+        Op::Barrier => return Ok(()),
+        Op::Broadcast { root } if root >= ranks => {
+            return Err(Error::Invalid(format!("root {root} is not a rank; ranks go from 0 to {}", ranks - 1)));
+        }
+        Op::Broadcast { .. } => "broadcast",
+        Op::Average => "average",
+    };
+    let Some(first) = towers.first().filter(|tower| !tower.is_empty()) else {
+        return Err(Error::Invalid(format!("the list of tensors is empty; {what} needs at least one")));
+    };
+    for (tower, tensors) in towers.iter().enumerate() {
+        if tensors.len() != first.len() {
+            return Err(Error::Invalid(format!(
+                "tower {tower} has {} tensors and tower 0 has {}; all towers need the same list",
+                tensors.len(),
+                first.len()
+            )));
+        }
+        for (index, (tensor, expected)) in tensors.iter().zip(first).enumerate() {
+            let label = labels.lines().nth(index).unwrap_or("");
+            let place = || format!("tensor {index} {label}").trim_end().to_owned();
+            tensor.buffer.check().map_err(|error| Error::Invalid(format!("{}: {error}", place())))?;
+            if op == Op::Average && tensor.buffer.dtype() == DType::Bool {
+                return Err(Error::DType(format!("{}: bool has no mean; broadcast it, or convert it first", place())));
+            }
+            if tensor.describe() != expected.describe() {
+                return Err(Error::Invalid(format!(
+                    "{} is {} in tower {tower} and {} in tower 0; all towers need the same list",
+                    place(),
+                    tensor.describe(),
+                    expected.describe()
+                )));
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,83 @@
+//! The collectives, composed over two levels: the node (shared memory), then the cluster (messages between hosts).
+//!
+//! Every collective is a [`Collective`]: what a rank puts into its slot and what a lane does with its slice. [`Channel`] carries any of them through the steps of the node and the exchanges of the cluster; read one
+//! file, know all. Algorithms name no transport.
+//!
+//! In a node: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts: each
+//! lane, by direct exchange, reduce-scatter then all-gather of its slice in pieces, one piece a host. So every byte crosses
+//! between hosts 2 (n - 1) / n times, the least there is (Patarasuk and Yuan, 2009), and the order of addition is fixed: the
+//! ranks of a host in order, then the hosts in order.
+
+mod average;
+mod barrier;
+mod broadcast;
+mod channel;
+mod explain;
+mod job;
+
+pub use channel::Channel;
+pub use job::{Carrier, Job, Op};
+
+use std::ops::Range;
+
+use crate::topology::Topology;
+
+/// What tells the collectives apart. All ranges are bytes of the chunk; slots are as in [`crate::transport::node`].
+pub(crate) trait Collective: Sync {
+    /// Copies what this rank brings to chunk `chunk` into its slot.
+    ///
+    /// # Safety
+    /// `slot` is this rank's slot of the step, its to write.
+    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, slot: *mut u8);
+
+    /// On one host: completes `slice` from all slots into this lane's slot.
+    ///
+    /// # Safety
+    /// The slice of all slots is this lane's.
+    unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>);
+
+    /// Between hosts: writes this host's part of `piece` for the host that will complete it; returns the bytes written.
+    ///
+    /// # Safety
+    /// As for `combine`; `out` holds the piece as accumulators.
+    unsafe fn scatter(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> usize;
+
+    /// Between hosts: completes this host's own `piece` into this lane's slot, from what the hosts scattered (by host; that
+    /// of this host in its place).
+    ///
+    /// # Safety
+    /// As for `combine`.
+    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, parts: &[*const u8]);
+}
+
+/// A lane at work on a chunk.
+pub(crate) struct Lane<'a> {
+    /// Where the rank is.
+    pub topology: &'a Topology,
+    /// The chunk.
+    pub chunk: usize,
+    /// All ranks' slots of the step, by local rank.
+    pub slots: &'a [*mut u8],
+}
+
+impl Lane<'_> {
+    /// The slot of this lane's driver.
+    pub fn own(&self) -> *mut u8 {
+        self.slots[self.topology.local_rank()]
+    }
+
+    /// The slots from byte `at`, by local rank.
+    pub fn sources(&self, at: usize) -> Vec<*const u8> {
+        self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect()
+    }
+}
+
+impl Op {
+    fn collective(self) -> &'static dyn Collective {
+        match self {
+            Op::Average => &average::Average,
+            Op::Broadcast { .. } => &broadcast::Broadcast,
+            Op::Barrier => &barrier::Barrier,
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The `DL_COMM_*` environment variables, read once at init into a plain struct. A value that makes no sense is an error
+//! that names the variable, never a silent default.
+
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// The settings of a process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// `DL_COMM_DEFAULT_NTHREADS`: threads of a team that nobody created explicitly.
+    pub default_nthreads: usize,
+    /// `DL_COMM_DEFAULT_PREC_LEVEL`: 0 adds float16/32 up in float32, 1 in float64.
+    pub default_prec_level: u8,
+    /// `DL_COMM_TIMEOUT_S`: the longest that a call may take; `None` (0) for ever.
+    pub timeout: Option<Duration>,
+    /// `DL_COMM_STALL_WARN_S`: a wait longer than this says once who is late; `None` (0) never.
+    pub stall_warn: Option<Duration>,
+    /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
+    pub chunk_bytes: usize,
+    /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
+    pub shm_dir: String,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            default_nthreads: 2,
+            default_prec_level: 0,
+            timeout: Some(Duration::from_secs(300)),
+            stall_warn: Some(Duration::from_secs(60)),
+            chunk_bytes: 512 << 10,
+            shm_dir: "/dev/shm".into(),
+        }
+    }
+}
+
+impl Config {
+    /// Reads the environment of the process.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], naming the variable and what it may be.
+    pub fn from_env() -> Result<Config> {
+        Config::from_lookup(|name| std::env::var(name).ok())
+    }
+
+    /// Reads the variables through `lookup`; an empty value counts as not set.
+    ///
+    /// # Errors
+    /// As [`Config::from_env`].
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Config> {
+        let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
+        let defaults = Config::default();
+        let integer = |name: &str, least: usize, most: usize, default: usize| match get(name) {
+            None => Ok(default),
+            Some(text) => {
+                text.trim().parse::<usize>().ok().filter(|value| (least..=most).contains(value)).ok_or_else(|| {
+                    Error::Invalid(format!("{name} is '{text}'; set it to a whole number from {least} to {most}"))
+                })
+            }
+        };
+        let seconds = |name: &str, default: Option<Duration>| match get(name) {
+            None => Ok(default),
+            Some(text) => match text.trim().parse::<f64>() {
+                Ok(0.0) => Ok(None),
+                Ok(value) if value > 0.0 && value <= 1e9 => Ok(Some(Duration::from_secs_f64(value))),
+                _ => {
+                    Err(Error::Invalid(format!("{name} is '{text}'; set it to a number of seconds, or 0 for no limit")))
+                }
+            },
+        };
+        Ok(Config {
+            default_nthreads: integer("DL_COMM_DEFAULT_NTHREADS", 1, 256, defaults.default_nthreads)?,
+            default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
+            timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
+            stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
+            chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 20, defaults.chunk_bytes >> 10)? << 10,
+            shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(name: &'static str, value: &'static str) -> Result<Config> {
+        Config::from_lookup(move |asked| (asked == name).then(|| value.to_owned()))
+    }
+
+    #[test]
+    fn nothing_set_gives_the_defaults() {
+        assert_eq!(Config::from_lookup(|_| None), Ok(Config::default()));
+        assert_eq!(with("DL_COMM_TIMEOUT_S", ""), Ok(Config::default()));
+    }
+
+    #[test]
+    fn values_are_taken() {
+        assert_eq!(with("DL_COMM_TIMEOUT_S", "0").unwrap().timeout, None);
+        assert_eq!(with("DL_COMM_TIMEOUT_S", "0.5").unwrap().timeout, Some(Duration::from_millis(500)));
+        assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
+        assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
+    }
+
+    #[test]
+    fn nonsense_names_the_variable() {
+        for (name, value) in [
+            ("DL_COMM_TIMEOUT_S", "soon"),
+            ("DL_COMM_TIMEOUT_S", "-1"),
+            ("DL_COMM_TIMEOUT_S", "nan"),
+            ("DL_COMM_DEFAULT_NTHREADS", "0"),
+            ("DL_COMM_DEFAULT_PREC_LEVEL", "2"),
+            ("DL_COMM_CHUNK_KB", "1.5"),
+        ] {
+            let error = with(name, value).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains(value), "{error}");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The one error type of the core, its codes, and the guard that keeps panics from crossing a foreign interface.
+//!
+//! Messages are lower case and say what to do; each face maps the codes once to its own kind of error.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// What can go wrong. Cloned because one failure of a team reaches every call that waits on it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// An argument is wrong.
+    #[error("{0}")]
+    Invalid(String),
+    /// The element type has no meaning for the operation, or is not known.
+    #[error("{0}")]
+    DType(String),
+    /// Called before init, after finalize, or in a forked child.
+    #[error("{0}")]
+    State(String),
+    /// The ranks called different things; nobody's data moved.
+    #[error("the ranks called different things, nothing was written:\n{0}")]
+    Mismatch(String),
+    /// A deadline passed.
+    #[error("{0}")]
+    Timeout(String),
+    /// A process of the job ended.
+    #[error("{0}")]
+    PeerLost(String),
+    /// The operating system refused something.
+    #[error("{0}")]
+    System(String),
+    /// MPI refused something.
+    #[error("{0}")]
+    Mpi(String),
+    /// A defect of dl_comm itself.
+    #[error("defect in dl_comm: {0}")]
+    Internal(String),
+}
+
+/// The result of the core's functions.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// The `DL_COMM_ERROR_*` code of `dl_comm.h`.
+    pub fn code(&self) -> i32 {
+        match self {
+            Error::Invalid(_) => -1,
+            Error::DType(_) => -2,
+            Error::State(_) => -3,
+            Error::Mismatch(_) => -4,
+            Error::Timeout(_) => -5,
+            Error::PeerLost(_) => -6,
+            Error::System(_) => -7,
+            Error::Mpi(_) => -8,
+            Error::Internal(_) => -9,
+        }
+    }
+
+    /// The error with this code and text: the way back from shared memory, where only these two travel.
+    pub fn from_code(code: i32, text: String) -> Error {
+        match code {
+            -1 => Error::Invalid(text),
+            -2 => Error::DType(text),
+            -3 => Error::State(text),
+            -4 => Error::Mismatch(text),
+            -5 => Error::Timeout(text),
+            -6 => Error::PeerLost(text),
+            -7 => Error::System(text),
+            -8 => Error::Mpi(text),
+            _ => Error::Internal(text),
+        }
+    }
+
+    /// Whether the team can go on after this error: true for misuse and mismatches, false for what leaves the ranks
+    /// out of step.
+    pub fn is_recoverable(&self) -> bool {
+        matches!(self, Error::Invalid(_) | Error::DType(_) | Error::State(_) | Error::Mismatch(_))
+    }
+
+    /// A failed system call, with what was being done.
+    pub fn system(what: impl std::fmt::Display, error: impl std::fmt::Display) -> Error {
+        Error::System(format!("{what}: {error}"))
+    }
+}
+
+/// Runs `body` and turns a panic into [`Error::Internal`]: a panic that reaches C or C++ would abort the process.
+pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(Error::Internal(panic_text(&*panic))))
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("panic without a message").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_an_internal_error() {
+        let error = guard::<()>(|| panic!("odd")).unwrap_err();
+        assert_eq!(error, Error::Internal("odd".into()));
+        assert!(!error.is_recoverable());
+    }
+
+    #[test]
+    fn codes_go_there_and_back() {
+        for code in -9..=-1 {
+            assert_eq!(Error::from_code(code, "x".into()).code(), code);
+        }
+    }
+}

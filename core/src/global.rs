@@ -1,0 +1,323 @@
+//! The process-wide state behind the faces: MPI, the teams, and the rules of init, finalize and fork.
+//!
+//! Thread rule: everything may be called from any thread. Collective functions that make teams run one at a time.
+
+use std::collections::BTreeMap;
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use crate::buffer::Tensor;
+use crate::collective::Op;
+use crate::config::Config;
+use crate::error::{Error, Result, guard};
+use crate::plan::ALIGN;
+use crate::team::{Request, Settings, Team};
+use crate::topology::Topology;
+use crate::transport::mpi::{TeamShape, World};
+
+/// The team of broadcasts, barriers and averages outside of training.
+pub const CONTROL: i32 = -1;
+
+/// Team numbers are below this.
+pub const MAX_TEAMS: i32 = 64;
+
+enum State {
+    Fresh,
+    Started { world: Arc<Mutex<World>>, topology: Arc<Topology>, config: Config, teams: BTreeMap<i32, Arc<Team>> },
+    Finalized,
+}
+
+static STATE: RwLock<State> = RwLock::new(State::Fresh);
+/// Held while a team is made, so that all ranks make them in the order of their calls.
+static MAKING: Mutex<()> = Mutex::new(());
+/// The process that started dl_comm; 0 before. Looked at before any lock: a forked child may find locks held for ever.
+static OWNER: AtomicU32 = AtomicU32::new(0);
+
+/// A number that differs between two cores in one process: the address of this one's state.
+pub fn core_id() -> usize {
+    (&raw const STATE).addr()
+}
+
+fn check_fork() -> Result<()> {
+    let owner = OWNER.load(Ordering::Relaxed);
+    if owner != 0 && owner != process::id() {
+        return Err(Error::State(format!(
+            "this process was forked from process {owner}, which uses dl_comm; a forked child cannot (start it afresh, \
+             for instance with the 'spawn' method)"
+        )));
+    }
+    Ok(())
+}
+
+fn not_started() -> Error {
+    Error::State("dl_comm is not initialised; call init() first".into())
+}
+
+fn finalized() -> Error {
+    Error::State("dl_comm was finalised and cannot be used again in this process".into())
+}
+
+fn read<T>(view: impl FnOnce(&State) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    view(&STATE.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn write<T>(change: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Brings MPI up, or adopts it. Nothing happens when that was done. Collective.
+///
+/// # Errors
+/// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
+pub fn init_mpi() -> Result<()> {
+    write(|state| match state {
+        State::Started { .. } => Ok(()),
+        State::Finalized => Err(finalized()),
+        State::Fresh => {
+            let config = Config::from_env()?;
+            let world = World::start(&config)?;
+            OWNER.store(process::id(), Ordering::Relaxed);
+            let topology = Arc::clone(world.topology());
+            *state = State::Started { world: Arc::new(Mutex::new(world)), topology, config, teams: BTreeMap::new() };
+            Ok(())
+        }
+    })
+}
+
+/// Brings up everything that the collectives need. Nothing happens when that was done. Collective.
+///
+/// # Errors
+/// Those of [`init_mpi`] and of the making of a team.
+pub fn init() -> Result<()> {
+    init_mpi()?;
+    if is_initialized() {
+        return Ok(());
+    }
+    let config = config()?;
+    make_team(CONTROL, config.default_nthreads, config.default_prec_level)
+}
+
+/// Whether [`init`] has succeeded and [`finalize`] was not called.
+pub fn is_initialized() -> bool {
+    read(|state| Ok(matches!(state, State::Started { teams, .. } if teams.contains_key(&CONTROL)))).unwrap_or(false)
+}
+
+/// The settings of this process.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`] and after [`finalize`].
+pub fn config() -> Result<Config> {
+    read(|state| match state {
+        State::Started { config, .. } => Ok(config.clone()),
+        State::Fresh => Err(not_started()),
+        State::Finalized => Err(finalized()),
+    })
+}
+
+/// Where the ranks are.
+///
+/// # Errors
+/// As for [`config`].
+pub fn topology() -> Result<Arc<Topology>> {
+    read(|state| match state {
+        State::Started { topology, .. } => Ok(Arc::clone(topology)),
+        State::Fresh => Err(not_started()),
+        State::Finalized => Err(finalized()),
+    })
+}
+
+/// Makes team `id` with `threads` threads. Collective.
+///
+/// # Errors
+/// [`Error::Invalid`] for numbers out of range and a team that exists; [`Error::Mismatch`] when the ranks disagree.
+pub fn create_team(id: i32, threads: i32, prec_level: i32) -> Result<()> {
+    if !(0..MAX_TEAMS).contains(&id) {
+        return Err(Error::Invalid(format!("team {id} is out of range; teams go from 0 to {}", MAX_TEAMS - 1)));
+    }
+    let threads = usize::try_from(threads).ok().filter(|threads| (1..=256).contains(threads));
+    let threads = threads.ok_or_else(|| Error::Invalid("a team has from 1 to 256 threads".into()))?;
+    let prec_level = match prec_level {
+        0 => 0,
+        1 => 1,
+        _ => return Err(Error::Invalid(format!("prec_level is {prec_level}; it is 0 (float) or 1 (double)"))),
+    };
+    if !is_initialized() {
+        // Says which of not initialised, finalised and forked it is.
+        config()?;
+        return Err(not_started());
+    }
+    if find_team(id)?.is_some() {
+        return Err(Error::Invalid(format!("team {id} exists already")));
+    }
+    make_team(id, threads, prec_level)
+}
+
+fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
+    let _turn = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    if find_team(id)?.is_some() {
+        return Ok(());
+    }
+    let config = config()?;
+    let world = read(|state| match state {
+        State::Started { world, .. } => Ok(Arc::clone(world)),
+        _ => Err(not_started()),
+    })?;
+    let slot = config.chunk_bytes.next_multiple_of(ALIGN);
+    let shape = TeamShape { id, threads, prec_level, slot };
+    let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
+    let settings = Settings { id, precise: prec_level == 1, timeout: config.timeout, stall_warn: config.stall_warn };
+    let team = Arc::new(Team::start(endpoint, settings)?);
+    write(|state| match state {
+        State::Started { teams, .. } => {
+            teams.insert(id, team);
+            Ok(())
+        }
+        _ => Err(not_started()),
+    })
+}
+
+fn find_team(id: i32) -> Result<Option<Arc<Team>>> {
+    read(|state| match state {
+        State::Started { teams, .. } => Ok(teams.get(&id).cloned()),
+        State::Fresh => Err(not_started()),
+        State::Finalized => Err(finalized()),
+    })
+}
+
+fn team(id: i32) -> Result<Arc<Team>> {
+    match find_team(id)? {
+        Some(team) => Ok(team),
+        None if !is_initialized() => Err(not_started()),
+        None => Err(Error::Invalid(format!(
+            "team {id} does not exist ({} of them do); create_team() or init(nteams=...) makes teams",
+            nteams()?
+        ))),
+    }
+}
+
+/// Makes team `id` with the default settings unless it exists; for the C API, whose callers may skip the making. Collective
+/// when the team does not exist.
+///
+/// # Errors
+/// Those of [`create_team`].
+pub fn ensure_team(id: i32) -> Result<()> {
+    if id == CONTROL || find_team(id)?.is_some() {
+        return Ok(());
+    }
+    let config = config()?;
+    let threads = i32::try_from(config.default_nthreads).unwrap_or(1);
+    create_team(id, threads, i32::from(config.default_prec_level))
+}
+
+/// The number of teams that [`create_team`] made.
+///
+/// # Errors
+/// As for [`config`].
+pub fn nteams() -> Result<usize> {
+    read(|state| match state {
+        State::Started { teams, .. } => Ok(teams.keys().filter(|&&id| id != CONTROL).count()),
+        State::Fresh => Err(not_started()),
+        State::Finalized => Err(finalized()),
+    })
+}
+
+fn submit(op: Op, id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    // The memory's validity is what the faces ask of their callers.
+    match guard(|| Ok((team(id)?, towers()?))) {
+        // SAFETY: see the faces' contracts: dl_comm.h, completion.h.
+        Ok((team, towers)) => unsafe { team.submit(op, towers, request) },
+        Err(error) => request.refuse(error),
+    }
+}
+
+/// Starts the average of a list of tensors on team `id`. The list is made by `tensors`, whose errors reach `request` too.
+pub fn average(id: i32, request: Request, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
+    submit(Op::Average, id, request, || Ok(vec![tensors()?]));
+}
+
+/// Starts the average of several replicas of a list of tensors.
+pub fn average_towers(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    submit(Op::Average, id, request, towers);
+}
+
+/// Starts the broadcast of a list of tensors from rank `root`.
+pub fn broadcast(root: i32, request: Request, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
+    broadcast_towers(root, request, || Ok(vec![tensors()?]));
+}
+
+/// Starts the broadcast of the root's first tower to all towers of all ranks.
+pub fn broadcast_towers(root: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    match usize::try_from(root) {
+        Ok(root) => submit(Op::Broadcast { root }, CONTROL, request, towers),
+        Err(_) => request.refuse(Error::Invalid(format!("root {root} is not a rank"))),
+    }
+}
+
+/// Starts a barrier.
+pub fn barrier(request: Request) {
+    submit(Op::Barrier, CONTROL, request, || Ok(Vec::new()));
+}
+
+/// Runs `start` with a request and waits for its outcome.
+///
+/// # Errors
+/// The outcome.
+pub fn wait(name: &str, start: impl FnOnce(Request)) -> Result<()> {
+    let (sender, receiver) = sync_channel(1);
+    let done = Box::new(move |result| {
+        // The receiver is below, waiting.
+        let _delivered = sender.send(result);
+    });
+    start(Request::new(done).named(name, ""));
+    receiver.recv().unwrap_or_else(|_| Err(Error::Internal("a call was dropped without an outcome".into())))
+}
+
+/// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.
+///
+/// # Errors
+/// The first failure of a team; all is ended nevertheless.
+pub fn finalize() -> Result<()> {
+    end(None)
+}
+
+/// Ends the use of dl_comm after a failure elsewhere in the program: the ranks of this host hear of it, and MPI is left as
+/// it is, so that the launcher ends the job. Not collective.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn abandon(why: &str) -> Result<()> {
+    end(Some(Error::PeerLost(format!("{why} on {}", process_name())))).or(Ok(()))
+}
+
+fn process_name() -> String {
+    let rank = topology().map_or(0, |topology| topology.rank());
+    format!("rank {rank} (pid {})", process::id())
+}
+
+fn end(reason: Option<Error>) -> Result<()> {
+    check_fork()?;
+    let ended = {
+        let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
+        let next = if matches!(*state, State::Started { .. }) { State::Finalized } else { return Ok(()) };
+        std::mem::replace(&mut *state, next)
+    };
+    let State::Started { world, teams, .. } = ended else { return Ok(()) };
+    let mut failure = None;
+    for team in teams.values() {
+        if let Some(error) = &reason {
+            team.fail(error);
+        }
+        team.stop();
+        failure = failure.or(team.failure());
+    }
+    drop(teams);
+    if let Some(world) = Arc::into_inner(world) {
+        // A job that lost a rank would wait for it in MPI_Finalize for ever.
+        world.into_inner().unwrap_or_else(PoisonError::into_inner).finish(failure.is_some());
+    }
+    failure.map_or(Ok(()), Err)
+}

@@ -1,0 +1,27 @@
+//! The core of dl_comm: means and broadcasts of lists of tensors over the ranks of a data-parallel job.
+//!
+//! Layers, each using only those below it:
+//! - faces: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both;
+//! - [`team`]: queues, threads, the life of a call;
+//! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
+//! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
+//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], [`topology`], [`config`], [`error`].
+//!
+//! `docs/architecture.md` follows one gradient through them.
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("dl_comm needs Linux: futexes, pidfds and /dev/shm");
+
+pub mod buffer;
+pub mod capi;
+pub mod collective;
+pub mod config;
+pub mod dtype;
+pub mod error;
+mod ffi;
+pub mod global;
+pub mod plan;
+pub mod reduce;
+pub mod team;
+pub mod topology;
+pub mod transport;

@@ -1,0 +1,120 @@
+//! Which rank lives on which host, and what follows for the levels of a collective. Pure.
+//!
+//! A host is a set of ranks that can share memory. Within a host, slices of the data are carried by *lanes*: lane l is
+//! driven by the rank with local rank l, reduces slice l, and talks to lane l of the other hosts. There are as many lanes
+//! as the smallest host has ranks, so that every host has the same lanes.
+
+/// The ranks of a job by host, as one rank sees them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Topology {
+    rank: usize,
+    hosts: Vec<Vec<usize>>,
+    host: usize,
+    local_rank: usize,
+}
+
+impl Topology {
+    /// The topology of rank `rank` when rank r lives where `keys[r]` says; equal keys are one host. Hosts are ordered by
+    /// their lowest rank.
+    ///
+    /// # Panics
+    /// When `rank` is not below `keys.len()`.
+    pub fn new<K: PartialEq>(rank: usize, keys: &[K]) -> Topology {
+        let mut leaders: Vec<usize> = Vec::new();
+        let mut hosts: Vec<Vec<usize>> = Vec::new();
+        for (other, key) in keys.iter().enumerate() {
+            match leaders.iter().position(|&leader| keys[leader] == *key) {
+                Some(host) => hosts[host].push(other),
+                None => {
+                    leaders.push(other);
+                    hosts.push(vec![other]);
+                }
+            }
+        }
+        let host = leaders.iter().position(|&leader| keys[leader] == keys[rank]).unwrap_or(0);
+        let local_rank = hosts[host].iter().position(|&other| other == rank).unwrap_or(0);
+        Topology { rank, hosts, host, local_rank }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.hosts.iter().map(Vec::len).sum()
+    }
+
+    /// The number of hosts.
+    pub fn hosts(&self) -> usize {
+        self.hosts.len()
+    }
+
+    /// The index of this rank's host.
+    pub fn host(&self) -> usize {
+        self.host
+    }
+
+    /// This rank among those of its host.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// The number of ranks of this host.
+    pub fn local_size(&self) -> usize {
+        self.hosts[self.host].len()
+    }
+
+    /// The ranks of host `host`, ascending.
+    pub fn ranks_of(&self, host: usize) -> &[usize] {
+        &self.hosts[host]
+    }
+
+    /// The ranks of this host, ascending.
+    pub fn local_ranks(&self) -> &[usize] {
+        &self.hosts[self.host]
+    }
+
+    /// The host of `rank` and its local rank there.
+    pub fn place(&self, rank: usize) -> Option<(usize, usize)> {
+        self.hosts.iter().enumerate().find_map(|(host, ranks)| {
+            let local = ranks.iter().position(|&other| other == rank)?;
+            Some((host, local))
+        })
+    }
+
+    /// The number of lanes: slices that the data of a host is cut into.
+    pub fn lanes(&self) -> usize {
+        self.hosts.iter().map(Vec::len).min().unwrap_or(1)
+    }
+
+    /// The lane that this rank drives, if it drives one.
+    pub fn lane(&self) -> Option<usize> {
+        (self.local_rank < self.lanes()).then_some(self.local_rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_ordered_by_their_first_rank() {
+        let topology = Topology::new(3, &["b", "a", "b", "a", "a"]);
+        assert_eq!(topology.hosts(), 2);
+        assert_eq!(topology.local_ranks(), [1, 3, 4]);
+        assert_eq!((topology.host(), topology.local_rank(), topology.local_size()), (1, 1, 3));
+        assert_eq!(topology.lanes(), 2);
+        assert_eq!(topology.lane(), Some(1));
+        assert_eq!(topology.place(4), Some((1, 2)));
+        assert_eq!(topology.place(5), None);
+        assert_eq!(Topology::new(4, &["b", "a", "b", "a", "a"]).lane(), None);
+    }
+
+    #[test]
+    fn one_rank_is_one_host() {
+        let topology = Topology::new(0, &[()]);
+        assert_eq!((topology.size(), topology.hosts(), topology.lanes(), topology.lane()), (1, 1, 1, Some(0)));
+    }
+}

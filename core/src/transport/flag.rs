@@ -1,0 +1,114 @@
+//! A counter in shared memory that one rank raises and others wait for: spin, then sleep on a futex.
+//!
+//! Works between threads and between processes. Counters wrap; "reached" is by signed distance.
+
+use std::hint;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::thread;
+
+use rustix::io::Errno;
+use rustix::thread::futex;
+
+use crate::error::{Error, Result};
+
+/// How long a sleeping wait goes without asking whether to go on.
+const NAP: rustix::time::Timespec = rustix::time::Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+
+/// One counter, alone on its cache line so that a waiter disturbs nobody else. All zero bytes are a valid flag at 0.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct Flag {
+    value: AtomicU32,
+    sleepers: AtomicU32,
+}
+
+impl Flag {
+    /// Raises the counter and wakes who waits. What the caller wrote before is visible to who sees the new value.
+    pub fn raise(&self, value: u32) {
+        self.value.store(value, Ordering::Release);
+        // Either this load sees the sleeper, or the sleeper's futex call sees the new value.
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) > 0 {
+            self.wake();
+        }
+    }
+
+    /// Wakes every sleeper, so that it asks its patience.
+    pub fn wake(&self) {
+        // Fails for no reason but a bad address.
+        let _woken = futex::wake(&self.value, futex::Flags::empty(), i32::MAX as u32);
+    }
+
+    /// Whether the counter has come to `target`.
+    pub fn reached(&self, target: u32) -> bool {
+        self.value.load(Ordering::Acquire).wrapping_sub(target).cast_signed() >= 0
+    }
+
+    /// Waits until the counter has come to `target`: `spins` looks, then sleep. `check` is asked after every nap.
+    ///
+    /// # Errors
+    /// What `check` returns, or a futex that the system refuses.
+    pub fn wait(&self, target: u32, spins: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        for turn in 0..spins {
+            if self.reached(target) {
+                return Ok(());
+            }
+            if turn % 64 == 63 {
+                thread::yield_now();
+            } else {
+                hint::spin_loop();
+            }
+        }
+        if self.reached(target) {
+            return Ok(());
+        }
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let result = self.sleep(target, check);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+
+    fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        loop {
+            let seen = self.value.load(Ordering::SeqCst);
+            if seen.wrapping_sub(target).cast_signed() >= 0 {
+                return Ok(());
+            }
+            match futex::wait(&self.value, futex::Flags::empty(), seen, Some(&NAP)) {
+                Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::TIMEDOUT) => check()?,
+                Err(error) => return Err(Error::system("futex wait", error)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reached_goes_on_past_the_wrap() {
+        let flag = Flag::default();
+        flag.raise(u32::MAX);
+        assert!(flag.reached(u32::MAX) && flag.reached(u32::MAX - 1) && !flag.reached(0));
+        flag.raise(1);
+        assert!(flag.reached(u32::MAX) && flag.reached(0) && !flag.reached(2));
+    }
+
+    #[test]
+    fn a_sleeper_is_woken_and_a_check_ends_a_wait() {
+        let flag = Flag::default();
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| flag.wait(3, 0, &mut || Ok(())));
+            for value in 1..=3 {
+                thread::yield_now();
+                flag.raise(value);
+            }
+            assert_eq!(waiter.join().unwrap(), Ok(()));
+        });
+        let stop = Error::Timeout("now".into());
+        assert_eq!(flag.wait(4, 10, &mut || Err(stop.clone())), Err(stop));
+        assert_eq!(flag.sleepers.load(Ordering::SeqCst), 0);
+    }
+}

@@ -1,0 +1,64 @@
+//! Zeroed memory aligned to cache lines: regions shared by threads, and message buffers.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::NonNull;
+use std::slice;
+
+use crate::plan::ALIGN;
+
+/// Owned, zeroed bytes at a multiple of [`ALIGN`].
+#[derive(Debug)]
+pub struct Aligned {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: it owns its bytes like a boxed slice.
+unsafe impl Send for Aligned {}
+// SAFETY: as above; shared access gives a shared slice or a raw pointer.
+unsafe impl Sync for Aligned {}
+
+impl Aligned {
+    /// `len` zero bytes.
+    ///
+    /// # Panics
+    /// When `len` is not addressable.
+    pub fn new(len: usize) -> Aligned {
+        let layout = Aligned::layout(len);
+        // SAFETY: the layout's size is not zero.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        let Some(ptr) = NonNull::new(ptr) else { handle_alloc_error(layout) };
+        Aligned { ptr, len }
+    }
+
+    fn layout(len: usize) -> Layout {
+        match Layout::from_size_align(len.max(1), ALIGN) {
+            Ok(layout) => layout,
+            Err(_) => panic!("{len} bytes are not addressable"),
+        }
+    }
+
+    /// The first byte.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: len initialised bytes.
+        unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+
+    /// The bytes, to write.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: len initialised bytes, borrowed uniquely.
+        unsafe { slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Aligned {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.ptr.as_ptr(), Aligned::layout(self.len)) }
+    }
+}

@@ -1,0 +1,186 @@
+//! A communicator as the core uses it: non-blocking operations, polled. The only file that calls MPI functions.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mpi::Threading;
+use mpi::environment::{is_finalized, threading_support};
+use mpi::ffi;
+
+use crate::error::{Error, Result};
+use crate::transport::Patience;
+
+/// Held around MPI calls when MPI wants one thread at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// A transfer under way.
+pub type Request = ffi::MPI_Request;
+
+/// A communicator. A duplicate is freed when dropped.
+pub struct Comm {
+    raw: ffi::MPI_Comm,
+    serialized: bool,
+    owned: bool,
+}
+
+// SAFETY: a handle may be used from any thread; the thread rule of the module is kept by `call`.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+impl Comm {
+    /// The communicator of all ranks. MPI is up.
+    pub fn world() -> Comm {
+        // SAFETY: a constant of the library.
+        let raw = unsafe { ffi::RSMPI_COMM_WORLD };
+        Comm { raw, serialized: threading_support() != Threading::Multiple, owned: false }
+    }
+
+    fn call(&self, function: impl FnOnce() -> c_int) -> Result<()> {
+        let turn: Option<MutexGuard<'_, ()>> =
+            self.serialized.then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+        let code = function();
+        drop(turn);
+        if code == 0 { Ok(()) } else { Err(Error::Mpi(error_text(code))) }
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Result<usize> {
+        let mut rank = 0;
+        // SAFETY: `rank` is valid for the call.
+        self.call(|| unsafe { ffi::MPI_Comm_rank(self.raw, &mut rank) })?;
+        Ok(usize::try_from(rank).unwrap_or(0))
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> Result<usize> {
+        let mut size = 0;
+        // SAFETY: `size` is valid for the call.
+        self.call(|| unsafe { ffi::MPI_Comm_size(self.raw, &mut size) })?;
+        Ok(usize::try_from(size).unwrap_or(1))
+    }
+
+    /// A duplicate whose errors return. Collective.
+    pub fn duplicate(&self, patience: &Patience<'_>) -> Result<Comm> {
+        // SAFETY: a constant of the library.
+        let mut raw = Box::new(unsafe { ffi::RSMPI_COMM_NULL });
+        let mut request = null_request();
+        // SAFETY: `raw` and `request` live until the request is complete; `raw` is leaked when it never is.
+        self.call(|| unsafe { ffi::MPI_Comm_idup(self.raw, &mut *raw, &mut request) })?;
+        if let Err(error) = self.wait(&mut [request], patience, "the other ranks") {
+            Box::leak(raw);
+            return Err(error);
+        }
+        let comm = Comm { raw: *raw, serialized: self.serialized, owned: true };
+        // SAFETY: a live communicator and a constant.
+        comm.call(|| unsafe { ffi::MPI_Comm_set_errhandler(comm.raw, ffi::RSMPI_ERRORS_RETURN) })?;
+        Ok(comm)
+    }
+
+    /// Every rank's `record`, by rank; all have one length. Collective.
+    pub fn allgather(&self, record: &[u8], patience: &Patience<'_>) -> Result<Vec<Vec<u8>>> {
+        let count = c_int::try_from(record.len()).map_err(|_| Error::Internal("the record is too long".into()))?;
+        let mine = record.to_vec();
+        let mut all = vec![0u8; record.len() * self.size()?];
+        let mut request = null_request();
+        // SAFETY: both buffers live until the request is complete, and are leaked when it never is.
+        self.call(|| unsafe {
+            let byte = ffi::RSMPI_UINT8_T;
+            let (from, to) = (mine.as_ptr().cast(), all.as_mut_ptr().cast());
+            ffi::MPI_Iallgather(from, count, byte, to, count, byte, self.raw, &mut request)
+        })?;
+        if let Err(error) = self.wait(&mut [request], patience, "the other ranks") {
+            mine.leak();
+            all.leak();
+            return Err(error);
+        }
+        Ok(all.chunks_exact(record.len()).map(<[u8]>::to_vec).collect())
+    }
+
+    /// Starts to send `bytes` to rank `to`.
+    ///
+    /// # Safety
+    /// The bytes stay valid and unchanged until the request is complete.
+    pub unsafe fn send(&self, bytes: &[u8], to: usize, tag: usize) -> Result<Request> {
+        let mut request = null_request();
+        let (count, to, tag) = (bytes.len() as c_int, to as c_int, tag as c_int);
+        // SAFETY: the caller's promise.
+        self.call(|| unsafe {
+            ffi::MPI_Isend(bytes.as_ptr().cast(), count, ffi::RSMPI_UINT8_T, to, tag, self.raw, &mut request)
+        })?;
+        Ok(request)
+    }
+
+    /// Starts to receive up to `bytes.len()` bytes from rank `from`.
+    ///
+    /// # Safety
+    /// The bytes stay valid and unused until the request is complete.
+    pub unsafe fn receive(&self, bytes: &mut [u8], from: usize, tag: usize) -> Result<Request> {
+        let mut request = null_request();
+        let (count, from, tag) = (bytes.len() as c_int, from as c_int, tag as c_int);
+        // SAFETY: the caller's promise.
+        self.call(|| unsafe {
+            ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, from, tag, self.raw, &mut request)
+        })?;
+        Ok(request)
+    }
+
+    /// Waits until all requests are complete; `late` names who is being waited for.
+    ///
+    /// # Errors
+    /// When the patience ends (the requests are then still under way) or MPI fails.
+    pub fn wait(&self, requests: &mut [Request], patience: &Patience<'_>, late: &str) -> Result<()> {
+        let count = requests.len() as c_int;
+        let mut turns = 0u32;
+        let mut asked = Instant::now();
+        loop {
+            let mut complete = 0;
+            // SAFETY: `requests` are live requests of this process or null.
+            self.call(|| unsafe {
+                ffi::MPI_Testall(count, requests.as_mut_ptr(), &mut complete, ffi::RSMPI_STATUSES_IGNORE)
+            })?;
+            if complete != 0 {
+                return Ok(());
+            }
+            turns = turns.saturating_add(1);
+            match turns {
+                0..500 => thread::yield_now(),
+                500..2000 => thread::sleep(Duration::from_micros(20)),
+                _ => thread::sleep(Duration::from_micros(200)),
+            }
+            if turns > 500 && asked.elapsed() > Duration::from_millis(20) {
+                patience.check(&|| late.to_owned())?;
+                asked = Instant::now();
+            }
+        }
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        if self.owned && !is_finalized() {
+            let mut raw = self.raw;
+            // SAFETY: a live duplicate, freed once.
+            if let Err(error) = self.call(|| unsafe { ffi::MPI_Comm_free(&mut raw) }) {
+                eprintln!("dl_comm: freeing a communicator: {error}");
+            }
+        }
+    }
+}
+
+fn null_request() -> Request {
+    // SAFETY: a constant of the library.
+    unsafe { ffi::RSMPI_REQUEST_NULL }
+}
+
+fn error_text(code: c_int) -> String {
+    let mut text = [0 as c_char; 1024];
+    let mut len = 0;
+    // SAFETY: 1024 is more than MPI_MAX_ERROR_STRING of every library (256 to 512 and a NUL).
+    let known = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut len) } == 0;
+    // SAFETY: MPI wrote a NUL-terminated string, or the buffer is all zero.
+    let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+    if known { format!("MPI: {words}") } else { format!("MPI error {code}") }
+}

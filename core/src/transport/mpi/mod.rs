@@ -1,0 +1,11 @@
+//! MPI: brings the job up, tells where the ranks are, and carries messages between hosts. Nothing else names MPI.
+//!
+//! Every transfer is non-blocking and polled under a deadline, on a communicator of the team's own whose errors return.
+//! Thread rule: team threads call MPI side by side when it grants `MPI_THREAD_MULTIPLE`, one at a time when it grants
+//! `MPI_THREAD_SERIALIZED`; with less, teams must not span hosts.
+
+mod comm;
+mod link;
+mod world;
+
+pub use world::{TeamShape, World};

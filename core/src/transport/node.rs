@@ -1,0 +1,315 @@
+//! The memory that the ranks of one host share, as a team uses it: per channel and rank three flags, notes, and two
+//! slots of data used in turn.
+//!
+//! A channel goes in steps, numbered from 1, the same on all ranks. In a step every rank fills its slot and raises
+//! `Packed`; the lanes combine their slices and raise `Reduced`; every rank takes the results and raises `Unpacked`. Step s
+//! uses slot s mod 2, so it may be packed when all have unpacked step s - 2.
+//! Who owns what: between its own `Unpacked` of step s - 2 and `Packed` of step s a rank owns its slot; between all `Packed`
+//! and all `Reduced` lane l owns slice l of all slots; then all slots are read-only until `Unpacked`.
+//! The memory may come from `/dev/shm` (processes) or the heap (threads); everything in it is valid when zero.
+//! Thread rule: a `Node` is shared by the team's threads; each channel is used by one of them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use super::flag::Flag;
+use super::patience::Patience;
+use crate::error::{Error, Result};
+use crate::plan::ALIGN;
+
+/// The longest text of a failure that travels to the other ranks.
+const FAILURE_TEXT: usize = 2048;
+
+/// What a rank has done in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Its data is in its slot.
+    Packed,
+    /// Its lane's slice is complete.
+    Reduced,
+    /// It has taken the results.
+    Unpacked,
+}
+
+/// Memory that lives as long as the region, whatever provides it.
+pub trait Memory: Send + Sync {
+    /// The first byte, at a multiple of 64.
+    fn base(&self) -> *mut u8;
+    /// The number of bytes.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Memory for super::memory::Aligned {
+    fn base(&self) -> *mut u8 {
+        self.as_ptr()
+    }
+    fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+}
+
+/// Tells of peers that ended.
+pub trait Watch: Send + Sync {
+    /// Words about the end of the peer with this local rank, if it has ended.
+    fn lost(&self, local_rank: usize) -> Option<String>;
+}
+
+/// Where things lie in a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Ranks of the host.
+    pub ranks: usize,
+    /// Channels: threads of the team.
+    pub channels: usize,
+    /// Bytes of a slot, a multiple of [`ALIGN`].
+    pub slot: usize,
+}
+
+impl Geometry {
+    /// The bytes of the whole region.
+    pub fn bytes(self) -> usize {
+        self.slots_at() + self.channels * self.ranks * 2 * self.slot
+    }
+
+    fn control_at(self, channel: usize, rank: usize) -> usize {
+        size_of::<Failure>() + (channel * self.ranks + rank) * size_of::<Control>()
+    }
+
+    fn slots_at(self) -> usize {
+        self.control_at(self.channels, 0).next_multiple_of(4096)
+    }
+
+    fn slot_at(self, channel: usize, rank: usize, parity: usize) -> usize {
+        self.slots_at() + ((channel * self.ranks + rank) * 2 + parity) * self.slot
+    }
+}
+
+/// One rank's flags and notes in one channel.
+#[repr(C, align(64))]
+#[derive(Default)]
+struct Control {
+    packed: Flag,
+    reduced: Flag,
+    unpacked: Flag,
+    notes: [Note; 2],
+}
+
+/// What a rank says with `Packed` (the call's signature) and with `Reduced` (whether all ranks agree), by step parity.
+#[repr(C)]
+#[derive(Default)]
+struct Note {
+    signature: AtomicU64,
+    agreed: AtomicU32,
+}
+
+/// The first failure of the team on this host. State: 0 none, 1 being written, 2 complete.
+#[repr(C, align(64))]
+struct Failure {
+    state: AtomicU32,
+    code: AtomicI32,
+    len: AtomicU32,
+    text: [AtomicU8; FAILURE_TEXT],
+}
+
+/// One rank's view of the shared memory of a team on its host.
+pub struct Node {
+    memory: Box<dyn Memory>,
+    geometry: Geometry,
+    me: usize,
+    names: Vec<String>,
+    watch: Box<dyn Watch>,
+    spins: u32,
+}
+
+impl Node {
+    /// A view on `memory`, which is zero when the first rank gets here. `names` are the ranks' names in messages, by local
+    /// rank; `spins` is how long waits look before they sleep.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the memory is too small for the geometry.
+    pub fn new(
+        memory: Box<dyn Memory>,
+        geometry: Geometry,
+        me: usize,
+        names: Vec<String>,
+        watch: Box<dyn Watch>,
+        spins: u32,
+    ) -> Result<Node> {
+        let fits = memory.len() >= geometry.bytes() && memory.base().addr().is_multiple_of(ALIGN);
+        if !fits || names.len() != geometry.ranks || me >= geometry.ranks {
+            return Err(Error::Internal("the shared memory does not fit the team".into()));
+        }
+        Ok(Node { memory, geometry, me, names, watch, spins })
+    }
+
+    /// Channel `channel` of `node`.
+    pub fn channel(self: &Arc<Node>, channel: usize) -> NodeChannel {
+        assert!(channel < self.geometry.channels, "channel {channel} of {}", self.geometry.channels);
+        NodeChannel { node: Arc::clone(self), channel }
+    }
+
+    /// The geometry.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn control(&self, channel: usize, rank: usize) -> &Control {
+        debug_assert!(channel < self.geometry.channels && rank < self.geometry.ranks);
+        // SAFETY: inside the region (checked in `new`), aligned, zero is valid, and all fields are atomics.
+        unsafe { &*self.memory.base().add(self.geometry.control_at(channel, rank)).cast::<Control>() }
+    }
+
+    fn failure_block(&self) -> &Failure {
+        // SAFETY: as in `control`; the block is at the start.
+        unsafe { &*self.memory.base().cast::<Failure>() }
+    }
+
+    /// Tells every rank of the host that the team has failed; the first to say so is heard.
+    pub fn fail(&self, error: &Error) {
+        let block = self.failure_block();
+        if block.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            return;
+        }
+        let text = error.to_string();
+        let len = text.floor_char_boundary(FAILURE_TEXT);
+        for (cell, byte) in block.text.iter().zip(&text.as_bytes()[..len]) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+        block.code.store(error.code(), Ordering::Relaxed);
+        block.len.store(u32::try_from(len).unwrap_or(0), Ordering::Relaxed);
+        block.state.store(2, Ordering::Release);
+        for channel in 0..self.geometry.channels {
+            for rank in 0..self.geometry.ranks {
+                let control = self.control(channel, rank);
+                [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::wake);
+            }
+        }
+    }
+
+    /// The failure of the team on this host, if there is one.
+    pub fn failure(&self) -> Option<Error> {
+        let block = self.failure_block();
+        if block.state.load(Ordering::Acquire) != 2 {
+            return None;
+        }
+        let len = (block.len.load(Ordering::Relaxed) as usize).min(FAILURE_TEXT);
+        let bytes: Vec<u8> = block.text[..len].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
+        Some(Error::from_code(block.code.load(Ordering::Relaxed), String::from_utf8_lossy(&bytes).into_owned()))
+    }
+}
+
+/// One channel of a [`Node`].
+pub struct NodeChannel {
+    node: Arc<Node>,
+    channel: usize,
+}
+
+impl NodeChannel {
+    /// The node.
+    pub fn node(&self) -> &Arc<Node> {
+        &self.node
+    }
+
+    /// The slot of the rank with local rank `rank` in step `step`; [`Geometry::slot`] bytes. See the module's text for who
+    /// may use it when.
+    pub fn slot(&self, rank: usize, step: u32) -> *mut u8 {
+        assert!(rank < self.node.geometry.ranks, "local rank {rank} of {}", self.node.geometry.ranks);
+        let at = self.node.geometry.slot_at(self.channel, rank, parity(step));
+        // SAFETY: inside the region, as checked in `Node::new`.
+        unsafe { self.node.memory.base().add(at) }
+    }
+
+    /// Raises this rank's flag of `phase` to `step`.
+    pub fn raise(&self, phase: Phase, step: u32) {
+        self.flag(self.node.me, phase).raise(step);
+    }
+
+    /// Waits until each of the ranks below `ranks` (local ranks) has come to `step` in `phase`.
+    ///
+    /// # Errors
+    /// What the patience says; [`Error::PeerLost`] when one of them has ended.
+    pub fn wait(&self, phase: Phase, step: u32, ranks: usize, patience: &Patience<'_>) -> Result<()> {
+        for rank in 0..ranks {
+            self.flag(rank, phase).wait(step, self.node.spins, &mut || self.go_on(phase, step, ranks, patience))?;
+        }
+        Ok(())
+    }
+
+    /// Writes down the call's signature, before `Packed`.
+    pub fn sign(&self, step: u32, signature: u64) {
+        self.note(self.node.me, step).signature.store(signature, Ordering::Relaxed);
+    }
+
+    /// Whether all ranks of the host signed the same, after all `Packed`.
+    pub fn same_signatures(&self, step: u32) -> bool {
+        let signature = |rank| self.note(rank, step).signature.load(Ordering::Relaxed);
+        (1..self.node.geometry.ranks).all(|rank| signature(rank) == signature(0))
+    }
+
+    /// Writes down whether this lane found all ranks agreed, before `Reduced`.
+    pub fn agree(&self, step: u32, agreed: bool) {
+        self.note(self.node.me, step).agreed.store(u32::from(agreed), Ordering::Relaxed);
+    }
+
+    /// Whether the drivers of all lanes found agreement, after their `Reduced`.
+    pub fn all_agreed(&self, step: u32, lanes: usize) -> bool {
+        (0..lanes).all(|rank| self.note(rank, step).agreed.load(Ordering::Relaxed) == 1)
+    }
+
+    fn flag(&self, rank: usize, phase: Phase) -> &Flag {
+        let control = self.node.control(self.channel, rank);
+        match phase {
+            Phase::Packed => &control.packed,
+            Phase::Reduced => &control.reduced,
+            Phase::Unpacked => &control.unpacked,
+        }
+    }
+
+    fn note(&self, rank: usize, step: u32) -> &Note {
+        &self.node.control(self.channel, rank).notes[parity(step)]
+    }
+
+    /// Asked while a wait sleeps.
+    fn go_on(&self, phase: Phase, step: u32, ranks: usize, patience: &Patience<'_>) -> Result<()> {
+        let late = || (0..ranks).filter(|&rank| !self.flag(rank, phase).reached(step));
+        for rank in late() {
+            if let Some(how) = self.node.watch.lost(rank) {
+                return Err(Error::PeerLost(format!("{} {how}", self.node.names[rank])));
+            }
+        }
+        patience.check(&|| late().map(|rank| self.node.names[rank].as_str()).collect::<Vec<_>>().join(", "))
+    }
+}
+
+fn parity(step: u32) -> usize {
+    (step % 2) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_overlaps() {
+        let geometry = Geometry { ranks: 3, channels: 2, slot: 128 };
+        let mut ranges = vec![(0, size_of::<Failure>())];
+        for channel in 0..2 {
+            for rank in 0..3 {
+                let at = geometry.control_at(channel, rank);
+                ranges.push((at, at + size_of::<Control>()));
+                for parity in 0..2 {
+                    let at = geometry.slot_at(channel, rank, parity);
+                    ranges.push((at, at + geometry.slot));
+                }
+            }
+        }
+        ranges.sort_unstable();
+        assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
+        assert_eq!(ranges.last().unwrap().1, geometry.bytes());
+        assert!(ranges.iter().all(|range| range.0.is_multiple_of(ALIGN)));
+    }
+}

@@ -1,0 +1,59 @@
+//! How long a wait goes on: the deadline of a call, the warning before it, and the reasons to stop earlier.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// The patience of one call. Waits ask it when they have slept a little; it costs nothing while data flows.
+/// Thread rule: one per thread and call.
+pub struct Patience<'a> {
+    started: Instant,
+    timeout: Option<Duration>,
+    warn: Cell<Option<Duration>>,
+    describe: &'a dyn Fn() -> String,
+    interrupted: &'a dyn Fn() -> Option<Error>,
+}
+
+impl<'a> Patience<'a> {
+    /// Patience for a call that started at `started`. `describe` names the call in messages; `interrupted` is asked for a
+    /// failure that ends every wait of the team.
+    pub fn new(
+        started: Instant,
+        timeout: Option<Duration>,
+        warn: Option<Duration>,
+        describe: &'a dyn Fn() -> String,
+        interrupted: &'a dyn Fn() -> Option<Error>,
+    ) -> Patience<'a> {
+        Patience { started, timeout, warn: Cell::new(warn), describe, interrupted }
+    }
+
+    /// Whether to go on waiting; `late` names who is being waited for.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] past the deadline, or what `interrupted` found.
+    pub fn check(&self, late: &dyn Fn() -> String) -> Result<()> {
+        if let Some(error) = (self.interrupted)() {
+            return Err(error);
+        }
+        let waited = self.started.elapsed();
+        if self.timeout.is_some_and(|timeout| waited >= timeout) {
+            return Err(Error::Timeout(format!(
+                "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); still waiting for {}",
+                (self.describe)(),
+                waited.as_secs_f64(),
+                late()
+            )));
+        }
+        if self.warn.get().is_some_and(|warn| waited >= warn) {
+            self.warn.set(None);
+            eprintln!(
+                "dl_comm: {} has waited {:.0} s for {} (DL_COMM_STALL_WARN_S)",
+                (self.describe)(),
+                waited.as_secs_f64(),
+                late()
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! Ranks as threads of one process, on hosts of any shape: the transport of the tests. Shared memory is the heap, messages
+//! go through channels; everything above runs unchanged.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use super::memory::Aligned;
+use super::node::{Geometry, Memory, Node, Watch};
+use super::{Endpoint, Link, Out, Patience};
+use crate::error::{Error, Result};
+use crate::plan::message_bytes;
+use crate::topology::Topology;
+
+impl Memory for Arc<Aligned> {
+    fn base(&self) -> *mut u8 {
+        self.as_ptr()
+    }
+    fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+}
+
+struct NoWatch;
+
+impl Watch for NoWatch {
+    fn lost(&self, _local_rank: usize) -> Option<String> {
+        None
+    }
+}
+
+/// The endpoints of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes.
+///
+/// # Errors
+/// Those of [`Node::new`].
+pub fn world(sizes: &[usize], channels: usize, slot: usize) -> Result<Vec<Endpoint>> {
+    let keys: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
+    let memories: Vec<(Geometry, Arc<Aligned>)> = sizes
+        .iter()
+        .map(|&ranks| {
+            let geometry = Geometry { ranks, channels, slot };
+            (geometry, Arc::new(Aligned::new(geometry.bytes())))
+        })
+        .collect();
+    let mut links = mesh(&Topology::new(0, &keys), channels, slot);
+    let endpoint = |rank: usize| {
+        let topology = Topology::new(rank, &keys);
+        let (geometry, memory) = &memories[topology.host()];
+        let names = topology.local_ranks().iter().map(|rank| format!("rank {rank}")).collect();
+        let node =
+            Node::new(Box::new(Arc::clone(memory)), *geometry, topology.local_rank(), names, Box::new(NoWatch), 100)?;
+        let links = std::mem::take(&mut links[rank]);
+        Ok(Endpoint { topology: Arc::new(topology), node: Arc::new(node), links })
+    };
+    (0..keys.len()).map(endpoint).collect()
+}
+
+/// The links of every rank and channel.
+fn mesh(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn Link>>>> {
+    let hosts = topology.hosts();
+    let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
+        (0..topology.size()).map(|_| (0..channels).map(|_| None).collect()).collect();
+    if hosts == 1 {
+        return links;
+    }
+    for lane in 0..topology.lanes() {
+        for channel_index in 0..channels {
+            let mut senders: Vec<Vec<Sender<Vec<u8>>>> = (0..hosts).map(|_| Vec::new()).collect();
+            let mut receivers: Vec<Vec<Receiver<Vec<u8>>>> = (0..hosts).map(|_| Vec::new()).collect();
+            for from in senders.iter_mut() {
+                for to in receivers.iter_mut() {
+                    let (sender, receiver) = channel();
+                    from.push(sender);
+                    to.push(receiver);
+                }
+            }
+            for (host, (outbox, inbox)) in senders.into_iter().zip(receivers).enumerate() {
+                let message = || Aligned::new(message_bytes(slot, topology.lanes(), hosts));
+                links[topology.ranks_of(host)[lane]][channel_index] = Some(Box::new(ThreadLink {
+                    host,
+                    outbox,
+                    inbox,
+                    each: (0..hosts).map(|_| message()).collect(),
+                    same: message(),
+                    received: (0..hosts).map(|_| message()).collect(),
+                }));
+            }
+        }
+    }
+    links
+}
+
+struct ThreadLink {
+    host: usize,
+    outbox: Vec<Sender<Vec<u8>>>,
+    inbox: Vec<Receiver<Vec<u8>>>,
+    each: Vec<Aligned>,
+    same: Aligned,
+    received: Vec<Aligned>,
+}
+
+impl Link for ThreadLink {
+    fn message_to(&mut self, host: usize) -> &mut [u8] {
+        self.each[host].as_mut_slice()
+    }
+
+    fn message_to_all(&mut self) -> &mut [u8] {
+        self.same.as_mut_slice()
+    }
+
+    fn exchange(&mut self, out: Out<'_>, patience: &Patience<'_>) -> Result<()> {
+        let others = || (0..self.inbox.len()).filter(|&host| host != self.host);
+        for host in others() {
+            let message = match out {
+                Out::Each(lens) => &self.each[host].as_slice()[..lens[host]],
+                Out::Same(len) => &self.same.as_slice()[..len],
+            };
+            // A peer that is gone is noticed below, where it is waited for.
+            self.outbox[host].send(message.to_vec()).ok();
+        }
+        for host in others() {
+            let message = loop {
+                match self.inbox[host].recv_timeout(Duration::from_millis(20)) {
+                    Ok(message) => break message,
+                    Err(RecvTimeoutError::Timeout) => patience.check(&|| format!("host {host}"))?,
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Err(Error::PeerLost(format!("a rank of host {host} has ended")));
+                    }
+                }
+            };
+            self.received[host].as_mut_slice()[..message.len()].copy_from_slice(&message);
+        }
+        Ok(())
+    }
+
+    fn message_from(&self, host: usize) -> &[u8] {
+        self.received[host].as_slice()
+    }
+}

@@ -1,0 +1,193 @@
+//! The collectives on ranks that are threads, on hosts of many shapes: values, dtypes, chunking, order of addition.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{Element, Rank, World, tensor};
+use dl_comm_core::collective::Op;
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+const SHAPES: [&[usize]; 8] = [&[1], &[2], &[3], &[5], &[1, 1], &[2, 2], &[2, 1], &[1, 3, 2]];
+
+fn expect<T: Element>(rank: &Rank, mut data: Vec<T>, expected: &[T]) {
+    rank.average(vec![tensor(&mut data)]).unwrap();
+    assert_eq!(data, expected, "rank {} of {}", rank.rank, rank.size);
+}
+
+#[test]
+fn every_dtype_is_averaged() {
+    for hosts in SHAPES {
+        World::new(hosts).run(|rank| {
+            let mine = u8::try_from(rank.rank).unwrap();
+            let size = u8::try_from(rank.size).unwrap();
+            let sum = size * (size - 1) / 2;
+            let mean = f64::from(sum) / f64::from(size);
+            let shown = |i: u8| f64::from(i) + mean;
+            let values = || (0..100u8).map(move |i| i + mine);
+            let expected = || (0..100u8).map(shown);
+            expect(rank, values().map(f64::from).collect(), &expected().collect::<Vec<f64>>());
+            let narrow = |value: u8| f32::from(value);
+            let sums = |i: u8| (0..size).map(|r| narrow(i + r)).sum::<f32>() / narrow(size);
+            expect(rank, values().map(narrow).collect(), &(0..100).map(sums).collect::<Vec<f32>>());
+            expect(
+                rank,
+                values().map(f16::from).collect(),
+                &(0..100).map(|i| f16::from_f32(sums(i))).collect::<Vec<_>>(),
+            );
+            expect(
+                rank,
+                values().map(bf16::from).collect(),
+                &(0..100).map(|i| bf16::from_f32(sums(i))).collect::<Vec<_>>(),
+            );
+            expect(rank, values().map(i32::from).collect(), &expected().map(|x| x as i32).collect::<Vec<_>>());
+            expect(rank, values().map(i64::from).collect(), &expected().map(|x| x as i64).collect::<Vec<_>>());
+            expect(rank, values().collect(), &expected().map(|x| x as u8).collect::<Vec<u8>>());
+            let negative = |value: u8| -i8::try_from(value / 4).unwrap();
+            let total = |i: u8| (0..size).map(|r| i32::from(negative(i + r))).sum::<i32>() / i32::from(size);
+            let expected = (0..100).map(|i| i8::try_from(total(i)).unwrap()).collect::<Vec<_>>();
+            expect(rank, values().map(negative).collect(), &expected);
+        });
+    }
+}
+
+#[test]
+fn every_root_broadcasts_every_dtype() {
+    for hosts in SHAPES {
+        World::new(hosts).run(|rank| {
+            for root in 0..rank.size {
+                let mut flags: Vec<bool> = (0..2000).map(|i| rank.rank == root && i % 3 == 0).collect();
+                let mut halves = vec![f16::from_f32(rank.rank as f32); 70];
+                let mut longs = vec![rank.rank as i64; 1000];
+                rank.broadcast(root, vec![tensor(&mut flags), tensor(&mut halves), tensor(&mut longs)]).unwrap();
+                assert!(flags.iter().enumerate().all(|(i, &flag)| flag == (i % 3 == 0)));
+                assert!(halves.iter().all(|&half| half == f16::from_f32(root as f32)));
+                assert!(longs.iter().all(|&long| long == root as i64));
+            }
+        });
+    }
+}
+
+#[test]
+fn lists_of_thousands_and_empty_tensors() {
+    for threads in [1, 3] {
+        World { threads, ..World::new(&[2, 1]) }.run(|rank| {
+            let mut list: Vec<Vec<f32>> = (0..3000).map(|i| vec![(i + rank.rank) as f32; i % 7]).collect();
+            rank.average(list.iter_mut().map(|data| tensor(data)).collect()).unwrap();
+            for (i, data) in list.iter().enumerate() {
+                assert!(data.len() == i % 7 && data.iter().all(|&value| value == i as f32 + 1.0), "{i}: {data:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn towers_are_averaged_and_filled() {
+    for hosts in [&[1][..], &[3], &[2, 1]] {
+        World { threads: 2, ..World::new(hosts) }.run(|rank| {
+            let size = rank.size as f32;
+            let mut towers: Vec<(Vec<f32>, Vec<bf16>, Vec<i8>)> = (0..3)
+                .map(|tower| {
+                    let value = (3 * rank.rank + tower) as f32;
+                    (vec![value; 50_000], vec![bf16::from_f32(value); 33], vec![-(value as i8); 5])
+                })
+                .collect();
+            let lists = towers.iter_mut().map(|(a, b, c)| vec![tensor(a), tensor(b), tensor(c)]).collect();
+            rank.call(Op::Average, lists, "towers").unwrap();
+            let mean = (3.0 * size - 1.0) / 2.0;
+            for (a, b, c) in &towers {
+                assert!(a.iter().all(|&value| value == mean));
+                assert!(b.iter().all(|&value| value == bf16::from_f32(mean)));
+                assert!(c.iter().all(|&value| value == -(mean as i8)));
+            }
+            let mut towers: Vec<Vec<i32>> = (0..2).map(|tower| vec![(10 * rank.rank + tower) as i32; 9]).collect();
+            let root = rank.size - 1;
+            let lists = towers.iter_mut().map(|data| vec![tensor(data)]).collect();
+            rank.call(Op::Broadcast { root }, lists, "towers").unwrap();
+            assert!(towers.iter().flatten().all(|&value| value == 10 * root as i32));
+        });
+    }
+}
+
+#[test]
+fn precise_teams_keep_what_float32_loses() {
+    let values = [1e8f32, 1.0, -1e8, 1.0];
+    for (precise, mean) in [(false, 0.25), (true, 0.5)] {
+        World { precise, ..World::new(&[4]) }.run(|rank| expect(rank, vec![values[rank.rank]; 3], &[mean; 3]));
+    }
+}
+
+#[test]
+fn many_calls_in_flight_complete_in_order() {
+    World { threads: 2, ..World::new(&[2, 2]) }.run(|rank| {
+        let mut data: Vec<Vec<f64>> = (0..200).map(|i| vec![(i * rank.rank) as f64; 1 + 37 * i]).collect();
+        let calls: Vec<_> = data
+            .iter_mut()
+            .enumerate()
+            .map(|(i, data)| rank.start(Op::Average, vec![vec![tensor(data)]], &i.to_string()))
+            .collect();
+        calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
+        for (i, data) in data.iter().enumerate() {
+            assert!(data.iter().all(|&value| value == i as f64 * 1.5));
+        }
+        rank.call(Op::Barrier, Vec::new(), "").unwrap();
+    });
+}
+
+/// The mean by the documented order: ranks of a host in order, then hosts in order.
+fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
+    let mut next = inputs.iter();
+    let sums: Vec<Vec<f32>> = hosts
+        .iter()
+        .map(|&ranks| {
+            let add = |sum: Vec<f32>, part: &Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
+            let first = next.next().unwrap().clone();
+            next.by_ref().take(ranks - 1).fold(first, add)
+        })
+        .collect();
+    let count = inputs.len() as f32;
+    (0..inputs[0].len()).map(|i| sums.iter().map(|sum| sum[i]).reduce(|a, b| a + b).unwrap() / count).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Neither chunking, nor threads, nor the cutting of the data into tensors changes a bit.
+    #[test]
+    fn bits_depend_on_the_layout_of_ranks_only(
+        hosts in prop::sample::select(SHAPES.to_vec()),
+        threads in 1usize..4,
+        lines in 1usize..40,
+        cuts in prop::collection::vec(0usize..3000, 0..4),
+        seed in any::<u32>(),
+    ) {
+        let len = 3000;
+        let value = |rank: usize, i: usize| {
+            let mixed = (seed ^ (rank * 7919 + i) as u32).wrapping_mul(2_654_435_761);
+            (f64::from(mixed) / 1e5).sin() as f32 * 10f32.powi(i32::try_from(mixed % 12).unwrap() - 6)
+        };
+        let size = hosts.iter().sum();
+        let inputs: Vec<Vec<f32>> = (0..size).map(|rank| (0..len).map(|i| value(rank, i)).collect()).collect();
+        let expected = reference(hosts, &inputs);
+        let mut cuts = cuts;
+        cuts.sort_unstable();
+        let world = World { threads, slot: lines * 64, ..World::new(hosts) };
+        let results = world.run(|rank| {
+            let mut data = inputs[rank.rank].clone();
+            let mut rest = data.as_mut_slice();
+            let mut list = Vec::new();
+            let mut at = 0;
+            for &cut in &cuts {
+                let (head, tail) = rest.split_at_mut(cut - at);
+                list.push(tensor(head));
+                (rest, at) = (tail, cut);
+            }
+            list.push(tensor(rest));
+            rank.average(list).unwrap();
+            data
+        });
+        for data in results {
+            prop_assert!(data.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()));
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Ranks as threads: starts a team on every rank and runs the same closure on each.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Duration;
+
+use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::Op;
+use dl_comm_core::dtype::DType;
+use dl_comm_core::error::Result;
+use dl_comm_core::team::{Request, Settings, Team};
+use dl_comm_core::transport::threads;
+
+/// One rank of a test.
+pub struct Rank {
+    /// Its number.
+    pub rank: usize,
+    /// The number of ranks.
+    pub size: usize,
+    /// Its team.
+    pub team: Team,
+}
+
+/// The shape of a test's job.
+#[derive(Debug, Clone)]
+pub struct World {
+    /// Ranks by host.
+    pub hosts: Vec<usize>,
+    /// Threads of the team.
+    pub threads: usize,
+    /// Bytes of a slot.
+    pub slot: usize,
+    /// Accumulate in float64.
+    pub precise: bool,
+    /// The deadline of calls.
+    pub timeout: Duration,
+}
+
+impl World {
+    /// A job with `hosts[h]` ranks on host h and slots of 4 KiB.
+    pub fn new(hosts: &[usize]) -> World {
+        World { hosts: hosts.to_vec(), threads: 1, slot: 4096, precise: false, timeout: Duration::from_secs(60) }
+    }
+
+    /// Runs `body` on every rank; the first panic of a rank is the test's.
+    pub fn run<T: Send>(&self, body: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
+        let endpoints = threads::world(&self.hosts, self.threads, self.slot).unwrap();
+        let size = endpoints.len();
+        let settings = Settings { id: 0, precise: self.precise, timeout: Some(self.timeout), stall_warn: None };
+        thread::scope(|scope| {
+            let ranks: Vec<_> = endpoints
+                .into_iter()
+                .enumerate()
+                .map(|(rank, endpoint)| {
+                    let body = &body;
+                    scope.spawn(move || body(&Rank { rank, size, team: Team::start(endpoint, settings).unwrap() }))
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        })
+    }
+}
+
+/// An element type of a test.
+pub trait Element: Copy + Default + Send + PartialEq + std::fmt::Debug {
+    /// Its code.
+    const DTYPE: DType;
+}
+
+macro_rules! element {
+    ($($rust:ty => $dtype:ident),*) => { $(impl Element for $rust { const DTYPE: DType = DType::$dtype; })* };
+}
+element!(f32 => F32, f64 => F64, i8 => I8, u8 => U8, i32 => I32, i64 => I64, half::f16 => F16, half::bf16 => BF16, bool => Bool);
+
+/// The tensor of a vector, in place.
+pub fn tensor<T: Element>(data: &mut [T]) -> Tensor {
+    Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), T::DTYPE), &[])
+}
+
+impl Rank {
+    /// Starts a call; the receiver gets its outcome.
+    pub fn start(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
+        let (sender, receiver) = channel();
+        let request = Request::new(Box::new(move |result| sender.send(result).unwrap())).named(name, "");
+        // SAFETY: tests wait for the outcome before the vectors go.
+        unsafe { self.team.submit(op, towers, request) };
+        receiver
+    }
+
+    /// Carries a call out.
+    pub fn call(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
+        self.start(op, towers, name).recv().unwrap()
+    }
+
+    /// Averages one list in place.
+    pub fn average(&self, tensors: Vec<Tensor>) -> Result<()> {
+        self.call(Op::Average, vec![tensors], "")
+    }
+
+    /// Broadcasts one list in place.
+    pub fn broadcast(&self, root: usize, tensors: Vec<Tensor>) -> Result<()> {
+        self.call(Op::Broadcast { root }, vec![tensors], "")
+    }
+}

@@ -1,0 +1,95 @@
+//! What goes wrong and how it is said, on ranks that are threads: misuse, mismatches, deadlines.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::time::Duration;
+
+use common::{World, tensor};
+use dl_comm_core::collective::Op;
+use dl_comm_core::error::Error;
+
+#[test]
+fn bad_arguments_are_refused_and_the_team_goes_on() {
+    World::new(&[2]).run(|rank| {
+        let mut data = vec![rank.rank as f32; 4];
+        let mut flags = [true];
+        let error = |result: Result<(), Error>| result.unwrap_err();
+        assert!(matches!(error(rank.average(Vec::new())), Error::Invalid(text) if text.contains("empty")));
+        assert!(matches!(error(rank.average(vec![tensor(&mut flags)])), Error::DType(text) if text.contains("bool")));
+        assert!(
+            matches!(error(rank.broadcast(2, vec![tensor(&mut data)])), Error::Invalid(text) if text.contains("root 2"))
+        );
+        let uneven = vec![vec![tensor(&mut data)], vec![tensor(&mut [0f32; 3])]];
+        assert!(matches!(error(rank.call(Op::Average, uneven, "")), Error::Invalid(text) if text.contains("tower 1")));
+        rank.average(vec![tensor(&mut data)]).unwrap();
+        assert_eq!(data, [0.5; 4]);
+    });
+}
+
+/// Every way to differ is an error on all ranks that names both sides, moves nothing, and leaves the team usable.
+#[test]
+fn calls_that_differ_are_named_on_every_rank() {
+    for hosts in [&[2][..], &[3], &[1, 1], &[2, 2], &[2, 1], &[1, 1, 1]] {
+        World { threads: 2, ..World::new(hosts) }.run(|rank| {
+            let odd = rank.rank == rank.size - 1;
+            for round in 0..3 {
+                let mut data = vec![1f32 + rank.rank as f32; if odd { 70_001 } else { 70_000 }];
+                let before = data.clone();
+                let error = rank.average(vec![tensor(&mut [0f64; 2]), tensor(&mut data)]).unwrap_err();
+                let Error::Mismatch(text) = &error else { panic!("{error}") };
+                assert!(text.contains("float32[70000]") && text.contains("float32[70001]"), "round {round}: {text}");
+                assert!(text.contains(&format!("rank {}: average", rank.size - 1)), "{text}");
+                assert!(!text.contains("float64"), "{text}");
+                assert_eq!(data, before);
+
+                let op = if odd { Op::Barrier } else { Op::Broadcast { root: 0 } };
+                let towers = if odd { Vec::new() } else { vec![vec![tensor(&mut data)]] };
+                let text = rank.call(op, towers, "weights").unwrap_err().to_string();
+                assert!(text.contains("barrier") && text.contains("broadcast 'weights' from rank 0"), "{text}");
+
+                let name = if odd { "loss" } else { "accuracy" };
+                let text = rank.call(Op::Average, vec![vec![tensor(&mut [0f32])]], name).unwrap_err().to_string();
+                assert!(text.contains("'loss'") && text.contains("'accuracy'"), "{text}");
+
+                let mut value = [rank.rank as f64];
+                rank.average(vec![tensor(&mut value)]).unwrap();
+                assert_eq!(value, [(rank.size - 1) as f64 / 2.0]);
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_at_the_deadline() {
+    for hosts in [&[3][..], &[2, 1]] {
+        let world = World { timeout: Duration::from_millis(300), ..World::new(hosts) };
+        world.run(|rank| {
+            let mut data = [1f32];
+            if rank.rank < 2 {
+                let error = rank.call(Op::Average, vec![vec![tensor(&mut data)]], "late").unwrap_err();
+                let text = error.to_string();
+                assert!(matches!(error, Error::Timeout(_)), "{text}");
+                assert!(text.contains("average 'late'") && text.contains("DL_COMM_TIMEOUT_S"), "{text}");
+                assert!(text.contains("rank 2") || text.contains("host 1") || text.contains("rank 0"), "{text}");
+                // The team is out of step now: it says so again at once.
+                assert_eq!(rank.average(vec![tensor(&mut data)]).unwrap_err(), error);
+            } else {
+                std::thread::sleep(Duration::from_millis(600));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_failed_team_ends_the_waits_of_the_others() {
+    World::new(&[3]).run(|rank| {
+        if rank.rank == 0 {
+            std::thread::sleep(Duration::from_millis(50));
+            rank.team.fail(&Error::PeerLost("rank 0 gave up".into()));
+        } else {
+            let error = rank.average(vec![tensor(&mut [1f32])]).unwrap_err();
+            assert_eq!(error, Error::PeerLost("rank 0 gave up".into()));
+        }
+    });
+}

@@ -1,0 +1,117 @@
+"""Builds the op libraries: C++ against the installed framework, about a minute, no Rust.
+
+Libraries that were built after the install live in a cache, in a folder named by what they depend on: framework and its
+version, Python, dl_comm and its core. Ranks that start together build once: one holds a lock, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dl_comm._dl_comm import __version__
+from dl_comm._frameworks import framework_version
+from dl_comm._paths import CORE, PACKAGE, SOURCES
+
+_LIBRARY = {"torch": "libdl_comm_torch.so", "tensorflow": "libdl_comm_tf.so"}
+_OPTION = {"torch": "TORCH", "tensorflow": "TF"}
+
+
+def packaged_library(framework: str) -> Path | None:
+    """The library that was built at install, if it was built for the framework version that is installed now."""
+    library = PACKAGE / _LIBRARY[framework]
+    built_for = PACKAGE / f"{_LIBRARY[framework]}.built-for"
+    if library.exists() and built_for.exists() and built_for.read_text().strip() == framework_version(framework):
+        return library
+    return None
+
+
+def cache_dir() -> Path:
+    """The folder of built libraries: ``DL_COMM_CACHE``, else ``dl_comm`` in the user's cache folder."""
+    chosen = os.environ.get("DL_COMM_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dl_comm"
+
+
+def cached_library(framework: str, force: bool = False) -> Path:
+    """The library in the cache, built first where it is not there (or ``force``).
+
+    Raises:
+        ImportError: It cannot be built; the text says why and what to do.
+    """
+    folder = cache_dir() / _key(framework)
+    library = folder / _LIBRARY[framework]
+    if library.exists() and not force:
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "lock"):
+        if force or not library.exists():
+            _build(framework, folder)
+    return library
+
+
+def _key(framework: str) -> str:
+    core = hashlib.sha256(CORE.read_bytes())
+    for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        core.update(source.read_bytes())
+    # The library finds the core by its path, so the place of the package counts too.
+    core.update(str(PACKAGE).encode())
+    python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    return f"{framework_version(framework)}-{python}-dl_comm-{__version__}-{core.hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(framework: str, folder: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise ImportError(
+            f"dl_comm's operations for {framework} must be compiled once for the installed version, and no C++ compiler was "
+            "found: install one (for instance g++), or set CXX, or build where there is one: 'python -m dl_comm.build'"
+        )
+    print(f"dl_comm: building the operations for {framework_version(framework)} (once, about a minute)", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="build.", dir=folder) as build:
+        options = [f"-DDL_COMM_WITH_{name}={'ON' if name == _OPTION[framework] else 'OFF'}" for name in _OPTION.values()]
+        configure = [
+            _tool("cmake"),
+            *("-S", str(SOURCES), "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"),
+            *(f"-DCMAKE_CXX_COMPILER={compiler}", f"-DCMAKE_INSTALL_PREFIX={build}/out", "-DDL_COMM_INSTALL_DIR=."),
+            *(f"-DDL_COMM_CORE_LIBRARY={CORE}", f"-DCMAKE_INSTALL_RPATH={PACKAGE}"),
+            *options,
+        ]
+        ninja = _tool("ninja", required=False)
+        if ninja:
+            configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        _run(configure, framework)
+        _run([_tool("cmake"), "--build", build], framework)
+        _run([_tool("cmake"), "--install", build], framework)
+        # A rename is atomic: another process sees the whole library or none.
+        os.replace(f"{build}/out/{_LIBRARY[framework]}", folder / _LIBRARY[framework])
+
+
+def _tool(name: str, required: bool = True) -> str:
+    beside = Path(sysconfig.get_path("scripts"), name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None and required:
+        raise ImportError(f"{name} was not found; 'pip install {name}' brings it")
+    return found or ""
+
+
+def _run(command: list[str], framework: str) -> None:
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-40:])
+        raise ImportError(f"building dl_comm's operations for {framework} failed:\n$ {' '.join(command)}\n{tail}")

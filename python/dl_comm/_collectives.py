@@ -1,0 +1,127 @@
+"""The collectives of the plugin's Python interface, on arrays and tensors of any framework."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from dl_comm import _dl_comm
+from dl_comm._errors import ArgumentError, DTypeError
+
+_CONTROL_TEAM = -1
+
+
+def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
+    """The mean of every tensor over all ranks. Collective.
+
+    Args:
+        tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, or of torch tensors; float16,
+            bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks.
+        team: The number of the team that carries it.
+
+    Returns:
+        A list of new arrays or tensors in the same order. Means of integers are rounded toward zero; float16 and bfloat16
+        are added up in float32. In a TensorFlow graph: the operations' results; the graph may be built before ``init``.
+
+    Raises:
+        ArgumentError: The list is empty or holds None, an array is not contiguous, there is no such team.
+        DTypeError: An element type has no mean.
+        MismatchError: The ranks called different things.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    tensors = _listed(tensors, "gradients")
+    framework = _framework(tensors)
+    if framework is not None:
+        return list(framework.gradients(tensors, team))
+    if team < 0:
+        raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in tensors]
+    _dl_comm.average(tensors, means, team)
+    return means
+
+
+def broadcast(tensors: Sequence[Any], root: int = 0) -> list[Any]:
+    """The values of rank ``root``, on all ranks. Collective.
+
+    Args:
+        tensors: As for ``gradients``; bool is possible too.
+        root: The rank that has the values.
+
+    Returns:
+        NumPy: the same arrays, overwritten in place. TensorFlow: new tensors, which the caller assigns. torch: new tensors.
+
+    Raises:
+        ArgumentError: The list is empty or holds None, an array is not contiguous or read-only, ``root`` is no rank.
+        MismatchError: The ranks called different things.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    tensors = _listed(tensors, "broadcast")
+    framework = _framework(tensors)
+    if framework is not None:
+        return list(framework.broadcast(tensors, root))
+    _dl_comm.broadcast(tensors, root)
+    return tensors
+
+
+def average(value: Any) -> Any:
+    """The mean of a metric over all ranks, outside any graph and any team. Collective.
+
+    Args:
+        value: A NumPy array, which is overwritten and returned; or a number, whose mean is returned as a float.
+
+    Raises:
+        ArgumentError: The array is not contiguous or read-only.
+        MismatchError: The ranks called different things.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    if isinstance(value, np.ndarray):
+        _dl_comm.average([value], [value], _CONTROL_TEAM)
+        return value
+    if isinstance(value, (bool, int, float, np.generic)):
+        array = np.array([value], dtype=np.float64)
+        _dl_comm.average([array], [array], _CONTROL_TEAM)
+        return float(array[0])
+    raise DTypeError(f"average needs a number or a numpy.ndarray, not a {type(value).__name__}")
+
+
+def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
+    """Whether the arrays hold the same bits on all ranks. Collective.
+
+    Args:
+        arrays: A list of NumPy arrays, the same shapes and types on all ranks.
+        verbose: 1 prints, on every rank that differs from rank 0, which array does.
+
+    Returns:
+        0 when they do, else 1; the same on every rank.
+
+    Raises:
+        MismatchError: The lists have different shapes or element types.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    arrays = _listed(arrays, "check_buffers_match")
+    return 0 if _dl_comm.buffers_match(arrays, bool(verbose)) else 1
+
+
+def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
+    if isinstance(tensors, np.ndarray) or not hasattr(tensors, "__iter__"):
+        raise DTypeError(f"{function} takes a list, not a {type(tensors).__name__}; wrap it: [tensor]")
+    tensors = list(tensors)
+    if not tensors:
+        raise ArgumentError(f"the list is empty; {function} needs at least one tensor")
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            raise ArgumentError(f"tensor {index} is None; pass only the gradients that exist, the same on all ranks")
+    return tensors
+
+
+def _framework(tensors: list[Any]) -> ModuleType | None:
+    """The face for these tensors, by their types; None is NumPy's. Imports no framework that the caller has not."""
+    names = {type(tensor).__module__.partition(".")[0] for tensor in tensors}
+    for package, face in (("tensorflow", "tensorflow"), ("keras", "tensorflow"), ("torch", "torch")):
+        if package in names:
+            return importlib.import_module(f"dl_comm.{face}")
+    return None

@@ -1,0 +1,132 @@
+//! NumPy arrays as buffers of the C API. Refuses what is not plain memory of a known element type.
+
+use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::api::ffi::{self, dl_comm_buffer_t};
+
+/// `NPY_ARRAY_WRITEABLE` and `NPY_ARRAY_ALIGNED` of NumPy's C API.
+const WRITEABLE: i32 = 0x0400;
+const ALIGNED: i32 = 0x0100;
+
+/// What is done with an array.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// It is read.
+    Read,
+    /// It is written.
+    Write,
+}
+
+/// The buffers of a list of arrays. Holds no reference: the caller keeps the arrays.
+pub struct Buffers {
+    buffers: Vec<dl_comm_buffer_t>,
+    /// The shapes that the buffers point to.
+    _shapes: Vec<Box<[i64]>>,
+}
+
+// SAFETY: it is only looked at by the C API, while the arrays are alive.
+unsafe impl Sync for Buffers {}
+
+impl Buffers {
+    /// Buffers that are read from `sources` and written to `destinations`, which match one by one.
+    pub fn new(sources: &[Bound<'_, PyAny>], destinations: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
+        if sources.len() != destinations.len() {
+            return Err(PyValueError::new_err("as many destinations as sources are needed"));
+        }
+        let mut shapes = Vec::with_capacity(sources.len());
+        let mut buffers = Vec::with_capacity(sources.len());
+        for (index, (source, destination)) in sources.iter().zip(destinations).enumerate() {
+            let (mut buffer, shape) = describe(source, index, Access::Read)?;
+            buffer.shape = shape.as_ptr();
+            let (target, target_shape) = describe(destination, index, Access::Write)?;
+            if target_shape != shape || target.dtype != buffer.dtype {
+                return Err(PyValueError::new_err(format!("array {index}: source and destination differ")));
+            }
+            buffer.dst = target.dst;
+            buffers.push(buffer);
+            shapes.push(shape);
+        }
+        Ok(Buffers { buffers, _shapes: shapes })
+    }
+
+    /// Buffers that are only read.
+    pub fn read_only(arrays: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
+        let mut shapes = Vec::with_capacity(arrays.len());
+        let mut buffers = Vec::with_capacity(arrays.len());
+        for (index, array) in arrays.iter().enumerate() {
+            let (mut buffer, shape) = describe(array, index, Access::Read)?;
+            buffer.shape = shape.as_ptr();
+            buffers.push(buffer);
+            shapes.push(shape);
+        }
+        Ok(Buffers { buffers, _shapes: shapes })
+    }
+
+    /// The list, as the C API takes it.
+    pub fn as_ptr(&self) -> *const dl_comm_buffer_t {
+        self.buffers.as_ptr()
+    }
+
+    /// Its length.
+    pub fn len(&self) -> usize {
+        self.buffers.len()
+    }
+}
+
+fn describe(object: &Bound<'_, PyAny>, index: usize, access: Access) -> PyResult<(dl_comm_buffer_t, Box<[i64]>)> {
+    let Ok(array) = object.cast::<PyUntypedArray>() else {
+        return Err(PyTypeError::new_err(format!(
+            "array {index} is a {}; numpy.ndarray is needed",
+            object.get_type().name()?
+        )));
+    };
+    let dtype = element_type(array, index)?;
+    if !array.is_c_contiguous() {
+        return Err(PyValueError::new_err(format!(
+            "array {index} of shape {:?} is not C-contiguous; pass numpy.ascontiguousarray(...) of it",
+            array.shape()
+        )));
+    }
+    // SAFETY: a live array.
+    let (data, flags) = unsafe {
+        let raw = array.as_array_ptr();
+        ((*raw).fields.data.cast::<std::ffi::c_void>(), (*raw).fields.flags)
+    };
+    if flags & ALIGNED == 0 {
+        return Err(PyValueError::new_err(format!("array {index} is not aligned; pass a copy of it")));
+    }
+    if access == Access::Write && flags & WRITEABLE == 0 {
+        return Err(PyValueError::new_err(format!("array {index} is read-only; pass a copy of it")));
+    }
+    let shape: Box<[i64]> = array.shape().iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
+    let ndim = i32::try_from(shape.len())?;
+    let buffer =
+        dl_comm_buffer_t { src: data, dst: data, length: array.len(), dtype, ndim, shape: std::ptr::null() };
+    Ok((buffer, shape))
+}
+
+fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi::dlDataType_t> {
+    let descriptor = array.dtype();
+    let native = descriptor.is_native_byteorder().unwrap_or(true);
+    let code = match (descriptor.kind(), descriptor.itemsize()) {
+        (b'f', 2) => Some(ffi::dlDataType_DL_COMM_FLOAT16),
+        (b'f', 4) => Some(ffi::dlDataType_DL_COMM_FLOAT32),
+        (b'f', 8) => Some(ffi::dlDataType_DL_COMM_FLOAT64),
+        (b'i', 1) => Some(ffi::dlDataType_DL_COMM_INT8),
+        (b'u', 1) => Some(ffi::dlDataType_DL_COMM_UINT8),
+        (b'i', 4) => Some(ffi::dlDataType_DL_COMM_INT32),
+        (b'i', 8) => Some(ffi::dlDataType_DL_COMM_INT64),
+        (b'b', 1) => Some(ffi::dlDataType_DL_COMM_BOOL),
+        // bfloat16 is a user type of the package ml_dtypes, known by its name only.
+        (_, 2) if descriptor.str()?.to_cow()? == "bfloat16" => Some(ffi::dlDataType_DL_COMM_BFLOAT16),
+        _ => None,
+    };
+    code.filter(|_| native).ok_or_else(|| {
+        PyTypeError::new_err(format!(
+            "array {index} has the element type {descriptor}; float16, bfloat16, float32, float64, int8, uint8, int32, int64 \
+             and (broadcast only) bool are supported"
+        ))
+    })
+}

@@ -1,0 +1,1 @@
+//! Tests that cross the crates; see tests/*.rs.
