@@ -96,7 +96,7 @@ typedef struct dl_comm_buffer {
 } dl_comm_buffer_t;
 
 /* dl_comm_gradients for one tower, without its limit of 2^31 - 1 elements a tensor. `name` (may be NULL) is part of
- * what all ranks must agree on, and stands in error messages. `team` -1 is the team of broadcast and barrier.
+ * what all ranks must agree on, and stands in error messages. The team exists; -1 is the team of broadcast and barrier.
  * Collective. */
 int dl_comm_average(const dl_comm_buffer_t *buffers, size_t count, int team, const char *name);
 

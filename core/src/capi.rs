@@ -12,6 +12,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
+use crate::say::say;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -197,9 +198,6 @@ pub unsafe extern "C" fn dl_comm_average(
     done(|| {
         // SAFETY: the caller's promise.
         let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
-        if team != global::CONTROL {
-            global::ensure_team(team)?;
-        }
         global::wait(&name, |request| global::average(team, request, || Ok(tensors)))
     })
 }
@@ -250,8 +248,10 @@ fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     };
     tensors.iter().try_for_each(|tensor| tensor.buffer.check())?;
     // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
-    let name = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(" ");
-    let name = format!("check_buffers_match {:016x}", xxh3_64(name.as_bytes()));
+    let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
+    let shown = &list[..list.floor_char_boundary(200)];
+    let name = format!("check_buffers_match of {shown}{}", if shown == list { "" } else { " ..." });
+    let name = if shown == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
     let mine: Vec<u64> = tensors.iter().map(hash).collect();
     let mut first = mine.clone();
     let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);
@@ -259,7 +259,7 @@ fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let differing: Vec<usize> = (0..mine.len()).filter(|&index| mine[index] != first[index]).collect();
     if verbose {
         for &index in &differing {
-            eprintln!("dl_comm: tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe());
+            say(&format!("tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe()));
         }
     }
     let mut share = [if differing.is_empty() { 0f64 } else { 1.0 }];

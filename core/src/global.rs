@@ -13,6 +13,7 @@ use crate::collective::Op;
 use crate::config::Config;
 use crate::error::{Error, Result, guard};
 use crate::plan::ALIGN;
+use crate::say::say;
 use crate::team::{Request, Settings, Team};
 use crate::topology::Topology;
 use crate::transport::mpi::{TeamShape, World};
@@ -80,6 +81,9 @@ pub fn init_mpi() -> Result<()> {
         State::Fresh => {
             let config = Config::from_env()?;
             let world = World::start(&config)?;
+            if config.timeout.is_none() && world.topology().rank() == 0 {
+                say("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
+            }
             OWNER.store(process::id(), Ordering::Relaxed);
             let topology = Arc::clone(world.topology());
             *state = State::Started { world: Arc::new(Mutex::new(world)), topology, config, teams: BTreeMap::new() };
@@ -205,7 +209,7 @@ fn team(id: i32) -> Result<Arc<Team>> {
 /// # Errors
 /// Those of [`create_team`].
 pub fn ensure_team(id: i32) -> Result<()> {
-    if id == CONTROL || find_team(id)?.is_some() {
+    if find_team(id)?.is_some() {
         return Ok(());
     }
     let config = config()?;
@@ -278,8 +282,11 @@ pub fn wait(name: &str, start: impl FnOnce(Request)) -> Result<()> {
 
 /// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.
 ///
+/// A team that failed has told its callers; after that this still ends everything, but leaves MPI as it is, since the other
+/// ranks may never come to its end.
+///
 /// # Errors
-/// The first failure of a team; all is ended nevertheless.
+/// [`Error::State`] in a forked child.
 pub fn finalize() -> Result<()> {
     end(None)
 }
@@ -290,7 +297,7 @@ pub fn finalize() -> Result<()> {
 /// # Errors
 /// [`Error::State`] in a forked child.
 pub fn abandon(why: &str) -> Result<()> {
-    end(Some(Error::PeerLost(format!("{why} on {}", process_name())))).or(Ok(()))
+    end(Some(Error::PeerLost(format!("{why} on {}", process_name()))))
 }
 
 fn process_name() -> String {
@@ -306,18 +313,18 @@ fn end(reason: Option<Error>) -> Result<()> {
         std::mem::replace(&mut *state, next)
     };
     let State::Started { world, teams, .. } = ended else { return Ok(()) };
-    let mut failure = None;
+    let mut failed = false;
     for team in teams.values() {
         if let Some(error) = &reason {
             team.fail(error);
         }
         team.stop();
-        failure = failure.or(team.failure());
+        failed |= team.failure().is_some();
     }
     drop(teams);
     if let Some(world) = Arc::into_inner(world) {
         // A job that lost a rank would wait for it in MPI_Finalize for ever.
-        world.into_inner().unwrap_or_else(PoisonError::into_inner).finish(failure.is_some());
+        world.into_inner().unwrap_or_else(PoisonError::into_inner).finish(failed);
     }
-    failure.map_or(Ok(()), Err)
+    Ok(())
 }

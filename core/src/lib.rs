@@ -22,6 +22,7 @@ mod ffi;
 pub mod global;
 pub mod plan;
 pub mod reduce;
+mod say;
 pub mod team;
 pub mod topology;
 pub mod transport;

@@ -1,5 +1,5 @@
 //! The collectives on ranks that are threads, on hosts of many shapes: values, dtypes, chunking, order of addition.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

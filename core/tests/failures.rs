@@ -1,5 +1,5 @@
 //! What goes wrong and how it is said, on ranks that are threads: misuse, mismatches, deadlines.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

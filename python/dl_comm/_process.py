@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 
 from dl_comm import _dl_comm
@@ -114,10 +115,12 @@ def barrier() -> None:
 
 def finalize_at_exit() -> None:
     """Arranges for ``finalize`` at exit, or, after an uncaught exception, for an end that the other ranks hear of."""
-    atexit.register(_at_exit)
+    atexit.register(_at_exit, os.getpid())
 
 
-def _at_exit() -> None:
+def _at_exit(pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child: not its to end
     # The interpreter notes an uncaught exception there. The other ranks would wait for this one in vain.
     if getattr(sys, "last_value", None) is not None:
         _dl_comm.abandon()

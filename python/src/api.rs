@@ -5,7 +5,14 @@ use std::ffi::{CStr, c_char};
 use pyo3::prelude::*;
 
 /// The declarations of `dl_comm.h`.
-#[allow(missing_docs, non_camel_case_types, non_snake_case, non_upper_case_globals, dead_code, clippy::undocumented_unsafe_blocks)]
+#[allow(
+    missing_docs,
+    non_camel_case_types,
+    non_snake_case,
+    non_upper_case_globals,
+    dead_code,
+    clippy::undocumented_unsafe_blocks
+)]
 pub mod ffi {
     include!(concat!(env!("OUT_DIR"), "/dl_comm.rs"));
 }

@@ -102,8 +102,7 @@ fn describe(object: &Bound<'_, PyAny>, index: usize, access: Access) -> PyResult
     }
     let shape: Box<[i64]> = array.shape().iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
     let ndim = i32::try_from(shape.len())?;
-    let buffer =
-        dl_comm_buffer_t { src: data, dst: data, length: array.len(), dtype, ndim, shape: std::ptr::null() };
+    let buffer = dl_comm_buffer_t { src: data, dst: data, length: array.len(), dtype, ndim, shape: std::ptr::null() };
     Ok((buffer, shape))
 }
 

@@ -39,12 +39,7 @@ fn average(
 /// Copies the arrays of rank `root` into those of all ranks, in place.
 #[pyfunction]
 #[pyo3(signature = (arrays, root, name=None))]
-fn broadcast(
-    py: Python<'_>,
-    arrays: Vec<Array<'_>>,
-    root: i32,
-    name: Option<&Bound<'_, PyString>>,
-) -> PyResult<()> {
+fn broadcast(py: Python<'_>, arrays: Vec<Array<'_>>, root: i32, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
     let name = c_name(name)?;
     let buffers = Buffers::new(&arrays, &arrays)?;
     // SAFETY: as for `average`.
@@ -58,9 +53,8 @@ fn buffers_match(py: Python<'_>, arrays: Vec<Array<'_>>, verbose: bool) -> PyRes
     let buffers = Buffers::read_only(&arrays)?;
     let verbose = i32::from(verbose);
     // SAFETY: as for `average`.
-    let differ = call(py, || unsafe {
-        api::ffi::dl_comm_check_buffers_match(buffers.as_ptr(), buffers.len(), verbose)
-    })?;
+    let differ =
+        call(py, || unsafe { api::ffi::dl_comm_check_buffers_match(buffers.as_ptr(), buffers.len(), verbose) })?;
     Ok(differ == 0)
 }
 

@@ -181,8 +181,8 @@ impl Cluster<'_> {
             let message = link.message_to(host);
             self.header(0).write(message);
             if self.agreed {
-                // SAFETY: all ranks of the host have packed, so the slice is this lane's.
                 let body = &mut message[HEADER..];
+                // SAFETY: all ranks of the host have packed, so the slice is this lane's.
                 lens[host] += unsafe { self.collective.scatter(self.job, &self.lane, self.piece(host), body) };
             }
         }

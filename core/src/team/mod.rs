@@ -20,6 +20,7 @@ pub use call::{Done, Request};
 use crate::buffer::Tensor;
 use crate::collective::{Carrier, Channel, Job, Op};
 use crate::error::{Error, Result};
+use crate::say::say;
 use crate::topology::Topology;
 use crate::transport::{Endpoint, Node};
 use call::Call;
@@ -154,7 +155,7 @@ impl Team {
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             if thread.join().is_err() {
-                eprintln!("dl_comm: a thread of team {} panicked", self.carrier.team);
+                say(&format!("a thread of team {} panicked", self.carrier.team));
             }
         }
     }

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::say::say;
 
 /// The patience of one call. Waits ask it when they have slept a little; it costs nothing while data flows.
 /// Thread rule: one per thread and call.
@@ -47,12 +48,12 @@ impl<'a> Patience<'a> {
         }
         if self.warn.get().is_some_and(|warn| waited >= warn) {
             self.warn.set(None);
-            eprintln!(
-                "dl_comm: {} has waited {:.0} s for {} (DL_COMM_STALL_WARN_S)",
+            say(&format!(
+                "{} has waited {:.0} s for {} (DL_COMM_STALL_WARN_S)",
                 (self.describe)(),
                 waited.as_secs_f64(),
                 late()
-            );
+            ));
         }
         Ok(())
     }

@@ -16,6 +16,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::node::{Memory, Watch};
 use crate::error::{Error, Result};
+use crate::say::say;
 
 /// A mapped segment. Unmapped when dropped.
 pub struct Segment {
@@ -47,7 +48,7 @@ impl Drop for Name {
         if let Err(error) = std::fs::remove_file(&self.0)
             && error.kind() != ErrorKind::NotFound
         {
-            eprintln!("dl_comm: {} stays behind: {error}", self.0.display());
+            say(&format!("{} stays behind: {error}", self.0.display()));
         }
     }
 }

@@ -57,34 +57,40 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize) -> Result<Vec<Endpoi
 
 /// The links of every rank and channel.
 fn mesh(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn Link>>>> {
-    let hosts = topology.hosts();
-    let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
-        (0..topology.size()).map(|_| (0..channels).map(|_| None).collect()).collect();
-    if hosts == 1 {
-        return links;
+    let mut links: Vec<Vec<Option<Box<dyn Link>>>> = (0..topology.size()).map(|_| Vec::new()).collect();
+    let capacity = message_bytes(slot, topology.lanes(), topology.hosts());
+    let lanes = if topology.hosts() > 1 { topology.lanes() } else { 0 };
+    for lane in 0..lanes {
+        for _channel in 0..channels {
+            for (host, link) in joined(topology.hosts(), capacity).into_iter().enumerate() {
+                links[topology.ranks_of(host)[lane]].push(Some(Box::new(link)));
+            }
+        }
     }
-    for lane in 0..topology.lanes() {
-        for channel_index in 0..channels {
-            let mut senders: Vec<Vec<Sender<Vec<u8>>>> = (0..hosts).map(|_| Vec::new()).collect();
-            let mut receivers: Vec<Vec<Receiver<Vec<u8>>>> = (0..hosts).map(|_| Vec::new()).collect();
-            for from in senders.iter_mut() {
-                for to in receivers.iter_mut() {
-                    let (sender, receiver) = channel();
-                    from.push(sender);
-                    to.push(receiver);
-                }
-            }
-            for (host, (outbox, inbox)) in senders.into_iter().zip(receivers).enumerate() {
-                let message = || Aligned::new(message_bytes(slot, topology.lanes(), hosts));
-                links[topology.ranks_of(host)[lane]][channel_index] = Some(Box::new(ThreadLink {
-                    host,
-                    outbox,
-                    inbox,
-                    each: (0..hosts).map(|_| message()).collect(),
-                    same: message(),
-                    received: (0..hosts).map(|_| message()).collect(),
-                }));
-            }
+    for links in &mut links {
+        links.resize_with(channels, || None);
+    }
+    links
+}
+
+/// The links of one lane and channel, by host.
+fn joined(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
+    let messages = || (0..hosts).map(|_| Aligned::new(capacity)).collect();
+    let mut links: Vec<ThreadLink> = (0..hosts)
+        .map(|host| ThreadLink {
+            host,
+            outbox: Vec::new(),
+            inbox: Vec::new(),
+            each: messages(),
+            same: Aligned::new(capacity),
+            received: messages(),
+        })
+        .collect();
+    for from in 0..hosts {
+        for to in 0..hosts {
+            let (sender, receiver) = channel();
+            links[from].outbox.push(sender);
+            links[to].inbox.push(receiver);
         }
     }
     links

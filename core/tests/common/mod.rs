@@ -1,4 +1,5 @@
 //! Ranks as threads: starts a team on every rank and runs the same closure on each.
+#![allow(clippy::unwrap_used)]
 
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;

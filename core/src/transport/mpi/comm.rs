@@ -10,6 +10,7 @@ use mpi::environment::{is_finalized, threading_support};
 use mpi::ffi;
 
 use crate::error::{Error, Result};
+use crate::say::say;
 use crate::transport::Patience;
 
 /// Held around MPI calls when MPI wants one thread at a time.
@@ -164,7 +165,7 @@ impl Drop for Comm {
             let mut raw = self.raw;
             // SAFETY: a live duplicate, freed once.
             if let Err(error) = self.call(|| unsafe { ffi::MPI_Comm_free(&mut raw) }) {
-                eprintln!("dl_comm: freeing a communicator: {error}");
+                say(&format!("freeing a communicator: {error}"));
             }
         }
     }

@@ -1,0 +1,130 @@
+"""Callbacks for `model.fit`: the same start on every rank, and the same metrics.
+
+Thread rule: as Keras's for callbacks, which run on the thread that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dl_comm
+from dl_comm.tensorflow import _ops, broadcast_variables
+
+
+class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Gives the model and its optimizer the values of rank `root` before the first update of every `fit`.
+
+    It covers weights (trainable or not) and optimizer variables (iterations, learning rate, slots), but not the state
+    of random seeds, so that dropout differs between ranks, nor that of metrics. A model that has no variables yet is
+    built from the first batch's shapes before the broadcast. Put it first in the list of callbacks, on every rank.
+
+    It also switches off the XLA compilation of the training step, which dl_comm's ops cannot be part of.
+
+    Raises (out of `fit`): tf.errors.OpError; see `dl_comm.tensorflow`.
+    """
+
+    def __init__(self, root: int = 0) -> None:
+        """Remember whose values count."""
+        super().__init__()
+        self._root = root
+        self._count = 0
+
+    def set_model(self, model: Any) -> None:
+        """Take the model, and switch off XLA; Keras calls it before it makes the training step."""
+        super().set_model(model)
+        if getattr(model, "compiled", False) and model.jit_compile:
+            model.jit_compile = False
+            model.train_function = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, or, when the model has no variables yet, arrange for it."""
+        if not dl_comm.is_initialized():
+            dl_comm.init()
+        if self.model.built:
+            self._broadcast()
+        else:
+            self.model.train_function = self._build_first(self.model.train_function)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """After the first batch: broadcast again if that batch made variables which could not be known before."""
+        if self._count and len(_variables(self.model)) != self._count:
+            self._broadcast()
+        self._count = 0
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built and self.model.trainable_variables:
+            optimizer.build(self.model.trainable_variables)
+        variables = _variables(self.model)
+        self._count = len(variables)
+        if variables:
+            broadcast_variables(variables, self._root, name="BroadcastCallback")
+
+    def _build_first(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        # The variables of a deferred model come into being in its first step, which would update them before they are
+        # the same. Tracing the forward pass on the shapes of the data makes them without taking a batch.
+        model = self.model
+
+        def first_step(iterator: Any) -> Any:
+            model.train_function = train_function
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
+            tf.function(lambda inputs: model(inputs), autograph=False).get_concrete_function(x)
+            self._broadcast()
+            return train_function(iterator)
+
+        return first_step
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Averages the logs of an epoch over the ranks, validation metrics too, for the callbacks after it in the list.
+
+    EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and the history then see the same on every rank, and decide the
+    same. Put it before them, on every rank. Keras draws its progress bar after it as well, from the averages.
+
+    Each rank counts the same, whatever the number of its samples. Raises (out of `fit`)
+    tf.errors.InvalidArgumentError when the ranks' logs have different names, and other `tf.errors` as
+    `dl_comm.tensorflow` says.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the values in `logs` by their averages."""
+        if logs:
+            logs.update(average_logs(logs))
+
+
+def average_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    """Average a dict of metrics, such as `model.evaluate(..., return_dict=True)` gives, over the ranks.
+
+    Numbers are averaged in float64 and come back as float; what is not a single number comes back as it is. Calls
+    `dl_comm.init()` when nobody has. All ranks must have the same names; else every rank gets
+    tf.errors.InvalidArgumentError. Eager only.
+    """
+    if not dl_comm.is_initialized():
+        dl_comm.init()
+    names = sorted(name for name, value in logs.items() if _is_number(value))
+    if not names:
+        return dict(logs)
+    values = tf.constant([float(logs[name]) for name in names], tf.float64)
+    # The names are part of the call's name, which the ranks must agree on.
+    means = _ops.gradients([values], _ops.CONTROL_TEAM, name=f"metrics {', '.join(names)}")[0].numpy()
+    return {**logs, **{name: float(mean) for name, mean in zip(names, means, strict=True)}}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (str, bytes, bool)) or value is None:
+        return False
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):
+        return False
+    return array.ndim == 0 and array.dtype.kind in "fiu"
+
+
+def _variables(model: Any) -> list[Any]:
+    # `weights` leaves out the states of metrics and random seeds, which `variables` has.
+    return list(model.weights) + ([] if model.optimizer is None else list(model.optimizer.variables))

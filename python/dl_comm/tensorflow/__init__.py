@@ -1,0 +1,57 @@
+"""dl_comm for TensorFlow: averages and broadcasts as ops, eagerly, in a `tf.function` and in a TF1 graph.
+
+`gradients` and `broadcast` are ops on lists of tensors; a graph that has them may be built before `dl_comm.init()`, and
+they fail with `tf.errors.FailedPreconditionError` when they run before it. `DistributedOptimizer`, `BroadcastHook` and
+`broadcast_variables` are made of them. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer` call
+`dl_comm.init()` themselves when nobody has, so that a script works straight after the import.
+
+Errors of the ops are `tf.errors`: InvalidArgumentError (wrong arguments, or calls that differ between the ranks),
+FailedPreconditionError (not initialised), DeadlineExceededError, UnavailableError (a rank is gone),
+ResourceExhaustedError and InternalError; each text has `dl_comm error <code>:`, the codes being those of dl_comm.h.
+
+Thread rule: everything may be called from any thread. The ops hold no thread of TensorFlow while they wait for other
+ranks. All ranks run the calls of one team in the same order; calls on different teams are independent.
+"""
+
+from __future__ import annotations
+
+import dl_comm
+from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
+from dl_comm.tensorflow._optimizer import DistributedOptimizer
+from dl_comm.tensorflow._variables import BroadcastHook, broadcast_variables
+
+__all__ = [
+    "BroadcastHook",
+    "DistributedOptimizer",
+    "average",
+    "broadcast",
+    "broadcast_variables",
+    "core_id",
+    "get_nranks",
+    "get_rank",
+    "gradients",
+    "local_rank",
+]
+
+
+def get_rank() -> int:
+    """Give the rank of this process, from 0; calls `dl_comm.init()` when nobody has."""
+    _ensure_initialized()
+    return int(dl_comm.get_rank())
+
+
+def get_nranks() -> int:
+    """Give the number of processes; calls `dl_comm.init()` when nobody has."""
+    _ensure_initialized()
+    return int(dl_comm.get_nranks())
+
+
+def local_rank() -> int:
+    """Give the rank of this process among those of its host, from 0; calls `dl_comm.init()` when nobody has."""
+    _ensure_initialized()
+    return int(dl_comm.get_localrank())
+
+
+def _ensure_initialized() -> None:
+    if not dl_comm.is_initialized():
+        dl_comm.init()

@@ -1,0 +1,249 @@
+"""The ops: loading them, calling them on lists of tensors, and their gradients.
+
+What a call is named: all ranks must submit the same calls to a team in the same order, and the name lets the core see
+when they do not. Types and shapes are compared anyway. An eager call is named after what it does, always the same,
+since a number in an op attribute would make TensorFlow build a new kernel for every step. A call in a graph also has
+its number among the like calls of that graph, because a TF1 session may run two of them in either order. The numbers
+begin anew in every graph, so that a `tf.function` that only one rank traces again keeps its names.
+
+Thread rule: everything here may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import tensorflow as tf
+
+from dl_comm import _load
+from dl_comm._errors import ArgumentError, DTypeError
+
+CONTROL_TEAM = -1
+"""The team of broadcasts, barriers and metrics."""
+
+_AVERAGED = frozenset(
+    (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
+)
+_BROADCAST = _AVERAGED | {tf.bool}
+# Types that the core does not know are broadcast as their bytes.
+_AS_BYTES = frozenset((tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128))
+
+_counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_counters_lock = threading.Lock()
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def as_written(function: _Function) -> _Function:
+    """Keep AutoGraph, which rewrites the Python that a `tf.function` calls, away from a function that has no need."""
+    return cast(_Function, tf.autograph.experimental.do_not_convert(function))
+
+
+@functools.cache
+def library() -> Any:
+    """Load the op library of the installed TensorFlow, building it first if it must be.
+
+    Raises ImportError when it cannot be built or has a core of its own.
+    """
+    path = _path()
+    loaded = tf.load_op_library(path)
+    _load.check_one_core(path, _core_id_of(path))
+    return loaded
+
+
+def core_id() -> int:
+    """Give the number of the core that the ops use; all of dl_comm in one process have the same."""
+    library()
+    return _core_id_of(_path())
+
+
+@as_written
+def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None) -> list[tf.Tensor]:
+    """Average every tensor over all ranks.
+
+    Args:
+        tensors: `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` (made dense) or what TensorFlow can make a tensor of:
+            float16, bfloat16, float32, float64, int8, uint8, int32 or int64, any shape. All ranks give the same number,
+            types and shapes. Means of integers round toward zero; float16 and bfloat16 are added up in float32.
+        team: The thread team that does the work; -1 is the team of broadcasts.
+        name: What the ranks must agree on besides types and shapes; like calls of one graph are numbered.
+
+    Returns:
+        New dense tensors, in order, with the static shapes of the inputs. Their gradient is the average of the
+        gradients over the ranks; integers have none.
+
+    Raises:
+        dl_comm.ArgumentError: The list is empty or has a None in it.
+        dl_comm.DTypeError: Not a list, or an element type that has no mean.
+        RuntimeError: The call is inside an XLA-compiled function.
+        tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
+    """
+    return _gradients(_listed(tensors), operator.index(team), name or "gradients")
+
+
+@as_written
+def broadcast(tensors: Iterable[Any], root: int = 0, *, name: str | None = None) -> list[tf.Tensor]:
+    """Give the tensors of rank `root`, as new tensors; variables are read, not assigned.
+
+    Takes what `gradients` takes, and bool and every other number type as well. The op has no gradient.
+
+    Returns:
+        The tensors of the root, in order, with the static shapes of the inputs.
+
+    Raises:
+        As `gradients` does.
+    """
+    given = _listed(tensors)
+    values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]
+    _refuse_xla()
+    base = name or "broadcast"
+    results = library().dl_comm_broadcast(
+        [tf.bitcast(value, tf.uint8) if value.dtype in _AS_BYTES else value for value in values],
+        root=operator.index(root),
+        call_name=_call_name(base, CONTROL_TEAM),
+        labels=_labels(given),
+    )
+    return [
+        tf.bitcast(result, value.dtype) if value.dtype in _AS_BYTES else result
+        for result, value in zip(results, values, strict=True)
+    ]
+
+
+@as_written
+def average(value: Any, *, name: str | None = None) -> tf.Tensor:
+    """Average one tensor over all ranks, on the team of broadcasts: for metrics.
+
+    Python numbers become float64, so that the mean of a count is not rounded; tensors and arrays keep their type.
+    Raises as `gradients` does.
+    """
+    if isinstance(value, (bool, int, float)):
+        value = np.float64(value)
+    return _gradients([value], CONTROL_TEAM, name or "average")[0]
+
+
+@as_written
+def average_present(
+    grads: Sequence[Any], variables: Sequence[Any], team: int, name: str = "DistributedOptimizer"
+) -> list[Any]:
+    """Average the gradients that are not None, and keep each None in its place.
+
+    All ranks must have None in the same places. `variables`, one for each gradient, name them in error messages.
+    """
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    results = list(grads)
+    if present:
+        means = _gradients([grads[i] for i in present], team, name, labels=_labels([variables[i] for i in present]))
+        for i, mean in zip(present, means, strict=True):
+            results[i] = mean
+    return results
+
+
+@as_written
+def _gradients(given: list[Any], team: int, base: str, labels: str | None = None) -> list[tf.Tensor]:
+    tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
+    _refuse_xla()
+    return list(
+        library().dl_comm_gradients(
+            tensors,
+            team=team,
+            call_name=_call_name(base, team),
+            labels=_labels(given) if labels is None else labels,
+        )
+    )
+
+
+def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
+    # Every rank's loss depends on every rank's tensors with weight 1/size, so that the gradient of the sum of the
+    # losses is the mean of the gradients.
+    floating = [i for i, output in enumerate(op.outputs) if output.dtype.is_floating]
+    results: list[Any] = [None] * len(op.outputs)
+    if floating:
+        grads = [tf.zeros_like(op.outputs[i]) if upstream[i] is None else upstream[i] for i in floating]
+        means = _gradients(grads, op.get_attr("team"), f"{tf.compat.as_str(op.get_attr('call_name'))}/gradient")
+        for i, mean in zip(floating, means, strict=True):
+            results[i] = mean
+    return results
+
+
+tf.RegisterGradient("DlCommGradients")(_gradient_of_gradients)
+tf.no_gradient("DlCommBroadcast")
+tf.no_gradient("DlCommCoreId")
+
+
+@functools.cache
+def _path() -> str:
+    return _load.ops_library("tensorflow")
+
+
+def _core_id_of(path: str) -> int:
+    function = ctypes.CDLL(path).dl_comm_ops_core_id
+    function.restype = ctypes.c_size_t
+    return int(function())
+
+
+def _listed(tensors: Iterable[Any]) -> list[Any]:
+    if tf.is_tensor(tensors) or not isinstance(tensors, Iterable):
+        raise DTypeError(f"dl_comm takes a list of tensors, not {type(tensors).__name__}")
+    values = list(tensors)
+    if not values:
+        raise ArgumentError("dl_comm needs at least one tensor, the list is empty")
+    for i, value in enumerate(values):
+        if value is None:
+            raise ArgumentError(f"tensor {i} of {len(values)} is None: a variable that the loss does not depend on?")
+    return values
+
+
+def _tensor(value: Any, dtypes: frozenset[tf.DType], verb: str) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype.base_dtype not in dtypes:
+        raise DTypeError(f"a tensor of {tensor.dtype.name} cannot be {verb}: {value!r}")
+    return tensor
+
+
+def _labels(values: Sequence[Any]) -> str:
+    labels = [_label(value) for value in values]
+    return "\n".join(labels) if any(labels) else ""
+
+
+def _label(value: Any) -> str:
+    for owner, attribute in ((value, "path"), (getattr(value, "op", None), "name"), (value, "name")):
+        try:
+            label = getattr(owner, attribute)
+        except (AttributeError, ValueError):  # an eager tensor has no name
+            continue
+        if isinstance(label, str):
+            return label
+    return ""
+
+
+def _call_name(base: str, team: int) -> str:
+    if tf.executing_eagerly():
+        return base
+    with _counters_lock:
+        counter = _counters.setdefault(tf.compat.v1.get_default_graph(), Counter())
+        number = counter[base, team]
+        counter[base, team] += 1
+    return base if number == 0 else f"{base}:{number}"
+
+
+def _refuse_xla() -> None:
+    # TensorFlow marks the graphs of a function that XLA compiles, and those inside it, with a control flow context.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if context.IsXLAContext():
+                raise RuntimeError(
+                    "dl_comm cannot run inside a function that XLA compiles: use tf.function(jit_compile=False), "
+                    "in Keras model.compile(..., jit_compile=False) or dl_comm.keras.BroadcastCallback, which sets it"
+                )
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)

@@ -1,0 +1,66 @@
+"""dl_comm for PyTorch: averages gradients over all ranks during backward.
+
+    import dl_comm.torch as cdl
+
+    cdl.broadcast_parameters(model)
+    optimizer = cdl.DistributedOptimizer(optimizer)
+
+The rest of the training script stays as it is. Tensors are CPU tensors. Importing this module loads torch and the op
+library for it, which is built first where the installation has none.
+"""
+
+from __future__ import annotations
+
+import dl_comm as _base
+from dl_comm.torch._functions import (
+    average,
+    broadcast,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    gradients,
+)
+from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
+
+__all__ = [
+    "AveragingOptimizer",
+    "DistributedOptimizer",
+    "average",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "get_localrank",
+    "get_nranks",
+    "get_rank",
+    "gradients",
+    "init",
+    "finalize",
+    "local_rank",
+    "rank",
+    "size",
+]
+
+init = _base.init
+finalize = _base.finalize
+
+
+def get_rank() -> int:
+    """Return the rank of this process, from 0; brings MPI up when that has not been done."""
+    _base.init_mpi()
+    return _base.get_rank()
+
+
+def get_nranks() -> int:
+    """Return the number of processes; brings MPI up when that has not been done."""
+    _base.init_mpi()
+    return _base.get_nranks()
+
+
+def get_localrank() -> int:
+    """Return the rank of this process among those of its host; brings MPI up when that has not been done."""
+    _base.init_mpi()
+    return _base.get_localrank()
+
+
+rank, size, local_rank = get_rank, get_nranks, get_localrank

@@ -1,0 +1,237 @@
+"""Gradients on their way: buckets of parameters that are averaged together while the rest of backward runs.
+
+The rules that keep all ranks in step, whatever order autograd works in:
+- buckets hold the parameters in reverse order of registration, the order in which backward usually finishes them;
+- a bucket's average starts when its last gradient is there and all earlier buckets have been started;
+- each bucket carries a vector that says which parameters have a gradient, so that ranks may differ in that.
+
+Thread rule: as autograd calls the hooks of CPU parameters, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dl_comm import ArgumentError, StateError
+from dl_comm.torch import _ops
+
+# The first bucket is small, so that the first average starts early.
+FIRST_BUCKET_BYTES = 1 << 20
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+class Bucket:
+    """Parameters that one call averages, and the state of that call in this round (from one step to the next)."""
+
+    def __init__(self, index: int, named: Named) -> None:
+        """Make bucket number `index` of these parameters."""
+        self.index = index
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
+        self._used = torch.ones(len(named), dtype=torch.float32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a round; a call that is under way is left to end by itself."""
+        self.passes = [0] * len(self.parameters)
+        self.waiting = len(self.parameters)
+        self._call: int | None = None
+        self._absent: list[int] = []
+        self._sent: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def start(self, team: int, call_name: str, sparse_as_dense: bool) -> None:
+        """Start the average of the gradients that are there, with zeros for the others."""
+        self._sent = [self._gradient(i, sparse_as_dense) for i in range(len(self.parameters))]
+        self._used.fill_(1.0)
+        self._used[self._absent] = 0.0
+        self._call = _ops.average_start([*self._sent, self._used], team, call_name, self._labels)
+
+    def finish(self) -> None:
+        """Wait for the average, if it was started, and put it where the gradients are."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        _ops.wait(call)
+        torch.autograd.graph.increment_version(self._sent)
+        for gradient, copy in self._copies:
+            gradient.copy_(copy)
+        if self._absent:
+            used = self._used.tolist()
+            for i in self._absent:
+                # Another rank used this parameter: this rank takes the same step with the same gradient.
+                if used[i] > 0 and self.parameters[i].grad is None:
+                    self.parameters[i].grad = self._sent[i]
+
+    def drop(self) -> None:
+        """Do not wait for a call that is under way."""
+        call, self._call = self._call, None
+        if call is not None:
+            _ops.forget(call)
+
+    def _gradient(self, i: int, sparse_as_dense: bool) -> torch.Tensor:
+        parameter = self.parameters[i]
+        gradient = parameter.grad
+        if gradient is None:
+            self._absent.append(i)
+            return torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        if gradient.layout is not torch.strided:
+            if not sparse_as_dense:
+                raise ArgumentError(
+                    f"the gradient of {self.names[i]} is sparse: give DistributedOptimizer sparse_as_dense=True"
+                )
+            gradient = parameter.grad = gradient.to_dense()
+        if gradient.is_contiguous():
+            return gradient
+        copy = gradient.contiguous()
+        self._copies.append((gradient, copy))
+        return copy
+
+
+class Averager:
+    """Averages the gradients of a list of parameters over all ranks, during backward.
+
+    It holds the parameters; their hooks hold it weakly and go when it goes.
+    """
+
+    def __init__(self, team: int, name: str, bucket_bytes: int, passes: int, sparse_as_dense: bool) -> None:
+        """Average on `team` after `passes` backward passes; `name` must be the same on all ranks."""
+        self.team = team
+        self.averaged = False  # since the last gradient came
+        self.busy = False  # gradients have come since the last round ended
+        self.skip = False  # the next step takes the gradients as they are
+        self.names: dict[int, str] = {}  # of the parameters, by id
+        self._name = name
+        self._bucket_bytes = bucket_bytes
+        self._passes = passes
+        self._sparse_as_dense = sparse_as_dense
+        self._plan: list[torch.Tensor] = []
+        self._buckets: list[Bucket] = []
+        self._hooks: list[Any] = []
+        self._next = 0  # the bucket to start next
+        self._local = False
+        weakref.finalize(self, _close, self._hooks, self._buckets).atexit = False
+
+    def watch(self, named: Named) -> None:
+        """Average these parameters from the next round on; leaves a round that is under way as it is."""
+        parameters = [parameter for _, parameter in named]
+        if self.busy or _same(parameters, self._plan):
+            return
+        _close(self._hooks, self._buckets)
+        self._plan = parameters
+        self._buckets[:] = [Bucket(i, part) for i, part in enumerate(_split(named[::-1], self._bucket_bytes))]
+        me = weakref.ref(self)
+        for bucket in self._buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                hook = functools.partial(_on_gradient, me, bucket.index, i)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def synchronize(self, named: Named) -> None:
+        """Average what has not been started yet, wait for all, and begin a new round with these parameters."""
+        planned = {id(parameter) for parameter in self._plan}
+        # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
+        late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
+        buckets = [*self._buckets, *([Bucket(len(self._buckets), late)] if late else [])]
+        failure: Exception | None = None
+        try:
+            with torch.no_grad():
+                for bucket in buckets[self._next :]:
+                    self._start(bucket)
+                for bucket in buckets:
+                    try:
+                        bucket.finish()
+                    except Exception as error:
+                        failure = failure or error
+        finally:
+            for bucket in buckets:
+                bucket.drop()
+            self._reset()
+        if failure is not None:
+            raise failure
+        self.averaged = True
+        self.watch(named)
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Leave the gradients of backward passes in this context to the next pass outside it."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    def gradient_came(self, index: int, i: int) -> None:
+        """Take note that backward has finished the gradient of parameter `i` of bucket `index`."""
+        bucket = self._buckets[index]
+        if index < self._next or bucket.passes[i] >= self._passes:
+            self._reset()
+            raise StateError(
+                f"backward changed the gradient of {bucket.names[i]} while it was averaged, the gradients are invalid "
+                "now: call the optimizer's step(), synchronize() or zero_grad() after each backward, give "
+                "DistributedOptimizer backward_passes_per_step, or use no_sync()"
+            )
+        self.averaged = False
+        if self._local:
+            return
+        self.busy = True
+        bucket.passes[i] += 1
+        if bucket.passes[i] < self._passes:
+            return
+        bucket.waiting -= 1
+        try:
+            while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+                self._start(self._buckets[self._next])
+        except BaseException:
+            self._reset()
+            raise
+
+    def _start(self, bucket: Bucket) -> None:
+        with torch.no_grad():
+            bucket.start(self.team, f"{self._name}.{bucket.index}", self._sparse_as_dense)
+        self._next = bucket.index + 1
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.drop()
+            bucket.reset()
+        self._next = 0
+        self.busy = False
+
+
+def _on_gradient(averager: weakref.ref[Averager], index: int, i: int, _: torch.Tensor) -> None:
+    me = averager()
+    if me is not None:
+        me.gradient_came(index, i)
+
+
+def _close(hooks: list[Any], buckets: list[Bucket]) -> None:
+    while hooks:
+        hooks.pop().remove()
+    while buckets:
+        buckets.pop().drop()
+
+
+def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
+    return len(these) == len(those) and all(a is b for a, b in zip(these, those, strict=True))
+
+
+def _split(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Named]:
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    bound = min(FIRST_BUCKET_BYTES, limit)
+    for name, parameter in named:
+        part.append((name, parameter))
+        size += parameter.numel() * parameter.element_size()
+        if size >= bound:
+            yield part
+            part, size, bound = [], 0, limit
+    if part:
+        yield part

@@ -1,0 +1,187 @@
+"""Averages and broadcasts of torch tensors, outside an optimizer.
+
+All functions here are collective: every rank calls them, in the same order, with tensors of the same shapes and types.
+They bring dl_comm up when that has not been done, except `gradients` and `broadcast`, the torch side of the functions
+of the same name in `dl_comm`, which raise an error then. They may be called from any thread and wait without the GIL.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+
+import dl_comm
+from dl_comm import ArgumentError, DTypeError
+from dl_comm.torch import _ops
+
+# The team that serves whatever has no team of its own.
+CONTROL_TEAM = -1
+
+
+def gradients(tensors: Sequence[torch.Tensor], team: int = 0) -> list[torch.Tensor]:
+    """Return the means of `tensors` over all ranks, in their order.
+
+    The results are new, contiguous CPU tensors of the same shapes and dtypes: float16, bfloat16, float32, float64,
+    int8, uint8, int32 or int64, where a mean of integers rounds toward zero. Differentiable, and understood by
+    `torch.compile`: the gradient of a mean is the mean of the ranks' gradients, which makes backward collective too.
+
+    Raises `dl_comm.ArgumentError` (a ValueError), `DTypeError` (a TypeError), `StateError` (before `init`) and
+    `MismatchError` (the ranks called different things); the next call works.
+    """
+    if team < 0:
+        raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    return _ops.average_new(_tensors(tensors), team, "gradients")
+
+
+def broadcast(tensors: Sequence[torch.Tensor], root: int = 0) -> list[torch.Tensor]:
+    """Return the values that `tensors` have on rank `root`, as new, contiguous tensors in their order.
+
+    dtypes and errors as in `gradients`, and bool.
+    """
+    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in _tensors(tensors)]
+    _ops.broadcast_in_place(copies, root, "broadcast")
+    return copies
+
+
+@overload
+def average(value: torch.Tensor, name: str | None = None) -> torch.Tensor: ...
+
+
+@overload
+def average(value: float, name: str | None = None) -> float: ...
+
+
+def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tensor | float:
+    """Return the mean of a metric over all ranks: of a tensor a new tensor, of a number a float.
+
+    `name` is checked to be the same on all ranks, and stands in error messages.
+    """
+    start()
+    call_name, label = f"average.{name or ''}", name or ""
+    if isinstance(value, torch.Tensor):
+        return _ops.average_new(_tensors([value]), CONTROL_TEAM, call_name, label)[0]
+    boxed = torch.tensor([value], dtype=torch.float64)
+    _ops.average_in_place([boxed], CONTROL_TEAM, call_name, label)
+    return float(boxed)
+
+
+def broadcast_parameters(
+    parameters: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
+) -> None:
+    """Give every rank the parameters of rank `root`, in place.
+
+    `parameters` is a module (its parameters and buffers), a state dict, or (name, tensor) pairs such as those of
+    `module.named_parameters()`. Raises DTypeError for an entry that is not a tensor; otherwise as `gradients`.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        named = [*parameters.named_parameters(), *parameters.named_buffers()]
+    elif isinstance(parameters, Mapping):
+        named = list(parameters.items())
+    else:
+        named = [_pair(entry) for entry in parameters]
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise DTypeError(f"{name} is of type {type(tensor).__name__}, not a tensor")
+    start()
+    _broadcast_named(named, root, "broadcast_parameters")
+
+
+def broadcast_object(value: Any, root: int = 0) -> Any:
+    """Return the object that rank `root` gives; what the other ranks give is ignored. The object is pickled."""
+    start()
+    mine = dl_comm.get_rank() == root
+    data = bytearray(pickle.dumps(value)) if mine else bytearray()
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    _ops.broadcast_in_place([length], root, "broadcast_object.length")
+    content = torch.frombuffer(data, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    _ops.broadcast_in_place([content], root, "broadcast_object")
+    return value if mine else pickle.loads(content.numpy().tobytes())
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Give every rank the state of the optimizer of rank `root`: hyperparameters and what belongs to the parameters.
+
+    State that a rank does not have yet is made, state that rank `root` does not have is dropped. Values other than
+    tensors are pickled. Raises ValueError when the parameter groups differ in number or size.
+    """
+    start()
+    mine = dl_comm.get_rank() == root
+    tensors: list[tuple[str, torch.Tensor]] = []
+    outline = _without_tensors(optimizer.state_dict(), "optimizer", tensors) if mine else None
+    outline = broadcast_object(outline, root)
+    state = optimizer.state_dict() if mine else _with_tensors(outline, tensors)
+    if tensors:
+        _broadcast_named(tensors, root, "broadcast_optimizer_state")
+    if not mine:
+        optimizer.load_state_dict(state)
+
+
+def start() -> None:
+    """Bring dl_comm up when that has not been done."""
+    if not dl_comm.is_initialized():
+        dl_comm.init()
+
+
+def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str) -> None:
+    with torch.no_grad():
+        tensors = _tensors([tensor.detach() for _, tensor in named])
+        dense = [tensor.contiguous() for tensor in tensors]
+        _ops.broadcast_in_place(dense, root, call_name, "\n".join(name for name, _ in named))
+        for tensor, copy in zip(tensors, dense, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
+        raise DTypeError(f"expected a list of tensors, not a {type(values).__name__}; wrap it: [tensor]")
+    tensors = list(values)
+    for i, tensor in enumerate(tensors):
+        if tensor is None:
+            raise ArgumentError(f"tensor {i} is None; pass only the tensors that exist, the same on all ranks")
+        if not isinstance(tensor, torch.Tensor):
+            raise DTypeError(f"entry {i} of the list is of type {type(tensor).__name__}, not a tensor")
+        if tensor.is_meta:
+            raise ArgumentError(f"tensor {i} is on the meta device and has no values")
+    return tensors
+
+
+def _pair(entry: Any) -> tuple[str, torch.Tensor]:
+    if not isinstance(entry, tuple) or len(entry) != 2:
+        raise DTypeError(
+            f"expected a module, a mapping or pairs of name and tensor, not {type(entry).__name__} entries"
+        )
+    return str(entry[0]), entry[1]
+
+
+class _Slot:
+    """Where a tensor stands in a state: its shape and dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _without_tensors(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append((path, value))
+        return _Slot(value)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(item, f"{path}.{i}", tensors) for i, item in enumerate(value))
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[tuple[str, torch.Tensor]]) -> Any:
+    if isinstance(value, _Slot):
+        tensors.append(("", torch.empty(value.shape, dtype=value.dtype)))
+        return tensors[-1][1]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value

@@ -1,0 +1,100 @@
+"""The op library for PyTorch: loads it, completes its ops for the compiler and autograd, and wraps them.
+
+The wrappers raise `dl_comm.CommError` and its subclasses. They may be
+called from any thread; those that wait do so without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dl_comm import _load
+from dl_comm._errors import translate
+
+_path = _load.ops_library("torch")
+torch.ops.load_library(_path)  # type: ignore[no-untyped-call]
+_ops = torch.ops.dl_comm
+_load.check_one_core(_path, _ops.core_id())
+
+Tensors = Sequence[torch.Tensor]
+
+
+def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "") -> None:
+    """Replace contiguous CPU tensors by their means over all ranks; return when that is done."""
+    with torch.no_grad():
+        _call(_ops.average_, list(tensors), team, name, labels)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def average_new(tensors: Tensors, team: int, name: str, labels: str = "") -> list[torch.Tensor]:
+    """Return the means of CPU tensors over all ranks as new tensors; differentiable."""
+    return list(_call(_ops.average, list(tensors), team, name, labels))
+
+
+def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "") -> None:
+    """Replace contiguous CPU tensors by those of rank `root`; return when that is done."""
+    with torch.no_grad():
+        _call(_ops.broadcast_, list(tensors), root, name, labels)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def average_start(tensors: Tensors, team: int, name: str, labels: str = "") -> int:
+    """Start `average_in_place` and return a number for `wait`; leave the tensors alone until then."""
+    with torch.no_grad():
+        return int(_call(_ops.average_start, list(tensors), team, name, labels))
+
+
+def wait(number: int) -> None:
+    """Wait for the end of the call with this number, once."""
+    _call(_ops.wait, number)
+
+
+def forget(number: int) -> None:
+    """Let the call with this number end without anyone waiting for it."""
+    _call(_ops.forget, number)
+
+
+def _call(op: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        known = translate(error)
+        if known is error:
+            raise
+        raise known from None
+
+
+# What the compiler runs in place of the ops while it traces: shapes only.
+
+
+@torch.library.register_fake("dl_comm::average_")  # type: ignore[untyped-decorator]
+def _(tensors: list[torch.Tensor], team: int, name: str, labels: str) -> None:
+    return None
+
+
+@torch.library.register_fake("dl_comm::broadcast_")  # type: ignore[untyped-decorator]
+def _(tensors: list[torch.Tensor], root: int, name: str, labels: str) -> None:
+    return None
+
+
+@torch.library.register_fake("dl_comm::average")  # type: ignore[untyped-decorator]
+def _(tensors: list[torch.Tensor], team: int, name: str, labels: str) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+# Every rank's result depends on every rank's input with weight 1/size, so the gradient of the ranks' summed losses is
+# size times the mean of the ranks' gradients, times 1/size: the mean.
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.team, ctx.name, ctx.labels = inputs
+
+
+def _gradient(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    return _ops.average(gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels), None, None, None
+
+
+torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_remember)

@@ -1,0 +1,225 @@
+"""The optimizer that averages gradients over all ranks before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+import dl_comm
+from dl_comm import ArgumentError, DTypeError
+from dl_comm.torch import _functions
+from dl_comm.torch._buckets import Averager, Named
+
+_ATTRIBUTE = "_dl_comm_averager"
+_next_team = 0
+
+
+class AveragingOptimizer(torch.optim.Optimizer):
+    """What `DistributedOptimizer` adds to an optimizer. Made by it, not by a constructor.
+
+    A copy or pickle of one is the plain optimizer. Thread rule: that of torch optimizers, one thread at a time.
+    """
+
+    def synchronize(self) -> None:
+        """Average the gradients now, so that they can be read or changed (clipped, say) ahead of `step()`; collective.
+
+        `step()` does not average again then. Raises `dl_comm.CommError` when the average fails; the gradients are
+        invalid then.
+        """
+        _averager(self).synchronize(_named(self))
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Use the gradients as they are in a `step()` within this context."""
+        averager = _averager(self)
+        before, averager.skip = averager.skip, True
+        try:
+            yield
+        finally:
+            averager.skip = before
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate in the backward passes within this context; the next one outside averages the sum."""
+        with _averager(self).local():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the plain optimizer does. An average that backward has started ends first."""
+        averager = _averager(self)
+        if averager.busy:
+            self.synchronize()
+        averager.averaged = False
+        averager.watch(_named(self))
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as the plain optimizer does; on all ranks alike."""
+        super().add_param_group(param_group)
+        _averager(self).watch(_named(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Give the plain optimizer to copy and pickle."""
+        return _empty, (type(self).__bases__[1],), self.__getstate__()
+
+
+def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
+    optimizer: torch.optim.Optimizer,
+    nteam: int = 1,
+    nthread_per_team: int = 2,
+    *,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None = None,
+    bucket_mb: float = 25,
+    backward_passes_per_step: int = 1,
+    sparse_as_dense: bool = False,
+    team: int | None = None,
+    broadcast: bool = True,
+) -> AveragingOptimizer:
+    """Make `optimizer` average its gradients over all ranks, and return it.
+
+    The optimizer stays the object that it was, and an instance of its class, with its state, groups, hooks and learning
+    rate schedulers. From now on a backward pass starts the averages, a bucket of parameters at a time when their
+    gradients are ready, and `step()` waits for them. Every rank must make the same steps. It may use other parameters
+    than the other ranks in a step: a missing gradient counts as zero, and one that all ranks miss stays None.
+
+    A closure given to `step()` is called with averaged gradients and gives the mean of the ranks' losses to the
+    optimizer, so that all ranks call it equally often (LBFGS).
+
+    Args:
+        optimizer: any optimizer over CPU parameters.
+        nteam: number of teams to have at least; each optimizer takes the next one, which is created if need be.
+        nthread_per_team: threads of the teams that are created here.
+        named_parameters: names for error messages, as `module.named_parameters()` gives them.
+        bucket_mb: size of a bucket in MiB; the first has 1 MiB at most.
+        backward_passes_per_step: backward passes whose gradients are added up before they are averaged.
+        sparse_as_dense: turn sparse gradients (of embeddings) into dense ones; they are an error otherwise.
+        team: the team that averages, when it is not to be the next one.
+        broadcast: give all ranks the parameters of rank 0 now.
+
+    Raises:
+        DTypeError: `optimizer` is not a torch optimizer.
+        ArgumentError: It averages already, or an argument is out of range.
+        MismatchError: The ranks' parameters differ in number, shape or type. Collective.
+
+    The name and the first three arguments are those of the Cray plugin's `dl_comm.torch.DistributedOptimizer`.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, AveragingOptimizer):
+        raise ArgumentError("this optimizer averages its gradients already")
+    if bucket_mb <= 0 or backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
+        raise ArgumentError("bucket_mb, backward_passes_per_step, nteam and nthread_per_team must be positive")
+    if team is not None and team < 0:
+        raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    names = _names(optimizer, named_parameters)
+    chosen = _take_team(team, nteam, nthread_per_team, optimizer)
+    averager = Averager(
+        chosen,
+        f"{type(optimizer).__name__}.{chosen}",
+        int(bucket_mb * 2**20),
+        backward_passes_per_step,
+        sparse_as_dense,
+    )
+    averager.names = names
+    if broadcast:
+        every = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+        _functions.broadcast_parameters(every)
+    optimizer.__dict__[_ATTRIBUTE] = averager
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
+    averager.watch(_named(optimizer))
+    return cast(AveragingOptimizer, optimizer)
+
+
+def _empty(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return base.__new__(base)
+
+
+@functools.cache
+def _averaging(base: type[torch.optim.Optimizer]) -> type[AveragingOptimizer]:
+    return type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _averager(optimizer: torch.optim.Optimizer) -> Averager:
+    return cast(Averager, optimizer.__dict__[_ATTRIBUTE])
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Named:
+    names = _averager(optimizer).names
+    return [
+        (names.get(id(parameter)) or f"group{g}.parameter{i}", parameter)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if parameter.requires_grad
+    ]
+
+
+def _names(
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None,
+) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")  # there when the optimizer was made of (name, parameter) pairs
+        for i, parameter in enumerate(group["params"]):
+            names[id(parameter)] = given[i] if given else f"group{g}.parameter{i}"
+    pairs = named.items() if isinstance(named, Mapping) else named or ()
+    names.update((id(parameter), name) for name, parameter in pairs)
+    return names
+
+
+def _take_team(team: int | None, nteam: int, nthreads: int, optimizer: torch.optim.Optimizer) -> int:
+    global _next_team
+    if not dl_comm.is_initialized():
+        _next_team = 0
+    chosen = _next_team if team is None else team
+    numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    dl_comm.init(nthreads, max(nteam, chosen + 1), numel)  # creates the teams that are missing
+    if team is None:
+        _next_team += 1
+    return chosen
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    # torch calls this before step(), and once more when step() of a subclass calls that of its base.
+    averager = _averager(optimizer)
+    if averager.skip:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        if not averager.averaged:
+            cast(AveragingOptimizer, optimizer).synchronize()
+        return None
+    if isinstance(closure, _AveragedClosure):
+        return None
+    averaged = _AveragedClosure(optimizer, closure)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": averaged}
+    return (args[0], averaged, *args[2:]), kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _averager(optimizer).averaged = False
+
+
+class _AveragedClosure:
+    """A closure of `step()` with averaged gradients and loss: decisions that rest on them are the same on all ranks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
+        self._optimizer = cast(AveragingOptimizer, optimizer)
+        self._closure = closure
+
+    def __call__(self) -> Any:
+        averager = _averager(self._optimizer)
+        averager.averaged = False
+        loss = self._closure()
+        if not averager.averaged:
+            self._optimizer.synchronize()
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+        return None if loss is None else _functions.average(loss, "loss of the closure")

@@ -1,0 +1,108 @@
+"""Starts a program on several ranks, and makes sure that nothing of it outlives its time.
+
+As a script: ``python tests/launch.py RANKS SECONDS COMMAND...``. ``MPIEXEC`` names another launcher than the one beside
+the interpreter, ``MPIEXEC_ARGS`` options for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARK = "DL_COMM_TEST_LAUNCH"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a launch came to: the launcher's exit status (-9 when it was killed at the timeout) and all that was printed."""
+
+    returncode: int
+    output: str
+    timed_out: bool
+
+
+def mpiexec() -> list[str]:
+    """The launcher and its options."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = os.environ.get("MPIEXEC") or (str(beside) if beside.exists() else shutil.which("mpiexec"))
+    if not found:
+        raise FileNotFoundError("no mpiexec; 'pip install mpich' brings one")
+    return [found, *shlex.split(os.environ.get("MPIEXEC_ARGS", ""))]
+
+
+def launch(
+    ranks: int, command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None, echo: bool = False
+) -> Finished:
+    """Runs ``command`` on ``ranks`` ranks.
+
+    The launch is a process group of its own. At the timeout the group is killed, and with it every process that the
+    launch has started, wherever it put itself. ``echo`` shows the output as it comes.
+    """
+    return run([*mpiexec(), "-n", str(ranks), *command], timeout, env, echo)
+
+
+def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, echo: bool = False) -> Finished:
+    """Runs ``command`` as it stands, with the rules of ``launch``."""
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if echo else output,
+            stderr=None if echo else subprocess.STDOUT,
+            env={**os.environ, **(env or {}), _MARK: mark},
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            _kill(process, mark)
+        output.seek(0)
+        return Finished(process.returncode, output.read().decode(errors="replace"), timed_out)
+
+
+def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kills the launch's process group, then whoever carries its mark."""
+    for target in (lambda: os.killpg(process.pid, signal.SIGKILL), *_marked(mark)):
+        try:
+            target()
+        except (ProcessLookupError, PermissionError):
+            continue
+    process.wait()
+
+
+def _marked(mark: str):  # noqa: ANN202 - an iterator of killers
+    needle = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if needle in (folder / "environ").read_bytes().split(b"\0"):
+                    yield lambda pid=int(folder.name): os.kill(pid, signal.SIGKILL)
+            except (OSError, ValueError):
+                continue
+
+
+def main() -> int:
+    """The command line."""
+    ranks, timeout, *command = sys.argv[1:]
+    finished = launch(int(ranks), command, float(timeout), echo=True)
+    if finished.timed_out:
+        print(f"killed after {timeout} s: {shlex.join(command)} on {ranks} ranks", file=sys.stderr)
+        return 1
+    return finished.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Keras 3 on TensorFlow on 1, 2 and 3 ranks: model.fit, the optimizer wrapper and the callbacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras", minversion="3.0")
+
+import dl_comm as mc  # noqa: E402
+import dl_comm.keras as dk  # noqa: E402
+
+ROWS = 16
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Compute in float64: the order of additions then shows at 1e-15, and a wrong average at 1e-2."""
+    keras.backend.clear_session()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def samples(size: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(ROWS * size, 4)), rng.normal(size=(ROWS * size, 1))
+
+
+def model_from(seed: int, deferred: bool = False):
+    """A small model with a normalisation-free body, whose weights follow from `seed`."""
+    layers = [
+        keras.layers.Dense(6, "tanh", kernel_initializer=keras.initializers.GlorotNormal(seed)),
+        keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotNormal(seed + 1)),
+    ]
+    return keras.Sequential(layers if deferred else [keras.Input((4,)), *layers])
+
+
+def same_everywhere(model) -> bool:
+    weights = list(model.weights) + list(model.optimizer.variables)
+    return mc.check_buffers_match([np.asarray(weight) for weight in weights], 0) == 0
+
+
+def fit(model, optimizer, x, y, batch, callbacks=(), epochs=3, **options):
+    model.compile(optimizer, loss="mse", metrics=["mae"], **options)
+    return model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def interleave(array: np.ndarray, size: int, batch: int) -> np.ndarray:
+    """Order rows so that a batch of `batch * size` is made of one batch of each rank's shard."""
+    shards = [array[rank::size] for rank in range(size)]
+    return np.concatenate([shard[i : i + batch] for i in range(0, ROWS, batch) for shard in shards])
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5), momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, weight_decay=0.1, use_ema=True),
+    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    "scaling": lambda: keras.optimizers.SGD(0.1, loss_scale_factor=64.0, clipvalue=0.01),
+    "dynamic scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic_growth_steps=2),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, clipnorm=0.05),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fit_equals_one_rank_with_the_whole_batch(rank, size, name):
+    x, y = samples(size)
+    alone = model_from(0)
+    fit(alone, OPTIMIZERS[name](), interleave(x, size, 4), interleave(y, size, 4), 4 * size)
+    together = model_from(10 * rank)
+    optimizer = dk.DistributedOptimizer(OPTIMIZERS[name]())
+    fit(together, optimizer, x[rank::size], y[rank::size], 4, [dk.BroadcastCallback()])
+    for mine, expected in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-7, atol=1e-10)
+    assert same_everywhere(together)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_a_model_without_variables_is_built_before_the_broadcast(rank, size, eager):
+    x, y = samples(size)
+    alone = model_from(0)
+    fit(alone, "sgd", interleave(x, size, 4), interleave(y, size, 4), 4 * size, epochs=1)
+    together = model_from(10 * rank, deferred=True)
+    optimizer = dk.DistributedOptimizer("sgd")
+    callbacks = [dk.BroadcastCallback()]
+    fit(together, optimizer, x[rank::size], y[rank::size], 4, callbacks, epochs=1, run_eagerly=eager)
+    for mine, expected in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-7, atol=1e-10)
+    assert same_everywhere(together)
+
+
+def test_state_that_is_not_trained_and_seeds(rank, size):
+    x, y = samples(size)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.BatchNormalization(), layers.Dropout(0.5, seed=rank), layers.Dense(1)]
+    )
+    model.layers[0].moving_mean.assign(np.full(4, rank + 1.0))
+    optimizer = dk.DistributedOptimizer(keras.optimizers.Adam(0.1 * (rank + 1)))
+    fit(model, optimizer, x[:0], y[:0], 4, epochs=0)
+    callback = dk.BroadcastCallback(root=size - 1)
+    callback.set_model(model)
+    callback.on_train_begin()
+    np.testing.assert_array_equal(np.asarray(model.layers[0].moving_mean), np.full(4, float(size)))
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 * size)
+    assert same_everywhere(model)
+    assert int(np.asarray(model.layers[1].seed_generator.state)[0]) == rank
+
+
+def test_validation_metrics_and_callbacks_that_decide(rank, size):
+    x, y = samples(size)
+    model = model_from(rank)
+    stop = keras.callbacks.EarlyStopping(monitor="val_mae", patience=0, baseline=-1.0, restore_best_weights=True)
+    slower = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=0, factor=0.5, min_delta=1e9)
+    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    history = model.fit(
+        x[rank::size],
+        y[rank::size],
+        validation_data=(x[rank::size] + rank, y[rank::size]),
+        epochs=3,
+        verbose=0,
+        callbacks=[dk.BroadcastCallback(), dk.MetricAverageCallback(), slower, stop],
+    ).history
+    assert set(history) == {"loss", "mae", "val_loss", "val_mae", "learning_rate"}
+    for values in history.values():
+        assert mc.check_buffers_match([np.asarray(values)], 0) == 0
+    assert same_everywhere(model)
+
+
+def test_average_logs(rank, size):
+    logs = {"b": float(rank), "a": np.float32(2 * rank), "c": tf.constant(rank), "word": "kept", "none": None}
+    means = dk.average_logs(logs)
+    assert means == {"b": (size - 1) / 2, "a": size - 1.0, "c": (size - 1) / 2, "word": "kept", "none": None}
+    assert dk.average_logs({}) == {}
+
+
+def test_logs_that_differ_fail_everywhere_and_the_next_ones_work(rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="dl_comm error -4"):
+        dk.average_logs({"loss": 1.0, f"only_{rank}": 2.0})
+    assert dk.average_logs({"loss": float(rank)}) == {"loss": (size - 1) / 2}
+
+
+def test_sparse_gradients_and_variables_without_one(rank, size):
+    embedding = tf.Variable(np.ones((size + 1, 2)))
+    unused = tf.Variable(np.ones(3))
+    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(embedding, [rank]))
+        optimizer.apply_gradients(zip(tape.gradient(loss, [embedding, unused]), [embedding, unused], strict=True))
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        step()
+    expected = np.ones((size + 1, 2))
+    expected[:size] -= 1.0 / size
+    np.testing.assert_allclose(embedding.numpy(), expected)
+    np.testing.assert_array_equal(unused.numpy(), np.ones(3))
+
+
+def test_wrapping_keeps_state_and_configuration(rank, size):
+    x, y = samples(1)
+    model = model_from(0)
+    plain = keras.optimizers.Adam(0.125, beta_1=0.5, weight_decay=0.25)
+    plain.exclude_from_weight_decay(var_names=["bias"])
+    fit(model, plain, x, y, 4, epochs=1)
+    wrapped = dk.DistributedOptimizer(plain)
+    assert isinstance(wrapped, keras.optimizers.Adam)
+    assert wrapped.get_config() == plain.get_config()
+    assert int(wrapped.iterations) == ROWS // 4
+    for mine, expected in zip(wrapped.variables, plain.variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected))
+    assert [wrapped._use_weight_decay(v) for v in model.trainable_variables] == [True, False, True, False]
+
+
+def test_a_saved_model_loads_plain_and_distributed(rank, size, tmp_path):
+    x, y = samples(size)
+    model = model_from(rank)
+    optimizer = dk.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    fit(model, optimizer, x[rank::size], y[rank::size], 4, [dk.BroadcastCallback()])
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    plain = keras.models.load_model(path)
+    assert type(plain.optimizer) is keras.optimizers.Adam
+    distributed = dk.load_model(path)
+    assert type(distributed.optimizer) is not keras.optimizers.Adam
+    for loaded in (plain, distributed):
+        assert int(loaded.optimizer.iterations) == int(optimizer.iterations)
+        for mine, expected in zip(loaded.optimizer.variables, optimizer.variables, strict=True):
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected))
+    for again in (model, distributed):
+        again.fit(x[rank::size], y[rank::size], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for mine, expected in zip(distributed.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-12)
+    assert same_everywhere(distributed)
+
+
+def test_one_rank_with_gradients_that_are_not_finite_makes_all_skip(rank, size):
+    x, y = samples(size)
+    model = model_from(0)
+    optimizer = dk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    mine = x[rank::size].copy()
+    if rank == size - 1:
+        mine[0, 0] = np.nan
+    before = model.get_weights()
+    fit(model, optimizer, mine, y[rank::size], ROWS, epochs=1)
+    for after, weight in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(after, weight)
+    assert float(optimizer.dynamic_scale) == 2.0**14
+    assert same_everywhere(model)
+
+
+def test_what_is_refused(rank, size):
+    wrapped = dk.DistributedOptimizer("adam")
+    with pytest.raises(ValueError, match="already"):
+        dk.DistributedOptimizer(wrapped)
+    with pytest.raises(TypeError, match="optimizer"):
+        dk.DistributedOptimizer(3)
+    with pytest.raises(ValueError, match="no_such_optimizer"):
+        dk.DistributedOptimizer("no_such_optimizer")
+    x, y = samples(1)
+    with pytest.raises(RuntimeError, match="inside a LossScaleOptimizer"):
+        fit(model_from(0), keras.optimizers.LossScaleOptimizer(wrapped), x, y, 4)
+
+
+def test_xla_is_refused_and_the_callback_switches_it_off(rank, size):
+    x, y = samples(size)
+    x, y = x[rank::size], y[rank::size]
+    with pytest.raises(RuntimeError, match="XLA"):
+        fit(model_from(0), dk.DistributedOptimizer("sgd"), x, y, 4, jit_compile=True)
+    model = model_from(rank)
+    fit(model, dk.DistributedOptimizer("sgd"), x, y, 4, [dk.BroadcastCallback()], jit_compile=True)
+    assert not model.jit_compile
+    assert same_everywhere(model)

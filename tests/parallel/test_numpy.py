@@ -1,0 +1,173 @@
+"""NumPy arrays on 1, 2, 3 ranks: values, shapes, element types, large and many arrays, bad input."""
+
+from __future__ import annotations
+
+import threading
+
+import dl_comm as mc
+import ml_dtypes
+import numpy as np
+import pytest
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+INTEGERS = [np.int8, np.uint8, np.int32, np.int64]
+
+
+def mean_of_ranks(size: int) -> float:
+    return (size - 1) / 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_are_averaged(dtype: type, rank: int, size: int) -> None:
+    arrays = [np.full(shape, rank, dtype) for shape in [(3,), (2, 5), (), (70000,), (4, 0)]]
+    means = mc.gradients(arrays, 0)
+    for array, mean in zip(arrays, means, strict=True):
+        assert mean.shape == array.shape
+        assert mean.dtype == array.dtype
+        assert (mean == np.asarray(mean_of_ranks(size), dtype)).all()
+        assert (array == rank).all(), "the arguments stay as they are"
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integer_means_round_toward_zero(dtype: type, rank: int, size: int) -> None:
+    sign = 1 if dtype is np.uint8 else -1
+    (mean,) = mc.gradients([np.arange(6, dtype=dtype) * dtype(rank) * dtype(sign)], 0)
+    total = np.arange(6) * (size * (size - 1) // 2)
+    assert (mean == (total // size * sign).astype(dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_])
+def test_every_root_broadcasts(dtype: type, rank: int, size: int) -> None:
+    for root in range(size):
+        arrays = [(np.arange(1000) * (rank + 1) % 7).astype(dtype), np.array(rank == root, dtype)]
+        returned = mc.broadcast(arrays, root)
+        assert all(new is old for new, old in zip(returned, arrays, strict=True)), "in place"
+        assert (arrays[0] == (np.arange(1000) * (root + 1) % 7).astype(dtype)).all()
+        assert arrays[1] == np.array(True, dtype)
+
+
+def test_mixed_lists_of_thousands(rank: int, size: int) -> None:
+    types = [*FLOATS, *INTEGERS]
+    arrays = [np.full(i % 13, 2 * rank, types[i % 8]) for i in range(4000)]
+    for mean, array in zip(mc.gradients(arrays, 1), arrays, strict=True):
+        assert mean.dtype == array.dtype
+        assert (mean == size - 1).all()
+
+
+@pytest.mark.timeout(400)
+def test_one_array_past_two_to_the_31_elements(rank: int, size: int) -> None:
+    if size > 2:
+        pytest.skip("two ranks show it; more would need more memory than a small machine has")
+    length = 2**31 + 17
+    array = np.zeros(length, np.int8)
+    places = [0, 1, 2**31 - 1, 2**31, length - 1]
+    array[places] = 2 * rank + 2
+    mc.broadcast([array], 0)
+    assert (array[places] == 2).all()
+    array[places] = 2 * rank + 2
+    (mean,) = mc.gradients([array], 0)
+    assert (mean[places] == size + 1).all()
+    assert np.count_nonzero(mean) == len(places)
+
+
+def test_average_of_metrics(rank: int, size: int) -> None:
+    assert mc.average(float(rank)) == mean_of_ranks(size)
+    assert mc.average(np.float32(rank)) == mean_of_ranks(size)
+    array = np.array([rank, 1], np.float32)
+    assert mc.average(array) is array
+    assert (array == [mean_of_ranks(size), 1]).all()
+
+
+def test_check_buffers_match(rank: int, size: int) -> None:
+    same = [np.arange(10), np.ones((3, 3), np.float32)]
+    assert mc.check_buffers_match(same, 1) == 0
+    same[1][2, 2] += rank == size - 1
+    assert mc.check_buffers_match(same, 0) == (0 if size == 1 else 1)
+    with pytest.raises(mc.ArgumentError, match="empty"):
+        mc.check_buffers_match([], 0)
+
+
+def test_two_teams_from_two_threads(rank: int, size: int) -> None:
+    wrong: list[int] = []
+
+    def work(team: int) -> None:
+        for turn in range(50):
+            (mean,) = mc.gradients([np.full(100 * (team + 1), rank + turn, np.float64)], team)
+            if not (mean == mean_of_ranks(size) + turn).all():
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(team,)) for team in (rank % 2, 1 - rank % 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_ranks(rank: int, size: int) -> None:
+    assert type(mc.get_rank()) is int
+    assert mc.rank() == rank
+    assert mc.size() == size
+    assert 0 <= mc.get_localrank() < mc.local_size() <= size
+    assert mc.local_rank() == mc.get_localrank()
+    mc.barrier()
+    mc.init()  # again: nothing happens
+
+
+@pytest.mark.parametrize("call", [mc.gradients, mc.broadcast])
+def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, size: int) -> None:
+    cases: list[tuple[object, type[Exception], str]] = [
+        ([], mc.ArgumentError, "empty"),
+        ([np.ones(3), None], mc.ArgumentError, "tensor 1 is None"),
+        ([np.ones(3, np.complex64)], TypeError, "complex64"),
+        ([np.ones(3, ">f4")], TypeError, ">f4"),
+        ([np.array(["a"])], TypeError, "<U1"),
+        ([[1.0, 2.0]], TypeError, "list"),
+        ([np.ones((4, 4))[:, ::2]], ValueError, "contiguous"),
+        (np.ones(3), mc.DTypeError, "list"),
+        (3, mc.DTypeError, "list"),
+    ]
+    for argument, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            call(argument, 0)  # type: ignore[operator]
+    (mean,) = mc.gradients([np.array([rank], np.float32)], 0)
+    assert mean == mean_of_ranks(size)
+
+
+def test_what_has_no_meaning_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(mc.DTypeError, match="bool"):
+        mc.gradients([np.array([True])], 0)
+    for team in (-1, 2, 64):
+        with pytest.raises(mc.ArgumentError, match=f"team {team}"):
+            mc.gradients([np.ones(1)], team)
+    for root in (-1, size):
+        with pytest.raises(mc.ArgumentError, match=f"root {root}"):
+            mc.broadcast([np.ones(1)], root)
+    with pytest.raises(ValueError, match="read-only"):
+        mc.broadcast([np.broadcast_to(np.float32(1), (1,))], 0)
+    with pytest.raises(mc.DTypeError, match="str"):
+        mc.average("loss")
+    with pytest.raises(mc.ArgumentError, match="exists"):
+        mc.create_team(0)
+    with pytest.raises(mc.ArgumentError, match="nteams"):
+        mc.init(nteams=0)
+    with pytest.raises(mc.ArgumentError, match="framework"):
+        mc.init(framework="caffe")
+    mc.barrier()
+
+
+def test_sizes_that_differ_are_named(rank: int, size: int) -> None:
+    if size == 1:
+        pytest.skip("one rank agrees with itself")
+    array = np.full(5 if rank == 0 else 6, rank, np.float32)
+    with pytest.raises(mc.MismatchError, match=r"float32\[5\]") as caught:
+        mc.gradients([np.ones(1), array], 0)
+    assert "float32[6]" in str(caught.value)
+    assert "rank 0: average on team 0" in str(caught.value)
+    assert (array == rank).all()
+    with pytest.raises(mc.MismatchError, match="root|rank"):
+        mc.broadcast([array[:5].copy()], rank % 2)
+    with pytest.raises(mc.MismatchError, match="int64"):
+        mc.check_buffers_match([np.ones(3, np.int64 if rank else np.int32)], 0)
+    (mean,) = mc.gradients([np.array([rank], np.float32)], 0)
+    assert mean == mean_of_ranks(size)

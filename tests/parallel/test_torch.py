@@ -1,0 +1,371 @@
+"""The torch face on 1, 2 or 3 ranks: averages, broadcasts, autograd, the compiler and wrong arguments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import dl_comm  # noqa: E402
+import dl_comm.torch as cdl  # noqa: E402
+from dl_comm.torch import _ops  # noqa: E402
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
+
+
+def middle(size: int) -> float:
+    """Return the mean of the ranks."""
+    return (size - 1) / 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_mean_of_floats(rank: int, size: int, dtype: torch.dtype) -> None:
+    mine = (torch.arange(24).reshape(2, 3, 4) + rank).to(dtype)
+    before = mine.clone()
+    (mean,) = cdl.gradients([mine], 0)
+    torch.testing.assert_close(mean, (torch.arange(24).reshape(2, 3, 4) + middle(size)).to(dtype))
+    assert mean.dtype == dtype
+    assert torch.equal(mine, before)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_mean_of_integers_rounds_toward_zero(rank: int, size: int, dtype: torch.dtype) -> None:
+    start = torch.arange(0, 50) if dtype == torch.uint8 else torch.arange(-25, 25)
+    (mean,) = cdl.gradients([(start + rank * rank).to(dtype)], 0)
+    total = size * start + sum(r * r for r in range(size))
+    assert torch.equal(mean, total.div(size, rounding_mode="trunc").to(dtype))
+
+
+def test_lists_keep_order_shapes_and_types(rank: int, size: int) -> None:
+    shapes = [(), (0,), (3, 0, 2), (1,), (5, 7), (129,)]
+    mine = [torch.full(shape, float(i + rank), dtype=FLOATS[i % 4]) for i, shape in enumerate(shapes)]
+    for i, (mean, tensor) in enumerate(zip(cdl.gradients(mine, 1), mine, strict=True)):
+        assert mean.shape == tensor.shape
+        assert mean.dtype == tensor.dtype
+        torch.testing.assert_close(mean, torch.full_like(tensor, i + middle(size)))
+
+
+def test_thousands_of_small_tensors(rank: int, size: int) -> None:
+    means = cdl.gradients([torch.full((i % 5 + 1,), float(i + rank)) for i in range(3000)], 0)
+    for i, mean in enumerate(means):
+        torch.testing.assert_close(mean, torch.full((i % 5 + 1,), i + middle(size)))
+
+
+def test_strided_input_gives_contiguous_output(rank: int, size: int) -> None:
+    mine = (torch.arange(12.0).reshape(3, 4) + rank).t()
+    (mean,) = cdl.gradients([mine], 0)
+    assert mean.is_contiguous()
+    torch.testing.assert_close(mean, torch.arange(12.0).reshape(3, 4).t() + middle(size))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
+def test_broadcast_returns_the_values_of_root(rank: int, size: int, dtype: torch.dtype) -> None:
+    root = size - 1
+    mine = [(torch.arange(5) + rank).to(dtype), torch.full((2, 2), rank).to(dtype)]
+    result = cdl.broadcast(mine, root)
+    assert torch.equal(result[0], (torch.arange(5) + root).to(dtype))
+    assert torch.equal(result[1], torch.full((2, 2), root).to(dtype))
+    assert torch.equal(mine[1], torch.full((2, 2), rank).to(dtype))
+
+
+def test_metrics(rank: int, size: int) -> None:
+    assert cdl.average(float(rank), "loss") == pytest.approx(middle(size))
+    assert cdl.average(rank) == pytest.approx(middle(size))
+    torch.testing.assert_close(cdl.average(torch.tensor([rank, 2.0])), torch.tensor([middle(size), 2.0]))
+
+
+def test_ranks(rank: int, size: int) -> None:
+    assert (cdl.get_rank(), cdl.get_nranks()) == (cdl.rank(), cdl.size()) == (rank, size)
+    assert cdl.local_rank() == dl_comm.get_localrank()
+
+
+def test_broadcast_object(rank: int, size: int) -> None:
+    mine = {"rank": rank, "text": "x" * 1000 * rank}
+    assert cdl.broadcast_object(mine, size - 1) == {"rank": size - 1, "text": "x" * 1000 * (size - 1)}
+    assert cdl.broadcast_object(mine if rank == 0 else None) == {"rank": 0, "text": ""}
+
+
+class TestBroadcastParameters:
+    def model(self, seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(2, 2))
+        model[1].running_mean += seed
+        model[1].num_batches_tracked += seed
+        return model
+
+    @pytest.mark.parametrize("channels_last", [False, True])
+    def test_of_a_module(self, rank: int, channels_last: bool) -> None:
+        model, expected = self.model(rank), self.model(0)
+        if channels_last:
+            model.to(memory_format=torch.channels_last)
+        cdl.broadcast_parameters(model)
+        for name, value in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+    def test_of_a_state_dict(self, rank: int, size: int) -> None:
+        model, expected = self.model(rank), self.model(size - 1)
+        cdl.broadcast_parameters(model.state_dict(), root=size - 1)
+        for name, value in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+    def test_of_named_parameters(self, rank: int) -> None:
+        model, expected = self.model(rank), self.model(0)
+        cdl.broadcast_parameters(model.named_parameters())
+        for mine, value in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, value)
+        assert model[1].num_batches_tracked == rank
+
+    def test_bumps_the_version_that_autograd_checks(self) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        loss = (weight * weight).sum()
+        cdl.broadcast_parameters([("weight", weight)])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_refuses_what_is_not_a_tensor(self) -> None:
+        with pytest.raises(TypeError, match="epoch is of type int"):
+            cdl.broadcast_parameters({"weight": torch.ones(2), "epoch": 3})
+        with pytest.raises(TypeError, match="pairs of name and tensor"):
+            cdl.broadcast_parameters([torch.ones(2)])
+
+
+class TestBroadcastOptimizerState:
+    def trained(self, make: Callable[..., torch.optim.Optimizer], steps: int, seed: int) -> torch.optim.Optimizer:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.1 * (seed + 1)}]
+        optimizer = make(groups, lr=0.01 * (seed + 1))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.rand(5, 3)).sum().backward()
+            optimizer.step()
+        return optimizer
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            torch.optim.SGD,
+            lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
+            torch.optim.Adam,
+            lambda p, lr: torch.optim.Adam(p, lr, amsgrad=True),
+            torch.optim.Adagrad,
+            torch.optim.Rprop,
+            torch.optim.ASGD,
+        ],
+    )
+    @pytest.mark.parametrize("everywhere", [False, True])
+    def test_every_rank_gets_that_of_root(self, rank: int, size: int, make: Callable, everywhere: bool) -> None:
+        root = size - 1
+        optimizer = self.trained(make, steps=3 if rank == root or everywhere else 0, seed=rank)
+        expected = self.trained(make, steps=3, seed=root).state_dict()
+        cdl.broadcast_optimizer_state(optimizer, root)
+        assert same(optimizer.state_dict(), expected)
+
+    def test_state_that_root_does_not_have_is_dropped(self, rank: int) -> None:
+        optimizer = self.trained(torch.optim.Adam, steps=0 if rank == 0 else 2, seed=rank)
+        cdl.broadcast_optimizer_state(optimizer, 0)
+        assert not optimizer.state_dict()["state"]
+        assert optimizer.param_groups[1]["lr"] == 0.1
+
+
+def same(a: object, b: object) -> bool:
+    """Tell whether two states hold the same values."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+class TestAutograd:
+    def test_gradient_of_a_mean_is_the_mean_of_the_gradients(self, rank: int, size: int) -> None:
+        x = torch.ones(2, 3, requires_grad=True)
+        y = torch.ones(4, requires_grad=True)
+        mean_x, mean_y = cdl.gradients([x * (rank + 1), y], 0)
+        ((rank + 2) * mean_x.sum() + rank * mean_y.sum()).backward()
+        torch.testing.assert_close(x.grad, torch.full((2, 3), (rank + 1) * (middle(size) + 2)))
+        torch.testing.assert_close(y.grad, torch.full((4,), middle(size)))
+
+    def test_outputs_that_the_loss_does_not_use(self, rank: int, size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = torch.ones(3, requires_grad=True)
+        (rank * cdl.gradients([x, y], 0)[0]).sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((2,), middle(size)))
+        torch.testing.assert_close(y.grad, torch.zeros(3))
+
+    def test_mixed_with_tensors_without_gradient(self, rank: int, size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        means = cdl.gradients([torch.tensor([rank]), x, torch.tensor([1.0 * rank])], 0)
+        (rank * means[1]).sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((2,), middle(size)))
+        assert means[0].dtype == torch.int64
+
+
+class TestCompiler:
+    def test_ops_pass_opcheck(self, rank: int) -> None:
+        def tensors() -> list[torch.Tensor]:
+            return [torch.full((2, 3), float(rank)), torch.ones(4, dtype=torch.float64)]
+
+        ops = torch.ops.dl_comm
+        torch.library.opcheck(ops.average, (tensors(), 0, "opcheck", ""))
+        torch.library.opcheck(ops.average, ([t.requires_grad_() for t in tensors()], 0, "opcheck", ""))
+        torch.library.opcheck(ops.average, ([torch.rand(4, 3).t().requires_grad_()], 0, "opcheck", ""))
+        torch.library.opcheck(ops.average_, (tensors(), 0, "opcheck", ""))
+        torch.library.opcheck(ops.broadcast_, (tensors(), 0, "opcheck", ""))
+
+    def test_compiles_into_one_graph(self, rank: int, size: int) -> None:
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            first = torch.ops.dl_comm.average([x * 2, y], 0, "compiled", "")
+            copy = y.clone()
+            torch.ops.dl_comm.average_([copy], 0, "in place", "")
+            second = torch.ops.dl_comm.average([first[0] + copy.sum()], 0, "compiled again", "")
+            return second[0].sum() * rank
+
+        x = torch.full((3,), float(rank), requires_grad=True)
+        y = torch.full((2,), float(rank), requires_grad=True)
+        for _ in range(2):
+            result = function(x, y)
+            torch.testing.assert_close(result, torch.tensor(rank * 3 * (2 * middle(size) + 2 * middle(size))))
+            x.grad = None
+            result.backward()
+            torch.testing.assert_close(x.grad, torch.full((3,), 2 * middle(size)))
+
+
+class TestThreads:
+    def test_waiting_does_not_hold_the_gil(self, rank: int, size: int) -> None:
+        # The others wait for rank 0 in a thread; rank 0 starts only after they have got through another call meanwhile.
+        if rank == 0:
+            cdl.gradients([torch.ones(1)], 1)
+            _ops.average_in_place([torch.ones(3)], 0, "gil")
+            return
+        entered = threading.Event()
+
+        def wait() -> None:
+            entered.set()
+            _ops.average_in_place([torch.ones(3)], 0, "gil")
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        entered.wait()
+        cdl.gradients([torch.ones(1)], 1)
+        thread.join()
+
+    def test_started_calls_may_be_awaited_in_any_order(self, rank: int, size: int) -> None:
+        tensors = [torch.full((i + 1,), float(rank + i)) for i in range(20)]
+        calls = [_ops.average_start([tensor], i % 2, f"call {i}") for i, tensor in enumerate(tensors)]
+        for call in reversed(calls):
+            _ops.wait(call)
+        for i, tensor in enumerate(tensors):
+            torch.testing.assert_close(tensor, torch.full((i + 1,), i + middle(size)))
+
+    def test_a_forgotten_call_keeps_its_tensors(self, rank: int, size: int) -> None:
+        for _ in range(20):
+            _ops.forget(_ops.average_start([torch.ones(1000)], 0, "forgotten"))
+        torch.testing.assert_close(cdl.gradients([torch.ones(2)], 0)[0], torch.ones(2))
+
+
+def strided() -> torch.Tensor:
+    """Return a tensor that is not contiguous."""
+    return torch.ones(3, 4).t()
+
+
+class TestWrongArguments:
+    """Each is refused on the spot, and the process goes on."""
+
+    @pytest.fixture(autouse=True)
+    def goes_on(self, rank: int, size: int):  # noqa: ANN201 (a generator)
+        yield
+        torch.testing.assert_close(cdl.gradients([torch.tensor([float(rank)])], 0)[0], torch.tensor([middle(size)]))
+
+    @pytest.mark.parametrize("call", [cdl.gradients, cdl.broadcast])
+    def test_lists(self, call: Callable) -> None:
+        with pytest.raises(ValueError, match="empty|no tensor"):
+            call([], 0)
+        with pytest.raises(dl_comm.ArgumentError, match="tensor 1 is None"):
+            call([torch.ones(1), None], 0)
+        with pytest.raises(TypeError, match="entry 1 of the list is of type int"):
+            call([torch.ones(1), 3], 0)
+        with pytest.raises(TypeError):
+            call(None, 0)
+        with pytest.raises(TypeError, match="wrap it"):
+            call(torch.ones(2), 0)
+        with pytest.raises(ValueError, match="meta device"):
+            call([torch.ones(2, device="meta")], 0)
+
+    def test_types_without_a_mean(self) -> None:
+        with pytest.raises(TypeError, match="bool"):
+            cdl.gradients([torch.ones(2, dtype=torch.bool)], 0)
+        with pytest.raises(TypeError, match="ComplexFloat"):
+            cdl.gradients([torch.ones(2, dtype=torch.complex64)], 0)
+        with pytest.raises(TypeError, match=r"tensor 1 \('b'\)"):
+            _ops.average_in_place([torch.ones(2), torch.ones(2, dtype=torch.int16)], 0, "x", "a\nb")
+
+    def test_layouts(self) -> None:
+        with pytest.raises(ValueError, match="not dense"):
+            cdl.gradients([torch.eye(3).to_sparse()], 0)
+        with pytest.raises(ValueError, match="not contiguous"):
+            _ops.average_in_place([strided()], 0, "x")
+        with pytest.raises(ValueError, match="not contiguous"):
+            _ops.broadcast_in_place([strided()], 0, "x")
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    def test_device(self) -> None:
+        with pytest.raises(ValueError, match="not in host memory"):
+            cdl.gradients([torch.ones(2, device="cuda")], 0)
+
+    @pytest.mark.parametrize("team", [-2, 100_000, 2**40])
+    def test_team(self, team: int) -> None:
+        with pytest.raises(ValueError, match="team"):
+            cdl.gradients([torch.ones(2)], team)
+
+    def test_root(self, size: int) -> None:
+        for root in (-1, size):
+            with pytest.raises(ValueError, match="root|rank"):
+                cdl.broadcast([torch.ones(2)], root)
+
+    def test_numbers_of_calls(self) -> None:
+        with pytest.raises(ValueError, match="no call with number"):
+            _ops.wait(10**9)
+        call = _ops.average_start([torch.ones(2)], 0, "once")
+        _ops.wait(call)
+        with pytest.raises(ValueError, match="no call with number"):
+            _ops.wait(call)
+
+
+class TestRanksThatDiffer:
+    """A difference is an error on every rank, and the next call works."""
+
+    @pytest.fixture(autouse=True)
+    def goes_on(self, rank: int, size: int):  # noqa: ANN201 (a generator)
+        if size == 1:
+            pytest.skip("needs two ranks")
+        yield
+        torch.testing.assert_close(cdl.gradients([torch.tensor([float(rank)])], 0)[0], torch.tensor([middle(size)]))
+
+    def test_in_shape(self, rank: int) -> None:
+        with pytest.raises(dl_comm.MismatchError):
+            cdl.gradients([torch.ones(3 if rank == 0 else 4)], 0)
+
+    def test_in_type(self, rank: int) -> None:
+        with pytest.raises(dl_comm.MismatchError):
+            cdl.gradients([torch.ones(3, dtype=torch.float32 if rank == 0 else torch.int32)], 0)
+
+    def test_in_length_of_the_list(self, rank: int) -> None:
+        with pytest.raises(dl_comm.MismatchError):
+            cdl.gradients([torch.ones(3)] * (1 + (rank == 0)), 0)
+
+    def test_in_name(self, rank: int) -> None:
+        with pytest.raises(dl_comm.MismatchError, match="loss|accuracy"):
+            cdl.average(1.0, "loss" if rank == 0 else "accuracy")
+
+    def test_in_root(self, rank: int) -> None:
+        with pytest.raises(dl_comm.MismatchError):
+            cdl.broadcast([torch.ones(3)], int(rank == 0))

@@ -1,0 +1,206 @@
+"""TensorFlow in processes of their own: before init, one thread only, deadlines, and the porting guide's script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+pytest.importorskip("tensorflow")
+
+
+def run(folder: Path, ranks: int, script: str, *arguments: str, **environment: str) -> str:
+    """Run `script` on `ranks` ranks, and give what it printed; fail when a rank failed."""
+    path = folder / "script.py"
+    path.write_text(script)
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    result = launch(ranks, [sys.executable, str(path), *arguments], timeout=120, env=environment)
+    assert result.returncode == 0, result.output
+    return str(result.output)
+
+
+BEFORE_INIT = """
+import tensorflow as tf
+import dl_comm as mc
+import dl_comm.tensorflow as dt
+
+def refused(call):
+    try:
+        call()
+    except tf.errors.FailedPreconditionError as error:
+        assert "dl_comm error -3" in str(error), error
+        return True
+    return False
+
+x = tf.constant([2.0])
+assert refused(lambda: mc.gradients([x], 0))
+assert refused(lambda: mc.broadcast([x], 0))
+with tf.Graph().as_default():
+    mean = mc.gradients([tf.constant([2.0])], 0)[0]
+    session = tf.compat.v1.Session()
+step = tf.function(lambda value: dt.gradients([value])[0])
+step.get_concrete_function(tf.TensorSpec([1]))
+assert refused(lambda: session.run(mean))
+mc.init()
+assert session.run(mean) == [2.0]
+assert step(x).numpy() == [2.0]
+assert mc.gradients([x], 0)[0].numpy() == [2.0]
+mc.finalize()
+mc.finalize()
+assert refused(lambda: session.run(mean))
+assert refused(lambda: step(x))
+print("fine")
+"""
+
+
+def test_graphs_may_be_built_before_init_but_not_run(tmp_path):
+    assert "fine" in run(tmp_path, 1, BEFORE_INIT)
+
+
+ONE_THREAD = """
+import os, sys, time
+import numpy as np
+import tensorflow
+import dl_comm as mc
+import dl_comm.tensorflow as dt
+
+tf = tensorflow.compat.v1
+tf.disable_eager_execution()
+mc.init()
+rank, size = mc.get_rank(), mc.get_nranks()
+flag = sys.argv[1]
+
+x = tf.placeholder(tf.float32, [1000])
+means = [dt.gradients([x + i])[0] for i in range(64)]
+late = x
+for _ in range(200):
+    late = tf.identity(late)
+mark = tf.numpy_function(lambda _: open(flag, "w").close() or np.float32(0), [late], tf.float32)
+config = tf.ConfigProto(inter_op_parallelism_threads=1, intra_op_parallelism_threads=1, use_per_session_threads=True)
+with tf.Session(config=config) as session:
+    if rank != 0:
+        # Rank 0's 64 calls now wait for this rank. Its only thread must be free to go on with the rest of the graph.
+        deadline = time.monotonic() + 60
+        while not os.path.exists(flag):
+            assert time.monotonic() < deadline, "rank 0 holds its thread while it waits"
+            time.sleep(0.01)
+    results = session.run([*means, mark], {x: np.full(1000, float(rank))})
+for i, result in enumerate(results[:-1]):
+    np.testing.assert_allclose(result, np.full(1000, (size - 1) / 2 + i), rtol=1e-6)
+print("fine")
+"""
+
+
+def test_waiting_ops_hold_no_thread(tmp_path):
+    assert run(tmp_path, 2, ONE_THREAD, str(tmp_path / "flag")).count("fine") == 2
+
+
+ONE_THREAD_EAGER = """
+import tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+import dl_comm as mc
+import dl_comm.tensorflow as dt
+mc.init()
+rank, size = mc.get_rank(), mc.get_nranks()
+
+@tf.function
+def step(x):
+    return [dt.gradients([x + i])[0] for i in range(64)]
+
+for _ in range(5):
+    for i, mean in enumerate(step(tf.fill([100], float(rank)))):
+        assert abs(float(mean[0]) - ((size - 1) / 2 + i)) < 1e-4
+print("fine")
+"""
+
+
+def test_a_function_with_one_thread(tmp_path):
+    assert run(tmp_path, 2, ONE_THREAD_EAGER).count("fine") == 2
+
+
+DEADLINE = """
+import tensorflow as tf
+import dl_comm as mc
+mc.init()
+if mc.get_rank() == 0:
+    try:
+        mc.gradients([tf.constant(1.0)], 0)
+    except tf.errors.DeadlineExceededError as error:
+        assert "dl_comm error -5" in str(error), error
+        print("in time")
+else:
+    import time
+    time.sleep(5)
+mc.finalize()
+"""
+
+
+def test_a_deadline_is_an_error_of_tensorflow(tmp_path):
+    assert "in time" in run(tmp_path, 2, DEADLINE, DL_COMM_TIMEOUT_S="2")
+
+
+PORTING_GUIDE = """
+import math
+import numpy as np
+import tensorflow
+import dl_comm as mc
+
+tf = tensorflow.compat.v1
+tf.disable_eager_execution()
+
+
+class BcastTensors(tf.train.SessionRunHook):
+
+  def __init__(self):
+    self.bcast = None
+
+  def begin(self):
+    if not self.bcast:
+      new_vars   = mc.broadcast(tf.trainable_variables(),0)
+      self.bcast = tf.group(*[tf.assign(v,new_vars[k]) for k,v in enumerate(tf.trainable_variables())])
+
+  def after_create_session(self, session, coord):
+     session.run(self.bcast)
+
+
+def main():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3)), rng.normal(size=(60, 1))
+    features = tf.placeholder(tf.float32, [None, 3])
+    targets = tf.placeholder(tf.float32, [None, 1])
+    hidden = tf.get_variable("hidden", [3, 4])
+    output = tf.get_variable("output", [4, 1])
+    loss = tf.reduce_mean(tf.square(tf.tanh(features @ hidden) @ output - targets))
+
+    totsize = sum([int(np.prod(v.shape)) for v in tf.trainable_variables()])
+    mc.init(2, 1, totsize, "tensorflow")
+    myrank     = mc.get_rank()
+    numworkers = mc.get_nranks()
+
+    global_step = tf.train.get_or_create_global_step()
+    optimizer = tf.train.GradientDescentOptimizer(0.1)
+    grads_and_vars = optimizer.compute_gradients(loss)
+    grads     =  mc.gradients([gv[0] for gv in grads_and_vars], 0)
+    gs_and_vs = [(g,v) for (_,v), g in zip(grads_and_vars, grads)]
+    minimize_op = optimizer.apply_gradients(gs_and_vs, global_step)
+
+    train_hooks = [BcastTensors()]
+    with tf.train.MonitoredTrainingSession(hooks=train_hooks) as session:
+        for step in range(10):
+            session.run(minimize_op, {features: x[myrank::numworkers], targets: y[myrank::numworkers]})
+        weights = session.run(tf.trainable_variables())
+    assert mc.check_buffers_match(weights, 1) == 0
+    mc.finalize()
+    print("fine")
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_porting_guides_script(tmp_path, ranks):
+    assert run(tmp_path, ranks, PORTING_GUIDE).count("fine") == ranks

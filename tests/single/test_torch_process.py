@@ -1,0 +1,158 @@
+"""PyTorch in processes of their own: scripts as people write them, and the ends of a process's life."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+pytest.importorskip("torch")
+
+
+def run(folder: Path, ranks: int, script: str) -> str:
+    """Run `script` on `ranks` ranks and return what it printed; fail when a rank failed."""
+    path = folder / "script.py"
+    path.write_text(script)
+    result = launch(ranks, [sys.executable, str(path)], timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.output
+    return str(result.output)
+
+
+# The call sequence of scripts for the Cray plugin: import, get_rank, wrap. No init, no broadcast, no finalize.
+PLUGIN_SCRIPT = """
+import torch
+import dl_comm.torch as cdl
+
+rank = cdl.get_rank()
+torch.manual_seed(rank)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = cdl.DistributedOptimizer(optimizer, 1, 2)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.rand(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+import dl_comm
+assert dl_comm.check_buffers_match([p.detach().numpy() for p in model.parameters()], 1) == 0
+print(f"rank {rank} of {cdl.get_nranks()} done")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_never_says_init(tmp_path: Path, ranks: int) -> None:
+    output = run(tmp_path, ranks, PLUGIN_SCRIPT)
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks} done" in output
+
+
+LIFE = """
+import torch
+import dl_comm
+import dl_comm.torch as cdl
+from dl_comm.torch import _ops
+
+def refused(call):
+    try:
+        call()
+    except dl_comm.StateError as error:
+        print("refused:", error)
+        return True
+    return False
+
+x = torch.ones(3)
+assert refused(lambda: dl_comm.gradients([x], 0))
+assert refused(lambda: dl_comm.broadcast([x], 0))
+assert refused(lambda: _ops.average_in_place([x], 0, "early"))
+dl_comm.init()
+assert torch.equal(dl_comm.gradients([x], 0)[0], x)
+assert torch.equal(dl_comm.broadcast([torch.nn.Parameter(x)], 0)[0], x)
+dl_comm.finalize()
+assert refused(lambda: dl_comm.gradients([x], 0))
+dl_comm.finalize()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_before_init_and_after_finalize(tmp_path: Path, ranks: int) -> None:
+    run(tmp_path, ranks, LIFE)
+
+
+UNFINISHED = """
+import torch
+import dl_comm.torch as cdl
+
+model = torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(20)))
+optimizer = cdl.DistributedOptimizer(torch.optim.Adam(model.parameters()), bucket_mb=1e-6)
+model(torch.rand(8, 50)).sum().backward()
+print("leaving")
+"""
+
+
+def test_leaving_while_averages_are_under_way(tmp_path: Path) -> None:
+    assert run(tmp_path, 2, UNFINISHED).count("leaving") == 2
+
+
+WORKERS = """
+import torch
+import dl_comm
+import dl_comm.torch as cdl
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        try:
+            dl_comm.gradients([torch.ones(1)], 0)
+        except dl_comm.StateError:
+            return torch.full((4,), index / 32)
+        raise AssertionError("a forked child got through")
+
+dl_comm.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(2):
+    for batch in DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+print("trained")
+"""
+
+
+def test_data_loader_workers(tmp_path: Path) -> None:
+    assert run(tmp_path, 2, WORKERS).count("trained") == 2
+
+
+SCALED = """
+import torch
+import dl_comm.torch as cdl
+
+torch.manual_seed(cdl.get_rank())
+model = torch.nn.Linear(4, 2)
+optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(4):
+    optimizer.zero_grad()
+    loss = model(torch.rand(8, 4)).pow(2).mean()
+    if step == 2 and cdl.get_rank() == 0:
+        loss = loss * float("inf")  # one rank overflows: all skip the step
+    scaler.scale(loss).backward()
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+import dl_comm
+assert scaler.get_scale() == 512.0, scaler.get_scale()
+assert dl_comm.check_buffers_match([p.detach().numpy() for p in model.parameters()], 1) == 0
+assert all(p.isfinite().all() for p in model.parameters())
+"""
+
+
+def test_loss_scaling(tmp_path: Path) -> None:
+    run(tmp_path, 2, SCALED)
