@@ -209,7 +209,7 @@ fn team(id: i32) -> Result<Arc<Team>> {
 /// # Errors
 /// Those of [`create_team`].
 pub fn ensure_team(id: i32) -> Result<()> {
-    if find_team(id)?.is_some() {
+    if id >= 0 && find_team(id)?.is_some() {
         return Ok(());
     }
     let config = config()?;

@@ -300,6 +300,11 @@ class TestWrongArguments:
         with pytest.raises(ValueError, match="meta device"):
             call([torch.ones(2, device="meta")], 0)
 
+    def test_metrics(self) -> None:
+        for value in (None, "loss", [1.0]):
+            with pytest.raises(TypeError, match="needs a tensor or a number"):
+                cdl.average(value)
+
     def test_types_without_a_mean(self) -> None:
         with pytest.raises(TypeError, match="bool"):
             cdl.gradients([torch.ones(2, dtype=torch.bool)], 0)

@@ -84,7 +84,9 @@ class TestParity:
     """
 
     @pytest.mark.parametrize("maker", MAKERS)
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)], ids=["f64", "f32"])
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)], ids=["f64", "f32"]
+    )
     @pytest.mark.parametrize("bucket_mb", [TINY, 1e-4, 25])
     def test_same_weights(
         self, rank: int, size: int, maker: str, dtype: torch.dtype, tolerance: float, bucket_mb: float

@@ -1,0 +1,87 @@
+//! Builds the C test programs and the TensorFlow op library through the top-level CMakeLists.txt, against the installed
+//! package, and declares TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the package;
+//! `tests/run.sh` sets it.
+
+use std::env;
+use std::error::Error;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo:rerun-if-env-changed=DL_COMM_TEST_PYTHON");
+    for source in ["../CMakeLists.txt", "../tf_ops", "../tests/c", "../core/include", "../examples/c_average"] {
+        println!("cargo:rerun-if-changed={source}");
+    }
+    let python = env::var("DL_COMM_TEST_PYTHON")
+        .map_err(|_| "set DL_COMM_TEST_PYTHON to a Python that has dl_comm installed, as tests/run.sh does")?;
+    let package = ask(&python, "import dl_comm._paths as p; print(p.PACKAGE)")?;
+    let tensorflow =
+        ask(&python, "import importlib.util as u; print(u.find_spec('tensorflow').submodule_search_locations[0])")?;
+    println!("cargo:rerun-if-changed={package}/libdl_comm.so.0");
+
+    let common = |config: &mut cmake::Config| {
+        config.profile("Release").define("Python_EXECUTABLE", &python);
+    };
+    let mut driver = cmake::Config::new("..");
+    common(&mut driver);
+    let built = driver
+        .define("DL_COMM_CORE_LIBRARY", format!("{package}/libdl_comm.so.0"))
+        .define("DL_COMM_BRIDGE_DIR", format!("{package}/_src/bridge"))
+        .define("CMAKE_INSTALL_RPATH", &package)
+        .define("DL_COMM_WITH_TORCH", "OFF")
+        .define("DL_COMM_WITH_TF", "ON")
+        .define("DL_COMM_WITH_C_TESTS", "ON")
+        .build();
+    let mut example = cmake::Config::new("../examples/c_average");
+    common(&mut example);
+    let example = example
+        .out_dir(PathBuf::from(env::var("OUT_DIR")?).join("c_average"))
+        .define("dl_comm_DIR", format!("{package}/cmake"))
+        .build_target("all")
+        .build();
+
+    bind_tensorflow(Path::new(&tensorflow))?;
+    for (name, value) in [
+        ("PYTHON", python.clone()),
+        ("TF_OPS", format!("{}/libdl_comm_tf.so", built.display())),
+        ("NINE_FUNCTIONS", format!("{}/nine_functions", built.display())),
+        ("C_AVERAGE", format!("{}/build/average", example.display())),
+        ("PKG_CONFIG_DIR", format!("{package}/pkgconfig")),
+    ] {
+        println!("cargo:rustc-env=DL_COMM_TEST_{name}={value}");
+    }
+    // The binary that speaks TensorFlow's C API finds TensorFlow and the core where they are installed.
+    for folder in [&tensorflow, &package] {
+        println!("cargo:rustc-link-search=native={folder}");
+        println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{folder},--allow-shlib-undefined");
+    }
+    Ok(())
+}
+
+fn ask(python: &str, question: &str) -> Result<String, Box<dyn Error>> {
+    let answer = Command::new(python).args(["-c", question]).output()?;
+    if !answer.status.success() {
+        return Err(format!("{python} -c '{question}': {}", String::from_utf8_lossy(&answer.stderr)).into());
+    }
+    Ok(String::from_utf8(answer.stdout)?.trim().to_owned())
+}
+
+fn bind_tensorflow(tensorflow: &Path) -> Result<(), Box<dyn Error>> {
+    let include = tensorflow.join("include");
+    bindgen::builder()
+        .header(include.join("tensorflow/c/c_api.h").to_string_lossy())
+        .clang_arg(format!("-I{}", include.display()))
+        .allowlist_function("TF_.*")
+        .layout_tests(false)
+        .generate()?
+        .write_to_file(PathBuf::from(env::var("OUT_DIR")?).join("tensorflow.rs"))?;
+    let entries: Vec<String> =
+        fs::read_dir(tensorflow)?.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    for stem in ["libtensorflow_cc.so.", "libtensorflow_framework.so."] {
+        let library = entries.iter().find(|name| name.starts_with(stem));
+        println!("cargo:rustc-link-arg-bins=-l:{}", library.ok_or(format!("this TensorFlow has no {stem}N"))?);
+    }
+    println!("cargo:rustc-link-arg-bins=-l:libdl_comm.so.0");
+    Ok(())
+}

@@ -1,0 +1,125 @@
+/* The C API on any number of ranks: the nine functions of the plugin, towers, dtypes, errors. Exits with 1 at the first
+ * difference, which it prints. */
+#include <dl_comm.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int rank = -1;
+
+static void expect(int condition, const char *what, int line) {
+  if (!condition) {
+    fprintf(stderr, "rank %d, line %d: expected %s; last error: %s\n", rank, line, what, dl_comm_last_error());
+    exit(1);
+  }
+}
+#define EXPECT(condition) expect(condition, #condition, __LINE__)
+/* The call is refused with this code and these words. */
+#define REFUSED(call, code, words)                     \
+  do {                                                 \
+    EXPECT((call) == (code));                          \
+    EXPECT(strstr(dl_comm_last_error(), words) != NULL); \
+  } while (0)
+
+enum { LENGTH = 300000 };
+
+static float *filled(int length, float value) {
+  float *data = malloc(sizeof(float) * (size_t)length);
+  for (int i = 0; i < length; ++i) data[i] = value;
+  return data;
+}
+
+static void averages_and_broadcasts(int nranks) {
+  float *data[2] = {filled(LENGTH, 2.0f * rank), filled(LENGTH, 2.0f * rank + 1)};
+  long long counts[2] = {10 * rank, 10 * rank};
+  void *tensors[2][2] = {{data[0], &counts[0]}, {data[1], &counts[1]}};
+  void **all[2] = {tensors[0], tensors[1]};
+  int lengths[2] = {LENGTH, 1}, *all_lengths[2] = {lengths, lengths};
+  dlDataType_t dtypes[2] = {DL_COMM_FLOAT32, DL_COMM_INT64}, *all_dtypes[2] = {dtypes, dtypes};
+  int ntensors[2] = {2, 2};
+  for (int team = 0; team < 3; ++team) {
+    for (int i = 0; i < LENGTH; ++i) data[0][i] = 2.0f * rank, data[1][i] = 2.0f * rank + 1;
+    counts[0] = counts[1] = 10 * rank;
+    EXPECT(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 2, team) == 0);
+    for (int tower = 0; tower < 2; ++tower) {
+      for (int i = 0; i < LENGTH; ++i) EXPECT(data[tower][i] == nranks - 0.5f);
+      EXPECT(counts[tower] == 5 * (nranks - 1));
+    }
+  }
+  for (int root = 0; root < nranks; ++root) {
+    data[0][LENGTH - 1] = (float)rank;
+    data[1][0] = -1.0f;
+    EXPECT(dl_comm_broadcast(all, all_lengths, all_dtypes, ntensors, 2, root) == 0);
+    EXPECT(data[0][LENGTH - 1] == root && data[1][LENGTH - 1] == root && data[1][0] == nranks - 0.5f);
+  }
+
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 0, 0), DL_COMM_ERROR_INVALID, "ntowers");
+  REFUSED(dl_comm_gradients(NULL, all_lengths, all_dtypes, ntensors, 1, 0), DL_COMM_ERROR_INVALID, "all_tensors");
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, 64), DL_COMM_ERROR_INVALID, "team 64");
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, -1), DL_COMM_ERROR_INVALID, "team -1");
+  REFUSED(dl_comm_broadcast(all, all_lengths, all_dtypes, ntensors, 1, nranks), DL_COMM_ERROR_INVALID, "root");
+  dtypes[1] = (dlDataType_t)77;
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, 0), DL_COMM_ERROR_DTYPE, "77");
+  dtypes[1] = DL_COMM_BOOL;
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, 0), DL_COMM_ERROR_DTYPE, "bool");
+  dtypes[1] = DL_COMM_INT64;
+  lengths[0] = -1;
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, 0), DL_COMM_ERROR_INVALID, "negative");
+  ntensors[0] = 0;
+  REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, 0), DL_COMM_ERROR_INVALID, "empty");
+  if (nranks > 1) {
+    ntensors[0] = 1;
+    lengths[0] = rank == 0 ? 7 : 8;
+    REFUSED(dl_comm_gradients(all, all_lengths, all_dtypes, ntensors, 1, 0), DL_COMM_ERROR_MISMATCH, "float32[8]");
+  }
+  free(data[0]);
+  free(data[1]);
+}
+
+static void beyond_the_plugin(int nranks) {
+  const int64_t shape[2] = {2, 3};
+  double source[6], mean[6];
+  for (int i = 0; i < 6; ++i) source[i] = i + rank, mean[i] = 0;
+  dl_comm_buffer_t buffer = {source, mean, 6, DL_COMM_FLOAT64, 2, shape};
+  EXPECT(dl_comm_average(&buffer, 1, 0, "metrics") == 0);
+  for (int i = 0; i < 6; ++i) EXPECT(mean[i] == i + (nranks - 1) / 2.0 && source[i] == i + rank);
+  buffer.src = mean;
+  EXPECT(dl_comm_check_buffers_match(&buffer, 1, 1) == 0);
+  buffer.src = source;
+  EXPECT(dl_comm_check_buffers_match(&buffer, 1, 0) == (nranks > 1));
+  buffer.dst = source;
+  EXPECT(dl_comm_broadcast_buffers(&buffer, 1, 0, "weights") == 0);
+  EXPECT(source[0] == 0 && source[5] == 5);
+  EXPECT(dl_comm_barrier() == 0);
+}
+
+int main(void) {
+  EXPECT(dl_comm_last_error()[0] == '\0');
+  REFUSED(dl_comm_get_rank(), DL_COMM_ERROR_STATE, "init");
+  REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "init");
+  EXPECT(dl_comm_finalize() == 0);
+  EXPECT(dl_comm_init_mpi() == 0 && dl_comm_init_mpi() == 0);
+  rank = dl_comm_get_rank();
+  const int nranks = dl_comm_get_nranks();
+  EXPECT(rank >= 0 && rank < nranks);
+  EXPECT(dl_comm_localrank() >= 0 && dl_comm_localrank() <= rank);
+  EXPECT(dl_comm_is_initialized() == 0);
+  REFUSED(dl_create_team(0, 1, 0), DL_COMM_ERROR_STATE, "init");
+
+  EXPECT(dl_comm_init() == 0 && dl_comm_init() == 0 && dl_comm_is_initialized() == 1);
+  EXPECT(dl_create_team(0, 3, 0) == 0);
+  EXPECT(dl_comm_create_team(1, 1, 1) == 0);
+  REFUSED(dl_create_team(1, 1, 0), DL_COMM_ERROR_INVALID, "exists");
+  REFUSED(dl_create_team(-1, 1, 0), DL_COMM_ERROR_INVALID, "team -1");
+  REFUSED(dl_create_team(2, 0, 0), DL_COMM_ERROR_INVALID, "threads");
+  REFUSED(dl_create_team(2, 1, 2), DL_COMM_ERROR_INVALID, "prec_level");
+  EXPECT(dl_comm_get_nteams() == 2);
+  averages_and_broadcasts(nranks); /* makes team 2 by itself */
+  EXPECT(dl_comm_get_nteams() == 3);
+  beyond_the_plugin(nranks);
+
+  EXPECT(dl_comm_finalize() == 0 && dl_comm_finalize() == 0);
+  REFUSED(dl_comm_get_rank(), DL_COMM_ERROR_STATE, "finalised");
+  REFUSED(dl_comm_init(), DL_COMM_ERROR_STATE, "finalised");
+  return 0;
+}
