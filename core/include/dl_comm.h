@@ -70,7 +70,7 @@ int dl_comm_gradients(void ***all_tensors, int **lengths, dlDataType_t **dtypes,
 int dl_comm_broadcast(void ***all_tensors, int **lengths, dlDataType_t **dtypes, int *ntensors_on_tower, int ntowers,
                       int root);
 
-/* The rank of this process, from 0. Valid after dl_comm_init_mpi. */
+/* The rank of this process, from 0. Valid after dl_comm_init_mpi, also after dl_comm_finalize. */
 int dl_comm_get_rank(void);
 
 /* The rank of this process among those of its host, from 0. Valid after dl_comm_init_mpi. */

@@ -26,8 +26,14 @@ pub const MAX_TEAMS: i32 = 64;
 
 enum State {
     Fresh,
-    Started { world: Arc<Mutex<World>>, topology: Arc<Topology>, config: Config, teams: BTreeMap<i32, Arc<Team>> },
-    Finalized,
+    Started {
+        world: Arc<Mutex<World>>,
+        topology: Arc<Topology>,
+        config: Config,
+        teams: BTreeMap<i32, Arc<Team>>,
+    },
+    /// The ranks stay known.
+    Finalized(Arc<Topology>),
 }
 
 static STATE: RwLock<State> = RwLock::new(State::Fresh);
@@ -77,7 +83,7 @@ fn write<T>(change: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
 pub fn init_mpi() -> Result<()> {
     write(|state| match state {
         State::Started { .. } => Ok(()),
-        State::Finalized => Err(finalized()),
+        State::Finalized(_) => Err(finalized()),
         State::Fresh => {
             let config = Config::from_env()?;
             let world = World::start(&config)?;
@@ -118,19 +124,18 @@ pub fn config() -> Result<Config> {
     read(|state| match state {
         State::Started { config, .. } => Ok(config.clone()),
         State::Fresh => Err(not_started()),
-        State::Finalized => Err(finalized()),
+        State::Finalized(_) => Err(finalized()),
     })
 }
 
-/// Where the ranks are.
+/// Where the ranks are. Known after [`finalize`] too.
 ///
 /// # Errors
-/// As for [`config`].
+/// [`Error::State`] before [`init_mpi`].
 pub fn topology() -> Result<Arc<Topology>> {
     read(|state| match state {
-        State::Started { topology, .. } => Ok(Arc::clone(topology)),
+        State::Started { topology, .. } | State::Finalized(topology) => Ok(Arc::clone(topology)),
         State::Fresh => Err(not_started()),
-        State::Finalized => Err(finalized()),
     })
 }
 
@@ -188,7 +193,7 @@ fn find_team(id: i32) -> Result<Option<Arc<Team>>> {
     read(|state| match state {
         State::Started { teams, .. } => Ok(teams.get(&id).cloned()),
         State::Fresh => Err(not_started()),
-        State::Finalized => Err(finalized()),
+        State::Finalized(_) => Err(finalized()),
     })
 }
 
@@ -225,7 +230,7 @@ pub fn nteams() -> Result<usize> {
     read(|state| match state {
         State::Started { teams, .. } => Ok(teams.keys().filter(|&&id| id != CONTROL).count()),
         State::Fresh => Err(not_started()),
-        State::Finalized => Err(finalized()),
+        State::Finalized(_) => Err(finalized()),
     })
 }
 
@@ -309,7 +314,8 @@ fn end(reason: Option<Error>) -> Result<()> {
     check_fork()?;
     let ended = {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
-        let next = if matches!(*state, State::Started { .. }) { State::Finalized } else { return Ok(()) };
+        let State::Started { topology, .. } = &*state else { return Ok(()) };
+        let next = State::Finalized(Arc::clone(topology));
         std::mem::replace(&mut *state, next)
     };
     let State::Started { world, teams, .. } = ended else { return Ok(()) };

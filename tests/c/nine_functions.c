@@ -119,7 +119,8 @@ int main(void) {
   beyond_the_plugin(nranks);
 
   EXPECT(dl_comm_finalize() == 0 && dl_comm_finalize() == 0);
-  REFUSED(dl_comm_get_rank(), DL_COMM_ERROR_STATE, "finalised");
+  EXPECT(dl_comm_get_rank() == rank);
+  REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "finalised");
   REFUSED(dl_comm_init(), DL_COMM_ERROR_STATE, "finalised");
   return 0;
 }

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launch import launch
 
 pytest.importorskip("tensorflow")

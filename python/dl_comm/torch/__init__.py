@@ -30,12 +30,12 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "finalize",
     "get_localrank",
     "get_nranks",
     "get_rank",
     "gradients",
     "init",
-    "finalize",
     "local_rank",
     "rank",
     "size",
@@ -47,20 +47,27 @@ finalize = _base.finalize
 
 def get_rank() -> int:
     """Return the rank of this process, from 0; brings MPI up when that has not been done."""
-    _base.init_mpi()
+    _start_mpi()
     return _base.get_rank()
 
 
 def get_nranks() -> int:
     """Return the number of processes; brings MPI up when that has not been done."""
-    _base.init_mpi()
+    _start_mpi()
     return _base.get_nranks()
 
 
 def get_localrank() -> int:
     """Return the rank of this process among those of its host; brings MPI up when that has not been done."""
-    _base.init_mpi()
+    _start_mpi()
     return _base.get_localrank()
 
 
 rank, size, local_rank = get_rank, get_nranks, get_localrank
+
+
+def _start_mpi() -> None:
+    try:
+        _base.get_nranks()  # known from init_mpi on
+    except _base.StateError:
+        _base.init_mpi()

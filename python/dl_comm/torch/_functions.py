@@ -7,6 +7,7 @@ of the same name in `dl_comm`, which raise an error then. They may be called fro
 
 from __future__ import annotations
 
+import numbers
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
@@ -63,7 +64,9 @@ def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tenso
     call_name, label = f"average.{name or ''}", name or ""
     if isinstance(value, torch.Tensor):
         return _ops.average_new(_tensors([value]), CONTROL_TEAM, call_name, label)[0]
-    boxed = torch.tensor([value], dtype=torch.float64)
+    if not isinstance(value, numbers.Real):
+        raise DTypeError(f"average needs a tensor or a number, not a {type(value).__name__}")
+    boxed = torch.tensor([float(value)], dtype=torch.float64)
     _ops.average_in_place([boxed], CONTROL_TEAM, call_name, label)
     return float(boxed)
 

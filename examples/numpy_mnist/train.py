@@ -1,0 +1,117 @@
+"""MNIST with NumPy alone, on several processes: a two-layer network with its backward pass written out.
+
+mpiexec -n 2 python examples/numpy_mnist/train.py --data-dir DIR
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# One thread for each core of this process's share; NumPy reads these when it is loaded.
+LOCAL_SIZE = int(os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
+THREADS = str(max(1, len(os.sched_getaffinity(0)) // LOCAL_SIZE))
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, THREADS)
+
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+import dl_comm as mc  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mnist import Images, Labels, Progress, arguments, load, shard  # noqa: E402
+
+Array = NDArray[np.float32]
+HIDDEN, MOMENTUM = 256, 0.9
+
+
+def initial_parameters(seed: int) -> list[Array]:
+    """Return weights and biases of both layers, random as He et al. (2015) scale them."""
+    random = np.random.default_rng(seed)
+    first = random.normal(0.0, np.sqrt(2 / 784), (784, HIDDEN))
+    second = random.normal(0.0, np.sqrt(2 / HIDDEN), (HIDDEN, 10))
+    return [array.astype(np.float32) for array in (first, np.zeros(HIDDEN), second, np.zeros(10))]
+
+
+def forward(parameters: list[Array], images: Images) -> tuple[Array, Array, Array]:
+    """Return the flat images, the hidden layer and the probabilities of the ten digits."""
+    w1, b1, w2, b2 = parameters
+    inputs = images.reshape(len(images), 784)
+    hidden = np.maximum(inputs @ w1 + b1, 0)
+    scores = hidden @ w2 + b2
+    odds = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return inputs, hidden, odds / odds.sum(axis=1, keepdims=True)
+
+
+def loss_and_gradients(parameters: list[Array], images: Images, labels: Labels) -> tuple[float, list[Array]]:
+    """Return the mean cross entropy of a batch and its gradients, in the order of the parameters."""
+    inputs, hidden, probabilities = forward(parameters, images)
+    rows = np.arange(len(labels))
+    loss = -float(np.log(probabilities[rows, labels] + 1e-12).mean())
+    d_scores = probabilities
+    d_scores[rows, labels] -= 1
+    d_scores /= len(labels)
+    d_hidden = (d_scores @ parameters[2].T) * (hidden > 0)
+    return loss, [inputs.T @ d_hidden, d_hidden.sum(axis=0), hidden.T @ d_scores, d_scores.sum(axis=0)]
+
+
+def accuracy(parameters: list[Array], images: Images, labels: Labels) -> float:
+    """Return the mean accuracy over all ranks, each with its part of the images."""
+    hits = forward(parameters, images)[2].argmax(axis=1) == labels
+    metric = np.array([hits.mean()], dtype=np.float32)
+    mc.average(metric)
+    return float(metric[0])
+
+
+def main() -> int:
+    """Train, and return the exit status."""
+    args = arguments("MNIST with NumPy on several processes", lr=0.1)
+    mc.init_mpi()
+    rank, size = mc.get_rank(), mc.get_nranks()
+
+    parameters = initial_parameters(seed=rank)  # different on purpose: the broadcast makes them equal
+    mc.init(nthread_per_team=2, nteams=1, msglen=sum(p.size for p in parameters))
+    mc.broadcast(parameters, 0)
+
+    data = load(args.data_dir, verbose=rank == 0)
+    steps = len(data.train_images) // size // args.batch_size
+    if steps == 0:
+        raise SystemExit(
+            f"--batch-size {args.batch_size} is more than a rank's {len(data.train_images) // size} images"
+        )
+    total = steps * args.epochs
+    progress = Progress(rank == 0, total)
+    velocity = [np.zeros_like(p) for p in parameters]
+
+    for step in range(total):
+        epoch, i = divmod(step, steps)
+        if i == 0:
+            images, labels = shard(data.train_images, data.train_labels, rank, size, epoch)
+        batch = slice(i * args.batch_size, (i + 1) * args.batch_size)
+        loss, grads = loss_and_gradients(parameters, images[batch], labels[batch])
+        grads = mc.gradients(grads, 0)
+        # The learning rate grows with the number of ranks, after a warm-up over the first tenth, and falls at the end.
+        lr = args.lr * size * min(1.0, 10 * (step + 1) / total) * min(1.0, 4 * (1 - step / total))
+        for p, v, g in zip(parameters, velocity, grads, strict=True):
+            v *= MOMENTUM
+            v += g
+            p -= np.float32(lr) * v
+        progress.update(step + 1, loss)
+
+    result = accuracy(parameters, *shard(data.test_images, data.test_labels, rank, size, epoch=0))
+    if rank == 0 and args.checkpoint:
+        with open(args.checkpoint, "wb") as file:
+            np.savez(file, w1=parameters[0], b1=parameters[1], w2=parameters[2], b2=parameters[3])
+    different = mc.check_buffers_match(parameters, 1)
+    mc.finalize()
+    if different:
+        return 1
+    if rank == 0:
+        print(f"test accuracy: {result:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

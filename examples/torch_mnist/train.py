@@ -1,0 +1,108 @@
+"""MNIST with PyTorch on several processes: a small convolutional network.
+
+mpiexec -n 2 python examples/torch_mnist/train.py --data-dir DIR
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import dl_comm as mc
+import dl_comm.torch as cdl
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mnist import Progress, arguments, load, shard
+
+
+class Network(nn.Sequential):
+    """Two convolutions, two dense layers: images [N, 1, 28, 28] to scores [N, 10]."""
+
+    def __init__(self) -> None:
+        """Make the layers, with the random initial weights of He et al. (2015)."""
+        super().__init__(
+            nn.Conv2d(1, 16, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.kaiming_normal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+
+
+def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Return the mean loss and accuracy over all ranks, each with its part of the images."""
+    with torch.no_grad():
+        scores = model(images)
+        loss = functional.cross_entropy(scores, labels)
+        accuracy = (scores.argmax(dim=1) == labels).float().mean()
+    return cdl.average(loss, "loss").item(), cdl.average(accuracy, "accuracy").item()
+
+
+def main() -> int:
+    """Train, and return the exit status."""
+    args = arguments("MNIST with PyTorch on several processes", lr=0.02)
+    mc.init(nthread_per_team=2, nteams=1)
+    rank, size = mc.get_rank(), mc.get_nranks()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // mc.local_size()))
+    torch.manual_seed(rank)  # different on purpose: the broadcast makes the weights equal
+
+    data = load(args.data_dir, verbose=rank == 0)
+    steps = len(data.train_images) // size // args.batch_size
+    if steps == 0:
+        raise SystemExit(
+            f"--batch-size {args.batch_size} is more than a rank's {len(data.train_images) // size} images"
+        )
+    total = steps * args.epochs
+
+    model = Network()
+    cdl.broadcast_parameters(model, root=0)
+    optimizer = cdl.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=args.lr * size, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    # The learning rate grows with the number of ranks, after a warm-up over the first tenth, and falls at the end.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, 10 * (step + 1) / total) * min(1.0, 4 * (1 - step / total))
+    )
+
+    progress = Progress(rank == 0, total)
+    for epoch in range(args.epochs):
+        mine = shard(data.train_images, data.train_labels, rank, size, epoch)
+        images, labels = torch.from_numpy(mine[0]).unsqueeze(1), torch.from_numpy(mine[1])
+        for i in range(steps):
+            batch = slice(i * args.batch_size, (i + 1) * args.batch_size)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            progress.update(epoch * steps + i + 1, loss.item())
+
+    mine = shard(data.test_images, data.test_labels, rank, size, epoch=0)
+    test_loss, accuracy = evaluate(model, torch.from_numpy(mine[0]).unsqueeze(1), torch.from_numpy(mine[1]))
+    if rank == 0 and args.checkpoint:
+        torch.save(model.state_dict(), args.checkpoint)
+    different = mc.check_buffers_match([p.detach().numpy() for p in model.parameters()], 1)
+    mc.finalize()
+    if different:
+        return 1
+    if rank == 0:
+        print(f"test loss: {test_loss:.4f}")
+        print(f"test accuracy: {accuracy:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

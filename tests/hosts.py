@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Several "hosts" on one Linux machine, for testing what crosses a network.
+
+Each host is a network namespace on one bridge, with its own host name, /etc/hosts, /dev/shm and IPC namespace, so that
+neither MPI nor dl_comm can share memory between two of them. Needs root and iproute2 (``possible()`` tells).
+
+As a program it stands in for ssh: ``hosts.py [ssh options] HOST COMMAND...`` runs the command inside the host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import Finished, mpiexec, run
+
+_STATE = "DL_COMM_TEST_HOSTS"
+
+
+def possible() -> bool:
+    """Whether this process may make hosts: root, with the tools, in a kernel with network namespaces."""
+    tools = all(shutil.which(tool) for tool in ("ip", "nsenter", "unshare", "mount"))
+    if os.geteuid() != 0 or not tools:
+        return False
+    probe = f"dlcprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", probe], check=True)
+    return made
+
+
+class Hosts:
+    """``count`` hosts while the context lasts; ``rate`` (as tc writes it, ``1gbit``) caps each link."""
+
+    def __init__(self, count: int, rate: str | None = None) -> None:
+        # Names of this process's own, so that two runs do not meet.
+        self._stem = f"dlc{os.getpid()}"
+        self.names = [f"{self._stem}h{i + 1}" for i in range(count)]
+        self._rate = rate
+        self._state = Path(tempfile.mkdtemp(prefix="dl_comm_hosts."))
+
+    def __enter__(self) -> Hosts:
+        switch = f"{self._stem}sw"
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        lines = ["127.0.0.1 localhost"]
+        for number, name in enumerate(self.names, 1):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            port = ("peer", "name", f"p{number}", "netns", switch)
+            _ip("link", "add", "eth0", "netns", name, "type", "veth", *port)
+            _ip("-n", switch, "link", "set", f"p{number}", "master", "br0", "up")
+            _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            if self._rate:
+                shape = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
+                subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
+            lines.append(f"10.77.0.{number} {name}")
+        (self._state / "hosts").write_text("\n".join(lines) + "\n")
+        # An MPI that starts before the links carry fails or hangs.
+        for name in self.names:
+            while "UP" not in _ip("-n", name, "-br", "link", "show", "eth0").split():
+                time.sleep(0.05)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in [*self.names, f"{self._stem}sw"]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        shutil.rmtree(self._state, ignore_errors=True)
+
+    def launch(self, per_host: int, command: Sequence[str], timeout: float = 120) -> Finished:
+        """Runs ``command`` on ``per_host`` ranks of every host, with MPICH's mpiexec."""
+        slots = ",".join(f"{name}:{per_host}" for name in self.names)
+        count = str(per_host * len(self.names))
+        ssh = ("-launcher", "ssh", "-launcher-exec", str(Path(__file__).resolve()))
+        starter = [*mpiexec(), *ssh, "-hosts", slots, "-n", count, *command]
+        return run(inside(self.names[0], self._state, starter), timeout, {_STATE: str(self._state)})
+
+
+def inside(host: str, state: Path, command: Sequence[str]) -> list[str]:
+    """The command line that runs ``command`` inside ``host``."""
+    script = """
+        set -e
+        hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs -o size=4g tmpfs /dev/shm
+        mount -t sysfs sysfs /sys 2>/dev/null || true
+        shift 2; exec "$@"
+    """
+    spaces = ["nsenter", f"--net=/run/netns/{host}", "--", "unshare", "--uts", "--mount", "--ipc", "--"]
+    return [*spaces, "bash", "-c", script, "inside", host, str(state / "hosts"), *command]
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    """The ssh stand-in."""
+    words = sys.argv[1:]
+    while words and words[0].startswith("-"):
+        words = words[2 if words[0] in ("-o", "-p", "-l", "-F", "-i", "-e") else 1 :]
+    host, *command = words
+    line = inside(host, Path(os.environ[_STATE]), ["/bin/sh", "-c", " ".join(command)])
+    os.execvp(line[0], line)
+
+
+if __name__ == "__main__":
+    main()

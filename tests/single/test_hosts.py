@@ -1,0 +1,67 @@
+"""Two "hosts" of network namespaces: the same tests, and the same training result, as on one host."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import Hosts, possible
+from launch import Finished, launch
+
+TESTS = Path(__file__).parent.parent
+EXAMPLES = TESTS.parent / "examples"
+
+pytestmark = pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None:
+    quick = ["--deselect", f"{TESTS}/parallel/test_numpy.py::test_one_array_past_two_to_the_31_elements"]
+    files = [f"{TESTS}/parallel/test_numpy.py", *quick]
+    finished = hosts.launch(per_host, [sys.executable, "-m", "pytest", "-x", "-q", *files], 200)
+    assert finished.returncode == 0, finished.output
+    assert len(re.findall(r"\d+ passed", finished.output)) == 2 * per_host, finished.output
+
+
+def test_training_ends_with_the_same_bits_as_on_one_host(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks add up in the same order on one host and on two."""
+    # The example gives a rank that is alone on its host more threads, and BLAS then adds up in another order.
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(variable, "1")
+
+    def train(run: str) -> tuple[Finished, dict[str, np.ndarray]]:
+        checkpoint = tmp_path / f"{run}.npz"
+        command = [sys.executable, str(EXAMPLES / "numpy_mnist/train.py"), "--epochs", "1", "--checkpoint", str(checkpoint)]
+        finished = launch(2, command) if run == "one" else hosts.launch(1, command)
+        assert finished.returncode == 0, finished.output
+        return finished, dict(np.load(checkpoint))
+
+    (one, weights_one), (two, weights_two) = train("one"), train("two")
+    accuracy = re.compile(r"test accuracy: [\d.]+")
+    assert accuracy.findall(one.output) == accuracy.findall(two.output) != []
+    assert weights_one.keys() == weights_two.keys()
+    for name, weight in weights_one.items():
+        np.testing.assert_array_equal(weight, weights_two[name], err_msg=name)
+
+
+def test_the_hosts_are_told_apart(hosts: Hosts, tmp_path: Path) -> None:
+    script = tmp_path / "where.py"
+    script.write_text(
+        "import dl_comm as mc\nmc.init()\n"
+        "import os\nplace = mc.hosts(), mc.local_size(), mc.get_rank() - mc.local_rank()\n"
+        "os.write(1, b'at %d %d %d\\n' % place)"
+    )
+    finished = hosts.launch(2, [sys.executable, str(script)])
+    assert sorted(re.findall(r"at \d \d \d", finished.output)) == ["at 2 2 0"] * 2 + ["at 2 2 2"] * 2, finished.output

@@ -1,0 +1,49 @@
+"""The package without frameworks: imports none, works without any, says what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = "import sys\nfor name in ('torch', 'tensorflow', 'keras'): sys.modules[name] = None\n"
+
+
+def python(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_import_imports_no_framework() -> None:
+    done = python("import sys, dl_comm; print(sorted({'torch', 'tensorflow', 'keras', 'mpi4py'} & set(sys.modules)))")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_numpy_works_without_frameworks() -> None:
+    done = python(
+        BLOCK + "import numpy as np, dl_comm as mc\n"
+        "mc.init()\nprint(mc.get_rank(), mc.get_nranks(), mc.gradients([np.ones(3)], 0)[0].sum())\nmc.finalize()"
+    )
+    assert done.stdout.split() == ["0", "1", "3.0"], done.stderr
+
+
+@pytest.mark.parametrize("face", ["torch", "tensorflow", "keras"])
+def test_a_missing_framework_is_an_import_error(face: str) -> None:
+    done = python(BLOCK + f"import dl_comm.{face}")
+    assert done.returncode == 1
+    assert "Error" in done.stderr.splitlines()[-1]
+    assert face in done.stderr or "tensorflow" in done.stderr
+
+
+def test_the_stub_declares_what_the_module_has() -> None:
+    import ast
+    from pathlib import Path
+
+    import dl_comm
+    from dl_comm import _dl_comm
+
+    stub = ast.parse(Path(dl_comm.__file__).with_name("_dl_comm.pyi").read_text())
+    declared = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert declared == {name for name in dir(_dl_comm) if not name.startswith("__")}
+    assert Path(dl_comm.__file__).with_name("py.typed").exists()
+    assert set(dl_comm.__all__) <= set(dir(dl_comm))

@@ -1,0 +1,65 @@
+"""One core in a process, whoever comes first: the torch ops, the TensorFlow ops, the Python module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Each piece loads one face by its own framework's means, without the help of the others, and tells its core.
+PIECES = {
+    "python": "import dl_comm\nids['python'] = dl_comm.core_id()",
+    "torch": "import torch\ntorch.ops.load_library(TORCH)\nids['torch'] = torch.ops.dl_comm.core_id()",
+    "tensorflow": "import tensorflow as tf\n"
+    "ids['tensorflow'] = int(tf.load_op_library(TENSORFLOW).dl_comm_core_id())",
+    "c": "import ctypes\nlibrary = ctypes.CDLL(TORCH)\nlibrary.dl_comm_ops_core_id.restype = ctypes.c_size_t\n"
+    "ids['c'] = library.dl_comm_ops_core_id()",
+}
+PATHS = "from dl_comm._load import ops_library\nprint(ops_library('torch'))\nprint(ops_library('tensorflow'))"
+CHECK = """
+assert len(set(ids.values())) == 1, ids
+cores = {line.split()[-1] for line in open('/proc/self/maps') if 'libdl_comm.so' in line}
+assert len(cores) == 1, cores
+import dl_comm
+dl_comm.init()
+assert torch.ops.dl_comm.core_id() == dl_comm.core_id() if 'torch' in ids else True
+dl_comm.finalize()
+print('one core')
+"""
+
+
+def python(text: str) -> str:
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def paths() -> str:
+    torch, tensorflow = python(PATHS).split()
+    return f"TORCH, TENSORFLOW = {torch!r}, {tensorflow!r}\nids = {{}}\n"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("python", "torch", "tensorflow"),
+        ("torch", "tensorflow", "python"),
+        ("tensorflow", "python", "torch"),
+        ("tensorflow", "torch", "c", "python"),
+    ],
+    ids=" ".join,
+)
+def test_one_core_in_every_order(paths: str, order: tuple[str, ...]) -> None:
+    text = paths + "\n".join(PIECES[piece] for piece in order) + CHECK
+    assert "one core" in python(text)
+
+
+def test_a_second_core_is_refused() -> None:
+    from dl_comm._dl_comm import core_id
+    from dl_comm._load import check_one_core
+
+    check_one_core("libdl_comm_torch.so", core_id())
+    with pytest.raises(ImportError, match="another core"):
+        check_one_core("libdl_comm_torch.so", core_id() + 1)

@@ -1,0 +1,185 @@
+"""The life of a process: start with and without MPI of others, environment, failures of other ranks, fork, exit."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch import Finished, mpiexec, run
+
+Script = Callable[..., Finished]
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import dl_comm as mc
+def mean(value, team=0):
+    return mc.gradients([np.full(3, value, np.float32)], team)[0][0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind():  # noqa: ANN202
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("dl_comm")} == set()
+
+
+def test_mpi4py_first_and_after(script: Script) -> None:
+    finished = script(
+        2,
+        "from mpi4py import MPI\n" + HEAD + "mc.init()\n"
+        "assert mc.get_rank() == MPI.COMM_WORLD.rank and mean(mc.get_rank()) == 0.5\n"
+        "mc.finalize()\n"
+        "assert not MPI.Is_finalized() and MPI.COMM_WORLD.allreduce(1) == 2\nprint('fine')",
+    )
+    assert finished.output.count("fine") == 2, finished.output
+
+
+@pytest.mark.parametrize("level", ["single", "funneled", "serialized"])
+def test_what_mpi_was_granted_is_respected(script: Script, level: str) -> None:
+    finished = script(
+        2,
+        f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nfrom mpi4py import MPI\n" + HEAD + "mc.init(2, 2)\n"
+        "assert mean(mc.get_rank()) == 0.5 and mean(mc.get_rank(), 1) == 0.5\nprint('fine')",
+    )
+    assert finished.output.count("fine") == 2, finished.output
+
+
+def test_mpi4py_after_ours(script: Script) -> None:
+    finished = script(2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nprint('fine')")
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("fine") == 2, finished.output
+
+
+def test_finalize_twice_and_use_around_it(script: Script) -> None:
+    finished = script(
+        2,
+        HEAD + "for call in (mc.get_rank, mc.get_nranks, mc.barrier, lambda: mean(1), lambda: mc.create_team(0)):\n"
+        "    try: call()\n"
+        "    except mc.StateError as error: assert 'init' in str(error)\n"
+        "    else: raise SystemExit('no error')\n"
+        "mc.finalize()\nmc.init_mpi()\nassert mc.get_nranks() == 2 and not mc.is_initialized()\n"
+        "mc.init()\nassert mean(mc.get_rank()) == 0.5\nmc.finalize()\nmc.finalize()\n"
+        "assert mc.get_nranks() == 2, 'ranks stay known'\n"
+        "for call in (mc.init, mc.barrier, lambda: mean(1)):\n"
+        "    try: call()\n"
+        "    except mc.StateError as error: assert 'finalised' in str(error)\n"
+        "    else: raise SystemExit('no error')\n"
+        "print('fine')",
+    )
+    assert finished.output.count("fine") == 2, finished.output
+    assert finished.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DL_COMM_TIMEOUT_S", "soon"),
+        ("DL_COMM_DEFAULT_NTHREADS", "0"),
+        ("DL_COMM_DEFAULT_PREC_LEVEL", "3"),
+        ("DL_COMM_CHUNK_KB", "-1"),
+    ],
+)
+def test_bad_environment_values_are_named(script: Script, name: str, value: str) -> None:
+    finished = script(
+        1,
+        HEAD + "try: mc.init()\nexcept ValueError as error: print('refused:', error)\n"
+        f"del os.environ['{name}']\nmc.init()\nassert mean(2) == 2",
+        env={name: value},
+    )
+    assert f"refused: {name} is '{value}'" in finished.output
+    assert finished.returncode == 0, finished.output
+
+
+def test_no_room_for_shared_memory_is_said(script: Script, tmp_path: Path) -> None:
+    finished = script(
+        2,
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: print('refused:', error)",
+        env={"DL_COMM_CHUNK_KB": str(1 << 20), "DL_COMM_DEFAULT_NTHREADS": "200"},
+    )
+    assert finished.output.count("refused: rank 0") == 2, finished.output
+    assert "DL_COMM_CHUNK_KB" in finished.output
+
+
+def test_a_late_rank_is_named_at_the_deadline(script: Script) -> None:
+    finished = script(
+        3,
+        HEAD + "mc.init()\nmc.barrier()\n"
+        "if mc.get_rank() == 2: time.sleep(4)\n"
+        "try: mean(1)\n"
+        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); print('said:', error)\n"
+        "try: mean(1)\n"
+        "except mc.TimeoutError: print('again', flush=True)\n"
+        "time.sleep(4)  # the first to leave a failed job takes the others with it\n",
+        env={"DL_COMM_TIMEOUT_S": "2", "DL_COMM_STALL_WARN_S": "0.5"},
+    )
+    assert finished.output.count("still waiting for rank 2 on ") >= 2, finished.output
+    assert finished.output.count("again") == 3, finished.output
+    assert "for rank 2 on" in next(line for line in finished.output.splitlines() if "DL_COMM_STALL_WARN_S" in line)
+
+
+def test_an_exception_on_one_rank_ends_the_job(script: Script) -> None:
+    finished = script(
+        3,
+        HEAD + "mc.init()\nmean(1)\n"
+        "if mc.get_rank() == 1: raise RuntimeError('bad data')\n"
+        "try: mean(1)\n"
+        "except mc.PeerLostError as error: print('said:', error)",
+        timeout=50,
+    )
+    assert not finished.timed_out
+    assert finished.returncode != 0
+    assert "bad data" in finished.output
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])
+def test_a_killed_rank_is_lost_to_the_others(tmp_path: Path, how: str) -> None:
+    program, said = tmp_path / "script.py", tmp_path / "said"
+    program.write_text(
+        # MPICH's mpiexec tells the survivors by SIGUSR1, which nobody here handles.
+        HEAD + "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nmc.init()\nmean(1)\n"
+        f"if mc.get_rank() == 1: {how}\n"
+        "try: mean(1)\n"
+        f"except mc.PeerLostError as error: open({str(said)!r}, 'w').write(str(error))\n"
+    )
+    # Without the option mpiexec kills the survivors itself; with it, it leaves at once, and they live on to say it.
+    command = [*mpiexec(), "-disable-auto-cleanup", "-n", "2", sys.executable, str(program)]
+    run(["bash", "-c", f"{shlex.join(command)}; for i in $(seq 100); do test -s {said} && exit; sleep 0.1; done"], 50)
+    assert "rank 1 on" in said.read_text()
+    assert "has ended" in said.read_text()
+
+
+def test_a_forked_child_gets_an_error(script: Script) -> None:
+    finished = script(
+        2,
+        HEAD + "mc.init()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    try: mean(1)\n"
+        "    except mc.StateError as error: print('said:', error, flush=True)\n"
+        "    sys.exit(0)\n"
+        "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nprint('fine')",
+    )
+    assert finished.output.count("was forked from") == 2, finished.output
+    assert finished.output.count("fine") == 2, finished.output
+    assert finished.returncode == 0, finished.output
+
+
+def test_exit_without_finalize_is_clean(script: Script) -> None:
+    finished = script(3, HEAD + "mc.init()\nassert mean(mc.get_rank()) == 1")
+    assert finished.returncode == 0, finished.output
+    assert finished.output == ""
+
+
+def test_two_jobs_at_once_do_not_meet(script: Script, tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    text = HEAD + "mc.init()\nfor i in range(200): assert mean(mc.get_rank() + i) == 0.5 + i"
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(script, 2, text) for _ in range(2)]
+    assert [job.result().returncode for job in jobs] == [0, 0]

@@ -1,0 +1,105 @@
+#include "tickets.h"
+
+#include <algorithm>
+#include <iterator>
+#include <unordered_map>
+#include <utility>
+
+#include "failure.h"
+
+namespace dl_comm::torch_ops {
+namespace {
+
+class TicketCompletion final : public Completion {
+ public:
+  explicit TicketCompletion(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
+
+  void done(int32_t code, rust::Str message) const noexcept override { ticket_->finish(code, std::string(message)); }
+
+ private:
+  std::shared_ptr<Ticket> ticket_;
+};
+
+struct Registry {
+  std::mutex mutex;
+  int64_t last = 0;
+  std::unordered_map<int64_t, std::shared_ptr<Ticket>> open;
+  std::vector<std::shared_ptr<Ticket>> forgotten;
+};
+
+// Never destroyed: calls may still be under way while the process exits.
+Registry& registry() {
+  static Registry* const instance = new Registry;
+  return *instance;
+}
+
+// Takes the forgotten tickets whose calls have ended, for the caller to free after it has unlocked the registry.
+std::vector<std::shared_ptr<Ticket>> ended(Registry& all) {
+  const auto first = std::partition(all.forgotten.begin(), all.forgotten.end(),
+                                    [](const std::shared_ptr<Ticket>& ticket) { return !ticket->finished(); });
+  std::vector<std::shared_ptr<Ticket>> result(std::make_move_iterator(first),
+                                              std::make_move_iterator(all.forgotten.end()));
+  all.forgotten.erase(first, all.forgotten.end());
+  return result;
+}
+
+std::shared_ptr<Ticket> take(Registry& all, int64_t number) {
+  const auto found = all.open.find(number);
+  if (found == all.open.end()) throw failure(-1, "no call with number ", number, " is under way");
+  auto ticket = std::move(found->second);
+  all.open.erase(found);
+  return ticket;
+}
+
+}  // namespace
+
+void Ticket::finish(int32_t code, std::string message) noexcept {
+  // Notified under the lock: the waiter may drop the ticket as soon as it can see the flag.
+  const std::lock_guard<std::mutex> lock(mutex_);
+  code_ = code;
+  message_ = std::move(message);
+  finished_ = true;
+  ended_.notify_all();
+}
+
+bool Ticket::finished() const noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return finished_;
+}
+
+void Ticket::wait() {
+  std::vector<::torch::stable::Tensor> tensors;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ended_.wait(lock, [this] { return finished_; });
+    tensors.swap(tensors_);
+  }
+  if (code_ != 0) throw failure(code_, message_);
+}
+
+std::unique_ptr<Completion> completion_of(std::shared_ptr<Ticket> ticket) {
+  return std::make_unique<TicketCompletion>(std::move(ticket));
+}
+
+int64_t enroll(std::shared_ptr<Ticket> ticket) {
+  Registry& all = registry();
+  std::vector<std::shared_ptr<Ticket>> garbage;
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  garbage = ended(all);
+  all.open.emplace(++all.last, std::move(ticket));
+  return all.last;
+}
+
+std::shared_ptr<Ticket> withdraw(int64_t number) {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return take(all, number);
+}
+
+void forget(int64_t number) {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.forgotten.push_back(take(all, number));
+}
+
+}  // namespace dl_comm::torch_ops

@@ -1,0 +1,49 @@
+// Takes the arguments of an op off torch's stack of boxed values.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "failure.h"
+
+namespace dl_comm::torch_ops {
+
+// torch's own conversion to std::string leaks one string a call (stableivalue_conversions.h, torch 2.11).
+inline std::string take_string(StableIValue value) {
+  const auto handle = ::torch::stable::detail::to<StringHandle>(value);
+  std::size_t length = 0;
+  const char* text = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+  std::string result(text, length);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return result;
+}
+
+// A team or a rank. Throws std::runtime_error when it is too large to be one.
+inline int32_t take_number(StableIValue value) {
+  const auto number = ::torch::stable::detail::to<int64_t>(value);
+  if (number != static_cast<int32_t>(number)) throw failure(-1, number, " is neither a team nor a rank");
+  return static_cast<int32_t>(number);
+}
+
+// The arguments that all ops on tensors have: (Tensor[] tensors, int team_or_root, str name, str labels).
+struct Arguments {
+  explicit Arguments(StableIValue* stack)
+      : tensors(::torch::stable::detail::to<std::vector<::torch::stable::Tensor>>(stack[0])),
+        number(take_number(stack[1])),
+        name(take_string(stack[2])),
+        labels(take_string(stack[3])) {}
+
+  std::vector<::torch::stable::Tensor> tensors;
+  int32_t number;
+  std::string name;
+  std::string labels;
+};
+
+}  // namespace dl_comm::torch_ops

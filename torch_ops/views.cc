@@ -1,0 +1,85 @@
+#include "views.h"
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+#include "failure.h"
+
+namespace dl_comm::torch_ops {
+namespace {
+
+std::optional<ElementType> element_type(const Tensor& tensor) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  if (dtype == aoti_torch_dtype_float32()) return ElementType::Float32;
+  if (dtype == aoti_torch_dtype_float64()) return ElementType::Float64;
+  if (dtype == aoti_torch_dtype_bfloat16()) return ElementType::BFloat16;
+  if (dtype == aoti_torch_dtype_float16()) return ElementType::Float16;
+  if (dtype == aoti_torch_dtype_int64()) return ElementType::Int64;
+  if (dtype == aoti_torch_dtype_int32()) return ElementType::Int32;
+  if (dtype == aoti_torch_dtype_int8()) return ElementType::Int8;
+  if (dtype == aoti_torch_dtype_uint8()) return ElementType::UInt8;
+  if (dtype == aoti_torch_dtype_bool()) return ElementType::Bool;
+  return std::nullopt;
+}
+
+std::string type_name(const Tensor& tensor) {
+  try {
+    return ::torch::headeronly::toString(tensor.scalar_type());
+  } catch (const std::runtime_error&) {  // one that the stable ABI has no name for
+    return "a rare one";
+  }
+}
+
+// Line `index` of `labels`, or nothing when there are fewer.
+std::string line(const std::string& labels, std::size_t index) {
+  std::istringstream lines(labels);
+  std::string text;
+  for (std::size_t i = 0; i <= index; ++i) {
+    if (!std::getline(lines, text)) return "";
+  }
+  return text;
+}
+
+}  // namespace
+
+Views::Views(std::size_t count, const std::string& labels) : labels_(labels) {
+  tensors_.reserve(count + 1);  // never a null pointer, which a slice may not hold
+  shapes_.reserve(4 * count + 1);
+}
+
+void Views::expect_dense(const Tensor& tensor) const {
+  if (!tensor.defined()) throw failure(-1, name(), " is undefined");
+  if (!tensor.is_cpu()) throw failure(-1, name(), " is not in host memory: this build takes CPU tensors only");
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  if (layout != aoti_torch_layout_strided()) throw failure(-1, name(), " is not dense: call .to_dense() first");
+}
+
+void Views::add(const Tensor& tensor) {
+  if (!tensor.is_contiguous()) throw failure(-1, name(), " is not contiguous: call .contiguous() first");
+  add(tensor, tensor);
+}
+
+void Views::add(const Tensor& source, const Tensor& target) {
+  const auto dtype = element_type(source);
+  if (!dtype) throw failure(-2, name(), " has an element type that dl_comm does not have: ", type_name(source));
+  const auto shape = source.sizes();
+  tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source.const_data_ptr()),
+                                reinterpret_cast<std::size_t>(target.mutable_data_ptr()),
+                                static_cast<std::size_t>(source.numel()), *dtype, shape.size()});
+  shapes_.insert(shapes_.end(), shape.begin(), shape.end());
+}
+
+rust::Slice<const TensorView> Views::tensors() const { return {tensors_.data(), tensors_.size()}; }
+
+rust::Slice<const int64_t> Views::shapes() const { return {shapes_.data(), shapes_.size()}; }
+
+std::string Views::name() const {
+  const std::size_t index = tensors_.size();
+  const std::string label = line(labels_, index);
+  return "tensor " + std::to_string(index) + (label.empty() ? "" : " ('" + label + "')");
+}
+
+}  // namespace dl_comm::torch_ops

@@ -1,0 +1,46 @@
+// From torch tensors to what the core takes.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "dl_comm_core/src/ffi.rs.h"
+
+namespace dl_comm::torch_ops {
+
+using ::torch::stable::Tensor;
+
+// A list of tensors as the core sees it. It borrows the tensors' memory: whoever makes one keeps the tensors.
+//
+// Thread rule: plain data, one thread at a time.
+class Views {
+ public:
+  // `labels`: the tensors' names, a line each, or empty; they stand in error messages.
+  Views(std::size_t count, const std::string& labels);
+
+  // Throws std::runtime_error "dl_comm error -1: ..." unless the tensor, which is to be added next, is a dense one in
+  // host memory.
+  void expect_dense(const Tensor& tensor) const;
+
+  // Adds a dense tensor that is read and written in place.
+  // Throws std::runtime_error (error -1 or -2) when it is not contiguous, or of an element type that the core lacks.
+  void add(const Tensor& tensor);
+
+  // Adds a contiguous tensor that is read, with the contiguous tensor that is written in its place.
+  void add(const Tensor& source, const Tensor& target);
+
+  rust::Slice<const TensorView> tensors() const;
+  rust::Slice<const int64_t> shapes() const;
+
+ private:
+  std::string name() const;
+
+  const std::string& labels_;
+  std::vector<TensorView> tensors_;
+  std::vector<int64_t> shapes_;
+};
+
+}  // namespace dl_comm::torch_ops
