@@ -144,6 +144,37 @@ def test_a_deadline_is_an_error_of_tensorflow(tmp_path):
     assert "in time" in run(tmp_path, 2, DEADLINE, DL_COMM_TIMEOUT_S="2")
 
 
+LOST_PEER = """
+import time
+import tensorflow
+import dl_comm as mc
+from dl_comm import _dl_comm
+from dl_comm.tensorflow import BroadcastHook
+
+tf = tensorflow.compat.v1
+tf.disable_eager_execution()
+mc.init()
+tf.get_variable("v", [3])
+if mc.get_rank() == 0:
+    try:
+        with tf.train.MonitoredTrainingSession(hooks=[BroadcastHook()]):
+            pass
+    except tf.errors.InternalError as error:
+        assert "dl_comm error -6" in str(error), error
+        print("told", flush=True)
+else:
+    _dl_comm.abandon()  # what an uncaught exception does
+    time.sleep(5)
+"""
+
+
+def test_a_lost_peer_ends_a_monitored_session_instead_of_retrying(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(LOST_PEER)
+    result = launch(2, [sys.executable, str(path)], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert "told" in result.output, result.output
+
+
 PORTING_GUIDE = """
 import math
 import numpy as np

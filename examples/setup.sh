@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Sets up a virtual environment with dl_comm, built from this checkout:  examples/setup.sh [EXTRA...]
+# Extras are those of pyproject.toml: torch tensorflow examples test. The environment is .venv, or $DL_COMM_VENV; it is
+# made with python3, or $PYTHON. Running it again brings it up to date.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${DL_COMM_VENV:-.venv}
+python=${PYTHON:-python3}
+lacks() {
+  echo "dl_comm: $1" >&2
+  exit 1
+}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || lacks "Python 3.10 or later is needed (PYTHON names it)"
+command -v cargo >/dev/null || [ -x "$HOME/.cargo/bin/cargo" ] || lacks "a Rust toolchain is needed: https://rustup.rs"
+command -v "${CXX:-c++}" >/dev/null || lacks "a C++ compiler is needed, for instance g++"
+
+if [ ! -x "$venv/bin/python" ]; then
+  echo "dl_comm: making $venv"
+  "$python" -m venv "$venv"
+fi
+extras=$(IFS=,; echo "$*")
+echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time takes some minutes)"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check ".${extras:+[$extras]}"

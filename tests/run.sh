@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs every check and test: the one gate.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+step() {
+  echo
+  echo "== $* ($(date +%H:%M:%S))"
+}
+
+step "set-up"
+examples/setup.sh torch tensorflow examples test
+venv=$(cd "${DL_COMM_VENV:-.venv}" && pwd)
+export PATH="$venv/bin:$HOME/.cargo/bin:$PATH"
+export MPICC="${MPICC:-$venv/bin/mpicc}" PYO3_PYTHON="$venv/bin/python" DL_COMM_TEST_PYTHON="$venv/bin/python"
+LIBCLANG_PATH="${LIBCLANG_PATH:-$(python -c 'import clang; print(clang.__path__[0])')/native}"
+BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
+export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
+# Op libraries built here are this checkout's, and are found fresh.
+export DL_COMM_CACHE="$PWD/build/cache"
+
+step "format and lint: Rust"
+cargo fmt --all --check
+cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+step "format and lint: Python, C++"
+ruff check .
+ruff format --check .
+mypy
+git ls-files '*.c' '*.cc' '*.h' | xargs clang-format --dry-run --Werror
+
+step "op libraries"
+python -m dl_comm.build
+
+step "Rust and C tests"
+LD_LIBRARY_PATH="$venv/lib" cargo test --workspace --locked --quiet
+
+for ranks in 1 2 3; do
+  step "Python tests on $ranks rank(s)"
+  python tests/launch.py "$ranks" 900 python -m pytest -x -q tests/parallel
+done
+
+step "Python tests that start programs"
+python -m pytest -q tests/single
+
+step "all passed"

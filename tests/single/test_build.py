@@ -1,0 +1,77 @@
+"""Building op libraries: once for ranks that start together, at the command line, and clear words where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+pytest.importorskip("torch")
+
+
+def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
+    program = tmp_path / "first_use.py"
+    program.write_text(
+        "import torch, dl_comm as mc, dl_comm.torch as dt\nmc.init()\n"
+        "(mean,) = mc.gradients([torch.full((3,), float(mc.get_rank()))], 0)\nassert mean[0] == 1, mean\n"
+        "import os; os.write(1, b'fine\\n')"
+    )
+    cache = tmp_path / "cache"
+    finished = launch(3, [sys.executable, str(program)], 200, {"DL_COMM_CACHE": str(cache), "OMP_NUM_THREADS": "1"})
+    assert finished.output.count("fine") == 3, finished.output
+    assert finished.output.count("building the operations for torch-") == 1, finished.output
+    (folder,) = cache.iterdir()
+    assert folder.name.startswith("torch-")
+    assert sorted(path.name for path in folder.iterdir()) == ["libdl_comm_torch.so", "lock"]
+
+    again = subprocess.run(
+        [sys.executable, "-m", "dl_comm.build", "torch"],
+        env={**os.environ, "DL_COMM_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert again.stdout.strip() == f"torch: {folder}/libdl_comm_torch.so"
+    assert "building" not in again.stderr
+
+
+def test_no_compiler_is_said(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "CXX"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import dl_comm.torch"],
+        env={**env, "DL_COMM_CACHE": str(tmp_path), "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no C++ compiler was found" in done.stderr
+    assert "python -m dl_comm.build" in done.stderr
+
+
+def test_a_build_that_fails_shows_why(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dl_comm.build", "torch"],
+        env={**os.environ, "DL_COMM_CACHE": str(tmp_path), "CXX": "false"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "building dl_comm's operations for torch failed" in done.stderr
+    assert "compiler" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_an_unknown_framework_is_refused() -> None:
+    command = [sys.executable, "-m", "dl_comm.build", "caffe"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "caffe" in done.stderr

@@ -1,0 +1,53 @@
+"""Every example runs on 2 ranks, on data that comes with a package, and does what all of them promise.
+
+With ``DL_COMM_TEST_MNIST`` (a folder with the IDX files of MNIST) they must reach 0.97 on 2 and on 3 ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = ["numpy_mnist", "torch_mnist", "tf_mnist", "tf1_mnist", "keras_mnist"]
+MNIST = os.environ.get("DL_COMM_TEST_MNIST")
+
+
+def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
+    finished = launch(ranks, [sys.executable, str(EXAMPLES / name / "train.py"), *options], 280)
+    assert finished.returncode == 0, finished.output
+    found = re.search(r"^test accuracy: (\d\.\d{4})$", finished.output.rstrip().splitlines()[-1])
+    assert found, finished.output
+    assert finished.output.count("test accuracy") == 1, "on rank 0 only"
+    return float(found.group(1)), finished.output
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(300)
+def test_example_on_bundled_digits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip({"torch_mnist": "torch", "numpy_mnist": "numpy"}.get(name, "tensorflow"))
+    # No cache of a framework is found, so the digits of scikit-learn are used.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("DL_COMM_CACHE", os.environ.get("DL_COMM_CACHE", str(Path("~/.cache/dl_comm").expanduser())))
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / {"keras_mnist": "model.keras"}.get(name, "model")
+    checkpoint.parent.mkdir()
+    reached, output = accuracy(name, 2, "--epochs", "6", "--checkpoint", str(checkpoint))
+    assert reached >= 0.85, output
+    assert "scikit-learn" in output
+    assert list(checkpoint.parent.iterdir()), "rank 0 wrote a checkpoint"
+
+
+@pytest.mark.skipif(not MNIST, reason="DL_COMM_TEST_MNIST names no folder")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(300)
+def test_example_on_mnist(name: str, ranks: int) -> None:
+    reached, output = accuracy(name, ranks, "--data-dir", str(MNIST), "--epochs", "2")
+    assert reached >= 0.97, output
