@@ -23,7 +23,7 @@ _MARK = "DL_COMM_TEST_LAUNCH"
 
 @dataclass(frozen=True)
 class Finished:
-    """What a launch came to: the launcher's exit status (-9 when it was killed at the timeout) and all that was printed."""
+    """What a launch came to: the launcher's exit status (-9 when killed at the timeout) and all that was printed."""
 
     returncode: int
     output: str

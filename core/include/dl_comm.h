@@ -31,15 +31,15 @@ typedef enum dlDataType {
 } dlDataType_t;
 
 /* Error codes. */
-#define DL_COMM_ERROR_INVALID (-1)    /* an argument is wrong */
-#define DL_COMM_ERROR_DTYPE (-2)      /* the element type has no meaning for the operation */
-#define DL_COMM_ERROR_STATE (-3)      /* not initialised, finalised already, or called in a forked child */
-#define DL_COMM_ERROR_MISMATCH (-4)   /* the ranks called different things */
-#define DL_COMM_ERROR_TIMEOUT (-5)    /* the deadline passed */
-#define DL_COMM_ERROR_PEER_LOST (-6)  /* a process of the job ended */
-#define DL_COMM_ERROR_SYSTEM (-7)     /* the operating system refused something */
-#define DL_COMM_ERROR_MPI (-8)        /* MPI refused something */
-#define DL_COMM_ERROR_INTERNAL (-9)   /* a defect of dl_comm */
+#define DL_COMM_ERROR_INVALID (-1)   /* an argument is wrong */
+#define DL_COMM_ERROR_DTYPE (-2)     /* the element type has no meaning for the operation */
+#define DL_COMM_ERROR_STATE (-3)     /* not initialised, finalised already, or called in a forked child */
+#define DL_COMM_ERROR_MISMATCH (-4)  /* the ranks called different things */
+#define DL_COMM_ERROR_TIMEOUT (-5)   /* the deadline passed */
+#define DL_COMM_ERROR_PEER_LOST (-6) /* a process of the job ended */
+#define DL_COMM_ERROR_SYSTEM (-7)    /* the operating system refused something */
+#define DL_COMM_ERROR_MPI (-8)       /* MPI refused something */
+#define DL_COMM_ERROR_INTERNAL (-9)  /* a defect of dl_comm */
 
 /* ---- The nine functions of the Cray PE DL Plugin --------------------------------------------------------------- */
 
@@ -63,11 +63,11 @@ int dl_comm_create_team(int teamID, int nthreads_in_team, int prec_level);
  * `all_tensors[i][j]` is tensor j of tower i, `lengths[i][j]` its number of elements, `dtypes[i][j]` its element type,
  * `ntensors_on_tower[i]` the number of tensors of tower i. All towers have the same tensors. A team that was not
  * created is created with DL_COMM_DEFAULT_NTHREADS threads. Collective. */
-int dl_comm_gradients(void ***all_tensors, int **lengths, dlDataType_t **dtypes, int *ntensors_on_tower, int ntowers,
+int dl_comm_gradients(void*** all_tensors, int** lengths, dlDataType_t** dtypes, int* ntensors_on_tower, int ntowers,
                       int teamID);
 
 /* Copies, in place, every tensor of the first tower of rank `root` to all towers of all ranks. Collective. */
-int dl_comm_broadcast(void ***all_tensors, int **lengths, dlDataType_t **dtypes, int *ntensors_on_tower, int ntowers,
+int dl_comm_broadcast(void*** all_tensors, int** lengths, dlDataType_t** dtypes, int* ntensors_on_tower, int ntowers,
                       int root);
 
 /* The rank of this process, from 0. Valid after dl_comm_init_mpi, also after dl_comm_finalize. */
@@ -82,30 +82,30 @@ int dl_comm_get_nranks(void);
 /* ---- Beyond the plugin ----------------------------------------------------------------------------------------- */
 
 /* The words of the last error of the calling thread, "" if there was none. Valid until its next failing call. */
-const char *dl_comm_last_error(void);
+const char* dl_comm_last_error(void);
 
 /* One tensor. `src` is read, `dst` is written; they may be equal. `length` counts elements, which lie without gaps.
  * `shape` (of `ndim` numbers) serves the check that all ranks call the same thing and may be NULL. */
 typedef struct dl_comm_buffer {
-  const void *src;
-  void *dst;
+  const void* src;
+  void* dst;
   size_t length;
   dlDataType_t dtype;
   int ndim;
-  const int64_t *shape;
+  const int64_t* shape;
 } dl_comm_buffer_t;
 
 /* dl_comm_gradients for one tower, without its limit of 2^31 - 1 elements a tensor. `name` (may be NULL) is part of
  * what all ranks must agree on, and stands in error messages. The team exists; -1 is the team of broadcast and barrier.
  * Collective. */
-int dl_comm_average(const dl_comm_buffer_t *buffers, size_t count, int team, const char *name);
+int dl_comm_average(const dl_comm_buffer_t* buffers, size_t count, int team, const char* name);
 
 /* dl_comm_broadcast for one tower. Collective. */
-int dl_comm_broadcast_buffers(const dl_comm_buffer_t *buffers, size_t count, int root, const char *name);
+int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name);
 
 /* Returns 0 when the tensors (`src`) hold the same bits on all ranks, else 1, the same on every rank; with `verbose`
  * every rank that differs from rank 0 prints which tensor does. Collective. */
-int dl_comm_check_buffers_match(const dl_comm_buffer_t *buffers, size_t count, int verbose);
+int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, int verbose);
 
 /* Returns when every rank has called it. Collective. */
 int dl_comm_barrier(void);
@@ -130,7 +130,7 @@ int dl_comm_get_nhosts(void);
 uintptr_t dl_comm_core_id(void);
 
 /* The version of the library, "major.minor.patch". */
-const char *dl_comm_version(void);
+const char* dl_comm_version(void);
 
 #ifdef __cplusplus
 }

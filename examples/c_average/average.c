@@ -1,8 +1,8 @@
 /* The four calls in C: every process brings two tensors, and gets their means over all processes, in place.
  * Two replicas ("towers") of a model in each process are averaged in the same call.
  *
- * Build:  cmake -B build -Ddl_comm_DIR=$(python -c 'import dl_comm; print(dl_comm.get_cmake_dir())') && cmake --build build
- * Run:    mpiexec -n 2 build/average
+ * Build:  cmake -B build -Ddl_comm_DIR=$(python -c 'import dl_comm; print(dl_comm.get_cmake_dir())') && cmake --build
+ * build Run:    mpiexec -n 2 build/average
  */
 #include <dl_comm.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@
 enum { TOWERS = 2, TENSORS = 2, WEIGHTS = 1000, BIASES = 10 };
 
 /* Ends the program when a call failed. */
-static void check(int result, const char *what) {
+static void check(int result, const char* what) {
   if (result < 0) {
     fprintf(stderr, "%s: error %d: %s\n", what, result, dl_comm_last_error());
     exit(1);
@@ -25,12 +25,12 @@ int main(void) {
 
   static float weights[TOWERS][WEIGHTS];
   static double biases[TOWERS][BIASES];
-  void *tensors[TOWERS][TENSORS];
-  void **all_tensors[TOWERS];
+  void* tensors[TOWERS][TENSORS];
+  void** all_tensors[TOWERS];
   int lengths[TENSORS] = {WEIGHTS, BIASES};
   dlDataType_t dtypes[TENSORS] = {DL_COMM_FLOAT32, DL_COMM_FLOAT64};
-  int *all_lengths[TOWERS];
-  dlDataType_t *all_dtypes[TOWERS];
+  int* all_lengths[TOWERS];
+  dlDataType_t* all_dtypes[TOWERS];
   int ntensors[TOWERS];
   for (int tower = 0; tower < TOWERS; ++tower) {
     for (int i = 0; i < WEIGHTS; ++i) weights[tower][i] = (float)(TOWERS * rank + tower);

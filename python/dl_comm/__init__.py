@@ -11,7 +11,8 @@ Four calls make a script that trains on one process train on many::
 
 started with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The names and arguments are
 those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or PyTorch tensors; ``dl_comm.torch``,
-``dl_comm.tensorflow`` and ``dl_comm.keras`` offer optimizers and callbacks. Importing this package imports no framework.
+``dl_comm.tensorflow`` and ``dl_comm.keras`` offer optimizers and callbacks. Importing this package imports no
+framework.
 
 Thread rule: every function may be called from any thread; those marked *collective* must be called by all ranks, in one
 order for each team. None holds the GIL while it waits.

@@ -79,12 +79,17 @@ def _build(framework: str, folder: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise ImportError(
-            f"dl_comm's operations for {framework} must be compiled once for the installed version, and no C++ compiler was "
-            "found: install one (for instance g++), or set CXX, or build where there is one: 'python -m dl_comm.build'"
+            f"dl_comm's operations for {framework} must be compiled once for the installed version, and no C++ "
+            "compiler was found: install one (for instance g++), set CXX, or build where there is one: "
+            "'python -m dl_comm.build'"
         )
-    print(f"dl_comm: building the operations for {framework_version(framework)} (once, about a minute)", file=sys.stderr)
+    print(
+        f"dl_comm: building the operations for {framework_version(framework)} (once, about a minute)", file=sys.stderr
+    )
     with tempfile.TemporaryDirectory(prefix="build.", dir=folder) as build:
-        options = [f"-DDL_COMM_WITH_{name}={'ON' if name == _OPTION[framework] else 'OFF'}" for name in _OPTION.values()]
+        options = [
+            f"-DDL_COMM_WITH_{name}={'ON' if name == _OPTION[framework] else 'OFF'}" for name in _OPTION.values()
+        ]
         configure = [
             _tool("cmake"),
             *("-S", str(SOURCES), "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"),

@@ -19,13 +19,14 @@ def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
     """The mean of every tensor over all ranks. Collective.
 
     Args:
-        tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, or of torch tensors; float16,
-            bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks.
+        tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, or of torch tensors;
+            float16, bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks.
         team: The number of the team that carries it.
 
     Returns:
-        A list of new arrays or tensors in the same order. Means of integers are rounded toward zero; float16 and bfloat16
-        are added up in float32. In a TensorFlow graph: the operations' results; the graph may be built before ``init``.
+        A list of new arrays or tensors in the same order. Means of integers are rounded toward zero; float16 and
+        bfloat16 are added up in float32. In a TensorFlow graph: the operations' results; the graph may be built before
+        ``init``.
 
     Raises:
         ArgumentError: The list is empty or holds None, an array is not contiguous, there is no such team.
@@ -52,7 +53,8 @@ def broadcast(tensors: Sequence[Any], root: int = 0) -> list[Any]:
         root: The rank that has the values.
 
     Returns:
-        NumPy: the same arrays, overwritten in place. TensorFlow: new tensors, which the caller assigns. torch: new tensors.
+        NumPy: the same arrays, overwritten in place. TensorFlow: new tensors, which the caller assigns.
+        torch: new tensors.
 
     Raises:
         ArgumentError: The list is empty or holds None, an array is not contiguous or read-only, ``root`` is no rank.

@@ -52,6 +52,6 @@ def from_code(code: int, message: str) -> CommError:
 
 
 def translate(error: BaseException) -> BaseException:
-    """The exception of dl_comm that an op library put into the text of a framework's exception, else ``error`` itself."""
+    """The exception that an op library put into the text of a framework's exception, else ``error`` itself."""
     found = _IN_TEXT.search(str(error))
     return from_code(int(found.group(1)), found.group(2).strip()) if found else error

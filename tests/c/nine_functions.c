@@ -7,7 +7,7 @@
 
 static int rank = -1;
 
-static void expect(int condition, const char *what, int line) {
+static void expect(int condition, const char* what, int line) {
   if (!condition) {
     fprintf(stderr, "rank %d, line %d: expected %s; last error: %s\n", rank, line, what, dl_comm_last_error());
     exit(1);
@@ -15,25 +15,25 @@ static void expect(int condition, const char *what, int line) {
 }
 #define EXPECT(condition) expect(condition, #condition, __LINE__)
 /* The call is refused with this code and these words. */
-#define REFUSED(call, code, words)                     \
-  do {                                                 \
-    EXPECT((call) == (code));                          \
+#define REFUSED(call, code, words)                       \
+  do {                                                   \
+    EXPECT((call) == (code));                            \
     EXPECT(strstr(dl_comm_last_error(), words) != NULL); \
   } while (0)
 
 enum { LENGTH = 300000 };
 
-static float *filled(int length, float value) {
-  float *data = malloc(sizeof(float) * (size_t)length);
+static float* filled(int length, float value) {
+  float* data = malloc(sizeof(float) * (size_t)length);
   for (int i = 0; i < length; ++i) data[i] = value;
   return data;
 }
 
 static void averages_and_broadcasts(int nranks) {
-  float *data[2] = {filled(LENGTH, 2.0f * rank), filled(LENGTH, 2.0f * rank + 1)};
+  float* data[2] = {filled(LENGTH, 2.0f * rank), filled(LENGTH, 2.0f * rank + 1)};
   long long counts[2] = {10 * rank, 10 * rank};
-  void *tensors[2][2] = {{data[0], &counts[0]}, {data[1], &counts[1]}};
-  void **all[2] = {tensors[0], tensors[1]};
+  void* tensors[2][2] = {{data[0], &counts[0]}, {data[1], &counts[1]}};
+  void** all[2] = {tensors[0], tensors[1]};
   int lengths[2] = {LENGTH, 1}, *all_lengths[2] = {lengths, lengths};
   dlDataType_t dtypes[2] = {DL_COMM_FLOAT32, DL_COMM_INT64}, *all_dtypes[2] = {dtypes, dtypes};
   int ntensors[2] = {2, 2};

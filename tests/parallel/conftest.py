@@ -15,8 +15,9 @@ for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_TH
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("DL_COMM_TIMEOUT_S", "100")
 
-import dl_comm as mc  # noqa: E402
 import pytest  # noqa: E402
+
+import dl_comm as mc  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

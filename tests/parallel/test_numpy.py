@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import dl_comm as mc
 import ml_dtypes
 import numpy as np
 import pytest
+
+import dl_comm as mc
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int32, np.int64]

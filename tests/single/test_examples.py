@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launch import launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

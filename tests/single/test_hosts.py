@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from hosts import Hosts, possible
 from launch import Finished, launch
 
@@ -43,7 +44,14 @@ def test_training_ends_with_the_same_bits_as_on_one_host(
 
     def train(run: str) -> tuple[Finished, dict[str, np.ndarray]]:
         checkpoint = tmp_path / f"{run}.npz"
-        command = [sys.executable, str(EXAMPLES / "numpy_mnist/train.py"), "--epochs", "1", "--checkpoint", str(checkpoint)]
+        command = [
+            sys.executable,
+            str(EXAMPLES / "numpy_mnist/train.py"),
+            "--epochs",
+            "1",
+            "--checkpoint",
+            str(checkpoint),
+        ]
         finished = launch(2, command) if run == "one" else hosts.launch(1, command)
         assert finished.returncode == 0, finished.output
         return finished, dict(np.load(checkpoint))

@@ -11,8 +11,7 @@ import pytest
 PIECES = {
     "python": "import dl_comm\nids['python'] = dl_comm.core_id()",
     "torch": "import torch\ntorch.ops.load_library(TORCH)\nids['torch'] = torch.ops.dl_comm.core_id()",
-    "tensorflow": "import tensorflow as tf\n"
-    "ids['tensorflow'] = int(tf.load_op_library(TENSORFLOW).dl_comm_core_id())",
+    "tensorflow": "import tensorflow as tf\nids['tensorflow'] = int(tf.load_op_library(TENSORFLOW).dl_comm_core_id())",
     "c": "import ctypes\nlibrary = ctypes.CDLL(TORCH)\nlibrary.dl_comm_ops_core_id.restype = ctypes.c_size_t\n"
     "ids['c'] = library.dl_comm_ops_core_id()",
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from launch import Finished, mpiexec, run
 
 Script = Callable[..., Finished]
@@ -51,7 +52,9 @@ def test_what_mpi_was_granted_is_respected(script: Script, level: str) -> None:
 
 
 def test_mpi4py_after_ours(script: Script) -> None:
-    finished = script(2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nprint('fine')")
+    finished = script(
+        2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nprint('fine')"
+    )
     assert finished.returncode == 0, finished.output
     assert finished.output.count("fine") == 2, finished.output
 
