@@ -6,8 +6,8 @@ they fail with `tf.errors.FailedPreconditionError` when they run before it. `Dis
 `dl_comm.init()` themselves when nobody has, so that a script works straight after the import.
 
 Errors of the ops are `tf.errors`: InvalidArgumentError (wrong arguments, or calls that differ between the ranks),
-FailedPreconditionError (not initialised), DeadlineExceededError, UnavailableError (a rank is gone),
-ResourceExhaustedError and InternalError; each text has `dl_comm error <code>:`, the codes being those of dl_comm.h.
+FailedPreconditionError (not initialised), DeadlineExceededError, ResourceExhaustedError, and InternalError (a rank is
+gone, for one); each text has `dl_comm error <code>:`, the codes being those of dl_comm.h.
 
 Thread rule: everything may be called from any thread. The ops hold no thread of TensorFlow while they wait for other
 ranks. All ranks run the calls of one team in the same order; calls on different teams are independent.

@@ -1,0 +1,95 @@
+// What TensorFlow's types and the core's have to do with each other: element types, tensors, errors.
+// Pure functions, callable from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "dl_comm/completion.h"
+#include "dl_comm_core/src/ffi.rs.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/types.pb.h"
+
+namespace dl_comm {
+
+// The core's name for a TensorFlow element type, nothing for a type that the core does not know.
+inline std::optional<ElementType> to_element_type(tensorflow::DataType dtype) {
+  switch (dtype) {
+    case tensorflow::DT_HALF:
+      return ElementType::Float16;
+    case tensorflow::DT_BFLOAT16:
+      return ElementType::BFloat16;
+    case tensorflow::DT_FLOAT:
+      return ElementType::Float32;
+    case tensorflow::DT_DOUBLE:
+      return ElementType::Float64;
+    case tensorflow::DT_INT8:
+      return ElementType::Int8;
+    case tensorflow::DT_UINT8:
+      return ElementType::UInt8;
+    case tensorflow::DT_INT32:
+      return ElementType::Int32;
+    case tensorflow::DT_INT64:
+      return ElementType::Int64;
+    case tensorflow::DT_BOOL:
+      return ElementType::Bool;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The tensors of one call, as the core takes them: one view each, and the sizes of all dimensions one after the other.
+struct TensorList {
+  std::vector<TensorView> views;
+  std::vector<int64_t> shapes;
+
+  explicit TensorList(int count) { views.reserve(count); }
+
+  // Adds `input`, to be read, with `output`, of the same shape and type, to be written; they may share their memory.
+  // Both must stay alive until the call's completion. Fails when the core does not know the type.
+  absl::Status add(const tensorflow::Tensor& input, const tensorflow::Tensor& output) {
+    const std::optional<ElementType> dtype = to_element_type(input.dtype());
+    if (!dtype) {
+      return absl::InvalidArgumentError(absl::StrCat("dl_comm error -2: tensors of ",
+                                                     tensorflow::DataTypeString(input.dtype()),
+                                                     " cannot be averaged or broadcast"));
+    }
+    TensorView view;
+    view.src = reinterpret_cast<size_t>(input.data());
+    view.dst = reinterpret_cast<size_t>(output.data());
+    view.length = static_cast<size_t>(input.NumElements());
+    view.dtype = *dtype;
+    view.ndim = static_cast<size_t>(input.dims());
+    views.push_back(view);
+    for (int i = 0; i < input.dims(); ++i) shapes.push_back(input.dim_size(i));
+    return absl::OkStatus();
+  }
+};
+
+// The status for a DL_COMM_ERROR_* code of dl_comm.h other than 0. Its text begins "dl_comm error <code>:", which the
+// Python side looks for. A lost peer is an internal error, not "unavailable" or "aborted": those mean to a
+// MonitoredSession that it should make a new session and try again, for ever, while the peer will not come back.
+inline absl::Status to_status(int32_t code, absl::string_view message) {
+  const std::string text = absl::StrCat("dl_comm error ", code, ": ", message);
+  switch (code) {
+    case -1:  // DL_COMM_ERROR_INVALID
+    case -2:  // DL_COMM_ERROR_DTYPE
+    case -4:  // DL_COMM_ERROR_MISMATCH
+      return absl::InvalidArgumentError(text);
+    case -3:  // DL_COMM_ERROR_STATE
+      return absl::FailedPreconditionError(text);
+    case -5:  // DL_COMM_ERROR_TIMEOUT
+      return absl::DeadlineExceededError(text);
+    case -7:  // DL_COMM_ERROR_SYSTEM
+      return absl::ResourceExhaustedError(text);
+    default:
+      return absl::InternalError(text);
+  }
+}
+
+}  // namespace dl_comm

@@ -1,0 +1,125 @@
+// The kernels of the ops of ops.cc, for tensors in host memory.
+//
+// The kernels are asynchronous: they hand the tensors to the core and return, so that no thread of TensorFlow waits for
+// another rank. A thread of the team then writes the results and calls `done`. A step that TensorFlow cancels waits for
+// its running calls, which end at the core's deadline at the latest: the peers still use the memory.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tf_ops/convert.h"
+
+namespace dl_comm {
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+
+// Ends one run of a kernel. The context, which TensorFlow keeps until `done`, owns the inputs and outputs.
+class KernelCompletion final : public Completion {
+ public:
+  KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done)
+      : context_(context), done_(std::move(done)) {}
+
+  void done(int32_t code, rust::Str message) const noexcept override {
+    if (code != 0) {
+      context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size())));
+    }
+    done_();
+  }
+
+ private:
+  OpKernelContext* context_;
+  AsyncOpKernel::DoneCallback done_;
+};
+
+// What the average and the broadcast have in common: attributes, and the way from a context to a `TensorList`.
+class CollectiveKernel : public AsyncOpKernel {
+ public:
+  explicit CollectiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("call_name", &call_name_));
+    OP_REQUIRES_OK(context, context->GetAttr("labels", &labels_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
+    const int count = context->num_inputs();
+    TensorList list(count);
+    for (int i = 0; i < count; ++i) {
+      const tensorflow::Tensor& input = context->input(i);
+      tensorflow::Tensor* output = nullptr;
+      OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({i}, i, input.shape(), &output), done);
+      OP_REQUIRES_OK_ASYNC(context, list.add(input, *output), done);
+    }
+    submit(list, std::make_unique<KernelCompletion>(context, std::move(done)));
+  }
+
+ protected:
+  // Hands the call to the core and returns without waiting; afterwards `this` may be gone.
+  virtual void submit(const TensorList& list, std::unique_ptr<Completion> completion) = 0;
+
+  rust::Str call_name() const { return rust::Str(call_name_.data(), call_name_.size()); }
+  rust::Str labels() const { return rust::Str(labels_.data(), labels_.size()); }
+
+ private:
+  std::string call_name_;
+  std::string labels_;
+};
+
+class GradientsKernel final : public CollectiveKernel {
+ public:
+  explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
+  }
+
+ protected:
+  void submit(const TensorList& list, std::unique_ptr<Completion> completion) override {
+    average(team_, call_name(), labels(), {list.views.data(), list.views.size()},
+            {list.shapes.data(), list.shapes.size()}, std::move(completion));
+  }
+
+ private:
+  int32_t team_ = 0;
+};
+
+class BroadcastKernel final : public CollectiveKernel {
+ public:
+  explicit BroadcastKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("root", &root_));
+  }
+
+ protected:
+  void submit(const TensorList& list, std::unique_ptr<Completion> completion) override {
+    broadcast(root_, call_name(), labels(), {list.views.data(), list.views.size()},
+              {list.shapes.data(), list.shapes.size()}, std::move(completion));
+  }
+
+ private:
+  int32_t root_ = 0;
+};
+
+class CoreIdKernel final : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    tensorflow::Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
+    output->scalar<int64_t>()() = static_cast<int64_t>(core_id());
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("DlCommGradients").Device(tensorflow::DEVICE_CPU), GradientsKernel);
+REGISTER_KERNEL_BUILDER(Name("DlCommBroadcast").Device(tensorflow::DEVICE_CPU), BroadcastKernel);
+REGISTER_KERNEL_BUILDER(Name("DlCommCoreId").Device(tensorflow::DEVICE_CPU), CoreIdKernel);
+
+}  // namespace
+}  // namespace dl_comm
+
+// The core's number, for callers without a TensorFlow session.
+extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
