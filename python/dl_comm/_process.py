@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import sys
+from typing import Any
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError
@@ -38,16 +40,27 @@ def init(nthread_per_team: int = 2, nteams: int = 1, msglen: int = 0, framework:
     """
     if framework not in _FRAMEWORKS:
         raise ArgumentError(f"framework is {framework!r}; it is one of {', '.join(map(repr, _FRAMEWORKS))}")
-    for name, value, least in (("nthread_per_team", nthread_per_team, 1), ("nteams", nteams, 1), ("msglen", msglen, 0)):
-        if not isinstance(value, int) or value < least:
-            raise ArgumentError(f"{name} is {value!r}; it is a whole number from {least}")
+    threads = _whole("nthread_per_team", nthread_per_team, 1)
+    teams = _whole("nteams", nteams, 1)
+    _whole("msglen", msglen, 0)
     _dl_comm.init()
-    for team in range(_dl_comm.nteams(), nteams):
-        _dl_comm.create_team(team, nthread_per_team, 0)
+    for team in range(_dl_comm.nteams(), teams):
+        _dl_comm.create_team(team, threads, 0)
     if framework in ("tensorflow", "keras"):
         import dl_comm.tensorflow
     elif framework == "torch":
         import dl_comm.torch  # noqa: F401
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """``value`` as an int; NumPy's integers and the like, which scripts compute, count too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ArgumentError(f"{name} is {value!r}; it is a whole number from {least}")
+    return number
 
 
 def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:

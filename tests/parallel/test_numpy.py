@@ -112,7 +112,7 @@ def test_ranks(rank: int, size: int) -> None:
     assert 0 <= mc.get_localrank() < mc.local_size() <= size
     assert mc.local_rank() == mc.get_localrank()
     mc.barrier()
-    mc.init()  # again: nothing happens
+    mc.init(np.int64(2), np.int32(2), np.int64(1000), "numpy")  # again: nothing happens
 
 
 @pytest.mark.parametrize("call", [mc.gradients, mc.broadcast])
@@ -152,6 +152,8 @@ def test_what_has_no_meaning_is_refused(rank: int, size: int) -> None:
         mc.create_team(0)
     with pytest.raises(mc.ArgumentError, match="nteams"):
         mc.init(nteams=0)
+    with pytest.raises(mc.ArgumentError, match="msglen is 1.5"):
+        mc.init(msglen=1.5)  # type: ignore[arg-type]
     with pytest.raises(mc.ArgumentError, match="framework"):
         mc.init(framework="caffe")
     mc.barrier()
