@@ -19,6 +19,27 @@ else()
     message(FATAL_ERROR "no mpicc on the PATH: 'pip install mpich' brings one, or set MPICC to another MPI's")
   endif()
 endif()
+# What the MPI is decides what has to be built again: another one gets a cargo folder of its own. Where it lies may change
+# from build to build (pip's environments), so that is told apart, for linking only. A chosen MPI is also found at run time
+# where it lies now; the default one, beside the package.
+execute_process(COMMAND "${mpicc}" -show OUTPUT_VARIABLE mpi_flags OUTPUT_STRIP_TRAILING_WHITESPACE
+  COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL "-I[^ ]+" mpi_includes "${mpi_flags}")
+string(REGEX MATCHALL "-L[^ ]+" mpi_libraries "${mpi_flags}")
+list(TRANSFORM mpi_includes REPLACE "^-I" "")
+list(TRANSFORM mpi_libraries REPLACE "^-L" "")
+find_file(mpi_header mpi.h PATHS ${mpi_includes} NO_CACHE)
+if(mpi_header)
+  file(SHA256 "${mpi_header}" mpi_identity)
+else()
+  string(SHA256 mpi_identity "${mpi_flags}")
+endif()
+string(SUBSTRING "${mpi_identity}" 0 8 mpi_identity)
+list(JOIN mpi_libraries ":" mpi_search)
+if(DEFINED ENV{MPICC})
+  set(mpi_runpath "${mpi_search}")
+endif()
+
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c "import clang, pathlib; print(pathlib.Path(clang.__path__[0], 'native'), end='')"
   OUTPUT_VARIABLE libclang ERROR_QUIET)
@@ -26,13 +47,14 @@ execute_process(COMMAND "${CMAKE_C_COMPILER}" -print-file-name=include
   OUTPUT_VARIABLE compiler_headers OUTPUT_STRIP_TRAILING_WHITESPACE)
 set(cargo_env "MPICC=${mpicc}" "BINDGEN_EXTRA_CLANG_ARGS=-isystem ${compiler_headers}" "CXX=${CMAKE_CXX_COMPILER}"
   "CC=${CMAKE_C_COMPILER}" "DL_COMM_BRIDGE_DIR=${DL_COMM_BRIDGE_DIR}" "DL_COMM_LIB_DIR=${staged}"
+  "DL_COMM_MPI_SEARCH=${mpi_search}" "DL_COMM_MPI_RUNPATH=${mpi_runpath}"
   "PYO3_BUILD_EXTENSION_MODULE=1" "PYO3_PYTHON=${Python_EXECUTABLE}")
 if(libclang AND NOT DEFINED ENV{LIBCLANG_PATH})
   list(APPEND cargo_env "LIBCLANG_PATH=${libclang}")
 endif()
 set(cargo_build "${CMAKE_COMMAND}" -E env ${cargo_env} "${CARGO}" build --release --locked
-  --manifest-path "${CMAKE_SOURCE_DIR}/Cargo.toml" --target-dir "${CMAKE_BINARY_DIR}/cargo")
-set(built "${CMAKE_BINARY_DIR}/cargo/release")
+  --manifest-path "${CMAKE_SOURCE_DIR}/Cargo.toml" --target-dir "${CMAKE_BINARY_DIR}/cargo-${mpi_identity}")
+set(built "${CMAKE_BINARY_DIR}/cargo-${mpi_identity}/release")
 
 # cargo knows what is up to date, so both run at every build.
 add_custom_target(dl_comm_core ALL

@@ -9,13 +9,27 @@ fn main() -> io::Result<()> {
     println!("cargo:rerun-if-changed=src/ffi.rs");
     println!("cargo:rerun-if-changed=include");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libdl_comm.so.0");
-    // In site-packages/dl_comm this finds the libmpi of the environment; LD_LIBRARY_PATH goes before it.
-    println!("cargo:rustc-cdylib-link-arg=-Wl,--enable-new-dtags,-rpath,$ORIGIN/../../..");
+    link_mpi();
     println!("cargo:rerun-if-env-changed=DL_COMM_BRIDGE_DIR");
     if let Some(folder) = env::var_os("DL_COMM_BRIDGE_DIR") {
         collect(Path::new(&folder))?;
     }
     Ok(())
+}
+
+/// Tells where libmpi is: for linking, what CMake found now (what mpi-sys remembers may be gone); at run time, a chosen
+/// MPI's folder, then that of the environment, which lies there for a package in site-packages. `LD_LIBRARY_PATH` goes
+/// before both.
+fn link_mpi() {
+    println!("cargo:rerun-if-env-changed=DL_COMM_MPI_SEARCH");
+    println!("cargo:rerun-if-env-changed=DL_COMM_MPI_RUNPATH");
+    for folder in env::var("DL_COMM_MPI_SEARCH").unwrap_or_default().split(':').filter(|folder| !folder.is_empty()) {
+        println!("cargo:rustc-link-search=native={folder}");
+    }
+    let chosen = env::var("DL_COMM_MPI_RUNPATH").unwrap_or_default();
+    let runpath: Vec<&str> =
+        chosen.split(':').filter(|folder| !folder.is_empty()).chain(["$ORIGIN/../../.."]).collect();
+    println!("cargo:rustc-cdylib-link-arg=-Wl,--enable-new-dtags,-rpath,{}", runpath.join(":"));
 }
 
 /// Copies cxx.{h,cc} of the very cxx that the core is built with, and the generated glue, into `folder`.

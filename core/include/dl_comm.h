@@ -49,7 +49,8 @@ int dl_comm_init_mpi(void);
 /* Brings MPI up when it is not, and everything that the other functions need. Collective. */
 int dl_comm_init(void);
 
-/* Ends every team, and MPI where dl_comm brought it up. May be called twice. Collective. */
+/* Ends every team, and MPI where dl_comm brought it up. May be called twice. Collective: it waits for the other ranks,
+ * up to the deadline of DL_COMM_TIMEOUT_S, after which it leaves MPI as it is. */
 int dl_comm_finalize(void);
 
 /* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1); `prec_level` 0 adds float16, bfloat16
@@ -110,12 +111,16 @@ int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, i
 /* Returns when every rank has called it. Collective. */
 int dl_comm_barrier(void);
 
-/* Ends the use of dl_comm after a failure: the other ranks get an error soon, and MPI is left as it is, so that the
- * launcher ends the job. Not collective. */
+/* Ends the use of dl_comm after a failure: the other ranks of the host get an error soon, and MPI is left as it is, so
+ * that the launcher ends the job. Not collective. */
 int dl_comm_abandon(void);
 
 /* Returns 1 when dl_comm_init succeeded and dl_comm_finalize was not called, else 0. */
 int dl_comm_is_initialized(void);
+
+/* dl_comm_create_team with the precision of DL_COMM_DEFAULT_PREC_LEVEL, unless the team exists already. Collective when
+ * it does not. */
+int dl_comm_ensure_team(int teamID, int nthreads_in_team);
 
 /* Returns the number of created teams with an id from 0. */
 int dl_comm_get_nteams(void);

@@ -2,6 +2,8 @@
 //!
 //! The caller owns the memory and keeps it valid until the call has ended; that promise is made at the faces.
 
+use std::ops::Range;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -51,17 +53,36 @@ impl Buffer {
     /// # Errors
     /// [`Error::Invalid`]
     pub fn check(&self) -> Result<()> {
+        self.check_source()?;
+        self.check_pointer(self.dst.cast_const())
+    }
+
+    /// The same for a buffer that is only read.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]
+    pub fn check_source(&self) -> Result<()> {
         let size = self.dtype.size();
         if self.len.checked_mul(size).is_none_or(|bytes| bytes > isize::MAX as usize) {
             return Err(Error::Invalid(format!("{} elements of {} are not addressable", self.len, self.dtype.name())));
         }
-        if self.len > 0 && (self.src.is_null() || self.dst.is_null()) {
+        self.check_pointer(self.src)
+    }
+
+    fn check_pointer(&self, pointer: *const u8) -> Result<()> {
+        if self.len > 0 && pointer.is_null() {
             return Err(Error::Invalid("the pointer is null".into()));
         }
-        if !(self.src.addr().is_multiple_of(size) && self.dst.addr().is_multiple_of(size)) {
+        if !pointer.addr().is_multiple_of(self.dtype.size()) {
             return Err(Error::Invalid(format!("the pointer is not aligned for {}", self.dtype.name())));
         }
         Ok(())
+    }
+
+    /// The addresses that are read and those that are written.
+    pub fn spans(&self) -> (Range<usize>, Range<usize>) {
+        let span = |start: usize| start..start + self.len * self.dtype.size();
+        (span(self.src.addr()), span(self.dst.addr()))
     }
 
     /// The bytes of elements `start .. start + count`, to read.

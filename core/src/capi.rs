@@ -22,7 +22,8 @@ thread_local! {
 fn face(body: impl FnOnce() -> Result<c_int>) -> c_int {
     guard(body).unwrap_or_else(|error| {
         let text = error.to_string().replace('\0', " ");
-        LAST_ERROR.with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
+        // In an exit handler the thread may have no place for it any more; the code remains.
+        let _kept = LAST_ERROR.try_with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
         error.code()
     })
 }
@@ -71,6 +72,12 @@ pub extern "C" fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, pr
     dl_create_team(teamID, nthreads_in_team, prec_level)
 }
 
+/// `dl_comm_ensure_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
+    done(|| global::ensure_team(id, Some(nthreads)))
+}
+
 /// `dl_comm_gradients` of `dl_comm.h`.
 ///
 /// # Safety
@@ -87,7 +94,7 @@ pub unsafe extern "C" fn dl_comm_gradients(
     done(|| {
         // SAFETY: the caller's promise.
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
-        global::ensure_team(teamID)?;
+        global::ensure_team(teamID, None)?;
         global::wait("", |request| global::average_towers(teamID, request, || Ok(towers)))
     })
 }
@@ -157,7 +164,7 @@ pub extern "C" fn dl_comm_get_nteams() -> c_int {
 /// `dl_comm_last_error` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_last_error() -> *const c_char {
-    LAST_ERROR.with(|last| last.borrow().as_ptr())
+    LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }
 
 /// `dl_comm_core_id` of `dl_comm.h`.
@@ -246,7 +253,7 @@ fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
         // SAFETY: the caller promised valid memory.
         xxh3_64(unsafe { tensor.buffer.bytes(0, tensor.buffer.len()) })
     };
-    tensors.iter().try_for_each(|tensor| tensor.buffer.check())?;
+    tensors.iter().try_for_each(|tensor| tensor.buffer.check_source())?;
     // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
     let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
     let shown = &list[..list.floor_char_boundary(200)];

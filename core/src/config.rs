@@ -74,7 +74,7 @@ impl Config {
             default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
-            chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 20, defaults.chunk_bytes >> 10)? << 10,
+            chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
         })
     }

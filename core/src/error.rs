@@ -71,6 +71,21 @@ impl Error {
         }
     }
 
+    /// The text without what `Display` puts before it.
+    pub fn detail(&self) -> &str {
+        match self {
+            Error::Invalid(text)
+            | Error::DType(text)
+            | Error::State(text)
+            | Error::Mismatch(text)
+            | Error::Timeout(text)
+            | Error::PeerLost(text)
+            | Error::System(text)
+            | Error::Mpi(text)
+            | Error::Internal(text) => text,
+        }
+    }
+
     /// Whether the team can go on after this error: true for misuse and mismatches, false for what leaves the ranks
     /// out of step.
     pub fn is_recoverable(&self) -> bool {

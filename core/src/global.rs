@@ -208,17 +208,17 @@ fn team(id: i32) -> Result<Arc<Team>> {
     }
 }
 
-/// Makes team `id` with the default settings unless it exists; for the C API, whose callers may skip the making. Collective
-/// when the team does not exist.
+/// Makes team `id` unless it exists, with the default precision, and the default number of threads unless `threads` tells.
+/// Collective when the team does not exist.
 ///
 /// # Errors
 /// Those of [`create_team`].
-pub fn ensure_team(id: i32) -> Result<()> {
+pub fn ensure_team(id: i32, threads: Option<i32>) -> Result<()> {
     if id >= 0 && find_team(id)?.is_some() {
         return Ok(());
     }
     let config = config()?;
-    let threads = i32::try_from(config.default_nthreads).unwrap_or(1);
+    let threads = threads.or(i32::try_from(config.default_nthreads).ok()).unwrap_or(1);
     create_team(id, threads, i32::from(config.default_prec_level))
 }
 
@@ -319,18 +319,17 @@ fn end(reason: Option<Error>) -> Result<()> {
         std::mem::replace(&mut *state, next)
     };
     let State::Started { world, teams, .. } = ended else { return Ok(()) };
-    let mut failed = false;
-    for team in teams.values() {
-        if let Some(error) = &reason {
-            team.fail(error);
-        }
-        team.stop();
-        failed |= team.failure().is_some();
+    if let Some(error) = &reason {
+        teams.values().for_each(|team| team.fail(error));
     }
-    drop(teams);
-    if let Some(world) = Arc::into_inner(world) {
+    teams.values().for_each(|team| team.stop());
+    let failed = teams.values().any(|team| team.failure().is_some());
+    if failed || reason.is_some() {
         // A job that lost a rank would wait for it in MPI_Finalize for ever.
-        world.into_inner().unwrap_or_else(PoisonError::into_inner).finish(failed);
+        world.lock().unwrap_or_else(PoisonError::into_inner).leave();
     }
+    // The teams' communicators go before MPI.
+    drop(teams);
+    drop(world);
     Ok(())
 }

@@ -93,3 +93,53 @@ fn a_failed_team_ends_the_waits_of_the_others() {
         }
     });
 }
+
+/// A single tensor that differs, deep in a long list on many ranks with small slots, is found and named on every rank, with
+/// the same words.
+#[test]
+fn the_one_tensor_that_differs_is_found() {
+    for (hosts, odd) in [(&[2][..], 1), (&[4, 4], 7), (&[3, 1, 2], 3)] {
+        let texts = World::new(hosts).run(|rank| {
+            let mut list: Vec<Vec<f32>> = (0..1000).map(|i| vec![0.0; i % 5 + 1]).collect();
+            if rank.rank == odd {
+                list[777].push(0.0);
+            }
+            rank.average(list.iter_mut().map(|data| tensor(data)).collect()).unwrap_err().to_string()
+        });
+        assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+        let text = &texts[0];
+        assert!(text.contains("tensor 777: float32[3]") && text.contains("tensor 777: float32[4]"), "{text}");
+        assert!(text.contains(&format!("rank {odd}: ")) && !text.contains("tensor 776"), "{text}");
+    }
+}
+
+#[test]
+fn memory_that_is_passed_twice_is_refused() {
+    World { threads: 3, ..World::new(&[2]) }.run(|rank| {
+        let mut data = vec![rank.rank as f32; 100_000];
+        let (twice, part) = (tensor(&mut data), tensor(&mut data[10..20]));
+        let error = rank.average(vec![twice.clone(), twice.clone()]).unwrap_err();
+        assert!(matches!(&error, Error::Invalid(text) if text.contains("0 and 1 share memory")), "{error}");
+        assert!(matches!(rank.average(vec![twice.clone(), part]), Err(Error::Invalid(_))));
+        assert!(matches!(
+            rank.call(Op::Average, vec![vec![twice.clone()], vec![twice.clone()]], ""),
+            Err(Error::Invalid(_))
+        ));
+        // What a broadcast writes twice is the same.
+        rank.broadcast(1, vec![twice.clone(), twice]).unwrap();
+        assert!(data.iter().all(|&value| value == 1.0));
+    });
+}
+
+#[test]
+fn a_rank_that_has_left_is_named_at_once() {
+    World::new(&[2]).run(|rank| {
+        rank.average(vec![tensor(&mut [1f32])]).unwrap();
+        if rank.rank == 0 {
+            rank.team.stop();
+        } else {
+            let error = rank.average(vec![tensor(&mut [1f32])]).unwrap_err();
+            assert_eq!(error, Error::PeerLost("rank 0 has called finalize".into()));
+        }
+    });
+}

@@ -51,10 +51,18 @@ def cached_library(framework: str, force: bool = False) -> Path:
     library = folder / _LIBRARY[framework]
     if library.exists() and not force:
         return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "lock"):
-        if force or not library.exists():
-            _build(framework, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            if force or not library.exists():
+                for leftover in folder.glob("build.*"):  # of a build that was killed; we hold the lock
+                    shutil.rmtree(leftover)
+                _build(framework, folder)
+    except OSError as error:
+        raise ImportError(
+            f"dl_comm cannot keep the operations for {framework} in {folder}: {error}; set DL_COMM_CACHE to a folder "
+            "that can be written to and locked"
+        ) from error
     return library
 
 
@@ -76,8 +84,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build(framework: str, folder: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    # CMake reads CXX, which may have arguments, by itself.
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None and "CXX" not in os.environ:
         raise ImportError(
             f"dl_comm's operations for {framework} must be compiled once for the installed version, and no C++ "
             "compiler was found: install one (for instance g++), set CXX, or build where there is one: "
@@ -93,11 +102,13 @@ def _build(framework: str, folder: Path) -> None:
         configure = [
             _tool("cmake"),
             *("-S", str(SOURCES), "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"),
-            *(f"-DCMAKE_CXX_COMPILER={compiler}", f"-DCMAKE_INSTALL_PREFIX={build}/out", "-DDL_COMM_INSTALL_DIR=."),
+            *(f"-DCMAKE_INSTALL_PREFIX={build}/out", "-DDL_COMM_INSTALL_DIR=."),
             *(f"-DDL_COMM_CORE_LIBRARY={CORE}", f"-DCMAKE_INSTALL_RPATH={PACKAGE}"),
             *options,
         ]
         ninja = _tool("ninja", required=False)
+        if "CXX" not in os.environ:
+            configure += [f"-DCMAKE_CXX_COMPILER={compiler}"]
         if ninja:
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         _run(configure, framework)

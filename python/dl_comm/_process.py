@@ -44,8 +44,8 @@ def init(nthread_per_team: int = 2, nteams: int = 1, msglen: int = 0, framework:
     teams = _whole("nteams", nteams, 1)
     _whole("msglen", msglen, 0)
     _dl_comm.init()
-    for team in range(_dl_comm.nteams(), teams):
-        _dl_comm.create_team(team, threads, 0)
+    for team in range(teams):
+        _dl_comm.ensure_team(team, threads)
     if framework in ("tensorflow", "keras"):
         import dl_comm.tensorflow
     elif framework == "torch":

@@ -89,8 +89,6 @@ plain! {
     local_size = dl_comm_get_local_nranks;
     /// The number of hosts.
     hosts = dl_comm_get_nhosts;
-    /// The number of teams.
-    nteams = dl_comm_get_nteams;
     /// Waits for all ranks.
     barrier = dl_comm_barrier;
 }
@@ -107,6 +105,14 @@ fn is_initialized() -> bool {
 fn create_team(py: Python<'_>, id: i32, nthreads: i32, prec_level: i32) -> PyResult<()> {
     // SAFETY: plain numbers.
     call(py, || unsafe { api::ffi::dl_create_team(id, nthreads, prec_level) })?;
+    Ok(())
+}
+
+/// Creates a team unless it exists.
+#[pyfunction]
+fn ensure_team(py: Python<'_>, id: i32, nthreads: i32) -> PyResult<()> {
+    // SAFETY: plain numbers.
+    call(py, || unsafe { api::ffi::dl_comm_ensure_team(id, nthreads) })?;
     Ok(())
 }
 
@@ -135,10 +141,10 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(local_rank, module)?,
         wrap_pyfunction!(local_size, module)?,
         wrap_pyfunction!(hosts, module)?,
-        wrap_pyfunction!(nteams, module)?,
         wrap_pyfunction!(barrier, module)?,
         wrap_pyfunction!(is_initialized, module)?,
         wrap_pyfunction!(create_team, module)?,
+        wrap_pyfunction!(ensure_team, module)?,
         wrap_pyfunction!(core_id, module)?,
     ] {
         module.add_function(function)?;

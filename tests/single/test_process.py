@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import Finished, mpiexec, run
+from launch import Finished, launch
 
 Script = Callable[..., Finished]
 
@@ -18,6 +18,8 @@ HEAD = """
 import os, signal, sys, time
 import numpy as np
 import dl_comm as mc
+def say(*words):  # at once, so that the lines of two ranks do not mix
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 def mean(value, team=0):
     return mc.gradients([np.full(3, value, np.float32)], team)[0][0]
 """
@@ -27,7 +29,7 @@ def mean(value, team=0):
 def _nothing_stays_behind():  # noqa: ANN202
     before = set(os.listdir("/dev/shm"))
     yield
-    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("dl_comm")} == set()
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("dl_comm", "mpich_shm"))} == set()
 
 
 def test_mpi4py_first_and_after(script: Script) -> None:
@@ -36,7 +38,7 @@ def test_mpi4py_first_and_after(script: Script) -> None:
         "from mpi4py import MPI\n" + HEAD + "mc.init()\n"
         "assert mc.get_rank() == MPI.COMM_WORLD.rank and mean(mc.get_rank()) == 0.5\n"
         "mc.finalize()\n"
-        "assert not MPI.Is_finalized() and MPI.COMM_WORLD.allreduce(1) == 2\nprint('fine')",
+        "assert not MPI.Is_finalized() and MPI.COMM_WORLD.allreduce(1) == 2\nsay('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
 
@@ -46,14 +48,14 @@ def test_what_mpi_was_granted_is_respected(script: Script, level: str) -> None:
     finished = script(
         2,
         f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nfrom mpi4py import MPI\n" + HEAD + "mc.init(2, 2)\n"
-        "assert mean(mc.get_rank()) == 0.5 and mean(mc.get_rank(), 1) == 0.5\nprint('fine')",
+        "assert mean(mc.get_rank()) == 0.5 and mean(mc.get_rank(), 1) == 0.5\nsay('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
 
 
 def test_mpi4py_after_ours(script: Script) -> None:
     finished = script(
-        2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nprint('fine')"
+        2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nsay('fine')"
     )
     assert finished.returncode == 0, finished.output
     assert finished.output.count("fine") == 2, finished.output
@@ -73,7 +75,7 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
         "    try: call()\n"
         "    except mc.StateError as error: assert 'finalised' in str(error)\n"
         "    else: raise SystemExit('no error')\n"
-        "print('fine')",
+        "say('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
     assert finished.returncode == 0
@@ -91,7 +93,7 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
 def test_bad_environment_values_are_named(script: Script, name: str, value: str) -> None:
     finished = script(
         1,
-        HEAD + "try: mc.init()\nexcept ValueError as error: print('refused:', error)\n"
+        HEAD + "try: mc.init()\nexcept ValueError as error: say('refused:', error)\n"
         f"del os.environ['{name}']\nmc.init()\nassert mean(2) == 2",
         env={name: value},
     )
@@ -102,8 +104,8 @@ def test_bad_environment_values_are_named(script: Script, name: str, value: str)
 def test_no_room_for_shared_memory_is_said(script: Script, tmp_path: Path) -> None:
     finished = script(
         2,
-        HEAD + "try: mc.init()\nexcept mc.CommError as error: print('refused:', error)",
-        env={"DL_COMM_CHUNK_KB": str(1 << 20), "DL_COMM_DEFAULT_NTHREADS": "200"},
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: say('refused:', error)",
+        env={"DL_COMM_CHUNK_KB": str(1 << 18), "DL_COMM_DEFAULT_NTHREADS": "256"},
     )
     assert finished.output.count("refused: rank 0") == 2, finished.output
     assert "DL_COMM_CHUNK_KB" in finished.output
@@ -115,9 +117,9 @@ def test_a_late_rank_is_named_at_the_deadline(script: Script) -> None:
         HEAD + "mc.init()\nmc.barrier()\n"
         "if mc.get_rank() == 2: time.sleep(4)\n"
         "try: mean(1)\n"
-        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); print('said:', error)\n"
+        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); say('said:', error)\n"
         "try: mean(1)\n"
-        "except mc.TimeoutError: print('again', flush=True)\n"
+        "except mc.TimeoutError: say('again')\n"
         "time.sleep(4)  # the first to leave a failed job takes the others with it\n",
         env={"DL_COMM_TIMEOUT_S": "2", "DL_COMM_STALL_WARN_S": "0.5"},
     )
@@ -132,7 +134,7 @@ def test_an_exception_on_one_rank_ends_the_job(script: Script) -> None:
         HEAD + "mc.init()\nmean(1)\n"
         "if mc.get_rank() == 1: raise RuntimeError('bad data')\n"
         "try: mean(1)\n"
-        "except mc.PeerLostError as error: print('said:', error)",
+        "except mc.PeerLostError as error: say('said:', error)",
         timeout=50,
     )
     assert not finished.timed_out
@@ -140,21 +142,61 @@ def test_an_exception_on_one_rank_ends_the_job(script: Script) -> None:
     assert "bad data" in finished.output
 
 
+def test_a_rank_that_leaves_early_is_named_at_once(script: Script) -> None:
+    """With a step fewer than the others, say; nobody waits for the deadline, which is five minutes."""
+    finished = script(
+        2,
+        HEAD + "mc.init()\nmean(1)\n"
+        "if mc.get_rank() == 1: sys.exit(0)\n"
+        "try: mean(1)\n"
+        "except mc.PeerLostError as error: say('said:', error)\n",
+        timeout=50,
+    )
+    assert not finished.timed_out
+    assert "said: rank 1 on " in finished.output
+    assert "has called finalize" in finished.output
+
+
+def test_a_failure_before_init_ends_the_job(script: Script) -> None:
+    finished = script(
+        2, HEAD + "mc.init_mpi()\nif mc.get_rank() == 1: raise RuntimeError('bad data')\nmc.init()", timeout=50
+    )
+    assert not finished.timed_out
+    assert finished.returncode != 0
+
+
+def test_finalize_keeps_the_deadline(script: Script) -> None:
+    finished = script(
+        2,
+        HEAD + "mc.init()\nif mc.get_rank() == 1: time.sleep(30)\nmc.finalize()",
+        env={"DL_COMM_TIMEOUT_S": "1"},
+        timeout=25,
+    )
+    assert not finished.timed_out
+    assert "finalize was not complete after 1" in finished.output
+
+
+def test_the_launcher_of_another_mpi_is_noticed(script: Script) -> None:
+    """Else every process would train alone, as rank 0 of 1."""
+    finished = script(
+        1, HEAD + "try: mc.init()\nexcept mc.CommError as error: say(error)", env={"OMPI_COMM_WORLD_SIZE": "2"}
+    )
+    assert "the launcher started 2 processes" in finished.output
+
+
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])
 def test_a_killed_rank_is_lost_to_the_others(tmp_path: Path, how: str) -> None:
-    program, said = tmp_path / "script.py", tmp_path / "said"
+    program = tmp_path / "script.py"
     program.write_text(
-        # MPICH's mpiexec tells the survivors by SIGUSR1, which nobody here handles.
-        HEAD + "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nmc.init()\nmean(1)\n"
+        HEAD + "mc.init()\nmean(1)\n"
         f"if mc.get_rank() == 1: {how}\n"
         "try: mean(1)\n"
-        f"except mc.PeerLostError as error: open({str(said)!r}, 'w').write(str(error))\n"
+        "except mc.PeerLostError as error: say('said:', error)\n"
     )
-    # Without the option mpiexec kills the survivors itself; with it, it leaves at once, and they live on to say it.
-    command = [*mpiexec(), "-disable-auto-cleanup", "-n", "2", sys.executable, str(program)]
-    run(["bash", "-c", f"{shlex.join(command)}; for i in $(seq 100); do test -s {said} && exit; sleep 0.1; done"], 50)
-    assert "rank 1 on" in said.read_text()
-    assert "has ended" in said.read_text()
+    # The shell outlives the rank for a while, so that mpiexec does not kill the survivors before they can say it.
+    finished = launch(2, ["sh", "-c", f"{shlex.join([sys.executable, str(program)])}; sleep 3"], 50)
+    assert "said: rank 1 on " in finished.output
+    assert "has ended" in finished.output
 
 
 def test_a_forked_child_gets_an_error(script: Script) -> None:
@@ -164,9 +206,9 @@ def test_a_forked_child_gets_an_error(script: Script) -> None:
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    try: mean(1)\n"
-        "    except mc.StateError as error: print('said:', error, flush=True)\n"
+        "    except mc.StateError as error: say('said:', error)\n"
         "    sys.exit(0)\n"
-        "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nprint('fine')",
+        "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nsay('fine')",
     )
     assert finished.output.count("was forked from") == 2, finished.output
     assert finished.output.count("fine") == 2, finished.output

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::{Collective, Job, Lane, explain};
 use crate::error::{Error, Result};
-use crate::plan::{HEADER, slice};
+use crate::plan::{HEADER, message_bytes, slice};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
@@ -66,6 +66,11 @@ impl Channel {
             true => Ok(()),
             false => Err(Error::Internal(format!("the ranks lost step in chunk {} of {}", step.chunk, job.title()))),
         }
+    }
+
+    /// How much of a message is free for its content.
+    pub(super) fn message_capacity(&self) -> usize {
+        message_bytes(self.node.node().geometry().slot, self.topology.lanes(), self.topology.hosts()) - HEADER
     }
 
     /// The number of the next step, once its slot is free.

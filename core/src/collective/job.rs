@@ -1,5 +1,7 @@
 //! One collective call as every rank describes it: operation, tensors, layout on the wire, signature.
 
+use std::ops::Range;
+
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::buffer::{Buffer, Tensor};
@@ -137,15 +139,16 @@ impl Job {
         }
     }
 
-    /// The call in full: its title, then a line for each tensor, as far as `limit` bytes reach.
-    pub fn describe(&self, limit: usize) -> String {
+    /// The call: its title, then a line for each tensor of `range` that there is, as far as `limit` bytes reach.
+    pub fn describe(&self, range: Range<usize>, limit: usize) -> String {
         let tensors = self.tensors(0);
         let mut text = self.title();
         if !tensors.is_empty() {
             text += &format!(" of {} tensor{}", tensors.len(), if tensors.len() == 1 { "" } else { "s" });
         }
-        for (index, tensor) in tensors.iter().enumerate() {
-            let line = format!("\n{}: {}", self.label(index), tensor.describe());
+        let labels: Vec<&str> = self.labels.lines().collect();
+        for (index, tensor) in tensors.iter().enumerate().take(range.end).skip(range.start) {
+            let line = format!("\n{}: {}", place(index, labels.get(index).unwrap_or(&"")), tensor.describe());
             if text.len() + line.len() > limit {
                 break;
             }
@@ -155,12 +158,20 @@ impl Job {
         text
     }
 
-    fn label(&self, tensor: usize) -> String {
-        match self.labels.lines().nth(tensor) {
-            Some(label) if !label.is_empty() => format!("tensor {tensor} '{label}'"),
-            _ => format!("tensor {tensor}"),
+    /// A hash of what tensors `range` are, for finding where two lists differ; a tensor that is not there counts too.
+    pub fn digest(&self, range: Range<usize>) -> u64 {
+        let mut hash = Xxh3::new();
+        for tensor in range.map(|index| self.tensors(0).get(index)) {
+            hash.update(tensor.map(Tensor::describe).unwrap_or_default().as_bytes());
+            hash.update(b"\n");
         }
+        hash.digest()
     }
+}
+
+/// A tensor's position and name.
+fn place(index: usize, label: &str) -> String {
+    if label.is_empty() { format!("tensor {index}") } else { format!("tensor {index} '{label}'") }
 }
 
 fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<()> {
@@ -184,13 +195,12 @@ fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<(
             )));
         }
         for (index, (tensor, expected)) in tensors.iter().zip(first).enumerate() {
-            let label = labels.lines().nth(index).unwrap_or("");
-            let place = || format!("tensor {index} {label}").trim_end().to_owned();
+            let place = || place(index, labels.lines().nth(index).unwrap_or(""));
             tensor.buffer.check().map_err(|error| Error::Invalid(format!("{}: {error}", place())))?;
             if op == Op::Average && tensor.buffer.dtype() == DType::Bool {
                 return Err(Error::DType(format!("{}: bool has no mean; broadcast it, or convert it first", place())));
             }
-            if tensor.describe() != expected.describe() {
+            if tensor.shape() != expected.shape() || tensor.buffer.dtype() != expected.buffer.dtype() {
                 return Err(Error::Invalid(format!(
                     "{} is {} in tower {tower} and {} in tower 0; all towers need the same list",
                     place(),
@@ -199,6 +209,36 @@ fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<(
                 )));
             }
         }
+    }
+    if op == Op::Average { check_overlap(towers) } else { Ok(()) }
+}
+
+/// Refuses an average that would read what it has written: chunks are carried by several threads, in no fixed order. (In a
+/// broadcast all that is written to one place is the same.)
+fn check_overlap(towers: &[Vec<Tensor>]) -> Result<()> {
+    let mut spans = Vec::new();
+    for (index, tensor) in towers.iter().flat_map(|tower| tower.iter().enumerate()) {
+        let (read, written) = tensor.buffer.spans();
+        if read != written && !read.is_empty() {
+            spans.push((read.start, read.end, false, index));
+        }
+        if !written.is_empty() {
+            spans.push((written.start, written.end, true, index));
+        }
+    }
+    spans.sort_unstable();
+    // The furthest ends so far of what is read and of what is written.
+    let mut furthest = [(0, 0); 2];
+    for (start, end, written, index) in spans {
+        for (other_written, (other_end, other)) in [false, true].into_iter().zip(furthest) {
+            if start < other_end && (written || other_written) {
+                return Err(Error::Invalid(format!(
+                    "tensors {other} and {index} share memory; pass it once, or the results to separate memory"
+                )));
+            }
+        }
+        let slot = &mut furthest[usize::from(written)];
+        *slot = (*slot).max((end, index));
     }
     Ok(())
 }

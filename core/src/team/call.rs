@@ -1,6 +1,6 @@
 //! A call from its submission to its completion.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,6 +46,7 @@ pub(super) struct Call {
     pub job: Job,
     pub started: Instant,
     pub timeout: Option<Duration>,
+    pub warned: AtomicBool,
     parts: AtomicUsize,
     outcome: Mutex<(Option<Done>, Result<()>)>,
 }
@@ -53,7 +54,14 @@ pub(super) struct Call {
 impl Call {
     pub fn new(job: Job, done: Done, timeout: Option<Duration>) -> Call {
         let outcome = Mutex::new((Some(done), Ok(())));
-        Call { job, started: Instant::now(), timeout, parts: AtomicUsize::new(1), outcome }
+        Call {
+            job,
+            started: Instant::now(),
+            timeout,
+            warned: AtomicBool::new(false),
+            parts: AtomicUsize::new(1),
+            outcome,
+        }
     }
 
     /// Says that `more` further threads will end a part each; called before they start.

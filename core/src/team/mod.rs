@@ -158,6 +158,7 @@ impl Team {
                 say(&format!("a thread of team {} panicked", self.carrier.team));
             }
         }
+        self.shared.node.leave();
     }
 }
 

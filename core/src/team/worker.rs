@@ -66,7 +66,8 @@ impl Worker {
         let settings = &self.shared.settings;
         let describe = || call.job.title();
         let interrupted = || self.shared.failure();
-        let patience = Patience::new(call.started, call.timeout, settings.stall_warn, &describe, &interrupted);
+        let patience =
+            Patience::new(call.started, call.timeout, settings.stall_warn, &call.warned, &describe, &interrupted);
         let channel = &mut self.channel;
         let result = guard(|| work(channel, call, &patience));
         if let Err(error) = &result

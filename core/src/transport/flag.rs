@@ -44,7 +44,8 @@ impl Flag {
         self.value.load(Ordering::Acquire).wrapping_sub(target).cast_signed() >= 0
     }
 
-    /// Waits until the counter has come to `target`: `spins` looks, then sleep. `check` is asked after every nap.
+    /// Waits until the counter has come to `target`: `spins` looks, then sleep. `check` is asked after
+    /// every nap and wake.
     ///
     /// # Errors
     /// What `check` returns, or a futex that the system refuses.
@@ -75,8 +76,14 @@ impl Flag {
                 return Ok(());
             }
             match futex::wait(&self.value, futex::Flags::empty(), seen, Some(&NAP)) {
-                Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(Errno::TIMEDOUT) => check()?,
+                Err(Errno::AGAIN) => {}
+                // Also after a signal or a wake: either may come again and again.
+                Ok(()) | Err(Errno::INTR | Errno::TIMEDOUT) => {
+                    if self.reached(target) {
+                        return Ok(());
+                    }
+                    check()?;
+                }
                 Err(error) => return Err(Error::system("futex wait", error)),
             }
         }
@@ -86,6 +93,8 @@ impl Flag {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicBool;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn reached_goes_on_past_the_wrap() {
@@ -110,5 +119,25 @@ mod tests {
         let stop = Error::Timeout("now".into());
         assert_eq!(flag.wait(4, 10, &mut || Err(stop.clone())), Err(stop));
         assert_eq!(flag.sleepers.load(Ordering::SeqCst), 0);
+    }
+
+    /// Signals and wakes for others may come more often than naps end.
+    #[test]
+    fn wakes_do_not_hide_the_deadline() {
+        let flag = Flag::default();
+        let late = Instant::now() + Duration::from_millis(100);
+        let stop = Error::Timeout("late".into());
+        let mut check = || if Instant::now() < late { Ok(()) } else { Err(stop.clone()) };
+        let ended = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    flag.wake();
+                    thread::sleep(Duration::from_millis(1));
+                }
+            });
+            assert_eq!(flag.wait(1, 0, &mut check), Err(stop.clone()));
+            ended.store(true, Ordering::Relaxed);
+        });
     }
 }

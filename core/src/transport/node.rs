@@ -11,6 +11,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::flag::Flag;
 use super::patience::Patience;
@@ -19,6 +20,9 @@ use crate::plan::ALIGN;
 
 /// The longest text of a failure that travels to the other ranks.
 const FAILURE_TEXT: usize = 2048;
+
+/// How much longer a rank waits for a lane's driver than the driver for others.
+const LATER: Duration = Duration::from_millis(200);
 
 /// What a rank has done in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +52,7 @@ impl Memory for super::memory::Aligned {
         self.as_ptr()
     }
     fn len(&self) -> usize {
-        self.as_slice().len()
+        self.len()
     }
 }
 
@@ -96,6 +100,7 @@ struct Control {
     reduced: Flag,
     unpacked: Flag,
     notes: [Note; 2],
+    left: AtomicU32,
 }
 
 /// What a rank says with `Packed` (the call's signature) and with `Reduced` (whether all ranks agree), by step parity.
@@ -174,7 +179,7 @@ impl Node {
         if block.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return;
         }
-        let text = error.to_string();
+        let text = error.detail();
         let len = text.floor_char_boundary(FAILURE_TEXT);
         for (cell, byte) in block.text.iter().zip(&text.as_bytes()[..len]) {
             cell.store(*byte, Ordering::Relaxed);
@@ -184,10 +189,22 @@ impl Node {
         block.state.store(2, Ordering::Release);
         for channel in 0..self.geometry.channels {
             for rank in 0..self.geometry.ranks {
-                let control = self.control(channel, rank);
-                [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::wake);
+                self.wake(channel, rank);
             }
         }
+    }
+
+    /// Tells every rank of the host that this one will make no further steps.
+    pub fn leave(&self) {
+        for channel in 0..self.geometry.channels {
+            self.control(channel, self.me).left.store(1, Ordering::Release);
+            self.wake(channel, self.me);
+        }
+    }
+
+    fn wake(&self, channel: usize, rank: usize) {
+        let control = self.control(channel, rank);
+        [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::wake);
     }
 
     /// The failure of the team on this host, if there is one.
@@ -275,13 +292,21 @@ impl NodeChannel {
 
     /// Asked while a wait sleeps.
     fn go_on(&self, phase: Phase, step: u32, ranks: usize, patience: &Patience<'_>) -> Result<()> {
-        let late = || (0..ranks).filter(|&rank| !self.flag(rank, phase).reached(step));
-        for rank in late() {
-            if let Some(how) = self.node.watch.lost(rank) {
+        let is_late = |rank: usize| !self.flag(rank, phase).reached(step);
+        for rank in (0..ranks).filter(|&rank| is_late(rank)) {
+            let left = self.node.control(self.channel, rank).left.load(Ordering::Acquire) == 1;
+            let how = if left { Some("has called finalize".to_owned()) } else { self.node.watch.lost(rank) };
+            // It may have made the step just before it left.
+            if let Some(how) = how
+                && is_late(rank)
+            {
                 return Err(Error::PeerLost(format!("{} {how}", self.node.names[rank])));
             }
         }
-        patience.check(&|| late().map(|rank| self.node.names[rank].as_str()).collect::<Vec<_>>().join(", "))
+        // Who waits for a lane waits for its driver, who knows better for whom and may say it first.
+        let grace = if phase == Phase::Reduced { LATER } else { Duration::ZERO };
+        let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.node.names[rank].as_str());
+        patience.check(grace, &|| late().collect::<Vec<_>>().join(", "))
     }
 }
 

@@ -1,6 +1,6 @@
 //! How long a wait goes on: the deadline of a call, the warning before it, and the reasons to stop earlier.
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
@@ -11,34 +11,36 @@ use crate::say::say;
 pub struct Patience<'a> {
     started: Instant,
     timeout: Option<Duration>,
-    warn: Cell<Option<Duration>>,
+    warn: Option<Duration>,
+    warned: &'a AtomicBool,
     describe: &'a dyn Fn() -> String,
     interrupted: &'a dyn Fn() -> Option<Error>,
 }
 
 impl<'a> Patience<'a> {
-    /// Patience for a call that started at `started`. `describe` names the call in messages; `interrupted` is asked for a
-    /// failure that ends every wait of the team.
+    /// Patience for a call that started at `started`. `warned` is shared by all who wait for the call, so that
+    /// one of them warns; `describe` names it in messages; `interrupted` is asked for a failure that ends every wait.
     pub fn new(
         started: Instant,
         timeout: Option<Duration>,
         warn: Option<Duration>,
+        warned: &'a AtomicBool,
         describe: &'a dyn Fn() -> String,
         interrupted: &'a dyn Fn() -> Option<Error>,
     ) -> Patience<'a> {
-        Patience { started, timeout, warn: Cell::new(warn), describe, interrupted }
+        Patience { started, timeout, warn, warned, describe, interrupted }
     }
 
-    /// Whether to go on waiting; `late` names who is being waited for.
+    /// Whether to go on waiting, `grace` past the deadline at most; `late` names who is being waited for.
     ///
     /// # Errors
     /// [`Error::Timeout`] past the deadline, or what `interrupted` found.
-    pub fn check(&self, late: &dyn Fn() -> String) -> Result<()> {
+    pub fn check(&self, grace: Duration, late: &dyn Fn() -> String) -> Result<()> {
         if let Some(error) = (self.interrupted)() {
             return Err(error);
         }
         let waited = self.started.elapsed();
-        if self.timeout.is_some_and(|timeout| waited >= timeout) {
+        if self.timeout.is_some_and(|timeout| waited >= timeout + grace) {
             return Err(Error::Timeout(format!(
                 "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); still waiting for {}",
                 (self.describe)(),
@@ -46,8 +48,7 @@ impl<'a> Patience<'a> {
                 late()
             )));
         }
-        if self.warn.get().is_some_and(|warn| waited >= warn) {
-            self.warn.set(None);
+        if self.warn.is_some_and(|warn| waited >= warn + grace) && !self.warned.swap(true, Ordering::Relaxed) {
             say(&format!(
                 "{} has waited {:.0} s for {} (DL_COMM_STALL_WARN_S)",
                 (self.describe)(),

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use memmap2::MmapRaw;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::node::{Memory, Watch};
@@ -72,7 +73,7 @@ impl Segment {
             .open(&path)
             .map_err(|error| failed("creating the shared memory", error))?;
         let name = Name(path.clone());
-        fallocate(&file, FallocateFlags::empty(), 0, len as u64).map_err(|error| {
+        retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
             Error::system(
                 format!(
                     "reserving {} KiB of shared memory in {folder} (make it larger, point DL_COMM_SHM_DIR elsewhere, or set \
@@ -101,23 +102,38 @@ impl Segment {
 
 /// Watches processes by their pidfds, which tell an end from the moment it happens.
 pub struct ProcessWatch {
-    peers: Vec<Option<(i32, OwnedFd)>>,
+    peers: Vec<Option<(i32, Peer)>>,
+}
+
+enum Peer {
+    Open(OwnedFd),
+    /// It had ended before it could be opened.
+    Ended,
 }
 
 impl ProcessWatch {
     /// Watches the processes `pids` (by local rank; `None` is not watched). A process that cannot be opened is not watched:
     /// the deadline remains.
     pub fn new(pids: &[Option<i32>]) -> ProcessWatch {
-        let open = |pid: i32| pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok().map(|fd| (pid, fd));
+        let open = |pid: i32| match pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()) {
+            Ok(fd) => Some((pid, Peer::Open(fd))),
+            Err(Errno::SRCH) => Some((pid, Peer::Ended)),
+            Err(_) => None,
+        };
         ProcessWatch { peers: pids.iter().map(|pid| pid.and_then(open)).collect() }
     }
 }
 
 impl Watch for ProcessWatch {
     fn lost(&self, local_rank: usize) -> Option<String> {
-        let (pid, fd) = self.peers.get(local_rank)?.as_ref()?;
-        let mut polled = [PollFd::new(fd, PollFlags::IN)];
-        let ended = poll(&mut polled, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|n| n > 0);
+        let (pid, peer) = self.peers.get(local_rank)?.as_ref()?;
+        let ended = match peer {
+            Peer::Ended => true,
+            Peer::Open(fd) => {
+                let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+                poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
+            }
+        };
         ended.then(|| format!("(pid {pid}) has ended"))
     }
 }

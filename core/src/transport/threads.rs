@@ -17,7 +17,7 @@ impl Memory for Arc<Aligned> {
         self.as_ptr()
     }
     fn len(&self) -> usize {
-        self.as_slice().len()
+        Aligned::len(self)
     }
 }
 
@@ -128,7 +128,7 @@ impl Link for ThreadLink {
             let message = loop {
                 match self.inbox[host].recv_timeout(Duration::from_millis(20)) {
                     Ok(message) => break message,
-                    Err(RecvTimeoutError::Timeout) => patience.check(&|| format!("host {host}"))?,
+                    Err(RecvTimeoutError::Timeout) => patience.check(Duration::ZERO, &|| format!("host {host}"))?,
                     Err(RecvTimeoutError::Disconnected) => {
                         return Err(Error::PeerLost(format!("a rank of host {host} has ended")));
                     }

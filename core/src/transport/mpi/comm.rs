@@ -82,7 +82,7 @@ impl Comm {
 
     /// Every rank's `record`, by rank; all have one length. Collective.
     pub fn allgather(&self, record: &[u8], patience: &Patience<'_>) -> Result<Vec<Vec<u8>>> {
-        let count = c_int::try_from(record.len()).map_err(|_| Error::Internal("the record is too long".into()))?;
+        let count = int(record.len())?;
         let mine = record.to_vec();
         let mut all = vec![0u8; record.len() * self.size()?];
         let mut request = null_request();
@@ -100,13 +100,21 @@ impl Comm {
         Ok(all.chunks_exact(record.len()).map(<[u8]>::to_vec).collect())
     }
 
+    /// Returns when every rank has called it. Collective.
+    pub fn barrier(&self, patience: &Patience<'_>) -> Result<()> {
+        let mut request = null_request();
+        // SAFETY: the request lives until it is complete, or for ever.
+        self.call(|| unsafe { ffi::MPI_Ibarrier(self.raw, &mut request) })?;
+        self.wait(&mut [request], patience, "the other ranks")
+    }
+
     /// Starts to send `bytes` to rank `to`.
     ///
     /// # Safety
     /// The bytes stay valid and unchanged until the request is complete.
     pub unsafe fn send(&self, bytes: &[u8], to: usize, tag: usize) -> Result<Request> {
         let mut request = null_request();
-        let (count, to, tag) = (bytes.len() as c_int, to as c_int, tag as c_int);
+        let (count, to, tag) = (int(bytes.len())?, int(to)?, int(tag)?);
         // SAFETY: the caller's promise.
         self.call(|| unsafe {
             ffi::MPI_Isend(bytes.as_ptr().cast(), count, ffi::RSMPI_UINT8_T, to, tag, self.raw, &mut request)
@@ -120,7 +128,7 @@ impl Comm {
     /// The bytes stay valid and unused until the request is complete.
     pub unsafe fn receive(&self, bytes: &mut [u8], from: usize, tag: usize) -> Result<Request> {
         let mut request = null_request();
-        let (count, from, tag) = (bytes.len() as c_int, from as c_int, tag as c_int);
+        let (count, from, tag) = (int(bytes.len())?, int(from)?, int(tag)?);
         // SAFETY: the caller's promise.
         self.call(|| unsafe {
             ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, from, tag, self.raw, &mut request)
@@ -133,7 +141,7 @@ impl Comm {
     /// # Errors
     /// When the patience ends (the requests are then still under way) or MPI fails.
     pub fn wait(&self, requests: &mut [Request], patience: &Patience<'_>, late: &str) -> Result<()> {
-        let count = requests.len() as c_int;
+        let count = int(requests.len())?;
         let mut turns = 0u32;
         let mut asked = Instant::now();
         loop {
@@ -152,7 +160,7 @@ impl Comm {
                 _ => thread::sleep(Duration::from_micros(200)),
             }
             if turns > 500 && asked.elapsed() > Duration::from_millis(20) {
-                patience.check(&|| late.to_owned())?;
+                patience.check(Duration::ZERO, &|| late.to_owned())?;
                 asked = Instant::now();
             }
         }
@@ -169,6 +177,10 @@ impl Drop for Comm {
             }
         }
     }
+}
+
+fn int(value: usize) -> Result<c_int> {
+    c_int::try_from(value).map_err(|_| Error::Internal(format!("{value} is too large for MPI's int")))
 }
 
 fn null_request() -> Request {

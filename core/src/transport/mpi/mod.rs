@@ -5,6 +5,7 @@
 //! `MPI_THREAD_SERIALIZED`; with less, teams must not span hosts.
 
 mod comm;
+mod launcher;
 mod link;
 mod world;
 

@@ -4,7 +4,8 @@ use std::fs;
 use std::mem;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Instant;
 
@@ -12,10 +13,12 @@ use mpi::Threading;
 use mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
 
 use super::comm::Comm;
+use super::launcher;
 use super::link::MpiLink;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::plan::message_bytes;
+use crate::say::say;
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::node::{Geometry, Memory, Node};
@@ -41,12 +44,17 @@ pub struct TeamShape {
 /// The processes of the job.
 pub struct World {
     universe: Option<Universe>,
-    comm: Comm,
+    /// A duplicate, so that nothing of ours meets the program's own messages. Gone first when all ends.
+    comm: Option<Comm>,
     topology: Arc<Topology>,
     names: Vec<String>,
+    hosts: Vec<String>,
     pids: Vec<Option<i32>>,
     threading: Threading,
     config: Config,
+    /// What left the ranks out of step while a team was made: they cannot make another.
+    broken: OnceLock<Error>,
+    leaves: AtomicBool,
 }
 
 impl World {
@@ -62,22 +70,50 @@ impl World {
             Some((universe, granted)) => (Some(universe), granted),
             None => (None, threading_support()),
         };
-        let comm = Comm::world();
+        let adopted = universe.is_none();
+        let (comm, places) = match places(config) {
+            Ok(found) => found,
+            Err(error) => {
+                // The other ranks may never come to the end of MPI.
+                mem::forget(universe);
+                return Err(error);
+            }
+        };
         let rank = comm.rank()?;
-        let places = places(&comm, config)?;
+        if places.len() == 1 && !adopted {
+            launcher::check_alone(|name| std::env::var(name).ok())?;
+        }
         let keys: Vec<&str> = places.iter().map(|place| place.key.as_str()).collect();
         let topology = Topology::new(rank, &keys);
-        if topology.hosts() > 1 && threading < Threading::Serialized {
+        // Who started MPI may call it at any time, so that taking turns among our threads is not enough.
+        let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
+        if topology.hosts() > 1 && threading < needed {
             return Err(Error::Mpi(format!(
-                "MPI was started with {threading:?} threads, but a job on {} hosts needs Serialized at least; call \
+                "MPI was started with {threading:?} threads, but a job on {} hosts needs {needed:?}; call \
                  dl_comm.init_mpi() before whoever starts MPI, or ask that one for MPI_THREAD_MULTIPLE",
                 topology.hosts()
             )));
         }
+        let host_name = |host: usize| {
+            let ranks: Vec<String> = topology.ranks_of(host).iter().map(usize::to_string).collect();
+            format!("{} (ranks {})", places[topology.ranks_of(host)[0]].host, ranks.join(", "))
+        };
+        let hosts = (0..topology.hosts()).map(host_name).collect();
         let names = places.iter().enumerate().map(|(rank, place)| format!("rank {rank} on {}", place.host)).collect();
         let pids =
             places.iter().map(|place| (place.pid_space == places[rank].pid_space).then_some(place.pid)).collect();
-        Ok(World { universe, comm, topology: Arc::new(topology), names, pids, threading, config: config.clone() })
+        Ok(World {
+            universe,
+            comm: Some(comm),
+            topology: Arc::new(topology),
+            names,
+            hosts,
+            pids,
+            threading,
+            config: config.clone(),
+            broken: OnceLock::new(),
+            leaves: AtomicBool::new(false),
+        })
     }
 
     /// Where the ranks are.
@@ -94,14 +130,24 @@ impl World {
     /// Collective.
     ///
     /// # Errors
-    /// The same on every rank: when the ranks disagree on the shape, or one of them cannot get its memory.
+    /// The same on every rank: when the ranks disagree on the shape, or one of them cannot get its memory. A passed deadline
+    /// leaves the ranks out of step: then no further team can be made.
     pub fn endpoint(&self, shape: TeamShape) -> Result<Endpoint> {
-        let describe = || format!("the creation of team {}", shape.id);
-        let interrupted = || None;
-        let timeout = self.config.timeout;
-        let patience = Patience::new(Instant::now(), timeout, self.config.stall_warn, &describe, &interrupted);
-        let comm = Arc::new(self.comm.duplicate(&patience)?);
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
+        let made = patiently(&self.config, &format!("the creation of team {}", shape.id), |patience| {
+            self.make_endpoint(shape, patience)
+        });
+        if let Err(error @ (Error::Timeout(_) | Error::Mpi(_))) = &made {
+            let _first = self.broken.set(error.clone());
+        }
+        made
+    }
 
+    fn make_endpoint(&self, shape: TeamShape, patience: &Patience<'_>) -> Result<Endpoint> {
+        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = Arc::new(own.duplicate(patience)?);
         let topology = &self.topology;
         let ranks = topology.local_size();
         let geometry = Geometry { ranks, channels: shape.threads, slot: shape.slot };
@@ -112,7 +158,7 @@ impl World {
             Ok(None)
         };
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let told = self.agree(&comm, &format!("{shape:?}"), path.map_err(Error::clone), &patience)?;
+        let told = self.agree(&comm, &format!("{shape:?}"), path.map_err(Error::clone), patience)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn Memory>), Some(name)),
@@ -123,7 +169,7 @@ impl World {
             }
         };
         let mapped = memory.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.agree(&comm, "", mapped, &patience)?;
+        self.agree(&comm, "", mapped, patience)?;
         drop::<Option<Name>>(name);
 
         let names = topology.local_ranks().iter().map(|&rank| self.names[rank].clone()).collect();
@@ -139,8 +185,8 @@ impl World {
         let topology = &self.topology;
         let lane = topology.lane().filter(|_| topology.hosts() > 1)?;
         let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[lane]).collect();
-        let others = drivers.iter().enumerate().filter(|(host, _)| *host != topology.host());
-        let late = others.map(|(_, &rank)| self.names[rank].as_str()).collect::<Vec<_>>().join(" or ");
+        let others = self.hosts.iter().enumerate().filter(|(host, _)| *host != topology.host());
+        let late = others.map(|(_, name)| name.as_str()).collect::<Vec<_>>().join(" or ");
         let capacity = message_bytes(slot, topology.lanes(), topology.hosts());
         Some(Box::new(MpiLink::new(Arc::clone(comm), channel, topology.host(), drivers, late, capacity)))
     }
@@ -149,7 +195,7 @@ impl World {
     fn agree(&self, comm: &Comm, shape: &str, outcome: Result<String>, patience: &Patience<'_>) -> Result<Vec<String>> {
         let (code, text) = match &outcome {
             Ok(text) => (0, text.clone()),
-            Err(error) => (error.code(), error.to_string()),
+            Err(error) => (error.code(), error.detail().to_owned()),
         };
         let records = comm.allgather(&record(&[shape, &code.to_string(), &text]), patience)?;
         let mut texts = Vec::with_capacity(records.len());
@@ -169,14 +215,44 @@ impl World {
         }
     }
 
-    /// Ends MPI if this world started it. Collective, unless `abandon`, which leaves MPI as it is.
-    pub fn finish(self, abandon: bool) {
-        let World { universe, comm, .. } = self;
-        drop(comm);
-        if abandon {
-            mem::forget(universe);
-        }
+    /// Lets the end of this world leave MPI as it is, because other ranks may never come to its end.
+    pub fn leave(&self) {
+        self.leaves.store(true, Ordering::Relaxed);
     }
+
+    /// Waits, up to the deadline, until all ranks are here.
+    fn meet(&self) -> Result<()> {
+        let Some(comm) = &self.comm else { return Ok(()) };
+        patiently(&self.config, "finalize", |patience| comm.barrier(patience))
+    }
+}
+
+/// Ends MPI if this world started it, once all ranks are here.
+impl Drop for World {
+    fn drop(&mut self) {
+        let mut leaves = self.leaves.load(Ordering::Relaxed) || self.broken.get().is_some();
+        if self.universe.is_some() && !leaves {
+            // MPI_Finalize itself has no deadline.
+            if let Err(error) = self.meet() {
+                say(&error.to_string());
+                leaves = true;
+            }
+        }
+        if leaves {
+            mem::forget(self.universe.take());
+            mem::forget(self.comm.take());
+            launcher::remove_segments();
+        }
+        drop(self.comm.take());
+    }
+}
+
+/// Runs `work` with the patience that the settings give it; `what` names it in messages.
+fn patiently<T>(config: &Config, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
+    let describe = || what.to_owned();
+    let interrupted = || None;
+    let warned = AtomicBool::new(false);
+    work(&Patience::new(Instant::now(), config.timeout, config.stall_warn, &warned, &describe, &interrupted))
 }
 
 /// Where a rank lives.
@@ -187,24 +263,25 @@ struct Place {
     pid_space: String,
 }
 
-/// Every rank's place. Two ranks are on one host when host name, boot and the file system behind the segments are the same.
-fn places(comm: &Comm, config: &Config) -> Result<Vec<Place>> {
+/// A communicator of our own, and every rank's place. Two ranks are on one host when host name, boot and the file system
+/// behind the segments are the same.
+fn places(config: &Config) -> Result<(Comm, Vec<Place>)> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let device = fs::metadata(&config.shm_dir).map(|folder| folder.dev()).unwrap_or_default();
     let pid_space = fs::read_link("/proc/self/ns/pid").map(|link| text_of(&link)).unwrap_or_default();
     let key = format!("{} {device}", boot.trim());
     let pid = std::process::id().to_string();
-
-    let describe = || "dl_comm.init_mpi".to_owned();
-    let interrupted = || None;
-    let patience = Patience::new(Instant::now(), config.timeout, config.stall_warn, &describe, &interrupted);
-    let records = comm.allgather(&record(&[&host, &key, &pid, &pid_space]), &patience)?;
+    let (comm, records) = patiently(config, "init_mpi", |patience| {
+        let comm = Comm::world().duplicate(patience)?;
+        let records = comm.allgather(&record(&[&host, &key, &pid, &pid_space]), patience)?;
+        Ok((comm, records))
+    })?;
     let place = |bytes: &Vec<u8>| {
         let [host, key, pid, pid_space] = fields(bytes);
         Place { key: format!("{host} {key}"), host, pid: pid.parse().unwrap_or(0), pid_space }
     };
-    Ok(records.iter().map(place).collect())
+    Ok((comm, records.iter().map(place).collect()))
 }
 
 /// How long waits look before they sleep: not at all worth it when ranks outnumber the processors.
