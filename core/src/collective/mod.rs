@@ -1,7 +1,8 @@
 //! The collectives, composed over two levels: the node (shared memory), then the cluster (messages between hosts).
 //!
-//! Every collective is a [`Collective`]: what a rank puts into its slot and what a lane does with its slice. [`Channel`] carries any of them through the steps of the node and the exchanges of the cluster; read one
-//! file, know all. Algorithms name no transport.
+//! Every collective is a [`Collective`]: what a rank puts into its slot and what a lane does with its slice. [`Channel`]
+//! carries any of them through the steps of the node and the exchanges of the cluster; read one file, know all. Algorithms
+//! name no transport.
 //!
 //! In a node: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts: each
 //! lane, by direct exchange, reduce-scatter then all-gather of its slice in pieces, one piece a host. So every byte crosses

@@ -16,23 +16,17 @@ pub struct Request {
     pub(super) done: Done,
     pub(super) name: String,
     pub(super) labels: String,
-    pub(super) timeout: Option<Option<Duration>>,
 }
 
 impl Request {
-    /// A request without a name and with the team's deadline.
+    /// A request without a name.
     pub fn new(done: Done) -> Request {
-        Request { done, name: String::new(), labels: String::new(), timeout: None }
+        Request { done, name: String::new(), labels: String::new() }
     }
 
     /// Adds the name, which all ranks must agree on, and the tensors' names (a line each, may be empty) for messages.
     pub fn named(self, name: &str, labels: &str) -> Request {
         Request { name: name.to_owned(), labels: labels.to_owned(), ..self }
-    }
-
-    /// Replaces the team's deadline; `None` is for ever.
-    pub fn within(self, timeout: Option<Duration>) -> Request {
-        Request { timeout: Some(timeout), ..self }
     }
 
     /// Refuses the call before it reaches a team.

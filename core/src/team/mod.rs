@@ -114,7 +114,7 @@ impl Team {
     /// # Safety
     /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: Request) {
-        let Request { done, name, labels, timeout } = request;
+        let Request { done, name, labels } = request;
         if let Some(error) = self.shared.failure() {
             return done(Err(error));
         }
@@ -122,7 +122,7 @@ impl Team {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
         };
-        let call = Arc::new(Call::new(job, done, timeout.unwrap_or(self.shared.settings.timeout)));
+        let call = Arc::new(Call::new(job, done, self.shared.settings.timeout));
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let refused = match &*queue {
             Some(queue) => queue.send(call).err().map(|refused| refused.0),
@@ -142,11 +142,6 @@ impl Team {
     /// The error that ended the team, if one did.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure()
-    }
-
-    /// The number of threads.
-    pub fn threads(&self) -> usize {
-        self.carrier.channels
     }
 
     /// Completes what is enqueued and ends the threads. Further calls are refused.

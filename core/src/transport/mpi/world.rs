@@ -50,7 +50,6 @@ pub struct World {
     names: Vec<String>,
     hosts: Vec<String>,
     pids: Vec<Option<i32>>,
-    threading: Threading,
     config: Config,
     /// What left the ranks out of step while a team was made: they cannot make another.
     broken: OnceLock<Error>,
@@ -109,7 +108,6 @@ impl World {
             names,
             hosts,
             pids,
-            threading,
             config: config.clone(),
             broken: OnceLock::new(),
             leaves: AtomicBool::new(false),
@@ -119,11 +117,6 @@ impl World {
     /// Where the ranks are.
     pub fn topology(&self) -> &Arc<Topology> {
         &self.topology
-    }
-
-    /// The level of thread support that MPI granted.
-    pub fn threading(&self) -> Threading {
-        self.threading
     }
 
     /// Makes what one team needs: a communicator of its own, shared memory on every host, links between the hosts.
