@@ -73,7 +73,8 @@ def average(value: Any) -> Any:
     """The mean of a metric over all ranks, outside any graph and any team. Collective.
 
     Args:
-        value: A NumPy array, which is overwritten and returned; or a number, whose mean is returned as a float.
+        value: A NumPy array, which is overwritten and returned; a TensorFlow or torch tensor, whose mean is a new
+            one; or a number, whose mean is returned as a float.
 
     Raises:
         ArgumentError: The array is not contiguous or read-only.
@@ -83,18 +84,21 @@ def average(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         _dl_comm.average([value], [value], _CONTROL_TEAM)
         return value
+    framework = _framework([value])
+    if framework is not None:
+        return framework.average(value)
     if isinstance(value, (bool, int, float, np.generic)):
         array = np.array([value], dtype=np.float64)
         _dl_comm.average([array], [array], _CONTROL_TEAM)
         return float(array[0])
-    raise DTypeError(f"average needs a number or a numpy.ndarray, not a {type(value).__name__}")
+    raise DTypeError(f"average needs a number, an array or a tensor, not a {type(value).__name__}")
 
 
 def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
     """Whether the arrays hold the same bits on all ranks. Collective.
 
     Args:
-        arrays: A list of NumPy arrays, the same shapes and types on all ranks.
+        arrays: A list of NumPy arrays or of framework tensors, the same shapes and types on all ranks.
         verbose: 1 prints, on every rank that differs from rank 0, which array does.
 
     Returns:
@@ -104,8 +108,16 @@ def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
         MismatchError: The lists have different shapes or element types.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    arrays = _listed(arrays, "check_buffers_match")
+    arrays = [_on_host(array) for array in _listed(arrays, "check_buffers_match")]
     return 0 if _dl_comm.buffers_match(arrays, bool(verbose)) else 1
+
+
+def _on_host(tensor: Any) -> Any:
+    """The tensor's bits as a NumPy array; without a copy where the framework can."""
+    if hasattr(tensor, "detach"):  # torch, which has types that NumPy lacks
+        tensor = tensor.detach().cpu().contiguous()
+        return (tensor if tensor.dim() else tensor.reshape(1)).view(importlib.import_module("torch").uint8).numpy()
+    return np.ascontiguousarray(tensor.numpy()) if hasattr(tensor, "numpy") else tensor
 
 
 def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
