@@ -36,10 +36,11 @@ LD_LIBRARY_PATH="$venv/lib" cargo test --workspace --locked --quiet
 
 # A process for each framework: the compilers that torch and TensorFlow bring abort when they meet in one.
 for ranks in 1 2 3; do
-  for files in "numpy torch torch_optimizer" "tensorflow tf1 keras"; do
-    step "Python tests on $ranks rank(s): $files"
-    # shellcheck disable=SC2086
-    python tests/launch.py "$ranks" 900 python -m pytest -x -q $(printf 'tests/parallel/test_%s.py ' $files)
+  for faces in "numpy torch" "tensorflow tf1 keras"; do
+    step "Python tests on $ranks rank(s): $faces"
+    files=()
+    for face in $faces; do files+=(tests/parallel/test_"$face"*.py); done
+    python tests/launch.py "$ranks" 900 python -m pytest -x -q "${files[@]}"
   done
 done
 

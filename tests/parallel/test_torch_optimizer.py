@@ -303,16 +303,26 @@ class TestParametersThatComeAndGo:
         torch.testing.assert_close(model[2].bias.detach(), before - (size - 1) / 2)
 
     def test_ranks_whose_backward_finishes_in_another_order(self, rank: int, size: int) -> None:
-        a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-        optimizer = wrap(torch.optim.SGD([a, b], lr=1.0))
+        start = {"a": 0.5, "b": 2.0}
+        a, b = (nn.Parameter(torch.full((4,), value, dtype=torch.float64)) for value in start.values())
+        optimizer = wrap(torch.optim.SGD([a, b], lr=0.1))
+        # x = (x0 * first + first * r) * second + second * r, with gradients through the added terms only.
+        weights = dict(start)
         for _ in range(5):
             optimizer.zero_grad()
-            x = torch.ones(4)
+            x = torch.ones(4, dtype=torch.float64)
             for parameter in (a, b) if rank % 2 else (b, a):
                 x = x * parameter.detach() + parameter * rank
             x.sum().backward()
             optimizer.step()
-            torch.testing.assert_close(b.grad.isfinite().all(), torch.tensor(True))
+            mean = {"a": 0.0, "b": 0.0}
+            for r in range(size):
+                first, second = "ab" if r % 2 else "ba"
+                mean[first] += r * weights[second] / size
+                mean[second] += r / size
+            for name, parameter in (("a", a), ("b", b)):
+                torch.testing.assert_close(parameter.grad, torch.full((4,), mean[name], dtype=torch.float64))
+                weights[name] -= 0.1 * mean[name]
         assert dl_comm.check_buffers_match([a.detach().numpy(), b.detach().numpy()], 1) == 0
 
     def test_sparse_gradients(self, rank: int, size: int) -> None:

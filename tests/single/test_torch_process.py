@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from launch import launch
 
 pytest.importorskip("torch")
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
+
 
 def run(folder: Path, ranks: int, script: str) -> str:
     """Run `script` on `ranks` ranks and return what it printed; fail when a rank failed."""
@@ -19,6 +22,15 @@ def run(folder: Path, ranks: int, script: str) -> str:
     result = launch(ranks, [sys.executable, str(path)], timeout=120, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.output
     return str(result.output)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
+    script = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    losses = re.findall(rf"rank \d of {ranks}: loss ([0-9.]+)", run(tmp_path, ranks, script))
+    assert len(losses) == ranks
+    assert len(set(losses)) == 1
+    assert float(losses[0]) < 4  # the targets' mean square is about 4 and more
 
 
 # The call sequence of scripts for the Cray plugin: import, get_rank, wrap. No init, no broadcast, no finalize.

@@ -5,7 +5,8 @@
     cdl.broadcast_parameters(model)
     optimizer = cdl.DistributedOptimizer(optimizer)
 
-The rest of the training script stays as it is. Tensors are CPU tensors. Importing this module loads torch and the op
+The rest of the training script stays as it is, but for what changes gradients between backward and `step()` (clipping,
+say), which needs `optimizer.synchronize()` first. Tensors are CPU tensors. Importing this module loads torch and the op
 library for it, which is built first where the installation has none.
 """
 

@@ -12,64 +12,71 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dl_comm import ArgumentError, StateError
 from dl_comm.torch import _ops
+from dl_comm.torch._gradient import Gradient, standing
 
 # The first bucket is small, so that the first average starts early.
 FIRST_BUCKET_BYTES = 1 << 20
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
+# Who averages which parameter; neither is kept alive.
+_owners = WeakTensorKeyDictionary()
+
 
 class Bucket:
     """Parameters that one call averages, and the state of that call in this round (from one step to the next)."""
 
-    def __init__(self, index: int, named: Named) -> None:
-        """Make bucket number `index` of these parameters."""
+    def __init__(self, index: int, named: Named, begun: bool = False) -> None:
+        """Make bucket number `index` of these parameters; `begun`: backward has worked on them already."""
         self.index = index
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
         self._used = torch.ones(len(named), dtype=torch.float32)
         self.reset()
+        if begun:
+            self._standing.clear()
 
     def reset(self) -> None:
         """Begin a round; a call that is under way is left to end by itself."""
         self.passes = [0] * len(self.parameters)
         self.waiting = len(self.parameters)
         self._call: int | None = None
-        self._absent: list[int] = []
-        self._sent: list[torch.Tensor] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sent: list[Gradient] = []
+        self._standing = {i: standing(parameter) for i, parameter in enumerate(self.parameters)}
 
     def start(self, team: int, call_name: str, sparse_as_dense: bool) -> None:
         """Start the average of the gradients that are there, with zeros for the others."""
-        self._sent = [self._gradient(i, sparse_as_dense) for i in range(len(self.parameters))]
+        each = enumerate(zip(self.names, self.parameters, strict=True))
+        self._sent = [Gradient(name, p, self._standing.get(i), sparse_as_dense) for i, (name, p) in each]
         self._used.fill_(1.0)
-        self._used[self._absent] = 0.0
-        self._call = _ops.average_start([*self._sent, self._used], team, call_name, self._labels)
+        self._used[[i for i, gradient in enumerate(self._sent) if gradient.absent]] = 0.0
+        self._call = _ops.average_start([*self._wires(), self._used], team, call_name, self._labels)
 
-    def finish(self) -> None:
-        """Wait for the average, if it was started, and put it where the gradients are."""
+    def finish(self, discarding: bool) -> None:
+        """Wait for the average, if it was started, and put it where the gradients are.
+
+        Raises StateError when they were changed meanwhile; `discarding`: they may be gone.
+        """
         call, self._call = self._call, None
         if call is None:
             return
         _ops.wait(call)
-        torch.autograd.graph.increment_version(self._sent)
-        for gradient, copy in self._copies:
-            gradient.copy_(copy)
-        if self._absent:
-            used = self._used.tolist()
-            for i in self._absent:
-                # Another rank used this parameter: this rank takes the same step with the same gradient.
-                if used[i] > 0 and self.parameters[i].grad is None:
-                    self.parameters[i].grad = self._sent[i]
+        for gradient in self._sent:
+            gradient.expect_unchanged(discarding)
+        torch.autograd.graph.increment_version(self._wires())
+        for gradient, used in zip(self._sent, self._used.tolist(), strict=True):
+            gradient.finish(used > 0)
 
     def drop(self) -> None:
         """Do not wait for a call that is under way."""
@@ -77,23 +84,8 @@ class Bucket:
         if call is not None:
             _ops.forget(call)
 
-    def _gradient(self, i: int, sparse_as_dense: bool) -> torch.Tensor:
-        parameter = self.parameters[i]
-        gradient = parameter.grad
-        if gradient is None:
-            self._absent.append(i)
-            return torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-        if gradient.layout is not torch.strided:
-            if not sparse_as_dense:
-                raise ArgumentError(
-                    f"the gradient of {self.names[i]} is sparse: give DistributedOptimizer sparse_as_dense=True"
-                )
-            gradient = parameter.grad = gradient.to_dense()
-        if gradient.is_contiguous():
-            return gradient
-        copy = gradient.contiguous()
-        self._copies.append((gradient, copy))
-        return copy
+    def _wires(self) -> list[torch.Tensor]:
+        return [gradient.wire for gradient in self._sent]
 
 
 class Averager:
@@ -120,6 +112,7 @@ class Averager:
         self._local = False
         weakref.finalize(self, _close, self._hooks, self._buckets).atexit = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(self, named: Named) -> None:
         """Average these parameters from the next round on; leaves a round that is under way as it is."""
         parameters = [parameter for _, parameter in named]
@@ -134,12 +127,40 @@ class Averager:
                 hook = functools.partial(_on_gradient, me, bucket.index, i)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def synchronize(self, named: Named) -> None:
-        """Average what has not been started yet, wait for all, and begin a new round with these parameters."""
+    def expect_free(self, named: Named) -> None:
+        """Raise ArgumentError when another averager, still in use, has one of these parameters."""
+        taken = _taken(self, named)
+        if taken is not None:
+            gc.collect()  # a forgotten optimizer may be part of a cycle
+            taken = _taken(self, named)
+        if taken is not None:
+            raise ArgumentError(
+                f"another DistributedOptimizer averages {taken} already: give each parameter to one, or drop (del) the "
+                "other optimizer and its learning rate schedulers first"
+            )
+
+    def claim(self, named: Named) -> None:
+        """Keep these parameters for this averager. Raises as `expect_free`."""
+        self.expect_free(named)
+        for _, parameter in named:
+            _owners[parameter] = weakref.ref(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self) -> None:
+        """Begin a round with the gradients that stand now; leaves one that is under way as it is."""
+        if not self.busy:
+            self._reset()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def synchronize(self, named: Named, discarding: bool = False) -> None:
+        """Average what has not been started yet, wait for all, and begin a new round with these parameters.
+
+        Raises StateError when gradients were changed after their average started; `discarding`: they may be gone.
+        """
         planned = {id(parameter) for parameter in self._plan}
         # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
         late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
-        buckets = [*self._buckets, *([Bucket(len(self._buckets), late)] if late else [])]
+        buckets = [*self._buckets, *([Bucket(len(self._buckets), late, begun=True)] if late else [])]
         failure: Exception | None = None
         try:
             with torch.no_grad():
@@ -147,7 +168,7 @@ class Averager:
                     self._start(bucket)
                 for bucket in buckets:
                     try:
-                        bucket.finish()
+                        bucket.finish(discarding)
                     except Exception as error:
                         failure = failure or error
         finally:
@@ -168,6 +189,7 @@ class Averager:
         finally:
             self._local = before
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gradient_came(self, index: int, i: int) -> None:
         """Take note that backward has finished the gradient of parameter `i` of bucket `index`."""
         bucket = self._buckets[index]
@@ -176,7 +198,8 @@ class Averager:
             raise StateError(
                 f"backward changed the gradient of {bucket.names[i]} while it was averaged, the gradients are invalid "
                 "now: call the optimizer's step(), synchronize() or zero_grad() after each backward, give "
-                "DistributedOptimizer backward_passes_per_step, or use no_sync()"
+                "DistributedOptimizer backward_passes_per_step, or use no_sync(); where one backward comes by it twice "
+                "(a checkpointed layer that the model uses twice), checkpoint with use_reentrant=False"
             )
         self.averaged = False
         if self._local:
@@ -210,6 +233,14 @@ def _on_gradient(averager: weakref.ref[Averager], index: int, i: int, _: torch.T
     me = averager()
     if me is not None:
         me.gradient_came(index, i)
+
+
+def _taken(averager: Averager, named: Named) -> str | None:
+    for name, parameter in named:
+        owner = _owners.get(parameter)  # type: ignore[no-untyped-call]
+        if owner is not None and owner() not in (None, averager):
+            return name
+    return None
 
 
 def _close(hooks: list[Any], buckets: list[Bucket]) -> None:

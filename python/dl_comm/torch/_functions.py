@@ -17,9 +17,12 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, DTypeError
 from dl_comm.torch import _ops
+from dl_comm.torch._gradient import overlaps, plain
 
 # The team that serves whatever has no team of its own.
 CONTROL_TEAM = -1
+
+_COMPLEX = (torch.complex64, torch.complex128)
 
 
 def gradients(tensors: Sequence[torch.Tensor], team: int = 0) -> list[torch.Tensor]:
@@ -129,13 +132,26 @@ def start() -> None:
 
 
 def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str) -> None:
+    if not named:
+        return
+    for name, tensor in named:
+        if tensor.layout is torch.strided and overlaps(tensor):
+            raise ArgumentError(f"{name} is expanded, its elements share memory and cannot be set: give it .clone()")
     with torch.no_grad():
         tensors = _tensors([tensor.detach() for _, tensor in named])
-        dense = [tensor.contiguous() for tensor in tensors]
-        _ops.broadcast_in_place(dense, root, call_name, "\n".join(name for name, _ in named))
+        dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
+        labels = "\n".join(name for name, _ in named)
+        _ops.broadcast_in_place([_known(tensor) for tensor in dense], root, call_name, labels)
         for tensor, copy in zip(tensors, dense, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the contiguous tensor as one of a type that the core has: complex as pairs, other types as bytes."""
+    if tensor.layout is not torch.strided or tensor.dtype in _ops.DTYPES:
+        return tensor
+    return torch.view_as_real(tensor) if tensor.dtype in _COMPLEX else tensor.reshape(-1).view(torch.uint8)
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

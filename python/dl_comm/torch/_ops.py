@@ -21,6 +21,21 @@ _load.check_one_core(_path, _ops.core_id())
 
 Tensors = Sequence[torch.Tensor]
 
+# Those that the core can broadcast.
+DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
 
 def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "") -> None:
     """Replace contiguous CPU tensors by their means over all ranks; return when that is done."""

@@ -11,11 +11,13 @@ import torch
 
 import dl_comm
 from dl_comm import ArgumentError, DTypeError
-from dl_comm.torch import _functions
+from dl_comm.torch import _functions, _scaler
 from dl_comm.torch._buckets import Averager, Named
 
 _ATTRIBUTE = "_dl_comm_averager"
-_next_team = 0
+# As many optimizers average at once, each on a team of its own; the next ones share.
+AUTOMATIC_TEAMS = 8
+_made = 0  # optimizers, since dl_comm was brought up
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -49,18 +51,28 @@ class AveragingOptimizer(torch.optim.Optimizer):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the plain optimizer does. An average that backward has started ends first."""
+        """Clear the gradients, as the plain optimizer does. An average that backward has started ends first.
+
+        Raises StateError when gradients were changed between backward and this call: the ranks may differ by then.
+        """
         averager = _averager(self)
         if averager.busy:
-            self.synchronize()
+            averager.synchronize(_named(self), discarding=True)
         averager.averaged = False
         averager.watch(_named(self))
         super().zero_grad(set_to_none)
+        averager.begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as the plain optimizer does; on all ranks alike."""
         super().add_param_group(param_group)
-        _averager(self).watch(_named(self))
+        averager, named = _averager(self), _named(self)
+        try:
+            averager.claim(named)
+        except ArgumentError:
+            self.param_groups.pop()
+            raise
+        averager.watch(named)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Give the plain optimizer to copy and pickle."""
@@ -86,12 +98,17 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     gradients are ready, and `step()` waits for them. Every rank must make the same steps. It may use other parameters
     than the other ranks in a step: a missing gradient counts as zero, and one that all ranks miss stays None.
 
+    Between backward and `step()` the gradients are on their way. What changes them there (`clip_grad_norm_`, say) needs
+    `optimizer.synchronize()` first; `step()` or `zero_grad()` raises StateError otherwise. torch's GradScaler waits by
+    itself. A gradient that shares its memory (with another parameter's, say) is replaced by a tensor of its own.
+
     A closure given to `step()` is called with averaged gradients and gives the mean of the ranks' losses to the
     optimizer, so that all ranks call it equally often (LBFGS).
 
     Args:
         optimizer: any optimizer over CPU parameters.
-        nteam: number of teams to have at least; each optimizer takes the next one, which is created if need be.
+        nteam: number of teams to have at least; each optimizer takes the next one of eight in turn, which is created
+            if need be.
         nthread_per_team: threads of the teams that are created here.
         named_parameters: names for error messages, as `module.named_parameters()` gives them.
         bucket_mb: size of a bucket in MiB; the first has 1 MiB at most.
@@ -102,11 +119,12 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
 
     Raises:
         DTypeError: `optimizer` is not a torch optimizer.
-        ArgumentError: It averages already, or an argument is out of range.
+        ArgumentError: It averages already, another one averages one of its parameters, or an argument is out of range.
         MismatchError: The ranks' parameters differ in number, shape or type. Collective.
 
     The name and the first three arguments are those of the Cray plugin's `dl_comm.torch.DistributedOptimizer`.
     """
+    global _made
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
@@ -116,23 +134,26 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     if team is not None and team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     names = _names(optimizer, named_parameters)
-    chosen = _take_team(team, nteam, nthread_per_team, optimizer)
-    averager = Averager(
-        chosen,
-        f"{type(optimizer).__name__}.{chosen}",
-        int(bucket_mb * 2**20),
-        backward_passes_per_step,
-        sparse_as_dense,
-    )
+    every = _every(optimizer, names)
+    number = _made if dl_comm.is_initialized() else 0
+    chosen = number % AUTOMATIC_TEAMS if team is None else team
+    # The number lets calls of optimizers on one team be told apart, and shows ranks that made other optimizers.
+    call_name = f"{type(optimizer).__name__}.{number}"
+    averager = Averager(chosen, call_name, int(bucket_mb * 2**20), backward_passes_per_step, sparse_as_dense)
     averager.names = names
+    averager.expect_free([(name, parameter) for name, parameter in every if parameter.requires_grad])
+    _made = number + 1
+    # Creates the teams that are missing.
+    dl_comm.init(nthread_per_team, max(nteam, chosen + 1), sum(parameter.numel() for _, parameter in every))
     if broadcast:
-        every = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
         _functions.broadcast_parameters(every)
     optimizer.__dict__[_ATTRIBUTE] = averager
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
-    averager.watch(_named(optimizer))
+    named = _named(optimizer)
+    averager.claim(named)
+    averager.watch(named)
     return cast(AveragingOptimizer, optimizer)
 
 
@@ -150,13 +171,17 @@ def _averager(optimizer: torch.optim.Optimizer) -> Averager:
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Named:
-    names = _averager(optimizer).names
-    return [
-        (names.get(id(parameter)) or f"group{g}.parameter{i}", parameter)
-        for g, group in enumerate(optimizer.param_groups)
-        for i, parameter in enumerate(group["params"])
-        if parameter.requires_grad
-    ]
+    named = _every(optimizer, _averager(optimizer).names)
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def _every(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
+    # By identity: a parameter may stand in a group twice (torch warns of that).
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            found.setdefault(id(parameter), (names.get(id(parameter)) or f"group{g}.parameter{i}", parameter))
+    return list(found.values())
 
 
 def _names(
@@ -167,22 +192,10 @@ def _names(
     for g, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")  # there when the optimizer was made of (name, parameter) pairs
         for i, parameter in enumerate(group["params"]):
-            names[id(parameter)] = given[i] if given else f"group{g}.parameter{i}"
+            names.setdefault(id(parameter), given[i] if given else f"group{g}.parameter{i}")
     pairs = named.items() if isinstance(named, Mapping) else named or ()
     names.update((id(parameter), name) for name, parameter in pairs)
     return names
-
-
-def _take_team(team: int | None, nteam: int, nthreads: int, optimizer: torch.optim.Optimizer) -> int:
-    global _next_team
-    if not dl_comm.is_initialized():
-        _next_team = 0
-    chosen = _next_team if team is None else team
-    numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    dl_comm.init(nthreads, max(nteam, chosen + 1), numel)  # creates the teams that are missing
-    if team is None:
-        _next_team += 1
-    return chosen
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -223,3 +236,13 @@ class _AveragedClosure:
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
         return None if loss is None else _functions.average(loss, "loss of the closure")
+
+
+def _before_unscaling(optimizer: Any) -> None:
+    if isinstance(optimizer, AveragingOptimizer):
+        averager = _averager(optimizer)
+        if not averager.averaged and not averager.skip:
+            optimizer.synchronize()
+
+
+_scaler.before_unscaling(_before_unscaling)

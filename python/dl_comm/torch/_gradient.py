@@ -1,0 +1,114 @@
+"""One gradient on its way through an average: what is handed to the core, and where the mean goes.
+
+The memory rule. Autograd may give a parameter a gradient whose memory others use: a view of the gradient that nodes of
+the same backward have yet to read, of another parameter's, or of a tensor of the user's. So a gradient is averaged
+where it lies only when nothing else refers to its storage, which is so for nearly all: no copy, no second set of
+gradients, and references that a script holds to `p.grad` see the mean once `step()` has waited. Any other gradient is
+copied, and the copy takes its place as `p.grad` afterwards. (Results in separate memory for all would serve as well,
+but cost every step fresh pages or a second set of gradients.) The exception are gradients that stood before backward,
+such as parts of one flat tensor that the script has laid out: backward adds to them in place, and the mean goes there
+too.
+
+Thread rule: that of the averager, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dl_comm import ArgumentError, StateError
+
+# Absent in a later torch: every gradient is copied then.
+_storage_uses = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Gradient:
+    """The gradient of one parameter, from the start of an average to its end."""
+
+    def __init__(
+        self, name: str, parameter: torch.Tensor, standing: torch.Tensor | None, sparse_as_dense: bool
+    ) -> None:
+        """Take the gradient that `parameter` has now. `standing` is the one it had before backward, if it was shared.
+
+        Raises ArgumentError when the gradient is sparse and may not be made dense.
+        """
+        self._name = name
+        self._parameter = parameter
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            if not sparse_as_dense:
+                raise ArgumentError(f"the gradient of {name} is sparse: give DistributedOptimizer sparse_as_dense=True")
+            gradient = parameter.grad = gradient.to_dense()
+        self.absent = gradient is None
+        self._taken = gradient
+        self._version = 0 if gradient is None else gradient._version
+        self._in_place = gradient is not None and not _shared(gradient)
+        if gradient is None:
+            self._own = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        elif self._in_place:
+            self._own = plain(gradient)
+        else:
+            self._own = plain(gradient.clone(memory_format=torch.contiguous_format))
+            self._in_place = gradient is standing
+        # What the core averages.
+        self.wire = torch.view_as_real(self._own) if self._own.is_complex() else self._own
+
+    def expect_unchanged(self, discarding: bool) -> None:
+        """Raise StateError when the parameter's gradient is not what was taken; `discarding`: it may be gone."""
+        gradient = self._parameter.grad
+        if gradient is self._taken and (gradient is None or gradient._version == self._version):
+            return
+        if gradient is None and discarding:
+            return
+        raise StateError(
+            f"the gradient of {self._name} was changed while it was averaged, the gradients are invalid now: call "
+            "optimizer.synchronize() between backward() and whatever changes gradients (clipping, scaler.unscale_, "
+            "scaler.step)"
+        )
+
+    def finish(self, used: bool) -> None:
+        """Put the mean where the gradient is; `used`: some rank has a gradient of this parameter."""
+        gradient = self._taken
+        if gradient is None:
+            # Another rank used this parameter: this rank takes the same step with the same gradient.
+            if used and self._parameter.grad is None:
+                self._parameter.grad = self._own
+        elif self._in_place:
+            if self._own is not gradient:
+                gradient.copy_(self._own)
+        elif gradient.is_contiguous() or overlaps(gradient):
+            self._parameter.grad = self._own
+        else:
+            self._parameter.grad = torch.empty_like(gradient).copy_(self._own)
+
+
+def standing(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that stands before backward, where its memory is shared."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or overlaps(gradient) or not _shared(gradient):
+        return None
+    return gradient
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy, contiguous and without pending conjugation or negation."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of the tensor share memory, as those of an expanded one do."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _shared(tensor: torch.Tensor) -> bool:
+    return overlaps(tensor) or _storage_uses is None or _uses(tensor) > _ALONE
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    assert _storage_uses is not None
+    return int(_storage_uses(storage._cdata))
+
+
+# The count for a tensor that is alone, with the handle that asks.
+_ALONE = 0 if _storage_uses is None else _uses(torch.empty(1))
