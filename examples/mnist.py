@@ -75,6 +75,17 @@ def shard(images: Images, labels: Labels, rank: int, size: int, epoch: int, seed
     return images[mine], labels[mine]
 
 
+def steps(images: Images, size: int, batch_size: int) -> int:
+    """Give the number of whole batches a rank has in an epoch, when `size` ranks share `images`.
+
+    Raises SystemExit when there is none.
+    """
+    share = len(images) // size
+    if share < batch_size:
+        raise SystemExit(f"--batch-size {batch_size} is more than the {share} images of each of {size} ranks")
+    return share // batch_size
+
+
 class Progress:
     """Shows how far training is: one line that is rewritten on a terminal, else a line each tenth of the way."""
 

@@ -39,6 +39,15 @@ class KernelCompletion final : public Completion {
   AsyncOpKernel::DoneCallback done_;
 };
 
+// What a call in a loop adds to its name, nothing outside of loops. A session may run the iterations of one loop side
+// by side, in another order on every rank, and their calls are alike otherwise. The iteration alone would not tell
+// those of an inner loop apart: the number of a frame, a hash of the names of its loops and of the outer iterations,
+// does.
+std::string iteration(const tensorflow::FrameAndIter& frame_iter) {
+  if (frame_iter.frame_id == 0 || frame_iter.frame_id == tensorflow::kIllegalFrameId) return {};
+  return absl::StrCat(" [iteration ", frame_iter.iter_id, " of loop ", absl::Hex(frame_iter.frame_id), "]");
+}
+
 // What the average and the broadcast have in common: attributes, and the way from a context to a `TensorList`.
 class CollectiveKernel : public AsyncOpKernel {
  public:
@@ -56,14 +65,14 @@ class CollectiveKernel : public AsyncOpKernel {
       OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({i}, i, input.shape(), &output), done);
       OP_REQUIRES_OK_ASYNC(context, list.add(input, *output), done);
     }
-    submit(list, std::make_unique<KernelCompletion>(context, std::move(done)));
+    const std::string name = call_name_ + iteration(context->frame_iter());
+    submit({name.data(), name.size()}, list, std::make_unique<KernelCompletion>(context, std::move(done)));
   }
 
  protected:
-  // Hands the call to the core and returns without waiting; afterwards `this` may be gone.
-  virtual void submit(const TensorList& list, std::unique_ptr<Completion> completion) = 0;
+  // Hands the call to the core, which copies the name, and returns without waiting; afterwards `this` may be gone.
+  virtual void submit(rust::Str name, const TensorList& list, std::unique_ptr<Completion> completion) = 0;
 
-  rust::Str call_name() const { return rust::Str(call_name_.data(), call_name_.size()); }
   rust::Str labels() const { return rust::Str(labels_.data(), labels_.size()); }
 
  private:
@@ -78,9 +87,9 @@ class GradientsKernel final : public CollectiveKernel {
   }
 
  protected:
-  void submit(const TensorList& list, std::unique_ptr<Completion> completion) override {
-    average(team_, call_name(), labels(), {list.views.data(), list.views.size()},
-            {list.shapes.data(), list.shapes.size()}, std::move(completion));
+  void submit(rust::Str name, const TensorList& list, std::unique_ptr<Completion> completion) override {
+    average(team_, name, labels(), {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
+            std::move(completion));
   }
 
  private:
@@ -94,9 +103,9 @@ class BroadcastKernel final : public CollectiveKernel {
   }
 
  protected:
-  void submit(const TensorList& list, std::unique_ptr<Completion> completion) override {
-    broadcast(root_, call_name(), labels(), {list.views.data(), list.views.size()},
-              {list.shapes.data(), list.shapes.size()}, std::move(completion));
+  void submit(rust::Str name, const TensorList& list, std::unique_ptr<Completion> completion) override {
+    broadcast(root_, name, labels(), {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
+              std::move(completion));
   }
 
  private:

@@ -68,7 +68,7 @@ def main() -> int:
     data = mnist.load(args.data_dir, verbose=rank == 0)
     images, labels = mnist.shard(data.train_images, data.train_labels, rank, size, epoch=0)
     test = mnist.shard(data.test_images, data.test_labels, rank, size, epoch=0)
-    steps = len(images) // args.batch_size  # whole batches only, so that each rank's counts the same
+    steps = mnist.steps(data.train_images, size, args.batch_size)  # whole batches, so that each rank's counts the same
     total = steps * args.epochs
 
     # The rate grows from that of one rank to that of all of them while training warms up, and falls to 0 at the end.

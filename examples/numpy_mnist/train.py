@@ -21,7 +21,7 @@ from numpy.typing import NDArray  # noqa: E402
 import dl_comm as mc  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from mnist import Images, Labels, Progress, arguments, load, shard  # noqa: E402
+from mnist import Images, Labels, Progress, arguments, load, shard, steps  # noqa: E402
 
 Array = NDArray[np.float32]
 HIDDEN, MOMENTUM = 256, 0.9
@@ -76,17 +76,13 @@ def main() -> int:
     mc.broadcast(parameters, 0)
 
     data = load(args.data_dir, verbose=rank == 0)
-    steps = len(data.train_images) // size // args.batch_size
-    if steps == 0:
-        raise SystemExit(
-            f"--batch-size {args.batch_size} is more than a rank's {len(data.train_images) // size} images"
-        )
-    total = steps * args.epochs
+    epoch_steps = steps(data.train_images, size, args.batch_size)
+    total = epoch_steps * args.epochs
     progress = Progress(rank == 0, total)
     velocity = [np.zeros_like(p) for p in parameters]
 
     for step in range(total):
-        epoch, i = divmod(step, steps)
+        epoch, i = divmod(step, epoch_steps)
         if i == 0:
             images, labels = shard(data.train_images, data.train_labels, rank, size, epoch)
         batch = slice(i * args.batch_size, (i + 1) * args.batch_size)

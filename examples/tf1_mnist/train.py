@@ -60,7 +60,7 @@ def main() -> int:
     myrank, numworkers = mc.get_rank(), mc.get_nranks()
 
     data = mnist.load(args.data_dir, verbose=myrank == 0)
-    steps = len(data.train_images) // numworkers // args.batch_size
+    steps = mnist.steps(data.train_images, numworkers, args.batch_size)
     max_steps = steps * args.epochs
 
     # the rate grows from that of one rank to that of all of them while training warms up

@@ -47,7 +47,7 @@ def main() -> int:
     tf.config.threading.set_inter_op_parallelism_threads(threads)
 
     data = mnist.load(args.data_dir, verbose=rank == 0)
-    steps = len(data.train_images) // size // args.batch_size
+    steps = mnist.steps(data.train_images, size, args.batch_size)
     total = steps * args.epochs
     warm_up = max(1, total // 10)
     model = build_model()

@@ -17,7 +17,7 @@ import dl_comm as mc
 import dl_comm.torch as cdl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from mnist import Progress, arguments, load, shard
+from mnist import Progress, arguments, load, shard, steps
 
 
 class Network(nn.Sequential):
@@ -60,12 +60,8 @@ def main() -> int:
     torch.manual_seed(rank)  # different on purpose: the broadcast makes the weights equal
 
     data = load(args.data_dir, verbose=rank == 0)
-    steps = len(data.train_images) // size // args.batch_size
-    if steps == 0:
-        raise SystemExit(
-            f"--batch-size {args.batch_size} is more than a rank's {len(data.train_images) // size} images"
-        )
-    total = steps * args.epochs
+    epoch_steps = steps(data.train_images, size, args.batch_size)
+    total = epoch_steps * args.epochs
 
     model = Network()
     cdl.broadcast_parameters(model, root=0)
@@ -81,14 +77,14 @@ def main() -> int:
     for epoch in range(args.epochs):
         mine = shard(data.train_images, data.train_labels, rank, size, epoch)
         images, labels = torch.from_numpy(mine[0]).unsqueeze(1), torch.from_numpy(mine[1])
-        for i in range(steps):
+        for i in range(epoch_steps):
             batch = slice(i * args.batch_size, (i + 1) * args.batch_size)
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(images[batch]), labels[batch])
             loss.backward()
             optimizer.step()
             scheduler.step()
-            progress.update(epoch * steps + i + 1, loss.item())
+            progress.update(epoch * epoch_steps + i + 1, loss.item())
 
     mine = shard(data.test_images, data.test_labels, rank, size, epoch=0)
     test_loss, accuracy = evaluate(model, torch.from_numpy(mine[0]).unsqueeze(1), torch.from_numpy(mine[1]))

@@ -169,12 +169,15 @@ def test_wrapping_keeps_state_and_configuration(rank, size):
     plain = keras.optimizers.Adam(0.125, beta_1=0.5, weight_decay=0.25)
     plain.exclude_from_weight_decay(var_names=["bias"])
     fit(model, plain, x, y, 4, epochs=1)
+    config = plain.get_config()
+    state = [np.asarray(variable) for variable in plain.variables]
     wrapped = dk.DistributedOptimizer(plain)
+    assert wrapped is plain
     assert isinstance(wrapped, keras.optimizers.Adam)
-    assert wrapped.get_config() == plain.get_config()
+    assert wrapped.get_config() == config
     assert int(wrapped.iterations) == ROWS // 4
-    for mine, expected in zip(wrapped.variables, plain.variables, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected))
+    for mine, expected in zip(wrapped.variables, state, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), expected)
     assert [wrapped._use_weight_decay(v) for v in model.trainable_variables] == [True, False, True, False]
 
 
@@ -200,6 +203,107 @@ def test_a_saved_model_loads_plain_and_distributed(rank, size, tmp_path):
     assert same_everywhere(distributed)
 
 
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that cannot be saved: it has no get_config."""
+
+    def __call__(self, step):
+        return 0.1 / (1.0 + tf.cast(step, tf.float64))
+
+
+class WithArgument(keras.optimizers.SGD):
+    """An optimizer that its configuration is not enough for."""
+
+    def __init__(self, extra, **options):
+        super().__init__(**options)
+        self.extra = extra
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(Halving()),
+        lambda: keras.optimizers.SGD(lambda: 0.1),
+        lambda: WithArgument(3, learning_rate=0.1),
+    ],
+    ids=["schedule", "lambda", "subclass"],
+)
+def test_optimizers_that_cannot_be_made_of_their_configuration(rank, size, make):
+    x, y = samples(size)
+    alone = model_from(0)
+    fit(alone, make(), interleave(x, size, 4), interleave(y, size, 4), 4 * size)
+    together = model_from(rank)
+    fit(together, dk.DistributedOptimizer(make()), x[rank::size], y[rank::size], 4, [dk.BroadcastCallback()])
+    for mine, expected in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-7, atol=1e-10)
+    assert same_everywhere(together)
+
+
+def test_an_optimizer_that_is_wrapped_after_the_first_fit(rank, size):
+    x, y = samples(size)
+    model = model_from(rank)
+    optimizer = keras.optimizers.SGD(0.1)
+    fit(model, optimizer, x[rank::size], y[rank::size], 4, epochs=1)
+    dk.DistributedOptimizer(optimizer)
+    model.fit(x[rank::size], y[rank::size], batch_size=4, epochs=1, verbose=0, callbacks=[dk.BroadcastCallback()])
+    assert same_everywhere(model)
+
+
+class HeadInTheStep(keras.Model):
+    """A model with a layer that only its training step uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.layers.Dense(5)
+        self.head = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.body(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.head(self(x, training=True)) - y) ** 2)
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+class LayerInTraining(keras.Model):
+    """A model with a layer that only training calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.layers.Dense(5)
+        self.noise = keras.layers.Dense(5)
+        self.head = keras.layers.Dense(1)
+
+    def call(self, inputs, training=None):
+        hidden = self.body(inputs)
+        return self.head(self.noise(hidden) if training else hidden)
+
+
+@pytest.mark.parametrize("model_class", [HeadInTheStep, LayerInTraining])
+def test_models_whose_variables_come_with_the_first_training_step(rank, size, model_class):
+    x, y = samples(size)
+    model = model_class()
+    fit(model, dk.DistributedOptimizer("adam"), x[rank::size], y[rank::size], 4, [dk.BroadcastCallback()])
+    assert len(model.weights) >= 4
+    assert same_everywhere(model)
+
+
+def test_optimizer_state_that_only_the_root_has(rank, size):
+    x, y = samples(size)
+    model = model_from(rank)
+    model.compile(dk.DistributedOptimizer("adam"), loss="mse")
+    if rank == 0:
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.iterations.assign(7)
+    callbacks = [dk.BroadcastCallback()]
+    model.fit(x[rank::size], y[rank::size], batch_size=ROWS, epochs=1, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.iterations) == 8
+    assert same_everywhere(model)
+
+
 def test_one_rank_with_gradients_that_are_not_finite_makes_all_skip(rank, size):
     x, y = samples(size)
     model = model_from(0)
@@ -223,6 +327,8 @@ def test_what_is_refused(rank, size):
         dk.DistributedOptimizer(3)
     with pytest.raises(ValueError, match="no_such_optimizer"):
         dk.DistributedOptimizer("no_such_optimizer")
+    with pytest.raises(ValueError, match="team -1 is out of range"):
+        dk.DistributedOptimizer("adam", -1)
     x, y = samples(1)
     with pytest.raises(RuntimeError, match="inside a LossScaleOptimizer"):
         fit(model_from(0), keras.optimizers.LossScaleOptimizer(wrapped), x, y, 4)

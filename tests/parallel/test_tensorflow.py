@@ -210,10 +210,22 @@ def test_bad_lists_are_refused(rank, size, given, error):
     np.testing.assert_allclose(dt.gradients([tf.constant(float(rank))])[0], (size - 1) / 2)
 
 
-@pytest.mark.parametrize("team", [-2, 99])
-def test_a_team_that_is_not_there(rank, size, team):
+@pytest.mark.parametrize("team", [-2, -1])
+def test_a_negative_team_is_refused_before_anything_runs(rank, size, team):
+    for call in (
+        lambda: dt.gradients([tf.constant(1.0)], team),
+        # AutoGraph would wrap the exception in one of its own, with the same text.
+        lambda: tf.function(lambda x: dt.gradients([x], team), autograph=False)(tf.constant(1.0)),
+        lambda: dt.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), team),
+        lambda: dt.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), team),
+    ):
+        with pytest.raises(mc.ArgumentError, match=f"team {team} is out of range; teams go from 0"):
+            call()
+
+
+def test_a_team_that_is_not_there(rank, size):
     with pytest.raises(tf.errors.InvalidArgumentError, match="dl_comm error -1"):
-        dt.gradients([tf.constant(1.0)], team)
+        dt.gradients([tf.constant(1.0)], 99)
     np.testing.assert_allclose(dt.gradients([tf.constant(float(rank))])[0], (size - 1) / 2)
 
 

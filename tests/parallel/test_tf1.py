@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -163,3 +165,87 @@ def test_error_in_a_session_and_the_next_run_works(rank, size):
             with pytest.raises(tf.errors.InvalidArgumentError, match="dl_comm error -4"):
                 session.run(mean, {x: np.zeros(rank + 1)})
             np.testing.assert_allclose(session.run(mean, {x: np.full(2, float(rank))}), [(size - 1) / 2] * 2)
+
+
+def in_loops(loop, slow, parallel_iterations: int) -> np.ndarray:
+    """Average what `loop(body)` feeds to `body` in every iteration; the `slow` iterations come to it late."""
+
+    def late(i):
+        time.sleep(0.02 if slow(int(i)) else 0.0)
+        return np.float32(i)
+
+    def body(i):
+        value = tf2.numpy_function(late, [i], tf.float32, stateful=False)
+        return dt.gradients([tf.fill([10], value)])[0][0]
+
+    threads = tf.ConfigProto(inter_op_parallelism_threads=4, use_per_session_threads=True)
+    with tf.Graph().as_default():
+        results = loop(body, parallel_iterations)
+        with tf.Session(config=threads) as session:
+            return session.run(results)
+
+
+def single_loop(body, parallel_iterations):
+    _, results = tf.while_loop(
+        lambda i, _: i < 12,
+        lambda i, results: (i + 1, results.write(i, body(i))),
+        [0, tf.TensorArray(tf.float32, 12)],
+        parallel_iterations=parallel_iterations,
+    )
+    return results.stack()
+
+
+def nested_loops(body, parallel_iterations):
+    # The inner loops have one iteration each: they differ in their outer iteration only.
+    def outer(i, results):
+        _, mean = tf.while_loop(
+            lambda j, _: j < 1,
+            lambda j, _: (j + 1, body(i)),
+            [0, 0.0],
+            parallel_iterations=parallel_iterations,
+        )
+        return i + 1, results.write(i, mean)
+
+    _, results = tf.while_loop(
+        lambda i, _: i < 12,
+        outer,
+        [0, tf.TensorArray(tf.float32, 12)],
+        parallel_iterations=parallel_iterations,
+    )
+    return results.stack()
+
+
+@pytest.fixture(params=[True, False], ids=["control flow 2", "control flow 1"])
+def control_flow(request):
+    (tf.enable_control_flow_v2 if request.param else tf.disable_control_flow_v2)()
+    yield
+    tf.enable_control_flow_v2()
+
+
+def test_the_iteration_of_a_loop_is_part_of_what_ranks_compare(rank, size, control_flow):
+    """Else iterations that run in another order on each rank would be averaged with one another."""
+    if size == 1:
+        pytest.skip("needs two ranks")
+
+    def twice(average_in):
+        value = tf.fill([10], 1.0)
+
+        def body(i, mean):
+            return i + 1, tf.cond(tf.equal(i, average_in), lambda: dt.gradients([value])[0][0], lambda: mean)
+
+        return tf.while_loop(lambda i, _: i < 2, body, [0, 0.0], parallel_iterations=1)[1]
+
+    with tf.Graph().as_default():
+        result = twice(0 if rank == 0 else 1)
+        with (
+            tf.Session() as session,
+            pytest.raises(tf.errors.InvalidArgumentError, match="(?s)iteration 0 of loop.*iteration 1 of loop"),
+        ):
+            session.run(result)
+    np.testing.assert_allclose(dt.gradients([tf2.constant(float(rank))])[0], (size - 1) / 2)
+
+
+@pytest.mark.parametrize("loop", [single_loop, nested_loops])
+def test_iterations_one_after_the_other_agree(rank, size, loop, control_flow):
+    means = in_loops(loop, lambda i: i % size == rank, parallel_iterations=1)
+    np.testing.assert_array_equal(means, np.arange(12))

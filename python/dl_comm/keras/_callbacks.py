@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import dl_comm
+from dl_comm.keras._optimizer import forget_plain_step
 from dl_comm.tensorflow import _ops, broadcast_variables
 
 
@@ -21,9 +22,11 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     It covers weights (trainable or not) and optimizer variables (iterations, learning rate, slots), but not the state
     of random seeds, so that dropout differs between ranks, nor that of metrics. A model that has no variables yet is
-    built from the first batch's shapes before the broadcast. Put it first in the list of callbacks, on every rank.
+    built from the first batch's shapes before the broadcast; variables that come into being later, in the first step,
+    are broadcast after it. Put it first in the list of callbacks, on every rank.
 
-    It also switches off the XLA compilation of the training step, which dl_comm's ops cannot be part of.
+    It also switches off the XLA compilation of the training step, which dl_comm's ops cannot be part of, and has Keras
+    trace a step again that may be older than the `DistributedOptimizer`.
 
     Raises (out of `fit`): tf.errors.OpError; see `dl_comm.tensorflow`.
     """
@@ -32,7 +35,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Remember whose values count."""
         super().__init__()
         self._root = root
-        self._count = 0
+        self._count: int | None = None
 
     def set_model(self, model: Any) -> None:
         """Take the model, and switch off XLA; Keras calls it before it makes the training step."""
@@ -40,6 +43,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if getattr(model, "compiled", False) and model.jit_compile:
             model.jit_compile = False
             model.train_function = None
+        forget_plain_step(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, or, when the model has no variables yet, arrange for it."""
@@ -52,18 +56,25 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first batch: broadcast again if that batch made variables which could not be known before."""
-        if self._count and len(_variables(self.model)) != self._count:
+        if self._count is not None and len(_variables(self.model)) != self._count:
             self._broadcast()
-        self._count = 0
+        self._count = None
 
     def _broadcast(self) -> None:
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built and self.model.trainable_variables:
-            optimizer.build(self.model.trainable_variables)
+        self._build_optimizer_if_resumed()
         variables = _variables(self.model)
         self._count = len(variables)
         if variables:
             broadcast_variables(variables, self._root, name="BroadcastCallback")
+
+    def _build_optimizer_if_resumed(self) -> None:
+        # Where one rank has loaded the state of an optimizer, the others need the variables to take it. Nowhere else:
+        # Keras builds an optimizer for good, and a model may still get variables in its first step.
+        optimizer = self.model.optimizer
+        built = optimizer is not None and optimizer.built
+        somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer")) > 0
+        if somewhere and optimizer is not None and not built and self.model.trainable_variables:
+            optimizer.build(self.model.trainable_variables)
 
     def _build_first(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         # The variables of a deferred model come into being in its first step, which would update them before they are
@@ -73,7 +84,9 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         def first_step(iterator: Any) -> Any:
             model.train_function = train_function
             x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
-            tf.function(lambda inputs: model(inputs), autograph=False).get_concrete_function(x)
+            # As Keras's own train_step calls it.
+            training = {"training": True} if getattr(model, "_call_has_training_arg", False) else {}
+            tf.function(lambda inputs: model(inputs, **training), autograph=False).get_concrete_function(x)
             self._broadcast()
             return train_function(iterator)
 
@@ -111,7 +124,7 @@ def average_logs(logs: dict[str, Any]) -> dict[str, Any]:
         return dict(logs)
     values = tf.constant([float(logs[name]) for name in names], tf.float64)
     # The names are part of the call's name, which the ranks must agree on.
-    means = _ops.gradients([values], _ops.CONTROL_TEAM, name=f"metrics {', '.join(names)}")[0].numpy()
+    means = _ops.average_all([values], f"metrics {', '.join(names)}")[0].numpy()
     return {**logs, **{name: float(mean) for name, mean in zip(names, means, strict=True)}}
 
 

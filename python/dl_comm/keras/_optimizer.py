@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` for Keras: a subclass, made at run time, of the class of the optimizer that is given.
+"""`DistributedOptimizer` for Keras: gives an optimizer a subclass, made at run time, of its class.
 
 Where the average happens: before loss unscaling, clipping, weight decay and the update, so that all of them see what
 one process with the whole batch would see. With `gradient_accumulation_steps` it happens once for each update, on the
@@ -9,6 +9,7 @@ Thread rule: as Keras's for optimizers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,21 +19,18 @@ import dl_comm
 from dl_comm.tensorflow import _ops
 
 
-class _Averaging:
+class AveragingOptimizer:
     """What is added to an optimizer's class. It must stand before that class among the bases."""
 
     _dl_comm_team = 0
-    _dl_comm_complete = False
+    _dl_comm_wrapped = False
+    _dl_comm_in_use = False
     _dl_comm_inside_loss_scale = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._dl_comm_complete = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A LossScaleOptimizer that takes this one in does just that, and it then calls `apply` only on those ranks
         # whose gradients are finite: the others would never average.
-        if name == "loss_scale_factor" and value is None and self._dl_comm_complete:
+        if name == "loss_scale_factor" and value is None and self._dl_comm_wrapped:
             self._dl_comm_inside_loss_scale = True
         super().__setattr__(name, value)
 
@@ -60,11 +58,12 @@ class _Averaging:
 
 
 def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a class to those who call it)
-    """Wrap a Keras optimizer so that it averages gradients over all ranks before it applies them.
+    """Make a Keras optimizer average gradients over all ranks before it applies them, and return it.
 
-    The new optimizer is made from the configuration of the given one and takes over its state when it has some. Its
-    class is a subclass of the given one's, under the same name, so that a saved model does not need dl_comm: it loads
-    with the plain optimizer. `dl_comm.keras.load_model` loads it with the distributed one.
+    The optimizer stays the object that it was, with its state and its schedule. Its class is from now on a subclass of
+    what it was, under the same name, so that a saved model does not need dl_comm: it loads with the plain optimizer.
+    `dl_comm.keras.load_model` loads it with the distributed one. Wrap before `compile`: a training step that Keras has
+    traced already does not average, until it is compiled again or trains with a `BroadcastCallback`.
 
     Each rank's gradients count the same: give all ranks batches of the same size. Variables without a gradient are
     skipped; all ranks must skip the same. For mixed_float16 wrap the LossScaleOptimizer:
@@ -79,26 +78,33 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
 
     Raises:
         TypeError: It is not a Keras 3 optimizer.
-        ValueError: It is wrapped already, or there is no optimizer of that name.
+        ValueError: It is wrapped already, the team is negative, or there is no optimizer of that name.
         RuntimeError: In training: the function is compiled by XLA, or a LossScaleOptimizer was put around.
         tf.errors.OpError: In training; see `dl_comm.tensorflow`.
     """
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, _Averaging):
+    if isinstance(optimizer, AveragingOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
-    if isinstance(getattr(optimizer, "inner_optimizer", None), _Averaging):
+    if isinstance(getattr(optimizer, "inner_optimizer", None), AveragingOptimizer):
         raise ValueError("wrap the LossScaleOptimizer only, not the optimizer inside it as well")
+    team = _ops.checked_team(team)
     if not dl_comm.is_initialized():
         dl_comm.init()
-    base = type(optimizer)
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    averaging = type(base.__name__, (_Averaging, base), {**names, "_dl_comm_team": int(team)})
-    distributed = averaging.from_config(optimizer.get_config())  # type: ignore[attr-defined]
-    _take_over(optimizer, distributed)
-    return distributed
+    optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
+    optimizer._dl_comm_team = team
+    optimizer._dl_comm_wrapped = True
+    return optimizer
+
+
+def forget_plain_step(model: Any) -> None:
+    """Make Keras trace the training step anew when it may be of the time before `DistributedOptimizer`."""
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, AveragingOptimizer) and not optimizer._dl_comm_in_use:
+        optimizer._dl_comm_in_use = True
+        model.train_function = None
 
 
 def load_model(filepath: Any, team: int = 0, **kwargs: Any) -> Any:
@@ -109,22 +115,12 @@ def load_model(filepath: Any, team: int = 0, **kwargs: Any) -> Any:
     """
     model = keras.models.load_model(filepath, **kwargs)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, team)
+        DistributedOptimizer(model.optimizer, team)
+        forget_plain_step(model)
     return model
 
 
-def _take_over(old: Any, new: Any) -> None:
-    _take_over_exclusions(old, new)
-    if hasattr(old, "inner_optimizer"):
-        _take_over_exclusions(old.inner_optimizer, new.inner_optimizer)
-    if old.built:
-        new.build(list(old._trainable_variables))
-        for target, source in zip(new.variables, old.variables, strict=True):
-            target.assign(source)
-
-
-def _take_over_exclusions(old: Any, new: Any) -> None:
-    # What exclude_from_weight_decay() set is not part of the configuration.
-    for attribute in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(old, attribute):
-            setattr(new, attribute, getattr(old, attribute))
+@functools.cache
+def _averaging(base: type[Any]) -> type[Any]:
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (AveragingOptimizer, base), names)

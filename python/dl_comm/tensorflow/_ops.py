@@ -4,7 +4,8 @@ What a call is named: all ranks must submit the same calls to a team in the same
 when they do not. Types and shapes are compared anyway. An eager call is named after what it does, always the same,
 since a number in an op attribute would make TensorFlow build a new kernel for every step. A call in a graph also has
 its number among the like calls of that graph, because a TF1 session may run two of them in either order. The numbers
-begin anew in every graph, so that a `tf.function` that only one rank traces again keeps its names.
+begin anew in every graph, so that a `tf.function` that only one rank traces again keeps its names. In a loop the kernel
+adds the iteration, since a TF1 session may run several iterations at once, and the names of the loops.
 
 Thread rule: everything here may be called from any thread.
 """
@@ -73,20 +74,25 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
         tensors: `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` (made dense) or what TensorFlow can make a tensor of:
             float16, bfloat16, float32, float64, int8, uint8, int32 or int64, any shape. All ranks give the same number,
             types and shapes. Means of integers round toward zero; float16 and bfloat16 are added up in float32.
-        team: The thread team that does the work; -1 is the team of broadcasts.
+        team: The thread team that does the work.
         name: What the ranks must agree on besides types and shapes; like calls of one graph are numbered.
+
+    A `tf.function` runs its calls in the order of the program. A TF1 session does not: two calls of one team that do
+    not depend on each other run in another order on every rank, and fail at random with InvalidArgumentError. Give all
+    tensors in one list, or another team to one of the calls, or order them with `tf.control_dependencies`; a
+    `tf.compat.v1.while_loop` needs `parallel_iterations=1` unless each iteration needs the means of the one before.
 
     Returns:
         New dense tensors, in order, with the static shapes of the inputs. Their gradient is the average of the
         gradients over the ranks; integers have none.
 
     Raises:
-        dl_comm.ArgumentError: The list is empty or has a None in it.
+        dl_comm.ArgumentError: The list is empty or has a None in it, or the team is negative.
         dl_comm.DTypeError: Not a list, or an element type that has no mean.
         RuntimeError: The call is inside an XLA-compiled function.
         tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
     """
-    return _gradients(_listed(tensors), operator.index(team), name or "gradients")
+    return _gradients(_listed(tensors), checked_team(team), name or "gradients")
 
 
 @as_written
@@ -117,6 +123,14 @@ def broadcast(tensors: Iterable[Any], root: int = 0, *, name: str | None = None)
     ]
 
 
+def checked_team(team: int) -> int:
+    """Give the number of a thread team. Raises `dl_comm.ArgumentError` when it is negative."""
+    team = operator.index(team)
+    if team < 0:
+        raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    return team
+
+
 @as_written
 def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     """Average one tensor over all ranks, on the team of broadcasts: for metrics.
@@ -126,7 +140,13 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     """
     if isinstance(value, (bool, int, float)):
         value = np.float64(value)
-    return _gradients([value], CONTROL_TEAM, name or "average")[0]
+    return average_all([value], name or "average")[0]
+
+
+@as_written
+def average_all(values: Sequence[Any], name: str) -> list[tf.Tensor]:
+    """Average tensors over all ranks, as `gradients` does, on the team of broadcasts."""
+    return _gradients(list(values), CONTROL_TEAM, name)
 
 
 @as_written

@@ -18,7 +18,7 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
 
     Args:
         optimizer: A `tf.compat.v1.train.Optimizer`, whose `compute_gradients` and `minimize` then average, or a Keras
-            optimizer, for which this is `dl_comm.keras.DistributedOptimizer`.
+            optimizer, for which this is `dl_comm.keras.DistributedOptimizer`: changed in place.
         team: The thread team that averages.
 
     Returns:
@@ -26,7 +26,7 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
 
     Raises:
         TypeError: It is neither kind of optimizer.
-        ValueError: It is wrapped already.
+        ValueError: It is wrapped already, or the team is negative.
     """
     if isinstance(optimizer, _DistributedV1Optimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already")
@@ -34,6 +34,7 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
         from dl_comm import keras
 
         return keras.DistributedOptimizer(optimizer, team)
+    team = _ops.checked_team(team)
     if not dl_comm.is_initialized():
         dl_comm.init()
     return _DistributedV1Optimizer(optimizer, team)
