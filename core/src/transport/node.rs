@@ -300,7 +300,9 @@ impl NodeChannel {
             if let Some(how) = how
                 && is_late(rank)
             {
-                return Err(Error::PeerLost(format!("{} {how}", self.node.names[rank])));
+                // Who left after a failure said so before.
+                let lost = || Error::PeerLost(format!("{} {how}", self.node.names[rank]));
+                return Err(self.node.failure().unwrap_or_else(lost));
             }
         }
         // Who waits for a lane waits for its driver, who knows better for whom and may say it first.
