@@ -139,5 +139,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _variables(model: Any) -> list[Any]:
-    # `weights` leaves out the states of metrics and random seeds, which `variables` has.
-    return list(model.weights) + ([] if model.optimizer is None else list(model.optimizer.variables))
+    optimizer = model.optimizer
+    if optimizer is None:
+        return list(model.weights)
+    # `weights` leaves out the states of metrics and random seeds, which `variables` has. And what a rank has accumulated
+    # since the last update is its own.
+    own = {id(variable) for variable in getattr(optimizer, "_accumulated_gradients", None) or ()}
+    return [*model.weights, *(variable for variable in optimizer.variables if id(variable) not in own)]
