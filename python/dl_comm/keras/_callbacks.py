@@ -142,7 +142,7 @@ def _variables(model: Any) -> list[Any]:
     optimizer = model.optimizer
     if optimizer is None:
         return list(model.weights)
-    # `weights` leaves out the states of metrics and random seeds, which `variables` has. And what a rank has accumulated
-    # since the last update is its own.
+    # `weights` leaves out the states of metrics and random seeds, which `variables` has. And what a rank has
+    # accumulated since the last update is its own.
     own = {id(variable) for variable in getattr(optimizer, "_accumulated_gradients", None) or ()}
     return [*model.weights, *(variable for variable in optimizer.variables if id(variable) not in own)]
