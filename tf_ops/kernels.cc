@@ -5,9 +5,11 @@
 // its running calls, which end at the core's deadline at the latest: the peers still use the memory.
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -21,15 +23,45 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
-// Ends one run of a kernel. The context, which TensorFlow keeps until `done`, owns the inputs and outputs.
+// The memory of one run of a kernel: the inputs, as far as they are read from their own memory, and the outputs.
+class TensorResults final : public Results {
+ public:
+  std::size_t kind() const noexcept override {
+    static const char mark = 0;  // one address for this library
+    return reinterpret_cast<std::size_t>(&mark);
+  }
+
+  std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override {
+    auto fresh = std::make_shared<TensorResults>();
+    for (const tensorflow::Tensor& output : outputs) {
+      const tensorflow::Tensor zeros(output.dtype(), output.shape());
+      if (!zeros.IsInitialized()) return nullptr;
+      std::memset(zeros.data(), 0, zeros.TotalBytes());
+      addresses.push_back(reinterpret_cast<std::size_t>(zeros.data()));
+      fresh->outputs.push_back(zeros);
+    }
+    return fresh;
+  }
+
+  std::vector<tensorflow::Tensor> inputs;
+  std::vector<tensorflow::Tensor> outputs;
+};
+
+// Ends one run of a kernel. The context is TensorFlow's until `done`.
 class KernelCompletion final : public Completion {
  public:
-  KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done)
-      : context_(context), done_(std::move(done)) {}
+  KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, std::shared_ptr<TensorResults> own)
+      : context_(context), done_(std::move(done)), own_(std::move(own)) {}
 
-  void done(int32_t code, rust::Str message) const noexcept override {
+  void done(int32_t code, rust::Str message, std::shared_ptr<Results> results) const noexcept override {
     if (code != 0) {
       context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size())));
+    } else {
+      // By `kind`, no other library's results come here. They are this call's alone now: TensorFlow gets the only
+      // references, so that what comes next may work in place.
+      TensorResults& have = results ? static_cast<TensorResults&>(*results) : *own_;
+      for (int i = 0; i < context_->num_outputs(); ++i) context_->set_output(i, std::move(have.outputs[i]));
+      have.inputs.clear();
     }
     done_();
   }
@@ -37,6 +69,7 @@ class KernelCompletion final : public Completion {
  private:
   OpKernelContext* context_;
   AsyncOpKernel::DoneCallback done_;
+  std::shared_ptr<TensorResults> own_;
 };
 
 // What a call in a loop adds to its name, nothing outside of loops. A session may run the iterations of one loop side
@@ -59,23 +92,28 @@ class CollectiveKernel : public AsyncOpKernel {
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
     const int count = context->num_inputs();
     TensorList list(count);
+    auto results = std::make_shared<TensorResults>();
+    results->outputs.resize(count);
     for (int i = 0; i < count; ++i) {
       const tensorflow::Tensor& input = context->input(i);
-      tensorflow::Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({i}, i, input.shape(), &output), done);
-      OP_REQUIRES_OK_ASYNC(context, list.add(input, *output), done);
+      tensorflow::Tensor& output = results->outputs[i];
+      OP_REQUIRES_OK_ASYNC(context,
+                           context->forward_input_or_allocate_temp({i}, input.dtype(), input.shape(),
+                                                                   tensorflow::AllocatorAttributes(), &output),
+                           done);
+      OP_REQUIRES_OK_ASYNC(context, list.add(input, output), done);
+      if (input.data() != output.data()) results->inputs.push_back(input);
     }
-    const std::string name = call_name_ + iteration(context->frame_iter());
-    submit({name.data(), name.size()}, list, std::make_unique<KernelCompletion>(context, std::move(done)));
+    const std::string instance = iteration(context->frame_iter());
+    auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
+    submit({instance.data(), instance.size()}, list, std::move(completion), std::move(results));
   }
 
  protected:
-  // Hands the call to the core, which copies the name, and returns without waiting; afterwards `this` may be gone.
-  virtual void submit(rust::Str name, const TensorList& list, std::unique_ptr<Completion> completion) = 0;
+  // Hands the call to the core, which copies the texts, and returns without waiting; afterwards `this` may be gone.
+  virtual void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
+                      std::shared_ptr<Results> results) = 0;
 
-  rust::Str labels() const { return rust::Str(labels_.data(), labels_.size()); }
-
- private:
   std::string call_name_;
   std::string labels_;
 };
@@ -84,16 +122,22 @@ class GradientsKernel final : public CollectiveKernel {
  public:
   explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
+    OP_REQUIRES_OK(context, context->GetAttr("towers", &towers_));
   }
 
  protected:
-  void submit(rust::Str name, const TensorList& list, std::unique_ptr<Completion> completion) override {
-    average(team_, name, labels(), {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
-            std::move(completion));
+  void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
+              std::shared_ptr<Results> results) override {
+    const Average call{team_,    static_cast<std::size_t>(towers_), {call_name_.data(), call_name_.size()},
+                       instance, {labels_.data(), labels_.size()},  false,
+                       true};
+    average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
+            std::move(completion), std::move(results));
   }
 
  private:
   int32_t team_ = 0;
+  int32_t towers_ = 1;
 };
 
 class BroadcastKernel final : public CollectiveKernel {
@@ -103,9 +147,11 @@ class BroadcastKernel final : public CollectiveKernel {
   }
 
  protected:
-  void submit(rust::Str name, const TensorList& list, std::unique_ptr<Completion> completion) override {
-    broadcast(root_, name, labels(), {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
-              std::move(completion));
+  void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
+              std::shared_ptr<Results>) override {
+    const std::string name = call_name_ + std::string(instance);
+    broadcast(root_, {name.data(), name.size()}, {labels_.data(), labels_.size()},
+              {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()}, std::move(completion));
   }
 
  private:

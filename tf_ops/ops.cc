@@ -27,6 +27,7 @@ REGISTER_OP("DlCommGradients")
     .Output("means: T")
     .Attr("T: list({half, bfloat16, float, double, int8, uint8, int32, int64}) >= 1")
     .Attr("team: int")
+    .Attr("towers: int >= 1 = 1")
     .Attr("call_name: string")
     .Attr("labels: string = ''")
     .SetIsStateful()
@@ -37,6 +38,7 @@ The mean of every tensor over all ranks; a mean of integers rounds toward zero.
 tensors: The tensors of this rank. All ranks give the same number, types and shapes.
 means: The means, in the order of `tensors`, the same on every rank.
 team: The thread team that does the work; -1 is the team of broadcast and barrier.
+towers: How many replicas of a list, one after the other, `tensors` are; the mean is over these too.
 call_name: What the ranks must agree on besides types and shapes.
 labels: The names of the tensors, one a line, for error messages.
 )doc");

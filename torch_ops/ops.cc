@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -25,35 +26,52 @@ using ::torch::stable::detail::from;
 using ::torch::stable::detail::to;
 using Tensors = std::vector<Tensor>;
 
-enum class Operation { kAverage, kBroadcast };
+// What a call of average_start may add up.
+constexpr int64_t kPart = 1;  // a further part of the step that the call before belongs to
+constexpr int64_t kKeep = 2;  // nobody else uses the tensors from now on: the core may keep them past the call
 
-std::shared_ptr<Ticket> submit(Operation operation, const Arguments& call, const Views& views, Tensors keep) {
-  auto ticket = std::make_shared<Ticket>(std::move(keep));
-  const auto start = operation == Operation::kAverage ? &average : &broadcast;
-  start(call.number, call.name, call.labels, views.tensors(), views.shapes(), completion_of(ticket));
+// Describes an average to the core; `call` outlives the result.
+Average description(const Arguments& call, std::size_t towers, bool part, bool timed) {
+  return Average{
+      call.number, towers, {call.name.data(), call.name.size()}, {}, {call.labels.data(), call.labels.size()},
+      part,        timed};
+}
+
+std::shared_ptr<Ticket> start_average(const Average& call, const Views& views, Tensors keep,
+                                      std::shared_ptr<Results> results) {
+  auto ticket = std::make_shared<Ticket>(std::move(keep), call.timed ? -1 : call.team);
+  average(call, views.tensors(), views.shapes(), completion_of(ticket), std::move(results));
   return ticket;
 }
 
-std::shared_ptr<Ticket> submit_in_place(Operation operation, Arguments call) {
+// The call's tensors, to be read and written in place.
+Views in_place(const Arguments& call) {
   Views views(call.tensors.size(), call.labels);
   for (const Tensor& tensor : call.tensors) {
     views.expect_dense(tensor);
     views.add(tensor);
   }
-  Tensors keep = std::move(call.tensors);
-  return submit(operation, call, views, std::move(keep));
+  return views;
 }
 
 void average_in_place(StableIValue* stack, uint64_t, uint64_t) {
-  submit_in_place(Operation::kAverage, Arguments(stack))->wait();
+  const Arguments call(stack);
+  start_average(description(call, 1, false, true), in_place(call), call.tensors, nullptr)->wait();
 }
 
 void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
-  submit_in_place(Operation::kBroadcast, Arguments(stack))->wait();
+  const Arguments call(stack);
+  const Views views = in_place(call);
+  const auto ticket = std::make_shared<Ticket>(call.tensors, -1);
+  broadcast(call.number, call.name, call.labels, views.tensors(), views.shapes(), completion_of(ticket));
+  ticket->wait();
 }
 
 void average_new(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
+  const auto towers = static_cast<std::size_t>(std::max<int64_t>(to<int64_t>(stack[4]), 0));
+  // A call that may return before its average has ended needs tensors that the caller does not change meanwhile.
+  const bool copies = carries(call.number);
   Views views(call.tensors.size(), call.labels);
   Tensors keep;
   Tensors results;
@@ -61,17 +79,30 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
     views.expect_dense(tensor);
     keep.push_back(tensor.is_contiguous() ? tensor : ::torch::stable::contiguous(tensor));
     results.push_back(::torch::stable::empty_like(keep.back()));
-    views.add(keep.back(), results.back());
+    if (copies) {
+      ::torch::stable::copy_(results.back(), keep.back());
+      views.add(results.back());
+    } else {
+      views.add(keep.back(), results.back());
+    }
   }
-  submit(Operation::kAverage, call, views, std::move(keep))->wait();
-  stack[0] = from(results);
+  auto kept = copies ? std::make_shared<TensorResults>(results) : nullptr;
+  const auto ticket = start_average(description(call, towers, false, true), views, std::move(keep), std::move(kept));
+  Tensors returned = ticket->wait();
+  stack[0] = from(returned.empty() ? results : returned);
 }
 
 void average_start(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = from(enroll(submit_in_place(Operation::kAverage, Arguments(stack))));
+  const Arguments call(stack);
+  const auto flags = to<int64_t>(stack[4]);
+  auto kept = (flags & kKeep) != 0 ? std::make_shared<TensorResults>(call.tensors) : nullptr;
+  const Average average = description(call, 1, (flags & kPart) != 0, false);
+  stack[0] = from(enroll(start_average(average, in_place(call), call.tensors, std::move(kept))));
 }
 
-void wait_for(StableIValue* stack, uint64_t, uint64_t) { withdraw(to<int64_t>(stack[0]))->wait(); }
+void wait_for(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(withdraw(to<int64_t>(stack[0]))->wait()); }
+
+void team_carries(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(carries(take_number(stack[0]))); }
 
 void forget_call(StableIValue* stack, uint64_t, uint64_t) { forget(to<int64_t>(stack[0])); }
 
@@ -86,14 +117,18 @@ extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id(
 STABLE_TORCH_LIBRARY(dl_comm, library) {
   // In place, blocking: the mean over all ranks.
   library.def("average_(Tensor(a!)[] tensors, int team, str name, str labels) -> ()");
-  // The same into new, contiguous tensors. Differentiable.
-  library.def("average(Tensor[] tensors, int team, str name, str labels) -> Tensor[]");
+  // The same into new, contiguous tensors, of `towers` replicas of a list, which follow each other. Differentiable.
+  library.def("average(Tensor[] tensors, int team, str name, str labels, int towers=1) -> Tensor[]");
   // In place, blocking: the tensors of rank `root`.
   library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels) -> ()");
-  // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone.
-  library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels) -> int");
-  // Blocks until the call has ended; once for each number.
-  library.def("wait(int number) -> ()");
+  // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the
+  // call is a further part of the step before it in the team's schedule; 2, the tensors may be kept for good.
+  library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags=0) -> int");
+  // Blocks until the call has ended; once for each number. Returns the tensors with the results, none when they are in
+  // the tensors of the call (always without flag 2).
+  library.def("wait(int number) -> Tensor[]");
+  // Whether coming averages of the team may return before they have ended.
+  library.def("carries(int team) -> bool");
   // In place of `wait`, when nobody will read the result.
   library.def("forget(int number) -> ()");
   // The same number for all who share one core in this process.
@@ -108,5 +143,6 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("average_start", &average_start);
   library.impl("wait", &wait_for);
   library.impl("forget", &forget_call);
+  library.impl("carries", &team_carries);
   library.impl("core_id", &identity_of_core);
 }

@@ -1,6 +1,10 @@
 #include "tickets.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
+#include <chrono>
+#include <exception>
 #include <iterator>
 #include <unordered_map>
 #include <utility>
@@ -14,7 +18,9 @@ class TicketCompletion final : public Completion {
  public:
   explicit TicketCompletion(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
 
-  void done(int32_t code, rust::Str message) const noexcept override { ticket_->finish(code, std::string(message)); }
+  void done(int32_t code, rust::Str message, std::shared_ptr<Results> results) const noexcept override {
+    ticket_->finish(code, std::string(message), std::move(results));
+  }
 
  private:
   std::shared_ptr<Ticket> ticket_;
@@ -53,11 +59,31 @@ std::shared_ptr<Ticket> take(Registry& all, int64_t number) {
 
 }  // namespace
 
-void Ticket::finish(int32_t code, std::string message) noexcept {
+std::size_t TensorResults::kind() const noexcept {
+  static const char mark = 0;  // one address for this library
+  return reinterpret_cast<std::size_t>(&mark);
+}
+
+std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses) const noexcept {
+  try {
+    std::vector<::torch::stable::Tensor> zeros;
+    for (const auto& tensor : tensors) {
+      zeros.push_back(::torch::stable::empty_like(tensor));
+      ::torch::stable::zero_(zeros.back());
+      addresses.push_back(reinterpret_cast<std::size_t>(zeros.back().mutable_data_ptr()));
+    }
+    return std::make_shared<TensorResults>(std::move(zeros));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void Ticket::finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept {
   // Notified under the lock: the waiter may drop the ticket as soon as it can see the flag.
   const std::lock_guard<std::mutex> lock(mutex_);
   code_ = code;
   message_ = std::move(message);
+  results_ = std::move(results);
   finished_ = true;
   ended_.notify_all();
 }
@@ -67,14 +93,21 @@ bool Ticket::finished() const noexcept {
   return finished_;
 }
 
-void Ticket::wait() {
-  std::vector<::torch::stable::Tensor> tensors;
+std::vector<::torch::stable::Tensor> Ticket::wait() {
+  std::vector<::torch::stable::Tensor> own;
+  std::shared_ptr<Results> results;
   {
+    const auto since = std::chrono::steady_clock::now();
     std::unique_lock<std::mutex> lock(mutex_);
     ended_.wait(lock, [this] { return finished_; });
-    tensors.swap(tensors_);
+    own.swap(tensors_);
+    results.swap(results_);
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;
+    if (counted_on_ >= 0) add_waited(counted_on_, waited.count());
   }
   if (code_ != 0) throw failure(code_, message_);
+  if (!results) return {};
+  return std::move(static_cast<TensorResults&>(*results).tensors);  // by `kind`, no other library's results come here
 }
 
 std::unique_ptr<Completion> completion_of(std::shared_ptr<Ticket> ticket) {

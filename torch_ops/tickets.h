@@ -10,23 +10,37 @@
 #include <string>
 #include <vector>
 
-#include "dl_comm/completion.h"
+#include "dl_comm_core/src/ffi.rs.h"
 
 namespace dl_comm::torch_ops {
 
+// The memory of a call that may return before its average has ended: tensors that nobody else uses.
+class TensorResults final : public Results {
+ public:
+  explicit TensorResults(std::vector<::torch::stable::Tensor> tensors) : tensors(std::move(tensors)) {}
+
+  std::size_t kind() const noexcept override;
+  std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override;
+
+  std::vector<::torch::stable::Tensor> tensors;
+};
+
 // One call. It owns the call's tensors and gives them up in `wait`, or when whoever waits drops it, so that a tensor is
-// never freed on a thread of the core: freeing one that Python knows takes the GIL.
+// hardly ever freed on a thread of the core: freeing one that Python knows takes the GIL.
 //
 // Thread rule: the core calls `finish` once, from any thread; everything else may be called from any thread.
 class Ticket {
  public:
-  explicit Ticket(std::vector<::torch::stable::Tensor> tensors) : tensors_(std::move(tensors)) {}
+  // `counted_on`: the team that is told how long `wait` has blocked; -1 for calls whose time the core takes.
+  Ticket(std::vector<::torch::stable::Tensor> tensors, int32_t counted_on)
+      : tensors_(std::move(tensors)), counted_on_(counted_on) {}
 
-  void finish(int32_t code, std::string message) noexcept;
+  void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
   bool finished() const noexcept;
 
-  // Blocks until the call has ended. Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
-  void wait();
+  // Blocks until the call has ended. Returns the tensors with its results, none when they are in the tensors that the
+  // call was to write. Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
+  std::vector<::torch::stable::Tensor> wait();
 
  private:
   mutable std::mutex mutex_;
@@ -34,7 +48,9 @@ class Ticket {
   bool finished_ = false;
   int32_t code_ = 0;
   std::string message_;
+  std::shared_ptr<Results> results_;
   std::vector<::torch::stable::Tensor> tensors_;
+  const int32_t counted_on_;
 };
 
 // What the core gets to end `ticket`'s call.

@@ -101,6 +101,32 @@ typedef struct dl_comm_buffer {
  * Collective. */
 int dl_comm_average(const dl_comm_buffer_t* buffers, size_t count, int team, const char* name);
 
+/* dl_comm_average for `ntowers` replicas of a list of `count` tensors, which follow each other in `buffers`. */
+int dl_comm_average_towers(const dl_comm_buffer_t* buffers, size_t count, size_t ntowers, int team, const char* name);
+
+/* Where the blocking cool-down of a negative `ksteps` begins: after |ksteps| calls, as the plugin's porting guide says,
+ * or so that the last |ksteps| calls block, as the plugin of 2018 did. DEFAULT is what DL_COMM_COOLDOWN says, else
+ * AFTER. */
+typedef enum dl_comm_cooldown {
+  DL_COMM_COOLDOWN_DEFAULT = 0,
+  DL_COMM_COOLDOWN_AFTER = 1,
+  DL_COMM_COOLDOWN_LAST = 2
+} dl_comm_cooldown_t;
+
+/* The schedule of the averages of a team, counted in calls of dl_comm_gradients and dl_comm_average on it from this
+ * call on; without one every call blocks. The arguments are those of the plugin's Python function:
+ * - `ksteps` > 0: that many calls block (warm-up); `ksteps` >= `max_steps`: all do; < 0: calls block from where
+ * `cooldown` says (cool-down);
+ * - the other calls are non-blocking: a call starts its own average and returns that of the call before on the same
+ * list of tensors. Every mean is returned exactly once; the last of `max_steps` calls returns what is left;
+ * - `trans_alg` 0 passes from one phase to the other at once, 1 over a twentieth of `max_steps`;
+ * - `verbosity` 0 prints nothing, 1 on rank 0, 2 on every rank: how long the caller has waited, after every call whose
+ *   number (from 0) is a multiple of `perf_freq` (0: never), and at dl_comm_finalize.
+ * core/src/schedule.rs has the rules in full. A team that does not exist is created as by dl_comm_gradients; else the
+ * call is local, but all ranks must set the same schedule: averages on different ones do not match. */
+int dl_comm_config_team(int team, int trans_alg, int ksteps, int max_steps, int verbosity, int perf_freq,
+                        dl_comm_cooldown_t cooldown);
+
 /* dl_comm_broadcast for one tower. Collective. */
 int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name);
 

@@ -85,6 +85,11 @@ impl Buffer {
         (span(self.src.addr()), span(self.dst.addr()))
     }
 
+    /// Where the buffer is written.
+    pub fn written(&self) -> *mut u8 {
+        self.dst
+    }
+
     /// The bytes of elements `start .. start + count`, to read.
     ///
     /// # Safety

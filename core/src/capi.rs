@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
 use crate::say::say;
+use crate::schedule::{Arguments, Cooldown};
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -95,7 +96,8 @@ pub unsafe extern "C" fn dl_comm_gradients(
         // SAFETY: the caller's promise.
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
         global::ensure_team(teamID, None)?;
-        global::wait("", |request| global::average_towers(teamID, request, || Ok(towers)))
+        // SAFETY: as above.
+        unsafe { global::average_and_wait(teamID, "", towers) }
     })
 }
 
@@ -205,7 +207,50 @@ pub unsafe extern "C" fn dl_comm_average(
     done(|| {
         // SAFETY: the caller's promise.
         let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
-        global::wait(&name, |request| global::average(team, request, || Ok(tensors)))
+        // SAFETY: as above.
+        unsafe { global::average_and_wait(team, &name, vec![tensors]) }
+    })
+}
+
+/// `dl_comm_average_towers` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`], with `ntowers * count` buffers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_average_towers(
+    buffers: *const CBuffer,
+    count: usize,
+    ntowers: usize,
+    team: c_int,
+    name: *const c_char,
+) -> c_int {
+    done(|| {
+        let all = count.checked_mul(ntowers).filter(|&all| all > 0);
+        let all = all.ok_or_else(|| Error::Invalid("there are no towers, or no tensors in them".into()))?;
+        // SAFETY: the caller's promise.
+        let (tensors, name) = unsafe { (tensors(buffers, all)?, text(name)) };
+        let towers = tensors.chunks(count).map(<[Tensor]>::to_vec).collect();
+        // SAFETY: as above.
+        unsafe { global::average_and_wait(team, &name, towers) }
+    })
+}
+
+/// `dl_comm_config_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_config_team(
+    team: c_int,
+    trans_alg: c_int,
+    ksteps: c_int,
+    max_steps: c_int,
+    verbosity: c_int,
+    perf_freq: c_int,
+    cooldown: c_int,
+) -> c_int {
+    done(|| {
+        global::config_team(team, |default| {
+            let cooldown = Cooldown::from_code(cooldown, default)?;
+            Ok(Arguments { trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown })
+        })
     })
 }
 
@@ -271,7 +316,9 @@ fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     }
     let mut share = [if differing.is_empty() { 0f64 } else { 1.0 }];
     let flag = Buffer::in_place(share.as_mut_ptr().cast(), 1, DType::F64);
-    global::wait(&name, |request| global::average(global::CONTROL, request, || Ok(vec![Tensor::new(flag, &[])])))?;
+    global::wait(&name, |request| {
+        global::average(global::CONTROL, request, || Ok(vec![vec![Tensor::new(flag, &[])]]))
+    })?;
     Ok(share[0] == 0.0)
 }
 

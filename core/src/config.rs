@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::schedule::Cooldown;
 
 /// The settings of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,6 +19,8 @@ pub struct Config {
     pub stall_warn: Option<Duration>,
     /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
     pub chunk_bytes: usize,
+    /// `DL_COMM_COOLDOWN`: what a negative `ksteps` of `config_team` counts, `after` or `last`.
+    pub cooldown: Cooldown,
     /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
     pub shm_dir: String,
 }
@@ -30,6 +33,7 @@ impl Default for Config {
             timeout: Some(Duration::from_secs(300)),
             stall_warn: Some(Duration::from_secs(60)),
             chunk_bytes: 512 << 10,
+            cooldown: Cooldown::After,
             shm_dir: "/dev/shm".into(),
         }
     }
@@ -75,6 +79,14 @@ impl Config {
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
+            cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
+                None => defaults.cooldown,
+                Some("after") => Cooldown::After,
+                Some("last") => Cooldown::Last,
+                Some(text) => {
+                    return Err(Error::Invalid(format!("DL_COMM_COOLDOWN is '{text}'; set it to 'after' or 'last'")));
+                }
+            },
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
         })
     }
@@ -100,6 +112,7 @@ mod tests {
         assert_eq!(with("DL_COMM_TIMEOUT_S", "0.5").unwrap().timeout, Some(Duration::from_millis(500)));
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
+        assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
     }
 
     #[test]
@@ -111,6 +124,7 @@ mod tests {
             ("DL_COMM_DEFAULT_NTHREADS", "0"),
             ("DL_COMM_DEFAULT_PREC_LEVEL", "2"),
             ("DL_COMM_CHUNK_KB", "1.5"),
+            ("DL_COMM_COOLDOWN", "5"),
         ] {
             let error = with(name, value).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains(value), "{error}");

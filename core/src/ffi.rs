@@ -8,7 +8,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
-use crate::team::{Done, Request};
+use crate::team::{Done, Parcel, Request};
 
 #[cxx::bridge(namespace = "dl_comm")]
 #[allow(missing_docs, clippy::missing_safety_doc)]
@@ -37,24 +37,48 @@ mod bridge {
         ndim: usize,
     }
 
+    /// What an average is beside its tensors. `towers` replicas of a list follow each other. `name` and `instance` are part
+    /// of what the ranks must agree on; `instance` tells apart calls of one name that are under way at once. `labels`
+    /// (tensor names of one tower, a line each, or empty) stands in error messages. A `part` belongs to the call before
+    /// it, which the team's schedule has counted. The time until the end of a `timed` call is time that the caller waits.
+    struct Average<'a> {
+        team: i32,
+        towers: usize,
+        name: &'a str,
+        instance: &'a str,
+        labels: &'a str,
+        part: bool,
+        timed: bool,
+    }
+
     unsafe extern "C++" {
         include!("dl_comm/completion.h");
 
         type Completion;
-        fn done(self: &Completion, code: i32, message: &str);
+        fn done(self: &Completion, code: i32, message: &str, results: SharedPtr<Results>);
+
+        type Results;
+        fn kind(self: &Results) -> usize;
+        fn blank(self: &Results, addresses: &mut Vec<usize>) -> SharedPtr<Results>;
     }
 
     extern "Rust" {
-        /// Starts the average of `tensors` over all ranks on `team`. `name` is part of what the ranks must agree on;
-        /// `labels` (tensor names, a line each, or empty) stands in error messages.
+        /// Starts the average of `tensors` over all ranks. `results` owns their memory, or is null, which keeps the call
+        /// from returning before its average has ended (see `carries`).
         unsafe fn average(
-            team: i32,
-            name: &str,
-            labels: &str,
+            call: &Average<'_>,
             tensors: &[TensorView],
             shapes: &[i64],
             completion: UniquePtr<Completion>,
+            results: SharedPtr<Results>,
         );
+
+        /// Whether coming averages on `team` may return before they have ended: their callers' memory must then be
+        /// copied, or belong to `results`. False when there is no such team.
+        fn carries(team: i32) -> bool;
+
+        /// Counts the seconds that a caller has waited for a call that is not timed.
+        fn add_waited(team: i32, seconds: f64);
 
         /// Starts the broadcast of `tensors` from rank `root`.
         unsafe fn broadcast(
@@ -71,38 +95,73 @@ mod bridge {
     }
 }
 
-use bridge::{Completion, TensorView};
+use std::any::Any;
+use std::sync::Arc;
+
+use cxx::{SharedPtr, UniquePtr};
+
+use bridge::{Average, Completion, Results, TensorView};
+
+/// The memory of a call, in the hands of an op library.
+struct Memory(SharedPtr<Results>);
+
+// SAFETY: the contract of `Results` (completion.h) is that it is used and destroyed on any thread.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Parcel for Memory {
+    fn kind(&self) -> usize {
+        self.0.as_ref().map_or(0, Results::kind)
+    }
+
+    fn blank(&self) -> Result<(Arc<dyn Parcel>, Vec<usize>)> {
+        let mut addresses = Vec::new();
+        let blank = self.0.as_ref().map(|results| results.blank(&mut addresses)).filter(|blank| !blank.is_null());
+        let blank = blank.ok_or_else(|| Error::System("there is no memory for a result".into()))?;
+        Ok((Arc::new(Memory(blank)), addresses))
+    }
+}
+
+/// What the op library gets of a result.
+fn memory(parcel: Option<Arc<dyn Parcel>>) -> Result<SharedPtr<Results>> {
+    let Some(parcel) = parcel else { return Ok(SharedPtr::null()) };
+    let any: Arc<dyn Any + Send + Sync> = parcel;
+    let memory =
+        any.downcast::<Memory>().map_err(|_| Error::Internal("a mean came in memory of another face".into()))?;
+    Ok(memory.0.clone())
+}
 
 /// A completion that is called exactly once, whatever happens to the call.
-struct Ticket(cxx::UniquePtr<Completion>);
+struct Ticket(UniquePtr<Completion>);
 
 // SAFETY: the contract of `Completion` (completion.h) is that it is called and destroyed on any thread.
 unsafe impl Send for Ticket {}
 
 impl Ticket {
-    fn finish(mut self, result: &Result<()>) {
+    fn finish(mut self, result: Result<SharedPtr<Results>>) {
         self.tell(result);
     }
 
-    fn tell(&mut self, result: &Result<()>) {
-        let completion = std::mem::replace(&mut self.0, cxx::UniquePtr::null());
+    fn tell(&mut self, result: Result<SharedPtr<Results>>) {
+        let completion = std::mem::replace(&mut self.0, UniquePtr::null());
         match (completion.as_ref(), result) {
             (None, _) => {}
-            (Some(completion), Ok(())) => completion.done(0, ""),
-            (Some(completion), Err(error)) => completion.done(error.code(), &error.to_string()),
+            (Some(completion), Ok(results)) => completion.done(0, "", results),
+            (Some(completion), Err(error)) => completion.done(error.code(), &error.to_string(), SharedPtr::null()),
         }
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.tell(&Err(Error::Internal("the call was dropped".into())));
+        self.tell(Err(Error::Internal("the call was dropped".into())));
     }
 }
 
-fn request(name: &str, labels: &str, completion: cxx::UniquePtr<Completion>) -> Request {
+fn request(name: &str, labels: &str, completion: UniquePtr<Completion>) -> Request {
     let ticket = Ticket(completion);
-    let done: Done = Box::new(move |result| ticket.finish(&result));
+    let done: Done = Box::new(move |result| ticket.finish(result.and_then(memory)));
     Request::new(done).named(name, labels)
 }
 
@@ -131,16 +190,37 @@ fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
 }
 
 /// # Safety
-/// The memory of `tensors` stays valid until the completion is called; `dst` ranges are not otherwise in use.
+/// The memory of `tensors` stays valid until the completion is called, and with `results` as long as these live; `dst` ranges
+/// are not otherwise in use.
 unsafe fn average(
-    team: i32,
-    name: &str,
-    labels: &str,
+    call: &Average<'_>,
     tensors: &[TensorView],
     shapes: &[i64],
-    completion: cxx::UniquePtr<Completion>,
+    completion: UniquePtr<Completion>,
+    results: SharedPtr<Results>,
 ) {
-    face(|| global::average(team, request(name, labels, completion), || translate(tensors, shapes)));
+    face(|| {
+        let request = request(call.name, call.labels, completion).instance(call.instance).part(call.part);
+        let request = request.timed(call.timed);
+        let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
+        global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
+    });
+}
+
+fn towers(tensors: Vec<Tensor>, count: usize) -> Result<Vec<Vec<Tensor>>> {
+    if count == 0 || !tensors.len().is_multiple_of(count) {
+        return Err(Error::Invalid(format!("{} tensors do not make {count} towers of equal length", tensors.len())));
+    }
+    Ok(tensors.chunks((tensors.len() / count).max(1)).map(<[Tensor]>::to_vec).collect())
+}
+
+fn carries(team: i32) -> bool {
+    guard(|| global::carries(team)).unwrap_or(false)
+}
+
+fn add_waited(team: i32, seconds: f64) {
+    // A team that has ended meanwhile counts no more.
+    let _counted = guard(|| global::add_waited(team, seconds));
 }
 
 /// # Safety
@@ -151,7 +231,7 @@ unsafe fn broadcast(
     labels: &str,
     tensors: &[TensorView],
     shapes: &[i64],
-    completion: cxx::UniquePtr<Completion>,
+    completion: UniquePtr<Completion>,
 ) {
     face(|| global::broadcast(root, request(name, labels, completion), || translate(tensors, shapes)));
 }

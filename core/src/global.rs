@@ -14,7 +14,8 @@ use crate::config::Config;
 use crate::error::{Error, Result, guard};
 use crate::plan::ALIGN;
 use crate::say::say;
-use crate::team::{Request, Settings, Team};
+use crate::schedule::{Arguments, Cooldown, Schedule};
+use crate::team::{Parcel, Request, Settings, Stage, Team, report_waited};
 use crate::topology::Topology;
 use crate::transport::mpi::{TeamShape, World};
 
@@ -238,19 +239,67 @@ fn submit(op: Op, id: i32, request: Request, towers: impl FnOnce() -> Result<Vec
     // The memory's validity is what the faces ask of their callers.
     match guard(|| Ok((team(id)?, towers()?))) {
         // SAFETY: see the faces' contracts: dl_comm.h, completion.h.
+        Ok((team, towers)) if op == Op::Average && id != CONTROL => unsafe { team.gradients(towers, request) },
+        // SAFETY: as above.
         Ok((team, towers)) => unsafe { team.submit(op, towers, request) },
         Err(error) => request.refuse(error),
     }
 }
 
-/// Starts the average of a list of tensors on team `id`. The list is made by `tensors`, whose errors reach `request` too.
-pub fn average(id: i32, request: Request, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
-    submit(Op::Average, id, request, || Ok(vec![tensors()?]));
+/// Starts the average of several replicas of a list of tensors on team `id`, by the team's schedule. The lists are made by
+/// `towers`, whose errors reach `request` too.
+pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    submit(Op::Average, id, request, towers);
 }
 
-/// Starts the average of several replicas of a list of tensors.
-pub fn average_towers(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    submit(Op::Average, id, request, towers);
+/// Averages `towers` in place by the schedule of team `id`, and waits. Where the schedule lets calls return before their
+/// average has ended, the tensors are copied.
+///
+/// # Errors
+/// The outcome.
+///
+/// # Safety
+/// The memory of `towers` is valid, and nobody else uses it meanwhile.
+pub unsafe fn average_and_wait(id: i32, name: &str, towers: Vec<Vec<Tensor>>) -> Result<()> {
+    if id == CONTROL || !carries(id)? {
+        return wait(name, |request| average(id, request, || Ok(towers)));
+    }
+    // SAFETY: the caller's promise.
+    let (stage, copies) = unsafe { Stage::of(&towers, team(id)?.pool()) }?;
+    let mine = Arc::clone(&stage);
+    let result = outcome(name, |request| average(id, request.keeping(mine), || Ok(copies)))?;
+    let result = result.map_or(Ok(stage), Stage::from_parcel)?;
+    // SAFETY: the caller's promise; a result is nobody else's any more.
+    unsafe { result.copy_to(&towers) };
+    Ok(())
+}
+
+/// Whether coming averages on team `id` may return before they have ended, if they bring memory of their own.
+///
+/// # Errors
+/// When there is no such team.
+pub fn carries(id: i32) -> Result<bool> {
+    team(id).map(|team| id != CONTROL && team.carries())
+}
+
+/// Counts `seconds` that a caller has waited for a call on team `id` that is not timed.
+///
+/// # Errors
+/// When there is no such team.
+pub fn add_waited(id: i32, seconds: f64) -> Result<()> {
+    team(id).map(|team| team.add_waited(seconds))
+}
+
+/// Sets the schedule of team `id`, which is made when it does not exist, as by [`ensure_team`]. A `cooldown` of `None` is
+/// that of the environment. Every rank must set the same; calls on different schedules do not match.
+///
+/// # Errors
+/// [`Error::Invalid`] for arguments out of range; those of [`ensure_team`].
+pub fn config_team(id: i32, arguments: impl FnOnce(Cooldown) -> Result<Arguments>) -> Result<()> {
+    let schedule = Schedule::new(arguments(config()?.cooldown)?)?;
+    ensure_team(id, None)?;
+    team(id)?.configure(schedule);
+    Ok(())
 }
 
 /// Starts the broadcast of a list of tensors from rank `root`.
@@ -276,6 +325,10 @@ pub fn barrier(request: Request) {
 /// # Errors
 /// The outcome.
 pub fn wait(name: &str, start: impl FnOnce(Request)) -> Result<()> {
+    outcome(name, start).map(drop)
+}
+
+fn outcome(name: &str, start: impl FnOnce(Request)) -> Result<Option<Arc<dyn Parcel>>> {
     let (sender, receiver) = sync_channel(1);
     let done = Box::new(move |result| {
         // The receiver is below, waiting.
@@ -310,6 +363,19 @@ fn process_name() -> String {
     format!("rank {rank} (pid {})", process::id())
 }
 
+/// The plugin's line about the waited time, and a word about means that no call has returned.
+fn report(teams: &BTreeMap<i32, Arc<Team>>, rank: usize) {
+    let scheduled = teams.iter().filter(|(id, _)| **id != CONTROL);
+    report_waited(scheduled.clone().map(|(_, team)| team), rank);
+    for (id, team) in scheduled {
+        if team.left_behind() > 0 && team.waited().0.speaks(rank) {
+            say(&format!(
+                "finalize() came before the last of team {id}'s max_steps calls: the mean of its last call was not returned"
+            ));
+        }
+    }
+}
+
 fn end(reason: Option<Error>) -> Result<()> {
     check_fork()?;
     let ended = {
@@ -318,11 +384,12 @@ fn end(reason: Option<Error>) -> Result<()> {
         let next = State::Finalized(Arc::clone(topology));
         std::mem::replace(&mut *state, next)
     };
-    let State::Started { world, teams, .. } = ended else { return Ok(()) };
+    let State::Started { world, teams, topology, .. } = ended else { return Ok(()) };
     if let Some(error) = &reason {
         teams.values().for_each(|team| team.fail(error));
     }
     teams.values().for_each(|team| team.stop());
+    report(&teams, topology.rank());
     let failed = teams.values().any(|team| team.failure().is_some());
     if failed || reason.is_some() {
         // A job that lost a rank would wait for it in MPI_Finalize for ever.

@@ -5,13 +5,14 @@
 //! - [`team`]: queues, threads, the life of a call;
 //! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
-//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], [`topology`], [`config`], [`error`].
+//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`schedule`], [`topology`], [`config`], [`error`].
 //!
 //! `docs/architecture.md` follows one gradient through them.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("dl_comm needs Linux: futexes, pidfds and /dev/shm");
 
+mod blend;
 pub mod buffer;
 pub mod capi;
 pub mod collective;
@@ -23,6 +24,7 @@ pub mod global;
 pub mod plan;
 pub mod reduce;
 mod say;
+pub mod schedule;
 pub mod team;
 pub mod topology;
 pub mod transport;

@@ -35,6 +35,7 @@ from dl_comm._errors import (
 from dl_comm._paths import get_cmake_dir, get_include
 from dl_comm._process import (
     barrier,
+    config_team,
     create_team,
     finalize,
     get_localrank,
@@ -63,6 +64,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check_buffers_match",
+    "config_team",
     "core_id",
     "create_team",
     "finalize",

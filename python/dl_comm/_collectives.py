@@ -20,13 +20,15 @@ def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
 
     Args:
         tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, or of torch tensors;
-            float16, bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks.
+            float16, bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks. Or,
+            for a process with several replicas of the model, a list of such lists, alike, one for each replica (tower):
+            the mean is then over all towers of all ranks.
         team: The number of the team that carries it.
 
     Returns:
-        A list of new arrays or tensors in the same order. Means of integers are rounded toward zero; float16 and
-        bfloat16 are added up in float32. In a TensorFlow graph: the operations' results; the graph may be built before
-        ``init``.
+        A list of new arrays or tensors in the same order (for towers: a list for each). Means of integers are rounded
+        toward zero; float16 and bfloat16 are added up in float32. In a TensorFlow graph: the operations' results; the
+        graph may be built before ``init``. On a team with a schedule (``config_team``): what the schedule says.
 
     Raises:
         ArgumentError: The list is empty or holds None, an array is not contiguous, there is no such team.
@@ -34,15 +36,38 @@ def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
         MismatchError: The ranks called different things.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    tensors = _listed(tensors, "gradients")
-    framework = _framework(tensors)
+    towers, flat = as_towers(tensors)
+    framework = _framework(flat)
     if framework is not None:
-        return list(framework.gradients(tensors, team))
+        return list(framework.gradients(tensors if towers is None else in_towers(flat, towers), team))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
-    means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in tensors]
-    _dl_comm.average(tensors, means, team)
-    return means
+    means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
+    _dl_comm.average(flat, means, team, None, towers or 1)
+    return means if towers is None else in_towers(means, towers)
+
+
+def as_towers(tensors: Any) -> tuple[int | None, list[Any]]:
+    """How many towers ``tensors`` are (None: it is one list of tensors), and all their tensors in one list.
+
+    Raises ArgumentError when a list is empty, holds None, or is longer than another, DTypeError when it is no list.
+    """
+    listed = _listed(tensors, "gradients")
+    if not all(isinstance(tower, (list, tuple)) for tower in listed):
+        return None, listed
+    towers = [_listed(tower, "gradients") for tower in listed]
+    for index, tower in enumerate(towers):
+        if len(tower) != len(towers[0]):
+            raise ArgumentError(
+                f"tower {index} has {len(tower)} tensors and tower 0 has {len(towers[0])}; they must be alike"
+            )
+    return len(towers), [tensor for tower in towers for tensor in tower]
+
+
+def in_towers(tensors: list[Any], towers: int) -> list[list[Any]]:
+    """The reverse of ``as_towers``."""
+    count = len(tensors) // towers
+    return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
 
 def broadcast(tensors: Sequence[Any], root: int = 0) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError
 
+_COOLDOWN = {None: 0, "after": 1, "last": 2}
 _FRAMEWORKS = (None, "numpy", "tensorflow", "keras", "torch")
 
 
@@ -42,7 +43,7 @@ def init(nthread_per_team: int = 2, nteams: int = 1, msglen: int = 0, framework:
         raise ArgumentError(f"framework is {framework!r}; it is one of {', '.join(map(repr, _FRAMEWORKS))}")
     threads = _whole("nthread_per_team", nthread_per_team, 1)
     teams = _whole("nteams", nteams, 1)
-    _whole("msglen", msglen, 0)
+    _whole("msglen", msglen, 0, 2**63)
     _dl_comm.init()
     for team in range(teams):
         _dl_comm.ensure_team(team, threads)
@@ -52,15 +53,84 @@ def init(nthread_per_team: int = 2, nteams: int = 1, msglen: int = 0, framework:
         import dl_comm.torch  # noqa: F401
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def ensure_initialized() -> None:
+    """Calls ``init`` with its defaults when nobody has: what the faces that work straight after the import do."""
+    if not _dl_comm.is_initialized():
+        init()
+
+
+def _whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     """``value`` as an int; NumPy's integers and the like, which scripts compute, count too."""
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least:
-        raise ArgumentError(f"{name} is {value!r}; it is a whole number from {least}")
+    if not least <= number <= most:
+        raise ArgumentError(f"{name} is {value!r}; it is a whole number from {least} to {most}")
     return number
+
+
+def config_team(
+    team: int,
+    trans_alg: int,
+    ksteps: int,
+    max_steps: int,
+    verbosity: int = 0,
+    perf_freq: int = 100,
+    *,
+    cooldown: str | None = None,
+) -> None:
+    """Sets the schedule of a team's averages, counted in calls of ``gradients`` on it from now on.
+
+    Without a schedule every call blocks. In the non-blocking phase a call of ``gradients`` starts the average of what
+    it is given and returns the average that the call before has started (on the same list of tensors), so that
+    communication runs behind the computation of a whole step. Every average is returned exactly once: the first
+    non-blocking call blocks on its own (there is none before it), the second returns zeros, and the first blocking
+    call afterwards, or the last of ``max_steps`` calls, returns the sum of its own average and the one before.
+    docs/schedules.md shows this call by call.
+
+    Args:
+        team: The team's number, from 0. A team that does not exist is created with the defaults of the environment.
+        trans_alg: How phases change: 0 at once; 1 smoothly, over a twentieth of ``max_steps``, in which a rising share
+            of each average is left to the next call.
+        ksteps: ``ksteps`` > 0: the first ``ksteps`` calls block (warm-up). ``ksteps`` >= ``max_steps``: all calls
+            block. ``ksteps`` < 0: calls block at the end (cool-down), from where ``cooldown`` says. 0: none blocks but
+            the last.
+        max_steps: The number of calls in all. Calls after these block.
+        verbosity: 0: silent; 1: rank 0 prints how long it has waited for communication; 2: every rank does.
+        perf_freq: It prints after every call whose number, counted from 0, is a multiple of this (0: never), and at
+            ``finalize``.
+        cooldown: What a negative ``ksteps`` counts: "after": the calls before the cool-down, as the plugin's porting
+            guide says; "last": the calls of the cool-down, as the plugin of 2018 was measured to do. None is what
+            ``DL_COMM_COOLDOWN`` says, else "after"; in the package ``ml_comm``, else "last".
+
+    Raises:
+        ArgumentError: An argument is out of range.
+        StateError: ``init`` was not called, or ``finalize`` was.
+
+    Every rank must set the same schedule: averages on different schedules get a ``MismatchError``.
+    """
+    if cooldown not in _COOLDOWN:
+        raise ArgumentError(f"cooldown is {cooldown!r}; it is 'after', 'last' or None")
+    _dl_comm.config_team(
+        _whole("team", team, 0),
+        _whole("trans_alg", trans_alg, 0, 1),
+        _whole("ksteps", ksteps, -(2**31)),
+        _whole("max_steps", max_steps, 0),
+        _whole("verbosity", verbosity, 0, 2),
+        _whole("perf_freq", perf_freq, 0),
+        _COOLDOWN[cooldown],
+    )
+
+
+def warm_up(team: int, nstep: int | None, warmup: float, verb: int, freq: int) -> None:
+    """Sets the schedule of an optimizer's team: the share ``warmup`` of ``nstep`` steps blocks. None sets none."""
+    if nstep is None:
+        return
+    if not 0 <= warmup <= 1:
+        raise ArgumentError(f"warmup is {warmup!r}; it is the share of the steps that block, from 0 to 1")
+    steps = _whole("nstep", nstep, 0)
+    config_team(team, 0, int(warmup * steps), steps, verb, freq)
 
 
 def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:

@@ -19,20 +19,23 @@ fn c_name(name: Option<&Bound<'_, PyString>>) -> PyResult<CString> {
     Ok(CString::new(name)?)
 }
 
-/// Averages `sources` into `destinations` (which may be the same arrays) over all ranks.
+/// Averages `sources` into `destinations` (which may be the same arrays) over all ranks; both are `towers` replicas of a list,
+/// one after the other.
 #[pyfunction]
-#[pyo3(signature = (sources, destinations, team, name=None))]
+#[pyo3(signature = (sources, destinations, team, name=None, towers=1))]
 fn average(
     py: Python<'_>,
     sources: Vec<Array<'_>>,
     destinations: Vec<Array<'_>>,
     team: i32,
     name: Option<&Bound<'_, PyString>>,
+    towers: usize,
 ) -> PyResult<()> {
     let name = c_name(name)?;
     let buffers = Buffers::new(&sources, &destinations)?;
+    let count = buffers.len() / towers.max(1);
     // SAFETY: the arrays are held by the caller; the list outlives the call.
-    call(py, || unsafe { api::ffi::dl_comm_average(buffers.as_ptr(), buffers.len(), team, name.as_ptr()) })?;
+    call(py, || unsafe { api::ffi::dl_comm_average_towers(buffers.as_ptr(), count, towers, team, name.as_ptr()) })?;
     Ok(())
 }
 
@@ -116,6 +119,26 @@ fn ensure_team(py: Python<'_>, id: i32, nthreads: i32) -> PyResult<()> {
     Ok(())
 }
 
+/// Sets a team's schedule; `cooldown` is that of `dl_comm_cooldown_t`.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "they are the plugin's")]
+fn config_team(
+    py: Python<'_>,
+    team: i32,
+    trans_alg: i32,
+    ksteps: i32,
+    max_steps: i32,
+    verbosity: i32,
+    perf_freq: i32,
+    cooldown: u32,
+) -> PyResult<()> {
+    call(py, || {
+        // SAFETY: plain numbers.
+        unsafe { api::ffi::dl_comm_config_team(team, trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown) }
+    })?;
+    Ok(())
+}
+
 /// The identity of the core.
 #[pyfunction]
 fn core_id() -> usize {
@@ -145,6 +168,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(is_initialized, module)?,
         wrap_pyfunction!(create_team, module)?,
         wrap_pyfunction!(ensure_team, module)?,
+        wrap_pyfunction!(config_team, module)?,
         wrap_pyfunction!(core_id, module)?,
     ] {
         module.add_function(function)?;

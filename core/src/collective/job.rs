@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
@@ -47,10 +47,13 @@ pub struct Job {
     pub plan: Plan,
     /// The same on all ranks that call the same thing; different, but for chance, where anything differs.
     pub signature: u64,
+    /// The same for all calls on one list of tensors under one name.
+    pub list: u64,
     towers: Vec<Vec<Tensor>>,
     carrier: Carrier,
     name: String,
     labels: String,
+    place: String,
 }
 
 /// The least bytes of a chunk: below this a second channel costs more than it brings.
@@ -58,11 +61,18 @@ const LEAST_CHUNK: usize = 64 << 10;
 
 impl Job {
     /// Checks and lays out a call on `towers` (replicas) of equal lists of tensors; a barrier has none. `labels` are names
-    /// of the tensors, a line each.
+    /// of the tensors, a line each. `instance` tells apart calls of one `name` that are under way at once.
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::DType`], naming the tensor.
-    pub fn new(op: Op, towers: Vec<Vec<Tensor>>, name: String, labels: String, carrier: Carrier) -> Result<Job> {
+    pub fn new(
+        op: Op,
+        towers: Vec<Vec<Tensor>>,
+        name: &str,
+        instance: &str,
+        labels: String,
+        carrier: Carrier,
+    ) -> Result<Job> {
         check(op, &towers, &labels, carrier.ranks)?;
         let wide = op == Op::Average && towers.len() > 1;
         let lengths: Vec<(DType, usize)> =
@@ -72,9 +82,26 @@ impl Job {
         let share = total.div_ceil(2 * carrier.channels).next_multiple_of(ALIGN);
         let chunk = share.clamp(LEAST_CHUNK.min(carrier.slot), carrier.slot);
         let plan = Plan::new(&lengths, wire_size, chunk);
-        let mut job = Job { op, plan, signature: 0, towers, carrier, name, labels };
-        job.signature = job.sign();
+        let name = name.to_owned();
+        let mut job = Job { op, plan, signature: 0, list: 0, towers, carrier, name, labels, place: String::new() };
+        job.list = job.sign();
+        job.name += instance;
+        job.signature = if instance.is_empty() { job.list } else { job.sign() };
         Ok(job)
+    }
+
+    /// Puts the call on a schedule, which the ranks must agree on: the share of its mean that it leaves to the next call,
+    /// and, for messages, where it stands.
+    pub fn schedule(&mut self, left: f64, place: String) {
+        if left > 0.0 {
+            self.signature = xxh3_64_with_seed(&left.to_le_bytes(), self.signature);
+        }
+        self.place = place;
+    }
+
+    /// Where the results are written: the tensors of all towers.
+    pub fn means(&self) -> Vec<Buffer> {
+        self.towers.iter().flatten().map(|tensor| tensor.buffer).collect()
     }
 
     /// The tensors of tower `tower`; none for a barrier.
@@ -132,8 +159,10 @@ impl Job {
             id => format!(" on team {id}"),
         };
         match self.op {
-            Op::Average if self.towers.len() > 1 => format!("average{name}{team} over {} towers", self.towers.len()),
-            Op::Average => format!("average{name}{team}"),
+            Op::Average if self.towers.len() > 1 => {
+                format!("average{name}{team} over {} towers{}", self.towers.len(), self.place)
+            }
+            Op::Average => format!("average{name}{team}{}", self.place),
             Op::Broadcast { root } => format!("broadcast{name} from rank {root}"),
             Op::Barrier => "barrier".to_owned(),
         }

@@ -8,22 +8,32 @@
 //! Thread rule: a [`Team`] may be shared and used by any thread.
 
 mod call;
+mod delivery;
+mod ledger;
+mod pipeline;
+mod stage;
 mod worker;
 
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use call::{Done, Request};
+pub use pipeline::Parcel;
+pub use stage::{Pool, Stage};
 
 use crate::buffer::Tensor;
 use crate::collective::{Carrier, Channel, Job, Op};
 use crate::error::{Error, Result};
 use crate::say::say;
+use crate::schedule::{Schedule, Verbosity};
 use crate::topology::Topology;
 use crate::transport::{Endpoint, Node};
-use call::Call;
+use call::{Call, Ended};
+use delivery::Delivery;
+use ledger::Ledger;
+use pipeline::{Flight, Pipeline};
 
 /// The settings of a team.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +54,9 @@ pub struct Team {
     carrier: Carrier,
     queue: Mutex<Option<Sender<Arc<Call>>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    pipeline: Arc<Mutex<Pipeline>>,
+    ledger: Arc<Ledger>,
+    pool: Arc<Pool>,
 }
 
 /// What the team's threads share.
@@ -81,6 +94,7 @@ impl Team {
             slot: node.geometry().slot,
             precise: settings.precise,
         };
+        let rank = topology.rank();
         let shared = Arc::new(Shared { settings, node: Arc::clone(&node), failure: OnceLock::new() });
         let mut threads = Vec::new();
         let mut helpers = Vec::new();
@@ -105,24 +119,65 @@ impl Team {
             return Err(Error::Invalid("a team needs at least one thread".into()));
         };
         threads.push(spawn(&settings, 0, move || worker.lead(&receiver, &helpers))?);
-        Ok(Team { shared, carrier, queue: Mutex::new(Some(sender)), threads: Mutex::new(threads) })
+        Ok(Team {
+            shared,
+            carrier,
+            queue: Mutex::new(Some(sender)),
+            threads: Mutex::new(threads),
+            pipeline: Arc::new(Mutex::new(Pipeline::new(rank))),
+            ledger: Arc::new(Ledger::new(settings.id, rank)),
+            pool: Arc::default(),
+        })
     }
 
-    /// Enqueues `op` on `towers` and returns. `request.done` is called exactly once: with the outcome, or at once when the
-    /// call is refused.
+    /// Enqueues `op` on `towers` and returns; the schedule does not count it. `request.done` is called exactly once: with the
+    /// outcome, or at once when the call is refused.
     ///
     /// # Safety
     /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: Request) {
-        let Request { done, name, labels } = request;
-        if let Some(error) = self.shared.failure() {
-            return done(Err(error));
+        let Request { done, name, instance, labels, .. } = request;
+        match self.job(op, towers, &name, &instance, labels) {
+            Ok(job) => self.enqueue(job, Box::new(|result| done(result.map(|()| None)))),
+            Err(error) => done(Err(error)),
         }
-        let job = match Job::new(op, towers, name, labels, self.carrier) {
+    }
+
+    /// Averages `towers` on the team's schedule, and returns; see [`crate::schedule`] for what the caller gets.
+    /// `request.done` is called exactly once.
+    ///
+    /// # Safety
+    /// As for [`Team::submit`]; with a parcel (`request.keeping`) the memory stays valid as long as the parcel does, also
+    /// after `done` was called.
+    pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: Request) {
+        let waiting_since = request.timed.then(Instant::now);
+        let Request { done, name, instance, labels, parcel, part, .. } = request;
+        let mut job = match self.job(Op::Average, towers, &name, &instance, labels) {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
         };
-        let call = Arc::new(Call::new(job, done, self.shared.settings.timeout));
+        let list = job.list ^ parcel.as_ref().map_or(0, |parcel| parcel.kind() as u64);
+        let mut pipeline = self.pipeline();
+        let turn = pipeline.turn(list, part, parcel.is_some());
+        job.schedule(turn.shares.left, turn.place.clone());
+        let own = Flight::new(parcel, job.means());
+        let flight = Arc::clone(&own);
+        self.enqueue(job, Box::new(move |result| flight.end(&result)));
+        pipeline.leave(list, Arc::clone(&own), turn.shares.left);
+        drop(pipeline);
+        let (pipeline, ledger) = (Arc::clone(&self.pipeline), Arc::clone(&self.ledger));
+        Delivery { pipeline, ledger, list, turn, own, done, waiting_since }.start();
+    }
+
+    fn job(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str, instance: &str, labels: String) -> Result<Job> {
+        match self.shared.failure() {
+            Some(error) => Err(error),
+            None => Job::new(op, towers, name, instance, labels, self.carrier),
+        }
+    }
+
+    fn enqueue(&self, job: Job, ended: Ended) {
+        let call = Arc::new(Call::new(job, ended, self.shared.settings.timeout));
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let refused = match &*queue {
             Some(queue) => queue.send(call).err().map(|refused| refused.0),
@@ -132,6 +187,40 @@ impl Team {
         if let Some(call) = refused {
             call.finish(Err(Error::State("the team has ended".into())));
         }
+    }
+
+    fn pipeline(&self) -> MutexGuard<'_, Pipeline> {
+        self.pipeline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts `schedule` with the next call of [`Team::gradients`].
+    pub fn configure(&self, schedule: Schedule) {
+        self.pipeline().configure(schedule);
+    }
+
+    /// Whether coming calls of [`Team::gradients`] may return before their average has ended, if they bring a parcel.
+    pub fn carries(&self) -> bool {
+        self.pipeline().carries()
+    }
+
+    /// Memory for faces whose callers keep theirs.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Counts `seconds` that a caller has waited, for calls that are not timed.
+    pub fn add_waited(&self, seconds: f64) {
+        self.ledger.add(seconds);
+    }
+
+    /// Who prints, and for how long callers have waited.
+    pub fn waited(&self) -> (Verbosity, f64) {
+        (self.pipeline().verbosity(), self.ledger.total())
+    }
+
+    /// The number of means that were left to calls that have not come.
+    pub fn left_behind(&self) -> usize {
+        self.pipeline().left_behind()
     }
 
     /// Ends the team with `error`, here and on the other ranks of the host.
@@ -160,6 +249,14 @@ impl Team {
 impl Drop for Team {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Prints how long this rank has waited on all `teams`, if one of them wants it.
+pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize) {
+    let waited: Vec<(Verbosity, f64)> = teams.map(|team| team.waited()).collect();
+    if waited.iter().any(|(verbosity, _)| verbosity.speaks(rank)) {
+        ledger::report_all(rank, waited.iter().map(|(_, seconds)| seconds).sum());
     }
 }
 

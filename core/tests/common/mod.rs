@@ -1,6 +1,8 @@
 //! Ranks as threads: starts a team on every rank and runs the same closure on each.
-#![allow(clippy::unwrap_used)]
+// Each test program uses a part.
+#![allow(clippy::unwrap_used, dead_code)]
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
@@ -9,7 +11,7 @@ use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::Op;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
-use dl_comm_core::team::{Request, Settings, Team};
+use dl_comm_core::team::{Request, Settings, Stage, Team};
 use dl_comm_core::transport::threads;
 
 /// One rank of a test.
@@ -82,7 +84,7 @@ impl Rank {
     /// Starts a call; the receiver gets its outcome.
     pub fn start(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
-        let request = Request::new(Box::new(move |result| sender.send(result).unwrap())).named(name, "");
+        let request = Request::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).named(name, "");
         // SAFETY: tests wait for the outcome before the vectors go.
         unsafe { self.team.submit(op, towers, request) };
         receiver
@@ -101,5 +103,28 @@ impl Rank {
     /// Broadcasts one list in place.
     pub fn broadcast(&self, root: usize, tensors: Vec<Tensor>) -> Result<()> {
         self.call(Op::Broadcast { root }, vec![tensors], "")
+    }
+}
+
+impl Rank {
+    /// Averages one list by the team's schedule, in memory of the team's; returns what the caller of a face gets.
+    pub fn gradients(&self, data: &mut [f32], name: &str) -> Result<Vec<f32>> {
+        self.gradients_of(data, name, "")
+    }
+
+    /// The same for one of several calls of a name.
+    pub fn gradients_of(&self, data: &mut [f32], name: &str, instance: &str) -> Result<Vec<f32>> {
+        let towers = vec![vec![tensor(data)]];
+        // SAFETY: the vector is alive.
+        let (stage, copies) = unsafe { Stage::of(&towers, self.team.pool()) }?;
+        let (sender, receiver) = channel();
+        let done = Box::new(move |result| sender.send(result).unwrap());
+        let request = Request::new(done).named(name, "").instance(instance).keeping(Arc::clone(&stage) as _);
+        // SAFETY: the stage owns the memory.
+        unsafe { self.team.gradients(copies, request) };
+        let result = receiver.recv().unwrap()?.map_or(Ok(stage), Stage::from_parcel)?;
+        // SAFETY: as above.
+        unsafe { result.copy_to(&towers) };
+        Ok(data.to_vec())
     }
 }

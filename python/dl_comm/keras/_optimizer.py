@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 import dl_comm
+from dl_comm._process import warm_up
 from dl_comm.tensorflow import _ops
 
 
@@ -57,7 +58,17 @@ class AveragingOptimizer:
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
 
-def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a class to those who call it)
+def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
+    optimizer: Any,
+    team: int = 0,
+    *,
+    nstep: int | None = None,
+    nteam: int = 1,
+    nthread_per_team: int = 2,
+    warmup: float = 0.10,
+    verb: int = 2,
+    freq: int = 100,
+) -> Any:
     """Make a Keras optimizer average gradients over all ranks before it applies them, and return it.
 
     The optimizer stays the object that it was, with its state and its schedule. Its class is from now on a subclass of
@@ -74,7 +85,15 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
 
     Args:
         optimizer: A Keras optimizer, or a name such as "adam".
-        team: The thread team that averages.
+        team: The thread team that averages; two optimizers that train at once (of a GAN, say) want one each.
+        nstep: The number of steps in all; with it the team gets the schedule
+            `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
+            averages that the step before has started, and waits for nothing.
+        nteam: Teams to have at least.
+        nthread_per_team: Threads of the teams that are made here.
+        warmup: The share of the steps that wait for their own averages.
+        verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
+        freq: After how many steps each.
 
     Raises:
         TypeError: It is not a Keras 3 optimizer.
@@ -91,8 +110,8 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
     if isinstance(getattr(optimizer, "inner_optimizer", None), AveragingOptimizer):
         raise ValueError("wrap the LossScaleOptimizer only, not the optimizer inside it as well")
     team = _ops.checked_team(team)
-    if not dl_comm.is_initialized():
-        dl_comm.init()
+    dl_comm.init(nthread_per_team, max(nteam, team + 1))
+    warm_up(team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
     optimizer._dl_comm_team = team
     optimizer._dl_comm_wrapped = True

@@ -16,6 +16,7 @@ ranks. All ranks run the calls of one team in the same order; calls on different
 from __future__ import annotations
 
 import dl_comm
+from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
 from dl_comm.tensorflow._optimizer import DistributedOptimizer
 from dl_comm.tensorflow._variables import BroadcastHook, broadcast_variables
@@ -36,22 +37,17 @@ __all__ = [
 
 def get_rank() -> int:
     """Give the rank of this process, from 0; calls `dl_comm.init()` when nobody has."""
-    _ensure_initialized()
+    ensure_initialized()
     return int(dl_comm.get_rank())
 
 
 def get_nranks() -> int:
     """Give the number of processes; calls `dl_comm.init()` when nobody has."""
-    _ensure_initialized()
+    ensure_initialized()
     return int(dl_comm.get_nranks())
 
 
 def local_rank() -> int:
     """Give the rank of this process among those of its host, from 0; calls `dl_comm.init()` when nobody has."""
-    _ensure_initialized()
+    ensure_initialized()
     return int(dl_comm.get_localrank())
-
-
-def _ensure_initialized() -> None:
-    if not dl_comm.is_initialized():
-        dl_comm.init()

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from dl_comm import _load
+from dl_comm._collectives import as_towers, in_towers
 from dl_comm._errors import ArgumentError, DTypeError
 
 CONTROL_TEAM = -1
@@ -67,8 +68,8 @@ def core_id() -> int:
 
 
 @as_written
-def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None) -> list[tf.Tensor]:
-    """Average every tensor over all ranks.
+def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
+    """Average every tensor over all ranks, and over the towers when it is a list of such lists.
 
     Args:
         tensors: `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` (made dense) or what TensorFlow can make a tensor of:
@@ -83,8 +84,9 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
     `tf.compat.v1.while_loop` needs `parallel_iterations=1` unless each iteration needs the means of the one before.
 
     Returns:
-        New dense tensors, in order, with the static shapes of the inputs. Their gradient is the average of the
-        gradients over the ranks; integers have none.
+        New dense tensors, in order, with the static shapes of the inputs; of towers, a list for each. Their gradient is
+        the average of the gradients over the ranks; integers have none. On a team with a schedule
+        (`dl_comm.config_team`): what the schedule says.
 
     Raises:
         dl_comm.ArgumentError: The list is empty or has a None in it, or the team is negative.
@@ -92,7 +94,10 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
         RuntimeError: The call is inside an XLA-compiled function.
         tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
     """
-    return _gradients(_listed(tensors), checked_team(team), name or "gradients")
+    _listed(tensors)
+    towers, given = as_towers(tensors)
+    means = _gradients(given, checked_team(team), name or "gradients", towers=towers or 1)
+    return means if towers is None else in_towers(means, towers)
 
 
 @as_written
@@ -167,15 +172,16 @@ def average_present(
 
 
 @as_written
-def _gradients(given: list[Any], team: int, base: str, labels: str | None = None) -> list[tf.Tensor]:
+def _gradients(given: list[Any], team: int, base: str, labels: str | None = None, towers: int = 1) -> list[tf.Tensor]:
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
     return list(
         library().dl_comm_gradients(
             tensors,
             team=team,
+            towers=towers,
             call_name=_call_name(base, team),
-            labels=_labels(given) if labels is None else labels,
+            labels=_labels(given[: len(given) // towers]) if labels is None else labels,
         )
     )
 
@@ -187,7 +193,8 @@ def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
     results: list[Any] = [None] * len(op.outputs)
     if floating:
         grads = [tf.zeros_like(op.outputs[i]) if upstream[i] is None else upstream[i] for i in floating]
-        means = _gradients(grads, op.get_attr("team"), f"{tf.compat.as_str(op.get_attr('call_name'))}/gradient")
+        name = f"{tf.compat.as_str(op.get_attr('call_name'))}/gradient"
+        means = _gradients(grads, op.get_attr("team"), name, towers=op.get_attr("towers"))
         for i, mean in zip(floating, means, strict=True):
             results[i] = mean
     return results

@@ -10,16 +10,35 @@ from typing import Any
 import tensorflow as tf
 
 import dl_comm
+from dl_comm._process import warm_up
 from dl_comm.tensorflow import _ops
 
 
-def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a class to those who call it)
+def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
+    optimizer: Any,
+    team: int = 0,
+    *,
+    nstep: int | None = None,
+    nteam: int = 1,
+    nthread_per_team: int = 2,
+    warmup: float = 0.10,
+    verb: int = 2,
+    freq: int = 100,
+) -> Any:
     """Wrap an optimizer so that it averages gradients over all ranks before it applies them.
 
     Args:
         optimizer: A `tf.compat.v1.train.Optimizer`, whose `compute_gradients` and `minimize` then average, or a Keras
             optimizer, for which this is `dl_comm.keras.DistributedOptimizer`: changed in place.
-        team: The thread team that averages.
+        team: The thread team that averages; two optimizers that train at once (of a GAN, say) want one each.
+        nstep: The number of steps in all; with it the team gets the schedule
+            `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
+            averages that the step before has started, and waits for nothing.
+        nteam: Teams to have at least.
+        nthread_per_team: Threads of the teams that are made here.
+        warmup: The share of the steps that wait for their own averages.
+        verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
+        freq: After how many steps each.
 
     Returns:
         An optimizer of the same kind. Variables without a gradient are skipped; all ranks must skip the same.
@@ -33,10 +52,19 @@ def DistributedOptimizer(optimizer: Any, team: int = 0) -> Any:  # noqa: N802 (a
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         from dl_comm import keras
 
-        return keras.DistributedOptimizer(optimizer, team)
+        return keras.DistributedOptimizer(
+            optimizer,
+            team,
+            nstep=nstep,
+            nteam=nteam,
+            nthread_per_team=nthread_per_team,
+            warmup=warmup,
+            verb=verb,
+            freq=freq,
+        )
     team = _ops.checked_team(team)
-    if not dl_comm.is_initialized():
-        dl_comm.init()
+    dl_comm.init(nthread_per_team, max(nteam, team + 1))
+    warm_up(team, nstep, warmup, verb, freq)
     return _DistributedV1Optimizer(optimizer, team)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-import dl_comm
+from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import _ops
 
 
@@ -59,7 +59,6 @@ class BroadcastHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Broadcast; MonitoredSession calls it when the variables have their values."""
         del coord
-        if not dl_comm.is_initialized():
-            dl_comm.init()
+        ensure_initialized()
         if self._broadcast is not None:
             session.run(self._broadcast)

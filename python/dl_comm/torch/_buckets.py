@@ -59,9 +59,14 @@ class Bucket:
         """Start the average of the gradients that are there, with zeros for the others."""
         each = enumerate(zip(self.names, self.parameters, strict=True))
         self._sent = [Gradient(name, p, self._standing.get(i), sparse_as_dense) for i, (name, p) in each]
+        flags = _ops.PART if self.index > 0 else 0
+        if _ops.carries(team):
+            # The team keeps what it gets, and gives the means of the step before in its place.
+            flags |= _ops.KEEP
+            self._used = torch.empty_like(self._used)
         self._used.fill_(1.0)
         self._used[[i for i, gradient in enumerate(self._sent) if gradient.absent]] = 0.0
-        self._call = _ops.average_start([*self._wires(), self._used], team, call_name, self._labels)
+        self._call = _ops.average_start([*self._wires(), self._used], team, call_name, self._labels, flags)
 
     def finish(self, discarding: bool) -> None:
         """Wait for the average, if it was started, and put it where the gradients are.
@@ -71,12 +76,17 @@ class Bucket:
         call, self._call = self._call, None
         if call is None:
             return
-        _ops.wait(call)
+        results: Sequence[torch.Tensor | None] = _ops.wait(call)
         for gradient in self._sent:
             gradient.expect_unchanged(discarding)
-        torch.autograd.graph.increment_version(self._wires())
-        for gradient, used in zip(self._sent, self._used.tolist(), strict=True):
-            gradient.finish(used > 0)
+        used = self._used
+        if results:
+            *means, used = results  # type: ignore[assignment]
+        else:
+            means = [None] * len(self._sent)
+            torch.autograd.graph.increment_version(self._wires())
+        for gradient, is_used, mean in zip(self._sent, used.tolist(), means, strict=True):
+            gradient.finish(is_used > 0, mean)
 
     def drop(self) -> None:
         """Do not wait for a call that is under way."""

@@ -16,6 +16,8 @@ import torch
 
 import dl_comm
 from dl_comm import ArgumentError, DTypeError
+from dl_comm._collectives import as_towers, in_towers
+from dl_comm._process import ensure_initialized
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import overlaps, plain
 
@@ -25,8 +27,8 @@ CONTROL_TEAM = -1
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
-def gradients(tensors: Sequence[torch.Tensor], team: int = 0) -> list[torch.Tensor]:
-    """Return the means of `tensors` over all ranks, in their order.
+def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
+    """Return the means of `tensors` over all ranks, in their order; of a list of towers, a list for each.
 
     The results are new, contiguous CPU tensors of the same shapes and dtypes: float16, bfloat16, float32, float64,
     int8, uint8, int32 or int64, where a mean of integers rounds toward zero. Differentiable, and understood by
@@ -37,7 +39,9 @@ def gradients(tensors: Sequence[torch.Tensor], team: int = 0) -> list[torch.Tens
     """
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
-    return _ops.average_new(_tensors(tensors), team, "gradients")
+    towers, flat = as_towers(tensors)
+    means = _ops.average_new(_tensors(flat), team, "gradients", towers=towers or 1)
+    return means if towers is None else in_towers(means, towers)
 
 
 def broadcast(tensors: Sequence[torch.Tensor], root: int = 0) -> list[torch.Tensor]:
@@ -63,7 +67,7 @@ def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tenso
 
     `name` is checked to be the same on all ranks, and stands in error messages.
     """
-    start()
+    ensure_initialized()
     call_name, label = f"average.{name or ''}", name or ""
     if isinstance(value, torch.Tensor):
         return _ops.average_new(_tensors([value]), CONTROL_TEAM, call_name, label)[0]
@@ -91,13 +95,13 @@ def broadcast_parameters(
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise DTypeError(f"{name} is of type {type(tensor).__name__}, not a tensor")
-    start()
+    ensure_initialized()
     _broadcast_named(named, root, "broadcast_parameters")
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
     """Return the object that rank `root` gives; what the other ranks give is ignored. The object is pickled."""
-    start()
+    ensure_initialized()
     mine = dl_comm.get_rank() == root
     data = bytearray(pickle.dumps(value)) if mine else bytearray()
     length = torch.tensor([len(data)], dtype=torch.int64)
@@ -113,7 +117,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     State that a rank does not have yet is made, state that rank `root` does not have is dropped. Values other than
     tensors are pickled. Raises ValueError when the parameter groups differ in number or size.
     """
-    start()
+    ensure_initialized()
     mine = dl_comm.get_rank() == root
     tensors: list[tuple[str, torch.Tensor]] = []
     outline = _without_tensors(optimizer.state_dict(), "optimizer", tensors) if mine else None
@@ -123,12 +127,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         _broadcast_named(tensors, root, "broadcast_optimizer_state")
     if not mine:
         optimizer.load_state_dict(state)
-
-
-def start() -> None:
-    """Bring dl_comm up when that has not been done."""
-    if not dl_comm.is_initialized():
-        dl_comm.init()
 
 
 def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str) -> None:

@@ -66,20 +66,29 @@ class Gradient:
             "scaler.step)"
         )
 
-    def finish(self, used: bool) -> None:
-        """Put the mean where the gradient is; `used`: some rank has a gradient of this parameter."""
+    def finish(self, used: bool, mean: torch.Tensor | None) -> None:
+        """Put the mean where the gradient is; `used`: some rank has a gradient of this parameter.
+
+        `mean` has it, in memory for this gradient to have, when it is not in `wire`: on a team whose schedule lets
+        averages end later, which then goes on with `wire`.
+        """
         gradient = self._taken
+        own = self._own
+        if mean is not None:
+            own = torch.view_as_complex(mean) if own.is_complex() else mean
         if gradient is None:
             # Another rank used this parameter: this rank takes the same step with the same gradient.
             if used and self._parameter.grad is None:
-                self._parameter.grad = self._own
+                self._parameter.grad = own
+        elif self._in_place and self._own is gradient and mean is not None:
+            self._parameter.grad = own
         elif self._in_place:
-            if self._own is not gradient:
-                gradient.copy_(self._own)
+            if own is not gradient:
+                gradient.copy_(own)
         elif gradient.is_contiguous() or overlaps(gradient):
-            self._parameter.grad = self._own
+            self._parameter.grad = own
         else:
-            self._parameter.grad = torch.empty_like(gradient).copy_(self._own)
+            self._parameter.grad = torch.empty_like(gradient).copy_(own)
 
 
 def standing(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -44,9 +44,9 @@ def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "") -
     torch.autograd.graph.increment_version(tensors)
 
 
-def average_new(tensors: Tensors, team: int, name: str, labels: str = "") -> list[torch.Tensor]:
-    """Return the means of CPU tensors over all ranks as new tensors; differentiable."""
-    return list(_call(_ops.average, list(tensors), team, name, labels))
+def average_new(tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1) -> list[torch.Tensor]:
+    """Return the means of CPU tensors over all ranks (and `towers` in the list) as new tensors; differentiable."""
+    return list(_call(_ops.average, list(tensors), team, name, labels, towers))
 
 
 def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "") -> None:
@@ -56,15 +56,27 @@ def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "")
     torch.autograd.graph.increment_version(tensors)
 
 
-def average_start(tensors: Tensors, team: int, name: str, labels: str = "") -> int:
+PART, KEEP = 1, 2
+"""Flags of `average_start`: the call is a further part of the step before it; the tensors may be kept for good."""
+
+
+def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flags: int = 0) -> int:
     """Start `average_in_place` and return a number for `wait`; leave the tensors alone until then."""
     with torch.no_grad():
-        return int(_call(_ops.average_start, list(tensors), team, name, labels))
+        return int(_call(_ops.average_start, list(tensors), team, name, labels, flags))
 
 
-def wait(number: int) -> None:
-    """Wait for the end of the call with this number, once."""
-    _call(_ops.wait, number)
+def carries(team: int) -> bool:
+    """Tell whether coming averages of the team may return before they have ended, if their tensors may be kept."""
+    return bool(_ops.carries(team))
+
+
+def wait(number: int) -> list[torch.Tensor]:
+    """Wait for the end of the call with this number, once.
+
+    Returns the tensors with its results, in order, or none when they are in the tensors of the call.
+    """
+    return list(_call(_ops.wait, number))
 
 
 def forget(number: int) -> None:
@@ -96,7 +108,7 @@ def _(tensors: list[torch.Tensor], root: int, name: str, labels: str) -> None:
 
 
 @torch.library.register_fake("dl_comm::average")  # type: ignore[untyped-decorator]
-def _(tensors: list[torch.Tensor], team: int, name: str, labels: str) -> list[torch.Tensor]:
+def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int = 1) -> list[torch.Tensor]:
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
@@ -105,11 +117,12 @@ def _(tensors: list[torch.Tensor], team: int, name: str, labels: str) -> list[to
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.team, ctx.name, ctx.labels = inputs
+    _, ctx.team, ctx.name, ctx.labels, ctx.towers = inputs
 
 
 def _gradient(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
-    return _ops.average(gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels), None, None, None
+    means = _ops.average(gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels, ctx.towers)
+    return means, None, None, None, None
 
 
 torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_remember)

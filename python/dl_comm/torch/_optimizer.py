@@ -11,6 +11,7 @@ import torch
 
 import dl_comm
 from dl_comm import ArgumentError, DTypeError
+from dl_comm._process import warm_up
 from dl_comm.torch import _functions, _scaler
 from dl_comm.torch._buckets import Averager, Named
 
@@ -90,6 +91,10 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     sparse_as_dense: bool = False,
     team: int | None = None,
     broadcast: bool = True,
+    nstep: int | None = None,
+    warmup: float = 0.10,
+    verb: int = 2,
+    freq: int = 100,
 ) -> AveragingOptimizer:
     """Make `optimizer` average its gradients over all ranks, and return it.
 
@@ -116,6 +121,13 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         sparse_as_dense: turn sparse gradients (of embeddings) into dense ones; they are an error otherwise.
         team: the team that averages, when it is not to be the next one.
         broadcast: give all ranks the parameters of rank 0 now.
+        nstep: the number of `step()`s in all; with it the team gets the schedule
+            `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
+            averages that the step before has started, and waits for nothing. `p.grad` is another tensor after each
+            step.
+        warmup: the share of the steps that wait for their own averages.
+        verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
+        freq: after how many steps each.
 
     Raises:
         DTypeError: `optimizer` is not a torch optimizer.
@@ -145,6 +157,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     _made = number + 1
     # Creates the teams that are missing.
     dl_comm.init(nthread_per_team, max(nteam, chosen + 1), sum(parameter.numel() for _, parameter in every))
+    warm_up(chosen, nstep, warmup, verb, freq)
     if broadcast:
         _functions.broadcast_parameters(every)
     optimizer.__dict__[_ATTRIBUTE] = averager

@@ -1,0 +1,117 @@
+//! How a scheduled call gets its result: from its own mean, the one before, or both, when these have come.
+//!
+//! Thread rule: a delivery runs once, on the thread that ends the last of its flights, or on the submitting one.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use super::call::Done;
+use super::ledger::Ledger;
+use super::pipeline::{Flight, Parcel, Pipeline, Turn};
+use crate::blend::{Shares, blend};
+use crate::buffer::Buffer;
+use crate::error::{Error, Result, guard};
+
+/// A call that waits for what it returns.
+pub(super) struct Delivery {
+    pub pipeline: Arc<Mutex<Pipeline>>,
+    pub ledger: Arc<Ledger>,
+    pub list: u64,
+    pub turn: Turn,
+    pub own: Arc<Flight>,
+    pub done: Done,
+    /// When the caller began to wait; `None` when the caller counts by itself.
+    pub waiting_since: Option<Instant>,
+}
+
+impl Delivery {
+    /// Ends the call when its flights have ended.
+    pub fn start(self) {
+        match self.turn.before.clone() {
+            None => self.after(Ok(())),
+            Some(before) => before.then(Box::new(move |result| self.after(result))),
+        }
+    }
+
+    fn after(self, before: Result<()>) {
+        if self.turn.shares.left < 1.0 {
+            let own = Arc::clone(&self.own);
+            own.then(Box::new(move |own| self.end(before, own)));
+        } else {
+            self.end(before, Ok(()));
+        }
+    }
+
+    fn end(mut self, before: Result<()>, own: Result<()>) {
+        let shares = self.turn.shares;
+        let before_flight = self.turn.before.take();
+        let result = match (before, own) {
+            (Ok(()), Ok(())) => guard(|| results(shares, &self.own, before_flight)),
+            (Err(error), own) => {
+                // The one before is lost; what this call should have returned of its own goes to the next.
+                if own.is_ok() && self.own.parcel.is_some() {
+                    self.restore(Arc::clone(&self.own), 1.0);
+                }
+                Err(error)
+            }
+            (Ok(()), Err(error)) => {
+                if let Some(before) = before_flight {
+                    self.restore(before, shares.carried);
+                }
+                Err(error)
+            }
+        };
+        let Delivery { ledger, turn, done, waiting_since, own, .. } = self;
+        // The memory of a mean goes with its parcel, on the thread of the one who takes it.
+        drop(own);
+        if let Some(since) = waiting_since {
+            ledger.add(since.elapsed().as_secs_f64());
+        }
+        if turn.prints {
+            ledger.report(turn.index);
+        }
+        done(result);
+    }
+
+    fn restore(&self, flight: Arc<Flight>, carry: f64) {
+        let mut pipeline = self.pipeline.lock().unwrap_or_else(PoisonError::into_inner);
+        pipeline.restore(self.list, flight, carry, &self.own);
+    }
+}
+
+/// The parcel with the result; `None` when it is in the call's own memory.
+fn results(shares: Shares, own: &Arc<Flight>, before: Option<Arc<Flight>>) -> Result<Option<Arc<dyn Parcel>>> {
+    let Some(before) = before else {
+        if shares.left == 0.0 {
+            return Ok(None);
+        }
+        let (parcel, addresses) = kept(own)?.blank()?;
+        if shares.left < 1.0 {
+            let fresh =
+                |(mean, address): (&Buffer, usize)| Buffer::in_place(address as *mut u8, mean.len(), mean.dtype());
+            let fresh: Vec<Buffer> = own.means.iter().zip(addresses).map(fresh).collect();
+            mix(&own.means, &fresh, &fresh, shares);
+        }
+        return Ok(Some(parcel));
+    };
+    if shares.left == 0.0 {
+        mix(&own.means, &before.means, &own.means, shares);
+        return Ok(None);
+    }
+    if shares != (Shares { left: 1.0, carried: 1.0 }) {
+        mix(&own.means, &before.means, &before.means, shares);
+    }
+    kept(&before).map(Some)
+}
+
+fn kept(flight: &Flight) -> Result<Arc<dyn Parcel>> {
+    flight.parcel.clone().ok_or_else(|| Error::Internal("a mean was left behind without its memory".into()))
+}
+
+fn mix(own: &[Buffer], before: &[Buffer], out: &[Buffer], shares: Shares) {
+    for ((own, before), out) in own.iter().zip(before).zip(out) {
+        // SAFETY: the flights have ended, and their lists are alike; the memory of `own` is the call's, that of `before`
+        // its parcel's, and nobody else's until the call is done.
+        unsafe { blend(own.dtype(), own.written(), before.written(), out.written(), own.len(), shares) };
+    }
+}

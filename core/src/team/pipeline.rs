@@ -1,0 +1,179 @@
+//! The calls of a team on its schedule: which of them block, which return the mean of the call before, and how much.
+//!
+//! Every scheduled call is a [`Flight`]: its average on the team's threads. What a call returns is put together when the
+//! flights that it is made of have ended ([`super::delivery`]); a flight whose mean is left to the next call stays here,
+//! with the memory that holds it, by the list of tensors: calls on different lists (of two networks, or of two buckets)
+//! never get each other's means.
+//! Thread rule: a [`Pipeline`] is behind the team's lock; a [`Flight`] may be used from any thread.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::blend::Shares;
+use crate::buffer::Buffer;
+use crate::error::Result;
+use crate::schedule::{Schedule, Verbosity};
+
+/// The memory of a scheduled call, owned by the face that made the call and kept until the mean in it has been returned.
+/// May be dropped on any thread.
+pub trait Parcel: Any + Send + Sync {
+    /// The same for all parcels that the maker can take the place of each other; other makers have other kinds.
+    fn kind(&self) -> usize;
+
+    /// Fresh memory of zeros for the same tensors, and the addresses of the tensors in it, tower by tower.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::System`] when there is no memory.
+    fn blank(&self) -> Result<(Arc<dyn Parcel>, Vec<usize>)>;
+}
+
+type Next = Box<dyn FnOnce(Result<()>) + Send>;
+
+enum State {
+    Running(Vec<Next>),
+    Ended(Result<()>),
+}
+
+/// An average on its way, or come to its end.
+pub(super) struct Flight {
+    state: Mutex<State>,
+    /// The owner of the memory; without one the mean cannot be left to another call.
+    pub parcel: Option<Arc<dyn Parcel>>,
+    /// Where the means are: the tensors of all towers.
+    pub means: Vec<Buffer>,
+}
+
+impl Flight {
+    pub fn new(parcel: Option<Arc<dyn Parcel>>, means: Vec<Buffer>) -> Arc<Flight> {
+        Arc::new(Flight { state: Mutex::new(State::Running(Vec::new())), parcel, means })
+    }
+
+    /// The average has ended.
+    pub fn end(&self, result: &Result<()>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *state, State::Ended(result.clone()));
+        drop(state);
+        if let State::Running(waiting) = before {
+            waiting.into_iter().for_each(|next| next(result.clone()));
+        }
+    }
+
+    /// Calls `next` with the outcome: at once, on this thread, when it is known, else on the thread that ends it.
+    pub fn then(&self, next: Next) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = match &mut *state {
+            State::Running(waiting) => return waiting.push(next),
+            State::Ended(result) => result.clone(),
+        };
+        drop(state);
+        next(result);
+    }
+}
+
+/// A mean that was left to the next call on its list.
+struct Behind {
+    flight: Arc<Flight>,
+    carry: f64,
+}
+
+/// A list of tensors that is averaged again and again.
+#[derive(Default)]
+struct List {
+    /// Whether it counts among the lists that are to be handed out before the last call.
+    counted: bool,
+    /// Whether a call on it was in the non-blocking phase already: the first one blocks.
+    entered: bool,
+    behind: Option<Behind>,
+}
+
+/// What a call does, by the schedule.
+pub(super) struct Turn {
+    /// The number of the call.
+    pub index: u64,
+    /// What it leaves and what it gets.
+    pub shares: Shares,
+    /// Whose mean it gets.
+    pub before: Option<Arc<Flight>>,
+    /// Where it stands, for messages.
+    pub place: String,
+    /// Whether this rank prints afterwards.
+    pub prints: bool,
+}
+
+/// The schedule of a team and what its calls have left behind.
+pub(super) struct Pipeline {
+    schedule: Schedule,
+    rank: usize,
+    calls: u64,
+    /// Lists whose calls count.
+    counted: u64,
+    lists: HashMap<u64, List>,
+}
+
+impl Pipeline {
+    pub fn new(rank: usize) -> Pipeline {
+        Pipeline { schedule: Schedule::BLOCKING, rank, calls: 0, counted: 0, lists: HashMap::new() }
+    }
+
+    /// Starts `schedule` from its first call. Means that were left behind are returned by the next calls on their lists.
+    pub fn configure(&mut self, schedule: Schedule) {
+        self.schedule = schedule;
+        self.calls = 0;
+        self.counted = 0;
+        self.lists.retain(|_, list| list.behind.is_some());
+        self.lists.values_mut().for_each(|list| (list.counted, list.entered) = (false, false));
+    }
+
+    /// Whether coming calls may return before their average has ended.
+    pub fn carries(&self) -> bool {
+        self.schedule.carries_from(self.calls.saturating_sub(1))
+    }
+
+    pub fn verbosity(&self) -> Verbosity {
+        self.schedule.verbosity
+    }
+
+    /// The number of means that no call has returned.
+    pub fn left_behind(&self) -> usize {
+        self.lists.values().filter(|list| list.behind.is_some()).count()
+    }
+
+    /// What the next call does, which is on `list`. A `part` belongs to the call before it and is not counted. What cannot
+    /// be kept (`keeps` false) is not left to the next call.
+    pub fn turn(&mut self, list: u64, part: bool, keeps: bool) -> Turn {
+        let index = if part { self.calls.saturating_sub(1) } else { self.calls };
+        let state = self.lists.entry(list).or_default();
+        if !part {
+            self.calls += 1;
+            self.counted += u64::from(!state.counted);
+            state.counted = true;
+        }
+        let planned = self.schedule.carry(index, self.counted.max(1));
+        let in_phase = self.schedule.is_behind(index);
+        let left = if state.entered && keeps { planned } else { 0.0 };
+        state.entered = in_phase;
+        let (before, carried) = match state.behind.take() {
+            Some(Behind { flight, carry }) => (Some(flight), carry),
+            None => (None, 0.0),
+        };
+        let prints = !part && self.schedule.prints_at(index) && self.schedule.verbosity.speaks(self.rank);
+        Turn { index, shares: Shares { left, carried }, before, place: self.schedule.place(index, left), prints }
+    }
+
+    /// Leaves a share of `flight`'s mean to the next call on `list`.
+    pub fn leave(&mut self, list: u64, flight: Arc<Flight>, carry: f64) {
+        if carry > 0.0 {
+            self.lists.entry(list).or_default().behind = Some(Behind { flight, carry });
+        }
+    }
+
+    /// After a failure: leaves `flight`'s mean to the next call on `list`, unless that has come meanwhile: what is behind
+    /// now is `failed` or nothing.
+    pub fn restore(&mut self, list: u64, flight: Arc<Flight>, carry: f64, failed: &Arc<Flight>) {
+        let behind = &mut self.lists.entry(list).or_default().behind;
+        if behind.as_ref().is_none_or(|behind| Arc::ptr_eq(&behind.flight, failed)) {
+            *behind = Some(Behind { flight, carry });
+        }
+    }
+}

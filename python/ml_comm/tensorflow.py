@@ -1,0 +1,4 @@
+"""``dl_comm.tensorflow`` under the plugin's first name."""
+
+from dl_comm.tensorflow import *  # noqa: F403 - the same names
+from dl_comm.tensorflow import __all__ as __all__

@@ -1,0 +1,104 @@
+"""Schedules with TensorFlow on 1, 2 and 3 ranks: eagerly, in a tf.function, in a TF1 session, in Keras; and towers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+import keras  # noqa: E402
+
+import dl_comm as mc  # noqa: E402
+import dl_comm.keras as dk  # noqa: E402
+import dl_comm.tensorflow as dt  # noqa: E402
+
+TEAM = 30
+
+
+def expected(size: int) -> list[float]:
+    """Seven calls with the means 2**i + (size - 1) / 2, non-blocking from the second on."""
+    m = [2.0**index + (size - 1) / 2 for index in range(7)]
+    return [m[0], m[1], 0.0, m[2], m[3], m[4], m[5] + m[6]]
+
+
+@pytest.mark.parametrize("how", ["eager", "function"])
+def test_calls_return_the_mean_before(how: str, rank: int, size: int) -> None:
+    team = TEAM + (how == "function")
+
+    def call(x: Any) -> Any:
+        return mc.gradients([x, tf.cast(x[0], tf.float64)], team)
+
+    function = tf.function(call) if how == "function" else call
+    mc.config_team(team, 0, 1, 7)
+    got = []
+    for index in range(7):
+        first, second = function(tf.fill([3, 2], 2.0**index + rank))
+        assert np.ptp(first.numpy()) == 0
+        assert (second.numpy() == first.numpy()[0]).all()
+        got.append(float(first[0, 0]))
+    assert got == expected(size)
+
+
+def test_a_session_with_variables(rank: int, size: int) -> None:
+    """The gradients are read from the memory of variables that the same step changes."""
+    tf1 = tf.compat.v1
+    with tf.Graph().as_default():
+        value = tf1.get_variable("value", [4], initializer=tf1.constant_initializer(1.0 + rank), use_resource=True)
+        (mean,) = mc.gradients([value], TEAM + 2)
+        with tf.control_dependencies([mean]):
+            grow = value.assign(value * 2.0)
+        mc.config_team(TEAM + 2, 0, 1, 7)
+        with tf1.Session() as session:
+            session.run(tf1.global_variables_initializer())
+            got = [float(session.run([mean, grow])[0][0]) for _ in range(7)]
+    m = [2.0**index * (1 + (size - 1) / 2) for index in range(7)]
+    assert got == [m[0], m[1], 0.0, m[2], m[3], m[4], m[5] + m[6]]
+
+
+def test_keras_applies_every_mean_once(rank: int, size: int) -> None:
+    steps = 8
+    model = keras.Sequential(
+        [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3, nstep=steps, warmup=0.25, verb=0)
+    # The loss is the output, so that the gradient is the input.
+    model.compile(optimizer=optimizer, loss=lambda _, prediction: keras.ops.mean(prediction))
+    x = (2.0 ** np.arange(steps, dtype=np.float32) + rank)[:, None]
+    model.fit(x, x, batch_size=1, epochs=1, shuffle=False, verbose=0)
+    total = float(sum(2.0**step + (size - 1) / 2 for step in range(steps)))
+    assert float(model.get_weights()[0][0, 0]) == -total
+
+
+def test_towers(rank: int, size: int) -> None:
+    towers = mc.gradients([[tf.fill([2], float(rank + tower)), tf.constant(tower)] for tower in range(3)], 0)
+    assert [[float(t[0][0]), int(t[1])] for t in towers] == [[(size - 1) / 2 + 1, 1]] * 3
+    with pytest.raises(mc.ArgumentError, match="tower 1 has 2"):
+        mc.gradients([[tf.constant(1.0)], [tf.constant(1.0)] * 2], 0)
+    x = tf.constant([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = dt.gradients([[x], [2.0 * x]])
+        loss = tf.reduce_sum(y[0][0]) * (rank + 1.0)
+    # Each tower has half of the mean over the ranks of the upstream gradients, once and twice.
+    np.testing.assert_allclose(tape.gradient(loss, x).numpy(), [(size + 1) / 2 / 2 * 3] * 2)
+
+
+def test_a_gan_on_two_teams_of_a_session(rank: int, size: int) -> None:
+    """Two train ops in one run, each with its team: TensorFlow may run them in any order."""
+    tf1 = tf.compat.v1
+    with tf.Graph().as_default():
+        nets = [tf1.get_variable(name, [3], initializer=tf1.zeros_initializer()) for name in ("d", "g")]
+        ops = []
+        for team, net in enumerate(nets):
+            optimizer = dt.DistributedOptimizer(tf1.train.GradientDescentOptimizer(1.0), team=team, nteam=2)
+            ops.append(optimizer.minimize(tf.reduce_sum(net) * float(rank + 1 + team), var_list=[net]))
+        with tf1.Session() as session:
+            session.run(tf1.global_variables_initializer())
+            for _ in range(50):
+                session.run(ops)
+            d, g = session.run(nets)
+    np.testing.assert_allclose(d, [-50 * (size + 1) / 2] * 3)
+    np.testing.assert_allclose(g, [-50 * ((size + 1) / 2 + 1)] * 3)

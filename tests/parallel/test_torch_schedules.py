@@ -1,0 +1,140 @@
+"""Schedules with torch on 1, 2 and 3 ranks: the function, the optimizer, two networks on a team each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import dl_comm as mc  # noqa: E402
+import dl_comm.torch as cdl  # noqa: E402
+import ml_comm.torch  # noqa: E402
+
+TEAM = 20
+
+
+def test_the_function_returns_the_mean_before(rank: int, size: int) -> None:
+    mc.config_team(TEAM, 0, 1, 7)
+    got = []
+    for index in range(7):
+        mine = torch.full((3, 2), 2.0**index + rank)
+        (mean,) = mc.gradients([mine], TEAM)
+        mine.fill_(-1.0)  # the caller's again
+        assert (mean == mean[0, 0]).all()
+        got.append(float(mean[0, 0]) - (size - 1) / 2 * (index not in (2,)) - (size - 1) / 2 * (index == 6))
+    assert got == [1, 2, 0, 4, 8, 16, 32 + 64]
+
+
+def test_towers(rank: int, size: int) -> None:
+    x = [[torch.full((2,), float(rank + tower), requires_grad=True)] for tower in range(2)]
+    means = mc.gradients(x, 0)
+    assert [tower[0].tolist() for tower in means] == [[(size - 1) / 2 + 0.5] * 2] * 2
+    (means[0][0].sum() * (rank + 1)).backward()
+    # Upstream of the other tower is zero: the mean over towers and ranks.
+    for tower in x:
+        torch.testing.assert_close(tower[0].grad, torch.full((2,), (size + 1) / 2 / 2))
+
+
+def train(optimizer: Any, parameters: list[Any], rank: int, steps: int) -> list[list[float]]:
+    """Steps whose gradients are 2**step + rank for each parameter; returns the parameters' way."""
+    way = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum((p * (2.0**step + rank)).sum() for p in parameters).backward()
+        optimizer.step()
+        way.append([float(p.detach()[0]) for p in parameters])
+    return way
+
+
+@pytest.mark.parametrize("buckets", ["one bucket", "a bucket each"])
+def test_the_optimizer_applies_every_mean_once(buckets: str, rank: int, size: int) -> None:
+    steps = 10
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    optimizer = cdl.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=1.0),
+        nstep=steps,
+        warmup=0.3,
+        verb=0,
+        team=TEAM + 1,
+        bucket_mb=25 if buckets == "one bucket" else 1e-9,
+    )
+    way = train(optimizer, parameters, rank, steps)
+    m = [2.0**step + (size - 1) / 2 for step in range(steps)]
+    applied = [m[0], m[1], m[2], m[3], 0.0, m[4], m[5], m[6], m[7], m[8] + m[9]]
+    at = 0.0
+    for step, parameters_then in enumerate(way):
+        at -= applied[step]
+        assert parameters_then == [at] * 3, f"step {step}"
+    assert mc.check_buffers_match([p.detach() for p in parameters], 1) == 0
+
+
+def test_gradients_that_lie_elsewhere(rank: int, size: int) -> None:
+    """Gradients in one flat tensor, a complex one, a channels-last one, and one that only some ranks have."""
+    flat = torch.zeros(6)
+    laid = torch.nn.Parameter(torch.zeros(6))
+    laid.grad = flat[:6]
+    complex_ = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    image = torch.nn.Parameter(torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last))
+    rare = torch.nn.Parameter(torch.zeros(2))
+    parameters = [laid, complex_, image, rare]
+    optimizer = cdl.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=1.0), nstep=6, warmup=0.0, verb=0, team=TEAM + 2
+    )
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=False)
+        scale = 2.0**step + rank
+        loss = (laid * scale).sum() + (complex_ * scale).real.sum() + (image * scale).sum()
+        if rank == 0:
+            loss = loss + (rare * scale * size).sum()
+        loss.backward()
+        optimizer.step()
+    total = sum(2.0**step + (size - 1) / 2 for step in range(6))
+    assert laid.tolist() == [-total] * 6
+    assert complex_.real.tolist() == [-total] * 3
+    assert image.flatten().tolist() == [-total] * 24
+    assert rare.tolist() == [-sum(2.0**step for step in range(6))] * 2
+    assert laid.grad is not None
+    assert laid.grad.data_ptr() == flat.data_ptr(), "a gradient that lies in the script's memory stays there"
+
+
+def test_a_gan_on_two_teams(rank: int, size: int) -> None:
+    """Two optimizers, a team each by themselves; one process on the joined batch ends with the same weights."""
+
+    def networks() -> tuple[Any, Any]:
+        torch.manual_seed(5)
+        return torch.nn.Linear(3, 4).double(), torch.nn.Linear(4, 1).double()
+
+    def play(generator: Any, discriminator: Any, optimizers: list[Any], noise: Any, real: Any) -> None:
+        for z, x in zip(noise, real, strict=True):
+            optimizers[1].zero_grad()
+            fake = generator(z).detach()
+            loss = torch.nn.functional.softplus(discriminator(fake)) + torch.nn.functional.softplus(-discriminator(x))
+            loss.mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            torch.nn.functional.softplus(-discriminator(generator(z))).mean().backward()
+            optimizers[0].step()
+
+    source = torch.Generator().manual_seed(9)
+    noise = torch.rand(6, 2 * size, 3, generator=source, dtype=torch.float64)
+    real = torch.rand(6, 2 * size, 4, generator=source, dtype=torch.float64)
+    ours, alone = networks(), networks()
+    mine = slice(2 * rank, 2 * rank + 2)
+    wrapped = [cdl.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), nteam=2) for net in ours]
+    play(*ours, wrapped, noise[:, mine], real[:, mine])
+    play(*alone, [torch.optim.SGD(net.parameters(), lr=0.1) for net in alone], noise, real)
+    for net, expected in zip(ours, alone, strict=True):
+        for a, b in zip(net.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_the_first_signature(rank: int, size: int) -> None:
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+    optimizer = ml_comm.torch.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), 4, 1, 2, 1.0, 0, 10)
+    assert parameter.tolist() == [0.0, 0.0], "broadcast from rank 0"
+    m = [2.0**step + (size - 1) / 2 for step in range(4)]
+    assert [way[0] for way in train(optimizer, [parameter], rank, 4)] == [-m[0], -sum(m[:2]), -sum(m[:3]), -sum(m)]
+    with pytest.raises(mc.ArgumentError, match="warmup"):
+        cdl.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), nstep=5, warmup=2.0)
