@@ -118,7 +118,7 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   // In place, blocking: the mean over all ranks.
   library.def("average_(Tensor(a!)[] tensors, int team, str name, str labels) -> ()");
   // The same into new, contiguous tensors, of `towers` replicas of a list, which follow each other. Differentiable.
-  library.def("average(Tensor[] tensors, int team, str name, str labels, int towers=1) -> Tensor[]");
+  library.def("average(Tensor[] tensors, int team, str name, str labels, int towers) -> Tensor[]");
   // In place, blocking: the tensors of rank `root`.
   library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels) -> ()");
   // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the

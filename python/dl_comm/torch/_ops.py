@@ -108,7 +108,7 @@ def _(tensors: list[torch.Tensor], root: int, name: str, labels: str) -> None:
 
 
 @torch.library.register_fake("dl_comm::average")  # type: ignore[untyped-decorator]
-def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int = 1) -> list[torch.Tensor]:
+def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int) -> list[torch.Tensor]:
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
