@@ -146,7 +146,7 @@ def _on_host(tensor: Any) -> Any:
 
 
 def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
-    if isinstance(tensors, np.ndarray) or not hasattr(tensors, "__iter__"):
+    if hasattr(tensors, "shape") or not hasattr(tensors, "__iter__"):
         raise DTypeError(f"{function} takes a list, not a {type(tensors).__name__}; wrap it: [tensor]")
     tensors = list(tensors)
     if not tensors:
