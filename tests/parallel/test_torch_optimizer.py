@@ -353,13 +353,13 @@ class TestOverlap:
         events: list[str] = []
         start, wait = _ops.average_start, _ops.wait
 
-        def recorded_start(tensors: Any, team: int, name: str, labels: str = "") -> int:
+        def recorded_start(tensors: Any, team: int, name: str, labels: str, flags: int) -> int:
             events.append(f"start {labels.splitlines()[0]}")
-            return start(tensors, team, name, labels)
+            return start(tensors, team, name, labels, flags)
 
-        def recorded_wait(call: int) -> None:
+        def recorded_wait(call: int) -> list[Any]:
             events.append("wait")
-            wait(call)
+            return wait(call)
 
         monkeypatch.setattr(_ops, "average_start", recorded_start)
         monkeypatch.setattr(_ops, "wait", recorded_wait)
