@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::affinity::Affinity;
 use crate::error::{Error, Result};
 use crate::schedule::Cooldown;
 
@@ -19,6 +20,8 @@ pub struct Config {
     pub stall_warn: Option<Duration>,
     /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
     pub chunk_bytes: usize,
+    /// `DL_COMM_AFFINITY`: which processors team threads run on.
+    pub affinity: Affinity,
     /// `DL_COMM_COOLDOWN`: what a negative `ksteps` of `config_team` counts, `after` or `last`.
     pub cooldown: Cooldown,
     /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
@@ -33,6 +36,7 @@ impl Default for Config {
             timeout: Some(Duration::from_secs(300)),
             stall_warn: Some(Duration::from_secs(60)),
             chunk_bytes: 512 << 10,
+            affinity: Affinity::None,
             cooldown: Cooldown::After,
             shm_dir: "/dev/shm".into(),
         }
@@ -79,6 +83,7 @@ impl Config {
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
+            affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
             cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
                 None => defaults.cooldown,
                 Some("after") => Cooldown::After,
@@ -124,6 +129,7 @@ mod tests {
             ("DL_COMM_DEFAULT_NTHREADS", "0"),
             ("DL_COMM_DEFAULT_PREC_LEVEL", "2"),
             ("DL_COMM_CHUNK_KB", "1.5"),
+            ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
         ] {
             let error = with(name, value).unwrap_err().to_string();

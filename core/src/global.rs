@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use crate::affinity::{self, Place};
 use crate::buffer::Tensor;
 use crate::collective::Op;
 use crate::config::Config;
@@ -176,11 +177,21 @@ fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
         State::Started { world, .. } => Ok(Arc::clone(world)),
         _ => Err(not_started()),
     })?;
+    let cpus = match usize::try_from(id) {
+        // Nothing to win for what is not part of training.
+        Err(_) => None,
+        Ok(team) => {
+            let topology = topology()?;
+            let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
+            let (allowed, online) = affinity::allowed()?;
+            affinity::assign(&config.affinity, Place { local_rank, local_size, team, threads }, &allowed, online)?
+        }
+    };
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
     let shape = TeamShape { id, threads, prec_level, slot };
     let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
     let settings = Settings { id, precise: prec_level == 1, timeout: config.timeout, stall_warn: config.stall_warn };
-    let team = Arc::new(Team::start(endpoint, settings)?);
+    let team = Arc::new(Team::start(endpoint, settings, cpus.as_deref())?);
     write(|state| match state {
         State::Started { teams, .. } => {
             teams.insert(id, team);

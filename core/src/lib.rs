@@ -5,13 +5,14 @@
 //! - [`team`]: queues, threads, the life of a call;
 //! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
-//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`schedule`], [`topology`], [`config`], [`error`].
+//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`schedule`], [`topology`], [`affinity`], [`config`], [`error`].
 //!
 //! `docs/architecture.md` follows one gradient through them.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("dl_comm needs Linux: futexes, pidfds and /dev/shm");
 
+pub mod affinity;
 mod blend;
 pub mod buffer;
 pub mod capi;

@@ -23,6 +23,7 @@ pub use call::{Done, Request};
 pub use pipeline::Parcel;
 pub use stage::{Pool, Stage};
 
+use crate::affinity::bind;
 use crate::buffer::Tensor;
 use crate::collective::{Carrier, Channel, Job, Op};
 use crate::error::{Error, Result};
@@ -81,11 +82,11 @@ impl Shared {
 }
 
 impl Team {
-    /// Starts a team with one thread for each channel of `endpoint`.
+    /// Starts a team with one thread for each channel of `endpoint`, thread i on processor `cpus[i]` if these are given.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
-    pub fn start(endpoint: Endpoint, settings: Settings) -> Result<Team> {
+    pub fn start(endpoint: Endpoint, settings: Settings, cpus: Option<&[usize]>) -> Result<Team> {
         let Endpoint { topology, node, links } = endpoint;
         let carrier = Carrier {
             team: settings.id,
@@ -112,13 +113,13 @@ impl Team {
                 lead = Some((worker, receiver, sender));
             } else {
                 helpers.push(sender);
-                threads.push(spawn(&settings, index, move || worker.help(&receiver))?);
+                threads.push(spawn(&settings, index, cpus, move || worker.help(&receiver))?);
             }
         }
         let Some((worker, receiver, sender)) = lead else {
             return Err(Error::Invalid("a team needs at least one thread".into()));
         };
-        threads.push(spawn(&settings, 0, move || worker.lead(&receiver, &helpers))?);
+        threads.push(spawn(&settings, 0, cpus, move || worker.lead(&receiver, &helpers))?);
         Ok(Team {
             shared,
             carrier,
@@ -261,10 +262,22 @@ pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize
 }
 
 /// Starts a thread whose name fits the 15 characters that Linux keeps.
-fn spawn(settings: &Settings, index: usize, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+fn spawn(
+    settings: &Settings,
+    index: usize,
+    cpus: Option<&[usize]>,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>> {
     let team = if settings.id < 0 { "c".to_owned() } else { settings.id.to_string() };
+    let cpu = cpus.and_then(|cpus| cpus.get(index).copied());
+    let bound = move || {
+        if let Some(Err(error)) = cpu.map(bind) {
+            say(&format!("{error}; the thread runs where the process may"));
+        }
+        body();
+    };
     Builder::new()
         .name(format!("dlcomm-{team}.{index}"))
-        .spawn(body)
+        .spawn(bound)
         .map_err(|error| Error::system("starting a thread", error))
 }

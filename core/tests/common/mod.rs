@@ -56,7 +56,8 @@ impl World {
                 .enumerate()
                 .map(|(rank, endpoint)| {
                     let body = &body;
-                    scope.spawn(move || body(&Rank { rank, size, team: Team::start(endpoint, settings).unwrap() }))
+                    scope
+                        .spawn(move || body(&Rank { rank, size, team: Team::start(endpoint, settings, None).unwrap() }))
                 })
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
