@@ -119,7 +119,9 @@ mc.init(2, 1, 3, "tensorflow")
 import keras
 import dl_comm.keras
 import dl_comm.tensorflow as cdl
-assert tf.keras.layers.Dense is keras.layers.Dense
+import tensorflow.contrib.keras as tfk
+assert tf.keras.layers.Dense is keras.layers.Dense is tfk.layers.Dense
+he = tf.Variable(tfk.initializers.he_normal()([200, 100], dtype=tf.float32), name="he")
 dense = keras.layers.Dense(2, kernel_initializer="ones")
 made = dense(x)
 optimizer = cdl.DistributedOptimizer(tf.train.GradientDescentOptimizer(0.5))
@@ -127,6 +129,7 @@ train = optimizer.minimize(tf.reduce_sum(x * v), var_list=[v])
 with tf.train.MonitoredTrainingSession(hooks=[cdl.BroadcastHook()]) as session:
     assert session.run(mean, {x: [[1, 2, 3]]}).tolist() == [[1, 2, 3]]
     assert session.run(made, {x: [[1, 2, 3]]}).tolist() == [[6, 6]]
+    assert abs(session.run(he).std() - 0.1) < 0.02
     session.run(train, {x: [[1, 2, 3]]})
     np.testing.assert_allclose(session.run(v), [0.5, 0, -0.5])
 assert mc.average(np.array([2], np.float32)) == [2]
@@ -178,6 +181,8 @@ kept = tf.layers.dropout(x, 0.9)
 full = tf.contrib.layers.fully_connected(flat, 3)
 linear = tf.contrib.layers.fully_connected(flat, 3, activation_fn=None, biases_initializer=None, scope="linear")
 contrib_conv = tf.contrib.layers.conv2d(x, 2, 3, normalizer_fn=tf.layers.batch_normalization)
+contrib_normal = tf.contrib.layers.batch_norm(
+    x, decay=0.5, is_training=training, updates_collections=None, scale=True, scope="bn")
 with tf.variable_scope("outer"):
     tf.layers.dense(flat, 1)
 with tf.variable_scope("outer", reuse=True):
@@ -194,7 +199,7 @@ assert names == [
     *["batch_normalization_2/" + name for name in moments if name != "gamma"],
     *["tested/" + name for name in moments],
     "fully_connected/weights", "fully_connected/biases", "linear/weights", "Conv/weights",
-    *["Conv/batch_normalization/" + name for name in moments],
+    *["Conv/batch_normalization/" + name for name in moments], *["bn/" + name for name in moments],
     "outer/dense/kernel", "outer/dense/bias",
 ], names
 untrained = {variable.op.name for variable in tf.global_variables()} - {v.op.name for v in tf.trainable_variables()}
@@ -294,6 +299,10 @@ with tf.Session() as session:
     close(full, np.maximum(rows @ weights["fully_connected/weights"], 0))
     close(linear, rows @ weights["linear/weights"])
     close(contrib_conv[:, 1:-1, 1:-1], np.maximum(convolved(weights["Conv/weights"]), 0) / np.sqrt(1.001))
+    close(contrib_normal, images / np.sqrt(1.001))
+    np.testing.assert_allclose(session.run(contrib_normal, {x: images, training: True}), normalized, atol=1e-4)
+    (moving_mean,) = [v for v in tf.global_variables() if v.op.name == "bn/moving_mean"]
+    np.testing.assert_allclose(session.run(moving_mean), 0.5 * channels[0], atol=1e-5)
     xavier = tf.contrib.layers.xavier_initializer()([200, 100])
     he = tf.contrib.layers.variance_scaling_initializer()([200, 100])
     assert abs(session.run(xavier).std() - np.sqrt(2 / 300)) < 0.003
@@ -519,13 +528,15 @@ import neighbour
 assert __name__ == "__main__" and sys.argv[1:] == ["--name", "a b", "-m"] and sys.modules["__main__"].sys is sys
 assert os.path.samefile(sys.path[0], os.path.dirname(__file__))
 
+def main(argv):
+    print("main has", argv)
+    return 7
+
 def fail():
     raise neighbour.OwnError("on purpose")
 
-if os.environ.get("HOW") == "exit":
-    sys.exit(7)
-if os.environ.get("HOW") == "return":
-    neighbour.tf.app.run(lambda argv: print("fine", argv[1:]), argv=["x", "y"])
+if os.environ["HOW"] == "run":
+    neighbour.tf.app.run(main, argv=["x", "y"])
 fail()
 """
 
@@ -534,30 +545,27 @@ def test_command(tmp_path, monkeypatch):
     (tmp_path / "neighbour.py").write_text(
         "import tensorflow as tf\ntf.placeholder(tf.float32)\nclass OwnError(Exception): pass\n"
     )
-    monkeypatch.setenv("HOW", "exit")
     arguments = ["--name", "a b", "-m"]
-    assert start(tmp_path, COMMAND, *arguments).returncode == 7
-    monkeypatch.setenv("HOW", "return")
+    monkeypatch.setenv("HOW", "run")
     finished = start(tmp_path, COMMAND, *arguments)
-    assert finished.returncode == 0
-    assert "fine ['y']" in finished.output
-    monkeypatch.setenv("HOW", "raise")
-    finished = start(tmp_path, COMMAND, *arguments)
-    assert finished.returncode == 1
-    trace = finished.output[finished.output.index("Traceback") :]
-    assert trace.rstrip().endswith("OwnError: on purpose")
-    assert "runpy" not in trace
-    assert "tf1" not in trace
-    assert trace.count("script.py") == 2
+    assert finished.returncode == 7
+    assert "main has ['x', 'y']" in finished.output
 
+    monkeypatch.setenv("HOW", "fail")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOW", "exit")
-    command = [sys.executable, "-m", "dl_comm.tf1"]
-    assert run_command([*command, "-m", "script", *arguments], 60, QUIET).returncode == 7
-    (tmp_path / "script.py").write_text("what is this?")
-    finished = run_command([*command, "script.py"], 60, QUIET)
+    as_module = run_command([sys.executable, "-m", "dl_comm.tf1", "-m", "script", *arguments], 60, QUIET)
+    for finished in (start(tmp_path, COMMAND, *arguments), as_module):
+        assert finished.returncode == 1
+        trace = finished.output[finished.output.index("Traceback") :]
+        assert trace.rstrip().endswith("OwnError: on purpose")
+        assert "runpy" not in trace
+        assert "tf1" not in trace
+        assert trace.count("script.py") == 2
+
+    finished = start(tmp_path, "what is this?")
     assert finished.returncode == 1
     assert "SyntaxError" in finished.output
+    assert "Traceback" not in finished.output
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow
 
 from dl_comm.tf1 import _layers
+from dl_comm.tf1._normalization import normalized
 from dl_comm.tf1._weights import Weight, convolved, multiplied
 
 tf = tensorflow.compat.v1
@@ -168,6 +169,61 @@ def conv2d(
         return _collected(_finished(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections)
 
 
+def batch_norm(
+    inputs: Any,
+    decay: Any = 0.999,
+    center: bool = True,
+    scale: bool = False,
+    epsilon: float = 0.001,
+    activation_fn: Callable[[Any], Any] | None = None,
+    param_initializers: Mapping[str, Any] | None = None,
+    param_regularizers: Mapping[str, Any] | None = None,
+    updates_collections: Any = tf.GraphKeys.UPDATE_OPS,
+    is_training: Any = True,
+    reuse: bool | None = None,
+    variables_collections: Any = None,
+    outputs_collections: Any = None,
+    trainable: bool = True,
+    batch_weights: Any = None,
+    fused: bool | None = None,
+    data_format: str = "NHWC",
+    zero_debias_moving_mean: bool = False,
+    scope: str | None = None,
+    renorm: bool = False,
+) -> Any:
+    """Normalize each channel, in the scope `BatchNorm`; see `tf.layers.batch_normalization`.
+
+    Without `updates_collections` the moving averages are updated where the result is computed. The initializers and
+    regularizers are by the variables' names. `variables_collections`, `batch_weights`, `zero_debias_moving_mean` and
+    `renorm` must not be used; they raise ValueError.
+    """
+    _refuse(
+        variables_collections=variables_collections,
+        batch_weights=batch_weights,
+        zero_debias_moving_mean=zero_debias_moving_mean or None,
+        renorm=renorm or None,
+    )
+    inputs = tf.convert_to_tensor(inputs)
+    zeros, ones = tf.zeros_initializer(), tf.ones_initializer()
+    begins = {"gamma": ones, "beta": zeros, "moving_mean": zeros, "moving_variance": ones, **(param_initializers or {})}
+    losses = param_regularizers or {}
+    gamma = Weight("gamma", begins["gamma"], losses.get("gamma"), trainable=trainable)
+    beta = Weight("beta", begins["beta"], losses.get("beta"), trainable=trainable)
+    mean = Weight("moving_mean", begins["moving_mean"], trainable=False)
+    variance = Weight("moving_variance", begins["moving_variance"], trainable=False)
+    axis = -1 if _format(data_format) == "channels_last" else 1
+    with tf.variable_scope(scope, "BatchNorm", [inputs], reuse=reuse):
+        weights = (gamma if scale else None, beta if center else None, mean, variance)
+        outputs, updates = normalized(inputs, axis, weights, decay, epsilon, is_training, fused)
+        if updates_collections is None:
+            with tf.control_dependencies(updates):
+                outputs = tf.identity(outputs)
+        else:
+            for update in updates:
+                tf.add_to_collections(updates_collections, update)
+        return _collected(_finished(outputs, None, None, activation_fn), outputs_collections)
+
+
 def batch_and_drop_remainder(batch_size: Any) -> Callable[[Any], Any]:
     """Give a function for `Dataset.apply` that makes batches of one size."""
     return lambda dataset: dataset.batch(batch_size, drop_remainder=True)
@@ -225,6 +281,7 @@ def _refuse(**options: Any) -> None:
 
 LAYERS = {
     "avg_pool2d": avg_pool2d,
+    "batch_norm": batch_norm,
     "conv2d": conv2d,
     "convolution2d": conv2d,
     "dropout": dropout,
@@ -242,7 +299,6 @@ LAYERS = {
 """The names of tf.contrib.layers."""
 
 LAYERS_GONE = {
-    "batch_norm": "tf.layers.batch_normalization",
     "conv2d_transpose": "tf.layers.conv2d_transpose",
     "convolution2d_transpose": "tf.layers.conv2d_transpose",
     "optimize_loss": "the minimize of an optimizer of tf.train",

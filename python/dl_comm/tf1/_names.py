@@ -86,8 +86,8 @@ def _contrib_views() -> list[View]:
         "data": View("tensorflow.contrib.data", {**_contrib.DATA, **data}),
         "distributions": View("tensorflow.contrib.distributions", {}, _v1.distributions),
         "framework": View("tensorflow.contrib.framework", _contrib.FRAMEWORK),
-        "keras": tensorflow.keras,
+        "keras": View("tensorflow.contrib.keras", {}, tensorflow.keras),
         "layers": View("tensorflow.contrib.layers", _contrib.LAYERS, gone=_contrib.LAYERS_GONE),
     }
     contrib = View("tensorflow.contrib", parts, gone=_contrib.GONE)
-    return [contrib, *(part for part in parts.values() if isinstance(part, View))]
+    return [contrib, *parts.values()]

@@ -83,35 +83,54 @@ def batch_normalization(
     axes = [axis] if isinstance(axis, int) else list(axis)
     if len(axes) != 1:
         raise ValueError(f"dl_comm.tf1 normalizes along one axis, not along {axes}")
+    ones, zeros = tf.ones_initializer(), tf.zeros_initializer()
+    gamma = Weight("gamma", gamma_initializer or ones, gamma_regularizer, gamma_constraint, trainable)
+    beta = Weight("beta", beta_initializer or zeros, beta_regularizer, beta_constraint, trainable)
+    mean = Weight("moving_mean", moving_mean_initializer or zeros, trainable=False)
+    variance = Weight("moving_variance", moving_variance_initializer or ones, trainable=False)
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse):
-        size, rank = known(inputs, axes[0]), inputs.shape.ndims
-        channels = axes[0] % rank
-        dtype = tf.float32 if inputs.dtype in (tf.float16, tf.bfloat16) else inputs.dtype
-        ones, zeros = tf.ones_initializer(), tf.zeros_initializer()
-        weights = (
-            Weight("gamma", gamma_initializer or ones, gamma_regularizer, gamma_constraint, trainable),
-            Weight("beta", beta_initializer or zeros, beta_regularizer, beta_constraint, trainable),
-            Weight("moving_mean", moving_mean_initializer or zeros, trainable=False),
-            Weight("moving_variance", moving_variance_initializer or ones, trainable=False),
-        )
-        gamma, beta, mean, variance = (
-            weight.create([size], dtype) if wanted else None
-            for weight, wanted in zip(weights, (scale, center, True, True), strict=True)
-        )
-        by_kernel = rank == 4 and channels in (1, 3) and dtype == tf.float32 and fused is not False
-        normalize = _normalize_images if by_kernel else _normalize
-        outputs, batch_mean, batch_variance = cond(
-            training,
-            lambda: normalize(inputs, channels, gamma, beta, None, None, epsilon),
-            lambda: normalize(inputs, channels, gamma, beta, tf.identity(mean), tf.identity(variance), epsilon),
-        )
-        outputs.set_shape(inputs.shape)
-        if training is not False and training != 0:
-            # Outside training the old value takes its own place: the batch's is the moving average then.
-            for moving, value in ((mean, batch_mean), (variance, batch_variance)):
-                step = (moving - value) * tf.cast(1.0 - momentum, dtype)
-                tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, step, name="AssignMovingAvg"))
+        weights = (gamma if scale else None, beta if center else None, mean, variance)
+        outputs, updates = normalized(inputs, axes[0], weights, momentum, epsilon, training, fused)
+        for update in updates:
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
         return outputs
+
+
+def normalized(
+    inputs: Any,
+    axis: int,
+    weights: tuple[Weight | None, Weight | None, Weight, Weight],
+    momentum: Any,
+    epsilon: float,
+    training: Any,
+    fused: bool | None,
+) -> tuple[Any, list[Any]]:
+    """Normalize in the current variable scope.
+
+    `weights` are gamma and beta or None, and the moving mean and variance; the rest is as for `batch_normalization`.
+
+    Returns:
+        The result, and the updates of the moving averages; none when `training` is False.
+    """
+    size, rank = known(inputs, axis), inputs.shape.ndims
+    axis %= rank
+    dtype = tf.float32 if inputs.dtype in (tf.float16, tf.bfloat16) else inputs.dtype
+    gamma, beta, mean, variance = (None if weight is None else weight.create([size], dtype) for weight in weights)
+    by_kernel = rank == 4 and axis in (1, 3) and dtype == tf.float32 and fused is not False
+    normalize = _normalize_images if by_kernel else _normalize
+    outputs, batch_mean, batch_variance = cond(
+        training,
+        lambda: normalize(inputs, axis, gamma, beta, None, None, epsilon),
+        lambda: normalize(inputs, axis, gamma, beta, tf.identity(mean), tf.identity(variance), epsilon),
+    )
+    outputs.set_shape(inputs.shape)
+    if not tf.is_tensor(training) and not training:
+        return outputs, []
+    # When a tensor says that this is no training, the batch's values are the moving averages, and nothing changes.
+    return outputs, [
+        tf.assign_sub(moving, (moving - value) * tf.cast(1.0 - momentum, dtype), name="AssignMovingAvg")
+        for moving, value in ((mean, batch_mean), (variance, batch_variance))
+    ]
 
 
 def _normalize(
