@@ -677,6 +677,97 @@ def test_the_porting_guides_estimator(tmp_path, ranks):
     assert (tmp_path / "model" / "model.ckpt-23.index").exists()
 
 
+QUEUES = """
+import os
+import sys
+from functools import reduce
+import numpy as np
+import tensorflow as tf
+import dl_comm as mc
+
+folder = sys.argv[1]
+records = os.path.join(folder, f"{os.getpid()}.tfrecord")
+rng = np.random.RandomState(1)
+with tf.python_io.TFRecordWriter(records) as writer:
+    for _ in range(16):
+        volume = rng.rand(4, 4, 4).astype(np.float32)
+        feature = {name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[array.tobytes()]))
+                   for name, array in (("data", volume), ("label", volume.mean(keepdims=True)))}
+        writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+
+def read(shuffle):
+    queue = tf.train.string_input_producer([records], num_epochs=None, shuffle=shuffle)
+    _, example = tf.TFRecordReader().read(queue)
+    parsed = tf.parse_single_example(
+        example, features={"data": tf.FixedLenFeature([], tf.string), "label": tf.FixedLenFeature([], tf.string)})
+    volume = tf.reshape(tf.decode_raw(parsed["data"], tf.float32), [4, 4, 4])
+    volume /= (tf.reduce_sum(volume) / 4**3 + 0.)
+    label = tf.reshape(tf.decode_raw(parsed["label"], tf.float32), [1])
+    return tf.train.shuffle_batch(
+        [tf.expand_dims(volume, axis=3), label], batch_size=4, num_threads=2, capacity=32, min_after_dequeue=8)
+
+def net(volumes, keep_prob, training, reuse):
+    kernel = tf.get_variable("w1", shape=[3, 3, 3, 1, 2], initializer=tf.contrib.layers.xavier_initializer())
+    with tf.name_scope("conv1"):
+        hidden = tf.nn.conv3d(volumes, kernel, strides=[1, 1, 1, 1, 1], padding="VALID") + bias
+        hidden = tf.contrib.layers.batch_norm(hidden, is_training=training, decay=0.9, scope="bn1", reuse=reuse)
+        hidden = tf.nn.avg_pool3d(hidden, ksize=[1, 2, 2, 2, 1], strides=[1, 2, 2, 2, 1], padding="VALID")
+    flat = tf.nn.dropout(tf.reshape(hidden, [-1, 2]), keep_prob)
+    return tf.matmul(flat, tf.get_variable("w2", shape=[2, 1]))
+
+volumes, labels = read(True)
+bias = tf.Variable(tf.constant(0.1, shape=[2]))
+with tf.variable_scope("net"):
+    loss = tf.reduce_mean(tf.abs(labels - net(volumes, 0.8, True, None)))
+with tf.variable_scope("net", reuse=True):
+    test_loss = tf.reduce_mean(tf.abs(labels - net(volumes, 1, False, True)))
+with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+    optimizer = tf.train.AdamOptimizer(0.01, beta2=0.95)
+    grads_and_vars = optimizer.compute_gradients(loss)
+    grads = mc.gradients([gv[0] for gv in grads_and_vars], 0)
+    train_step = optimizer.apply_gradients([(g, v) for (_, v), g in zip(grads_and_vars, grads)])
+saver = tf.train.Saver()
+
+# part of a reference variable is assigned, and the whole is averaged
+part = tf.Variable(tf.zeros([2 * 3]), trainable=False)
+totsize = sum([reduce(lambda x, y: x * y, v.get_shape().as_list()) for v in tf.trainable_variables()])
+mc.init(2, 1, totsize, "tensorflow")
+rank = mc.get_rank()
+with tf.control_dependencies([tf.assign(part[2 * rank : 2 * rank + 2], [1.0, 2.0])]):
+    whole = mc.gradients([part], 0)[0] * mc.get_nranks()
+new_vars = mc.broadcast(tf.trainable_variables(), 0)
+bcast = tf.group(*[tf.assign(v, new_vars[k]) for k, v in enumerate(tf.trainable_variables())])
+
+with tf.Session(config=tf.ConfigProto(inter_op_parallelism_threads=2)) as sess:
+    sess.run(tf.global_variables_initializer())
+    sess.run(tf.local_variables_initializer())
+    sess.run(bcast)
+    coord = tf.train.Coordinator()
+    threads = tf.train.start_queue_runners(coord=coord)
+    for step in range(10):
+        _, value = sess.run([train_step, loss])
+    assert mc.check_buffers_match(sess.run(tf.trainable_variables()), 1) == 0
+    total = np.array([sess.run(test_loss)], dtype=np.float32)
+    mc.average(total)
+    assert np.isfinite(total)
+    summed = sess.run(whole)
+    assert summed.tolist() == [1.0, 2.0] * mc.get_nranks() + [0.0] * (6 - 2 * mc.get_nranks()), summed
+    if rank == 0:
+        saver.save(sess=sess, save_path=os.path.join(folder, "best_validation"))
+    coord.request_stop()
+    coord.join(threads)
+    mc.finalize()
+mc.finalize()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_queues_sessions_and_an_early_finalize(tmp_path, ranks):
+    passes(tmp_path, QUEUES, str(tmp_path), ranks=ranks)
+    assert (tmp_path / "best_validation.index").exists()
+
+
 LEAVES = """
 import tensorflow as tf
 import dl_comm as mc
