@@ -59,11 +59,11 @@ def numpy_input_fn(
             order = order.shuffle(length)
         batches = order.repeat(num_epochs).batch(batch_size)
         # The arrays stay outside the graph, which is written with every checkpoint.
-        rows = _next_of(
+        rows = tf.data.make_one_shot_iterator(
             batches.map(
                 lambda chosen: tuple(tf.numpy_function(lambda i: [a[i] for a in arrays], [chosen], _dtypes(arrays)))
             ).prefetch(1)
-        )
+        ).get_next()
         for tensor, array in zip(rows, arrays, strict=True):
             tensor.set_shape([None, *array.shape[1:]])
         return tf.nest.pack_sequence_as(structure, list(rows))

@@ -81,7 +81,8 @@ def _small_views(real: ModuleType) -> list[View]:
 
 
 def _contrib_views() -> list[View]:
-    data = {name: getattr(_v1.data.experimental, name) for name in _contrib.FROM_DATA}
+    moved = vars(_v1.data.experimental)
+    data = {name: moved[name] for name in _contrib.FROM_DATA if name in moved}
     parts = {
         "data": View("tensorflow.contrib.data", {**_contrib.DATA, **data}),
         "distributions": View("tensorflow.contrib.distributions", {}, _v1.distributions),

@@ -5,7 +5,6 @@ Thread rule: may be used from any thread.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from types import FrameType, ModuleType
@@ -63,6 +62,8 @@ class View(ModuleType):
         real, frame = self.__dict__["_real"], _asking(1)
         if real is not None and _written_for_tf2(frame):
             return getattr(real, name)
+        if name == "__all__":  # for `from tensorflow import *`
+            return [each for each in dir(self) if not each.startswith("_")]
         if name in self._own:
             return self._own[name]
         if name not in self._gone:
@@ -90,7 +91,7 @@ class View(ModuleType):
     def about_missing(self, name: str, frame: FrameType | None) -> str:
         """Say that a name is missing, where it was asked for, and what to use instead."""
         symbol = "tf" + f"{self.__name__}.{name}".removeprefix("tensorflow").removeprefix(".compat.v1")
-        where = "" if frame is None else f" ({os.path.relpath(frame.f_code.co_filename)}, line {frame.f_lineno})"
+        where = "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
         text = f"{symbol}{where} has no equivalent in dl_comm.tf1 and TensorFlow {_version()}"
         instead = self._gone.get(name)
         return f"{text}; instead: {instead}" if instead else text
