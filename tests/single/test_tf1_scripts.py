@@ -33,6 +33,7 @@ def passes(folder: Path, script: str, *arguments: str, ranks: int = 0) -> str:
 
 
 NAMES = """
+import importlib
 import sys
 import numpy as np
 import tensorflow as tf
@@ -122,6 +123,7 @@ refused(slim, "tf.contrib.slim (", "script.py, line", "tf.layers")
 refused(slim_as_name, "tf.contrib.slim (", "script.py, line")
 refused(from_rnn, "tf.contrib.rnn (", "script.py, line")
 refused(nothing, "tf.contrib.layers.nothing (", "script.py, line")
+refused(lambda: importlib.import_module("tensorflow.contrib.slim"), "tf.contrib.slim (", f"script.py, line {line()})")
 assert not hasattr(tf, "no_such_thing") and not hasattr(tf.contrib, "rnn") and hasattr(tf, "contrib")
 assert "placeholder" in dir(tf) and "estimator" in dir(tf) and "dense" in dir(tf.layers)
 
@@ -800,3 +802,8 @@ def test_an_exception_on_one_rank_ends_the_others(tmp_path):
     assert not finished.timed_out
     assert finished.returncode != 0
     assert "RuntimeError: on purpose" in finished.output
+
+
+def test_importing_the_package_imports_no_tensorflow():
+    check = "import sys, dl_comm.tf1; assert 'tensorflow' not in sys.modules and 'numpy' in sys.modules"
+    assert run_command([sys.executable, "-c", check], 60).returncode == 0

@@ -59,8 +59,8 @@ class View(ModuleType):
         self.__dict__.update(hidden)
 
     def __getattr__(self, name: str) -> Any:
-        real, frame = self.__dict__["_real"], _asking(1)
-        if real is not None and _written_for_tf2(frame):
+        real, frame = self.__dict__["_real"], _asking()
+        if real is not None and frame is not None and _package(frame) in _WRITTEN_FOR_TF2:
             return getattr(real, name)
         if name == "__all__":  # for `from tensorflow import *`
             return [each for each in dir(self) if not each.startswith("_")]
@@ -79,8 +79,7 @@ class View(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import system makes a submodule an attribute of its parent: of the real one, whose submodule it is.
-        direct = sys._getframe(1).f_globals.get("__name__", "")
-        if self._real is not None and direct.startswith("importlib."):
+        if self._real is not None and _package(sys._getframe(1)) == "importlib":
             setattr(self._real, name, value)
         else:
             super().__setattr__(name, value)
@@ -107,21 +106,20 @@ class MissingFinder:
         parent, _, child = name.rpartition(".")
         module = sys.modules.get(parent)
         if isinstance(module, View) and module._real is None:
-            raise ImportError(module.about_missing(child, _asking(1)), name=name)
+            raise ImportError(module.about_missing(child, _asking()), name=name)
 
 
 def _version() -> str:
     return str(getattr(sys.modules.get("tensorflow"), "__version__", ""))
 
 
-def _asking(depth: int) -> FrameType | None:
-    """Find who asks, `depth` calls above the caller, past the import system."""
-    frame: FrameType | None = sys._getframe(depth + 1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
+def _asking() -> FrameType | None:
+    """Find who called the caller, past the import system."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _package(frame) == "importlib":
         frame = frame.f_back
     return frame
 
 
-def _written_for_tf2(frame: FrameType | None) -> bool:
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
-    return isinstance(name, str) and name.partition(".")[0] in _WRITTEN_FOR_TF2
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
