@@ -15,12 +15,13 @@ import pytest
 from launch import launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NAMES = ["numpy_mnist", "torch_mnist", "tf_mnist", "tf1_mnist", "keras_mnist"]
+NAMES = ["numpy_mnist", "torch_mnist", "tf_mnist", "tf1_mnist", "estimator_mnist", "keras_mnist"]
 MNIST = os.environ.get("DL_COMM_TEST_MNIST")
 
 
 def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
-    finished = launch(ranks, [sys.executable, str(EXAMPLES / name / "train.py"), *options], 280)
+    started_by = ["-m", "dl_comm.tf1"] if name == "estimator_mnist" else []
+    finished = launch(ranks, [sys.executable, *started_by, str(EXAMPLES / name / "train.py"), *options], 280)
     assert finished.returncode == 0, finished.output
     found = re.search(r"^test accuracy: (\d\.\d{4})$", finished.output.rstrip().splitlines()[-1])
     assert found, finished.output

@@ -1,0 +1,125 @@
+"""The module objects of the view: where a name comes from, who gets which, and what is said about names that are gone.
+
+Thread rule: may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType, ModuleType
+from typing import Any
+
+_WRITTEN_FOR_TF2 = frozenset(
+    (
+        "dl_comm",
+        "keras",
+        "ml_comm",
+        "tensorboard",
+        "tensorflow",
+        "tensorflow_datasets",
+        "tensorflow_hub",
+        "tensorflow_probability",
+        "tf_keras",
+    )
+)
+
+
+class View(ModuleType):
+    """A module that shows TF1 names to scripts, and the real module to packages that are written for TensorFlow 2.
+
+    Attributes are looked up among `own` names, then in the module `behind`. A script that sets one sets it here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        own: Mapping[str, Any],
+        behind: Any = None,
+        real: Any = None,
+        gone: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make a module.
+
+        Args:
+            name: As in `import name`.
+            own: Names that are defined here.
+            behind: The module that has the others, or None.
+            real: The module that packages for TensorFlow 2 see, or None when they see what scripts see.
+            gone: What to use instead of names that TF1 had, and that `behind` may pretend to have.
+        """
+        super().__init__(name, getattr(behind, "__doc__", None))
+        hidden = {
+            "_own": dict(own),
+            "_behind": behind,
+            "_real": real,
+            "_gone": dict(gone or {}),
+            "__path__": list(getattr(real if real is not None else behind, "__path__", [])),
+        }
+        self.__dict__.update(hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        real, frame = self.__dict__["_real"], _asking()
+        if real is not None and frame is not None and _package(frame) in _WRITTEN_FOR_TF2:
+            return getattr(real, name)
+        if name == "__all__":  # for `from tensorflow import *`
+            return [each for each in dir(self) if not each.startswith("_")]
+        if name in self._own:
+            return self._own[name]
+        if name not in self._gone:
+            try:
+                return getattr(self._behind, name)
+            except AttributeError:
+                loaded = sys.modules.get(f"{self.__name__}.{name}")  # tf.python, tf.core: modules, but no public names
+                if loaded is not None:
+                    return loaded
+        error = AttributeError(self.about_missing(name, frame))
+        error.__suppress_context__ = True
+        raise error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system makes a submodule an attribute of its parent: of the real one, whose submodule it is.
+        if self._real is not None and _package(sys._getframe(1)) == "importlib":
+            setattr(self._real, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *self._own, *(dir(self._behind) if self._behind is not None else ())})
+
+    def about_missing(self, name: str, frame: FrameType | None) -> str:
+        """Say that a name is missing, where it was asked for, and what to use instead."""
+        symbol = "tf" + f"{self.__name__}.{name}".removeprefix("tensorflow").removeprefix(".compat.v1")
+        where = "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
+        text = f"{symbol}{where} has no equivalent in dl_comm.tf1 and TensorFlow {_version()}"
+        instead = self._gone.get(name)
+        return f"{text}; instead: {instead}" if instead else text
+
+
+class MissingFinder:
+    """Gives the text of `View.about_missing` to import statements, which would hide an AttributeError."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        """Raise ImportError for a submodule that a view without a real module lacks, and leave others alone."""
+        del path, target
+        parent, _, child = name.rpartition(".")
+        module = sys.modules.get(parent)
+        if isinstance(module, View) and module._real is None:
+            raise ImportError(module.about_missing(child, _asking()), name=name)
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("tensorflow"), "__version__", ""))
+
+
+def _asking() -> FrameType | None:
+    """Find who called the caller, past the import system."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _package(frame) == "importlib":
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
