@@ -142,6 +142,8 @@ def _on_host(tensor: Any) -> Any:
     if hasattr(tensor, "detach"):  # torch, which has types that NumPy lacks
         tensor = tensor.detach().cpu().contiguous()
         return (tensor if tensor.dim() else tensor.reshape(1)).view(importlib.import_module("torch").uint8).numpy()
+    if isinstance(tensor, np.generic):  # what a TensorFlow session returns for a scalar
+        return np.asarray(tensor)
     return np.ascontiguousarray(tensor.numpy()) if hasattr(tensor, "numpy") else tensor
 
 
