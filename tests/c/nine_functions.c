@@ -93,6 +93,30 @@ static void beyond_the_plugin(int nranks) {
   EXPECT(dl_comm_barrier() == 0);
 }
 
+/* Two towers on a schedule: a blocking call, the first non-blocking one, then one behind, at last what is left. */
+static void a_schedule(int nranks) {
+  const double returned[7] = {1, 2, 0, 4, 8, 16, 32 + 64};
+  double tower[2];
+  void *first[1] = {&tower[0]}, *second[1] = {&tower[1]}, **all[2] = {first, second};
+  int length = 1, *lengths[2] = {&length, &length}, ntensors[2] = {1, 1};
+  dlDataType_t dtype = DL_COMM_FLOAT64, *dtypes[2] = {&dtype, &dtype};
+  EXPECT(dl_comm_config_team(3, 0, 1, 7, 0, 1, DL_COMM_COOLDOWN_DEFAULT) == 0); /* makes the team */
+  for (int call = 0; call < 7; ++call) {
+    tower[0] = (double)(1 << call) + rank - (nranks - 1) / 2.0 + 0.25;
+    tower[1] = tower[0] - 0.5;
+    EXPECT(dl_comm_gradients(all, lengths, dtypes, ntensors, 2, 3) == 0);
+    EXPECT(tower[0] == returned[call] && tower[1] == returned[call]);
+  }
+  dl_comm_buffer_t buffers[2] = {{&tower[0], &tower[0], 1, DL_COMM_FLOAT64, 0, NULL},
+                                 {&tower[1], &tower[1], 1, DL_COMM_FLOAT64, 0, NULL}};
+  tower[0] = rank, tower[1] = rank + 1;
+  EXPECT(dl_comm_average_towers(buffers, 1, 2, 3, "towers") == 0 && tower[0] == nranks / 2.0 && tower[1] == tower[0]);
+  REFUSED(dl_comm_average_towers(buffers, 1, 0, 3, NULL), DL_COMM_ERROR_INVALID, "towers");
+  REFUSED(dl_comm_config_team(3, 2, 1, 7, 0, 1, DL_COMM_COOLDOWN_LAST), DL_COMM_ERROR_INVALID, "trans_alg");
+  REFUSED(dl_comm_config_team(64, 0, 1, 7, 0, 1, DL_COMM_COOLDOWN_LAST), DL_COMM_ERROR_INVALID, "team 64");
+  REFUSED(dl_comm_config_team(3, 0, 1, 7, 0, 1, (dl_comm_cooldown_t)3), DL_COMM_ERROR_INVALID, "cooldown");
+}
+
 int main(void) {
   EXPECT(dl_comm_last_error()[0] == '\0');
   REFUSED(dl_comm_get_rank(), DL_COMM_ERROR_STATE, "init");
@@ -105,6 +129,7 @@ int main(void) {
   EXPECT(dl_comm_localrank() >= 0 && dl_comm_localrank() <= rank);
   EXPECT(dl_comm_is_initialized() == 0);
   REFUSED(dl_create_team(0, 1, 0), DL_COMM_ERROR_STATE, "init");
+  REFUSED(dl_comm_config_team(0, 0, 1, 1, 0, 1, DL_COMM_COOLDOWN_DEFAULT), DL_COMM_ERROR_STATE, "init");
 
   EXPECT(dl_comm_init() == 0 && dl_comm_init() == 0 && dl_comm_is_initialized() == 1);
   EXPECT(dl_create_team(0, 3, 0) == 0);
@@ -117,6 +142,7 @@ int main(void) {
   averages_and_broadcasts(nranks); /* makes team 2 by itself */
   EXPECT(dl_comm_get_nteams() == 3);
   beyond_the_plugin(nranks);
+  a_schedule(nranks);
 
   EXPECT(dl_comm_finalize() == 0 && dl_comm_finalize() == 0);
   EXPECT(dl_comm_get_rank() == rank);
