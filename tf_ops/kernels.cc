@@ -94,6 +94,7 @@ class CollectiveKernel : public AsyncOpKernel {
     TensorList list(count);
     auto results = std::make_shared<TensorResults>();
     results->outputs.resize(count);
+    const bool copies = needs_copies();
     for (int i = 0; i < count; ++i) {
       const tensorflow::Tensor& input = context->input(i);
       tensorflow::Tensor& output = results->outputs[i];
@@ -101,6 +102,11 @@ class CollectiveKernel : public AsyncOpKernel {
                            context->forward_input_or_allocate_temp({i}, input.dtype(), input.shape(),
                                                                    tensorflow::AllocatorAttributes(), &output),
                            done);
+      if (copies && input.data() != output.data()) {
+        std::memcpy(output.data(), input.data(), input.TotalBytes());
+        OP_REQUIRES_OK_ASYNC(context, list.add(output, output), done);
+        continue;
+      }
       OP_REQUIRES_OK_ASYNC(context, list.add(input, output), done);
       if (input.data() != output.data()) results->inputs.push_back(input);
     }
@@ -114,6 +120,9 @@ class CollectiveKernel : public AsyncOpKernel {
   virtual void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
                       std::shared_ptr<Results> results) = 0;
 
+  // Whether the inputs' memory may change although the call holds on to it.
+  virtual bool needs_copies() const { return false; }
+
   std::string call_name_;
   std::string labels_;
 };
@@ -123,9 +132,14 @@ class GradientsKernel final : public CollectiveKernel {
   explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
     OP_REQUIRES_OK(context, context->GetAttr("towers", &towers_));
+    OP_REQUIRES_OK(context, context->GetAttr("reference_variables", &reference_variables_));
   }
 
  protected:
+  // A call that returns before its average has ended lets the graph update a reference variable in place, which an
+  // input may be; a resource variable is copied first.
+  bool needs_copies() const override { return reference_variables_ && carries(team_); }
+
   void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
               std::shared_ptr<Results> results) override {
     const Average call{team_,    static_cast<std::size_t>(towers_), {call_name_.data(), call_name_.size()},
@@ -138,6 +152,7 @@ class GradientsKernel final : public CollectiveKernel {
  private:
   int32_t team_ = 0;
   int32_t towers_ = 1;
+  bool reference_variables_ = false;
 };
 
 class BroadcastKernel final : public CollectiveKernel {

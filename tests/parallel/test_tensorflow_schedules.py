@@ -42,18 +42,24 @@ def test_calls_return_the_mean_before(how: str, rank: int, size: int) -> None:
     assert got == expected(size)
 
 
-def test_a_session_with_variables(rank: int, size: int) -> None:
+@pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+def test_a_session_with_variables(resource: bool, rank: int, size: int) -> None:
     """The gradients are read from the memory of variables that the same step changes."""
     tf1 = tf.compat.v1
+    team = TEAM + 4 + resource
+    count = 300_000  # so that the average is still under way when the variable changes
     with tf.Graph().as_default():
-        value = tf1.get_variable("value", [4], initializer=tf1.constant_initializer(1.0 + rank), use_resource=True)
-        (mean,) = mc.gradients([value], TEAM + 2)
+        start = tf1.constant_initializer(1.0 + rank)
+        value = tf1.get_variable("value", [count], initializer=start, use_resource=resource)
+        (mean,) = mc.gradients([value], team)
         with tf.control_dependencies([mean]):
-            grow = value.assign(value * 2.0)
-        mc.config_team(TEAM + 2, 0, 1, 7)
+            grow = tf1.assign(value, value * 2.0).op
+        mc.config_team(team, 0, 1, 7)
         with tf1.Session() as session:
             session.run(tf1.global_variables_initializer())
-            got = [float(session.run([mean, grow])[0][0]) for _ in range(7)]
+            means = [session.run([mean, grow])[0] for _ in range(7)]
+    assert [np.ptp(mean) for mean in means] == [0] * 7
+    got = [float(mean[0]) for mean in means]
     m = [2.0**index * (1 + (size - 1) / 2) for index in range(7)]
     assert got == [m[0], m[1], 0.0, m[2], m[3], m[4], m[5] + m[6]]
 

@@ -180,6 +180,7 @@ def _gradients(given: list[Any], team: int, base: str, labels: str | None = None
             tensors,
             team=team,
             towers=towers,
+            reference_variables=_has_reference_variables(),
             call_name=_call_name(base, team),
             labels=_labels(given[: len(given) // towers]) if labels is None else labels,
         )
@@ -249,6 +250,15 @@ def _label(value: Any) -> str:
         if isinstance(label, str):
             return label
     return ""
+
+
+def _has_reference_variables() -> bool:
+    """Tell whether the current graph has, or may get, variables of TF1's old kind."""
+    if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+        return False
+    if not tf.compat.v1.resource_variables_enabled():
+        return True
+    return any(not hasattr(variable, "handle") for variable in tf.compat.v1.global_variables())
 
 
 def _call_name(base: str, team: int) -> str:
