@@ -163,6 +163,14 @@ pub extern "C" fn dl_comm_get_nteams() -> c_int {
     face(|| number(global::nteams()?))
 }
 
+/// `dl_comm_get_waited` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
+    let mut seconds = 0.0;
+    let code = done(|| global::waited(team).map(|waited| seconds = waited));
+    if code == 0 { seconds } else { f64::from(code) }
+}
+
 /// `dl_comm_last_error` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_last_error() -> *const c_char {

@@ -301,6 +301,14 @@ pub fn add_waited(id: i32, seconds: f64) -> Result<()> {
     team(id).map(|team| team.add_waited(seconds))
 }
 
+/// For how many seconds callers of this rank have waited for averages of team `id`.
+///
+/// # Errors
+/// When there is no such team.
+pub fn waited(id: i32) -> Result<f64> {
+    team(id).map(|team| team.waited().1)
+}
+
 /// Sets the schedule of team `id`, which is made when it does not exist, as by [`ensure_team`]. A `cooldown` of `None` is
 /// that of the environment. Every rank must set the same; calls on different schedules do not match.
 ///

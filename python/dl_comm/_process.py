@@ -123,6 +123,15 @@ def config_team(
     )
 
 
+def get_waited(team: int = 0) -> float:
+    """For how many seconds this rank has waited for averages of the team: what ``config_team`` lets it print.
+
+    The time from a call to its result; for optimizers of torch the time in which ``step()`` is blocked. Raises
+    ArgumentError when there is no such team.
+    """
+    return _dl_comm.waited(_whole("team", team, 0))
+
+
 def warm_up(team: int, nstep: int | None, warmup: float, verb: int, freq: int) -> None:
     """Sets the schedule of an optimizer's team: the share ``warmup`` of ``nstep`` steps blocks. None sets none."""
     if nstep is None:

@@ -139,6 +139,18 @@ fn config_team(
     Ok(())
 }
 
+/// For how many seconds averages of a team were waited for.
+#[pyfunction]
+fn waited(py: Python<'_>, team: i32) -> PyResult<f64> {
+    let mut seconds = 0.0;
+    call(py, || {
+        // SAFETY: a plain number.
+        seconds = unsafe { api::ffi::dl_comm_get_waited(team) };
+        if seconds < 0.0 { seconds as i32 } else { 0 }
+    })?;
+    Ok(seconds)
+}
+
 /// The identity of the core.
 #[pyfunction]
 fn core_id() -> usize {
@@ -169,6 +181,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(create_team, module)?,
         wrap_pyfunction!(ensure_team, module)?,
         wrap_pyfunction!(config_team, module)?,
+        wrap_pyfunction!(waited, module)?,
         wrap_pyfunction!(core_id, module)?,
     ] {
         module.add_function(function)?;

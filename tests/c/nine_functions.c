@@ -111,6 +111,8 @@ static void a_schedule(int nranks) {
                                  {&tower[1], &tower[1], 1, DL_COMM_FLOAT64, 0, NULL}};
   tower[0] = rank, tower[1] = rank + 1;
   EXPECT(dl_comm_average_towers(buffers, 1, 2, 3, "towers") == 0 && tower[0] == nranks / 2.0 && tower[1] == tower[0]);
+  EXPECT(dl_comm_get_waited(3) > 0);
+  REFUSED(dl_comm_get_waited(63), DL_COMM_ERROR_INVALID, "team 63");
   REFUSED(dl_comm_average_towers(buffers, 1, 0, 3, NULL), DL_COMM_ERROR_INVALID, "towers");
   REFUSED(dl_comm_config_team(3, 2, 1, 7, 0, 1, DL_COMM_COOLDOWN_LAST), DL_COMM_ERROR_INVALID, "trans_alg");
   REFUSED(dl_comm_config_team(64, 0, 1, 7, 0, 1, DL_COMM_COOLDOWN_LAST), DL_COMM_ERROR_INVALID, "team 64");
