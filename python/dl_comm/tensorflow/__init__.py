@@ -18,6 +18,7 @@ from __future__ import annotations
 import dl_comm
 from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
 from dl_comm.tensorflow._optimizer import DistributedOptimizer
+from dl_comm.tensorflow._schedules import learning_rate
 from dl_comm.tensorflow._variables import BroadcastHook, broadcast_variables
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "get_nranks",
     "get_rank",
     "gradients",
+    "learning_rate",
     "local_rank",
 ]
 
