@@ -252,3 +252,38 @@ def test_training_on_mnist_files(tmp_path: Path) -> None:
     result = benchmark(1, "--model", "lenet", "--data_dir", str(tmp_path / "nowhere"))
     assert result.returncode != 0
     assert "no train-images" in result.output
+
+
+PATCHED = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import benchmark, torch, torch_side
+import dl_comm as mc
+
+{patch}
+sys.exit(benchmark.main())
+"""
+
+
+def patched(patch: str, *arguments: str) -> Finished:
+    script = PATCHED.format(patch=patch)
+    return launch(2, [sys.executable, "-c", script, str(FOLDER), *arguments], timeout=120, env=ENVIRONMENT)
+
+
+SHORT = ("--model", "lenet", "--batch_size", "2", "--num_batches", "3", "--num_warmup_batches", "2")
+
+
+def test_weights_that_differ_are_told() -> None:
+    pytest.importorskip("torch")
+    result = patched("torch_side.Trainer.weights = lambda trainer: [torch.tensor([mc.get_rank()])]", *SHORT)
+    assert result.returncode != 0
+    assert "the ranks' weights differ" in result.output
+
+
+def test_options_of_config_team() -> None:
+    pytest.importorskip("torch")
+    patch = "mc.config_team = lambda *arguments: print('configured', arguments)"
+    result = patched(patch, *SHORT, "--ksteps", "-2", "--trans_alg", "1")
+    assert result.returncode == 0, result.output
+    assert result.output.count("configured (0, 1, -2, 5, 1, 10)") == 2
+    assert "configured" not in patched(patch, *SHORT).output
