@@ -20,7 +20,8 @@ order for each team. None holds the GIL while it waits.
 
 from __future__ import annotations
 
-from dl_comm import _process
+from dl_comm import _process, schedules
+from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
 from dl_comm._dl_comm import __version__, core_id
 from dl_comm._errors import (
@@ -32,6 +33,7 @@ from dl_comm._errors import (
     StateError,
     TimeoutError,  # noqa: A004 - a subclass of the builtin
 )
+from dl_comm._metrics import average_metrics
 from dl_comm._paths import get_cmake_dir, get_include
 from dl_comm._process import (
     barrier,
@@ -62,6 +64,7 @@ __all__ = [
     "TimeoutError",
     "__version__",
     "average",
+    "average_metrics",
     "barrier",
     "broadcast",
     "check_buffers_match",
@@ -83,7 +86,12 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "rank0_path",
+    "rank_path",
+    "read_on_rank0",
+    "schedules",
     "size",
+    "write_on_rank0",
 ]
 
 _process.finalize_at_exit()

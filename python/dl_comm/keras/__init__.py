@@ -22,5 +22,13 @@ if not keras.__version__.startswith("3.") or keras.backend.backend() != "tensorf
 
 from dl_comm.keras._callbacks import BroadcastCallback, MetricAverageCallback, average_logs  # noqa: E402
 from dl_comm.keras._optimizer import DistributedOptimizer, load_model  # noqa: E402
+from dl_comm.keras._schedule import LearningRate  # noqa: E402
 
-__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "average_logs", "load_model"]
+__all__ = [
+    "BroadcastCallback",
+    "DistributedOptimizer",
+    "LearningRate",
+    "MetricAverageCallback",
+    "average_logs",
+    "load_model",
+]

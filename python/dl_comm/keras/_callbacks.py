@@ -99,33 +99,32 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and the history then see the same on every rank, and decide the
     same. Put it before them, on every rank. Keras draws its progress bar after it as well, from the averages.
 
-    Each rank counts the same, whatever the number of its samples. Raises (out of `fit`)
-    tf.errors.InvalidArgumentError when the ranks' logs have different names, and other `tf.errors` as
-    `dl_comm.tensorflow` says.
+    With `weight`, the number of this rank's samples for instance, the averages are weighted; without, each rank counts
+    the same. Raises (out of `fit`) dl_comm.MismatchError when the ranks' logs have different names, and other errors as
+    `dl_comm.average_metrics` does.
     """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        """Remember how much this rank counts."""
+        super().__init__()
+        self._weight = weight
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the values in `logs` by their averages."""
-        if logs:
-            logs.update(average_logs(logs))
+        if logs is not None:
+            logs.update(average_logs(logs, self._weight))
 
 
-def average_logs(logs: dict[str, Any]) -> dict[str, Any]:
+def average_logs(logs: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
     """Average a dict of metrics, such as `model.evaluate(..., return_dict=True)` gives, over the ranks.
 
-    Numbers are averaged in float64 and come back as float; what is not a single number comes back as it is. Calls
-    `dl_comm.init()` when nobody has. All ranks must have the same names; else every rank gets
-    tf.errors.InvalidArgumentError. Eager only.
+    Does what `dl_comm.average_metrics` does, which see, with all that is a single number; the rest comes back as it is.
+    Calls `dl_comm.init()` when nobody has. Eager only.
     """
     if not dl_comm.is_initialized():
         dl_comm.init()
-    names = sorted(name for name, value in logs.items() if _is_number(value))
-    if not names:
-        return dict(logs)
-    values = tf.constant([float(logs[name]) for name in names], tf.float64)
-    # The names are part of the call's name, which the ranks must agree on.
-    means = _ops.average_all([values], f"metrics {', '.join(names)}")[0].numpy()
-    return {**logs, **{name: float(mean) for name, mean in zip(names, means, strict=True)}}
+    numbers = {name: value for name, value in logs.items() if _is_number(value)}
+    return {**logs, **dl_comm.average_metrics(numbers, weight)}
 
 
 def _is_number(value: Any) -> bool:

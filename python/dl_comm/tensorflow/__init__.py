@@ -19,6 +19,7 @@ import dl_comm
 from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
 from dl_comm.tensorflow._optimizer import DistributedOptimizer
+from dl_comm.tensorflow._schedules import learning_rate
 from dl_comm.tensorflow._variables import BroadcastHook, broadcast_variables
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "get_nranks",
     "get_rank",
     "gradients",
+    "learning_rate",
     "local_rank",
 ]
 

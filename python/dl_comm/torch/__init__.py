@@ -22,6 +22,7 @@ from dl_comm.torch._functions import (
     gradients,
 )
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
+from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 
 __all__ = [
     "AveragingOptimizer",
@@ -37,8 +38,11 @@ __all__ = [
     "get_rank",
     "gradients",
     "init",
+    "load_checkpoint",
     "local_rank",
+    "lr_scheduler",
     "rank",
+    "save_checkpoint",
     "size",
 ]
 

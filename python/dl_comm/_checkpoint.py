@@ -1,0 +1,97 @@
+"""Files of a job: one rank writes or reads, and the others hear how it went.
+
+Thread rule: the collective functions are called by all ranks in the same order; any thread may call them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dl_comm import _dl_comm
+from dl_comm._errors import CommError
+from dl_comm._process import get_rank
+
+Location = str | os.PathLike[str]
+
+
+def rank0_path(path: Location) -> Path | None:
+    """``path`` on rank 0, None on the others: for whatever writes nothing when it is given None."""
+    return Path(path) if get_rank() == 0 else None
+
+
+def rank_path(path: Location) -> Path:
+    """``path`` with the rank before its suffix, so that each rank has a file of its own: ``log.rank2.txt``."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}.rank{get_rank()}{path.suffix}")
+
+
+def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
+    """Has rank 0 write a file, while the others wait until it is there. Collective.
+
+    Args:
+        path: The file. It is replaced at once when the new one is complete, so that nobody ever finds half of one.
+        write: Called on rank 0 only, with a path in the same folder and with the same suffix, which it makes a file.
+            It must not call what is collective.
+
+    Raises:
+        CommError: On the other ranks, when it failed on rank 0, where its own exception is raised. The file that was
+            there stays.
+        TimeoutError: It took longer than ``DL_COMM_TIMEOUT_S``.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    path = Path(path)
+
+    def replace() -> None:
+        unfinished = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            write(unfinished)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    _on_rank0(replace, f"write {path}")
+
+
+def read_on_rank0(path: Location) -> bytes:
+    """The content of a file that rank 0 can read, on all ranks. Collective.
+
+    Raises:
+        CommError: On the other ranks, when it failed on rank 0, where its own exception is raised.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    content = _on_rank0(Path(path).read_bytes, f"read {path}")
+    return _bytes_of_rank0(content, "read_on_rank0")
+
+
+def _on_rank0(act: Callable[[], Any], what: str) -> Any:
+    """What ``act`` gives, on rank 0; None elsewhere. Its exception becomes one on every rank."""
+    name, result, failure = what.partition(" ")[0] + "_on_rank0", None, None
+    if get_rank() == 0:
+        try:
+            result = act()
+        except Exception as error:
+            failure = error
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    text = _bytes_of_rank0(text.encode(errors="replace"), f"{name}: outcome").decode()
+    if failure is not None:
+        raise failure
+    if text:
+        raise CommError(f"rank 0 could not {what}: {text}")
+    return result
+
+
+def _bytes_of_rank0(content: bytes | None, name: str) -> bytes:
+    mine = get_rank() == 0
+    length = np.array([len(content) if mine and content is not None else 0])
+    _dl_comm.broadcast([length], 0, f"{name}, length")
+    data = np.frombuffer(content or b"", np.uint8).copy() if mine else np.empty(int(length[0]), np.uint8)
+    if length[0]:
+        _dl_comm.broadcast([data], 0, name)
+    return content if mine and content is not None else data.tobytes()

@@ -1,0 +1,68 @@
+"""The mean of a dict of metrics over the ranks.
+
+Thread rule: collective, and so called by all ranks in the same order; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dl_comm import _dl_comm
+from dl_comm._errors import ArgumentError, DTypeError
+
+_CONTROL_TEAM = -1
+
+
+def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
+    """The means of named numbers over all ranks, all in one call. Collective.
+
+    Args:
+        metrics: Names and numbers: Python's, NumPy's, or tensors of one element of any framework. The same names on
+            all ranks, in any order. They are averaged in float64, so means of counts are not rounded; NaN stays NaN.
+        weight: How much this rank counts, for instance the number of its samples. What a rank of weight 0 gives is
+            ignored.
+
+    Returns:
+        The names, in the order of ``metrics``, with their means as floats: sum of weight * number over sum of weights.
+
+    Raises:
+        ArgumentError: ``weight`` is negative or not finite, or it is 0 on all ranks.
+        DTypeError: A name is not a string, or a value not a number.
+        MismatchError: The ranks gave different names; the text has them.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ArgumentError(f"weight is {weight!r}; it is a finite number from 0")
+    numbers = {name: _number(name, value) for name, value in metrics.items()}
+    names = sorted(numbers)
+    # A rank without samples often has NaN for a metric: it must not count with weight 0 either.
+    products = [weight * numbers[name] if weight else 0.0 for name in names]
+    means = np.array([*products, weight], np.float64)
+    # The names are part of the call's name, which the ranks must agree on.
+    _dl_comm.average([means], [means], _CONTROL_TEAM, f"average_metrics({', '.join(map(repr, names))})")
+    if means[-1] == 0:
+        raise ArgumentError("the weight is 0 on all ranks; at least one of them must count")
+    by_name = dict(zip(names, (means[:-1] / means[-1]).tolist(), strict=True))
+    return {name: by_name[name] for name in metrics}
+
+
+def _number(name: Any, value: Any) -> float:
+    if not isinstance(name, str):
+        raise DTypeError(f"the name of a metric is a string, not a {type(name).__name__}")
+    try:
+        # item() and numpy() take what np.asarray does not: bfloat16, torch's tensors that require gradients.
+        for method in ("item", "numpy"):
+            if hasattr(value, method):
+                value = getattr(value, method)()
+                break
+        array = np.asarray(value)
+        if array.size == 1 and not isinstance(array.flat[0], (str, bytes)) and not np.iscomplexobj(array):
+            return float(array.flat[0])
+        why = ""
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        why = f": {error}"
+    raise DTypeError(f"metric {name!r} is no number but a {type(value).__name__}{why}")

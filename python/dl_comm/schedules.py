@@ -1,0 +1,252 @@
+"""Steps, epochs and learning rates of a training that many ranks share. Arithmetic only, no communication.
+
+A schedule gives the learning rate of a step, counted from 0: first a `WarmUp`, if there is one, then a decay::
+
+    steps = schedules.steps_per_epoch(ntrain, batch_size)
+    rate = schedules.scaled_lr(0.1)
+    rate = schedules.WarmUp(5 * steps, schedules.Cosine(rate, 90 * steps))
+    rate(0)  # 0.1, for any number of ranks
+
+The steps of a decay count from the beginning of the training, with or without a warm-up before it. Where a framework
+wants a schedule of its own there are ``dl_comm.torch.lr_scheduler``, ``dl_comm.tensorflow.learning_rate`` and
+``dl_comm.keras.LearningRate``. ``nranks=None`` means all ranks of the job, which needs ``dl_comm.init_mpi()`` or
+``init()`` before.
+
+Thread rule: everything may be called from any thread; schedules do not change.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dl_comm._errors import ArgumentError
+from dl_comm._process import get_nranks
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Exponential",
+    "Piecewise",
+    "Polynomial",
+    "Schedule",
+    "WarmUp",
+    "epoch_of",
+    "max_steps",
+    "scaled_lr",
+    "steps_per_epoch",
+]
+
+
+def max_steps(ntrain: int, batch_size: int, nepochs: float, nranks: int | None = None) -> int:
+    """The steps of a whole training: nepochs * ntrain / (nranks * batch_size), rounded up.
+
+    Args:
+        ntrain: Samples of the training set, over all ranks.
+        batch_size: Samples that one rank takes in a step.
+        nepochs: Passes over the training set.
+        nranks: How many ranks share the work; None: all of the job.
+
+    Raises:
+        ArgumentError: A number is not positive.
+        StateError: ``nranks`` is None before ``init_mpi``.
+    """
+    return math.ceil(_positive("nepochs", nepochs) * ntrain / _global_batch(ntrain, batch_size, nranks))
+
+
+def steps_per_epoch(ntrain: int, batch_size: int, nranks: int | None = None) -> int:
+    """The steps in which all ranks together see the training set once, rounded up. As ``max_steps`` of one epoch."""
+    return max_steps(ntrain, batch_size, 1, nranks)
+
+
+def epoch_of(step: float, ntrain: int, batch_size: int, nranks: int | None = None) -> float:
+    """How many times all ranks together have seen the training set after ``step`` steps; 2.5 is in the third epoch.
+
+    Arguments and errors as in ``max_steps``.
+    """
+    return step * _global_batch(ntrain, batch_size, nranks) / ntrain
+
+
+def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> float:
+    """The learning rate for the batch of all ranks, from the one that is good for the batch of one.
+
+    Args:
+        lr: The rate for one rank.
+        nranks: How many ranks there are; None: all of the job.
+        rule: ``"linear"``: lr * nranks, together with a warm-up (Goyal et al. 2017, "Accurate, Large Minibatch SGD",
+            arXiv:1706.02677). ``"sqrt"``: lr * sqrt(nranks), which keeps the variance of an update (Krizhevsky 2014,
+            "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997).
+
+    Raises:
+        ArgumentError: There is no such rule, or ``nranks`` is not positive.
+        StateError: ``nranks`` is None before ``init_mpi``.
+    """
+    nranks = _ranks(nranks)
+    if rule == "linear":
+        return lr * nranks
+    if rule == "sqrt":
+        return lr * math.sqrt(nranks)
+    raise ArgumentError(f"rule is {rule!r}; it is 'linear' or 'sqrt'")
+
+
+class Schedule(abc.ABC):
+    """A learning rate that depends on the step: ``schedule(step)``, with steps from 0.
+
+    A schedule of one's own defines ``rate``. It works in every framework if it uses operators and ``ops`` only.
+    """
+
+    def __call__(self, step: float) -> float:
+        """The rate of a step; past the schedule's end that of the end."""
+        return float(self.rate(np.float64(step), np))
+
+    @abc.abstractmethod
+    def rate(self, step: Any, ops: Any) -> Any:
+        """The rate as ``ops`` computes it.
+
+        Args:
+            step: A float64 of ``ops``' kind.
+            ops: ``numpy`` or ``tensorflow``; what both have under the same name can be used (``where``, ``minimum``,
+                ``cos``).
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Schedule):
+    """The same rate in every step."""
+
+    lr: float
+
+    def rate(self, step: Any, ops: Any) -> Any:
+        """See ``Schedule``."""
+        return 0.0 * step + self.lr
+
+
+@dataclasses.dataclass(frozen=True)
+class Piecewise(Schedule):
+    """A rate that changes at some steps: ``rates[0]`` before ``boundaries[0]``, ``rates[1]`` from there on, ...
+
+    Raises ArgumentError unless the boundaries rise and there is one rate more than boundaries.
+    """
+
+    boundaries: Sequence[float]
+    rates: Sequence[float]
+
+    def __post_init__(self) -> None:
+        """Check that the numbers fit together."""
+        if len(self.rates) != len(self.boundaries) + 1:
+            raise ArgumentError(f"{len(self.boundaries)} boundaries need one rate more, not {len(self.rates)} rates")
+        if any(late <= early for early, late in zip(self.boundaries, self.boundaries[1:], strict=False)):
+            raise ArgumentError(f"the boundaries {list(self.boundaries)} do not rise")
+
+    def rate(self, step: Any, ops: Any) -> Any:
+        """See ``Schedule``."""
+        result = 0.0 * step + self.rates[0]
+        for boundary, rate in zip(self.boundaries, self.rates[1:], strict=True):
+            result = ops.where(step >= boundary, 0.0 * step + rate, result)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial(Schedule):
+    """From ``lr`` to ``end`` over ``steps`` steps, as (1 - step / steps) to the given power; 1 is linear."""
+
+    lr: float
+    steps: float
+    end: float = 0.0
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check that there are steps."""
+        _positive("steps", self.steps)
+
+    def rate(self, step: Any, ops: Any) -> Any:
+        """See ``Schedule``."""
+        left = 1.0 - ops.minimum(step / self.steps, 0.0 * step + 1.0)
+        return self.end + (self.lr - self.end) * left**self.power
+
+
+@dataclasses.dataclass(frozen=True)
+class Cosine(Schedule):
+    """From ``lr`` to ``end`` over ``steps`` steps, as half a wave of the cosine (Loshchilov, Hutter 2017, SGDR)."""
+
+    lr: float
+    steps: float
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check that there are steps."""
+        _positive("steps", self.steps)
+
+    def rate(self, step: Any, ops: Any) -> Any:
+        """See ``Schedule``."""
+        done = ops.minimum(step / self.steps, 0.0 * step + 1.0)
+        return self.end + (self.lr - self.end) * 0.5 * (1.0 + ops.cos(math.pi * done))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponential(Schedule):
+    """``lr`` times ``factor`` for each ``steps`` steps, smoothly and without an end."""
+
+    lr: float
+    steps: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        """Check that the numbers mean something."""
+        _positive("steps", self.steps)
+        _positive("factor", self.factor)
+
+    def rate(self, step: Any, ops: Any) -> Any:
+        """See ``Schedule``."""
+        return self.lr * self.factor ** (step / self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUp(Schedule):
+    """From ``start`` in equal increments to the rate that ``then`` has after ``steps`` steps; from there ``then``.
+
+    The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677): over some epochs from the rate of one rank to that of
+    all. ``start`` None is that rate divided by the number of ranks; 0 steps are no warm-up.
+
+    Raises ArgumentError for a negative number of steps, StateError when ``start`` is None before ``init_mpi``.
+    """
+
+    steps: float
+    then: Schedule
+    start: float | None = None
+
+    def __post_init__(self) -> None:
+        """Fix the start, which later calls must not ask for."""
+        if not self.steps >= 0:
+            raise ArgumentError(f"steps is {self.steps!r}; it is 0 or more")
+        if self.start is None:
+            object.__setattr__(self, "start", self.then(self.steps) / _ranks(None))
+
+    def rate(self, step: Any, ops: Any) -> Any:
+        """See ``Schedule``."""
+        if self.steps == 0:
+            return self.then.rate(step, ops)
+        assert self.start is not None  # since __post_init__
+        start, peak = self.start, self.then(self.steps)
+        return ops.where(step < self.steps, start + (peak - start) * (step / self.steps), self.then.rate(step, ops))
+
+
+def _global_batch(ntrain: int, batch_size: int, nranks: int | None) -> int:
+    _positive("ntrain", ntrain)
+    _positive("batch_size", batch_size)
+    return _ranks(nranks) * batch_size
+
+
+def _ranks(nranks: int | None) -> int:
+    return get_nranks() if nranks is None else int(_positive("nranks", nranks))
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ArgumentError(f"{name} is {value!r}; it is more than 0")
+    return value

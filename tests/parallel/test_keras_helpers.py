@@ -1,0 +1,65 @@
+"""Schedules and weighted averages of metrics with Keras on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras", minversion="3.0")
+
+import dl_comm as mc  # noqa: E402
+import dl_comm.keras as dk  # noqa: E402
+from dl_comm import schedules  # noqa: E402
+
+
+def compiled(schedule: schedules.Schedule) -> keras.Model:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(dk.LearningRate(schedule))), loss=lambda y, p: -p)
+    return model
+
+
+def test_fit_follows_the_schedule(size: int) -> None:
+    schedule = schedules.WarmUp(2, schedules.Piecewise([3], [schedules.scaled_lr(0.5), 0.25]), start=0.25)
+    model = compiled(schedule)
+    ones = np.ones((4, 1), np.float32)
+    model.fit(ones, ones, batch_size=1, epochs=1, verbose=0, callbacks=[dk.BroadcastCallback()])
+    done = 1 + sum(schedule(step) for step in range(4))
+    assert model.get_weights()[0].item() == pytest.approx(done)
+    assert float(model.optimizer.learning_rate) == pytest.approx(schedule(4))
+
+
+def test_a_saved_model_goes_on_with_its_schedule(tmp_path: Path, size: int) -> None:
+    schedule = schedules.WarmUp(3, schedules.Piecewise([5], [schedules.scaled_lr(0.1), 0.01]))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(dk.DistributedOptimizer(keras.optimizers.Adam(dk.LearningRate(schedule))), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    path = mc.rank_path(tmp_path / "model.keras")
+    model.save(path)
+    for load in (dk.load_model, keras.models.load_model):
+        assert load(path).optimizer._learning_rate.schedule == schedule
+
+
+def test_a_schedule_of_ones_own_cannot_be_saved() -> None:
+    class Halving(schedules.Schedule):
+        def rate(self, step: object, ops: object) -> object:
+            return 0.5**step  # type: ignore[operator]
+
+    rate = dk.LearningRate(Halving())
+    assert float(rate(3)) == 0.125
+    with pytest.raises(mc.ArgumentError, match="Halving cannot be saved"):
+        rate.get_config()
+    with pytest.raises(mc.ArgumentError, match="no schedule"):
+        dk.LearningRate.from_config({"schedule": "Sine"})
+
+
+def test_logs_are_weighted(rank: int, size: int) -> None:
+    weights = [rank + 1 for rank in range(size)]
+    expected = sum(weight * rank for rank, weight in enumerate(weights)) / sum(weights)
+    assert dk.average_logs({"loss": rank, "flag": True}, rank + 1) == {"loss": pytest.approx(expected), "flag": True}
+    logs = {"loss": float(rank)}
+    dk.MetricAverageCallback(weight=rank + 1).on_epoch_end(0, logs)
+    assert logs == {"loss": pytest.approx(expected)}
+    assert dk.average_logs({"loss": float(rank)}) == {"loss": (size - 1) / 2}

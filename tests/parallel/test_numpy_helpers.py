@@ -1,0 +1,185 @@
+"""Metrics, files and schedules on 1, 2 and 3 ranks, without a framework."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dl_comm as mc
+from dl_comm import schedules
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of rank 0 that all ranks know; nobody else may write to it."""
+    name = np.zeros(1000, np.uint8)
+    text = str(tmp_path).encode()
+    name[: len(text)] = np.frombuffer(text, np.uint8)
+    mc.broadcast([name], 0)
+    return Path(name.tobytes().rstrip(b"\0").decode())
+
+
+def test_metrics_are_averaged_in_float64(rank: int, size: int) -> None:
+    metrics = {"loss": 0.5 + rank, "hits": rank, "half": ml_dtypes.bfloat16(2 * rank), "one": np.array([rank + 1])}
+    if rank % 2:
+        metrics = dict(reversed(metrics.items()))
+    means = mc.average_metrics(metrics)
+    middle = (size - 1) / 2
+    assert means == {"loss": 0.5 + middle, "hits": middle, "half": 2 * middle, "one": 1 + middle}
+    assert list(means) == list(metrics)
+    assert all(type(mean) is float for mean in means.values())
+    assert mc.average_metrics({}) == {}
+
+
+def test_weights_of_ranks(rank: int, size: int) -> None:
+    # rank r has r samples, and so rank 0 none and a metric that means nothing
+    value = math.nan if rank == 0 and size > 1 else float(rank)
+    weight = rank if size > 1 else 3
+    expected = sum(r * r for r in range(size)) / max(1, sum(range(size)))
+    assert mc.average_metrics({"loss": value}, weight)["loss"] == pytest.approx(expected)
+    with pytest.raises(mc.ArgumentError, match="0 on all ranks"):
+        mc.average_metrics({"loss": 1.0}, 0)
+    for wrong in (-1, math.nan, math.inf):
+        with pytest.raises(mc.ArgumentError, match="finite number from 0"):
+            mc.average_metrics({"loss": 1.0}, wrong)
+
+
+def test_nan_and_infinity_stay(rank: int, size: int) -> None:
+    last = rank == size - 1
+    means = mc.average_metrics({"nan": math.nan if last else 1.0, "inf": math.inf if last else 1.0, "fine": 2.0}, 0.5)
+    assert math.isnan(means["nan"])
+    assert means["inf"] == math.inf
+    assert means["fine"] == 2.0
+
+
+def test_metrics_with_other_names_fail_everywhere(rank: int, size: int) -> None:
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with pytest.raises(mc.MismatchError) as caught:
+        mc.average_metrics({"loss": 1.0, f"only_{rank}": 2.0})
+    assert "only_0" in str(caught.value)
+    assert "only_1" in str(caught.value)
+    with pytest.raises(mc.MismatchError):
+        mc.average_metrics({} if rank == 0 else {"loss": 1.0})
+    assert mc.average_metrics({"loss": rank})["loss"] == (size - 1) / 2
+
+
+@pytest.mark.parametrize("wrong", ["0.5", None, [1.0, 2.0], np.zeros(2), 1j, {}])
+def test_a_metric_that_is_no_number(wrong: object) -> None:
+    with pytest.raises(mc.DTypeError, match="'loss' is no number"):
+        mc.average_metrics({"loss": wrong})
+    with pytest.raises(mc.DTypeError, match="is a string"):
+        mc.average_metrics({1: 1.0})  # type: ignore[dict-item]
+
+
+def test_paths(rank: int) -> None:
+    assert mc.rank0_path("a/b.npz") == (Path("a/b.npz") if rank == 0 else None)
+    assert mc.rank_path(Path("a/b.npz")) == Path(f"a/b.rank{rank}.npz")
+    assert mc.rank_path("a/log") == Path(f"a/log.rank{rank}")
+
+
+def test_one_rank_writes_and_all_read(folder: Path, rank: int, size: int) -> None:
+    path = folder / "weights.npy"
+    callers = []
+
+    def write(unfinished: Path) -> None:
+        callers.append(rank)
+        assert unfinished.suffix == ".npy"
+        np.save(unfinished, np.arange(5.0))
+
+    for _ in range(2):  # the second replaces the first
+        mc.write_on_rank0(path, write)
+        assert path.exists(), "no rank is earlier than the file"
+    assert callers == ([0, 0] if rank == 0 else [])
+    assert os.listdir(folder) == ["weights.npy"]
+    content = mc.read_on_rank0(path)
+    assert content == path.read_bytes()
+    mc.barrier()
+
+
+def test_a_failure_of_rank_0_is_everyones(folder: Path, rank: int, size: int) -> None:
+    path = folder / "weights"
+    mc.write_on_rank0(path, lambda unfinished: unfinished.write_text("old"))
+
+    def write(unfinished: Path) -> None:
+        unfinished.write_text("half")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError if rank == 0 else mc.CommError, match="disk is full") as caught:
+        mc.write_on_rank0(path, write)
+    assert rank == 0 or f"rank 0 could not write {path}" in str(caught.value)
+    assert mc.read_on_rank0(path) == b"old"
+    assert os.listdir(folder) == ["weights"]
+    with pytest.raises(FileNotFoundError if rank == 0 else mc.CommError, match="nowhere"):
+        mc.read_on_rank0(folder / "nowhere")
+    mc.write_on_rank0(path, lambda unfinished: unfinished.write_bytes(b""))
+    assert mc.read_on_rank0(path) == b""
+    mc.barrier()
+
+
+def test_steps_and_epochs(size: int) -> None:
+    assert schedules.max_steps(60000, 64, 2, nranks=4) == 469  # 468.75
+    assert schedules.max_steps(60000, 64, 0.5, 4) == 118
+    assert schedules.max_steps(1000, 10, 3) == math.ceil(3 * 1000 / (10 * size))
+    assert schedules.steps_per_epoch(60000, 64, 1) == 938
+    assert schedules.steps_per_epoch(100, 10) == math.ceil(100 / (10 * size))
+    assert schedules.epoch_of(150, 1000, 10, 2) == 3.0
+    assert schedules.epoch_of(5, 100, 10) == 0.5 * size
+    for arguments in ((0, 64, 2), (60000, 0, 2), (60000, 64, -1), (60000, 64, math.nan)):
+        with pytest.raises(mc.ArgumentError, match="more than 0"):
+            schedules.max_steps(*arguments)
+    with pytest.raises(mc.ArgumentError, match="nranks is 0"):
+        schedules.steps_per_epoch(100, 10, 0)
+
+
+def test_scaled_rates(size: int) -> None:
+    assert schedules.scaled_lr(0.5) == 0.5 * size
+    assert schedules.scaled_lr(0.5, rule="sqrt") == 0.5 * math.sqrt(size)
+    assert schedules.scaled_lr(0.5, 16, "sqrt") == 2.0
+    with pytest.raises(mc.ArgumentError, match="'linear' or 'sqrt'"):
+        schedules.scaled_lr(0.5, 2, "cubic")
+
+
+def test_decays() -> None:
+    assert [schedules.Constant(0.25)(step) for step in (0, 10**9)] == [0.25, 0.25]
+    steps = schedules.Piecewise([30, 60], [1.0, 0.1, 0.01])
+    assert [steps(step) for step in (0, 29, 30, 59, 60, 1000)] == [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    line = schedules.Polynomial(1.0, 100, end=0.5)
+    assert [line(step) for step in (0, 50, 100, 1000)] == [1.0, 0.75, 0.5, 0.5]
+    assert schedules.Polynomial(1.0, 100, power=2)(50) == 0.25
+    wave = schedules.Cosine(2.0, 100, end=1.0)
+    assert [wave(step) for step in (0, 50, 100, 200)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
+    assert wave(25) == pytest.approx(1 + (1 + math.sqrt(0.5)) / 2)
+    assert schedules.Exponential(1.0, 10, 0.5)(20) == 0.25
+    assert type(wave(np.int64(3))) is float
+
+
+def test_warm_up(size: int) -> None:
+    rate = schedules.WarmUp(10, schedules.Constant(schedules.scaled_lr(0.1)))
+    assert rate(0) == pytest.approx(0.1)
+    assert rate(5) == pytest.approx(0.1 * (1 + size) / 2)
+    assert rate(10) == rate(99) == 0.1 * size
+    # the decay's steps are those of the training
+    rate = schedules.WarmUp(10, schedules.Piecewise([30], [1.0, 0.1]), start=0.0)
+    assert [rate(step) for step in (0, 5, 10, 29, 30)] == [0.0, 0.5, 1.0, 1.0, 0.1]
+    then = schedules.Cosine(1.0, 20)
+    assert schedules.WarmUp(10, then)(10) == then(10)
+    assert schedules.WarmUp(0, then)(0) == 1.0
+
+
+def test_wrong_schedules() -> None:
+    with pytest.raises(mc.ArgumentError, match="one rate more"):
+        schedules.Piecewise([30], [1.0])
+    with pytest.raises(mc.ArgumentError, match="do not rise"):
+        schedules.Piecewise([30, 30], [1.0, 0.1, 0.01])
+    with pytest.raises(mc.ArgumentError, match="steps is 0"):
+        schedules.Cosine(1.0, 0)
+    with pytest.raises(mc.ArgumentError, match="factor is -1"):
+        schedules.Exponential(1.0, 10, -1)
+    with pytest.raises(mc.ArgumentError, match="0 or more"):
+        schedules.WarmUp(-1, schedules.Constant(1.0))

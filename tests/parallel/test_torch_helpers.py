@@ -1,0 +1,95 @@
+"""Schedules, checkpoints and metrics with torch on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import dl_comm as mc  # noqa: E402
+import dl_comm.torch as cdl  # noqa: E402
+from dl_comm import schedules  # noqa: E402
+
+
+def made(seed: int, lr: float = 0.1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    return model, cdl.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=lr))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.rand(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+
+
+def test_the_optimizer_follows_the_schedule(size: int) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05}]
+    optimizer = cdl.DistributedOptimizer(torch.optim.SGD(groups, lr=0.5))
+    schedule = schedules.WarmUp(3, schedules.Cosine(schedules.scaled_lr(0.2), 10))
+    scheduler = cdl.lr_scheduler(optimizer, schedule)
+    for step in range(12):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(step), abs=1e-12)
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(schedule(step) / 10, abs=1e-12)
+        if step == 5:
+            state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        sum(parameter.sum() for parameter in parameters).backward()
+        optimizer.step()
+        scheduler.step()
+    # goes on where it was
+    optimizer.load_state_dict(state["optimizer"])
+    again = cdl.lr_scheduler(optimizer, schedule, last_epoch=5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(6))
+    again.load_state_dict(state["scheduler"])
+    again.step()
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(schedule(6) / 10)
+
+
+def test_a_rate_of_zero_has_no_ratio() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.0)
+    with pytest.raises(mc.ArgumentError, match="a positive one"):
+        cdl.lr_scheduler(optimizer, schedules.Constant(0.1))
+
+
+def test_a_checkpoint_is_written_once_and_read_by_all(tmp_path: Path, rank: int, size: int) -> None:
+    path = Path(cdl.broadcast_object(str(tmp_path))) / "model.pt"
+    model, optimizer = made(rank)
+    train(model, optimizer)
+    cdl.broadcast_parameters(model)  # BatchNorm's statistics too
+    cdl.save_checkpoint(path, model=model, optimizer=optimizer, step=7)
+    assert os.listdir(path.parent) == ["model.pt"]
+
+    other, other_optimizer = made(100 + rank, lr=0.7)
+    # only rank 0 needs to see the file
+    loaded = cdl.load_checkpoint(path if rank == 0 else "elsewhere")
+    other.load_state_dict(loaded["model"])
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    assert loaded["step"] == 7
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
+    for mine, expected in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(mine, expected)
+    train(other, other_optimizer)
+    assert mc.check_buffers_match(list(other.parameters()), 1) == 0
+
+
+def test_a_checkpoint_that_fails_on_rank_0(tmp_path: Path, rank: int) -> None:
+    folder = Path(cdl.broadcast_object(str(tmp_path)))
+    with pytest.raises(RuntimeError if rank == 0 else mc.CommError, match="gone"):
+        cdl.save_checkpoint(folder / "gone" / "model.pt", step=1)
+    with pytest.raises(FileNotFoundError if rank == 0 else mc.CommError, match="none.pt"):
+        cdl.load_checkpoint(folder / "none.pt")
+    cdl.save_checkpoint(folder / "model.pt", step=1)
+    assert cdl.load_checkpoint(folder / "model.pt") == {"step": 1}
+
+
+def test_metrics_of_torch(rank: int, size: int) -> None:
+    loss = torch.tensor(float(rank), requires_grad=True)
+    metrics = {"loss": loss, "hits": torch.tensor([2 * rank]), "half": torch.tensor(rank, dtype=torch.bfloat16)}
+    middle = (size - 1) / 2
+    assert mc.average_metrics(metrics) == {"loss": middle, "hits": 2 * middle, "half": middle}
+    with pytest.raises(mc.DTypeError, match="'loss' is no number"):
+        mc.average_metrics({"loss": torch.zeros(3)})

@@ -1,0 +1,37 @@
+"""The scripts of docs/training.md, as they stand."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import launch
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("framework", "file", "pattern"),
+    [
+        ("torch", "model.pt", r"error 0\.0\d\d\d, good"),
+        ("tensorflow", "logs", r"loss 0\.000\d\d\d"),
+        ("keras", "model.keras", r"loss [01]\.\d+"),
+    ],
+)
+def test_the_scripts(
+    framework: str, file: str, pattern: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(framework)
+    scripts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (script,) = [script for script in scripts if f"import {framework}\n" in script]
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(script)
+    result = launch(ranks, [sys.executable, "script.py"], timeout=120, env=ENVIRONMENT)
+    assert result.returncode == 0, result.output
+    assert len(re.findall(pattern, result.output)) == 1, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["script.py", file])
