@@ -23,8 +23,8 @@ step "format and lint: Rust"
 cargo fmt --all --check
 cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step "format and lint: Python, C++"
-ruff check python tests examples
-ruff format --check python tests examples
+ruff check python tests examples benchmarks
+ruff format --check python tests examples benchmarks
 mypy
 git ls-files '*.c' '*.cc' '*.h' | xargs clang-format --dry-run --Werror
 

@@ -20,7 +20,7 @@ order for each team. None holds the GIL while it waits.
 
 from __future__ import annotations
 
-from dl_comm import _process, schedules
+from dl_comm import _process, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
 from dl_comm._dl_comm import __version__, core_id
@@ -89,7 +89,7 @@ __all__ = [
     "rank0_path",
     "rank_path",
     "read_on_rank0",
-    "schedules",
+    "training",
     "size",
     "write_on_rank0",
 ]

@@ -12,17 +12,17 @@ keras = pytest.importorskip("keras", minversion="3.0")
 
 import dl_comm as mc  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
-from dl_comm import schedules  # noqa: E402
+from dl_comm import training  # noqa: E402
 
 
-def compiled(schedule: schedules.Schedule) -> keras.Model:
+def compiled(schedule: training.Schedule) -> keras.Model:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
     model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(dk.LearningRate(schedule))), loss=lambda y, p: -p)
     return model
 
 
 def test_fit_follows_the_schedule(size: int) -> None:
-    schedule = schedules.WarmUp(2, schedules.Piecewise([3], [schedules.scaled_lr(0.5), 0.25]), start=0.25)
+    schedule = training.WarmUp(2, training.Piecewise([3], [training.scaled_lr(0.5), 0.25]), start=0.25)
     model = compiled(schedule)
     ones = np.ones((4, 1), np.float32)
     model.fit(ones, ones, batch_size=1, epochs=1, verbose=0, callbacks=[dk.BroadcastCallback()])
@@ -32,7 +32,7 @@ def test_fit_follows_the_schedule(size: int) -> None:
 
 
 def test_a_saved_model_goes_on_with_its_schedule(tmp_path: Path, size: int) -> None:
-    schedule = schedules.WarmUp(3, schedules.Piecewise([5], [schedules.scaled_lr(0.1), 0.01]))
+    schedule = training.WarmUp(3, training.Piecewise([5], [training.scaled_lr(0.1), 0.01]))
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(dk.DistributedOptimizer(keras.optimizers.Adam(dk.LearningRate(schedule))), loss="mse")
     model.optimizer.build(model.trainable_variables)
@@ -43,7 +43,7 @@ def test_a_saved_model_goes_on_with_its_schedule(tmp_path: Path, size: int) -> N
 
 
 def test_a_schedule_of_ones_own_cannot_be_saved() -> None:
-    class Halving(schedules.Schedule):
+    class Halving(training.Schedule):
         def rate(self, step: object, ops: object) -> object:
             return 0.5**step  # type: ignore[operator]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dl_comm as mc
-from dl_comm import schedules
+from dl_comm import training
 
 
 @pytest.fixture
@@ -123,63 +123,63 @@ def test_a_failure_of_rank_0_is_everyones(folder: Path, rank: int, size: int) ->
 
 
 def test_steps_and_epochs(size: int) -> None:
-    assert schedules.max_steps(60000, 64, 2, nranks=4) == 469  # 468.75
-    assert schedules.max_steps(60000, 64, 0.5, 4) == 118
-    assert schedules.max_steps(1000, 10, 3) == math.ceil(3 * 1000 / (10 * size))
-    assert schedules.steps_per_epoch(60000, 64, 1) == 938
-    assert schedules.steps_per_epoch(100, 10) == math.ceil(100 / (10 * size))
-    assert schedules.epoch_of(150, 1000, 10, 2) == 3.0
-    assert schedules.epoch_of(5, 100, 10) == 0.5 * size
+    assert training.max_steps(60000, 64, 2, nranks=4) == 469  # 468.75
+    assert training.max_steps(60000, 64, 0.5, 4) == 118
+    assert training.max_steps(1000, 10, 3) == math.ceil(3 * 1000 / (10 * size))
+    assert training.steps_per_epoch(60000, 64, 1) == 938
+    assert training.steps_per_epoch(100, 10) == math.ceil(100 / (10 * size))
+    assert training.epoch_of(150, 1000, 10, 2) == 3.0
+    assert training.epoch_of(5, 100, 10) == 0.5 * size
     for arguments in ((0, 64, 2), (60000, 0, 2), (60000, 64, -1), (60000, 64, math.nan)):
         with pytest.raises(mc.ArgumentError, match="more than 0"):
-            schedules.max_steps(*arguments)
+            training.max_steps(*arguments)
     with pytest.raises(mc.ArgumentError, match="nranks is 0"):
-        schedules.steps_per_epoch(100, 10, 0)
+        training.steps_per_epoch(100, 10, 0)
 
 
 def test_scaled_rates(size: int) -> None:
-    assert schedules.scaled_lr(0.5) == 0.5 * size
-    assert schedules.scaled_lr(0.5, rule="sqrt") == 0.5 * math.sqrt(size)
-    assert schedules.scaled_lr(0.5, 16, "sqrt") == 2.0
+    assert training.scaled_lr(0.5) == 0.5 * size
+    assert training.scaled_lr(0.5, rule="sqrt") == 0.5 * math.sqrt(size)
+    assert training.scaled_lr(0.5, 16, "sqrt") == 2.0
     with pytest.raises(mc.ArgumentError, match="'linear' or 'sqrt'"):
-        schedules.scaled_lr(0.5, 2, "cubic")
+        training.scaled_lr(0.5, 2, "cubic")
 
 
 def test_decays() -> None:
-    assert [schedules.Constant(0.25)(step) for step in (0, 10**9)] == [0.25, 0.25]
-    steps = schedules.Piecewise([30, 60], [1.0, 0.1, 0.01])
+    assert [training.Constant(0.25)(step) for step in (0, 10**9)] == [0.25, 0.25]
+    steps = training.Piecewise([30, 60], [1.0, 0.1, 0.01])
     assert [steps(step) for step in (0, 29, 30, 59, 60, 1000)] == [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
-    line = schedules.Polynomial(1.0, 100, end=0.5)
+    line = training.Polynomial(1.0, 100, end=0.5)
     assert [line(step) for step in (0, 50, 100, 1000)] == [1.0, 0.75, 0.5, 0.5]
-    assert schedules.Polynomial(1.0, 100, power=2)(50) == 0.25
-    wave = schedules.Cosine(2.0, 100, end=1.0)
+    assert training.Polynomial(1.0, 100, power=2)(50) == 0.25
+    wave = training.Cosine(2.0, 100, end=1.0)
     assert [wave(step) for step in (0, 50, 100, 200)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
     assert wave(25) == pytest.approx(1 + (1 + math.sqrt(0.5)) / 2)
-    assert schedules.Exponential(1.0, 10, 0.5)(20) == 0.25
+    assert training.Exponential(1.0, 10, 0.5)(20) == 0.25
     assert type(wave(np.int64(3))) is float
 
 
 def test_warm_up(size: int) -> None:
-    rate = schedules.WarmUp(10, schedules.Constant(schedules.scaled_lr(0.1)))
+    rate = training.WarmUp(10, training.Constant(training.scaled_lr(0.1)))
     assert rate(0) == pytest.approx(0.1)
     assert rate(5) == pytest.approx(0.1 * (1 + size) / 2)
     assert rate(10) == rate(99) == 0.1 * size
     # the decay's steps are those of the training
-    rate = schedules.WarmUp(10, schedules.Piecewise([30], [1.0, 0.1]), start=0.0)
+    rate = training.WarmUp(10, training.Piecewise([30], [1.0, 0.1]), start=0.0)
     assert [rate(step) for step in (0, 5, 10, 29, 30)] == [0.0, 0.5, 1.0, 1.0, 0.1]
-    then = schedules.Cosine(1.0, 20)
-    assert schedules.WarmUp(10, then)(10) == then(10)
-    assert schedules.WarmUp(0, then)(0) == 1.0
+    then = training.Cosine(1.0, 20)
+    assert training.WarmUp(10, then)(10) == then(10)
+    assert training.WarmUp(0, then)(0) == 1.0
 
 
 def test_wrong_schedules() -> None:
     with pytest.raises(mc.ArgumentError, match="one rate more"):
-        schedules.Piecewise([30], [1.0])
+        training.Piecewise([30], [1.0])
     with pytest.raises(mc.ArgumentError, match="do not rise"):
-        schedules.Piecewise([30, 30], [1.0, 0.1, 0.01])
+        training.Piecewise([30, 30], [1.0, 0.1, 0.01])
     with pytest.raises(mc.ArgumentError, match="steps is 0"):
-        schedules.Cosine(1.0, 0)
+        training.Cosine(1.0, 0)
     with pytest.raises(mc.ArgumentError, match="factor is -1"):
-        schedules.Exponential(1.0, 10, -1)
+        training.Exponential(1.0, 10, -1)
     with pytest.raises(mc.ArgumentError, match="0 or more"):
-        schedules.WarmUp(-1, schedules.Constant(1.0))
+        training.WarmUp(-1, training.Constant(1.0))

@@ -9,19 +9,19 @@ tf = pytest.importorskip("tensorflow")
 
 import dl_comm as mc  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
-from dl_comm import schedules  # noqa: E402
+from dl_comm import training  # noqa: E402
 
 STEPS = [0, 1, 3, 4, 7, 10, 11, 10**8]
 
 
-def all_schedules() -> list[schedules.Schedule]:
+def all_schedules() -> list[training.Schedule]:
     return [
-        schedules.Constant(0.1),
-        schedules.Piecewise((4, 10), (0.1, 0.01, 0.001)),
-        schedules.Polynomial(0.3, 10, end=0.1, power=2.0),
-        schedules.Cosine(0.3, 10),
-        schedules.Exponential(0.3, 10**7, 0.5),
-        schedules.WarmUp(4, schedules.Cosine(schedules.scaled_lr(0.1), 11)),
+        training.Constant(0.1),
+        training.Piecewise((4, 10), (0.1, 0.01, 0.001)),
+        training.Polynomial(0.3, 10, end=0.1, power=2.0),
+        training.Cosine(0.3, 10),
+        training.Exponential(0.3, 10**7, 0.5),
+        training.WarmUp(4, training.Cosine(training.scaled_lr(0.1), 11)),
     ]
 
 
@@ -52,7 +52,7 @@ def test_rates_eagerly_and_in_a_function() -> None:
 
 def test_a_tf1_optimizer_follows_the_schedule(size: int) -> None:
     v1 = tf.compat.v1
-    schedule = schedules.WarmUp(2, schedules.Piecewise([3], [schedules.scaled_lr(0.5), 0.25]))
+    schedule = training.WarmUp(2, training.Piecewise([3], [training.scaled_lr(0.5), 0.25]))
     with tf.Graph().as_default(), v1.Session() as session:
         variable = v1.get_variable("weight", [], initializer=v1.zeros_initializer())
         global_step = v1.train.get_or_create_global_step()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import dl_comm as mc  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-from dl_comm import schedules  # noqa: E402
+from dl_comm import training  # noqa: E402
 
 
 def made(seed: int, lr: float = 0.1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -30,7 +30,7 @@ def test_the_optimizer_follows_the_schedule(size: int) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05}]
     optimizer = cdl.DistributedOptimizer(torch.optim.SGD(groups, lr=0.5))
-    schedule = schedules.WarmUp(3, schedules.Cosine(schedules.scaled_lr(0.2), 10))
+    schedule = training.WarmUp(3, training.Cosine(training.scaled_lr(0.2), 10))
     scheduler = cdl.lr_scheduler(optimizer, schedule)
     for step in range(12):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(step), abs=1e-12)
@@ -52,7 +52,7 @@ def test_the_optimizer_follows_the_schedule(size: int) -> None:
 def test_a_rate_of_zero_has_no_ratio() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.0)
     with pytest.raises(mc.ArgumentError, match="a positive one"):
-        cdl.lr_scheduler(optimizer, schedules.Constant(0.1))
+        cdl.lr_scheduler(optimizer, training.Constant(0.1))
 
 
 def test_a_checkpoint_is_written_once_and_read_by_all(tmp_path: Path, rank: int, size: int) -> None:

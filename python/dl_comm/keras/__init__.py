@@ -22,7 +22,7 @@ if not keras.__version__.startswith("3.") or keras.backend.backend() != "tensorf
 
 from dl_comm.keras._callbacks import BroadcastCallback, MetricAverageCallback, average_logs  # noqa: E402
 from dl_comm.keras._optimizer import DistributedOptimizer, load_model  # noqa: E402
-from dl_comm.keras._schedule import LearningRate  # noqa: E402
+from dl_comm.keras._training import LearningRate  # noqa: E402
 
 __all__ = [
     "BroadcastCallback",

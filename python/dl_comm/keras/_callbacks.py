@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import dl_comm
+from dl_comm._process import ensure_initialized
 from dl_comm.keras._optimizer import forget_plain_step
 from dl_comm.tensorflow import _ops, broadcast_variables
 
@@ -47,8 +48,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, or, when the model has no variables yet, arrange for it."""
-        if not dl_comm.is_initialized():
-            dl_comm.init()
+        ensure_initialized()
         if self.model.built:
             self._broadcast()
         else:
@@ -121,8 +121,7 @@ def average_logs(logs: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
     Does what `dl_comm.average_metrics` does, which see, with all that is a single number; the rest comes back as it is.
     Calls `dl_comm.init()` when nobody has. Eager only.
     """
-    if not dl_comm.is_initialized():
-        dl_comm.init()
+    ensure_initialized()
     numbers = {name: value for name, value in logs.items() if _is_number(value)}
     return {**logs, **dl_comm.average_metrics(numbers, weight)}
 

@@ -19,7 +19,7 @@ import dl_comm
 from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
 from dl_comm.tensorflow._optimizer import DistributedOptimizer
-from dl_comm.tensorflow._schedules import learning_rate
+from dl_comm.tensorflow._training import learning_rate
 from dl_comm.tensorflow._variables import BroadcastHook, broadcast_variables
 
 __all__ = [

@@ -109,8 +109,7 @@ def broadcast(tensors: Iterable[Any], root: int = 0, *, name: str | None = None)
     Returns:
         The tensors of the root, in order, with the static shapes of the inputs.
 
-    Raises:
-        As `gradients` does.
+    Raises what `gradients` raises.
     """
     given = _listed(tensors)
     values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]

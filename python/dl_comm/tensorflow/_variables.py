@@ -26,8 +26,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | 
     Returns:
         None when it runs eagerly; in a graph the operation that does it.
 
-    Raises:
-        As `dl_comm.tensorflow.broadcast` does.
+    Raises what `dl_comm.tensorflow.broadcast` raises.
     """
     owned = list(variables)
     values = _ops.broadcast(owned, root, name=name or "broadcast_variables")

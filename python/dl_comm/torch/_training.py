@@ -14,8 +14,8 @@ import torch
 
 import dl_comm
 from dl_comm import ArgumentError
-from dl_comm.schedules import Schedule
-from dl_comm.torch._functions import start
+from dl_comm._process import ensure_initialized
+from dl_comm.training import Schedule
 
 
 def lr_scheduler(
@@ -53,7 +53,7 @@ def save_checkpoint(path: str | os.PathLike[str], **objects: Any) -> None:
         }
         torch.save(states, unfinished)
 
-    start()
+    ensure_initialized()
     dl_comm.write_on_rank0(path, write)
 
 
@@ -66,7 +66,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
     Raises the exception of rank 0 there, when it cannot read the file, and `dl_comm.CommError` with its text on the
     other ranks; on all ranks what `torch.load` raises about the content.
     """
-    start()
+    ensure_initialized()
     content = io.BytesIO(dl_comm.read_on_rank0(path))
     loaded: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
     return loaded

@@ -1,4 +1,4 @@
-"""`LearningRate`: a schedule of `dl_comm.schedules` for a Keras optimizer, which can be saved with the model.
+"""`LearningRate`: a schedule of `dl_comm.training` for a Keras optimizer, which can be saved with the model.
 
 Thread rule: as Keras's for optimizers.
 """
@@ -10,19 +10,19 @@ from typing import Any
 
 import keras
 
-from dl_comm import ArgumentError, schedules
+from dl_comm import ArgumentError, training
 from dl_comm.tensorflow import learning_rate
 
 
 @keras.saving.register_keras_serializable(package="dl_comm")
 class LearningRate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
-    """A schedule as the `learning_rate` of an optimizer: `SGD(LearningRate(schedules.Cosine(0.1, steps)))`.
+    """A schedule as the `learning_rate` of an optimizer: `SGD(LearningRate(training.Cosine(0.1, steps)))`.
 
     A model that is saved with such an optimizer needs `import dl_comm.keras` before it is loaded with its optimizer.
     """
 
-    def __init__(self, schedule: schedules.Schedule) -> None:
-        """Take one of `dl_comm.schedules`; another `Schedule` works too, but cannot be saved."""
+    def __init__(self, schedule: training.Schedule) -> None:
+        """Take one of `dl_comm.training`; another `Schedule` works too, but cannot be saved."""
         self.schedule = schedule
 
     def __call__(self, step: Any) -> Any:
@@ -30,7 +30,7 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):  # type: ig
         return learning_rate(self.schedule, step, keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
-        """Give what `from_config` needs. Raises ArgumentError when the schedule is not one of `dl_comm.schedules`."""
+        """Give what `from_config` needs. Raises ArgumentError when the schedule is not one of `dl_comm.training`."""
         return _config(self.schedule)
 
     @classmethod
@@ -39,24 +39,24 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):  # type: ig
         return cls(_schedule(config))
 
 
-def _config(schedule: schedules.Schedule) -> dict[str, Any]:
+def _config(schedule: training.Schedule) -> dict[str, Any]:
     kind = type(schedule)
-    if getattr(schedules, kind.__name__, None) is not kind or not dataclasses.is_dataclass(schedule):
-        raise ArgumentError(f"a {kind.__name__} cannot be saved, only the schedules of dl_comm.schedules can")
+    if getattr(training, kind.__name__, None) is not kind or not dataclasses.is_dataclass(schedule):
+        raise ArgumentError(f"a {kind.__name__} cannot be saved, only the schedules of dl_comm.training can")
     values = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
     return {"schedule": kind.__name__, **{name: _plain(value) for name, value in values.items()}}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, schedules.Schedule):
+    if isinstance(value, training.Schedule):
         return _config(value)
     return [float(entry) for entry in value] if hasattr(value, "__len__") else float(value)
 
 
-def _schedule(config: dict[str, Any]) -> schedules.Schedule:
+def _schedule(config: dict[str, Any]) -> training.Schedule:
     values = {name: _schedule(value) if isinstance(value, dict) else value for name, value in config.items()}
     kind = values.pop("schedule")
-    if kind not in schedules.__all__:
-        raise ArgumentError(f"{kind!r} is no schedule of dl_comm.schedules")
-    made: schedules.Schedule = getattr(schedules, kind)(**values)
+    if kind not in training.__all__:
+        raise ArgumentError(f"{kind!r} is no schedule of dl_comm.training")
+    made: training.Schedule = getattr(training, kind)(**values)
     return made

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm.schedules import Schedule
 from dl_comm.tensorflow import _ops
+from dl_comm.training import Schedule
 
 
 @_ops.as_written
@@ -18,7 +18,7 @@ def learning_rate(schedule: Schedule, step: Any, dtype: Any = tf.float32) -> tf.
     """Give the rate that `schedule` has in a step, as a tensor: eagerly, in a `tf.function` and in a TF1 graph.
 
     Args:
-        schedule: One of `dl_comm.schedules`.
+        schedule: One of `dl_comm.training`.
         step: The number of the step as a tensor, a variable or a number, for instance
             `tf.compat.v1.train.get_or_create_global_step()`.
         dtype: The type of the result; the rate is computed in float64.

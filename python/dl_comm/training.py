@@ -2,9 +2,9 @@
 
 A schedule gives the learning rate of a step, counted from 0: first a `WarmUp`, if there is one, then a decay::
 
-    steps = schedules.steps_per_epoch(ntrain, batch_size)
-    rate = schedules.scaled_lr(0.1)
-    rate = schedules.WarmUp(5 * steps, schedules.Cosine(rate, 90 * steps))
+    steps = training.steps_per_epoch(ntrain, batch_size)
+    rate = training.scaled_lr(0.1)
+    rate = training.WarmUp(5 * steps, training.Cosine(rate, 90 * steps))
     rate(0)  # 0.1, for any number of ranks
 
 The steps of a decay count from the beginning of the training, with or without a warm-up before it. Where a framework
