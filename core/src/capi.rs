@@ -76,7 +76,7 @@ pub extern "C" fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, pr
 /// `dl_comm_ensure_team` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
-    done(|| global::ensure_team(id, Some(nthreads)))
+    done(|| global::ensure_team(id, (nthreads != 0).then_some(nthreads)))
 }
 
 /// `dl_comm_gradients` of `dl_comm.h`.

@@ -23,11 +23,12 @@ def init_mpi() -> None:
     _dl_comm.init_mpi()
 
 
-def init(nthread_per_team: int = 2, nteams: int = 1, msglen: int = 0, framework: str | None = None) -> None:
+def init(nthread_per_team: int | None = None, nteams: int = 1, msglen: int = 0, framework: str | None = None) -> None:
     """Starts dl_comm. Collective, with the same arguments on all ranks.
 
     Args:
-        nthread_per_team: Threads of each team that carry its averages, from 1.
+        nthread_per_team: Threads of each team that carry its averages, from 1; None is ``DL_COMM_DEFAULT_NTHREADS``,
+            which is 2 by default.
         nteams: Teams to create, numbered from 0. Reductions of different teams run side by side.
         msglen: Number of elements that will be averaged together. A hint; any length works.
         framework: ``"tensorflow"``, ``"keras"`` or ``"torch"`` loads that framework's operations now (and builds them
@@ -41,7 +42,7 @@ def init(nthread_per_team: int = 2, nteams: int = 1, msglen: int = 0, framework:
     """
     if framework not in _FRAMEWORKS:
         raise ArgumentError(f"framework is {framework!r}; it is one of {', '.join(map(repr, _FRAMEWORKS))}")
-    threads = _whole("nthread_per_team", nthread_per_team, 1)
+    threads = 0 if nthread_per_team is None else _whole("nthread_per_team", nthread_per_team, 1)
     teams = _whole("nteams", nteams, 1)
     _whole("msglen", msglen, 0, 2**63)
     _dl_comm.init()

@@ -100,6 +100,17 @@ def test_threads_run_where_they_are_told(script: Script) -> None:
     assert "DL_COMM_AFFINITY names processor 1000" in finished.output, finished.output
 
 
+@pytest.mark.parametrize(("call", "threads"), [("mc.init()", 3), ("mc.init(5, 1)", 5)])
+def test_threads_of_the_environment(script: Script, call: str, threads: int) -> None:
+    text = (
+        f"import os, dl_comm as mc\n{call}\ntasks = os.listdir('/proc/self/task')\n"
+        "names = [open(f'/proc/self/task/{task}/comm').read() for task in tasks]\n"
+        "print('threads:', sum(name.startswith('dlcomm-0.') for name in names))\n"
+    )
+    finished = script(1, text, env={"DL_COMM_DEFAULT_NTHREADS": "3"})
+    assert f"threads: {threads}" in finished.output, finished.output
+
+
 def test_double_precision_of_the_environment(script: Script) -> None:
     """1e8 + 1 - 1e8 is 0 in float32 and 1 in float64."""
     text = HEAD.format(package="dl_comm") + (
