@@ -122,7 +122,8 @@ def test_double_precision_of_the_environment(script: Script) -> None:
     """1e8 + 1 - 1e8 is 0 in float32 and 1 in float64."""
     text = HEAD.format(package="dl_comm") + (
         "value = [1e8, 1.0, -1e8][mc.get_rank()]\n"
-        "print('mean:', float(mc.gradients([np.float32([value])], 0)[0][0]) * 3, flush=True)\n"
+        "mean = float(mc.gradients([np.float32([value])], 0)[0][0]) * 3\n"
+        "os.write(1, f'mean: {mean}\\n'.encode())\n"  # at once, so that lines do not mix
     )
     for level, expected in (("0", 0.0), ("1", 1.0)):
         finished = script(3, text, env={"DL_COMM_DEFAULT_PREC_LEVEL": level})
