@@ -63,6 +63,9 @@ def main() -> int:
     steps = mnist.steps(data.train_images, numworkers, args.batch_size)
     max_steps = steps * args.epochs
 
+    # every step waits for its own averages; rank 0 prints now and then how long it has waited
+    mc.config_team(0, 0, max_steps, max_steps, 1, max(1, max_steps // 5))
+
     # the rate grows from that of one rank to that of all of them while training warms up
     global_step = tf.train.get_or_create_global_step()
     share = tf.minimum(1.0, tf.cast(global_step, tf.float32) / max(1, max_steps // 10))
