@@ -23,7 +23,7 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
-// The memory of one run of a kernel: the inputs, as far as they are read from their own memory, and the outputs.
+// The memory of one run of a kernel.
 class TensorResults final : public Results {
  public:
   std::size_t kind() const noexcept override {
@@ -43,7 +43,6 @@ class TensorResults final : public Results {
     return fresh;
   }
 
-  std::vector<tensorflow::Tensor> inputs;
   std::vector<tensorflow::Tensor> outputs;
 };
 
@@ -61,7 +60,6 @@ class KernelCompletion final : public Completion {
       // references, so that what comes next may work in place.
       TensorResults& have = results ? static_cast<TensorResults&>(*results) : *own_;
       for (int i = 0; i < context_->num_outputs(); ++i) context_->set_output(i, std::move(have.outputs[i]));
-      have.inputs.clear();
     }
     done_();
   }
@@ -102,13 +100,8 @@ class CollectiveKernel : public AsyncOpKernel {
                            context->forward_input_or_allocate_temp({i}, input.dtype(), input.shape(),
                                                                    tensorflow::AllocatorAttributes(), &output),
                            done);
-      if (copies && input.data() != output.data()) {
-        std::memcpy(output.data(), input.data(), input.TotalBytes());
-        OP_REQUIRES_OK_ASYNC(context, list.add(output, output), done);
-        continue;
-      }
-      OP_REQUIRES_OK_ASYNC(context, list.add(input, output), done);
-      if (input.data() != output.data()) results->inputs.push_back(input);
+      if (copies && input.data() != output.data()) std::memcpy(output.data(), input.data(), input.TotalBytes());
+      OP_REQUIRES_OK_ASYNC(context, list.add(copies ? output : input, output), done);
     }
     const std::string instance = iteration(context->frame_iter());
     auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
@@ -120,7 +113,8 @@ class CollectiveKernel : public AsyncOpKernel {
   virtual void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
                       std::shared_ptr<Results> results) = 0;
 
-  // Whether the inputs' memory may change although the call holds on to it.
+  // Whether the call may return before the inputs have been read: their memory may change then, that of reference
+  // variables and of arrays that a session was fed with.
   virtual bool needs_copies() const { return false; }
 
   std::string call_name_;
@@ -132,19 +126,23 @@ class GradientsKernel final : public CollectiveKernel {
   explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
     OP_REQUIRES_OK(context, context->GetAttr("towers", &towers_));
-    OP_REQUIRES_OK(context, context->GetAttr("reference_variables", &reference_variables_));
+    OP_REQUIRES_OK(context, context->GetAttr("owner", &owner_));
   }
 
  protected:
-  // A call that returns before its average has ended lets the graph update a reference variable in place, which an
-  // input may be; a resource variable is copied first.
-  bool needs_copies() const override { return reference_variables_ && carries(team_); }
+  bool needs_copies() const override { return carries(team_); }
 
   void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
               std::shared_ptr<Results> results) override {
-    const Average call{team_,    static_cast<std::size_t>(towers_), {call_name_.data(), call_name_.size()},
-                       instance, {labels_.data(), labels_.size()},  false,
-                       true};
+    Average call;
+    call.team = team_;
+    call.towers = static_cast<std::size_t>(towers_);
+    call.name = {call_name_.data(), call_name_.size()};
+    call.instance = instance;
+    call.labels = {labels_.data(), labels_.size()};
+    call.owner = static_cast<std::uint64_t>(owner_);
+    call.part = false;
+    call.timed = true;
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
   }
@@ -152,7 +150,7 @@ class GradientsKernel final : public CollectiveKernel {
  private:
   int32_t team_ = 0;
   int32_t towers_ = 1;
-  bool reference_variables_ = false;
+  int64_t owner_ = 0;
 };
 
 class BroadcastKernel final : public CollectiveKernel {

@@ -28,7 +28,7 @@ REGISTER_OP("DlCommGradients")
     .Attr("T: list({half, bfloat16, float, double, int8, uint8, int32, int64}) >= 1")
     .Attr("team: int")
     .Attr("towers: int >= 1 = 1")
-    .Attr("reference_variables: bool = false")
+    .Attr("owner: int = 0")
     .Attr("call_name: string")
     .Attr("labels: string = ''")
     .SetIsStateful()
@@ -40,7 +40,7 @@ tensors: The tensors of this rank. All ranks give the same number, types and sha
 means: The means, in the order of `tensors`, the same on every rank.
 team: The thread team that does the work; -1 is the team of broadcast and barrier.
 towers: How many replicas of a list, one after the other, `tensors` are; the mean is over these too.
-reference_variables: Whether the graph has reference variables, whose memory is updated in place.
+owner: Tells apart, on this rank only, equal lists of one `call_name`, of two optimizers say.
 call_name: What the ranks must agree on besides types and shapes.
 labels: The names of the tensors, one a line, for error messages.
 )doc");

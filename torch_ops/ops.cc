@@ -31,10 +31,16 @@ constexpr int64_t kPart = 1;  // a further part of the step that the call before
 constexpr int64_t kKeep = 2;  // nobody else uses the tensors from now on: the core may keep them past the call
 
 // Describes an average to the core; `call` outlives the result.
-Average description(const Arguments& call, std::size_t towers, bool part, bool timed) {
-  return Average{
-      call.number, towers, {call.name.data(), call.name.size()}, {}, {call.labels.data(), call.labels.size()},
-      part,        timed};
+Average description(const Arguments& call, std::size_t towers, uint64_t owner, bool part, bool timed) {
+  Average average;
+  average.team = call.number;
+  average.towers = towers;
+  average.name = {call.name.data(), call.name.size()};
+  average.labels = {call.labels.data(), call.labels.size()};
+  average.owner = owner;
+  average.part = part;
+  average.timed = timed;
+  return average;
 }
 
 std::shared_ptr<Ticket> start_average(const Average& call, const Views& views, Tensors keep,
@@ -56,7 +62,7 @@ Views in_place(const Arguments& call) {
 
 void average_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
-  start_average(description(call, 1, false, true), in_place(call), call.tensors, nullptr)->wait();
+  start_average(description(call, 1, 0, false, true), in_place(call), call.tensors, nullptr)->wait();
 }
 
 void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
@@ -87,7 +93,7 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
     }
   }
   auto kept = copies ? std::make_shared<TensorResults>(results) : nullptr;
-  const auto ticket = start_average(description(call, towers, false, true), views, std::move(keep), std::move(kept));
+  const auto ticket = start_average(description(call, towers, 0, false, true), views, std::move(keep), std::move(kept));
   Tensors returned = ticket->wait();
   stack[0] = from(returned.empty() ? results : returned);
 }
@@ -95,12 +101,17 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
 void average_start(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto flags = to<int64_t>(stack[4]);
+  const auto owner = static_cast<uint64_t>(to<int64_t>(stack[5]));
   auto kept = (flags & kKeep) != 0 ? std::make_shared<TensorResults>(call.tensors) : nullptr;
-  const Average average = description(call, 1, (flags & kPart) != 0, false);
+  const Average average = description(call, 1, owner, (flags & kPart) != 0, false);
   stack[0] = from(enroll(start_average(average, in_place(call), call.tensors, std::move(kept))));
 }
 
 void wait_for(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(withdraw(to<int64_t>(stack[0]))->wait()); }
+
+void release_lists(StableIValue* stack, uint64_t, uint64_t) {
+  release(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
+}
 
 void team_carries(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(carries(take_number(stack[0]))); }
 
@@ -123,7 +134,9 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels) -> ()");
   // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the
   // call is a further part of the step before it in the team's schedule; 2, the tensors may be kept for good.
-  library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags=0) -> int");
+  library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags, int owner) -> int");
+  // Forgets what calls of `owner` have left to calls that will not come.
+  library.def("release(int team, int owner) -> ()");
   // Blocks until the call has ended; once for each number. Returns the tensors with the results, none when they are in
   // the tensors of the call (always without flag 2).
   library.def("wait(int number) -> Tensor[]");
@@ -144,5 +157,6 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("wait", &wait_for);
   library.impl("forget", &forget_call);
   library.impl("carries", &team_carries);
+  library.impl("release", &release_lists);
   library.impl("core_id", &identity_of_core);
 }

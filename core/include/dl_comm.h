@@ -151,6 +151,10 @@ int dl_comm_ensure_team(int teamID, int nthreads_in_team);
 /* Returns the number of created teams with an id from 0. */
 int dl_comm_get_nteams(void);
 
+/* Forgets what averages of `owner` on the team have left to calls that will not come; owners are numbers that the op
+ * libraries of the frameworks give to optimizers. */
+int dl_comm_release(int teamID, uint64_t owner);
+
 /* Returns for how many seconds callers of this rank have waited for averages of the team: what the lines of
  * dl_comm_config_team's `verbosity` print. A negative DL_COMM_ERROR_* code when there is no such team. */
 double dl_comm_get_waited(int teamID);

@@ -163,6 +163,15 @@ pub extern "C" fn dl_comm_get_nteams() -> c_int {
     face(|| number(global::nteams()?))
 }
 
+/// `dl_comm_release` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_release(team: c_int, owner: u64) -> c_int {
+    done(|| {
+        global::release(team, owner);
+        Ok(())
+    })
+}
+
 /// `dl_comm_get_waited` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {

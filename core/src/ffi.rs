@@ -39,7 +39,8 @@ mod bridge {
 
     /// What an average is beside its tensors. `towers` replicas of a list follow each other. `name` and `instance` are part
     /// of what the ranks must agree on; `instance` tells apart calls of one name that are under way at once. `labels`
-    /// (tensor names of one tower, a line each, or empty) stands in error messages. A `part` belongs to the call before
+    /// (tensor names of one tower, a line each, or empty) stands in error messages. `owner` tells apart, on this rank only,
+    /// equal lists of one name: on a schedule they must not get each other's means. A `part` belongs to the call before
     /// it, which the team's schedule has counted. The time until the end of a `timed` call is time that the caller waits.
     struct Average<'a> {
         team: i32,
@@ -47,6 +48,7 @@ mod bridge {
         name: &'a str,
         instance: &'a str,
         labels: &'a str,
+        owner: u64,
         part: bool,
         timed: bool,
     }
@@ -76,6 +78,9 @@ mod bridge {
         /// Whether coming averages on `team` may return before they have ended: their callers' memory must then be
         /// copied, or belong to `results`. False when there is no such team.
         fn carries(team: i32) -> bool;
+
+        /// Forgets what calls of `owner` on `team` have left to calls that will not come.
+        fn release(team: i32, owner: u64);
 
         /// Counts the seconds that a caller has waited for a call that is not timed.
         fn add_waited(team: i32, seconds: f64);
@@ -200,8 +205,8 @@ unsafe fn average(
     results: SharedPtr<Results>,
 ) {
     face(|| {
-        let request = request(call.name, call.labels, completion).instance(call.instance).part(call.part);
-        let request = request.timed(call.timed);
+        let request = request(call.name, call.labels, completion).instance(call.instance);
+        let request = request.owned_by(call.owner).part(call.part).timed(call.timed);
         let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
         global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -216,6 +221,14 @@ fn towers(tensors: Vec<Tensor>, count: usize) -> Result<Vec<Vec<Tensor>>> {
 
 fn carries(team: i32) -> bool {
     guard(|| global::carries(team)).unwrap_or(false)
+}
+
+fn release(team: i32, owner: u64) {
+    // What is left of a team that has ended is gone with it.
+    let _released = guard(|| {
+        global::release(team, owner);
+        Ok(())
+    });
 }
 
 fn add_waited(team: i32, seconds: f64) {

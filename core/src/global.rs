@@ -293,6 +293,13 @@ pub fn carries(id: i32) -> Result<bool> {
     team(id).map(|team| id != CONTROL && team.carries())
 }
 
+/// Forgets what calls of `owner` on team `id` have left to calls that will not come. Nothing happens without such a team.
+pub fn release(id: i32, owner: u64) {
+    if let Ok(team) = team(id) {
+        team.release(owner);
+    }
+}
+
 /// Counts `seconds` that a caller has waited for a call on team `id` that is not timed.
 ///
 /// # Errors

@@ -115,6 +115,21 @@ fn a_call_that_fails_costs_no_other_mean() {
     });
 }
 
+#[test]
+fn a_failure_in_a_transition_reaches_every_rank_once() {
+    World::new(&[2]).run(|rank| {
+        rank.team.configure(schedule(1, 0, 60)); // a window of 3 calls
+        assert_eq!(returned(rank, 0, ""), mean(0));
+        assert!(rank.gradients_of(&mut own(rank, 1), "", &rank.rank.to_string()).is_err());
+        // Two thirds of this one are left to the next, and nothing came from the one that failed.
+        let third = returned(rank, 2, "");
+        assert!((third - mean(2) / 3.0).abs() < 1e-5, "{third}");
+        let fourth = returned(rank, 3, "");
+        assert!((fourth - mean(2) * 2.0 / 3.0).abs() < 1e-5, "{fourth}");
+        assert_eq!(returned(rank, 4, ""), mean(3));
+    });
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 

@@ -15,7 +15,7 @@ from dl_comm._errors import ArgumentError, DTypeError
 _CONTROL_TEAM = -1
 
 
-def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
+def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
     """The mean of every tensor over all ranks. Collective.
 
     Args:
@@ -24,6 +24,8 @@ def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
             for a process with several replicas of the model, a list of such lists, alike, one for each replica (tower):
             the mean is then over all towers of all ranks.
         team: The number of the team that carries it.
+        name: What the ranks must agree on besides types and shapes; it stands in error messages. On a team with a
+            schedule it tells lists of the same types and shapes apart, of two networks say.
 
     Returns:
         A list of new arrays or tensors in the same order (for towers: a list for each). Means of integers are rounded
@@ -39,11 +41,11 @@ def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
     towers, flat = as_towers(tensors)
     framework = _framework(flat)
     if framework is not None:
-        return list(framework.gradients(tensors if towers is None else in_towers(flat, towers), team))
+        return list(framework.gradients(tensors if towers is None else in_towers(flat, towers), team, name=name))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
-    _dl_comm.average(flat, means, team, None, towers or 1)
+    _dl_comm.average(flat, means, team, name, towers or 1)
     return means if towers is None else in_towers(means, towers)
 
 

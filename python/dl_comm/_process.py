@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import operator
 import os
 import sys
+import weakref
 from typing import Any
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError
 
+_owners = itertools.count(1)
 _COOLDOWN = {None: 0, "after": 1, "last": 2}
 _FRAMEWORKS = (None, "numpy", "tensorflow", "keras", "torch")
 
@@ -131,6 +134,13 @@ def get_waited(team: int = 0) -> float:
     ArgumentError when there is no such team.
     """
     return _dl_comm.waited(_whole("team", team, 0))
+
+
+def new_owner(holder: Any, team: int) -> int:
+    """A number for an optimizer, under which its averages on a schedule are its own; given back when it goes."""
+    owner = next(_owners)
+    weakref.finalize(holder, _dl_comm.release, team, owner).atexit = False
+    return owner
 
 
 def warm_up(team: int, nstep: int | None, warmup: float, verb: int, freq: int) -> None:

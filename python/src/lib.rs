@@ -139,6 +139,14 @@ fn config_team(
     Ok(())
 }
 
+/// Forgets what averages of an owner have left to calls that will not come.
+#[pyfunction]
+fn release(py: Python<'_>, team: i32, owner: u64) -> PyResult<()> {
+    // SAFETY: plain numbers.
+    call(py, || unsafe { api::ffi::dl_comm_release(team, owner) })?;
+    Ok(())
+}
+
 /// For how many seconds averages of a team were waited for.
 #[pyfunction]
 fn waited(py: Python<'_>, team: i32) -> PyResult<f64> {
@@ -181,6 +189,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(create_team, module)?,
         wrap_pyfunction!(ensure_team, module)?,
         wrap_pyfunction!(config_team, module)?,
+        wrap_pyfunction!(release, module)?,
         wrap_pyfunction!(waited, module)?,
         wrap_pyfunction!(core_id, module)?,
     ] {

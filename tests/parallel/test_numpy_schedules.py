@@ -88,6 +88,12 @@ def test_two_lists_on_one_team(rank: int, size: int) -> None:
     assert got == [m(0), m(1), m(2), m(3), 0.0, 0.0, m(4, 6), m(5, 7)]
 
 
+def test_names_tell_equal_lists_apart(rank: int, size: int) -> None:
+    mc.config_team(TEAM, 0, 0, 8)
+    got = [float(mc.gradients([np.float64([2.0**i])], TEAM, name="ab"[i % 2])[0][0]) for i in range(8)]
+    assert got == [m(0), m(1), 0.0, 0.0, m(2), m(3), m(4, 6), m(5, 7)]
+
+
 def test_integers_and_halves(rank: int, size: int) -> None:
     mc.config_team(TEAM, 1, 0, 40)
     total = [np.zeros(3, np.int64), np.zeros(3, np.float64)]

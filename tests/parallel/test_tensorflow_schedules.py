@@ -78,6 +78,71 @@ def test_keras_applies_every_mean_once(rank: int, size: int) -> None:
     assert float(model.get_weights()[0][0, 0]) == -total
 
 
+def trained(variable: Any, optimizer: Any, gradient: float, steps: int) -> float:
+    """Steps with the same gradient; returns how far the variable went."""
+
+    @tf.function
+    def step() -> None:
+        optimizer.apply([tf.fill([2], gradient)], [variable])
+
+    start = float(variable[0])
+    for _ in range(steps):
+        step()
+    return float(variable[0]) - start
+
+
+def test_optimizers_of_one_team_keep_their_own_means(rank: int, size: int) -> None:
+    """Equal shapes, one name, one team: in turn, and one after another that has stopped early."""
+    a, b = tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([2]))
+    optimizers = [dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3) for _ in range(2)]
+    mc.config_team(TEAM + 3, 0, 0, 20)
+    for _ in range(10):
+        trained(a, optimizers[0], 1.0, 1)
+        trained(b, optimizers[1], -1000.0, 1)
+    assert [float(a[0]), float(b[0])] == [-10.0, 10000.0]
+
+    early = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3, nstep=20, warmup=0.0, verb=0)
+    assert trained(a, early, 1000.0, 5) == -4000.0  # the last one is left
+    later = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3, nstep=5, warmup=0.0, verb=0)
+    assert trained(b, later, 1.0, 5) == -5.0
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(ValueError, match="LossScaleOptimizer"):
+        dk.DistributedOptimizer(inner, TEAM + 3, nstep=20)
+
+
+def test_functions_keep_their_own_means(rank: int, size: int) -> None:
+    @tf.function
+    def generator(x: Any) -> Any:
+        return mc.gradients([x], TEAM + 6)[0]
+
+    @tf.function
+    def critic(x: Any) -> Any:
+        return mc.gradients([x], TEAM + 6)[0]
+
+    mc.config_team(TEAM + 6, 0, 0, 8)
+    got = [float(function(tf.constant(2.0**i))) for i in range(4) for function in (generator, critic)]
+    assert got == [1.0, 1.0, 0.0, 0.0, 2.0, 2.0, 12.0, 12.0]
+
+
+def test_what_a_session_was_fed_with_may_change(rank: int, size: int) -> None:
+    """TensorFlow takes aligned arrays without a copy; the script refills its own while the average is under way."""
+    raw = np.zeros(300_016, np.float32)
+    offset = (-raw.ctypes.data % 64) // 4
+    array = raw[offset : offset + 300_000]
+    mc.config_team(TEAM + 7, 0, 0, 100)
+    with tf.Graph().as_default():
+        fed = tf.compat.v1.placeholder(tf.float32, [300_000])
+        (mean,) = mc.gradients([fed], TEAM + 7)
+        got = []
+        with tf.compat.v1.Session() as session:
+            for index in range(5):
+                array[:] = index + 1
+                value = session.run(mean, {fed: array})
+                array[:] = 1000
+                got.append((value.min(), value.max()))
+    assert got == [(1, 1), (0, 0), (2, 2), (3, 3), (4, 4)]
+
+
 def test_towers(rank: int, size: int) -> None:
     towers = mc.gradients([[tf.fill([2], float(rank + tower)), tf.constant(tower)] for tower in range(3)], 0)
     assert [[float(t[0][0]), int(t[1])] for t in towers] == [[(size - 1) / 2 + 1, 1]] * 3

@@ -70,6 +70,108 @@ def test_the_optimizer_applies_every_mean_once(buckets: str, rank: int, size: in
     assert mc.check_buffers_match([p.detach() for p in parameters], 1) == 0
 
 
+@pytest.mark.parametrize("trans_alg", [0, 1])
+@pytest.mark.parametrize("ksteps", [0, 3, -7, -12])
+def test_no_mean_is_lost_whatever_the_schedule(trans_alg: int, ksteps: int, rank: int, size: int) -> None:
+    steps, team = 12, TEAM + 1
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(3)]
+    mc.config_team(team, trans_alg, ksteps, steps)
+    optimizer = cdl.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), team=team, bucket_mb=1e-9)
+    way = train(optimizer, parameters, rank, steps)
+    total = sum(2.0**step + (size - 1) / 2 for step in range(steps))
+    assert way[-1] == pytest.approx([-total] * 3, rel=1e-12)
+
+
+def test_a_change_to_blocking_in_mid_phase(rank: int, size: int) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = cdl.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), team=TEAM + 1, bucket_mb=1e-9)
+    mc.config_team(TEAM + 1, 0, 0, 100)
+    train(optimizer, parameters, rank, 5)
+    mc.config_team(TEAM + 1, 0, 1, 1)
+    way = train(optimizer, parameters, rank, 3)
+    assert way[-1] == [-(31 + 5 * (size - 1) / 2) - (7 + 3 * (size - 1) / 2)] * 2
+
+
+def test_parameters_that_only_some_ranks_use_stay_alike(rank: int, size: int) -> None:
+    """Weight decay and Adam's momentum act on all ranks or on none."""
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=0.1)):
+        common, rare = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        optimizer = cdl.DistributedOptimizer(make([common, rare]), nstep=8, warmup=0.0, verb=0, team=TEAM + 1)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = common.sum() + (rare.sum() * (step + 1) if rank == 0 and step % 3 == 0 else 0.0)
+            loss.backward()
+            optimizer.step()
+        assert mc.check_buffers_match([common.detach(), rare.detach()], 1) == 0
+
+
+def test_parameters_that_are_frozen_in_mid_phase(rank: int, size: int) -> None:
+    stays, freezes = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = cdl.DistributedOptimizer(
+        torch.optim.SGD([stays, freezes], lr=1.0), nstep=10, warmup=0.0, verb=0, team=TEAM + 1
+    )
+    for step in range(10):
+        freezes.requires_grad_(step < 6)
+        optimizer.zero_grad()
+        ((stays + freezes) * 2.0**step).sum().backward()
+        optimizer.step()
+    assert stays.tolist() == [-float(2**10 - 1)] * 2
+    assert freezes.tolist() == [-float(2**6 - 1)] * 2
+
+
+def test_a_batch_that_is_thrown_away(rank: int, size: int) -> None:
+    """Its own mean goes, the one of the step before does not."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = cdl.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), nstep=8, warmup=0.0, verb=0, team=TEAM + 1
+    )
+    for step in range(8):
+        optimizer.zero_grad()
+        (parameter * (float("nan") if step == 4 else 2.0**step)).sum().backward()
+        if step != 4:
+            optimizer.step()
+    assert parameter.tolist() == [-float(2**8 - 1 - 2**4)] * 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_after_an_error_the_gradients_are_not_the_teams(set_to_none: bool, rank: int, size: int) -> None:
+    """A mistake in the script, the same on all ranks, is told, and costs no mean."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = cdl.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), nstep=9, warmup=0.0, verb=0, team=TEAM + 1
+    )
+    for step in range(9):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        (parameter * 2.0**step).sum().backward()
+        if step == 4:
+            parameter.grad.mul_(2.0)
+            with pytest.raises(mc.StateError, match="changed while it was averaged"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    # The mean of step 4 may have the change in it or not, and its step was not made.
+    others = 2**9 - 1 - 2**4
+    assert -float(parameter[0]) - others == pytest.approx(2**4, abs=2**4)
+
+
+def test_what_needs_its_own_gradient_is_refused(rank: int, size: int) -> None:
+    def wrapped(optimizer: Any) -> Any:
+        return cdl.DistributedOptimizer(optimizer, nstep=100, warmup=0.5, verb=0, team=TEAM + 1)
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = wrapped(torch.optim.LBFGS([parameter]))
+    with pytest.raises(mc.StateError, match="closure"):
+        optimizer.step(lambda: parameter.sum())
+    del optimizer
+    optimizer = wrapped(torch.optim.SGD([parameter], lr=1.0))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(mc.StateError, match="GradScaler"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    mc.config_team(TEAM + 1, 0, 1, 1)
+
+
 def test_gradients_that_lie_elsewhere(rank: int, size: int) -> None:
     """Gradients in one flat tensor, a complex one, a channels-last one, and one that only some ranks have."""
     flat = torch.zeros(6)

@@ -20,6 +20,7 @@ pub struct Request {
     pub(super) instance: String,
     pub(super) labels: String,
     pub(super) parcel: Option<Arc<dyn Parcel>>,
+    pub(super) owner: u64,
     pub(super) part: bool,
     pub(super) timed: bool,
 }
@@ -33,6 +34,7 @@ impl Request {
             instance: String::new(),
             labels: String::new(),
             parcel: None,
+            owner: 0,
             part: false,
             timed: true,
         }
@@ -51,6 +53,12 @@ impl Request {
     /// Adds the owner of the memory, so that the call may return before its average has ended.
     pub fn keeping(self, parcel: Arc<dyn Parcel>) -> Request {
         Request { parcel: Some(parcel), ..self }
+    }
+
+    /// Tells apart equal lists of tensors of one name, of two optimizers say, on a schedule. The ranks need not agree on it:
+    /// it is a matter of who gets the mean.
+    pub fn owned_by(self, owner: u64) -> Request {
+        Request { owner, ..self }
     }
 
     /// Makes the call a further part of the one before, which the schedule does not count.

@@ -50,14 +50,12 @@ impl Delivery {
             (Err(error), own) => {
                 // The one before is lost; what this call should have returned of its own goes to the next.
                 if own.is_ok() && self.own.parcel.is_some() {
-                    self.restore(Arc::clone(&self.own), 1.0);
+                    self.replace(Some((Arc::clone(&self.own), 1.0)));
                 }
                 Err(error)
             }
             (Ok(()), Err(error)) => {
-                if let Some(before) = before_flight {
-                    self.restore(before, shares.carried);
-                }
+                self.replace(before_flight.map(|before| (before, shares.carried)));
                 Err(error)
             }
         };
@@ -73,9 +71,9 @@ impl Delivery {
         done(result);
     }
 
-    fn restore(&self, flight: Arc<Flight>, carry: f64) {
+    fn replace(&self, instead: Option<(Arc<Flight>, f64)>) {
         let mut pipeline = self.pipeline.lock().unwrap_or_else(PoisonError::into_inner);
-        pipeline.restore(self.list, flight, carry, &self.own);
+        pipeline.replace(self.list, &self.own, instead);
     }
 }
 
@@ -98,8 +96,11 @@ fn results(shares: Shares, own: &Arc<Flight>, before: Option<Arc<Flight>>) -> Re
         mix(&own.means, &before.means, &own.means, shares);
         return Ok(None);
     }
-    if shares != (Shares { left: 1.0, carried: 1.0 }) {
+    if shares.left < 1.0 {
         mix(&own.means, &before.means, &before.means, shares);
+    } else if shares.carried < 1.0 {
+        // Its own average may still be on its way: nothing of it is looked at.
+        mix(&before.means, &before.means, &before.means, shares);
     }
     kept(&before).map(Some)
 }

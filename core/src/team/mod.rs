@@ -19,6 +19,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
 pub use call::{Done, Request};
 pub use pipeline::Parcel;
 pub use stage::{Pool, Stage};
@@ -152,14 +154,14 @@ impl Team {
     /// after `done` was called.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: Request) {
         let waiting_since = request.timed.then(Instant::now);
-        let Request { done, name, instance, labels, parcel, part, .. } = request;
+        let Request { done, name, instance, labels, parcel, owner, part, .. } = request;
         let mut job = match self.job(Op::Average, towers, &name, &instance, labels) {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
         };
-        let list = job.list ^ parcel.as_ref().map_or(0, |parcel| parcel.kind() as u64);
+        let list = xxh3_64_with_seed(&owner.to_le_bytes(), job.list);
         let mut pipeline = self.pipeline();
-        let turn = pipeline.turn(list, part, parcel.is_some());
+        let turn = pipeline.turn(list, owner, part, parcel.as_deref());
         job.schedule(turn.shares.left, turn.place.clone());
         let own = Flight::new(parcel, job.means());
         let flight = Arc::clone(&own);
@@ -202,6 +204,11 @@ impl Team {
     /// Whether coming calls of [`Team::gradients`] may return before their average has ended, if they bring a parcel.
     pub fn carries(&self) -> bool {
         self.pipeline().carries()
+    }
+
+    /// Forgets the lists of `owner`, and the means that its last calls have left to calls that will not come.
+    pub fn release(&self, owner: u64) {
+        self.pipeline().release(owner);
     }
 
     /// Memory for faces whose callers keep theirs.

@@ -80,6 +80,8 @@ struct Behind {
 /// A list of tensors that is averaged again and again.
 #[derive(Default)]
 struct List {
+    /// Who averages it; 0 for nobody in particular.
+    owner: u64,
     /// Whether it counts among the lists that are to be handed out before the last call.
     counted: bool,
     /// Whether a call on it was in the non-blocking phase already: the first one blocks.
@@ -125,9 +127,9 @@ impl Pipeline {
         self.lists.values_mut().for_each(|list| (list.counted, list.entered) = (false, false));
     }
 
-    /// Whether coming calls may return before their average has ended.
+    /// Whether coming calls may return before their average has ended, or another one's mean.
     pub fn carries(&self) -> bool {
-        self.schedule.carries_from(self.calls.saturating_sub(1))
+        self.schedule.carries_from(self.calls.saturating_sub(1)) || self.left_behind() > 0
     }
 
     pub fn verbosity(&self) -> Verbosity {
@@ -139,26 +141,35 @@ impl Pipeline {
         self.lists.values().filter(|list| list.behind.is_some()).count()
     }
 
-    /// What the next call does, which is on `list`. A `part` belongs to the call before it and is not counted. What cannot
-    /// be kept (`keeps` false) is not left to the next call.
-    pub fn turn(&mut self, list: u64, part: bool, keeps: bool) -> Turn {
+    /// What the next call does, which is on `list` of `owner` and brings `parcel`. A `part` belongs to the call before it and
+    /// is not counted. Without a parcel, or where the mean before is in a parcel of another kind, nothing is left to the next
+    /// call: what is behind is then added where the call's own result is.
+    pub fn turn(&mut self, list: u64, owner: u64, part: bool, parcel: Option<&dyn Parcel>) -> Turn {
         let index = if part { self.calls.saturating_sub(1) } else { self.calls };
         let state = self.lists.entry(list).or_default();
+        state.owner = owner;
         if !part {
             self.calls += 1;
             self.counted += u64::from(!state.counted);
             state.counted = true;
         }
         let planned = self.schedule.carry(index, self.counted.max(1));
-        let in_phase = self.schedule.is_behind(index);
-        let left = if state.entered && keeps { planned } else { 0.0 };
-        state.entered = in_phase;
         let (before, carried) = match state.behind.take() {
             Some(Behind { flight, carry }) => (Some(flight), carry),
             None => (None, 0.0),
         };
+        let kept = before.as_ref().and_then(|before| before.parcel.as_deref());
+        let keeps = parcel.is_some_and(|parcel| kept.is_none_or(|kept| kept.kind() == parcel.kind()));
+        let left = if state.entered && keeps { planned } else { 0.0 };
+        state.entered = self.schedule.is_behind(index);
         let prints = !part && self.schedule.prints_at(index) && self.schedule.verbosity.speaks(self.rank);
         Turn { index, shares: Shares { left, carried }, before, place: self.schedule.place(index, left), prints }
+    }
+
+    /// Forgets the lists of `owner`, and the means that its last calls have left.
+    pub fn release(&mut self, owner: u64) {
+        self.counted -= self.lists.values().filter(|list| list.owner == owner && list.counted).count() as u64;
+        self.lists.retain(|_, list| list.owner != owner);
     }
 
     /// Leaves a share of `flight`'s mean to the next call on `list`.
@@ -168,12 +179,12 @@ impl Pipeline {
         }
     }
 
-    /// After a failure: leaves `flight`'s mean to the next call on `list`, unless that has come meanwhile: what is behind
-    /// now is `failed` or nothing.
-    pub fn restore(&mut self, list: u64, flight: Arc<Flight>, carry: f64, failed: &Arc<Flight>) {
-        let behind = &mut self.lists.entry(list).or_default().behind;
-        if behind.as_ref().is_none_or(|behind| Arc::ptr_eq(&behind.flight, failed)) {
-            *behind = Some(Behind { flight, carry });
+    /// After a failure of `failed`, which its caller has been told: puts `instead` in its place for the next call on `list`,
+    /// unless that has come meanwhile.
+    pub fn replace(&mut self, list: u64, failed: &Arc<Flight>, instead: Option<(Arc<Flight>, f64)>) {
+        let Some(state) = self.lists.get_mut(&list) else { return };
+        if state.behind.as_ref().is_none_or(|behind| Arc::ptr_eq(&behind.flight, failed)) {
+            state.behind = instead.map(|(flight, carry)| Behind { flight, carry });
         }
     }
 }

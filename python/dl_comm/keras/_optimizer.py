@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 import dl_comm
-from dl_comm._process import warm_up
+from dl_comm._process import new_owner, warm_up
 from dl_comm.tensorflow import _ops
 
 
@@ -24,6 +24,7 @@ class AveragingOptimizer:
     """What is added to an optimizer's class. It must stand before that class among the bases."""
 
     _dl_comm_team = 0
+    _dl_comm_owner = 0
     _dl_comm_wrapped = False
     _dl_comm_in_use = False
     _dl_comm_inside_loss_scale = False
@@ -48,13 +49,13 @@ class AveragingOptimizer:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
             if len(grads) == len(known):  # else the wrapped class says what is wrong
-                grads = _ops.average_present(grads, known, self._dl_comm_team)
+                grads = _ops.average_present(grads, known, self._dl_comm_team, self._dl_comm_owner)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # The one place that sees the accumulated gradients before they are clipped.
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = _ops.average_present(list(grads), [None] * len(grads), self._dl_comm_team)
+            grads = _ops.average_present(list(grads), [None] * len(grads), self._dl_comm_team, self._dl_comm_owner)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
 
@@ -97,7 +98,8 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
 
     Raises:
         TypeError: It is not a Keras 3 optimizer.
-        ValueError: It is wrapped already, the team is negative, or there is no optimizer of that name.
+        ValueError: It is wrapped already, the team is negative, there is no optimizer of that name, or loss scaling is
+            to meet averages of the step before.
         RuntimeError: In training: the function is compiled by XLA, or a LossScaleOptimizer was put around.
         tf.errors.OpError: In training; see `dl_comm.tensorflow`.
     """
@@ -109,11 +111,17 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         raise TypeError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
     if isinstance(getattr(optimizer, "inner_optimizer", None), AveragingOptimizer):
         raise ValueError("wrap the LossScaleOptimizer only, not the optimizer inside it as well")
+    if nstep is not None and warmup < 1 and hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            "a LossScaleOptimizer changes its scale, and averages that arrive a step later would be divided by the "
+            "wrong one: leave nstep out, or give warmup=1.0"
+        )
     team = _ops.checked_team(team)
     dl_comm.init(nthread_per_team, max(nteam, team + 1))
     warm_up(team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
     optimizer._dl_comm_team = team
+    optimizer._dl_comm_owner = new_owner(optimizer, team)
     optimizer._dl_comm_wrapped = True
     return optimizer
 

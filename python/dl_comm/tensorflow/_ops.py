@@ -17,6 +17,7 @@ import functools
 import operator
 import threading
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -76,7 +77,8 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
             float16, bfloat16, float32, float64, int8, uint8, int32 or int64, any shape. All ranks give the same number,
             types and shapes. Means of integers round toward zero; float16 and bfloat16 are added up in float32.
         team: The thread team that does the work.
-        name: What the ranks must agree on besides types and shapes; like calls of one graph are numbered.
+        name: What the ranks must agree on besides types and shapes; like calls of one graph are numbered. On a team
+            with a schedule it tells lists of the same types and shapes apart.
 
     A `tf.function` runs its calls in the order of the program. A TF1 session does not: two calls of one team that do
     not depend on each other run in another order on every rank, and fail at random with InvalidArgumentError. Give all
@@ -155,23 +157,31 @@ def average_all(values: Sequence[Any], name: str) -> list[tf.Tensor]:
 
 @as_written
 def average_present(
-    grads: Sequence[Any], variables: Sequence[Any], team: int, name: str = "DistributedOptimizer"
+    grads: Sequence[Any], variables: Sequence[Any], team: int, owner: int, name: str = "DistributedOptimizer"
 ) -> list[Any]:
-    """Average the gradients that are not None, and keep each None in its place.
+    """Average the gradients that are not None, for the optimizer `owner`, and keep each None in its place.
 
     All ranks must have None in the same places. `variables`, one for each gradient, name them in error messages.
     """
     present = [i for i, grad in enumerate(grads) if grad is not None]
     results = list(grads)
     if present:
-        means = _gradients([grads[i] for i in present], team, name, labels=_labels([variables[i] for i in present]))
+        labels = _labels([variables[i] for i in present])
+        means = _gradients([grads[i] for i in present], team, name, labels=labels, owner=owner)
         for i, mean in zip(present, means, strict=True):
             results[i] = mean
     return results
 
 
 @as_written
-def _gradients(given: list[Any], team: int, base: str, labels: str | None = None, towers: int = 1) -> list[tf.Tensor]:
+def _gradients(
+    given: list[Any],
+    team: int,
+    base: str,
+    labels: str | None = None,
+    towers: int = 1,
+    owner: int | None = None,
+) -> list[tf.Tensor]:
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
     return list(
@@ -179,7 +189,7 @@ def _gradients(given: list[Any], team: int, base: str, labels: str | None = None
             tensors,
             team=team,
             towers=towers,
-            reference_variables=_has_reference_variables(),
+            owner=_scope() if owner is None else owner,
             call_name=_call_name(base, team),
             labels=_labels(given[: len(given) // towers]) if labels is None else labels,
         )
@@ -251,13 +261,11 @@ def _label(value: Any) -> str:
     return ""
 
 
-def _has_reference_variables() -> bool:
-    """Tell whether the current graph has, or may get, variables of TF1's old kind."""
-    if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
-        return False
-    if not tf.compat.v1.resource_variables_enabled():
-        return True
-    return any(not hasattr(variable, "handle") for variable in tf.compat.v1.global_variables())
+def _scope() -> int:
+    """Tell the `tf.function`s apart in which a call may be: their equal lists are not to get each other's means."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    name = getattr(graph, "name", "")
+    return 2**32 + zlib.crc32(name.encode()) if name else 0
 
 
 def _call_name(base: str, team: int) -> str:

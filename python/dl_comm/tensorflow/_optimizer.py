@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 import dl_comm
-from dl_comm._process import warm_up
+from dl_comm._process import new_owner, warm_up
 from dl_comm.tensorflow import _ops
 
 
@@ -75,12 +75,13 @@ class _DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[mis
         super().__init__(use_locking=False, name=f"Distributed{type(optimizer).__name__}")
         self._optimizer = optimizer
         self._team = team
+        self._owner = new_owner(self, team)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Compute the gradients as the wrapped optimizer does, and average those that are not None."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
-        means = _ops.average_present([grad for grad, _ in pairs], variables, self._team)
+        means = _ops.average_present([grad for grad, _ in pairs], variables, self._team, self._owner)
         return list(zip(means, variables, strict=True))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:

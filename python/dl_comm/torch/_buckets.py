@@ -21,6 +21,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dl_comm import ArgumentError, StateError
+from dl_comm._process import new_owner
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import Gradient, standing
 
@@ -33,6 +34,27 @@ Named = Sequence[tuple[str, torch.Tensor]]
 _owners = WeakTensorKeyDictionary()
 
 
+class Owed:
+    """Means that the steps have yet to apply: those of steps before, which the step that got them could not.
+
+    Only a team whose schedule lets averages end later makes them; see `dl_comm.config_team`.
+    """
+
+    def __init__(self) -> None:
+        self._means = WeakTensorKeyDictionary()
+
+    def add(self, parameter: torch.Tensor, mean: torch.Tensor) -> None:
+        """Keep a mean for the next step."""
+        before = self._means.get(parameter)  # type: ignore[no-untyped-call]
+        self._means[parameter] = mean if before is None else before + mean
+
+    def pay(self) -> None:
+        """Add what is kept to the gradients."""
+        for parameter, mean in list(self._means.items()):  # type: ignore[no-untyped-call]
+            parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+        self._means.clear()
+
+
 class Bucket:
     """Parameters that one call averages, and the state of that call in this round (from one step to the next)."""
 
@@ -41,8 +63,8 @@ class Bucket:
         self.index = index
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self.lent = False  # the team may keep what the last call was given
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
-        self._used = torch.ones(len(named), dtype=torch.float32)
         self.reset()
         if begun:
             self._standing.clear()
@@ -53,40 +75,62 @@ class Bucket:
         self.waiting = len(self.parameters)
         self._call: int | None = None
         self._sent: list[Gradient] = []
+        self._used = torch.empty(0)
         self._standing = {i: standing(parameter) for i, parameter in enumerate(self.parameters)}
 
-    def start(self, team: int, call_name: str, sparse_as_dense: bool) -> None:
+    def start(self, team: int, call_name: str, owner: int, sparse_as_dense: bool) -> None:
         """Start the average of the gradients that are there, with zeros for the others."""
         each = enumerate(zip(self.names, self.parameters, strict=True))
         self._sent = [Gradient(name, p, self._standing.get(i), sparse_as_dense) for i, (name, p) in each]
-        flags = _ops.PART if self.index > 0 else 0
-        if _ops.carries(team):
-            # The team keeps what it gets, and gives the means of the step before in its place.
-            flags |= _ops.KEEP
-            self._used = torch.empty_like(self._used)
-        self._used.fill_(1.0)
-        self._used[[i for i, gradient in enumerate(self._sent) if gradient.absent]] = 0.0
-        self._call = _ops.average_start([*self._wires(), self._used], team, call_name, self._labels, flags)
+        self._used = torch.tensor([float(not gradient.absent) for gradient in self._sent])
+        self.lent = _ops.carries(team)
+        flags = (_ops.PART if self.index > 0 else 0) | (_ops.KEEP if self.lent else 0)
+        wires = [*self._wires(), self._used]
+        self._call = _ops.average_start(wires, team, call_name, self._labels, flags, owner)
 
-    def finish(self, discarding: bool) -> None:
+    def finish(self, discarding: bool, owed: Owed) -> None:
         """Wait for the average, if it was started, and put it where the gradients are.
 
-        Raises StateError when they were changed meanwhile; `discarding`: they may be gone.
+        When the team gives the mean of an earlier step, that goes there, or, when there is no step to take it
+        (`discarding`: the gradients may be gone, or this fails), is owed to the next one.
+
+        Raises StateError when gradients were changed meanwhile.
         """
         call, self._call = self._call, None
         if call is None:
             return
-        results: Sequence[torch.Tensor | None] = _ops.wait(call)
-        for gradient in self._sent:
-            gradient.expect_unchanged(discarding)
-        used = self._used
-        if results:
-            *means, used = results  # type: ignore[assignment]
-        else:
-            means = [None] * len(self._sent)
+        results: list[torch.Tensor] = []
+        try:
+            results = _ops.wait(call)
+            for gradient in self._sent:
+                gradient.expect_unchanged(discarding)
+        except Exception:
+            self._owe(results, owed)
+            if self.lent:
+                self._replace(None for _ in self._sent)
+            raise
+        if not results:
             torch.autograd.graph.increment_version(self._wires())
-        for gradient, is_used, mean in zip(self._sent, used.tolist(), means, strict=True):
-            gradient.finish(is_used > 0, mean)
+            for gradient, used in zip(self._sent, self._used.tolist(), strict=True):
+                gradient.finish(used > 0)
+        elif discarding:
+            self._owe(results, owed)
+            self._replace(None for _ in self._sent)
+        else:
+            self._replace(self._means(results))
+
+    def drain(self, team: int, call_name: str, owner: int, owed: Owed) -> None:
+        """Get what the last call has left to the next one, which will not come."""
+        if not self.lent:
+            return
+        blanks = zip(self.names, self.parameters, strict=True)
+        self._sent = [Gradient(name, _blank(parameter), None, False) for name, parameter in blanks]
+        wires = [*self._wires(), torch.zeros(len(self._sent))]
+        _ops.wait(_ops.average_start(wires, team, call_name, self._labels, _ops.PART, owner))
+        for parameter, mean in zip(self.parameters, self._means(wires), strict=True):
+            if mean is not None:
+                owed.add(parameter, mean)
+        self.lent = False
 
     def drop(self) -> None:
         """Do not wait for a call that is under way."""
@@ -94,8 +138,29 @@ class Bucket:
         if call is not None:
             _ops.forget(call)
 
+    def _means(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The means of the parameters of which some rank had a gradient."""
+        used = results[-1].tolist()
+        each = zip(self._sent, results[:-1], used, strict=True)
+        return [gradient.tensor(mean) if is_used > 0 else None for gradient, mean, is_used in each]
+
+    def _owe(self, results: Sequence[torch.Tensor], owed: Owed) -> None:
+        if results:
+            for parameter, mean in zip(self.parameters, self._means(results), strict=True):
+                if mean is not None:
+                    owed.add(parameter, mean)
+
+    def _replace(self, means: Iterable[torch.Tensor | None]) -> None:
+        for gradient, mean in zip(self._sent, means, strict=True):
+            gradient.replace(mean)
+
     def _wires(self) -> list[torch.Tensor]:
         return [gradient.wire for gradient in self._sent]
+
+
+def _blank(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter of the same kind without a gradient."""
+    return torch.empty_like(parameter, memory_format=torch.contiguous_format)
 
 
 class Averager:
@@ -119,6 +184,8 @@ class Averager:
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         self._next = 0  # the bucket to start next
+        self._owner = new_owner(self, team)
+        self._owed = Owed()
         self._local = False
         weakref.finalize(self, _close, self._hooks, self._buckets).atexit = False
 
@@ -128,6 +195,8 @@ class Averager:
         parameters = [parameter for _, parameter in named]
         if self.busy or _same(parameters, self._plan):
             return
+        for bucket in self._buckets:
+            bucket.drain(self.team, f"{self._name}.{bucket.index}", self._owner, self._owed)
         _close(self._hooks, self._buckets)
         self._plan = parameters
         self._buckets[:] = [Bucket(i, part) for i, part in enumerate(_split(named[::-1], self._bucket_bytes))]
@@ -178,15 +247,20 @@ class Averager:
                     self._start(bucket)
                 for bucket in buckets:
                     try:
-                        bucket.finish(discarding)
+                        bucket.finish(discarding, self._owed)
                     except Exception as error:
                         failure = failure or error
         finally:
             for bucket in buckets:
                 bucket.drop()
             self._reset()
+        if discarding and any(bucket.lent for bucket in buckets):
+            _ops.release(self.team, self._owner)  # what the calls have left, the gradients that are thrown away
         if failure is not None:
             raise failure
+        if not discarding:
+            with torch.no_grad():
+                self._owed.pay()
         self.averaged = True
         self.watch(named)
 
@@ -228,7 +302,7 @@ class Averager:
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
-            bucket.start(self.team, f"{self._name}.{bucket.index}", self._sparse_as_dense)
+            bucket.start(self.team, f"{self._name}.{bucket.index}", self._owner, self._sparse_as_dense)
         self._next = bucket.index + 1
 
     def _reset(self) -> None:

@@ -27,8 +27,10 @@ CONTROL_TEAM = -1
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
-def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
+def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
     """Return the means of `tensors` over all ranks, in their order; of a list of towers, a list for each.
+
+    `name` is checked to be the same on all ranks; on a team with a schedule it tells lists of equal shapes apart.
 
     The results are new, contiguous CPU tensors of the same shapes and dtypes: float16, bfloat16, float32, float64,
     int8, uint8, int32 or int64, where a mean of integers rounds toward zero. Differentiable, and understood by
@@ -40,7 +42,7 @@ def gradients(tensors: Sequence[Any], team: int = 0) -> list[Any]:
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     towers, flat = as_towers(tensors)
-    means = _ops.average_new(_tensors(flat), team, "gradients", towers=towers or 1)
+    means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1)
     return means if towers is None else in_towers(means, towers)
 
 

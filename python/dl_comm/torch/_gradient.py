@@ -66,29 +66,37 @@ class Gradient:
             "scaler.step)"
         )
 
-    def finish(self, used: bool, mean: torch.Tensor | None) -> None:
-        """Put the mean where the gradient is; `used`: some rank has a gradient of this parameter.
-
-        `mean` has it, in memory for this gradient to have, when it is not in `wire`: on a team whose schedule lets
-        averages end later, which then goes on with `wire`.
-        """
+    def finish(self, used: bool) -> None:
+        """Put the mean, which is in `wire`, where the gradient is; `used`: some rank has one of this parameter."""
         gradient = self._taken
-        own = self._own
-        if mean is not None:
-            own = torch.view_as_complex(mean) if own.is_complex() else mean
         if gradient is None:
             # Another rank used this parameter: this rank takes the same step with the same gradient.
             if used and self._parameter.grad is None:
-                self._parameter.grad = own
-        elif self._in_place and self._own is gradient and mean is not None:
-            self._parameter.grad = own
+                self._parameter.grad = self._own
         elif self._in_place:
-            if own is not gradient:
-                gradient.copy_(own)
+            if self._own is not gradient:
+                gradient.copy_(self._own)
         elif gradient.is_contiguous() or overlaps(gradient):
-            self._parameter.grad = own
+            self._parameter.grad = self._own
         else:
-            self._parameter.grad = torch.empty_like(gradient).copy_(own)
+            self._parameter.grad = torch.empty_like(gradient).copy_(self._own)
+
+    def replace(self, mean: torch.Tensor | None) -> None:
+        """Put the mean of an earlier step, in memory of its own, where the gradient is, and give `wire` up.
+
+        None: no rank had a gradient of this parameter then; it has none now, on any rank.
+        """
+        gradient = self._taken
+        if gradient is not None and self._in_place and self._own is not gradient:
+            gradient.zero_() if mean is None else gradient.copy_(mean)
+        elif mean is None or gradient is None or gradient.is_contiguous() or overlaps(gradient):
+            self._parameter.grad = mean
+        else:
+            self._parameter.grad = torch.empty_like(gradient).copy_(mean)
+
+    def tensor(self, mean: torch.Tensor) -> torch.Tensor:
+        """Give a mean that came for `wire` the type of the parameter."""
+        return torch.view_as_complex(mean) if self._own.is_complex() else mean
 
 
 def standing(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -60,10 +60,18 @@ PART, KEEP = 1, 2
 """Flags of `average_start`: the call is a further part of the step before it; the tensors may be kept for good."""
 
 
-def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flags: int = 0) -> int:
-    """Start `average_in_place` and return a number for `wait`; leave the tensors alone until then."""
+def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flags: int = 0, owner: int = 0) -> int:
+    """Start `average_in_place` and return a number for `wait`; leave the tensors alone until then.
+
+    `owner` tells apart, on this rank, equal lists of one name on a schedule.
+    """
     with torch.no_grad():
-        return int(_call(_ops.average_start, list(tensors), team, name, labels, flags))
+        return int(_call(_ops.average_start, list(tensors), team, name, labels, flags, owner))
+
+
+def release(team: int, owner: int) -> None:
+    """Forget what calls of `owner` have left to calls that will not come."""
+    _ops.release(team, owner)
 
 
 def carries(team: int) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 
 import dl_comm
-from dl_comm import ArgumentError, DTypeError
+from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._process import warm_up
-from dl_comm.torch import _functions, _scaler
+from dl_comm.torch import _functions, _ops, _scaler
 from dl_comm.torch._buckets import Averager, Named
 
 _ATTRIBUTE = "_dl_comm_averager"
@@ -223,6 +223,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     if isinstance(closure, _AveragedClosure):
         return None
+    _expect_blocking(averager, "a closure needs the gradient of the point where it is called")
     averaged = _AveragedClosure(optimizer, closure)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": averaged}
@@ -254,8 +255,17 @@ class _AveragedClosure:
 def _before_unscaling(optimizer: Any) -> None:
     if isinstance(optimizer, AveragingOptimizer):
         averager = _averager(optimizer)
+        _expect_blocking(averager, "a GradScaler changes its scale, and the gradients of another step have another one")
         if not averager.averaged and not averager.skip:
             optimizer.synchronize()
+
+
+def _expect_blocking(averager: Averager, why: str) -> None:
+    if _ops.carries(averager.team):
+        raise StateError(
+            f"{why}, but team {averager.team} returns averages of the step before by its schedule: let all calls "
+            "block, config_team(..., ksteps=max_steps, ...) or warmup=1.0"
+        )
 
 
 _scaler.before_unscaling(_before_unscaling)
