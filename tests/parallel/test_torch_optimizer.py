@@ -353,9 +353,9 @@ class TestOverlap:
         events: list[str] = []
         start, wait = _ops.average_start, _ops.wait
 
-        def recorded_start(tensors: Any, team: int, name: str, labels: str, flags: int) -> int:
+        def recorded_start(tensors: Any, team: int, name: str, labels: str, *rest: Any) -> int:
             events.append(f"start {labels.splitlines()[0]}")
-            return start(tensors, team, name, labels, flags)
+            return start(tensors, team, name, labels, *rest)
 
         def recorded_wait(call: int) -> list[Any]:
             events.append("wait")
