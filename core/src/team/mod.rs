@@ -25,7 +25,7 @@ pub use call::{Done, Request};
 pub use pipeline::Parcel;
 pub use stage::{Pool, Stage};
 
-use crate::affinity::bind;
+use crate::affinity::{bind, hurry};
 use crate::buffer::Tensor;
 use crate::collective::{Carrier, Channel, Job, Op};
 use crate::error::{Error, Result};
@@ -278,6 +278,7 @@ fn spawn(
     let team = if settings.id < 0 { "c".to_owned() } else { settings.id.to_string() };
     let cpu = cpus.and_then(|cpus| cpus.get(index).copied());
     let bound = move || {
+        hurry();
         if let Some(Err(error)) = cpu.map(bind) {
             say(&format!("{error}; the thread runs where the process may"));
         }
