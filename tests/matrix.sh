@@ -25,7 +25,7 @@ openmpi() { # an Open MPI elsewhere on the machine, as a cluster has it
   python3 -m venv "$venv" && "$venv/bin/pip" install -q "${tools[@]}" || return 1
   MPICC=$mpi/bin/mpicc "$venv/bin/pip" install -q . || return 1
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  MPIEXEC=$mpi/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" tests/parallel/test_numpy.py
+  MPIEXEC=$mpi/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" tests/parallel/test_numpy*.py
 }
 
 framework() { # REQUIREMENT FILE...
@@ -40,7 +40,7 @@ for case in "${cases[@]}"; do
   case $case in
     openmpi) (openmpi) ;;
     torch*) (framework "$case" tests/parallel/test_torch*.py) ;;
-    tensorflow*) (framework "$case" tests/parallel/test_tensorflow.py tests/parallel/test_tf1.py tests/parallel/test_keras.py) ;;
+    tensorflow*) (framework "$case" tests/parallel/test_tensorflow*.py tests/parallel/test_tf1.py tests/parallel/test_keras*.py) ;;
     *) echo "no case $case" && false ;;
   esac
   # shellcheck disable=SC2181
