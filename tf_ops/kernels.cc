@@ -31,6 +31,8 @@ class TensorResults final : public Results {
     return reinterpret_cast<std::size_t>(&mark);
   }
 
+  void settle(double, double) const noexcept override {}  // no call is separate
+
   std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override {
     auto fresh = std::make_shared<TensorResults>();
     for (const tensorflow::Tensor& output : outputs) {
@@ -130,7 +132,7 @@ class GradientsKernel final : public CollectiveKernel {
   }
 
  protected:
-  bool needs_copies() const override { return carries(team_); }
+  bool needs_copies() const override { return carries(team_, static_cast<std::uint64_t>(owner_)); }
 
   void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
               std::shared_ptr<Results> results) override {
@@ -142,6 +144,7 @@ class GradientsKernel final : public CollectiveKernel {
     call.labels = {labels_.data(), labels_.size()};
     call.owner = static_cast<std::uint64_t>(owner_);
     call.part = false;
+    call.separate = false;
     call.timed = true;
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));

@@ -39,6 +39,7 @@ Average description(const Arguments& call, std::size_t towers, uint64_t owner, b
   average.labels = {call.labels.data(), call.labels.size()};
   average.owner = owner;
   average.part = part;
+  average.separate = !timed;
   average.timed = timed;
   return average;
 }
@@ -77,7 +78,7 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto towers = static_cast<std::size_t>(std::max<int64_t>(to<int64_t>(stack[4]), 0));
   // A call that may return before its average has ended needs tensors that the caller does not change meanwhile.
-  const bool copies = carries(call.number);
+  const bool copies = carries(call.number, 0);
   Views views(call.tensors.size(), call.labels);
   Tensors keep;
   Tensors results;
@@ -94,7 +95,7 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
   }
   auto kept = copies ? std::make_shared<TensorResults>(results) : nullptr;
   const auto ticket = start_average(description(call, towers, 0, false, true), views, std::move(keep), std::move(kept));
-  Tensors returned = ticket->wait();
+  const Tensors returned = ticket->wait().tensors;
   stack[0] = from(returned.empty() ? results : returned);
 }
 
@@ -107,13 +108,24 @@ void average_start(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(enroll(start_average(average, in_place(call), call.tensors, std::move(kept))));
 }
 
-void wait_for(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(withdraw(to<int64_t>(stack[0]))->wait()); }
+void wait_for(StableIValue* stack, uint64_t, uint64_t) {
+  const Outcome outcome = withdraw(to<int64_t>(stack[0]))->wait();
+  stack[0] = from(outcome.tensors);
+  stack[1] = from(outcome.own_share);
+  stack[2] = from(outcome.share);
+}
 
 void release_lists(StableIValue* stack, uint64_t, uint64_t) {
   release(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
 }
 
-void team_carries(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(carries(take_number(stack[0]))); }
+void discard_means(StableIValue* stack, uint64_t, uint64_t) {
+  discard(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
+}
+
+void team_carries(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = from(carries(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1]))));
+}
 
 void forget_call(StableIValue* stack, uint64_t, uint64_t) { forget(to<int64_t>(stack[0])); }
 
@@ -137,11 +149,13 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags, int owner) -> int");
   // Forgets what calls of `owner` have left to calls that will not come.
   library.def("release(int team, int owner) -> ()");
-  // Blocks until the call has ended; once for each number. Returns the tensors with the results, none when they are in
-  // the tensors of the call (always without flag 2).
-  library.def("wait(int number) -> Tensor[]");
-  // Whether coming averages of the team may return before they have ended.
-  library.def("carries(int team) -> bool");
+  // Forgets the means that the last calls of `owner` have left.
+  library.def("discard(int team, int owner) -> ()");
+  // Blocks until the call has ended; once for each number. Returns tensors and two shares: the result is the first
+  // share of the call's tensors and the second of these. Without flag 2 there are none: it is in the call's tensors.
+  library.def("wait(int number) -> (Tensor[], float, float)");
+  // Whether coming averages of `owner` on the team may return before they have ended, or what another one has left.
+  library.def("carries(int team, int owner) -> bool");
   // In place of `wait`, when nobody will read the result.
   library.def("forget(int number) -> ()");
   // The same number for all who share one core in this process.
@@ -158,5 +172,6 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("forget", &forget_call);
   library.impl("carries", &team_carries);
   library.impl("release", &release_lists);
+  library.impl("discard", &discard_means);
   library.impl("core_id", &identity_of_core);
 }

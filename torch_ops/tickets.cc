@@ -64,6 +64,11 @@ std::size_t TensorResults::kind() const noexcept {
   return reinterpret_cast<std::size_t>(&mark);
 }
 
+void TensorResults::settle(double own, double here) const noexcept {
+  own_share = own;
+  share = here;
+}
+
 std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses) const noexcept {
   try {
     std::vector<::torch::stable::Tensor> zeros;
@@ -93,7 +98,7 @@ bool Ticket::finished() const noexcept {
   return finished_;
 }
 
-std::vector<::torch::stable::Tensor> Ticket::wait() {
+Outcome Ticket::wait() {
   std::vector<::torch::stable::Tensor> own;
   std::shared_ptr<Results> results;
   {
@@ -107,7 +112,8 @@ std::vector<::torch::stable::Tensor> Ticket::wait() {
   }
   if (code_ != 0) throw failure(code_, message_);
   if (!results) return {};
-  return std::move(static_cast<TensorResults&>(*results).tensors);  // by `kind`, no other library's results come here
+  auto& have = static_cast<TensorResults&>(*results);  // by `kind`, no other library's results come here
+  return {std::move(have.tensors), have.own_share, have.share};
 }
 
 std::unique_ptr<Completion> completion_of(std::shared_ptr<Ticket> ticket) {

@@ -20,9 +20,21 @@ class TensorResults final : public Results {
   explicit TensorResults(std::vector<::torch::stable::Tensor> tensors) : tensors(std::move(tensors)) {}
 
   std::size_t kind() const noexcept override;
+  void settle(double own, double here) const noexcept override;
   std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override;
 
   std::vector<::torch::stable::Tensor> tensors;
+  // What `settle` has set.
+  mutable double own_share = 0;
+  mutable double share = 1;
+};
+
+// What a call came to: the tensors with its results, none when they are in the tensors that the call was to write. Of a
+// separate call: its result is `own_share` of the latter and `share` of the former.
+struct Outcome {
+  std::vector<::torch::stable::Tensor> tensors;
+  double own_share = 1;
+  double share = 0;
 };
 
 // One call. It owns the call's tensors and gives them up in `wait`, or when whoever waits drops it, so that a tensor is
@@ -38,9 +50,8 @@ class Ticket {
   void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
   bool finished() const noexcept;
 
-  // Blocks until the call has ended. Returns the tensors with its results, none when they are in the tensors that the
-  // call was to write. Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
-  std::vector<::torch::stable::Tensor> wait();
+  // Blocks until the call has ended. Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
+  Outcome wait();
 
  private:
   mutable std::mutex mutex_;

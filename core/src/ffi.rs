@@ -41,7 +41,8 @@ mod bridge {
     /// of what the ranks must agree on; `instance` tells apart calls of one name that are under way at once. `labels`
     /// (tensor names of one tower, a line each, or empty) stands in error messages. `owner` tells apart, on this rank only,
     /// equal lists of one name: on a schedule they must not get each other's means. A `part` belongs to the call before
-    /// it, which the team's schedule has counted. The time until the end of a `timed` call is time that the caller waits.
+    /// it, which the team's schedule has counted. A `separate` call gets its own mean and the one before apart, if
+    /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits.
     struct Average<'a> {
         team: i32,
         towers: usize,
@@ -50,6 +51,7 @@ mod bridge {
         labels: &'a str,
         owner: u64,
         part: bool,
+        separate: bool,
         timed: bool,
     }
 
@@ -61,6 +63,7 @@ mod bridge {
 
         type Results;
         fn kind(self: &Results) -> usize;
+        fn settle(self: &Results, own: f64, here: f64);
         fn blank(self: &Results, addresses: &mut Vec<usize>) -> SharedPtr<Results>;
     }
 
@@ -75,9 +78,12 @@ mod bridge {
             results: SharedPtr<Results>,
         );
 
-        /// Whether coming averages on `team` may return before they have ended: their callers' memory must then be
+        /// Whether coming averages of `owner` on `team` may return before they have ended: their callers' memory must then be
         /// copied, or belong to `results`. False when there is no such team.
-        fn carries(team: i32) -> bool;
+        fn carries(team: i32, owner: u64) -> bool;
+
+        /// Forgets the means that the last calls of `owner` on `team` have left.
+        fn discard(team: i32, owner: u64);
 
         /// Forgets what calls of `owner` on `team` have left to calls that will not come.
         fn release(team: i32, owner: u64);
@@ -118,6 +124,12 @@ unsafe impl Sync for Memory {}
 impl Parcel for Memory {
     fn kind(&self) -> usize {
         self.0.as_ref().map_or(0, Results::kind)
+    }
+
+    fn settle(&self, own: f64, here: f64) {
+        if let Some(results) = self.0.as_ref() {
+            results.settle(own, here);
+        }
     }
 
     fn blank(&self) -> Result<(Arc<dyn Parcel>, Vec<usize>)> {
@@ -206,7 +218,7 @@ unsafe fn average(
 ) {
     face(|| {
         let request = request(call.name, call.labels, completion).instance(call.instance);
-        let request = request.owned_by(call.owner).part(call.part).timed(call.timed);
+        let request = request.owned_by(call.owner).part(call.part).separate(call.separate).timed(call.timed);
         let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
         global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -219,8 +231,16 @@ fn towers(tensors: Vec<Tensor>, count: usize) -> Result<Vec<Vec<Tensor>>> {
     Ok(tensors.chunks((tensors.len() / count).max(1)).map(<[Tensor]>::to_vec).collect())
 }
 
-fn carries(team: i32) -> bool {
-    guard(|| global::carries(team)).unwrap_or(false)
+fn carries(team: i32, owner: u64) -> bool {
+    guard(|| global::carries(team, owner)).unwrap_or(false)
+}
+
+fn discard(team: i32, owner: u64) {
+    // As for `release`.
+    let _discarded = guard(|| {
+        global::discard(team, owner);
+        Ok(())
+    });
 }
 
 fn release(team: i32, owner: u64) {

@@ -272,7 +272,7 @@ pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Ve
 /// # Safety
 /// The memory of `towers` is valid, and nobody else uses it meanwhile.
 pub unsafe fn average_and_wait(id: i32, name: &str, towers: Vec<Vec<Tensor>>) -> Result<()> {
-    if id == CONTROL || !carries(id)? {
+    if id == CONTROL || !carries(id, 0)? {
         return wait(name, |request| average(id, request, || Ok(towers)));
     }
     // SAFETY: the caller's promise.
@@ -285,18 +285,25 @@ pub unsafe fn average_and_wait(id: i32, name: &str, towers: Vec<Vec<Tensor>>) ->
     Ok(())
 }
 
-/// Whether coming averages on team `id` may return before they have ended, if they bring memory of their own.
+/// Whether coming averages of `owner` on team `id` may return before they have ended, if they bring memory of their own.
 ///
 /// # Errors
 /// When there is no such team.
-pub fn carries(id: i32) -> Result<bool> {
-    team(id).map(|team| id != CONTROL && team.carries())
+pub fn carries(id: i32, owner: u64) -> Result<bool> {
+    team(id).map(|team| id != CONTROL && team.carries(owner))
 }
 
 /// Forgets what calls of `owner` on team `id` have left to calls that will not come. Nothing happens without such a team.
 pub fn release(id: i32, owner: u64) {
     if let Ok(team) = team(id) {
         team.release(owner);
+    }
+}
+
+/// Forgets the means that the last calls of `owner` on team `id` have left. Nothing happens without such a team.
+pub fn discard(id: i32, owner: u64) {
+    if let Ok(team) = team(id) {
+        team.discard(owner);
     }
 }
 

@@ -43,7 +43,7 @@ class TestMemory:
             return ended[-1]
 
         monkeypatch.setattr(_ops, "average_start", start_and_wait)
-        monkeypatch.setattr(_ops, "wait", lambda _: None)
+        monkeypatch.setattr(_ops, "wait", lambda _: ([], 1.0, 0.0))
         monkeypatch.setattr(_ops, "forget", lambda _: None)
         w, a = zeros(64), zeros(32, 2)
         optimizer = wrap([w, a], bucket_mb=1e-9)

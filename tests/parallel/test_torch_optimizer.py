@@ -357,7 +357,7 @@ class TestOverlap:
             events.append(f"start {labels.splitlines()[0]}")
             return start(tensors, team, name, labels, *rest)
 
-        def recorded_wait(call: int) -> list[Any]:
+        def recorded_wait(call: int) -> Any:
             events.append("wait")
             return wait(call)
 

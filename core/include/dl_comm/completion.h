@@ -21,6 +21,10 @@ class Results {
   // The same number for all of one op library, different for others: one library cannot take the results of another.
   virtual std::size_t kind() const noexcept = 0;
 
+  // Before the results of a separate call are handed out: how much of the call's own mean, which is then where its own
+  // tensors are written, and of these tensors its result is made of.
+  virtual void settle(double own, double here) const noexcept = 0;
+
   // New results with tensors of the same types and shapes, all zero, whose addresses are appended to `addresses`. Null
   // when there is no memory.
   virtual std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept = 0;

@@ -22,6 +22,7 @@ pub struct Request {
     pub(super) parcel: Option<Arc<dyn Parcel>>,
     pub(super) owner: u64,
     pub(super) part: bool,
+    pub(super) separate: bool,
     pub(super) timed: bool,
 }
 
@@ -36,6 +37,7 @@ impl Request {
             parcel: None,
             owner: 0,
             part: false,
+            separate: false,
             timed: true,
         }
     }
@@ -64,6 +66,12 @@ impl Request {
     /// Makes the call a further part of the one before, which the schedule does not count.
     pub fn part(self, part: bool) -> Request {
         Request { part, ..self }
+    }
+
+    /// Leaves the call's own mean and the one before apart, for a caller that may yet throw its own away; see
+    /// [`Parcel::settle`]. Only with a parcel.
+    pub fn separate(self, separate: bool) -> Request {
+        Request { separate, ..self }
     }
 
     /// Whether the time until the call is done is time that the caller waits; true by default.

@@ -20,6 +20,8 @@ pub(super) struct Delivery {
     pub turn: Turn,
     pub own: Arc<Flight>,
     pub done: Done,
+    /// The caller puts the result together itself.
+    pub separate: bool,
     /// When the caller began to wait; `None` when the caller counts by itself.
     pub waiting_since: Option<Instant>,
 }
@@ -46,7 +48,7 @@ impl Delivery {
         let shares = self.turn.shares;
         let before_flight = self.turn.before.take();
         let result = match (before, own) {
-            (Ok(()), Ok(())) => guard(|| results(shares, &self.own, before_flight)),
+            (Ok(()), Ok(())) => guard(|| results(shares, self.separate, &self.own, before_flight)),
             (Err(error), own) => {
                 // The one before is lost; what this call should have returned of its own goes to the next.
                 if own.is_ok() && self.own.parcel.is_some() {
@@ -78,13 +80,21 @@ impl Delivery {
 }
 
 /// The parcel with the result; `None` when it is in the call's own memory.
-fn results(shares: Shares, own: &Arc<Flight>, before: Option<Arc<Flight>>) -> Result<Option<Arc<dyn Parcel>>> {
+fn results(
+    shares: Shares,
+    separate: bool,
+    own: &Arc<Flight>,
+    before: Option<Arc<Flight>>,
+) -> Result<Option<Arc<dyn Parcel>>> {
+    let Shares { left, carried } = shares;
     let Some(before) = before else {
-        if shares.left == 0.0 {
+        if left == 0.0 {
             return Ok(None);
         }
         let (parcel, addresses) = kept(own)?.blank()?;
-        if shares.left < 1.0 {
+        if separate {
+            parcel.settle(1.0 - left, 0.0);
+        } else if left < 1.0 {
             let fresh =
                 |(mean, address): (&Buffer, usize)| Buffer::in_place(address as *mut u8, mean.len(), mean.dtype());
             let fresh: Vec<Buffer> = own.means.iter().zip(addresses).map(fresh).collect();
@@ -92,13 +102,18 @@ fn results(shares: Shares, own: &Arc<Flight>, before: Option<Arc<Flight>>) -> Re
         }
         return Ok(Some(parcel));
     };
-    if shares.left == 0.0 {
+    if separate && own.parcel.is_some() {
+        let parcel = kept(&before)?;
+        parcel.settle(1.0 - left, carried);
+        return Ok(Some(parcel));
+    }
+    if left == 0.0 {
         mix(&own.means, &before.means, &own.means, shares);
         return Ok(None);
     }
-    if shares.left < 1.0 {
+    if left < 1.0 {
         mix(&own.means, &before.means, &before.means, shares);
-    } else if shares.carried < 1.0 {
+    } else if carried < 1.0 {
         // Its own average may still be on its way: nothing of it is looked at.
         mix(&before.means, &before.means, &before.means, shares);
     }

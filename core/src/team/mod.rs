@@ -154,7 +154,7 @@ impl Team {
     /// after `done` was called.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: Request) {
         let waiting_since = request.timed.then(Instant::now);
-        let Request { done, name, instance, labels, parcel, owner, part, .. } = request;
+        let Request { done, name, instance, labels, parcel, owner, part, separate, .. } = request;
         let mut job = match self.job(Op::Average, towers, &name, &instance, labels) {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
@@ -169,7 +169,7 @@ impl Team {
         pipeline.leave(list, Arc::clone(&own), turn.shares.left);
         drop(pipeline);
         let (pipeline, ledger) = (Arc::clone(&self.pipeline), Arc::clone(&self.ledger));
-        Delivery { pipeline, ledger, list, turn, own, done, waiting_since }.start();
+        Delivery { pipeline, ledger, list, turn, own, done, separate, waiting_since }.start();
     }
 
     fn job(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str, instance: &str, labels: String) -> Result<Job> {
@@ -201,14 +201,20 @@ impl Team {
         self.pipeline().configure(schedule);
     }
 
-    /// Whether coming calls of [`Team::gradients`] may return before their average has ended, if they bring a parcel.
-    pub fn carries(&self) -> bool {
-        self.pipeline().carries()
+    /// Whether coming calls of `owner` ([`Team::gradients`]) may return before their average has ended, if they bring a
+    /// parcel, or another one's mean.
+    pub fn carries(&self, owner: u64) -> bool {
+        self.pipeline().carries(owner)
     }
 
     /// Forgets the lists of `owner`, and the means that its last calls have left to calls that will not come.
     pub fn release(&self, owner: u64) {
         self.pipeline().release(owner);
+    }
+
+    /// Forgets the means that the last calls of `owner` have left.
+    pub fn discard(&self, owner: u64) {
+        self.pipeline().discard(owner);
     }
 
     /// Memory for faces whose callers keep theirs.

@@ -21,6 +21,10 @@ pub trait Parcel: Any + Send + Sync {
     /// The same for all parcels that the maker can take the place of each other; other makers have other kinds.
     fn kind(&self) -> usize;
 
+    /// How much of the call's own mean, and of what this memory holds, its result is made of: for callers that put it
+    /// together themselves ([`super::Request::separate`]). Called before the caller gets this parcel.
+    fn settle(&self, _own: f64, _here: f64) {}
+
     /// Fresh memory of zeros for the same tensors, and the addresses of the tensors in it, tower by tower.
     ///
     /// # Errors
@@ -127,9 +131,11 @@ impl Pipeline {
         self.lists.values_mut().for_each(|list| (list.counted, list.entered) = (false, false));
     }
 
-    /// Whether coming calls may return before their average has ended, or another one's mean.
-    pub fn carries(&self) -> bool {
-        self.schedule.carries_from(self.calls.saturating_sub(1)) || self.left_behind() > 0
+    /// Whether coming calls of `owner` may return before their average has ended, or another one's mean. Lists of other
+    /// owners do not count: one of them may be gone on one rank and not yet on another.
+    pub fn carries(&self, owner: u64) -> bool {
+        let owed = || self.lists.values().any(|list| list.owner == owner && list.behind.is_some());
+        self.schedule.carries_from(self.calls.saturating_sub(1)) || owed()
     }
 
     pub fn verbosity(&self) -> Verbosity {
@@ -166,10 +172,15 @@ impl Pipeline {
         Turn { index, shares: Shares { left, carried }, before, place: self.schedule.place(index, left), prints }
     }
 
-    /// Forgets the lists of `owner`, and the means that its last calls have left.
+    /// Forgets the lists of `owner`, and the means that its last calls have left. What is counted stays: ranks may come here
+    /// at different times.
     pub fn release(&mut self, owner: u64) {
-        self.counted -= self.lists.values().filter(|list| list.owner == owner && list.counted).count() as u64;
         self.lists.retain(|_, list| list.owner != owner);
+    }
+
+    /// Forgets the means that the last calls of `owner` have left.
+    pub fn discard(&mut self, owner: u64) {
+        self.lists.values_mut().filter(|list| list.owner == owner).for_each(|list| list.behind = None);
     }
 
     /// Leaves a share of `flight`'s mean to the next call on `list`.

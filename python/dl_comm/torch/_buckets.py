@@ -64,6 +64,7 @@ class Bucket:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.lent = False  # the team may keep what the last call was given
+        self._late = begun
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
         self.reset()
         if begun:
@@ -83,7 +84,8 @@ class Bucket:
         each = enumerate(zip(self.names, self.parameters, strict=True))
         self._sent = [Gradient(name, p, self._standing.get(i), sparse_as_dense) for i, (name, p) in each]
         self._used = torch.tensor([float(not gradient.absent) for gradient in self._sent])
-        self.lent = _ops.carries(team)
+        # A bucket that is there for this step only has no next call to leave anything to.
+        self.lent = not self._late and _ops.carries(team, owner)
         flags = (_ops.PART if self.index > 0 else 0) | (_ops.KEEP if self.lent else 0)
         wires = [*self._wires(), self._used]
         self._call = _ops.average_start(wires, team, call_name, self._labels, flags, owner)
@@ -99,25 +101,31 @@ class Bucket:
         call, self._call = self._call, None
         if call is None:
             return
-        results: list[torch.Tensor] = []
+        before: list[torch.Tensor] = []
+        own, share = 1.0, 0.0
         try:
-            results = _ops.wait(call)
+            before, own, share = _ops.wait(call)
             for gradient in self._sent:
                 gradient.expect_unchanged(discarding)
         except Exception:
-            self._owe(results, owed)
+            self._owe(before, share, owed)
             if self.lent:
                 self._replace(None for _ in self._sent)
             raise
-        if not results:
+        if not before:
             torch.autograd.graph.increment_version(self._wires())
             for gradient, used in zip(self._sent, self._used.tolist(), strict=True):
                 gradient.finish(used > 0)
         elif discarding:
-            self._owe(results, owed)
+            self._owe(before, share, owed)
             self._replace(None for _ in self._sent)
         else:
-            self._replace(self._means(results))
+            wires = [*self._wires(), self._used]
+            if share != 1.0:
+                torch._foreach_mul_(before, share)
+            if own > 0.0:
+                torch._foreach_add_(before, wires, alpha=own)
+            self._replace(self._means(before))
 
     def drain(self, team: int, call_name: str, owner: int, owed: Owed) -> None:
         """Get what the last call has left to the next one, which will not come."""
@@ -133,10 +141,12 @@ class Bucket:
         self.lent = False
 
     def drop(self) -> None:
-        """Do not wait for a call that is under way."""
+        """Do not wait for a call that is under way; the gradients that it will write to are no more the parameters'."""
         call, self._call = self._call, None
         if call is not None:
             _ops.forget(call)
+            for gradient in self._sent:
+                gradient.abandon()
 
     def _means(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The means of the parameters of which some rank had a gradient."""
@@ -144,11 +154,11 @@ class Bucket:
         each = zip(self._sent, results[:-1], used, strict=True)
         return [gradient.tensor(mean) if is_used > 0 else None for gradient, mean, is_used in each]
 
-    def _owe(self, results: Sequence[torch.Tensor], owed: Owed) -> None:
-        if results:
-            for parameter, mean in zip(self.parameters, self._means(results), strict=True):
+    def _owe(self, before: Sequence[torch.Tensor], share: float, owed: Owed) -> None:
+        if before and share > 0.0:
+            for parameter, mean in zip(self.parameters, self._means(before), strict=True):
                 if mean is not None:
-                    owed.add(parameter, mean)
+                    owed.add(parameter, mean if share == 1.0 else mean * share)
 
     def _replace(self, means: Iterable[torch.Tensor | None]) -> None:
         for gradient, mean in zip(self._sent, means, strict=True):
@@ -184,7 +194,7 @@ class Averager:
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         self._next = 0  # the bucket to start next
-        self._owner = new_owner(self, team)
+        self.owner = new_owner(self, team)
         self._owed = Owed()
         self._local = False
         weakref.finalize(self, _close, self._hooks, self._buckets).atexit = False
@@ -196,7 +206,7 @@ class Averager:
         if self.busy or _same(parameters, self._plan):
             return
         for bucket in self._buckets:
-            bucket.drain(self.team, f"{self._name}.{bucket.index}", self._owner, self._owed)
+            bucket.drain(self.team, f"{self._name}.{bucket.index}", self.owner, self._owed)
         _close(self._hooks, self._buckets)
         self._plan = parameters
         self._buckets[:] = [Bucket(i, part) for i, part in enumerate(_split(named[::-1], self._bucket_bytes))]
@@ -231,14 +241,15 @@ class Averager:
             self._reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def synchronize(self, named: Named, discarding: bool = False) -> None:
-        """Average what has not been started yet, wait for all, and begin a new round with these parameters.
+    def synchronize(self, named: Named, stray: Named, discarding: bool = False) -> None:
+        """Average what has not been started yet, wait for all, and begin a new round with the parameters `named`.
 
-        Raises StateError when gradients were changed after their average started; `discarding`: they may be gone.
+        `stray` are parameters that are not to be averaged any more, but have a gradient that the step will use. Raises
+        StateError when gradients were changed after their average started; `discarding`: they may be gone.
         """
         planned = {id(parameter) for parameter in self._plan}
         # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
-        late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
+        late = [(name, parameter) for name, parameter in (*named, *stray) if id(parameter) not in planned]
         buckets = [*self._buckets, *([Bucket(len(self._buckets), late, begun=True)] if late else [])]
         failure: Exception | None = None
         try:
@@ -254,8 +265,9 @@ class Averager:
             for bucket in buckets:
                 bucket.drop()
             self._reset()
-        if discarding and any(bucket.lent for bucket in buckets):
-            _ops.release(self.team, self._owner)  # what the calls have left, the gradients that are thrown away
+        if (discarding or isinstance(failure, StateError)) and any(bucket.lent for bucket in buckets):
+            # What the calls have left is of gradients that are thrown away, or were changed under way.
+            _ops.discard(self.team, self.owner)
         if failure is not None:
             raise failure
         if not discarding:
@@ -302,7 +314,7 @@ class Averager:
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
-            bucket.start(self.team, f"{self._name}.{bucket.index}", self._owner, self._sparse_as_dense)
+            bucket.start(self.team, f"{self._name}.{bucket.index}", self.owner, self._sparse_as_dense)
         self._next = bucket.index + 1
 
     def _reset(self) -> None:

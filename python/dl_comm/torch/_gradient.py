@@ -56,8 +56,8 @@ class Gradient:
     def expect_unchanged(self, discarding: bool) -> None:
         """Raise StateError when the parameter's gradient is not what was taken; `discarding`: it may be gone."""
         gradient = self._parameter.grad
-        if gradient is self._taken and (gradient is None or gradient._version == self._version):
-            return
+        if gradient is self._taken and (gradient is None or gradient._is_view() or gradient._version == self._version):
+            return  # the version of a view is that of all views of one tensor
         if gradient is None and discarding:
             return
         raise StateError(
@@ -93,6 +93,11 @@ class Gradient:
             self._parameter.grad = mean
         else:
             self._parameter.grad = torch.empty_like(gradient).copy_(mean)
+
+    def abandon(self) -> None:
+        """Take the gradient away when the average that nobody waits for is still going to write to it."""
+        if self._in_place and self._own is self._taken and self._parameter.grad is self._taken:
+            self._parameter.grad = None
 
     def tensor(self, mean: torch.Tensor) -> torch.Tensor:
         """Give a mean that came for `wire` the type of the parameter."""

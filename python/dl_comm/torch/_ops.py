@@ -74,17 +74,24 @@ def release(team: int, owner: int) -> None:
     _ops.release(team, owner)
 
 
-def carries(team: int) -> bool:
-    """Tell whether coming averages of the team may return before they have ended, if their tensors may be kept."""
-    return bool(_ops.carries(team))
+def discard(team: int, owner: int) -> None:
+    """Forget the means that the last calls of `owner` have left."""
+    _ops.discard(team, owner)
 
 
-def wait(number: int) -> list[torch.Tensor]:
+def carries(team: int, owner: int = 0) -> bool:
+    """Tell whether coming averages of `owner` may return before they have ended, or what another one has left."""
+    return bool(_ops.carries(team, owner))
+
+
+def wait(number: int) -> tuple[list[torch.Tensor], float, float]:
     """Wait for the end of the call with this number, once.
 
-    Returns the tensors with its results, in order, or none when they are in the tensors of the call.
+    Returns tensors and two shares: the result is the first share of the call's tensors, and the second of these.
+    Without the flag KEEP there are no tensors: the result is in those of the call.
     """
-    return list(_call(_ops.wait, number))
+    tensors, own, share = _call(_ops.wait, number)
+    return list(tensors), float(own), float(share)
 
 
 def forget(number: int) -> None:

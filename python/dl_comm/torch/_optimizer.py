@@ -33,7 +33,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         `step()` does not average again then. Raises `dl_comm.CommError` when the average fails; the gradients are
         invalid then.
         """
-        _averager(self).synchronize(_named(self))
+        _averager(self).synchronize(_named(self), _stray(self))
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """
         averager = _averager(self)
         if averager.busy:
-            averager.synchronize(_named(self), discarding=True)
+            averager.synchronize(_named(self), _stray(self), discarding=True)
         averager.averaged = False
         averager.watch(_named(self))
         super().zero_grad(set_to_none)
@@ -188,6 +188,14 @@ def _named(optimizer: torch.optim.Optimizer) -> Named:
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
+def _stray(optimizer: torch.optim.Optimizer) -> Named:
+    """Frozen parameters with a gradient: unfrozen for a backward pass, say. torch applies it all the same."""
+    named = _every(optimizer, _averager(optimizer).names)
+    return [
+        (name, parameter) for name, parameter in named if not parameter.requires_grad and parameter.grad is not None
+    ]
+
+
 def _every(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
     # By identity: a parameter may stand in a group twice (torch warns of that).
     found: dict[int, tuple[str, torch.Tensor]] = {}
@@ -261,7 +269,7 @@ def _before_unscaling(optimizer: Any) -> None:
 
 
 def _expect_blocking(averager: Averager, why: str) -> None:
-    if _ops.carries(averager.team):
+    if _ops.carries(averager.team, averager.owner):
         raise StateError(
             f"{why}, but team {averager.team} returns averages of the step before by its schedule: let all calls "
             "block, config_team(..., ksteps=max_steps, ...) or warmup=1.0"
