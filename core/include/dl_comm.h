@@ -144,8 +144,8 @@ int dl_comm_abandon(void);
 /* Returns 1 when dl_comm_init succeeded and dl_comm_finalize was not called, else 0. */
 int dl_comm_is_initialized(void);
 
-/* dl_comm_create_team with the precision of DL_COMM_DEFAULT_PREC_LEVEL, and, when `nthreads_in_team` is 0, the threads of
- * DL_COMM_DEFAULT_NTHREADS, unless the team exists already. Collective when it does not. */
+/* dl_comm_create_team with the precision of DL_COMM_DEFAULT_PREC_LEVEL, and, when `nthreads_in_team` is 0, the threads
+ * of DL_COMM_DEFAULT_NTHREADS, unless the team exists already. Collective when it does not. */
 int dl_comm_ensure_team(int teamID, int nthreads_in_team);
 
 /* Returns the number of created teams with an id from 0. */

@@ -191,30 +191,42 @@ class Averager:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._plan: list[torch.Tensor] = []
+        self._frozen: list[torch.Tensor] = []
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         self._next = 0  # the bucket to start next
         self.owner = new_owner(self, team)
         self._owed = Owed()
+        self._strays: list[tuple[str, torch.Tensor]] = []  # frozen parameters that got a gradient in this round
         self._local = False
         weakref.finalize(self, _close, self._hooks, self._buckets).atexit = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def watch(self, named: Named) -> None:
-        """Average these parameters from the next round on; leaves a round that is under way as it is."""
+    def watch(self, named: Named, frozen: Named) -> None:
+        """Average the parameters `named` from the next round on; leaves a round that is under way as it is.
+
+        `frozen` are the optimizer's other parameters, which should get no gradients.
+        """
         parameters = [parameter for _, parameter in named]
-        if self.busy or _same(parameters, self._plan):
+        others = [parameter for _, parameter in frozen]
+        if self.busy or (_same(parameters, self._plan) and _same(others, self._frozen)):
             return
         for bucket in self._buckets:
             bucket.drain(self.team, f"{self._name}.{bucket.index}", self.owner, self._owed)
         _close(self._hooks, self._buckets)
-        self._plan = parameters
+        self._plan, self._frozen = parameters, others
         self._buckets[:] = [Bucket(i, part) for i, part in enumerate(_split(named[::-1], self._bucket_bytes))]
         me = weakref.ref(self)
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
                 hook = functools.partial(_on_gradient, me, bucket.index, i)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for name, parameter in frozen:
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(True)  # torch takes no hook otherwise
+                hook = functools.partial(_on_stray, me, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(False)
 
     def expect_free(self, named: Named) -> None:
         """Raise ArgumentError when another averager, still in use, has one of these parameters."""
@@ -241,16 +253,18 @@ class Averager:
             self._reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def synchronize(self, named: Named, stray: Named, discarding: bool = False) -> None:
-        """Average what has not been started yet, wait for all, and begin a new round with the parameters `named`.
+    def synchronize(self, named: Named, frozen: Named, discarding: bool = False) -> None:
+        """Average what has not been started yet, wait for all, and begin a new round, as `watch` does.
 
-        `stray` are parameters that are not to be averaged any more, but have a gradient that the step will use. Raises
-        StateError when gradients were changed after their average started; `discarding`: they may be gone.
+        Raises StateError when gradients were changed after their average started (`discarding`: they may be gone), or a
+        parameter that is frozen has got one.
         """
         planned = {id(parameter) for parameter in self._plan}
         # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
-        late = [(name, parameter) for name, parameter in (*named, *stray) if id(parameter) not in planned]
+        late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
         buckets = [*self._buckets, *([Bucket(len(self._buckets), late, begun=True)] if late else [])]
+        strays = [name for name, parameter in self._strays if not parameter.requires_grad]
+        self._strays.clear()
         failure: Exception | None = None
         try:
             with torch.no_grad():
@@ -268,13 +282,19 @@ class Averager:
         if (discarding or isinstance(failure, StateError)) and any(bucket.lent for bucket in buckets):
             # What the calls have left is of gradients that are thrown away, or were changed under way.
             _ops.discard(self.team, self.owner)
+        if failure is None and strays and not discarding:
+            # Other ranks may not have one: there is no telling, so it cannot be averaged.
+            failure = StateError(
+                f"{strays[0]} got a gradient, but was frozen before backward and is frozen now: its gradient is that "
+                "of this rank alone. Unfreeze parameters until step() is done, or clear the gradient"
+            )
         if failure is not None:
             raise failure
         if not discarding:
             with torch.no_grad():
                 self._owed.pay()
         self.averaged = True
-        self.watch(named)
+        self.watch(named, frozen)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -312,6 +332,10 @@ class Averager:
             self._reset()
             raise
 
+    def stray_came(self, name: str, parameter: torch.Tensor) -> None:
+        """Take note that a parameter that was frozen has got a gradient."""
+        self._strays.append((name, parameter))
+
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
             bucket.start(self.team, f"{self._name}.{bucket.index}", self.owner, self._sparse_as_dense)
@@ -329,6 +353,12 @@ def _on_gradient(averager: weakref.ref[Averager], index: int, i: int, _: torch.T
     me = averager()
     if me is not None:
         me.gradient_came(index, i)
+
+
+def _on_stray(averager: weakref.ref[Averager], name: str, parameter: torch.Tensor) -> None:
+    me = averager()
+    if me is not None:
+        me.stray_came(name, parameter)
 
 
 def _taken(averager: Averager, named: Named) -> str | None:

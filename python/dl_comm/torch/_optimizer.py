@@ -33,7 +33,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         `step()` does not average again then. Raises `dl_comm.CommError` when the average fails; the gradients are
         invalid then.
         """
-        _averager(self).synchronize(_named(self), _stray(self))
+        _averager(self).synchronize(_named(self), _frozen(self))
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -58,9 +58,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """
         averager = _averager(self)
         if averager.busy:
-            averager.synchronize(_named(self), _stray(self), discarding=True)
+            averager.synchronize(_named(self), _frozen(self), discarding=True)
         averager.averaged = False
-        averager.watch(_named(self))
+        averager.watch(_named(self), _frozen(self))
         super().zero_grad(set_to_none)
         averager.begin()
 
@@ -73,7 +73,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         except ArgumentError:
             self.param_groups.pop()
             raise
-        averager.watch(named)
+        averager.watch(named, _frozen(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Give the plain optimizer to copy and pickle."""
@@ -166,7 +166,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
     named = _named(optimizer)
     averager.claim(named)
-    averager.watch(named)
+    averager.watch(named, _frozen(optimizer))
     return cast(AveragingOptimizer, optimizer)
 
 
@@ -188,12 +188,9 @@ def _named(optimizer: torch.optim.Optimizer) -> Named:
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
-def _stray(optimizer: torch.optim.Optimizer) -> Named:
-    """Frozen parameters with a gradient: unfrozen for a backward pass, say. torch applies it all the same."""
+def _frozen(optimizer: torch.optim.Optimizer) -> Named:
     named = _every(optimizer, _averager(optimizer).names)
-    return [
-        (name, parameter) for name, parameter in named if not parameter.requires_grad and parameter.grad is not None
-    ]
+    return [(name, parameter) for name, parameter in named if not parameter.requires_grad]
 
 
 def _every(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
