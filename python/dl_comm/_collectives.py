@@ -41,7 +41,7 @@ def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None)
     towers, flat = as_towers(tensors)
     framework = _framework(flat)
     if framework is not None:
-        return list(framework.gradients(tensors if towers is None else in_towers(flat, towers), team, name=name))
+        return list(framework.gradients(flat if towers is None else in_towers(flat, towers), team, name=name))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]

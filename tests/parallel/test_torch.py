@@ -437,3 +437,9 @@ def test_the_plain_functions_take_torch_tensors(rank: int, size: int) -> None:
     assert dl_comm.check_buffers_match(same, 1) == 0
     assert dl_comm.check_buffers_match([torch.tensor([float(rank)])], 0) == int(size > 1)
     assert dl_comm.average(torch.tensor(float(rank))).item() == (size - 1) / 2
+
+
+@pytest.mark.parametrize("gradients", [dl_comm.gradients, cdl.gradients], ids=["package", "face"])
+def test_a_generator_of_tensors_is_a_list(gradients: Callable[..., list[torch.Tensor]], rank: int, size: int) -> None:
+    means = gradients(torch.full((2,), float(rank + i)) for i in range(3))
+    assert [mean.tolist() for mean in means] == [[(size - 1) / 2 + i] * 2 for i in range(3)]

@@ -96,8 +96,7 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
         RuntimeError: The call is inside an XLA-compiled function.
         tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
     """
-    _listed(tensors)
-    towers, given = as_towers(tensors)
+    towers, given = as_towers(_listed(tensors))
     means = _gradients(given, checked_team(team), name or "gradients", towers=towers or 1)
     return means if towers is None else in_towers(means, towers)
 
