@@ -115,10 +115,6 @@ void wait_for(StableIValue* stack, uint64_t, uint64_t) {
   stack[2] = from(outcome.share);
 }
 
-void release_lists(StableIValue* stack, uint64_t, uint64_t) {
-  release(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
-}
-
 void discard_means(StableIValue* stack, uint64_t, uint64_t) {
   discard(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
 }
@@ -147,8 +143,6 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the
   // call is a further part of the step before it in the team's schedule; 2, the tensors may be kept for good.
   library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags, int owner) -> int");
-  // Forgets what calls of `owner` have left to calls that will not come.
-  library.def("release(int team, int owner) -> ()");
   // Forgets the means that the last calls of `owner` have left.
   library.def("discard(int team, int owner) -> ()");
   // Blocks until the call has ended; once for each number. Returns tensors and two shares: the result is the first
@@ -171,7 +165,6 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("wait", &wait_for);
   library.impl("forget", &forget_call);
   library.impl("carries", &team_carries);
-  library.impl("release", &release_lists);
   library.impl("discard", &discard_means);
   library.impl("core_id", &identity_of_core);
 }

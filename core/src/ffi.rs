@@ -85,9 +85,6 @@ mod bridge {
         /// Forgets the means that the last calls of `owner` on `team` have left.
         fn discard(team: i32, owner: u64);
 
-        /// Forgets what calls of `owner` on `team` have left to calls that will not come.
-        fn release(team: i32, owner: u64);
-
         /// Counts the seconds that a caller has waited for a call that is not timed.
         fn add_waited(team: i32, seconds: f64);
 
@@ -236,17 +233,9 @@ fn carries(team: i32, owner: u64) -> bool {
 }
 
 fn discard(team: i32, owner: u64) {
-    // As for `release`.
+    // What is left of a team that has ended is gone with it.
     let _discarded = guard(|| {
         global::discard(team, owner);
-        Ok(())
-    });
-}
-
-fn release(team: i32, owner: u64) {
-    // What is left of a team that has ended is gone with it.
-    let _released = guard(|| {
-        global::release(team, owner);
         Ok(())
     });
 }

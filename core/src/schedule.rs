@@ -165,12 +165,15 @@ impl Schedule {
 
     /// Where call `index` stands, for messages; nothing when every call blocks.
     pub fn place(&self, index: u64, carry: f64) -> String {
+        if self.start >= self.end {
+            return String::new();
+        }
         let phase = match carry {
             0.0 => "blocking".to_owned(),
             1.0 => "non-blocking".to_owned(),
             _ => format!("in transition, {carry:.3} carried over"),
         };
-        if self.start < self.end { format!(" (call {index} of {}, {phase})", self.max_steps) } else { String::new() }
+        format!(" (call {index} of {}, {phase})", self.max_steps)
     }
 }
 

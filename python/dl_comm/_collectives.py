@@ -11,8 +11,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
-
-_CONTROL_TEAM = -1
+from dl_comm._process import CONTROL_TEAM
 
 
 def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
@@ -109,14 +108,14 @@ def average(value: Any) -> Any:
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     if isinstance(value, np.ndarray):
-        _dl_comm.average([value], [value], _CONTROL_TEAM)
+        _dl_comm.average([value], [value], CONTROL_TEAM)
         return value
     framework = _framework([value])
     if framework is not None:
         return framework.average(value)
     if isinstance(value, (bool, int, float, np.generic)):
         array = np.array([value], dtype=np.float64)
-        _dl_comm.average([array], [array], _CONTROL_TEAM)
+        _dl_comm.average([array], [array], CONTROL_TEAM)
         return float(array[0])
     raise DTypeError(f"average needs a number, an array or a tensor, not a {type(value).__name__}")
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
-
-_CONTROL_TEAM = -1
+from dl_comm._process import CONTROL_TEAM
 
 
 def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
@@ -43,7 +42,7 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
     products = [weight * numbers[name] if weight else 0.0 for name in names]
     means = np.array([*products, weight], np.float64)
     # The names are part of the call's name, which the ranks must agree on.
-    _dl_comm.average([means], [means], _CONTROL_TEAM, f"average_metrics({', '.join(map(repr, names))})")
+    _dl_comm.average([means], [means], CONTROL_TEAM, f"average_metrics({', '.join(map(repr, names))})")
     if means[-1] == 0:
         raise ArgumentError("the weight is 0 on all ranks; at least one of them must count")
     by_name = dict(zip(names, (means[:-1] / means[-1]).tolist(), strict=True))

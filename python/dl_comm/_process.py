@@ -14,6 +14,9 @@ from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError
 
 _owners = itertools.count(1)
+CONTROL_TEAM = -1
+"""The team of broadcasts, barriers and metrics."""
+
 _COOLDOWN = {None: 0, "after": 1, "last": 2}
 _FRAMEWORKS = (None, "numpy", "tensorflow", "keras", "torch")
 
@@ -143,8 +146,14 @@ def new_owner(holder: Any, team: int) -> int:
     return owner
 
 
-def warm_up(team: int, nstep: int | None, warmup: float, verb: int, freq: int) -> None:
-    """Sets the schedule of an optimizer's team: the share ``warmup`` of ``nstep`` steps blocks. None sets none."""
+def start_team(
+    team: int, nteam: int, nthread_per_team: int, nstep: int | None, warmup: float, verb: int, freq: int
+) -> None:
+    """Creates the teams that an optimizer on ``team`` lacks, and sets the team's schedule when ``nstep`` is given.
+
+    The share ``warmup`` of ``nstep`` steps blocks then; ``verb`` and ``freq`` are the last two of ``config_team``.
+    """
+    init(nthread_per_team, max(nteam, team + 1))
     if nstep is None:
         return
     if not 0 <= warmup <= 1:

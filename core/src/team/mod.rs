@@ -163,7 +163,9 @@ impl Team {
         let mut pipeline = self.pipeline();
         let turn = pipeline.turn(list, owner, part, parcel.as_deref());
         job.schedule(turn.shares.left, turn.place.clone());
-        let own = Flight::new(parcel, job.means());
+        // A call that gets nothing and leaves nothing has its mean where it belongs: nobody else looks at it.
+        let alone = turn.before.is_none() && turn.shares.left == 0.0;
+        let own = Flight::new(parcel, if alone { Vec::new() } else { job.means() });
         let flight = Arc::clone(&own);
         self.enqueue(job, Box::new(move |result| flight.end(&result)));
         pipeline.leave(list, Arc::clone(&own), turn.shares.left);

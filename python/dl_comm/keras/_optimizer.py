@@ -15,8 +15,7 @@ from typing import Any
 
 import keras
 
-import dl_comm
-from dl_comm._process import new_owner, warm_up
+from dl_comm._process import new_owner, start_team
 from dl_comm.tensorflow import _ops
 
 
@@ -117,8 +116,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             "wrong one: leave nstep out, or give warmup=1.0"
         )
     team = _ops.checked_team(team)
-    dl_comm.init(nthread_per_team, max(nteam, team + 1))
-    warm_up(team, nstep, warmup, verb, freq)
+    start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
     optimizer._dl_comm_team = team
     optimizer._dl_comm_owner = new_owner(optimizer, team)

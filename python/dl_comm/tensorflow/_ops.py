@@ -28,9 +28,7 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._errors import ArgumentError, DTypeError
-
-CONTROL_TEAM = -1
-"""The team of broadcasts, barriers and metrics."""
+from dl_comm._process import CONTROL_TEAM
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),

@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-import dl_comm
-from dl_comm._process import new_owner, warm_up
+from dl_comm._process import new_owner, start_team
 from dl_comm.tensorflow import _ops
 
 
@@ -63,8 +62,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             freq=freq,
         )
     team = _ops.checked_team(team)
-    dl_comm.init(nthread_per_team, max(nteam, team + 1))
-    warm_up(team, nstep, warmup, verb, freq)
+    start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     return _DistributedV1Optimizer(optimizer, team)
 
 

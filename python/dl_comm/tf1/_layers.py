@@ -94,74 +94,79 @@ def dense(
         return _finished(outputs, activation, activity_regularizer)
 
 
-def conv1d(
-    inputs: Any,
-    filters: int,
-    kernel_size: int | Sequence[int],
-    strides: int | Sequence[int] = 1,
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    dilation_rate: int | Sequence[int] = 1,
-    activation: Callable[[Any], Any] | None = None,
-    use_bias: bool = True,
-    **options: Any,
-) -> Any:
-    """Convolve along one dimension; as `conv2d`."""
-    return _convolution(
-        1, inputs, filters, kernel_size, strides, padding, data_format, dilation_rate, activation, use_bias, **options
-    )
+def _convolution(rank: int) -> Callable[..., Any]:
+    def convolution(
+        inputs: Any,
+        filters: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] = 1,
+        padding: str = "valid",
+        data_format: str = "channels_last",
+        dilation_rate: int | Sequence[int] = 1,
+        activation: Callable[[Any], Any] | None = None,
+        use_bias: bool = True,
+        *,
+        kernel_initializer: Any = None,
+        bias_initializer: Any = None,
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        activity_regularizer: Any = None,
+        kernel_constraint: Any = None,
+        bias_constraint: Any = None,
+        trainable: bool = True,
+        name: str | None = None,
+        reuse: bool | None = None,
+    ) -> Any:
+        """Convolve along the dimensions that the layer's name tells.
+
+        Args:
+            inputs: For two dimensions a tensor [N, H, W, C], or [N, C, H, W] with `channels_first`; C must be known.
+            filters: The number of channels of the result.
+            kernel_size: Height and width of the kernel, or one number for both.
+            strides: Steps along height and width.
+            padding: `"valid"` or `"same"`.
+            data_format: `"channels_last"` or `"channels_first"`.
+            dilation_rate: Distance of the kernel's elements along height and width.
+            activation: A function of the result, or None.
+            use_bias: Whether there is a bias.
+            kernel_initializer: This and the following as for `dense`; by name only.
+            bias_initializer: See `dense`.
+            kernel_regularizer: See `dense`.
+            bias_regularizer: See `dense`.
+            activity_regularizer: See `dense`.
+            kernel_constraint: See `dense`.
+            bias_constraint: See `dense`.
+            trainable: See `dense`.
+            name: See `dense`.
+            reuse: See `dense`.
+
+        Raises:
+            ValueError: C is not known, `data_format` is neither, or variables exist already (or do not, with `reuse`).
+        """
+        kernel = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
+        bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
+        with tf.variable_scope(name, default, [inputs], reuse=reuse):
+            outputs = convolved(
+                rank,
+                inputs,
+                filters,
+                kernel_size,
+                strides,
+                padding,
+                data_format,
+                dilation_rate,
+                kernel,
+                bias if use_bias else None,
+            )
+            return _finished(outputs, activation, activity_regularizer)
+
+    default = convolution.__name__ = convolution.__qualname__ = f"conv{rank}d"
+    return convolution
 
 
-def conv2d(
-    inputs: Any,
-    filters: int,
-    kernel_size: int | Sequence[int],
-    strides: int | Sequence[int] = (1, 1),
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    dilation_rate: int | Sequence[int] = (1, 1),
-    activation: Callable[[Any], Any] | None = None,
-    use_bias: bool = True,
-    **options: Any,
-) -> Any:
-    """Convolve images.
-
-    Args:
-        inputs: A tensor [N, H, W, C], or [N, C, H, W] with `channels_first`; C must be known.
-        filters: The number of channels of the result.
-        kernel_size: Height and width of the kernel, or one number for both.
-        strides: Steps along height and width.
-        padding: `"valid"` or `"same"`.
-        data_format: `"channels_last"` or `"channels_first"`.
-        dilation_rate: Distance of the kernel's elements along height and width.
-        activation: A function of the result, or None.
-        use_bias: Whether there is a bias.
-        options: `kernel_initializer` to `reuse`, as for `dense`; by name only.
-
-    Raises:
-        ValueError: C is not known, `data_format` is neither, or variables exist already (or do not, with `reuse`).
-    """
-    return _convolution(
-        2, inputs, filters, kernel_size, strides, padding, data_format, dilation_rate, activation, use_bias, **options
-    )
-
-
-def conv3d(
-    inputs: Any,
-    filters: int,
-    kernel_size: int | Sequence[int],
-    strides: int | Sequence[int] = (1, 1, 1),
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    dilation_rate: int | Sequence[int] = (1, 1, 1),
-    activation: Callable[[Any], Any] | None = None,
-    use_bias: bool = True,
-    **options: Any,
-) -> Any:
-    """Convolve volumes; as `conv2d`."""
-    return _convolution(
-        3, inputs, filters, kernel_size, strides, padding, data_format, dilation_rate, activation, use_bias, **options
-    )
+conv1d = _convolution(1)
+conv2d = _convolution(2)
+conv3d = _convolution(3)
 
 
 def conv2d_transpose(
@@ -214,88 +219,49 @@ def conv2d_transpose(
         return _finished(outputs, activation, activity_regularizer)
 
 
-def max_pooling1d(
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    name: str | None = None,
-) -> Any:
-    """Take maxima along one dimension; as `max_pooling2d`."""
-    return _pooling("MAX", 1, inputs, pool_size, strides, padding, data_format, name or "max_pooling1d")
+def _pooling(kind: str, rank: int, name: str) -> Callable[..., Any]:
+    def pool(
+        inputs: Any,
+        pool_size: int | Sequence[int],
+        strides: int | Sequence[int],
+        padding: str = "valid",
+        data_format: str = "channels_last",
+        name: str | None = None,
+    ) -> Any:
+        """Take the maximum, or the mean, of each window along the dimensions that the layer's name tells.
+
+        Args:
+            inputs: For two dimensions a tensor [N, H, W, C], or [N, C, H, W] with `channels_first`.
+            pool_size: Height and width of the window, or one number for both.
+            strides: Steps along height and width.
+            padding: `"valid"` or `"same"`.
+            data_format: `"channels_last"` or `"channels_first"`.
+            name: The name of the operation.
+
+        Raises:
+            ValueError: `data_format` is neither.
+        """
+        arranged, _, _ = layout(data_format, rank)
+        return tf.nn.pool(
+            inputs,
+            each(pool_size, rank),
+            kind,
+            padding.upper(),
+            strides=each(strides, rank),
+            data_format=arranged,
+            name=name or default,
+        )
+
+    default = pool.__name__ = pool.__qualname__ = name
+    return pool
 
 
-def max_pooling2d(
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    name: str | None = None,
-) -> Any:
-    """Take the maximum of each window.
-
-    Args:
-        inputs: A tensor [N, H, W, C], or [N, C, H, W] with `channels_first`.
-        pool_size: Height and width of the window, or one number for both.
-        strides: Steps along height and width.
-        padding: `"valid"` or `"same"`.
-        data_format: `"channels_last"` or `"channels_first"`.
-        name: The name of the operation.
-
-    Raises:
-        ValueError: `data_format` is neither.
-    """
-    return _pooling("MAX", 2, inputs, pool_size, strides, padding, data_format, name or "max_pooling2d")
-
-
-def max_pooling3d(
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    name: str | None = None,
-) -> Any:
-    """Take maxima in volumes; as `max_pooling2d`."""
-    return _pooling("MAX", 3, inputs, pool_size, strides, padding, data_format, name or "max_pooling3d")
-
-
-def average_pooling1d(
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    name: str | None = None,
-) -> Any:
-    """Take means along one dimension; as `max_pooling2d`."""
-    return _pooling("AVG", 1, inputs, pool_size, strides, padding, data_format, name or "average_pooling1d")
-
-
-def average_pooling2d(
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    name: str | None = None,
-) -> Any:
-    """Take the mean of each window; as `max_pooling2d`."""
-    return _pooling("AVG", 2, inputs, pool_size, strides, padding, data_format, name or "average_pooling2d")
-
-
-def average_pooling3d(
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    name: str | None = None,
-) -> Any:
-    """Take means in volumes; as `max_pooling2d`."""
-    return _pooling("AVG", 3, inputs, pool_size, strides, padding, data_format, name or "average_pooling3d")
+max_pooling1d = _pooling("MAX", 1, "max_pooling1d")
+max_pooling2d = _pooling("MAX", 2, "max_pooling2d")
+max_pooling3d = _pooling("MAX", 3, "max_pooling3d")
+average_pooling1d = _pooling("AVG", 1, "average_pooling1d")
+average_pooling2d = _pooling("AVG", 2, "average_pooling2d")
+average_pooling3d = _pooling("AVG", 3, "average_pooling3d")
 
 
 def flatten(inputs: Any, name: str | None = None, data_format: str = "channels_last") -> Any:
@@ -339,68 +305,6 @@ def dropout(
             lambda: tf.nn.dropout(inputs, rate=rate, noise_shape=noise_shape, seed=seed),
             lambda: tf.identity(inputs),
         )
-
-
-def _convolution(
-    rank: int,
-    inputs: Any,
-    filters: int,
-    kernel_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str,
-    data_format: str,
-    dilation_rate: int | Sequence[int],
-    activation: Callable[[Any], Any] | None,
-    use_bias: bool,
-    kernel_initializer: Any = None,
-    bias_initializer: Any = None,
-    kernel_regularizer: Any = None,
-    bias_regularizer: Any = None,
-    activity_regularizer: Any = None,
-    kernel_constraint: Any = None,
-    bias_constraint: Any = None,
-    trainable: bool = True,
-    name: str | None = None,
-    reuse: bool | None = None,
-) -> Any:
-    kernel = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
-    bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
-    with tf.variable_scope(name, f"conv{rank}d", [inputs], reuse=reuse):
-        outputs = convolved(
-            rank,
-            inputs,
-            filters,
-            kernel_size,
-            strides,
-            padding,
-            data_format,
-            dilation_rate,
-            kernel,
-            bias if use_bias else None,
-        )
-        return _finished(outputs, activation, activity_regularizer)
-
-
-def _pooling(
-    kind: str,
-    rank: int,
-    inputs: Any,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str,
-    data_format: str,
-    name: str,
-) -> Any:
-    arranged, _, _ = layout(data_format, rank)
-    return tf.nn.pool(
-        inputs,
-        each(pool_size, rank),
-        kind,
-        padding.upper(),
-        strides=each(strides, rank),
-        data_format=arranged,
-        name=name,
-    )
 
 
 def _finished(outputs: Any, activation: Callable[[Any], Any] | None, activity_regularizer: Any) -> Any:

@@ -135,9 +135,7 @@ class Bucket:
         self._sent = [Gradient(name, _blank(parameter), None, False) for name, parameter in blanks]
         wires = [*self._wires(), torch.zeros(len(self._sent))]
         _ops.wait(_ops.average_start(wires, team, call_name, self._labels, _ops.PART, owner))
-        for parameter, mean in zip(self.parameters, self._means(wires), strict=True):
-            if mean is not None:
-                owed.add(parameter, mean)
+        self._owe(wires, 1.0, owed)
         self.lent = False
 
     def drop(self) -> None:

@@ -17,12 +17,9 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
-from dl_comm._process import ensure_initialized
+from dl_comm._process import CONTROL_TEAM, ensure_initialized
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import overlaps, plain
-
-# The team that serves whatever has no team of its own.
-CONTROL_TEAM = -1
 
 _COMPLEX = (torch.complex64, torch.complex128)
 

@@ -69,11 +69,6 @@ def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flag
         return int(_call(_ops.average_start, list(tensors), team, name, labels, flags, owner))
 
 
-def release(team: int, owner: int) -> None:
-    """Forget what calls of `owner` have left to calls that will not come."""
-    _ops.release(team, owner)
-
-
 def discard(team: int, owner: int) -> None:
     """Forget the means that the last calls of `owner` have left."""
     _ops.discard(team, owner)

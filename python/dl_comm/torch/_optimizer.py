@@ -11,7 +11,7 @@ import torch
 
 import dl_comm
 from dl_comm import ArgumentError, DTypeError, StateError
-from dl_comm._process import warm_up
+from dl_comm._process import start_team
 from dl_comm.torch import _functions, _ops, _scaler
 from dl_comm.torch._buckets import Averager, Named
 
@@ -155,9 +155,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     averager.names = names
     averager.expect_free([(name, parameter) for name, parameter in every if parameter.requires_grad])
     _made = number + 1
-    # Creates the teams that are missing.
-    dl_comm.init(nthread_per_team, max(nteam, chosen + 1), sum(parameter.numel() for _, parameter in every))
-    warm_up(chosen, nstep, warmup, verb, freq)
+    start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
     if broadcast:
         _functions.broadcast_parameters(every)
     optimizer.__dict__[_ATTRIBUTE] = averager
