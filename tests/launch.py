@@ -59,7 +59,7 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
             stdin=subprocess.DEVNULL,
             stdout=None if echo else output,
             stderr=None if echo else subprocess.STDOUT,
-            env={**os.environ, **(env or {}), _MARK: mark},
+            env={"DL_COMM_DUMP_DIR": "none", **os.environ, **(env or {}), _MARK: mark},
             start_new_session=True,
         )
         timed_out = False

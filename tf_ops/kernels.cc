@@ -87,6 +87,7 @@ class CollectiveKernel : public AsyncOpKernel {
   explicit CollectiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("call_name", &call_name_));
     OP_REQUIRES_OK(context, context->GetAttr("labels", &labels_));
+    OP_REQUIRES_OK(context, context->GetAttr("timeout", &timeout_));
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
@@ -121,6 +122,7 @@ class CollectiveKernel : public AsyncOpKernel {
 
   std::string call_name_;
   std::string labels_;
+  float timeout_ = -1;
 };
 
 class GradientsKernel final : public CollectiveKernel {
@@ -146,6 +148,8 @@ class GradientsKernel final : public CollectiveKernel {
     call.part = false;
     call.separate = false;
     call.timed = true;
+    call.blocks = false;
+    call.timeout = timeout_;
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
   }
@@ -166,8 +170,14 @@ class BroadcastKernel final : public CollectiveKernel {
   void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
               std::shared_ptr<Results>) override {
     const std::string name = call_name_ + std::string(instance);
-    broadcast(root_, {name.data(), name.size()}, {labels_.data(), labels_.size()},
-              {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()}, std::move(completion));
+    Broadcast what;
+    what.root = root_;
+    what.name = {name.data(), name.size()};
+    what.labels = {labels_.data(), labels_.size()};
+    what.blocks = false;
+    what.timeout = timeout_;
+    broadcast(what, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
+              std::move(completion));
   }
 
  private:

@@ -29,6 +29,7 @@ REGISTER_OP("DlCommGradients")
     .Attr("team: int")
     .Attr("towers: int >= 1 = 1")
     .Attr("owner: int = 0")
+    .Attr("timeout: float = -1")
     .Attr("call_name: string")
     .Attr("labels: string = ''")
     .SetIsStateful()
@@ -41,6 +42,7 @@ means: The means, in the order of `tensors`, the same on every rank.
 team: The thread team that does the work; -1 is the team of broadcast and barrier.
 towers: How many replicas of a list, one after the other, `tensors` are; the mean is over these too.
 owner: Tells apart, on this rank only, equal lists of one `call_name`, of two optimizers say.
+timeout: The longest that the op may take, in seconds: 0 for no limit, negative for that of the team.
 call_name: What the ranks must agree on besides types and shapes.
 labels: The names of the tensors, one a line, for error messages.
 )doc");
@@ -50,6 +52,7 @@ REGISTER_OP("DlCommBroadcast")
     .Output("values: T")
     .Attr("T: list({half, bfloat16, float, double, int8, uint8, int32, int64, bool}) >= 1")
     .Attr("root: int")
+    .Attr("timeout: float = -1")
     .Attr("call_name: string")
     .Attr("labels: string = ''")
     .SetIsStateful()
@@ -60,6 +63,7 @@ The tensors of the rank `root`, on every rank.
 tensors: The tensors of this rank. All ranks give the same number, types and shapes.
 values: The tensors of the root, in the order of `tensors`.
 root: The rank whose tensors count.
+timeout: The longest that the op may take, in seconds: 0 for no limit, negative for that of the team.
 call_name: What the ranks must agree on besides types and shapes.
 labels: The names of the tensors, one a line, for error messages.
 )doc");

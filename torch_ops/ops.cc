@@ -41,6 +41,8 @@ Average description(const Arguments& call, std::size_t towers, uint64_t owner, b
   average.part = part;
   average.separate = !timed;
   average.timed = timed;
+  average.blocks = timed;
+  average.timeout = -1;
   return average;
 }
 
@@ -63,14 +65,22 @@ Views in_place(const Arguments& call) {
 
 void average_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
-  start_average(description(call, 1, 0, false, true), in_place(call), call.tensors, nullptr)->wait();
+  Average average = description(call, 1, 0, false, true);
+  average.timeout = to<double>(stack[4]);
+  start_average(average, in_place(call), call.tensors, nullptr)->wait();
 }
 
 void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const Views views = in_place(call);
   const auto ticket = std::make_shared<Ticket>(call.tensors, -1);
-  broadcast(call.number, call.name, call.labels, views.tensors(), views.shapes(), completion_of(ticket));
+  Broadcast what;
+  what.root = call.number;
+  what.name = {call.name.data(), call.name.size()};
+  what.labels = {call.labels.data(), call.labels.size()};
+  what.blocks = true;
+  what.timeout = to<double>(stack[4]);
+  broadcast(what, views.tensors(), views.shapes(), completion_of(ticket));
   ticket->wait();
 }
 
@@ -94,7 +104,9 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
     }
   }
   auto kept = copies ? std::make_shared<TensorResults>(results) : nullptr;
-  const auto ticket = start_average(description(call, towers, 0, false, true), views, std::move(keep), std::move(kept));
+  Average average = description(call, towers, 0, false, true);
+  average.timeout = to<double>(stack[5]);
+  const auto ticket = start_average(average, views, std::move(keep), std::move(kept));
   const Tensors returned = ticket->wait().tensors;
   stack[0] = from(returned.empty() ? results : returned);
 }
@@ -134,12 +146,12 @@ void identity_of_core(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from
 extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
 
 STABLE_TORCH_LIBRARY(dl_comm, library) {
-  // In place, blocking: the mean over all ranks.
-  library.def("average_(Tensor(a!)[] tensors, int team, str name, str labels) -> ()");
+  // In place, blocking: the mean over all ranks. `timeout` is in seconds, 0 for none, negative for the team's.
+  library.def("average_(Tensor(a!)[] tensors, int team, str name, str labels, float timeout) -> ()");
   // The same into new, contiguous tensors, of `towers` replicas of a list, which follow each other. Differentiable.
-  library.def("average(Tensor[] tensors, int team, str name, str labels, int towers) -> Tensor[]");
+  library.def("average(Tensor[] tensors, int team, str name, str labels, int towers, float timeout) -> Tensor[]");
   // In place, blocking: the tensors of rank `root`.
-  library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels) -> ()");
+  library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels, float timeout) -> ()");
   // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the
   // call is a further part of the step before it in the team's schedule; 2, the tensors may be kept for good.
   library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags, int owner) -> int");

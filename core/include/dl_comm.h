@@ -5,7 +5,8 @@
  * and leave everything usable; after a timeout or a lost peer the team refuses further calls with the first error.
  *
  * Thread rule: every function may be called from any thread. Functions marked "collective" must be called by all ranks,
- * in the same order for each team (broadcast, barrier and check_buffers_match share a team of their own).
+ * which are lined up by what they call when their order differs (broadcast, barrier and check_buffers_match share a team
+ * of their own). Calls that look alike, without a name say, should come in one order.
  */
 #ifndef DL_COMM_H
 #define DL_COMM_H
@@ -101,8 +102,10 @@ typedef struct dl_comm_buffer {
  * Collective. */
 int dl_comm_average(const dl_comm_buffer_t* buffers, size_t count, int team, const char* name);
 
-/* dl_comm_average for `ntowers` replicas of a list of `count` tensors, which follow each other in `buffers`. */
-int dl_comm_average_towers(const dl_comm_buffer_t* buffers, size_t count, size_t ntowers, int team, const char* name);
+/* dl_comm_average for `ntowers` replicas of a list of `count` tensors, which follow each other in `buffers`. `timeout`
+ * is the longest that the call may take, in seconds: 0 for no limit, negative for that of the team. */
+int dl_comm_average_towers(const dl_comm_buffer_t* buffers, size_t count, size_t ntowers, int team, const char* name,
+                           double timeout);
 
 /* Where the blocking cool-down of a negative `ksteps` begins: after |ksteps| calls, as the plugin's porting guide says,
  * or so that the last |ksteps| calls block, as the plugin of 2018 did. DEFAULT is what DL_COMM_COOLDOWN says, else
@@ -127,8 +130,9 @@ typedef enum dl_comm_cooldown {
 int dl_comm_config_team(int team, int trans_alg, int ksteps, int max_steps, int verbosity, int perf_freq,
                         dl_comm_cooldown_t cooldown);
 
-/* dl_comm_broadcast for one tower. Collective. */
-int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name);
+/* dl_comm_broadcast for one tower. `timeout` is as for dl_comm_average_towers. Collective. */
+int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name,
+                              double timeout);
 
 /* Returns 0 when the tensors (`src`) hold the same bits on all ranks, else 1, the same on every rank; with `verbose`
  * every rank that differs from rank 0 prints which tensor does. Collective. */
@@ -136,6 +140,13 @@ int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, i
 
 /* Returns when every rank has called it. Collective. */
 int dl_comm_barrier(void);
+
+/* dl_comm_barrier with a `timeout` as for dl_comm_average_towers. Collective. */
+int dl_comm_barrier_within(double timeout);
+
+/* Sets how long coming calls on the team may take, in seconds (0: no limit), instead of DL_COMM_TIMEOUT_S; -1 is the
+ * team of broadcast and barrier. Local: the ranks need not agree on it. */
+int dl_comm_set_timeout(int team, double seconds);
 
 /* Ends the use of dl_comm after a failure: the other ranks of the host get an error soon, and MPI is left as it is, so
  * that the launcher ends the job. Not collective. */
@@ -158,6 +169,22 @@ int dl_comm_release(int teamID, uint64_t owner);
 /* Returns for how many seconds callers of this rank have waited for averages of the team: what the lines of
  * dl_comm_config_team's `verbosity` print. A negative DL_COMM_ERROR_* code when there is no such team. */
 double dl_comm_get_waited(int teamID);
+
+/* The functions that give a text write up to `capacity` bytes of it, its terminating NUL included, and return the
+ * length that all of it has (without the NUL), as snprintf does. */
+
+/* The numbers of all teams since their start, as a JSON object; docs/diagnosis.md tells what they are. */
+int dl_comm_stats(char* text, size_t capacity);
+
+/* Writes the last calls of this rank, and what it waits for, as a JSON file into `folder` (NULL: where DL_COMM_DUMP_DIR
+ * says) for `python -m dl_comm.blame`; gives the file's path. Not collective. */
+int dl_comm_dump(const char* folder, char* path, size_t capacity);
+
+/* Records what every thread of dl_comm does in this rank, into a file in `folder`, until dl_comm_timeline_stop or
+ * dl_comm_finalize; `python -m dl_comm.timeline` reads the files of all ranks. DL_COMM_TIMELINE does so from the start.
+ * Not collective. */
+int dl_comm_timeline_start(const char* folder);
+int dl_comm_timeline_stop(void);
 
 /* The number of processes on this host. Valid after dl_comm_init_mpi. */
 int dl_comm_get_local_nranks(void);

@@ -4,7 +4,7 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::slice;
+use std::{ptr, slice};
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -14,6 +14,8 @@ use crate::error::{Error, Result, guard};
 use crate::global;
 use crate::say::say;
 use crate::schedule::{Arguments, Cooldown};
+use crate::team::Limit;
+use crate::timeline;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -97,7 +99,7 @@ pub unsafe extern "C" fn dl_comm_gradients(
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
         global::ensure_team(teamID, None)?;
         // SAFETY: as above.
-        unsafe { global::average_and_wait(teamID, "", towers) }
+        unsafe { global::average_and_wait(teamID, "", Limit::Team, towers) }
     })
 }
 
@@ -180,6 +182,72 @@ pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
     if code == 0 { seconds } else { f64::from(code) }
 }
 
+/// Writes `words`, cut to `capacity` bytes with their NUL, to `text`; returns their length.
+///
+/// # Safety
+/// `text` has `capacity` bytes.
+unsafe fn give(words: &str, text: *mut c_char, capacity: usize) -> Result<c_int> {
+    if text.is_null() && capacity > 0 {
+        return Err(Error::Invalid("the place for the text is NULL".into()));
+    }
+    let room = words.floor_char_boundary(capacity.saturating_sub(1));
+    if capacity > 0 {
+        // SAFETY: the caller's promise; `room` is below `capacity`.
+        unsafe {
+            ptr::copy_nonoverlapping(words.as_ptr().cast(), text, room);
+            *text.add(room) = 0;
+        }
+    }
+    number(words.len())
+}
+
+/// `dl_comm_stats` of `dl_comm.h`.
+///
+/// # Safety
+/// `text` has `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_stats(text: *mut c_char, capacity: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    face(|| unsafe { give(&global::stats()?.to_string(), text, capacity) })
+}
+
+/// `dl_comm_dump` of `dl_comm.h`.
+///
+/// # Safety
+/// `folder` is a C string or NULL; `path` has `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, capacity: usize) -> c_int {
+    face(|| {
+        // SAFETY: the caller's promise.
+        let folder = (!folder.is_null()).then(|| unsafe { text(folder) });
+        let file = global::dump(folder.as_deref())?;
+        // SAFETY: the caller's promise.
+        unsafe { give(&file.to_string_lossy(), path, capacity) }
+    })
+}
+
+/// `dl_comm_timeline_start` of `dl_comm.h`.
+///
+/// # Safety
+/// `folder` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    done(|| match unsafe { text(folder) } {
+        folder if folder.is_empty() => Err(Error::Invalid("a timeline needs a folder".into())),
+        folder => global::start_timeline(&folder),
+    })
+}
+
+/// `dl_comm_timeline_stop` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_timeline_stop() -> c_int {
+    done(|| {
+        timeline::stop();
+        Ok(())
+    })
+}
+
 /// `dl_comm_last_error` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_last_error() -> *const c_char {
@@ -225,7 +293,7 @@ pub unsafe extern "C" fn dl_comm_average(
         // SAFETY: the caller's promise.
         let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
         // SAFETY: as above.
-        unsafe { global::average_and_wait(team, &name, vec![tensors]) }
+        unsafe { global::average_and_wait(team, &name, Limit::Team, vec![tensors]) }
     })
 }
 
@@ -240,6 +308,7 @@ pub unsafe extern "C" fn dl_comm_average_towers(
     ntowers: usize,
     team: c_int,
     name: *const c_char,
+    timeout: f64,
 ) -> c_int {
     done(|| {
         let all = count.checked_mul(ntowers).filter(|&all| all > 0);
@@ -248,7 +317,7 @@ pub unsafe extern "C" fn dl_comm_average_towers(
         let (tensors, name) = unsafe { (tensors(buffers, all)?, text(name)) };
         let towers = tensors.chunks(count).map(<[Tensor]>::to_vec).collect();
         // SAFETY: as above.
-        unsafe { global::average_and_wait(team, &name, towers) }
+        unsafe { global::average_and_wait(team, &name, Limit::from_seconds(timeout), towers) }
     })
 }
 
@@ -281,11 +350,13 @@ pub unsafe extern "C" fn dl_comm_broadcast_buffers(
     count: usize,
     root: c_int,
     name: *const c_char,
+    timeout: f64,
 ) -> c_int {
     done(|| {
         // SAFETY: the caller's promise.
         let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
-        global::wait(&name, |request| global::broadcast(root, request, || Ok(tensors)))
+        let limit = Limit::from_seconds(timeout);
+        global::wait(&name, |request| global::broadcast(root, request.within(limit), || Ok(tensors)))
     })
 }
 
@@ -305,7 +376,22 @@ pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, co
 /// `dl_comm_barrier` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_barrier() -> c_int {
-    done(|| global::wait("", global::barrier))
+    dl_comm_barrier_within(-1.0)
+}
+
+/// `dl_comm_barrier_within` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_barrier_within(timeout: f64) -> c_int {
+    done(|| global::wait("", |request| global::barrier(request.within(Limit::from_seconds(timeout)))))
+}
+
+/// `dl_comm_set_timeout` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
+    done(|| match Limit::from_seconds(seconds) {
+        Limit::Own(timeout) => global::set_timeout(team, timeout),
+        Limit::Team => Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit"))),
+    })
 }
 
 /// Compares hashes with those of rank 0, then the outcomes with everybody's.

@@ -18,6 +18,8 @@ pub struct Config {
     pub timeout: Option<Duration>,
     /// `DL_COMM_STALL_WARN_S`: a wait longer than this says once who is late; `None` (0) never.
     pub stall_warn: Option<Duration>,
+    /// `DL_COMM_MATCH_S`: how long ranks that hold different calls wait for the counterparts.
+    pub match_within: Duration,
     /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
     pub chunk_bytes: usize,
     /// `DL_COMM_AFFINITY`: which processors team threads run on.
@@ -26,6 +28,23 @@ pub struct Config {
     pub cooldown: Cooldown,
     /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
     pub shm_dir: String,
+    /// `DL_COMM_NETWORK`: the interface on which hosts watch each other; any when empty.
+    pub network: String,
+    /// `DL_COMM_DUMP_DIR`: where ranks write their last calls after a failure; `None` (`none`) nowhere.
+    pub dump_dir: DumpDir,
+    /// `DL_COMM_TIMELINE`: the folder of the timeline; none when empty.
+    pub timeline: String,
+}
+
+/// Where dumps go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DumpDir {
+    /// A folder of the job's own under the system's folder for temporary files.
+    Temporary,
+    /// This one.
+    Here(String),
+    /// Nowhere, unless somebody asks.
+    Nowhere,
 }
 
 impl Default for Config {
@@ -35,10 +54,14 @@ impl Default for Config {
             default_prec_level: 0,
             timeout: Some(Duration::from_secs(300)),
             stall_warn: Some(Duration::from_secs(60)),
+            match_within: Duration::from_secs(30),
             chunk_bytes: 512 << 10,
             affinity: Affinity::None,
             cooldown: Cooldown::After,
             shm_dir: "/dev/shm".into(),
+            network: String::new(),
+            dump_dir: DumpDir::Temporary,
+            timeline: String::new(),
         }
     }
 }
@@ -82,6 +105,7 @@ impl Config {
             default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
+            match_within: seconds("DL_COMM_MATCH_S", Some(defaults.match_within))?.unwrap_or_default(),
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
             affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
             cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
@@ -93,6 +117,13 @@ impl Config {
                 }
             },
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
+            network: get("DL_COMM_NETWORK").unwrap_or_default(),
+            dump_dir: match get("DL_COMM_DUMP_DIR") {
+                None => defaults.dump_dir,
+                Some(text) if text == "none" => DumpDir::Nowhere,
+                Some(text) => DumpDir::Here(text),
+            },
+            timeline: get("DL_COMM_TIMELINE").unwrap_or_default(),
         })
     }
 }
@@ -118,6 +149,9 @@ mod tests {
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
+        assert_eq!(with("DL_COMM_MATCH_S", "0").unwrap().match_within, Duration::ZERO);
+        assert_eq!(with("DL_COMM_DUMP_DIR", "none").unwrap().dump_dir, DumpDir::Nowhere);
+        assert_eq!(with("DL_COMM_DUMP_DIR", "/x").unwrap().dump_dir, DumpDir::Here("/x".into()));
     }
 
     #[test]
@@ -129,6 +163,7 @@ mod tests {
             ("DL_COMM_DEFAULT_NTHREADS", "0"),
             ("DL_COMM_DEFAULT_PREC_LEVEL", "2"),
             ("DL_COMM_CHUNK_KB", "1.5"),
+            ("DL_COMM_MATCH_S", "-3"),
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
         ] {

@@ -8,7 +8,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
-use crate::team::{Done, Parcel, Request};
+use crate::team::{Done, Limit, Parcel, Request};
 
 #[cxx::bridge(namespace = "dl_comm")]
 #[allow(missing_docs, clippy::missing_safety_doc)]
@@ -42,7 +42,9 @@ mod bridge {
     /// (tensor names of one tower, a line each, or empty) stands in error messages. `owner` tells apart, on this rank only,
     /// equal lists of one name: on a schedule they must not get each other's means. A `part` belongs to the call before
     /// it, which the team's schedule has counted. A `separate` call gets its own mean and the one before apart, if
-    /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits.
+    /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits. A call that
+    /// `blocks` keeps its thread from making another one before it has ended. `timeout` is in seconds: 0 for none, negative
+    /// for the team's.
     struct Average<'a> {
         team: i32,
         towers: usize,
@@ -53,6 +55,17 @@ mod bridge {
         part: bool,
         separate: bool,
         timed: bool,
+        blocks: bool,
+        timeout: f64,
+    }
+
+    /// What a broadcast from rank `root` is beside its tensors; the rest as for an average.
+    struct Broadcast<'a> {
+        root: i32,
+        name: &'a str,
+        labels: &'a str,
+        blocks: bool,
+        timeout: f64,
     }
 
     unsafe extern "C++" {
@@ -88,11 +101,9 @@ mod bridge {
         /// Counts the seconds that a caller has waited for a call that is not timed.
         fn add_waited(team: i32, seconds: f64);
 
-        /// Starts the broadcast of `tensors` from rank `root`.
+        /// Starts the broadcast of `tensors` from a rank.
         unsafe fn broadcast(
-            root: i32,
-            name: &str,
-            labels: &str,
+            call: &Broadcast<'_>,
             tensors: &[TensorView],
             shapes: &[i64],
             completion: UniquePtr<Completion>,
@@ -108,7 +119,7 @@ use std::sync::Arc;
 
 use cxx::{SharedPtr, UniquePtr};
 
-use bridge::{Average, Completion, Results, TensorView};
+use bridge::{Average, Broadcast, Completion, Results, TensorView};
 
 /// The memory of a call, in the hands of an op library.
 struct Memory(SharedPtr<Results>);
@@ -216,6 +227,7 @@ unsafe fn average(
     face(|| {
         let request = request(call.name, call.labels, completion).instance(call.instance);
         let request = request.owned_by(call.owner).part(call.part).separate(call.separate).timed(call.timed);
+        let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
         let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
         global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -247,15 +259,12 @@ fn add_waited(team: i32, seconds: f64) {
 
 /// # Safety
 /// As for [`average`].
-unsafe fn broadcast(
-    root: i32,
-    name: &str,
-    labels: &str,
-    tensors: &[TensorView],
-    shapes: &[i64],
-    completion: UniquePtr<Completion>,
-) {
-    face(|| global::broadcast(root, request(name, labels, completion), || translate(tensors, shapes)));
+unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64], completion: UniquePtr<Completion>) {
+    face(|| {
+        let request = request(call.name, call.labels, completion);
+        let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
+        global::broadcast(call.root, request, || translate(tensors, shapes));
+    });
 }
 
 fn core_id() -> usize {

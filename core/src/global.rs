@@ -3,22 +3,26 @@
 //! Thread rule: everything may be called from any thread. Collective functions that make teams run one at a time.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 
 use crate::affinity::{self, Place};
 use crate::buffer::Tensor;
 use crate::collective::Op;
 use crate::config::Config;
+use crate::dump::{Dumper, OnSignal};
 use crate::error::{Error, Result, guard};
 use crate::plan::ALIGN;
 use crate::say::say;
 use crate::schedule::{Arguments, Cooldown, Schedule};
-use crate::team::{Parcel, Request, Settings, Stage, Team, report_waited};
+use crate::team::{Limit, Parcel, Request, Settings, Stage, Team, report_waited};
+use crate::timeline;
 use crate::topology::Topology;
-use crate::transport::mpi::{TeamShape, World};
+use crate::transport::mpi::{Process, TeamShape, World};
 
 /// The team of broadcasts, barriers and averages outside of training.
 pub const CONTROL: i32 = -1;
@@ -31,8 +35,11 @@ enum State {
     Started {
         world: Arc<Mutex<World>>,
         topology: Arc<Topology>,
-        config: Config,
+        config: Box<Config>,
         teams: BTreeMap<i32, Arc<Team>>,
+        dumper: Arc<Dumper>,
+        /// For what it does as long as it is there.
+        _on_signal: OnSignal,
     },
     /// The ranks stay known.
     Finalized(Arc<Topology>),
@@ -94,7 +101,16 @@ pub fn init_mpi() -> Result<()> {
             }
             OWNER.store(process::id(), Ordering::Relaxed);
             let topology = Arc::clone(world.topology());
-            *state = State::Started { world: Arc::new(Mutex::new(world)), topology, config, teams: BTreeMap::new() };
+            let processes = Arc::clone(world.processes());
+            let title = title(topology.rank(), &processes);
+            let dumper = Arc::new(Dumper::new(topology.rank(), processes, world.key(), config.dump_dir.clone()));
+            if !config.timeline.is_empty() {
+                timeline::start(&config.timeline, topology.rank(), &title)?;
+            }
+            let _on_signal = OnSignal::start(Arc::clone(&dumper))?;
+            let world = Arc::new(Mutex::new(world));
+            let config = Box::new(config);
+            *state = State::Started { world, topology, config, teams: BTreeMap::new(), dumper, _on_signal };
             Ok(())
         }
     })
@@ -124,7 +140,58 @@ pub fn is_initialized() -> bool {
 /// [`Error::State`] before [`init_mpi`] and after [`finalize`].
 pub fn config() -> Result<Config> {
     read(|state| match state {
-        State::Started { config, .. } => Ok(config.clone()),
+        State::Started { config, .. } => Ok(Config::clone(config)),
+        State::Fresh => Err(not_started()),
+        State::Finalized(_) => Err(finalized()),
+    })
+}
+
+/// `rank 3 on host (pid 7)`.
+fn title(rank: usize, processes: &[Process]) -> String {
+    let process = &processes[rank];
+    format!("rank {rank} on {} (pid {})", process.host, process.pid)
+}
+
+/// Writes this rank's last calls into `folder`, or where `DL_COMM_DUMP_DIR` says; returns the file.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`] and after [`finalize`]; [`Error::System`].
+pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
+    let dumper = read(|state| match state {
+        State::Started { dumper, .. } => Ok(Arc::clone(dumper)),
+        State::Fresh => Err(not_started()),
+        State::Finalized(_) => Err(finalized()),
+    })?;
+    dumper.write("asked for", folder)
+}
+
+/// Starts the timeline of this rank in `folder`.
+///
+/// # Errors
+/// As for [`dump`]; [`Error::State`] when one is being recorded.
+pub fn start_timeline(folder: &str) -> Result<()> {
+    let (rank, title) = read(|state| match state {
+        State::Started { world, topology, .. } => {
+            let processes = Arc::clone(world.lock().unwrap_or_else(PoisonError::into_inner).processes());
+            Ok((topology.rank(), title(topology.rank(), &processes)))
+        }
+        State::Fresh => Err(not_started()),
+        State::Finalized(_) => Err(finalized()),
+    })?;
+    timeline::start(folder, rank, &title)
+}
+
+/// The numbers of all teams, as a JSON object.
+///
+/// # Errors
+/// As for [`config`].
+pub fn stats() -> Result<serde_json::Value> {
+    read(|state| match state {
+        State::Started { teams, topology, .. } => {
+            let teams: serde_json::Map<String, serde_json::Value> =
+                teams.iter().map(|(id, team)| (id.to_string(), team.stats())).collect();
+            Ok(serde_json::json!({"rank": topology.rank(), "size": topology.size(), "teams": teams}))
+        }
         State::Fresh => Err(not_started()),
         State::Finalized(_) => Err(finalized()),
     })
@@ -173,8 +240,8 @@ fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
         return Ok(());
     }
     let config = config()?;
-    let world = read(|state| match state {
-        State::Started { world, .. } => Ok(Arc::clone(world)),
+    let (world, dumper) = read(|state| match state {
+        State::Started { world, dumper, .. } => Ok((Arc::clone(world), Arc::clone(dumper))),
         _ => Err(not_started()),
     })?;
     let cpus = match usize::try_from(id) {
@@ -190,8 +257,12 @@ fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
     let shape = TeamShape { id, threads, prec_level, slot };
     let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
-    let settings = Settings { id, precise: prec_level == 1, timeout: config.timeout, stall_warn: config.stall_warn };
-    let team = Arc::new(Team::start(endpoint, settings, cpus.as_deref())?);
+    let Config { timeout, stall_warn, match_within, .. } = config;
+    let settings = Settings { id, precise: prec_level == 1, timeout, stall_warn, match_within };
+    let on_alarm = Arc::clone(&dumper);
+    let alarm = Arc::new(move |words: &str| on_alarm.alarm(words));
+    let team = Arc::new(Team::start(endpoint, settings, cpus.as_deref(), alarm)?);
+    dumper.add(&team);
     write(|state| match state {
         State::Started { teams, .. } => {
             teams.insert(id, team);
@@ -234,6 +305,14 @@ pub fn ensure_team(id: i32, threads: Option<i32>) -> Result<()> {
     create_team(id, threads, i32::from(config.default_prec_level))
 }
 
+/// Sets the deadline of coming calls on team `id`; `None` for none.
+///
+/// # Errors
+/// When there is no such team.
+pub fn set_timeout(id: i32, timeout: Option<Duration>) -> Result<()> {
+    team(id).map(|team| team.set_timeout(timeout))
+}
+
 /// The number of teams that [`create_team`] made.
 ///
 /// # Errors
@@ -271,14 +350,14 @@ pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Ve
 ///
 /// # Safety
 /// The memory of `towers` is valid, and nobody else uses it meanwhile.
-pub unsafe fn average_and_wait(id: i32, name: &str, towers: Vec<Vec<Tensor>>) -> Result<()> {
+pub unsafe fn average_and_wait(id: i32, name: &str, limit: Limit, towers: Vec<Vec<Tensor>>) -> Result<()> {
     if id == CONTROL || !carries(id, 0)? {
-        return wait(name, |request| average(id, request, || Ok(towers)));
+        return wait(name, |request| average(id, request.within(limit), || Ok(towers)));
     }
     // SAFETY: the caller's promise.
     let (stage, copies) = unsafe { Stage::of(&towers, team(id)?.pool()) }?;
     let mine = Arc::clone(&stage);
-    let result = outcome(name, |request| average(id, request.keeping(mine), || Ok(copies)))?;
+    let result = outcome(name, |request| average(id, request.within(limit).keeping(mine), || Ok(copies)))?;
     let result = result.map_or(Ok(stage), Stage::from_parcel)?;
     // SAFETY: the caller's promise; a result is nobody else's any more.
     unsafe { result.copy_to(&towers) };
@@ -367,7 +446,7 @@ fn outcome(name: &str, start: impl FnOnce(Request)) -> Result<Option<Arc<dyn Par
         // The receiver is below, waiting.
         let _delivered = sender.send(result);
     });
-    start(Request::new(done).named(name, ""));
+    start(Request::new(done).named(name, "").blocking(true));
     receiver.recv().unwrap_or_else(|_| Err(Error::Internal("a call was dropped without an outcome".into())))
 }
 
@@ -422,6 +501,7 @@ fn end(reason: Option<Error>) -> Result<()> {
         teams.values().for_each(|team| team.fail(error));
     }
     teams.values().for_each(|team| team.stop());
+    timeline::stop();
     report(&teams, topology.rank());
     let failed = teams.values().any(|team| team.failure().is_some());
     if failed || reason.is_some() {

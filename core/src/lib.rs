@@ -1,11 +1,13 @@
 //! The core of dl_comm: means and broadcasts of lists of tensors over the ranks of a data-parallel job.
 //!
 //! Layers, each using only those below it:
-//! - faces: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both;
+//! - faces: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both, [`dump`] what it tells of
+//!   its last calls;
 //! - [`team`]: queues, threads, the life of a call;
 //! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
-//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`schedule`], [`topology`], [`affinity`], [`config`], [`error`].
+//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`schedule`], [`topology`], [`affinity`], [`config`], [`error`],
+//!   [`trace`] and [`timeline`] (where the time goes).
 //!
 //! `docs/architecture.md` follows one gradient through them.
 
@@ -19,6 +21,7 @@ pub mod capi;
 pub mod collective;
 pub mod config;
 pub mod dtype;
+pub mod dump;
 pub mod error;
 mod ffi;
 pub mod global;
@@ -27,5 +30,7 @@ pub mod reduce;
 mod say;
 pub mod schedule;
 pub mod team;
+pub mod timeline;
 pub mod topology;
+pub mod trace;
 pub mod transport;

@@ -20,9 +20,10 @@ order for each team. None holds the GIL while it waits.
 
 from __future__ import annotations
 
-from dl_comm import _process, training
+from dl_comm import _process, timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
+from dl_comm._diagnosis import dump, stats
 from dl_comm._dl_comm import __version__, core_id
 from dl_comm._errors import (
     ArgumentError,
@@ -51,6 +52,7 @@ from dl_comm._process import (
     local_rank,
     local_size,
     rank,
+    set_timeout,
     size,
 )
 
@@ -71,6 +73,7 @@ __all__ = [
     "config_team",
     "core_id",
     "create_team",
+    "dump",
     "finalize",
     "get_cmake_dir",
     "get_include",
@@ -89,8 +92,11 @@ __all__ = [
     "rank0_path",
     "rank_path",
     "read_on_rank0",
-    "training",
+    "set_timeout",
     "size",
+    "stats",
+    "timeline",
+    "training",
     "write_on_rank0",
 ]
 

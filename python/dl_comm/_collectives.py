@@ -11,10 +11,12 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._process import CONTROL_TEAM
+from dl_comm._process import CONTROL_TEAM, seconds
 
 
-def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
+def gradients(
+    tensors: Sequence[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
+) -> list[Any]:
     """The mean of every tensor over all ranks. Collective.
 
     Args:
@@ -25,6 +27,7 @@ def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None)
         team: The number of the team that carries it.
         name: What the ranks must agree on besides types and shapes; it stands in error messages. On a team with a
             schedule it tells lists of the same types and shapes apart, of two networks say.
+        timeout: The longest that the call may take, in seconds (0 for no limit), instead of the team's.
 
     Returns:
         A list of new arrays or tensors in the same order (for towers: a list for each). Means of integers are rounded
@@ -34,17 +37,21 @@ def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None)
     Raises:
         ArgumentError: The list is empty or holds None, an array is not contiguous, there is no such team.
         DTypeError: An element type has no mean.
-        MismatchError: The ranks called different things.
+        MismatchError: The ranks called different things. Nothing was written, and the next call works.
+        TimeoutError: The ranks that the message names did not come in time; the team refuses further calls.
+        PeerLostError: A rank has ended; the team refuses further calls.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
+    limit = seconds(timeout)
     towers, flat = as_towers(tensors)
     framework = _framework(flat)
     if framework is not None:
-        return list(framework.gradients(flat if towers is None else in_towers(flat, towers), team, name=name))
+        given = flat if towers is None else in_towers(flat, towers)
+        return list(framework.gradients(given, team, name=name, timeout=timeout))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
-    _dl_comm.average(flat, means, team, name, towers or 1)
+    _dl_comm.average(flat, means, team, name, towers or 1, limit)
     return means if towers is None else in_towers(means, towers)
 
 
@@ -71,12 +78,13 @@ def in_towers(tensors: list[Any], towers: int) -> list[list[Any]]:
     return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
 
-def broadcast(tensors: Sequence[Any], root: int = 0) -> list[Any]:
+def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = None) -> list[Any]:
     """The values of rank ``root``, on all ranks. Collective.
 
     Args:
         tensors: As for ``gradients``; bool is possible too.
         root: The rank that has the values.
+        timeout: As for ``gradients``.
 
     Returns:
         NumPy: the same arrays, overwritten in place. TensorFlow: new tensors, which the caller assigns.
@@ -87,11 +95,12 @@ def broadcast(tensors: Sequence[Any], root: int = 0) -> list[Any]:
         MismatchError: The ranks called different things.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
+    limit = seconds(timeout)
     tensors = _listed(tensors, "broadcast")
     framework = _framework(tensors)
     if framework is not None:
-        return list(framework.broadcast(tensors, root))
-    _dl_comm.broadcast(tensors, root)
+        return list(framework.broadcast(tensors, root, timeout=timeout))
+    _dl_comm.broadcast(tensors, root, None, limit)
     return tensors
 
 

@@ -10,7 +10,10 @@ import sys
 import weakref
 from typing import Any
 
+import numpy as np
+
 from dl_comm import _dl_comm
+from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError
 
 _owners = itertools.count(1)
@@ -220,9 +223,49 @@ size = get_nranks
 local_rank = get_localrank
 
 
-def barrier() -> None:
-    """Returns when every rank has called it. Collective."""
-    _dl_comm.barrier()
+def barrier(*, timeout: float | None = None) -> None:
+    """Returns when every rank has called it. Collective.
+
+    Args:
+        timeout: The longest that it may take, in seconds, instead of ``DL_COMM_TIMEOUT_S``; 0 for no limit.
+
+    Raises:
+        TimeoutError: A rank did not come in time.
+        PeerLostError: A rank has ended.
+    """
+    _dl_comm.barrier(seconds(timeout))
+
+
+def set_timeout(timeout: float, team: int | None = None) -> None:
+    """Sets how long coming calls on a team may take, instead of ``DL_COMM_TIMEOUT_S``.
+
+    The ranks need not agree on it. A call that misses its deadline raises ``TimeoutError``, and the team refuses
+    further calls: the ranks are out of step then.
+
+    Args:
+        timeout: In seconds; 0 for no limit.
+        team: The team's number; None for all that there are, and for broadcasts, barriers and metrics.
+
+    Raises:
+        ArgumentError: The timeout is negative or no number, or there is no such team.
+    """
+    if team is not None:
+        _dl_comm.set_timeout(_whole("team", team, 0), seconds(timeout))
+        return
+    for existing in stats()["teams"]:
+        _dl_comm.set_timeout(existing, seconds(timeout))
+
+
+def seconds(timeout: float | None) -> float:
+    """``timeout`` as the core takes it: None, which leaves it to the team, as a negative number.
+
+    Raises ArgumentError when it is negative or no number.
+    """
+    if timeout is None:
+        return -1.0
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)) or not timeout >= 0:
+        raise ArgumentError(f"timeout is {timeout!r}; it is a number of seconds, or 0 for no limit")
+    return float(timeout)
 
 
 def finalize_at_exit() -> None:

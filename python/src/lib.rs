@@ -20,9 +20,9 @@ fn c_name(name: Option<&Bound<'_, PyString>>) -> PyResult<CString> {
 }
 
 /// Averages `sources` into `destinations` (which may be the same arrays) over all ranks; both are `towers` replicas of a list,
-/// one after the other.
+/// one after the other. `timeout` is in seconds, 0 for none, negative for the team's.
 #[pyfunction]
-#[pyo3(signature = (sources, destinations, team, name=None, towers=1))]
+#[pyo3(signature = (sources, destinations, team, name=None, towers=1, timeout=-1.0))]
 fn average(
     py: Python<'_>,
     sources: Vec<Array<'_>>,
@@ -30,23 +30,51 @@ fn average(
     team: i32,
     name: Option<&Bound<'_, PyString>>,
     towers: usize,
+    timeout: f64,
 ) -> PyResult<()> {
     let name = c_name(name)?;
     let buffers = Buffers::new(&sources, &destinations)?;
     let count = buffers.len() / towers.max(1);
     // SAFETY: the arrays are held by the caller; the list outlives the call.
-    call(py, || unsafe { api::ffi::dl_comm_average_towers(buffers.as_ptr(), count, towers, team, name.as_ptr()) })?;
+    call(py, || unsafe {
+        api::ffi::dl_comm_average_towers(buffers.as_ptr(), count, towers, team, name.as_ptr(), timeout)
+    })?;
     Ok(())
 }
 
 /// Copies the arrays of rank `root` into those of all ranks, in place.
 #[pyfunction]
-#[pyo3(signature = (arrays, root, name=None))]
-fn broadcast(py: Python<'_>, arrays: Vec<Array<'_>>, root: i32, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
+#[pyo3(signature = (arrays, root, name=None, timeout=-1.0))]
+fn broadcast(
+    py: Python<'_>,
+    arrays: Vec<Array<'_>>,
+    root: i32,
+    name: Option<&Bound<'_, PyString>>,
+    timeout: f64,
+) -> PyResult<()> {
     let name = c_name(name)?;
     let buffers = Buffers::new(&arrays, &arrays)?;
     // SAFETY: as for `average`.
-    call(py, || unsafe { api::ffi::dl_comm_broadcast_buffers(buffers.as_ptr(), buffers.len(), root, name.as_ptr()) })?;
+    call(py, || unsafe {
+        api::ffi::dl_comm_broadcast_buffers(buffers.as_ptr(), buffers.len(), root, name.as_ptr(), timeout)
+    })?;
+    Ok(())
+}
+
+/// Waits for all ranks, up to `timeout` seconds (0: for ever, negative: the team's).
+#[pyfunction]
+#[pyo3(signature = (timeout=-1.0))]
+fn barrier(py: Python<'_>, timeout: f64) -> PyResult<()> {
+    // SAFETY: a plain number.
+    call(py, || unsafe { api::ffi::dl_comm_barrier_within(timeout) })?;
+    Ok(())
+}
+
+/// Sets the deadline of coming calls on a team, in seconds; 0 for none.
+#[pyfunction]
+fn set_timeout(py: Python<'_>, team: i32, seconds: f64) -> PyResult<()> {
+    // SAFETY: plain numbers.
+    call(py, || unsafe { api::ffi::dl_comm_set_timeout(team, seconds) })?;
     Ok(())
 }
 
@@ -92,8 +120,8 @@ plain! {
     local_size = dl_comm_get_local_nranks;
     /// The number of hosts.
     hosts = dl_comm_get_nhosts;
-    /// Waits for all ranks.
-    barrier = dl_comm_barrier;
+    /// Ends a timeline.
+    timeline_stop = dl_comm_timeline_stop;
 }
 
 /// Whether everything is up.
@@ -159,6 +187,48 @@ fn waited(py: Python<'_>, team: i32) -> PyResult<f64> {
     Ok(seconds)
 }
 
+/// The text that a function of the C API gives, once it has room for all of it.
+fn given(py: Python<'_>, function: impl Fn(&mut [std::ffi::c_char]) -> i32 + Sync) -> PyResult<String> {
+    let mut text = vec![0; 4096];
+    loop {
+        let length = usize::try_from(call(py, || function(&mut text))?)?;
+        if length < text.len() {
+            let bytes: Vec<u8> = text[..length].iter().map(|&letter| letter.cast_unsigned()).collect();
+            return Ok(String::from_utf8_lossy(&bytes).into_owned());
+        }
+        text.resize(length + 1, 0);
+    }
+}
+
+/// The numbers of all teams, as JSON.
+#[pyfunction]
+fn stats(py: Python<'_>) -> PyResult<String> {
+    // SAFETY: the place has that many bytes.
+    given(py, |text| unsafe { api::ffi::dl_comm_stats(text.as_mut_ptr(), text.len()) })
+}
+
+/// Writes this rank's last calls; returns the file.
+#[pyfunction]
+#[pyo3(signature = (folder=None))]
+fn dump(py: Python<'_>, folder: Option<String>) -> PyResult<String> {
+    let folder = folder.map(CString::new).transpose()?;
+    let folder = folder.as_deref();
+    given(py, |path| {
+        let folder = folder.map_or(std::ptr::null(), std::ffi::CStr::as_ptr);
+        // SAFETY: as above; the folder's name outlives the call.
+        unsafe { api::ffi::dl_comm_dump(folder, path.as_mut_ptr(), path.len()) }
+    })
+}
+
+/// Starts a timeline.
+#[pyfunction]
+fn timeline_start(py: Python<'_>, folder: String) -> PyResult<()> {
+    let folder = CString::new(folder)?;
+    // SAFETY: the folder's name outlives the call.
+    call(py, || unsafe { api::ffi::dl_comm_timeline_start(folder.as_ptr()) })?;
+    Ok(())
+}
+
 /// The identity of the core.
 #[pyfunction]
 fn core_id() -> usize {
@@ -185,12 +255,17 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(local_size, module)?,
         wrap_pyfunction!(hosts, module)?,
         wrap_pyfunction!(barrier, module)?,
+        wrap_pyfunction!(set_timeout, module)?,
         wrap_pyfunction!(is_initialized, module)?,
         wrap_pyfunction!(create_team, module)?,
         wrap_pyfunction!(ensure_team, module)?,
         wrap_pyfunction!(config_team, module)?,
         wrap_pyfunction!(release, module)?,
         wrap_pyfunction!(waited, module)?,
+        wrap_pyfunction!(stats, module)?,
+        wrap_pyfunction!(dump, module)?,
+        wrap_pyfunction!(timeline_start, module)?,
+        wrap_pyfunction!(timeline_stop, module)?,
         wrap_pyfunction!(core_id, module)?,
     ] {
         module.add_function(function)?;

@@ -88,9 +88,30 @@ static void beyond_the_plugin(int nranks) {
   buffer.src = source;
   EXPECT(dl_comm_check_buffers_match(&buffer, 1, 0) == (nranks > 1));
   buffer.dst = source;
-  EXPECT(dl_comm_broadcast_buffers(&buffer, 1, 0, "weights") == 0);
+  EXPECT(dl_comm_broadcast_buffers(&buffer, 1, 0, "weights", -1) == 0);
   EXPECT(source[0] == 0 && source[5] == 5);
-  EXPECT(dl_comm_barrier() == 0);
+  EXPECT(dl_comm_barrier() == 0 && dl_comm_barrier_within(60) == 0);
+}
+
+/* Deadlines, numbers, a dump and a timeline. */
+static void diagnosis(void) {
+  char text[8192], path[4096], few[8];
+  EXPECT(dl_comm_set_timeout(-1, 100) == 0 && dl_comm_set_timeout(-1, 0) == 0);
+  REFUSED(dl_comm_set_timeout(-1, -2), DL_COMM_ERROR_INVALID, "seconds");
+  REFUSED(dl_comm_set_timeout(62, 1), DL_COMM_ERROR_INVALID, "team 62");
+  const int length = dl_comm_stats(text, sizeof text);
+  EXPECT(length > 0 && length == (int)strlen(text) && strstr(text, "\"calls\"") != NULL);
+  EXPECT(dl_comm_stats(NULL, 0) >= length && dl_comm_stats(few, sizeof few) >= length && strlen(few) == 7);
+  REFUSED(dl_comm_stats(NULL, 8), DL_COMM_ERROR_INVALID, "NULL");
+  const char* folder = getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp";
+  EXPECT(dl_comm_timeline_start(folder) == 0);
+  REFUSED(dl_comm_timeline_start(folder), DL_COMM_ERROR_STATE, "stop it first");
+  EXPECT(dl_comm_barrier() == 0 && dl_comm_timeline_stop() == 0 && dl_comm_timeline_stop() == 0);
+  snprintf(path, sizeof path, "%s/rank%d.trace.json", folder, rank);
+  EXPECT(remove(path) == 0);
+  REFUSED(dl_comm_timeline_start(""), DL_COMM_ERROR_INVALID, "folder");
+  EXPECT(dl_comm_dump(folder, path, sizeof path) > 0 && strstr(path, folder) == path && remove(path) == 0);
+  REFUSED(dl_comm_dump("/proc/nowhere/at/all", path, sizeof path), DL_COMM_ERROR_SYSTEM, "rank");
 }
 
 /* Two towers on a schedule: a blocking call, the first non-blocking one, then one behind, at last what is left. */
@@ -110,10 +131,11 @@ static void a_schedule(int nranks) {
   dl_comm_buffer_t buffers[2] = {{&tower[0], &tower[0], 1, DL_COMM_FLOAT64, 0, NULL},
                                  {&tower[1], &tower[1], 1, DL_COMM_FLOAT64, 0, NULL}};
   tower[0] = rank, tower[1] = rank + 1;
-  EXPECT(dl_comm_average_towers(buffers, 1, 2, 3, "towers") == 0 && tower[0] == nranks / 2.0 && tower[1] == tower[0]);
+  EXPECT(dl_comm_average_towers(buffers, 1, 2, 3, "towers", 60) == 0 && tower[0] == nranks / 2.0 &&
+         tower[1] == tower[0]);
   EXPECT(dl_comm_get_waited(3) > 0);
   REFUSED(dl_comm_get_waited(63), DL_COMM_ERROR_INVALID, "team 63");
-  REFUSED(dl_comm_average_towers(buffers, 1, 0, 3, NULL), DL_COMM_ERROR_INVALID, "towers");
+  REFUSED(dl_comm_average_towers(buffers, 1, 0, 3, NULL, -1), DL_COMM_ERROR_INVALID, "towers");
   REFUSED(dl_comm_config_team(3, 2, 1, 7, 0, 1, DL_COMM_COOLDOWN_LAST), DL_COMM_ERROR_INVALID, "trans_alg");
   REFUSED(dl_comm_config_team(64, 0, 1, 7, 0, 1, DL_COMM_COOLDOWN_LAST), DL_COMM_ERROR_INVALID, "team 64");
   REFUSED(dl_comm_config_team(3, 0, 1, 7, 0, 1, (dl_comm_cooldown_t)3), DL_COMM_ERROR_INVALID, "cooldown");
@@ -145,6 +167,7 @@ int main(void) {
   EXPECT(dl_comm_get_nteams() == 3);
   beyond_the_plugin(nranks);
   a_schedule(nranks);
+  diagnosis();
 
   EXPECT(dl_comm_finalize() == 0 && dl_comm_finalize() == 0);
   EXPECT(dl_comm_get_rank() == rank);

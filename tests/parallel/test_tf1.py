@@ -245,7 +245,8 @@ def test_the_iteration_of_a_loop_is_part_of_what_ranks_compare(rank, size, contr
     np.testing.assert_allclose(dt.gradients([tf2.constant(float(rank))])[0], (size - 1) / 2)
 
 
+@pytest.mark.parametrize("parallel_iterations", [1, 12])
 @pytest.mark.parametrize("loop", [single_loop, nested_loops])
-def test_iterations_one_after_the_other_agree(rank, size, loop, control_flow):
-    means = in_loops(loop, lambda i: i % size == rank, parallel_iterations=1)
+def test_iterations_agree_one_after_the_other_and_side_by_side(rank, size, loop, parallel_iterations, control_flow):
+    means = in_loops(loop, lambda i: i % size == rank, parallel_iterations)
     np.testing.assert_array_equal(means, np.arange(12))

@@ -251,19 +251,19 @@ class TestCompiler:
             return [torch.full((2, 3), float(rank)), torch.ones(4, dtype=torch.float64)]
 
         ops = torch.ops.dl_comm
-        torch.library.opcheck(ops.average, (tensors(), 0, "opcheck", "", 1))
-        torch.library.opcheck(ops.average, ([t.requires_grad_() for t in tensors()], 0, "opcheck", "", 1))
-        torch.library.opcheck(ops.average, ([torch.rand(4, 3).t().requires_grad_()], 0, "opcheck", "", 1))
-        torch.library.opcheck(ops.average_, (tensors(), 0, "opcheck", ""))
-        torch.library.opcheck(ops.broadcast_, (tensors(), 0, "opcheck", ""))
+        torch.library.opcheck(ops.average, (tensors(), 0, "opcheck", "", 1, -1.0))
+        torch.library.opcheck(ops.average, ([t.requires_grad_() for t in tensors()], 0, "opcheck", "", 1, -1.0))
+        torch.library.opcheck(ops.average, ([torch.rand(4, 3).t().requires_grad_()], 0, "opcheck", "", 1, -1.0))
+        torch.library.opcheck(ops.average_, (tensors(), 0, "opcheck", "", -1.0))
+        torch.library.opcheck(ops.broadcast_, (tensors(), 0, "opcheck", "", -1.0))
 
     def test_compiles_into_one_graph(self, rank: int, size: int) -> None:
         @torch.compile(fullgraph=True, backend="aot_eager")
         def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            first = torch.ops.dl_comm.average([x * 2, y], 0, "compiled", "", 1)
+            first = torch.ops.dl_comm.average([x * 2, y], 0, "compiled", "", 1, -1.0)
             copy = y.clone()
-            torch.ops.dl_comm.average_([copy], 0, "in place", "")
-            second = torch.ops.dl_comm.average([first[0] + copy.sum()], 0, "compiled again", "", 1)
+            torch.ops.dl_comm.average_([copy], 0, "in place", "", -1.0)
+            second = torch.ops.dl_comm.average([first[0] + copy.sum()], 0, "compiled again", "", 1, -1.0)
             return second[0].sum() * rank
 
         x = torch.full((3,), float(rank), requires_grad=True)

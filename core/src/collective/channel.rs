@@ -8,10 +8,13 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use super::{Collective, Job, Lane, explain};
+use super::lineup::{self, Decision, List};
+use super::rounds::{self, Told};
+use super::{Account, Collective, Job, Lane, explain};
 use crate::error::{Error, Result};
 use crate::plan::{HEADER, message_bytes, slice};
 use crate::topology::Topology;
+use crate::trace::{Activity, Lap};
 use crate::transport::memory::Aligned;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
 
@@ -37,13 +40,38 @@ impl Channel {
         Channel { topology, node, link, step: 0, own_part: Aligned::new(part) }
     }
 
-    /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same.
+    /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
+    /// and with nothing written, when they did not.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] on every rank, nothing being written, when they did not.
-    pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<()> {
+    /// Those of the transports; the channel can then not be used any more.
+    pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
         let step = self.pack(job, 0, patience)?;
-        if self.settle(job, &step, patience)? { Ok(()) } else { Err(explain::explain(self, job, patience)) }
+        self.settle(job, &step, patience)
+    }
+
+    /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
+    ///
+    /// # Errors
+    /// As for [`Channel::first`].
+    pub fn line_up(&mut self, list: &List, patience: &Patience<'_>) -> Result<Decision> {
+        let limit = rounds::limit(self);
+        let decide = |told: &Told| {
+            let lists: Option<Vec<List>> = told.iter().map(|(_, text)| lineup::decode(text)).collect();
+            lists.map_or(String::new(), |lists| lineup::decide(&lists).encode())
+        };
+        let text = rounds::round(self, &lineup::encode(list, limit), patience, decide)?;
+        let ranks = self.topology.size();
+        match Decision::decode(&text) {
+            Some(Decision::GiveUp(places)) if places.len() != ranks => None,
+            decision => decision,
+        }
+        .ok_or_else(|| Error::Internal("what the ranks told of their calls is not legible".into()))
+    }
+
+    /// The error of calls that do not match, the same on every rank, where every rank gives its account.
+    pub fn explain(&mut self, account: &Account<'_>, patience: &Patience<'_>) -> Error {
+        explain::explain(self, account, patience)
     }
 
     /// Carries out further chunks of `job`, packing one ahead.
@@ -81,29 +109,47 @@ impl Channel {
     }
 
     fn pack(&mut self, job: &Job, chunk: usize, patience: &Patience<'_>) -> Result<Step> {
+        let mut lap = Lap::start(patience.log());
         let number = self.begin(patience)?;
+        lap.end(Activity::Wait);
         let slot = self.node.slot(self.topology.local_rank(), number);
         // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
         unsafe { job.op.collective().pack(job, &self.topology, chunk, slot) };
         self.node.sign(number, job.signature);
         self.node.raise(Phase::Packed, number);
+        lap.end(Activity::Copy);
+        patience.log().step();
+        patience.log().flag();
         Ok(Step { number, chunk })
     }
 
     /// Brings a packed step to its end; false, and nothing written, when the ranks' signatures differ.
     fn settle(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<bool> {
+        let log = patience.log();
+        let mut lap = Lap::start(log);
         self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
+        lap.end(Activity::Wait);
         if let Some(lane) = self.topology.lane() {
             let agreed = self.carry(job, step, lane, patience)?;
             self.node.agree(step.number, agreed);
             self.node.raise(Phase::Reduced, step.number);
+            log.flag();
+            // Between hosts the lane itself has told its parts apart.
+            if self.link.is_none() {
+                lap.end(Activity::Reduce);
+            } else {
+                lap = Lap::start(log);
+            }
         }
         self.node.wait(Phase::Reduced, step.number, self.topology.lanes(), patience)?;
+        lap.end(Activity::Wait);
         let agreed = self.node.all_agreed(step.number, self.topology.lanes());
         if agreed {
             self.unpack(job, step);
         }
         self.node.raise(Phase::Unpacked, step.number);
+        log.flag();
+        lap.end(Activity::Copy);
         Ok(agreed)
     }
 
@@ -181,6 +227,7 @@ impl Cluster<'_> {
     /// Scatter, complete the own piece, gather. False, on every host, when one host's ranks or two hosts differ.
     fn carry(&self, link: &mut dyn Link, own_part: &mut [u8], patience: &Patience<'_>) -> Result<bool> {
         let me = self.lane.topology.host();
+        let mut lap = Lap::start(patience.log());
         let mut lens = vec![HEADER; self.lane.topology.hosts()];
         for host in self.others() {
             let message = link.message_to(host);
@@ -191,7 +238,10 @@ impl Cluster<'_> {
                 lens[host] += unsafe { self.collective.scatter(self.job, &self.lane, self.piece(host), body) };
             }
         }
+        lap.end(Activity::Reduce);
+        patience.log().messages(lens.len() - 1, lens.iter().sum::<usize>() - lens[me]);
         link.exchange(Out::Each(&lens), patience)?;
+        lap.end(Activity::Network);
         for host in self.others() {
             if !self.header(0).matches(link.message_from(host), self.job)? {
                 return Ok(false);
@@ -209,19 +259,23 @@ impl Cluster<'_> {
             let parts: Vec<*const u8> = (0..self.lane.topology.hosts()).map(part).collect();
             self.collective.complete(self.job, &self.lane, self.piece(me), &parts);
         }
-        self.gather(link, patience)?;
+        self.gather(link, &mut lap, patience)?;
         Ok(true)
     }
 
     /// Sends the own piece to all and takes theirs.
-    fn gather(&self, link: &mut dyn Link, patience: &Patience<'_>) -> Result<()> {
+    fn gather(&self, link: &mut dyn Link, lap: &mut Lap<'_>, patience: &Patience<'_>) -> Result<()> {
         let mine = self.piece(self.lane.topology.host());
         let message = link.message_to_all();
         self.header(1).write(message);
         let body = &mut message[HEADER..HEADER + mine.len()];
         // SAFETY: the slice of the own slot is this lane's.
         unsafe { ptr::copy_nonoverlapping(self.lane.own().add(mine.start), body.as_mut_ptr(), mine.len()) };
+        lap.end(Activity::Reduce);
+        let hosts = self.others().count();
+        patience.log().messages(hosts, hosts * (HEADER + mine.len()));
         link.exchange(Out::Same(HEADER + mine.len()), patience)?;
+        lap.end(Activity::Network);
         for host in self.others() {
             let message = link.message_from(host);
             self.header(1).matches(message, self.job)?;
@@ -230,6 +284,7 @@ impl Cluster<'_> {
             // SAFETY: as above.
             unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.lane.own().add(piece.start), piece.len()) };
         }
+        lap.end(Activity::Copy);
         Ok(())
     }
 }

@@ -151,8 +151,13 @@ impl Job {
         hash.digest()
     }
 
-    /// The call in a line, for messages: `average 'bucket 0' on team 0`.
+    /// The call in a line, for messages: `average 'bucket 0' on team 0`, and where it stands on the schedule.
     pub fn title(&self) -> String {
+        self.heading() + &self.place
+    }
+
+    /// The call in a line, without its place on the schedule.
+    pub fn heading(&self) -> String {
         let name = if self.name.is_empty() { String::new() } else { format!(" '{}'", self.name) };
         let team = match self.carrier.team {
             -1 => String::new(),
@@ -160,9 +165,9 @@ impl Job {
         };
         match self.op {
             Op::Average if self.towers.len() > 1 => {
-                format!("average{name}{team} over {} towers{}", self.towers.len(), self.place)
+                format!("average{name}{team} over {} towers", self.towers.len())
             }
-            Op::Average => format!("average{name}{team}{}", self.place),
+            Op::Average => format!("average{name}{team}"),
             Op::Broadcast { root } => format!("broadcast{name} from rank {root}"),
             Op::Barrier => "barrier".to_owned(),
         }
@@ -175,16 +180,42 @@ impl Job {
         if !tensors.is_empty() {
             text += &format!(" of {} tensor{}", tensors.len(), if tensors.len() == 1 { "" } else { "s" });
         }
-        let labels: Vec<&str> = self.labels.lines().collect();
-        for (index, tensor) in tensors.iter().enumerate().take(range.end).skip(range.start) {
-            let line = format!("\n{}: {}", place(index, labels.get(index).unwrap_or(&"")), tensor.describe());
-            if text.len() + line.len() > limit {
+        for line in self.lines(range) {
+            if text.len() + 1 + line.len() > limit {
                 break;
             }
+            text += "\n";
             text += &line;
         }
         text.truncate(text.floor_char_boundary(limit));
         text
+    }
+
+    /// The same for all calls of this operation and name, whatever their content; 0 for a call without a name.
+    pub fn key(&self) -> u32 {
+        let kind = match self.op {
+            Op::Average => 1,
+            Op::Broadcast { .. } => 2,
+            Op::Barrier => 3,
+        };
+        let hash = xxh3_64_with_seed(self.name.as_bytes(), kind);
+        if self.name.is_empty() { 0 } else { (hash >> 32) as u32 | 1 }
+    }
+
+    /// The call in a line with its first tensor, for messages about who owes it.
+    pub fn brief(&self) -> String {
+        let more = self.tensors(0).len().saturating_sub(1);
+        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+        let first = self.lines(0..1).next().map(|first| format!(" ({first}{more})"));
+        self.title() + &first.unwrap_or_default()
+    }
+
+    /// Tensors `range`, a line each.
+    pub fn lines(&self, range: Range<usize>) -> impl Iterator<Item = String> {
+        let mut labels = self.labels.lines().skip(range.start);
+        let tensors = self.tensors(0).iter().enumerate().take(range.end).skip(range.start);
+        tensors
+            .map(move |(index, tensor)| format!("{}: {}", place(index, labels.next().unwrap_or("")), tensor.describe()))
     }
 
     /// A hash of what tensors `range` are, for finding where two lists differ; a tensor that is not there counts too.

@@ -15,8 +15,11 @@ mod broadcast;
 mod channel;
 mod explain;
 mod job;
+pub mod lineup;
+mod rounds;
 
 pub use channel::Channel;
+pub use explain::Account;
 pub use job::{Carrier, Job, Op};
 
 use std::ops::Range;

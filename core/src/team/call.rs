@@ -1,10 +1,12 @@
 //! A call from its submission to its completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::callers::ThreadId;
 use super::pipeline::Parcel;
+use super::record::{self, Record};
 use crate::collective::Job;
 use crate::error::Result;
 
@@ -24,6 +26,29 @@ pub struct Request {
     pub(super) part: bool,
     pub(super) separate: bool,
     pub(super) timed: bool,
+    pub(super) blocks: bool,
+    pub(super) timeout: Limit,
+}
+
+/// The deadline of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Limit {
+    /// That of its team.
+    #[default]
+    Team,
+    /// This one; `None` for none.
+    Own(Option<Duration>),
+}
+
+impl Limit {
+    /// The limit that a face gives in seconds: negative or not a number for that of the team, 0 for none.
+    pub fn from_seconds(seconds: f64) -> Limit {
+        if seconds > 0.0 {
+            // Longer than anybody waits, and what a Duration holds.
+            return Limit::Own(Some(Duration::from_secs_f64(seconds.min(1e9))));
+        }
+        if seconds == 0.0 { Limit::Own(None) } else { Limit::Team }
+    }
 }
 
 impl Request {
@@ -39,7 +64,20 @@ impl Request {
             part: false,
             separate: false,
             timed: true,
+            blocks: false,
+            timeout: Limit::Team,
         }
+    }
+
+    /// Says that the calling thread makes no other call before this one has ended: a call that no other rank has a
+    /// counterpart for is then given up sooner.
+    pub fn blocking(self, blocks: bool) -> Request {
+        Request { blocks, ..self }
+    }
+
+    /// Gives the call a deadline of its own.
+    pub fn within(self, timeout: Limit) -> Request {
+        Request { timeout, ..self }
     }
 
     /// Adds the name, which all ranks must agree on, and the tensors' names (a line each, may be empty) for messages.
@@ -91,23 +129,37 @@ pub(super) type Ended = Box<dyn FnOnce(Result<()>) + Send>;
 /// A call that a team carries out.
 pub(super) struct Call {
     pub job: Job,
-    pub started: Instant,
+    /// The thread that waits for it, if one does.
+    pub thread: Option<ThreadId>,
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
+    pub record: Arc<Record>,
+    /// Since when the ranks know that not all of them have it.
+    pub alone_since: OnceLock<Instant>,
+    recorder: Arc<record::Shared>,
     parts: AtomicUsize,
     outcome: Mutex<(Option<Ended>, Result<()>)>,
 }
 
 impl Call {
-    pub fn new(job: Job, ended: Ended, timeout: Option<Duration>) -> Call {
-        let outcome = Mutex::new((Some(ended), Ok(())));
+    pub fn new(
+        job: Job,
+        ended: Ended,
+        thread: Option<ThreadId>,
+        timeout: Option<Duration>,
+        record: Arc<Record>,
+        recorder: Arc<record::Shared>,
+    ) -> Call {
         Call {
             job,
-            started: Instant::now(),
+            thread,
             timeout,
             warned: AtomicBool::new(false),
+            record,
+            alone_since: OnceLock::new(),
+            recorder,
             parts: AtomicUsize::new(1),
-            outcome,
+            outcome: Mutex::new((Some(ended), Ok(()))),
         }
     }
 
@@ -127,6 +179,7 @@ impl Call {
         let result = outcome.1.clone();
         drop(outcome);
         if let Some(ended) = ended {
+            self.recorder.close(&self.record, &result);
             ended(result);
         }
     }

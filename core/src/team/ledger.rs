@@ -4,6 +4,9 @@
 
 use std::io::Write;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::timeline;
 
 /// The waited time of one team.
 pub(super) struct Ledger {
@@ -20,6 +23,11 @@ impl Ledger {
     /// A caller has waited for `seconds`.
     pub fn add(&self, seconds: f64) {
         *self.seconds.lock().unwrap_or_else(PoisonError::into_inner) += seconds;
+        if timeline::is_on() {
+            let now = Instant::now();
+            let from = now.checked_sub(Duration::from_secs_f64(seconds.max(0.0))).unwrap_or(now);
+            timeline::span("exposed", "waits for communication", from, now, &[("team", self.team.into())]);
+        }
     }
 
     /// The seconds so far.

@@ -2,18 +2,23 @@
 //!
 //! `submit` checks, lays out and enqueues a call, and returns. The lead thread takes calls in order; with a call's first
 //! chunk it finds out whether all ranks called the same, and only then hands the other chunks to the helpers, so the helpers
-//! meet the calls in one order on all ranks. The thread that ends a call's last part completes it.
+//! meet the calls in one order on all ranks. Ranks that met with different calls line them up
+//! ([`crate::collective::lineup`]). The thread that ends a call's last part completes it.
 //! A failure that leaves the ranks out of step (a deadline, a lost peer) ends the team: every call, waiting or new, gets
 //! that first error.
 //! Thread rule: a [`Team`] may be shared and used by any thread.
 
+mod account;
 mod call;
+mod callers;
 mod delivery;
 mod ledger;
 mod pipeline;
+mod record;
 mod stage;
 mod worker;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -21,8 +26,9 @@ use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use call::{Done, Request};
+pub use call::{Done, Limit, Request};
 pub use pipeline::Parcel;
+pub use record::Totals;
 pub use stage::{Pool, Stage};
 
 use crate::affinity::{bind, hurry};
@@ -31,9 +37,11 @@ use crate::collective::{Carrier, Channel, Job, Op};
 use crate::error::{Error, Result};
 use crate::say::say;
 use crate::schedule::{Schedule, Verbosity};
+use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::{Endpoint, Node};
 use call::{Call, Ended};
+use callers::Callers;
 use delivery::Delivery;
 use ledger::Ledger;
 use pipeline::{Flight, Pipeline};
@@ -49,11 +57,18 @@ pub struct Settings {
     pub timeout: Option<Duration>,
     /// After how long a wait names who is late.
     pub stall_warn: Option<Duration>,
+    /// How long ranks that hold different calls wait for a counterpart to be submitted; a thirtieth of it where every
+    /// caller waits for its call already.
+    pub match_within: Duration,
 }
+
+/// Told, in words, of what a team's user should look into: a stall, and the failure that ended it.
+pub type Alarm = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// A team of threads that carries out calls; see the module's text.
 pub struct Team {
     shared: Arc<Shared>,
+    topology: Arc<Topology>,
     carrier: Carrier,
     queue: Mutex<Option<Sender<Arc<Call>>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -66,20 +81,61 @@ pub struct Team {
 struct Shared {
     settings: Settings,
     node: Arc<Node>,
+    /// Then threads wait for other hosts too, where the node does not look.
+    several_hosts: bool,
     failure: OnceLock<Error>,
+    alarm: Alarm,
+    recorder: Arc<record::Shared>,
+    callers: Callers,
+    /// The number of calls that all ranks have matched.
+    matched: AtomicU64,
+    /// The deadline of calls in nanoseconds; 0 for none.
+    timeout: AtomicU64,
 }
 
 impl Shared {
     /// The first failure that ended the team, here or on another rank of the host.
     fn failure(&self) -> Option<Error> {
-        self.failure.get().cloned().or_else(|| self.node.failure())
+        if let Some(error) = self.failure.get() {
+            return Some(error.clone());
+        }
+        let error = self.node.failure()?;
+        self.fail(&error);
+        Some(error)
     }
 
     /// Ends the team for `error`, on this rank and the others of the host.
     fn fail(&self, error: &Error) {
         if self.failure.set(error.clone()).is_ok() {
             self.node.fail(error);
+            (self.alarm)(&error.to_string());
         }
+    }
+
+    /// Why a wait for `head` should end before its own time: the team has failed, or a call behind it is out of time.
+    fn interrupted(&self, head: &Call) -> Option<Error> {
+        self.failure().or_else(|| if self.several_hosts { self.node.lost() } else { None }).or_else(|| {
+            let behind = self.recorder.overdue()?;
+            Some(Error::Timeout(format!(
+                "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); it is behind {}, which waits for other ranks",
+                behind.brief.heading,
+                behind.submitted.elapsed().as_secs_f64(),
+                head.job.title()
+            )))
+        })
+    }
+
+    fn matched(&self) -> u64 {
+        self.matched.load(Ordering::Relaxed)
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        Some(self.timeout.load(Ordering::Relaxed)).filter(|&nanos| nanos > 0).map(Duration::from_nanos)
+    }
+
+    fn set_timeout(&self, timeout: Option<Duration>) {
+        let nanos = timeout.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
+        self.timeout.store(nanos, Ordering::Relaxed);
     }
 }
 
@@ -88,7 +144,7 @@ impl Team {
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
-    pub fn start(endpoint: Endpoint, settings: Settings, cpus: Option<&[usize]>) -> Result<Team> {
+    pub fn start(endpoint: Endpoint, settings: Settings, cpus: Option<&[usize]>, alarm: Alarm) -> Result<Team> {
         let Endpoint { topology, node, links } = endpoint;
         let carrier = Carrier {
             team: settings.id,
@@ -98,7 +154,18 @@ impl Team {
             precise: settings.precise,
         };
         let rank = topology.rank();
-        let shared = Arc::new(Shared { settings, node: Arc::clone(&node), failure: OnceLock::new() });
+        let shared = Arc::new(Shared {
+            settings,
+            node: Arc::clone(&node),
+            several_hosts: topology.hosts() > 1,
+            failure: OnceLock::new(),
+            alarm,
+            recorder: Arc::default(),
+            callers: Callers::default(),
+            matched: AtomicU64::new(0),
+            timeout: AtomicU64::new(0),
+        });
+        shared.set_timeout(settings.timeout);
         let mut threads = Vec::new();
         let mut helpers = Vec::new();
         let mut lead = None;
@@ -109,6 +176,7 @@ impl Team {
                 shared: Arc::clone(&shared),
                 index,
                 channels: carrier.channels,
+                rank,
                 channel: Channel::new(topology, node.channel(index), link),
             };
             if index == 0 {
@@ -124,6 +192,7 @@ impl Team {
         threads.push(spawn(&settings, 0, cpus, move || worker.lead(&receiver, &helpers))?);
         Ok(Team {
             shared,
+            topology,
             carrier,
             queue: Mutex::new(Some(sender)),
             threads: Mutex::new(threads),
@@ -139,9 +208,9 @@ impl Team {
     /// # Safety
     /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: Request) {
-        let Request { done, name, instance, labels, .. } = request;
+        let Request { done, name, instance, labels, blocks, timeout, .. } = request;
         match self.job(op, towers, &name, &instance, labels) {
-            Ok(job) => self.enqueue(job, Box::new(|result| done(result.map(|()| None)))),
+            Ok(job) => self.enqueue(job, blocks, timeout, Box::new(|result| done(result.map(|()| None)))),
             Err(error) => done(Err(error)),
         }
     }
@@ -154,7 +223,7 @@ impl Team {
     /// after `done` was called.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: Request) {
         let waiting_since = request.timed.then(Instant::now);
-        let Request { done, name, instance, labels, parcel, owner, part, separate, .. } = request;
+        let Request { done, name, instance, labels, parcel, owner, part, separate, blocks, timeout, .. } = request;
         let mut job = match self.job(Op::Average, towers, &name, &instance, labels) {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
@@ -163,11 +232,16 @@ impl Team {
         let mut pipeline = self.pipeline();
         let turn = pipeline.turn(list, owner, part, parcel.as_deref());
         job.schedule(turn.shares.left, turn.place.clone());
+        if timeline::is_on() && !part {
+            let now = Instant::now();
+            let args = [("team", self.carrier.team.into()), ("call", turn.index.into())];
+            timeline::span("step", "gradients", now, now, &args);
+        }
         // A call that gets nothing and leaves nothing has its mean where it belongs: nobody else looks at it.
         let alone = turn.before.is_none() && turn.shares.left == 0.0;
         let own = Flight::new(parcel, if alone { Vec::new() } else { job.means() });
         let flight = Arc::clone(&own);
-        self.enqueue(job, Box::new(move |result| flight.end(&result)));
+        self.enqueue(job, blocks, timeout, Box::new(move |result| flight.end(&result)));
         pipeline.leave(list, Arc::clone(&own), turn.shares.left);
         drop(pipeline);
         let (pipeline, ledger) = (Arc::clone(&self.pipeline), Arc::clone(&self.ledger));
@@ -181,8 +255,14 @@ impl Team {
         }
     }
 
-    fn enqueue(&self, job: Job, ended: Ended) {
-        let call = Arc::new(Call::new(job, ended, self.shared.settings.timeout));
+    fn enqueue(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) {
+        let timeout = match timeout {
+            Limit::Team => self.shared.timeout(),
+            Limit::Own(timeout) => timeout,
+        };
+        let record = self.shared.recorder.open(self.carrier.team, &job, timeout);
+        let thread = self.shared.callers.note(blocks);
+        let call = Arc::new(Call::new(job, ended, thread, timeout, record, Arc::clone(&self.shared.recorder)));
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let refused = match &*queue {
             Some(queue) => queue.send(call).err().map(|refused| refused.0),
@@ -237,6 +317,11 @@ impl Team {
     /// The number of means that were left to calls that have not come.
     pub fn left_behind(&self) -> usize {
         self.pipeline().left_behind()
+    }
+
+    /// Sets the deadline of coming calls; `None` for none. The ranks need not agree on it.
+    pub fn set_timeout(&self, timeout: Option<Duration>) {
+        self.shared.set_timeout(timeout);
     }
 
     /// Ends the team with `error`, here and on the other ranks of the host.

@@ -3,11 +3,13 @@
 //!
 //! Every wait here spins briefly, then sleeps, and asks its [`Patience`] now and then whether to go on.
 
+pub mod alert;
 pub mod flag;
 pub mod memory;
 pub mod mpi;
 pub mod node;
 pub mod patience;
+pub mod process;
 pub mod shm;
 pub mod threads;
 

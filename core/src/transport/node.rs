@@ -11,12 +11,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::flag::Flag;
 use super::patience::Patience;
 use crate::error::{Error, Result};
 use crate::plan::ALIGN;
+use crate::trace::Late;
 
 /// The longest text of a failure that travels to the other ranks.
 const FAILURE_TEXT: usize = 2048;
@@ -60,6 +61,15 @@ impl Memory for super::memory::Aligned {
 pub trait Watch: Send + Sync {
     /// Words about the end of the peer with this local rank, if it has ended.
     fn lost(&self, local_rank: usize) -> Option<String>;
+}
+
+/// A rank of the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// Its rank in the job.
+    pub rank: usize,
+    /// Its name in messages.
+    pub name: String,
 }
 
 /// Where things lie in a region.
@@ -125,14 +135,14 @@ pub struct Node {
     memory: Box<dyn Memory>,
     geometry: Geometry,
     me: usize,
-    names: Vec<String>,
+    peers: Vec<Peer>,
     watch: Box<dyn Watch>,
     spins: u32,
 }
 
 impl Node {
-    /// A view on `memory`, which is zero when the first rank gets here. `names` are the ranks' names in messages, by local
-    /// rank; `spins` is how long waits look before they sleep.
+    /// A view on `memory`, which is zero when the first rank gets here. `peers` are the ranks, by local rank;
+    /// `spins` is how long waits look before they sleep.
     ///
     /// # Errors
     /// [`Error::Internal`] when the memory is too small for the geometry.
@@ -140,21 +150,27 @@ impl Node {
         memory: Box<dyn Memory>,
         geometry: Geometry,
         me: usize,
-        names: Vec<String>,
+        peers: Vec<Peer>,
         watch: Box<dyn Watch>,
         spins: u32,
     ) -> Result<Node> {
         let fits = memory.len() >= geometry.bytes() && memory.base().addr().is_multiple_of(ALIGN);
-        if !fits || names.len() != geometry.ranks || me >= geometry.ranks {
+        if !fits || peers.len() != geometry.ranks || me >= geometry.ranks {
             return Err(Error::Internal("the shared memory does not fit the team".into()));
         }
-        Ok(Node { memory, geometry, me, names, watch, spins })
+        Ok(Node { memory, geometry, me, peers, watch, spins })
     }
 
     /// Channel `channel` of `node`.
     pub fn channel(self: &Arc<Node>, channel: usize) -> NodeChannel {
         assert!(channel < self.geometry.channels, "channel {channel} of {}", self.geometry.channels);
         NodeChannel { node: Arc::clone(self), channel }
+    }
+
+    /// The end of another rank's process, for waits that are not for this host's ranks.
+    pub fn lost(&self) -> Option<Error> {
+        let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.watch.lost(rank)?));
+        (0..self.geometry.ranks).filter(|&rank| rank != self.me).find_map(lost).map(Error::PeerLost)
     }
 
     /// The geometry.
@@ -251,7 +267,14 @@ impl NodeChannel {
     /// What the patience says; [`Error::PeerLost`] when one of them has ended.
     pub fn wait(&self, phase: Phase, step: u32, ranks: usize, patience: &Patience<'_>) -> Result<()> {
         for rank in 0..ranks {
-            self.flag(rank, phase).wait(step, self.node.spins, &mut || self.go_on(phase, step, ranks, patience))?;
+            let flag = self.flag(rank, phase);
+            if flag.reached(step) {
+                continue;
+            }
+            let from = Instant::now();
+            let result = flag.wait(step, self.node.spins, &mut || self.go_on(phase, step, ranks, patience));
+            patience.log().waited_for(Late::Rank(self.node.peers[rank].rank), from, Instant::now());
+            result?;
         }
         Ok(())
     }
@@ -301,13 +324,15 @@ impl NodeChannel {
                 && is_late(rank)
             {
                 // Who left after a failure said so before.
-                let lost = || Error::PeerLost(format!("{} {how}", self.node.names[rank]));
+                let lost = || Error::PeerLost(format!("{} {how}", self.node.peers[rank].name));
                 return Err(self.node.failure().unwrap_or_else(lost));
             }
         }
+        let rank = |local: usize| Late::Rank(self.node.peers[local].rank);
+        patience.log().waits_for((0..ranks).filter(|&rank| is_late(rank)).map(rank).collect());
         // Who waits for a lane waits for its driver, who knows better for whom and may say it first.
         let grace = if phase == Phase::Reduced { LATER } else { Duration::ZERO };
-        let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.node.names[rank].as_str());
+        let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.node.peers[rank].name.as_str());
         patience.check(grace, &|| late().collect::<Vec<_>>().join(", "))
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::say::say;
+use crate::trace::Log;
 
 /// The patience of one call. Waits ask it when they have slept a little; it costs nothing while data flows.
 /// Thread rule: one per thread and call.
@@ -13,22 +13,40 @@ pub struct Patience<'a> {
     timeout: Option<Duration>,
     warn: Option<Duration>,
     warned: &'a AtomicBool,
+    log: &'a Log,
     describe: &'a dyn Fn() -> String,
     interrupted: &'a dyn Fn() -> Option<Error>,
+    stalled: &'a dyn Fn(&str),
+}
+
+/// What a [`Patience`] asks and tells; functions, because they cost something and are needed seldom.
+pub struct Asked<'a> {
+    /// Names the call in messages.
+    pub describe: &'a dyn Fn() -> String,
+    /// Asked for a failure that ends every wait.
+    pub interrupted: &'a dyn Fn() -> Option<Error>,
+    /// Told the warning.
+    pub stalled: &'a dyn Fn(&str),
 }
 
 impl<'a> Patience<'a> {
-    /// Patience for a call that started at `started`. `warned` is shared by all who wait for the call, so that
-    /// one of them warns; `describe` names it in messages; `interrupted` is asked for a failure that ends every wait.
+    /// Patience for a call that started at `started`, whose time goes into `log`. `warned` is shared by all who wait for
+    /// the call, so that one of them warns.
     pub fn new(
         started: Instant,
         timeout: Option<Duration>,
         warn: Option<Duration>,
         warned: &'a AtomicBool,
-        describe: &'a dyn Fn() -> String,
-        interrupted: &'a dyn Fn() -> Option<Error>,
+        log: &'a Log,
+        asked: &Asked<'a>,
     ) -> Patience<'a> {
-        Patience { started, timeout, warn, warned, describe, interrupted }
+        let Asked { describe, interrupted, stalled } = *asked;
+        Patience { started, timeout, warn, warned, log, describe, interrupted, stalled }
+    }
+
+    /// The log of the call.
+    pub fn log(&self) -> &'a Log {
+        self.log
     }
 
     /// Whether to go on waiting, `grace` past the deadline at most; `late` names who is being waited for.
@@ -49,7 +67,7 @@ impl<'a> Patience<'a> {
             )));
         }
         if self.warn.is_some_and(|warn| waited >= warn + grace) && !self.warned.swap(true, Ordering::Relaxed) {
-            say(&format!(
+            (self.stalled)(&format!(
                 "{} has waited {:.0} s for {} (DL_COMM_STALL_WARN_S)",
                 (self.describe)(),
                 waited.as_secs_f64(),

@@ -1,21 +1,18 @@
-//! Segments of shared memory between the processes of a host, and the watch over those processes.
+//! Segments of shared memory between the processes of a host.
 //!
 //! One rank creates a file with a random name, mode 0600, with its pages reserved (a full `/dev/shm` is an error here, not
 //! a bus error later); the others map it; then its name is removed, so nothing stays behind whatever happens to the job.
 
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::MmapRaw;
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::{Errno, retry_on_intr};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::io::retry_on_intr;
 
-use super::node::{Memory, Watch};
+use super::node::Memory;
 use crate::error::{Error, Result};
 use crate::say::say;
 
@@ -100,49 +97,10 @@ impl Segment {
     }
 }
 
-/// Watches processes by their pidfds, which tell an end from the moment it happens.
-pub struct ProcessWatch {
-    peers: Vec<Option<(i32, Peer)>>,
-}
-
-enum Peer {
-    Open(OwnedFd),
-    /// It had ended before it could be opened.
-    Ended,
-}
-
-impl ProcessWatch {
-    /// Watches the processes `pids` (by local rank; `None` is not watched). A process that cannot be opened is not watched:
-    /// the deadline remains.
-    pub fn new(pids: &[Option<i32>]) -> ProcessWatch {
-        let open = |pid: i32| match pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()) {
-            Ok(fd) => Some((pid, Peer::Open(fd))),
-            Err(Errno::SRCH) => Some((pid, Peer::Ended)),
-            Err(_) => None,
-        };
-        ProcessWatch { peers: pids.iter().map(|pid| pid.and_then(open)).collect() }
-    }
-}
-
-impl Watch for ProcessWatch {
-    fn lost(&self, local_rank: usize) -> Option<String> {
-        let (pid, peer) = self.peers.get(local_rank)?.as_ref()?;
-        let ended = match peer {
-            Peer::Ended => true,
-            Peer::Open(fd) => {
-                let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-                poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
-            }
-        };
-        ended.then(|| format!("(pid {pid}) has ended"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
-    use std::process::Command;
 
     #[test]
     fn two_maps_are_one_memory_and_the_name_goes() {
@@ -165,18 +123,5 @@ mod tests {
         assert!(huge.contains("KiB") && huge.contains("DL_COMM_CHUNK_KB"), "{huge}");
         let absent = Segment::create("/nonexistent", 64).map(drop).unwrap_err().to_string();
         assert!(absent.contains("/nonexistent"), "{absent}");
-    }
-
-    #[test]
-    fn an_ended_process_is_noticed() {
-        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
-        let watch = ProcessWatch::new(&[Some(i32::try_from(child.id()).unwrap()), None]);
-        assert_eq!(watch.lost(0), None);
-        child.kill().unwrap();
-        while watch.lost(0).is_none() {
-            std::thread::yield_now();
-        }
-        assert_eq!(watch.lost(1), None);
-        child.wait().unwrap();
     }
 }

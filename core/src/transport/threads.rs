@@ -3,14 +3,15 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::memory::Aligned;
-use super::node::{Geometry, Memory, Node, Watch};
+use super::node::{Geometry, Memory, Node, Peer, Watch};
 use super::{Endpoint, Link, Out, Patience};
 use crate::error::{Error, Result};
 use crate::plan::message_bytes;
 use crate::topology::Topology;
+use crate::trace::Late;
 
 impl Memory for Arc<Aligned> {
     fn base(&self) -> *mut u8 {
@@ -46,9 +47,9 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize) -> Result<Vec<Endpoi
     let endpoint = |rank: usize| {
         let topology = Topology::new(rank, &keys);
         let (geometry, memory) = &memories[topology.host()];
-        let names = topology.local_ranks().iter().map(|rank| format!("rank {rank}")).collect();
+        let peers = topology.local_ranks().iter().map(|&rank| Peer { rank, name: format!("rank {rank}") }).collect();
         let node =
-            Node::new(Box::new(Arc::clone(memory)), *geometry, topology.local_rank(), names, Box::new(NoWatch), 100)?;
+            Node::new(Box::new(Arc::clone(memory)), *geometry, topology.local_rank(), peers, Box::new(NoWatch), 100)?;
         let links = std::mem::take(&mut links[rank]);
         Ok(Endpoint { topology: Arc::new(topology), node: Arc::new(node), links })
     };
@@ -125,6 +126,7 @@ impl Link for ThreadLink {
             self.outbox[host].send(message.to_vec()).ok();
         }
         for host in others() {
+            let from = Instant::now();
             let message = loop {
                 match self.inbox[host].recv_timeout(Duration::from_millis(20)) {
                     Ok(message) => break message,
@@ -134,6 +136,7 @@ impl Link for ThreadLink {
                     }
                 }
             };
+            patience.log().waited_for(Late::Host(host), from, Instant::now());
             self.received[host].as_mut_slice()[..message.len()].copy_from_slice(&message);
         }
         Ok(())

@@ -11,7 +11,7 @@ use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::Op;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
-use dl_comm_core::team::{Request, Settings, Stage, Team};
+use dl_comm_core::team::{Alarm, Limit, Request, Settings, Stage, Team};
 use dl_comm_core::transport::threads;
 
 /// One rank of a test.
@@ -37,27 +37,44 @@ pub struct World {
     pub precise: bool,
     /// The deadline of calls.
     pub timeout: Duration,
+    /// How long calls wait for their counterparts.
+    pub match_within: Duration,
 }
 
 impl World {
     /// A job with `hosts[h]` ranks on host h and slots of 4 KiB.
     pub fn new(hosts: &[usize]) -> World {
-        World { hosts: hosts.to_vec(), threads: 1, slot: 4096, precise: false, timeout: Duration::from_secs(60) }
+        World {
+            hosts: hosts.to_vec(),
+            threads: 1,
+            slot: 4096,
+            precise: false,
+            timeout: Duration::from_secs(60),
+            match_within: Duration::from_millis(300),
+        }
     }
 
     /// Runs `body` on every rank; the first panic of a rank is the test's.
     pub fn run<T: Send>(&self, body: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
         let endpoints = threads::world(&self.hosts, self.threads, self.slot).unwrap();
         let size = endpoints.len();
-        let settings = Settings { id: 0, precise: self.precise, timeout: Some(self.timeout), stall_warn: None };
+        let settings = Settings {
+            id: 0,
+            precise: self.precise,
+            timeout: Some(self.timeout),
+            stall_warn: None,
+            match_within: self.match_within,
+        };
+        let quiet: Alarm = Arc::new(|_| {});
         thread::scope(|scope| {
             let ranks: Vec<_> = endpoints
                 .into_iter()
                 .enumerate()
                 .map(|(rank, endpoint)| {
-                    let body = &body;
-                    scope
-                        .spawn(move || body(&Rank { rank, size, team: Team::start(endpoint, settings, None).unwrap() }))
+                    let (body, quiet) = (&body, Arc::clone(&quiet));
+                    scope.spawn(move || {
+                        body(&Rank { rank, size, team: Team::start(endpoint, settings, None, quiet).unwrap() })
+                    })
                 })
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
@@ -91,9 +108,22 @@ impl Rank {
         receiver
     }
 
+    /// Starts an average with a deadline of its own, in seconds.
+    pub fn start_within(&self, seconds: f64, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
+        let (sender, receiver) = channel();
+        let request = Request::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).named(name, "");
+        // SAFETY: as above.
+        unsafe { self.team.submit(Op::Average, towers, request.within(Limit::from_seconds(seconds))) };
+        receiver
+    }
+
     /// Carries a call out.
     pub fn call(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
-        self.start(op, towers, name).recv().unwrap()
+        let (sender, receiver) = channel();
+        let request = Request::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).named(name, "");
+        // SAFETY: the outcome is waited for.
+        unsafe { self.team.submit(op, towers, request.blocking(true)) };
+        receiver.recv().unwrap()
     }
 
     /// Averages one list in place.

@@ -1,11 +1,12 @@
 """The ops: loading them, calling them on lists of tensors, and their gradients.
 
-What a call is named: all ranks must submit the same calls to a team in the same order, and the name lets the core see
-when they do not. Types and shapes are compared anyway. An eager call is named after what it does, always the same,
-since a number in an op attribute would make TensorFlow build a new kernel for every step. A call in a graph also has
-its number among the like calls of that graph, because a TF1 session may run two of them in either order. The numbers
-begin anew in every graph, so that a `tf.function` that only one rank traces again keeps its names. In a loop the kernel
-adds the iteration, since a TF1 session may run several iterations at once, and the names of the loops.
+What a call is named: all ranks must submit the same calls to a team, and the name lets the core see when they do not,
+and line them up when their order differs. Types and shapes are compared anyway. An eager call is named after what it
+does, always the same, since a number in an op attribute would make TensorFlow build a new kernel for every step. A call
+in a graph also has its number among the like calls of that graph, because a TF1 session may run two of them in either
+order. The numbers begin anew in every graph, so that a `tf.function` that only one rank traces again keeps its names.
+In a loop the kernel adds the iteration, since a TF1 session may run several iterations at once, and the names of the
+loops.
 
 Thread rule: everything here may be called from any thread.
 """
@@ -28,7 +29,7 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._process import CONTROL_TEAM
+from dl_comm._process import CONTROL_TEAM, seconds
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
@@ -67,7 +68,9 @@ def core_id() -> int:
 
 
 @as_written
-def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
+def gradients(
+    tensors: Iterable[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
+) -> list[Any]:
     """Average every tensor over all ranks, and over the towers when it is a list of such lists.
 
     Args:
@@ -77,11 +80,11 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
         team: The thread team that does the work.
         name: What the ranks must agree on besides types and shapes; like calls of one graph are numbered. On a team
             with a schedule it tells lists of the same types and shapes apart.
+        timeout: The longest that the op may take, in seconds (0 for no limit), instead of the team's.
 
     A `tf.function` runs its calls in the order of the program. A TF1 session does not: two calls of one team that do
-    not depend on each other run in another order on every rank, and fail at random with InvalidArgumentError. Give all
-    tensors in one list, or another team to one of the calls, or order them with `tf.control_dependencies`; a
-    `tf.compat.v1.while_loop` needs `parallel_iterations=1` unless each iteration needs the means of the one before.
+    not depend on each other run in another order on every rank. The ranks line such calls up by what they are, which
+    takes a message more; one list of all tensors is quicker.
 
     Returns:
         New dense tensors, in order, with the static shapes of the inputs; of towers, a list for each. Their gradient is
@@ -95,12 +98,14 @@ def gradients(tensors: Iterable[Any], team: int = 0, *, name: str | None = None)
         tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
     """
     towers, given = as_towers(_listed(tensors))
-    means = _gradients(given, checked_team(team), name or "gradients", towers=towers or 1)
+    means = _gradients(given, checked_team(team), name or "gradients", towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
 
 
 @as_written
-def broadcast(tensors: Iterable[Any], root: int = 0, *, name: str | None = None) -> list[tf.Tensor]:
+def broadcast(
+    tensors: Iterable[Any], root: int = 0, *, name: str | None = None, timeout: float | None = None
+) -> list[tf.Tensor]:
     """Give the tensors of rank `root`, as new tensors; variables are read, not assigned.
 
     Takes what `gradients` takes, and bool and every other number type as well. The op has no gradient.
@@ -117,6 +122,7 @@ def broadcast(tensors: Iterable[Any], root: int = 0, *, name: str | None = None)
     results = library().dl_comm_broadcast(
         [tf.bitcast(value, tf.uint8) if value.dtype in _AS_BYTES else value for value in values],
         root=operator.index(root),
+        timeout=seconds(timeout),
         call_name=_call_name(base, CONTROL_TEAM),
         labels=_labels(given),
     )
@@ -178,6 +184,7 @@ def _gradients(
     labels: str | None = None,
     towers: int = 1,
     owner: int | None = None,
+    timeout: float = -1.0,
 ) -> list[tf.Tensor]:
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
@@ -186,6 +193,7 @@ def _gradients(
             tensors,
             team=team,
             towers=towers,
+            timeout=timeout,
             owner=_scope() if owner is None else owner,
             call_name=_call_name(base, team),
             labels=_labels(given[: len(given) // towers]) if labels is None else labels,

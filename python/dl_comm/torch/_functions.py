@@ -17,17 +17,20 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
-from dl_comm._process import CONTROL_TEAM, ensure_initialized
+from dl_comm._process import CONTROL_TEAM, ensure_initialized, seconds
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import overlaps, plain
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
-def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None) -> list[Any]:
+def gradients(
+    tensors: Sequence[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
+) -> list[Any]:
     """Return the means of `tensors` over all ranks, in their order; of a list of towers, a list for each.
 
     `name` is checked to be the same on all ranks; on a team with a schedule it tells lists of equal shapes apart.
+    `timeout` is the longest that the call may take, in seconds (0 for no limit), instead of the team's.
 
     The results are new, contiguous CPU tensors of the same shapes and dtypes: float16, bfloat16, float32, float64,
     int8, uint8, int32 or int64, where a mean of integers rounds toward zero. Differentiable, and understood by
@@ -39,17 +42,17 @@ def gradients(tensors: Sequence[Any], team: int = 0, *, name: str | None = None)
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     towers, flat = as_towers(tensors)
-    means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1)
+    means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
 
 
-def broadcast(tensors: Sequence[torch.Tensor], root: int = 0) -> list[torch.Tensor]:
+def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float | None = None) -> list[torch.Tensor]:
     """Return the values that `tensors` have on rank `root`, as new, contiguous tensors in their order.
 
-    dtypes and errors as in `gradients`, and bool.
+    dtypes, `timeout` and errors as in `gradients`, and bool.
     """
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in _tensors(tensors)]
-    _ops.broadcast_in_place(copies, root, "broadcast")
+    _ops.broadcast_in_place(copies, root, "broadcast", timeout=seconds(timeout))
     return copies
 
 

@@ -37,22 +37,28 @@ DTYPES = frozenset(
 )
 
 
-def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "") -> None:
+TEAMS = -1.0
+"""A timeout, in seconds otherwise: that of the team."""
+
+
+def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
     """Replace contiguous CPU tensors by their means over all ranks; return when that is done."""
     with torch.no_grad():
-        _call(_ops.average_, list(tensors), team, name, labels)
+        _call(_ops.average_, list(tensors), team, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
-def average_new(tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1) -> list[torch.Tensor]:
+def average_new(
+    tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = TEAMS
+) -> list[torch.Tensor]:
     """Return the means of CPU tensors over all ranks (and `towers` in the list) as new tensors; differentiable."""
-    return list(_call(_ops.average, list(tensors), team, name, labels, towers))
+    return list(_call(_ops.average, list(tensors), team, name, labels, towers, timeout))
 
 
-def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "") -> None:
+def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
     """Replace contiguous CPU tensors by those of rank `root`; return when that is done."""
     with torch.no_grad():
-        _call(_ops.broadcast_, list(tensors), root, name, labels)
+        _call(_ops.broadcast_, list(tensors), root, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -108,17 +114,19 @@ def _call(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @torch.library.register_fake("dl_comm::average_")  # type: ignore[untyped-decorator]
-def _(tensors: list[torch.Tensor], team: int, name: str, labels: str) -> None:
+def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, timeout: float) -> None:
     return None
 
 
 @torch.library.register_fake("dl_comm::broadcast_")  # type: ignore[untyped-decorator]
-def _(tensors: list[torch.Tensor], root: int, name: str, labels: str) -> None:
+def _(tensors: list[torch.Tensor], root: int, name: str, labels: str, timeout: float) -> None:
     return None
 
 
 @torch.library.register_fake("dl_comm::average")  # type: ignore[untyped-decorator]
-def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int) -> list[torch.Tensor]:
+def _(
+    tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int, timeout: float
+) -> list[torch.Tensor]:
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
@@ -127,12 +135,12 @@ def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: in
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.team, ctx.name, ctx.labels, ctx.towers = inputs
+    _, ctx.team, ctx.name, ctx.labels, ctx.towers, ctx.timeout = inputs
 
 
 def _gradient(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
-    means = _ops.average(gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels, ctx.towers)
-    return means, None, None, None, None
+    means = _ops.average(gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels, ctx.towers, ctx.timeout)
+    return means, None, None, None, None, None
 
 
 torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_remember)

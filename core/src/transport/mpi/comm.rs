@@ -141,17 +141,41 @@ impl Comm {
     /// # Errors
     /// When the patience ends (the requests are then still under way) or MPI fails.
     pub fn wait(&self, requests: &mut [Request], patience: &Patience<'_>, late: &str) -> Result<()> {
+        self.wait_each(requests, patience, |_| {}, |_| late.to_owned())
+    }
+
+    /// Waits until all requests are complete; `done` is told of each that is, by its position, and `late` names who is being
+    /// waited for, given which are not.
+    ///
+    /// # Errors
+    /// As for [`Comm::wait`].
+    pub fn wait_each(
+        &self,
+        requests: &mut [Request],
+        patience: &Patience<'_>,
+        mut done: impl FnMut(usize),
+        late: impl Fn(&[bool]) -> String,
+    ) -> Result<()> {
         let count = int(requests.len())?;
+        let mut positions = vec![0; requests.len()];
+        let mut open = vec![true; requests.len()];
         let mut turns = 0u32;
         let mut asked = Instant::now();
-        loop {
-            let mut complete = 0;
-            // SAFETY: `requests` are live requests of this process or null.
+        while open.contains(&true) {
+            let mut completed = 0;
+            // SAFETY: `requests` are live requests of this process or null; `positions` is as long.
             self.call(|| unsafe {
-                ffi::MPI_Testall(count, requests.as_mut_ptr(), &mut complete, ffi::RSMPI_STATUSES_IGNORE)
+                let (requests, positions) = (requests.as_mut_ptr(), positions.as_mut_ptr());
+                ffi::MPI_Testsome(count, requests, &mut completed, positions, ffi::RSMPI_STATUSES_IGNORE)
             })?;
-            if complete != 0 {
-                return Ok(());
+            // MPI_UNDEFINED, a negative number, when all are null.
+            let completed = usize::try_from(completed).unwrap_or(0);
+            for position in positions[..completed].iter().filter_map(|&position| usize::try_from(position).ok()) {
+                open[position] = false;
+                done(position);
+            }
+            if completed > 0 {
+                continue;
             }
             turns = turns.saturating_add(1);
             match turns {
@@ -160,10 +184,11 @@ impl Comm {
                 _ => thread::sleep(Duration::from_micros(200)),
             }
             if turns > 500 && asked.elapsed() > Duration::from_millis(20) {
-                patience.check(Duration::ZERO, &|| late.to_owned())?;
+                patience.check(Duration::ZERO, &|| late(&open))?;
                 asked = Instant::now();
             }
         }
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@
 mod comm;
 mod launcher;
 mod link;
+mod places;
 mod world;
 
-pub use world::{TeamShape, World};
+pub use world::{Process, TeamShape, World};

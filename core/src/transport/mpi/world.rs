@@ -1,13 +1,12 @@
 //! The job: MPI brought up or adopted, the ranks' places, and the making of teams' endpoints.
 
-use std::fs;
+use std::cell::Cell;
 use std::mem;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mpi::Threading;
 use mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
@@ -15,18 +14,33 @@ use mpi::environment::{Universe, initialize_with_threading, is_finalized, thread
 use super::comm::Comm;
 use super::launcher;
 use super::link::MpiLink;
+use super::places::{self, Place, fields, record};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::plan::message_bytes;
 use crate::say::say;
+use crate::timeline;
 use crate::topology::Topology;
+use crate::trace::Log;
+use crate::transport::alert::{Alert, HostAddress, Listener};
 use crate::transport::memory::Aligned;
-use crate::transport::node::{Geometry, Memory, Node};
-use crate::transport::shm::{Name, ProcessWatch, Segment};
+use crate::transport::node::{Geometry, Memory, Node, Peer, Watch};
+use crate::transport::patience::Asked;
+use crate::transport::process::ProcessWatch;
+use crate::transport::shm::{Name, Segment};
 use crate::transport::{Endpoint, Link, Patience};
 
-/// The bytes of the records that ranks tell each other at start; longer texts are cut.
-const RECORD: usize = 512;
+/// How long what an ended process has sent may take to arrive.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// The process of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    /// Its host's name.
+    pub host: String,
+    /// Its number there.
+    pub pid: i32,
+}
 
 /// What all ranks must agree on when a team is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +64,13 @@ pub struct World {
     names: Vec<String>,
     hosts: Vec<String>,
     pids: Vec<Option<i32>>,
+    processes: Arc<Vec<Process>>,
+    /// The other processes of this host.
+    neighbours: ProcessWatch,
+    /// A random number that all ranks have, and nobody else.
+    key: u128,
     config: Config,
+    alert: Option<Alert>,
     /// What left the ranks out of step while a team was made: they cannot make another.
     broken: OnceLock<Error>,
     leaves: AtomicBool,
@@ -70,7 +90,12 @@ impl World {
             None => (None, threading_support()),
         };
         let adopted = universe.is_none();
-        let (comm, places) = match places(config) {
+        let found = patiently(config, "init_mpi", &|| None, |patience| {
+            let comm = Comm::world().duplicate(patience)?;
+            let places = places::tell(&comm, &config.shm_dir, patience)?;
+            Ok((comm, places))
+        });
+        let (comm, places) = match found {
             Ok(found) => found,
             Err(error) => {
                 // The other ranks may never come to the end of MPI.
@@ -82,7 +107,7 @@ impl World {
         if places.len() == 1 && !adopted {
             launcher::check_alone(|name| std::env::var(name).ok())?;
         }
-        let keys: Vec<&str> = places.iter().map(|place| place.key.as_str()).collect();
+        let keys: Vec<&str> = places.iter().map(|place| place.home.as_str()).collect();
         let topology = Topology::new(rank, &keys);
         // Who started MPI may call it at any time, so that taking turns among our threads is not enough.
         let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
@@ -98,20 +123,89 @@ impl World {
             format!("{} (ranks {})", places[topology.ranks_of(host)[0]].host, ranks.join(", "))
         };
         let hosts = (0..topology.hosts()).map(host_name).collect();
-        let names = places.iter().enumerate().map(|(rank, place)| format!("rank {rank} on {}", place.host)).collect();
-        let pids =
+        let names: Vec<String> =
+            places.iter().enumerate().map(|(rank, place)| format!("rank {rank} on {}", place.host)).collect();
+        let pids: Vec<Option<i32>> =
             places.iter().map(|place| (place.pid_space == places[rank].pid_space).then_some(place.pid)).collect();
-        Ok(World {
+        let others: Vec<Option<i32>> =
+            topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
+        let process = |place: &Place| Process { host: place.host.clone(), pid: place.pid };
+        let mut world = World {
             universe,
             comm: Some(comm),
             topology: Arc::new(topology),
             names,
             hosts,
             pids,
+            processes: Arc::new(places.iter().map(process).collect()),
+            neighbours: ProcessWatch::new(&others),
+            key: places[0].key,
             config: config.clone(),
+            alert: None,
             broken: OnceLock::new(),
             leaves: AtomicBool::new(false),
-        })
+        };
+        if world.topology.hosts() > 1 {
+            let joined = world.patiently("init_mpi", |patience| world.join_hosts(patience));
+            match joined {
+                Ok(alert) => world.alert = alert,
+                Err(error) => {
+                    world.leave();
+                    return Err(error);
+                }
+            }
+        }
+        Ok(world)
+    }
+
+    /// Measures this host's clock, and starts the alert between hosts on the first rank of each.
+    fn join_hosts(&self, patience: &Patience<'_>) -> Result<Option<Alert>> {
+        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let topology = &self.topology;
+        let leads = topology.local_rank() == 0;
+        let listener = if leads { Listener::open(&self.config.network).map(Some) } else { Ok(None) };
+        let address = listener.as_ref().map(|found| found.as_ref().map_or(String::new(), Listener::address));
+        let leaders: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[0]).collect();
+        let offset = if leads { places::clock_offset(own, &leaders, topology.host(), patience)? } else { 0 };
+        let told =
+            self.agree(own, "", address.map(|text| format!("{offset} {text}")).map_err(Error::clone), patience)?;
+        let parts = |rank: usize| told[rank].split_once(' ').unwrap_or(("0", ""));
+        timeline::set_offset(parts(leaders[topology.host()]).0.parse().unwrap_or(0));
+        let Some(listener) = listener? else { return Ok(None) };
+        let host = |&leader: &usize| HostAddress {
+            name: self.names[leader].clone(),
+            addresses: parts(leader).1.split(',').filter_map(|address| address.parse().ok()).collect(),
+        };
+        let hosts: Vec<HostAddress> = leaders.iter().map(host).collect();
+        let others = topology.local_ranks().iter().filter(|&&rank| rank != topology.rank());
+        let pids = others.filter_map(|&rank| Some((self.names[rank].clone(), self.pids[rank]?))).collect();
+        Alert::start(listener, topology.host(), &hosts, self.key, pids).map(Some)
+    }
+
+    /// The process of each rank.
+    pub fn processes(&self) -> &Arc<Vec<Process>> {
+        &self.processes
+    }
+
+    /// A random number that all ranks of the job have, and nobody else.
+    pub fn key(&self) -> u128 {
+        self.key
+    }
+
+    /// Runs `work` with the patience that the settings give it, or until a process of this host has ended; `what` names it
+    /// in messages.
+    fn patiently<T>(&self, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
+        let seen = Cell::new(None);
+        let lost = || {
+            let ranks = self.topology.local_ranks();
+            let ended = |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.neighbours.lost(local)?));
+            let words = (0..ranks.len()).find_map(ended)?;
+            // What it did just before may still be on its way.
+            let since: Instant = seen.get().unwrap_or_else(Instant::now);
+            seen.set(Some(since));
+            (since.elapsed() > LAST_WORDS).then(|| Error::PeerLost(format!("{words}, in {what}")))
+        };
+        patiently(&self.config, what, &lost, work)
     }
 
     /// Where the ranks are.
@@ -129,10 +223,9 @@ impl World {
         if let Some(error) = self.broken.get() {
             return Err(error.clone());
         }
-        let made = patiently(&self.config, &format!("the creation of team {}", shape.id), |patience| {
-            self.make_endpoint(shape, patience)
-        });
-        if let Err(error @ (Error::Timeout(_) | Error::Mpi(_))) = &made {
+        let made = self
+            .patiently(&format!("the creation of team {}", shape.id), |patience| self.make_endpoint(shape, patience));
+        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = &made {
             let _first = self.broken.set(error.clone());
         }
         made
@@ -165,12 +258,17 @@ impl World {
         self.agree(&comm, "", mapped, patience)?;
         drop::<Option<Name>>(name);
 
-        let names = topology.local_ranks().iter().map(|&rank| self.names[rank].clone()).collect();
+        let peer = |&rank: &usize| Peer { rank, name: self.names[rank].clone() };
+        let peers = topology.local_ranks().iter().map(peer).collect();
         let pids: Vec<Option<i32>> = topology.local_ranks().iter().map(|&rank| self.pids[rank]).collect();
         let watch = Box::new(ProcessWatch::new(&pids));
-        let node = Node::new(memory?, geometry, topology.local_rank(), names, watch, spins(ranks))?;
+        let node = Node::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?;
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
-        Ok(Endpoint { topology: Arc::clone(topology), node: Arc::new(node), links })
+        let node = Arc::new(node);
+        if let Some(alert) = &self.alert {
+            alert.watch(shape.id, &node);
+        }
+        Ok(Endpoint { topology: Arc::clone(topology), node, links })
     }
 
     /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
@@ -178,10 +276,8 @@ impl World {
         let topology = &self.topology;
         let lane = topology.lane().filter(|_| topology.hosts() > 1)?;
         let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[lane]).collect();
-        let others = self.hosts.iter().enumerate().filter(|(host, _)| *host != topology.host());
-        let late = others.map(|(_, name)| name.as_str()).collect::<Vec<_>>().join(" or ");
         let capacity = message_bytes(slot, topology.lanes(), topology.hosts());
-        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, topology.host(), drivers, late, capacity)))
+        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, topology.host(), drivers, self.hosts.clone(), capacity)))
     }
 
     /// Tells all ranks `shape` and this rank's outcome; returns all outcomes when they are good and the shapes equal.
@@ -216,7 +312,7 @@ impl World {
     /// Waits, up to the deadline, until all ranks are here.
     fn meet(&self) -> Result<()> {
         let Some(comm) = &self.comm else { return Ok(()) };
-        patiently(&self.config, "finalize", |patience| comm.barrier(patience))
+        self.patiently("finalize", |patience| comm.barrier(patience))
     }
 }
 
@@ -241,40 +337,15 @@ impl Drop for World {
 }
 
 /// Runs `work` with the patience that the settings give it; `what` names it in messages.
-fn patiently<T>(config: &Config, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
-    let describe = || what.to_owned();
-    let interrupted = || None;
-    let warned = AtomicBool::new(false);
-    work(&Patience::new(Instant::now(), config.timeout, config.stall_warn, &warned, &describe, &interrupted))
-}
-
-/// Where a rank lives.
-struct Place {
-    host: String,
-    key: String,
-    pid: i32,
-    pid_space: String,
-}
-
-/// A communicator of our own, and every rank's place. Two ranks are on one host when host name, boot and the file system
-/// behind the segments are the same.
-fn places(config: &Config) -> Result<(Comm, Vec<Place>)> {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let device = fs::metadata(&config.shm_dir).map(|folder| folder.dev()).unwrap_or_default();
-    let pid_space = fs::read_link("/proc/self/ns/pid").map(|link| text_of(&link)).unwrap_or_default();
-    let key = format!("{} {device}", boot.trim());
-    let pid = std::process::id().to_string();
-    let (comm, records) = patiently(config, "init_mpi", |patience| {
-        let comm = Comm::world().duplicate(patience)?;
-        let records = comm.allgather(&record(&[&host, &key, &pid, &pid_space]), patience)?;
-        Ok((comm, records))
-    })?;
-    let place = |bytes: &Vec<u8>| {
-        let [host, key, pid, pid_space] = fields(bytes);
-        Place { key: format!("{host} {key}"), host, pid: pid.parse().unwrap_or(0), pid_space }
-    };
-    Ok((comm, records.iter().map(place).collect()))
+fn patiently<T>(
+    config: &Config,
+    what: &str,
+    interrupted: &dyn Fn() -> Option<Error>,
+    work: impl FnOnce(&Patience<'_>) -> Result<T>,
+) -> Result<T> {
+    let asked = Asked { describe: &|| what.to_owned(), interrupted, stalled: &say };
+    let (warned, log) = (AtomicBool::new(false), Log::default());
+    work(&Patience::new(Instant::now(), config.timeout, config.stall_warn, &warned, &log, &asked))
 }
 
 /// How long waits look before they sleep: not at all worth it when ranks outnumber the processors.
@@ -285,31 +356,4 @@ fn spins(local_ranks: usize) -> u32 {
 
 fn text_of(path: &Path) -> String {
     path.to_string_lossy().into_owned()
-}
-
-/// `fields`, a NUL after each, cut and padded to [`RECORD`] bytes.
-fn record(fields: &[&str]) -> Vec<u8> {
-    let mut bytes = fields.join("\0").into_bytes();
-    bytes.resize(RECORD, 0);
-    bytes
-}
-
-/// The first N fields of a record.
-fn fields<const N: usize>(record: &[u8]) -> [String; N] {
-    let mut parts = record.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
-    std::array::from_fn(|_| parts.next().unwrap_or_default())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn records_go_there_and_back() {
-        let bytes = record(&["host", "", "x y"]);
-        assert_eq!(bytes.len(), RECORD);
-        assert_eq!(fields::<3>(&bytes), ["host", "", "x y"]);
-        let long = "l".repeat(2 * RECORD);
-        assert_eq!(fields::<2>(&record(&["a", &long]))[1].len(), RECORD - 2);
-    }
 }

@@ -1,0 +1,183 @@
+//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.blame`. Written after a failure or a
+//! stall, on SIGUSR1, and when somebody asks.
+//!
+//! Thread rule: a [`Dumper`] may be used from any thread; one file is written at a time.
+
+use std::fs::{self, DirBuilder};
+use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+use signal_hook::consts::SIGUSR1;
+use signal_hook::iterator::{Handle, Signals};
+
+use crate::config::DumpDir;
+use crate::error::{Error, Result};
+use crate::say::say;
+use crate::team::Team;
+use crate::transport::mpi::Process;
+
+/// Writes this rank's dumps.
+pub struct Dumper {
+    rank: usize,
+    processes: Arc<Vec<Process>>,
+    key: u128,
+    folder: DumpDir,
+    teams: Mutex<Vec<Weak<Team>>>,
+    writing: Mutex<()>,
+}
+
+impl Dumper {
+    /// For rank `rank` of a job with these processes and this key.
+    pub fn new(rank: usize, processes: Arc<Vec<Process>>, key: u128, folder: DumpDir) -> Dumper {
+        Dumper { rank, processes, key, folder, teams: Mutex::default(), writing: Mutex::default() }
+    }
+
+    /// Adds a team to what is written.
+    pub fn add(&self, team: &Arc<Team>) {
+        let mut teams = self.teams.lock().unwrap_or_else(PoisonError::into_inner);
+        teams.retain(|team| team.strong_count() > 0);
+        teams.push(Arc::downgrade(team));
+    }
+
+    /// Writes a dump because of `reason`, unless `DL_COMM_DUMP_DIR` says not to. What fails is told.
+    pub fn alarm(&self, reason: &str) {
+        if self.folder == DumpDir::Nowhere {
+            return;
+        }
+        if let Err(error) = self.write(reason, None) {
+            say(&error.to_string());
+        }
+    }
+
+    /// Writes a dump into `folder`, or where `DL_COMM_DUMP_DIR` says, and returns the file. A later one of the same rank
+    /// takes its place.
+    ///
+    /// # Errors
+    /// [`Error::System`]
+    pub fn write(&self, reason: &str, folder: Option<&str>) -> Result<PathBuf> {
+        let _turn = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let folder = match (folder, &self.folder) {
+            (Some(folder), _) => PathBuf::from(folder),
+            (None, DumpDir::Here(folder)) => PathBuf::from(folder),
+            (None, _) => self.temporary(),
+        };
+        let path = folder.join(format!("rank{}.json", self.rank));
+        let failed =
+            |error: std::io::Error| Error::system(format!("writing the last calls to {}", path.display()), error);
+        let first = make(&folder).map_err(failed)?;
+        // Complete or not there: it may be read while the job runs.
+        let partial = folder.join(format!(".rank{}.partial", self.rank));
+        let text = format!("{:#}\n", self.content(reason));
+        fs::write(&partial, text).and_then(|()| fs::rename(&partial, &path)).map_err(failed)?;
+        if first {
+            let folder = folder.display();
+            say(&format!("the last calls of each rank are in {folder}; python -m dl_comm.blame {folder} reads them"));
+        }
+        Ok(path)
+    }
+
+    fn temporary(&self) -> PathBuf {
+        let user = rustix::process::getuid().as_raw();
+        std::env::temp_dir().join(format!("dl_comm-{user}")).join(format!("{:012x}", self.key & 0xffff_ffff_ffff))
+    }
+
+    fn content(&self, reason: &str) -> Value {
+        let teams: Vec<Arc<Team>> =
+            self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
+        let process =
+            |(rank, process): (usize, &Process)| json!({"rank": rank, "host": process.host, "pid": process.pid});
+        json!({
+            "format": "dl_comm dump 1",
+            "job": format!("{:012x}", self.key & 0xffff_ffff_ffff),
+            "reason": reason,
+            "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
+            "rank": self.rank,
+            "size": self.processes.len(),
+            "ranks": self.processes.iter().enumerate().map(process).collect::<Vec<_>>(),
+            "teams": teams.iter().map(|team| team.dump()).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Makes `folder` and what it is in, for this user only; whether it was not there.
+fn make(folder: &Path) -> std::io::Result<bool> {
+    if let Some(parent) = folder.parent() {
+        DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes a dump whenever SIGUSR1 comes, until it is dropped. MPICH's launcher sends that signal too, to the ranks that
+/// outlive another one (`-disable-auto-cleanup`). Handlers of others stay, and are called as well.
+pub struct OnSignal {
+    handle: Handle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl OnSignal {
+    /// Starts to listen.
+    ///
+    /// # Errors
+    /// [`Error::System`] when the system refuses the handler or the thread.
+    pub fn start(dumper: Arc<Dumper>) -> Result<OnSignal> {
+        let refused = |error: std::io::Error| Error::system("listening for SIGUSR1", error);
+        let mut signals = Signals::new([SIGUSR1]).map_err(refused)?;
+        let handle = signals.handle();
+        let listen = move || {
+            for _ in signals.forever() {
+                if let Err(error) = dumper.write("SIGUSR1", None) {
+                    say(&error.to_string());
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("dlcomm-signal".into()).spawn(listen).map_err(refused)?;
+        Ok(OnSignal { handle, thread: Some(thread) })
+    }
+}
+
+impl Drop for OnSignal {
+    fn drop(&mut self) {
+        self.handle.close();
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            say("the thread that listens for SIGUSR1 panicked");
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_dump_is_written_for_its_user_and_on_a_signal() {
+        let folder = std::env::temp_dir().join(format!("dl_comm_dump_{}", std::process::id()));
+        let here = DumpDir::Here(folder.to_string_lossy().into_owned());
+        let processes = Arc::new(vec![Process { host: "a".into(), pid: 1 }, Process { host: "b".into(), pid: 2 }]);
+        let dumper = Arc::new(Dumper::new(1, processes, 0xabc, here));
+        dumper.alarm("because");
+        let path = folder.join("rank1.json");
+        let read = || serde_json::from_str::<Value>(&fs::read_to_string(&path).unwrap()).unwrap();
+        let found = read();
+        assert_eq!((found["reason"].as_str(), found["ranks"][1]["host"].as_str()), (Some("because"), Some("b")));
+        assert_eq!(found["job"], "000000000abc");
+        assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
+        let listening = OnSignal::start(dumper).unwrap();
+        signal_hook::low_level::raise(SIGUSR1).unwrap();
+        while read()["reason"] != "SIGUSR1" {
+            thread::yield_now();
+        }
+        drop(listening);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}

@@ -1,0 +1,87 @@
+//! Who calls a team: whether every thread that does waits in a call. Then no other call will come before one of these has
+//! ended, unless from a thread that has made none so far.
+//!
+//! Thread rule: may be used from any thread.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// The kernel's number of a thread.
+pub(super) type ThreadId = i32;
+
+/// What is known of a team's callers.
+#[derive(Debug, Default)]
+pub(super) struct Callers {
+    known: Mutex<Vec<ThreadId>>,
+    /// The caller of the last call, who needs no look at the list.
+    last: AtomicI32,
+    /// Some calls did not make their thread wait.
+    open: AtomicBool,
+}
+
+impl Callers {
+    /// Notes a call of this thread, which waits for the call (`blocks`) or goes on. Returns the thread if it waits.
+    pub fn note(&self, blocks: bool) -> Option<ThreadId> {
+        if !blocks {
+            self.open.store(true, Ordering::Relaxed);
+            return None;
+        }
+        let here = this_thread();
+        if self.last.swap(here, Ordering::Relaxed) != here {
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            if !known.contains(&here) {
+                known.push(here);
+            }
+        }
+        Some(here)
+    }
+
+    /// Whether every thread that has called, and is alive, is among `waiting`. Looks at the system's list of threads.
+    pub fn all_wait(&self, waiting: &[ThreadId]) -> bool {
+        if self.open.load(Ordering::Relaxed) {
+            return false;
+        }
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|thread| Path::new(&format!("/proc/self/task/{thread}")).exists());
+        known.iter().all(|thread| waiting.contains(thread))
+    }
+}
+
+fn this_thread() -> ThreadId {
+    thread_local!(static HERE: ThreadId = rustix::thread::gettid().as_raw_nonzero().get());
+    HERE.try_with(|here| *here).unwrap_or(0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn threads_count_as_long_as_they_live() {
+        let callers = Callers::default();
+        let here = callers.note(true).unwrap();
+        assert!(callers.all_wait(&[here]) && !callers.all_wait(&[]));
+        let (sender, receiver) = channel();
+        let (end, ended) = channel::<()>();
+        std::thread::scope(|scope| {
+            let callers = &callers;
+            let other = scope.spawn(move || {
+                sender.send(callers.note(true).unwrap()).unwrap();
+                ended.recv().unwrap_err();
+            });
+            let there = receiver.recv().unwrap();
+            assert!(!callers.all_wait(&[here]) && callers.all_wait(&[there, here]));
+            drop(end);
+            other.join().unwrap();
+        });
+        // The system may take a moment to forget a thread.
+        while !callers.all_wait(&[here]) {
+            std::thread::yield_now();
+        }
+        callers.note(false);
+        assert!(!callers.all_wait(&[here]));
+    }
+}

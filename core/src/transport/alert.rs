@@ -1,0 +1,512 @@
+//! The alert between hosts: the end of a process, or a team's failure, on one host is known on all within a second or so,
+//! not at the deadline.
+//!
+//! The first rank of each host keeps TCP connections to those of the hosts 1, 2, 4, ... before and after its own (as many
+//! as the logarithm of the number of hosts), on a thread that sleeps until something happens. It watches the processes of
+//! its host; what it learns it writes into the failure blocks of its teams ([`Node::fail`]) and passes on, so that every
+//! host hears it even when some are gone. A closed connection that nobody said good-bye on is the end of the rank behind
+//! it; a host that goes silent is noticed by TCP's keepalive, within some seconds.
+//! Who connects must know the job's key, a random number that the ranks told each other through MPI.
+//! Thread rule: an [`Alert`] may be used from any thread.
+
+use std::collections::HashSet;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt;
+use serde_json::{Value, json};
+
+use super::node::Node;
+use super::process::Process;
+use crate::error::{Error, Result};
+use crate::say::say;
+
+/// How often the thread looks for failures of its own host's teams.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long hosts have to connect to each other.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// The longest line that is taken from another host.
+const LONGEST: usize = 16 << 10;
+
+/// Another host's end of the alert.
+#[derive(Debug, Clone)]
+pub struct HostAddress {
+    /// The name of the rank there, for messages.
+    pub name: String,
+    /// Where it listens.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// What the first rank of a host has to offer before it knows the others.
+pub struct Listener {
+    socket: TcpListener,
+    addresses: Vec<IpAddr>,
+}
+
+impl Listener {
+    /// Listens on the addresses of interface `network`, of all interfaces when it is empty.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such interface; [`Error::System`].
+    pub fn open(network: &str) -> Result<Listener> {
+        let all = if_addrs::get_if_addrs().map_err(|error| Error::system("listing the network interfaces", error))?;
+        let mut addresses: Vec<IpAddr> = all
+            .iter()
+            .filter(|interface| if network.is_empty() { !interface.is_loopback() } else { interface.name == network })
+            .map(if_addrs::Interface::ip)
+            // A link-local address needs its interface beside it.
+            .filter(|address| !matches!(address, IpAddr::V6(address) if address.is_unicast_link_local()))
+            .collect();
+        if addresses.is_empty() {
+            if !network.is_empty() {
+                let names: HashSet<&str> = all.iter().map(|interface| interface.name.as_str()).collect();
+                let mut names: Vec<&str> = names.into_iter().collect();
+                names.sort_unstable();
+                return Err(Error::Invalid(format!(
+                    "DL_COMM_NETWORK is '{network}', which is no interface with an address; there are {}",
+                    names.join(", ")
+                )));
+            }
+            addresses = all.iter().map(if_addrs::Interface::ip).collect();
+        }
+        addresses.sort_by_key(IpAddr::is_ipv6);
+        // One socket for both families where the system has both.
+        let socket = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
+        let socket = socket.map_err(|error| Error::system("listening for other hosts", error))?;
+        Ok(Listener { socket, addresses })
+    }
+
+    /// Where it can be reached, separated by commas.
+    pub fn address(&self) -> String {
+        let port = self.socket.local_addr().map_or(0, |address| address.port());
+        let words = self.addresses.iter().map(|&address| SocketAddr::new(address, port).to_string());
+        words.collect::<Vec<_>>().join(",")
+    }
+}
+
+/// The alert of a host; ends, with a good-bye, when dropped.
+pub struct Alert {
+    teams: Arc<Mutex<Teams>>,
+    stop: UnixStream,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The failure blocks that are written, and what was written to all.
+#[derive(Default)]
+struct Teams {
+    nodes: Vec<(i32, Weak<Node>)>,
+    lost: Option<Error>,
+}
+
+impl Teams {
+    fn fail(&mut self, team: Option<i32>, error: &Error) {
+        self.nodes.retain(|(_, node)| node.strong_count() > 0);
+        for node in self.nodes.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
+            if let Some(node) = node.1.upgrade() {
+                node.fail(error);
+            }
+        }
+        if team.is_none() && self.lost.is_none() {
+            self.lost = Some(error.clone());
+        }
+    }
+
+    fn failures(&self) -> Vec<(i32, Error)> {
+        let failure = |(team, node): &(i32, Weak<Node>)| Some((*team, node.upgrade()?.failure()?));
+        self.nodes.iter().filter_map(failure).collect()
+    }
+}
+
+fn lock(teams: &Mutex<Teams>) -> std::sync::MutexGuard<'_, Teams> {
+    teams.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Alert {
+    /// Connects host `me` with its neighbours among `hosts`, and watches the local processes `pids` (named, without this
+    /// one). A neighbour that cannot be reached is told of and done without: its end is noticed at the deadline, or
+    /// through others. Collective over the hosts.
+    ///
+    /// # Errors
+    /// [`Error::System`] when the system refuses a thread or a socket pair.
+    pub fn start(
+        listener: Listener,
+        me: usize,
+        hosts: &[HostAddress],
+        key: u128,
+        pids: Vec<(String, i32)>,
+    ) -> Result<Alert> {
+        let peers = connect(&listener, me, hosts, key);
+        let refused = |error: std::io::Error| Error::system("starting the alert between hosts", error);
+        let (stop, stopped) = UnixStream::pair().map_err(refused)?;
+        let teams = Arc::<Mutex<Teams>>::default();
+        let open = |(name, pid): (String, i32)| Process::open(pid).map(|process| (name, process));
+        let watch = Watch {
+            teams: Arc::clone(&teams),
+            stopped,
+            peers,
+            processes: pids.into_iter().filter_map(open).collect(),
+            told: HashSet::new(),
+        };
+        let thread = Builder::new().name("dlcomm-alert".into()).spawn(move || watch.run()).map_err(refused)?;
+        Ok(Alert { teams, stop, thread: Some(thread) })
+    }
+
+    /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
+    pub fn watch(&self, team: i32, node: &Arc<Node>) {
+        let mut teams = lock(&self.teams);
+        teams.nodes.push((team, Arc::downgrade(node)));
+        if let Some(error) = &teams.lost {
+            node.fail(error);
+        }
+    }
+}
+
+impl Drop for Alert {
+    fn drop(&mut self) {
+        // The thread ends for nothing else but a failure of its own, which it has told.
+        let _told = self.stop.write_all(b".");
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            say("the alert between hosts panicked");
+        }
+    }
+}
+
+/// The hosts that host `me` of `count` is connected with.
+fn neighbours(me: usize, count: usize) -> Vec<usize> {
+    let mut found: Vec<usize> = Vec::new();
+    let mut distance = 1;
+    while distance < count {
+        found.extend([(me + distance) % count, (me + count - distance) % count]);
+        distance *= 2;
+    }
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
+/// A connection to another host.
+struct Peer {
+    name: String,
+    stream: TcpStream,
+    /// What has come of a line.
+    partial: Vec<u8>,
+}
+
+/// Connects to the neighbours with higher numbers, and takes the connections of those with lower ones.
+fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> Vec<Peer> {
+    let until = Instant::now() + PATIENCE;
+    let (below, above): (Vec<usize>, Vec<usize>) = neighbours(me, hosts.len()).into_iter().partition(|&host| host < me);
+    let mut peers = Vec::new();
+    for host in above {
+        match call(&hosts[host], me, key, until) {
+            Ok(stream) => peers.extend(ready(stream, &hosts[host].name)),
+            Err(error) => unwatched(&hosts[host].name, &error),
+        }
+    }
+    let mut missing: HashSet<usize> = below.into_iter().collect();
+    while !missing.is_empty() {
+        let left = until.saturating_duration_since(Instant::now());
+        match take(listener, key, left) {
+            Ok(Some((host, stream))) if missing.remove(&host) => peers.extend(ready(stream, &hosts[host].name)),
+            // Somebody who is not of this job, or is not expected.
+            Ok(_) => {}
+            Err(error) => {
+                missing.iter().for_each(|&host| unwatched(&hosts[host].name, &error));
+                break;
+            }
+        }
+    }
+    peers
+}
+
+fn unwatched(name: &str, error: &std::io::Error) {
+    say(&format!(
+        "no connection with {name} ({error}; DL_COMM_NETWORK chooses the interface): its end may be noticed at the deadline \
+         only"
+    ));
+}
+
+/// Calls `host` until it answers.
+fn call(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::new(ErrorKind::AddrNotAvailable, "it has no address");
+    loop {
+        for address in &host.addresses {
+            match TcpStream::connect_timeout(address, Duration::from_secs(2)) {
+                Ok(mut stream) => {
+                    let mut hello = key.to_le_bytes().to_vec();
+                    hello.extend((me as u64).to_le_bytes());
+                    match stream.write_all(&hello) {
+                        Ok(()) => return Ok(stream),
+                        Err(error) => last = error,
+                    }
+                }
+                Err(error) => last = error,
+            }
+        }
+        if Instant::now() >= until {
+            return Err(last);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// The next connection within `left`, and the host that it says it comes from, if it knows the key.
+fn take(listener: &Listener, key: u128, left: Duration) -> std::io::Result<Option<(usize, TcpStream)>> {
+    let timeout = rustix::time::Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+    if poll(&mut [PollFd::new(&listener.socket, PollFlags::IN)], Some(&timeout))? == 0 {
+        return Err(ErrorKind::TimedOut.into());
+    }
+    let (mut stream, _) = listener.socket.accept()?;
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    let mut hello = [0; 24];
+    if stream.read_exact(&mut hello).is_err() || hello[..16] != key.to_le_bytes() {
+        return Ok(None);
+    }
+    let mut host = [0; 8];
+    host.copy_from_slice(&hello[16..]);
+    Ok(Some((usize::try_from(u64::from_le_bytes(host)).unwrap_or(usize::MAX), stream)))
+}
+
+/// A connection as the thread uses it.
+fn ready(stream: TcpStream, name: &str) -> Option<Peer> {
+    let set = || -> std::io::Result<()> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        sockopt::set_tcp_keepidle(&stream, Duration::from_secs(2))?;
+        sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
+        sockopt::set_tcp_keepcnt(&stream, 3)?;
+        sockopt::set_tcp_user_timeout(&stream, 5000)?;
+        Ok(())
+    };
+    match set() {
+        Ok(()) => Some(Peer { name: name.to_owned(), stream, partial: Vec::new() }),
+        Err(error) => {
+            unwatched(name, &error);
+            None
+        }
+    }
+}
+
+/// What the thread has.
+struct Watch {
+    teams: Arc<Mutex<Teams>>,
+    stopped: UnixStream,
+    peers: Vec<Peer>,
+    processes: Vec<(String, Process)>,
+    /// The lines that were passed on.
+    told: HashSet<String>,
+}
+
+impl Watch {
+    fn run(mut self) {
+        while !self.sleep() {
+            let ended = |(name, process): &(String, Process)| Some(format!("{name} {}", process.ended()?));
+            let words: Vec<String> = self.processes.iter().filter_map(ended).collect();
+            self.processes.retain(|(_, process)| process.ended().is_none());
+            words.into_iter().for_each(|words| self.lost(words));
+            let failures = lock(&self.teams).failures();
+            for (team, error) in failures {
+                self.pass_on(&json!({"team": team, "code": error.code(), "text": error.detail()}));
+            }
+            let mut index = 0;
+            while index < self.peers.len() {
+                match self.hear(index) {
+                    Heard::All => index += 1,
+                    Heard::End => {
+                        let peer = self.peers.remove(index);
+                        self.lost(format!("{} has ended, or its host is out of reach", peer.name));
+                    }
+                    Heard::GoodBye => drop(self.peers.remove(index)),
+                }
+            }
+        }
+        let bye = json!({"bye": true});
+        self.send(&bye);
+    }
+
+    /// Sleeps until something happens; whether it is time to end.
+    fn sleep(&self) -> bool {
+        let mut fds = vec![PollFd::new(&self.stopped, PollFlags::IN)];
+        fds.extend(self.peers.iter().map(|peer| PollFd::new(&peer.stream, PollFlags::IN)));
+        let ends = self.processes.iter().filter_map(|(_, process)| process.end());
+        fds.extend(ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)));
+        let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(LOOK.subsec_nanos()) };
+        // Interrupted or refused: the next look comes soon.
+        let _count = poll(&mut fds, Some(&timeout));
+        !fds[0].revents().is_empty()
+    }
+
+    fn lost(&mut self, words: String) {
+        let error = Error::PeerLost(words);
+        lock(&self.teams).fail(None, &error);
+        self.pass_on(&json!({"team": null, "code": error.code(), "text": error.detail()}));
+    }
+
+    /// Tells the other hosts, once.
+    fn pass_on(&mut self, message: &Value) {
+        if self.told.insert(message.to_string()) {
+            self.send(message);
+        }
+    }
+
+    fn send(&mut self, message: &Value) {
+        let line = format!("{message}\n");
+        // A peer that does not take it is found out by its connection.
+        self.peers.iter_mut().for_each(|peer| drop(peer.stream.write_all(line.as_bytes())));
+    }
+
+    /// Takes what a peer has sent.
+    fn hear(&mut self, index: usize) -> Heard {
+        let mut bytes = [0; 4096];
+        let peer = &mut self.peers[index];
+        let ended = loop {
+            match peer.stream.read(&mut bytes) {
+                Ok(0) => break true,
+                Ok(count) => peer.partial.extend_from_slice(&bytes[..count]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break false,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => break true,
+            }
+            if peer.partial.len() > LONGEST {
+                break true;
+            }
+        };
+        while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
+            let Ok(message) = serde_json::from_slice::<Value>(&line) else { return Heard::End };
+            if message["bye"] == true {
+                return Heard::GoodBye;
+            }
+            self.apply(&message);
+        }
+        if ended { Heard::End } else { Heard::All }
+    }
+
+    /// Does what another host tells.
+    fn apply(&mut self, message: &Value) {
+        let code = message["code"].as_i64().and_then(|code| i32::try_from(code).ok()).unwrap_or(-9);
+        let text = message["text"].as_str().unwrap_or("another host failed").to_owned();
+        let team = message["team"].as_i64().and_then(|team| i32::try_from(team).ok());
+        lock(&self.teams).fail(team, &Error::from_code(code, text));
+        self.pass_on(message);
+    }
+}
+
+/// What came of listening to a peer.
+enum Heard {
+    /// It goes on.
+    All,
+    /// The connection has ended without a word.
+    End,
+    /// It has ended as it should.
+    GoodBye,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::transport::threads;
+
+    #[test]
+    fn neighbours_are_mutual_and_reach_everybody() {
+        for count in 1..40 {
+            for me in 0..count {
+                let near = neighbours(me, count);
+                assert!(!near.contains(&me));
+                assert!(near.iter().all(|&host| neighbours(host, count).contains(&me)), "{me} of {count}");
+            }
+        }
+        assert_eq!(neighbours(0, 8), [1, 2, 4, 6, 7]);
+    }
+
+    fn start(count: usize) -> Vec<(Alert, Arc<Node>)> {
+        let listeners: Vec<Listener> = (0..count).map(|_| Listener::open("").unwrap()).collect();
+        let address = |(host, listener): (usize, &Listener)| HostAddress {
+            name: format!("rank {host}"),
+            addresses: listener.address().split(',').map(|text| text.parse().unwrap()).collect(),
+        };
+        let hosts: Vec<HostAddress> = listeners.iter().enumerate().map(address).collect();
+        let endpoints = threads::world(&vec![1; count], 1, 4096).unwrap();
+        std::thread::scope(|scope| {
+            let started: Vec<_> = listeners
+                .into_iter()
+                .enumerate()
+                .map(|(me, listener)| {
+                    let hosts = &hosts;
+                    scope.spawn(move || Alert::start(listener, me, hosts, 7, Vec::new()).unwrap())
+                })
+                .collect();
+            let alerts = started.into_iter().map(|alert| alert.join().unwrap());
+            alerts.zip(endpoints).map(|(alert, endpoint)| (alert, endpoint.node)).collect()
+        })
+    }
+
+    fn wait_for(node: &Node) -> Error {
+        let until = Instant::now() + Duration::from_secs(20);
+        while Instant::now() < until {
+            if let Some(error) = node.failure() {
+                return error;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("no failure was told");
+    }
+
+    #[test]
+    fn a_failure_and_an_end_reach_every_host() {
+        let mut hosts = start(5);
+        for (alert, node) in &hosts {
+            alert.watch(3, node);
+        }
+        hosts[4].1.fail(&Error::Timeout("too late".into()));
+        for (_, node) in &hosts {
+            assert_eq!(wait_for(node), Error::Timeout("too late".into()));
+        }
+        // One says good-bye: no loss. Other teams are their own.
+        drop(hosts.remove(4));
+        let [fresh, other] = [(); 2].map(|()| threads::world(&[1], 1, 4096).unwrap().remove(0).node);
+        hosts[0].0.watch(4, &fresh);
+        hosts[1].0.watch(4, &other);
+        std::thread::sleep(3 * LOOK);
+        assert_eq!(fresh.failure(), None);
+        other.fail(&Error::PeerLost("rank 9 has ended".into()));
+        assert_eq!(wait_for(&fresh), Error::PeerLost("rank 9 has ended".into()));
+    }
+
+    #[test]
+    fn a_connection_that_breaks_is_a_loss_for_all_teams() {
+        let (listener, other) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+        let address = |name: &str, socket: &TcpListener| HostAddress {
+            name: name.into(),
+            addresses: vec![socket.local_addr().unwrap()],
+        };
+        let hosts = [address("rank 0", &listener.socket), address("rank 3", &other)];
+        let alert = Alert::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
+        let (mut stream, _) = other.accept().unwrap();
+        stream.read_exact(&mut [0; 24]).unwrap();
+        let [early, late] = [(); 2].map(|()| threads::world(&[1], 1, 4096).unwrap().remove(0).node);
+        alert.watch(0, &early);
+        drop(stream);
+        let lost = Error::PeerLost("rank 3 has ended, or its host is out of reach".into());
+        assert_eq!(wait_for(&early), lost);
+        alert.watch(1, &late);
+        assert_eq!(late.failure(), Some(lost));
+    }
+
+    #[test]
+    fn a_stranger_is_not_heard() {
+        let listener = Listener::open("").unwrap();
+        let address: SocketAddr = listener.address().split(',').next().unwrap().parse().unwrap();
+        let mut stranger = TcpStream::connect(address).unwrap();
+        stranger.write_all(&[1; 24]).unwrap();
+        assert!(take(&listener, 7, Duration::from_secs(5)).unwrap().is_none());
+        assert!(matches!(Listener::open("no-such-interface"), Err(Error::Invalid(text)) if text.contains("lo")));
+    }
+}

@@ -1,0 +1,125 @@
+//! What the ranks tell each other when they meet: where they live, and how their hosts' clocks stand.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::time::Instant;
+
+use super::comm::Comm;
+use crate::error::{Error, Result};
+use crate::trace::monotonic;
+use crate::transport::Patience;
+
+/// The bytes of the records that ranks tell each other; longer texts are cut.
+const RECORD: usize = 1024;
+/// How often a host's clock is compared with the first one's; the quickest answer counts.
+const LOOKS: usize = 8;
+/// Tells the messages about clocks from others.
+const CLOCK_TAG: usize = 1;
+
+/// Where a rank lives.
+pub(super) struct Place {
+    pub host: String,
+    /// Equal for ranks of one host: host name, boot and the file system behind the segments.
+    pub home: String,
+    pub pid: i32,
+    pub pid_space: String,
+    /// A random number; that of rank 0 is the job's.
+    pub key: u128,
+}
+
+/// Every rank's place. `shm_dir` is where segments are made. Collective.
+pub(super) fn tell(comm: &Comm, shm_dir: &str, patience: &Patience<'_>) -> Result<Vec<Place>> {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let device = fs::metadata(shm_dir).map(|folder| folder.dev()).unwrap_or_default();
+    let space = fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
+    let home = format!("{} {device}", boot.trim());
+    let pid = std::process::id().to_string();
+    let mut key = [0u8; 16];
+    rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::system("drawing a random number", error))?;
+    let key = format!("{:032x}", u128::from_ne_bytes(key));
+    let records = comm.allgather(&record(&[&host, &home, &pid, &space, &key]), patience)?;
+    let place = |bytes: &Vec<u8>| {
+        let [host, home, pid, pid_space, key] = fields(bytes);
+        let key = u128::from_str_radix(&key, 16).unwrap_or(0);
+        Place { home: format!("{host} {home}"), host, pid: pid.parse().unwrap_or(0), pid_space, key }
+    };
+    Ok(records.iter().map(place).collect())
+}
+
+/// What must be added to this host's monotonic clock, in nanoseconds, to have that of the first host, to within half the
+/// time of a message there and back (Cristian, 1989). Called by the first rank of each host, `leaders`, this one being
+/// that of host `me`.
+pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, patience: &Patience<'_>) -> Result<i64> {
+    if me == 0 {
+        for &leader in &leaders[1..] {
+            for _ in 0..LOOKS {
+                receive(comm, leader, patience)?;
+                send(comm, leader, monotonic(Instant::now()), patience)?;
+            }
+        }
+        return Ok(0);
+    }
+    let mut best = (i64::MAX, 0);
+    for _ in 0..LOOKS {
+        let before = monotonic(Instant::now());
+        send(comm, leaders[0], 0, patience)?;
+        let there = receive(comm, leaders[0], patience)?;
+        let after = monotonic(Instant::now());
+        best = best.min((after - before, there - (before + (after - before) / 2)));
+    }
+    Ok(best.1)
+}
+
+fn send(comm: &Comm, to: usize, value: i64, patience: &Patience<'_>) -> Result<()> {
+    let bytes = Vec::from(value.to_le_bytes());
+    // SAFETY: the bytes live until the request is complete, and are leaked when it never is.
+    let request = unsafe { comm.send(&bytes, to, CLOCK_TAG) }?;
+    let sent = comm.wait(&mut [request], patience, "the other hosts");
+    if sent.is_err() {
+        bytes.leak();
+    }
+    sent
+}
+
+fn receive(comm: &Comm, from: usize, patience: &Patience<'_>) -> Result<i64> {
+    let mut bytes = vec![0u8; 8];
+    // SAFETY: as above.
+    let request = unsafe { comm.receive(&mut bytes, from, CLOCK_TAG) }?;
+    let received = comm.wait(&mut [request], patience, "the other hosts");
+    let mut value = [0; 8];
+    value.copy_from_slice(&bytes);
+    if let Err(error) = received {
+        bytes.leak();
+        return Err(error);
+    }
+    Ok(i64::from_le_bytes(value))
+}
+
+/// `fields`, a NUL after each, cut and padded to [`RECORD`] bytes.
+pub(super) fn record(fields: &[&str]) -> Vec<u8> {
+    let mut bytes = fields.join("\0").into_bytes();
+    bytes.resize(RECORD, 0);
+    bytes
+}
+
+/// The first N fields of a record.
+pub(super) fn fields<const N: usize>(record: &[u8]) -> [String; N] {
+    let mut parts = record.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
+    std::array::from_fn(|_| parts.next().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_go_there_and_back() {
+        let bytes = record(&["host", "", "x y"]);
+        assert_eq!(bytes.len(), RECORD);
+        assert_eq!(fields::<3>(&bytes), ["host", "", "x y"]);
+        let long = "l".repeat(2 * RECORD);
+        assert_eq!(fields::<2>(&record(&["a", &long]))[1].len(), RECORD - 2);
+    }
+}

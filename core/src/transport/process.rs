@@ -1,0 +1,119 @@
+//! The watch over processes of this host: whether they have ended, and how.
+//!
+//! Thread rule: everything may be used from any thread.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::thread;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::node::Watch;
+
+/// Another process, by its pidfd, which tells its end from the moment it happens.
+pub struct Process {
+    pid: i32,
+    /// `None`: it had ended before it could be opened.
+    fd: Option<OwnedFd>,
+}
+
+impl Process {
+    /// Opens the process `pid`; `None` when the system has no pidfds for us.
+    pub fn open(pid: i32) -> Option<Process> {
+        match pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()) {
+            Ok(fd) => Some(Process { pid, fd: Some(fd) }),
+            Err(Errno::SRCH) => Some(Process { pid, fd: None }),
+            Err(_) => None,
+        }
+    }
+
+    /// What to poll for reading, which tells the end; `None` when it has ended already.
+    pub fn end(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Words about its end, if it has ended: `(pid 7) has ended: killed by signal 9`. May take a tenth of a second.
+    pub fn ended(&self) -> Option<String> {
+        let Some(fd) = &self.fd else { return Some(format!("(pid {}) has ended", self.pid)) };
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let ended = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0);
+        ended.then(|| format!("(pid {}) has ended{}", self.pid, how(fd)))
+    }
+}
+
+/// `: exit status 3` and the like, where the system tells it (from Linux 6.15 on).
+fn how(fd: &OwnedFd) -> String {
+    // It is known when the parent has taken note of the end, which may be a little later.
+    for _ in 0..20 {
+        if let Some(status) = exit_code(fd) {
+            return match (status & 0x7f, (status >> 8) & 0xff) {
+                (0, code) => format!(": exit status {code}"),
+                (signal, _) => format!(": killed by signal {signal}"),
+            };
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    String::new()
+}
+
+/// The wait status of the process.
+fn exit_code(fd: &OwnedFd) -> Option<i32> {
+    /// The first version of `struct pidfd_info` of linux/pidfd.h.
+    #[repr(C)]
+    struct Info {
+        mask: u64,
+        group: u64,
+        ids: [u32; 11],
+        exit_code: i32,
+    }
+    const EXIT: u64 = 1 << 3;
+    /// `_IOWR(0xFF, 11, struct pidfd_info)`.
+    const GET_INFO: libc::c_ulong = (3 << 30) | ((size_of::<Info>() as libc::c_ulong) << 16) | (0xff << 8) | 11;
+    let mut info = Info { mask: EXIT, group: 0, ids: [0; 11], exit_code: 0 };
+    // SAFETY: the request writes no more than the size in its number, which is that of `info`.
+    let done = unsafe { libc::ioctl(fd.as_raw_fd(), GET_INFO as _, &raw mut info) } == 0;
+    (done && info.mask & EXIT != 0).then_some(info.exit_code)
+}
+
+/// Watches the processes of a host's ranks.
+pub struct ProcessWatch {
+    peers: Vec<Option<Process>>,
+}
+
+impl ProcessWatch {
+    /// Watches the processes `pids` (by local rank; `None` is not watched). A process that cannot be opened is not watched:
+    /// the deadline remains.
+    pub fn new(pids: &[Option<i32>]) -> ProcessWatch {
+        ProcessWatch { peers: pids.iter().map(|pid| pid.and_then(Process::open)).collect() }
+    }
+}
+
+impl Watch for ProcessWatch {
+    fn lost(&self, local_rank: usize) -> Option<String> {
+        self.peers.get(local_rank)?.as_ref()?.ended()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn an_ended_process_is_noticed_and_how_it_ended() {
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let watch = ProcessWatch::new(&[Some(pid), None]);
+        assert_eq!(watch.lost(0), None);
+        assert_eq!(watch.lost(1), None);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let words = watch.lost(0).unwrap();
+        let told = [format!("(pid {pid}) has ended: killed by signal 9"), format!("(pid {pid}) has ended")];
+        assert!(told.contains(&words), "{words}");
+        assert!(ProcessWatch::new(&[Some(pid)]).lost(0).unwrap().contains("has ended"));
+    }
+}

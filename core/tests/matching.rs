@@ -1,0 +1,212 @@
+//! Ranks that submit the same calls in any order, and ranks that submit different ones: right bits or the right error, and
+//! never a wait without end.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod common;
+
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+use common::{Rank, World, tensor};
+use dl_comm_core::collective::Op;
+use dl_comm_core::error::{Error, Result};
+use proptest::prelude::*;
+
+/// A call of a test: all that its signature depends on.
+#[derive(Debug, Clone, PartialEq)]
+struct Call {
+    name: String,
+    length: usize,
+    root: Option<usize>,
+}
+
+fn call(ranks: usize) -> impl Strategy<Value = Call> {
+    let names = prop::sample::select(vec!["", "a", "b", "c", "d"]);
+    let lengths = prop::sample::select(vec![1usize, 3, 700, 3000]);
+    (names, lengths, prop::option::of(0..ranks)).prop_map(|(name, length, root)| {
+        // A name stands for one content, as in a program.
+        let name = if name.is_empty() { String::new() } else { format!("{name}{length}{root:?}") };
+        Call { name, length, root }
+    })
+}
+
+/// What `rank` brings to `call`; small integers, so that sums are exact in any order.
+fn value(call: &Call, rank: usize, element: usize) -> f32 {
+    ((call.length + rank * 7 + element) % 50) as f32
+}
+
+fn expected(call: &Call, ranks: usize, element: usize) -> f32 {
+    match call.root {
+        Some(root) => value(call, root, element),
+        None => (0..ranks).map(|rank| value(call, rank, element)).sum::<f32>() / ranks as f32,
+    }
+}
+
+/// Submits `calls` in their order without waiting in between, then returns the outcomes, having checked the values.
+fn submit(rank: &Rank, calls: &[Call], pauses: &[u8]) -> Vec<Result<()>> {
+    let mut data: Vec<Vec<f32>> =
+        calls.iter().map(|call| (0..call.length).map(|element| value(call, rank.rank, element)).collect()).collect();
+    let started: Vec<Receiver<Result<()>>> = calls
+        .iter()
+        .zip(&mut data)
+        .enumerate()
+        .map(|(index, (call, data))| {
+            match pauses[(index + rank.rank) % pauses.len()] {
+                0 => std::thread::yield_now(),
+                1 => std::thread::sleep(Duration::from_micros(300)),
+                _ => {}
+            }
+            let op = call.root.map_or(Op::Average, |root| Op::Broadcast { root });
+            rank.start(op, vec![vec![tensor(data)]], &call.name)
+        })
+        .collect();
+    let outcomes: Vec<Result<()>> = started.into_iter().map(|outcome| outcome.recv().unwrap()).collect();
+    for ((call, data), outcome) in calls.iter().zip(&data).zip(&outcomes) {
+        for (element, &found) in data.iter().enumerate() {
+            let good = match outcome {
+                Ok(()) => expected(call, rank.size, element),
+                // Nothing was written.
+                Err(Error::Mismatch(_)) => value(call, rank.rank, element),
+                Err(_) => found,
+            };
+            assert_eq!(found.to_bits(), good.to_bits(), "{call:?} {outcome:?} element {element}");
+        }
+    }
+    outcomes
+}
+
+fn shapes() -> impl Strategy<Value = Vec<usize>> {
+    prop::sample::select(vec![vec![2], vec![3], vec![4], vec![5], vec![1, 1], vec![2, 1], vec![2, 2], vec![1, 1, 1]])
+}
+
+/// A job, its calls, and each rank's order of them.
+fn same_calls() -> impl Strategy<Value = (Vec<usize>, Vec<Vec<Call>>, Vec<u8>)> {
+    let orders = |(hosts, calls): (Vec<usize>, Vec<Call>)| {
+        let ranks = hosts.iter().sum::<usize>();
+        let orders: Vec<_> = (0..ranks).map(|_| Just(calls.clone()).prop_shuffle()).collect();
+        (Just(hosts), orders, prop::collection::vec(0u8..8, 8))
+    };
+    let calls = |hosts: Vec<usize>| {
+        let ranks = hosts.iter().sum();
+        (Just(hosts), prop::collection::vec(call(ranks), 1..8))
+    };
+    shapes().prop_flat_map(calls).prop_flat_map(orders)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_order_gives_the_same_bits((hosts, orders, pauses) in same_calls()) {
+        // Long enough that no rank gives up, whatever else the machine does.
+        let world = World { match_within: Duration::from_secs(60), threads: 2, ..World::new(&hosts) };
+        world.run(|rank| {
+            let outcomes = submit(rank, &orders[rank.rank], &pauses);
+            assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+
+    /// One rank lacks a call, has one more, or has another one: what all ranks have and is not given up is right, what fails
+    /// says how, and a further call that all make works, or the rank that waits for it in vain is told so.
+    #[test]
+    fn different_calls_give_right_bits_or_the_right_error(
+        (hosts, mut orders, pauses) in same_calls(),
+        (odd, place, what) in (0usize..5, 0usize..8, 0u8..3),
+    ) {
+        let odd = odd % orders.len();
+        let place = place % orders[odd].len();
+        let extra = Call { name: "extra".into(), length: 5, root: None };
+        match what {
+            0 => drop(orders[odd].remove(place)),
+            1 => orders[odd].insert(place, extra),
+            _ => orders[odd][place] = Call { length: 7, ..orders[odd][place].clone() },
+        }
+        let world = World {
+            match_within: Duration::from_millis(30), timeout: Duration::from_secs(20), ..World::new(&hosts)
+        };
+        let outcomes = world.run(|rank| submit(rank, &orders[rank.rank], &pauses));
+        for (rank, outcomes) in outcomes.iter().enumerate() {
+            for (call, outcome) in orders[rank].iter().zip(outcomes) {
+                match outcome {
+                    Ok(()) => {}
+                    Err(Error::Mismatch(text)) => {
+                        // Both sides are there, and the own call among them.
+                        assert!(text.lines().filter(|line| line.contains("rank")).count() >= 2, "{text}");
+                        assert!(text.contains(&call.name), "{call:?}: {text}");
+                    }
+                    // The other ranks have ended and cannot match it any more.
+                    Err(Error::PeerLost(text)) => assert!(text.contains("finalize") || text.contains("ended"), "{text}"),
+                    Err(error) => panic!("{call:?}: {error}"),
+                }
+            }
+        }
+        let failed = outcomes.iter().flatten().filter(|outcome| outcome.is_err()).count();
+        prop_assert!(failed > 0 || (what == 0 && orders[odd].is_empty()), "nobody was told");
+    }
+}
+
+/// Two threads of a rank, each waiting for its calls, in opposite order on the ranks.
+#[test]
+fn threads_that_block_in_opposite_order_are_lined_up() {
+    for hosts in [&[2][..], &[3], &[1, 1]] {
+        World { match_within: Duration::from_secs(30), ..World::new(hosts) }.run(|rank| {
+            let run = |name: &'static str, length: usize, rounds: usize| {
+                for round in 0..rounds {
+                    let mut data = vec![(rank.rank + round) as f32; length];
+                    rank.call(Op::Average, vec![vec![tensor(&mut data)]], name).unwrap();
+                    let mean = (rank.size - 1) as f32 / 2.0 + round as f32;
+                    assert!(data.iter().all(|&value| value == mean), "{name} {round}");
+                }
+            };
+            std::thread::scope(|scope| {
+                let first = if rank.rank == 0 { "generator" } else { "critic" };
+                let other = if rank.rank == 0 { "critic" } else { "generator" };
+                for name in [first, other] {
+                    let run = &run;
+                    scope.spawn(move || run(name, if name == "critic" { 3 } else { 4000 }, 200));
+                }
+            });
+        });
+    }
+}
+
+/// A rank that skips a call gets the others' error, and the calls after it work.
+#[test]
+fn a_missing_call_is_told_and_the_rest_works() {
+    World::new(&[3]).run(|rank| {
+        if rank.rank != 1 {
+            let error = rank.call(Op::Average, vec![vec![tensor(&mut [1f32])]], "skipped").unwrap_err().to_string();
+            assert!(error.contains("'skipped'") && error.contains("ranks 0, 2") && error.contains("'next'"), "{error}");
+        }
+        let mut data = [rank.rank as f32];
+        let result = rank.call(Op::Average, vec![vec![tensor(&mut data)]], "next");
+        if rank.rank == 1 {
+            assert!(matches!(result, Err(Error::Mismatch(_))), "{result:?}");
+            rank.call(Op::Average, vec![vec![tensor(&mut data)]], "next").unwrap();
+        } else {
+            result.unwrap();
+        }
+        assert_eq!(data, [1.0]);
+    });
+}
+
+/// The mismatch is told long before the deadline, and the deadline of a call behind another one holds too.
+#[test]
+fn a_call_of_its_own_deadline_ends_though_it_is_behind_another() {
+    World { timeout: Duration::from_secs(60), ..World::new(&[2]) }.run(|rank| {
+        if rank.rank == 0 {
+            let (mut first, mut second) = ([1f32], [1f32]);
+            let first = rank.start(Op::Average, vec![vec![tensor(&mut first)]], "patient");
+            let second = rank.start_within(0.3, vec![vec![tensor(&mut second)]], "hurried");
+            let error = second.recv().unwrap().unwrap_err().to_string();
+            assert!(error.contains("'hurried'") && error.contains("behind average 'patient'"), "{error}");
+            assert!(matches!(first.recv().unwrap(), Err(Error::Timeout(_))));
+        } else {
+            std::thread::sleep(Duration::from_millis(800));
+        }
+    });
+}
