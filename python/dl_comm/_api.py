@@ -1,0 +1,88 @@
+"""All names of the package, which ``dl_comm`` hands on when one is first used. Loads the core.
+
+So ``python -m dl_comm.run`` starts at once, and where the core cannot be loaded.
+"""
+
+from __future__ import annotations
+
+from dl_comm import _process, timeline, training
+from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
+from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
+from dl_comm._diagnosis import dump, stats
+from dl_comm._dl_comm import __version__, core_id
+from dl_comm._errors import (
+    ArgumentError,
+    CommError,
+    DTypeError,
+    MismatchError,
+    PeerLostError,
+    StateError,
+    TimeoutError,  # noqa: A004 - a subclass of the builtin
+)
+from dl_comm._metrics import average_metrics
+from dl_comm._paths import get_cmake_dir, get_include
+from dl_comm._process import (
+    barrier,
+    config_team,
+    create_team,
+    finalize,
+    get_localrank,
+    get_nranks,
+    get_rank,
+    get_waited,
+    hosts,
+    init,
+    init_mpi,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    set_timeout,
+    size,
+)
+
+__all__ = [
+    "ArgumentError",
+    "CommError",
+    "DTypeError",
+    "MismatchError",
+    "PeerLostError",
+    "StateError",
+    "TimeoutError",
+    "__version__",
+    "average",
+    "average_metrics",
+    "barrier",
+    "broadcast",
+    "check_buffers_match",
+    "config_team",
+    "core_id",
+    "create_team",
+    "dump",
+    "finalize",
+    "get_cmake_dir",
+    "get_include",
+    "get_localrank",
+    "get_nranks",
+    "get_rank",
+    "get_waited",
+    "gradients",
+    "hosts",
+    "init",
+    "init_mpi",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "rank0_path",
+    "rank_path",
+    "read_on_rank0",
+    "set_timeout",
+    "size",
+    "stats",
+    "timeline",
+    "training",
+    "write_on_rank0",
+]
+
+_process.finalize_at_exit()
