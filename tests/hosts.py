@@ -79,9 +79,16 @@ class Hosts:
         """Runs ``command`` on ``per_host`` ranks of every host, with MPICH's mpiexec."""
         slots = ",".join(f"{name}:{per_host}" for name in self.names)
         count = str(per_host * len(self.names))
-        ssh = ("-launcher", "ssh", "-launcher-exec", str(Path(__file__).resolve()))
-        starter = [*mpiexec(), *ssh, "-hosts", slots, "-n", count, *command]
-        return run(inside(self.names[0], self._state, starter), timeout, {_STATE: str(self._state)})
+        return self.run([*mpiexec(), *self.ssh.split(), "-hosts", slots, "-n", count, *command], timeout)
+
+    @property
+    def ssh(self) -> str:
+        """The options with which MPICH's mpiexec reaches the hosts."""
+        return f"-launcher ssh -launcher-exec {Path(__file__).resolve()}"
+
+    def run(self, command: Sequence[str], timeout: float = 120) -> Finished:
+        """Runs ``command`` on the first host."""
+        return run(inside(self.names[0], self._state, command), timeout, {_STATE: str(self._state)})
 
 
 def inside(host: str, state: Path, command: Sequence[str]) -> list[str]:

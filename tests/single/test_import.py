@@ -20,7 +20,7 @@ def test_import_imports_no_framework() -> None:
 
 
 def test_the_core_is_loaded_when_a_name_is_used() -> None:
-    text = "import sys, dl_comm\nprint('dl_comm._dl_comm' in sys.modules, 'numpy' in sys.modules)\n"
+    text = "import sys, dl_comm, dl_comm.run\nprint('dl_comm._dl_comm' in sys.modules, 'numpy' in sys.modules)\n"
     done = python(text + "dl_comm.init\nprint('dl_comm._dl_comm' in sys.modules)\ndl_comm.nothing")
     assert done.stdout.split() == ["False", "False", "True"], done.stderr
     assert "module 'dl_comm' has no attribute 'nothing'" in done.stderr

@@ -1,0 +1,112 @@
+"""``dl-comm-run``, or ``python -m dl_comm.run``: starts a program on several ranks.
+
+    dl-comm-run -n 4 python train.py
+    dl-comm-run -H node1:4,node2:4 --network eth0 --output-dir logs python train.py
+
+On MPICH, Open MPI, Slurm's ``srun`` and under PBS, by detection; ``--dry-run`` prints the launcher's command line. At
+the end it says which rank failed first, why, and what it had written last. docs/run.md is the manual.
+
+Imports neither a framework nor the compiled module.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dl_comm.run._check import healthy
+from dl_comm.run._find import built_for, find
+from dl_comm.run._hosts import Host, allocation, place
+from dl_comm.run._launch import run, wrapped
+from dl_comm.run._launchers import Job, Launcher, command_line
+from dl_comm.run._network import addresses, variables
+from dl_comm.run._options import Options, UsageError, parse
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        arguments: The words after the program's name; ``None``: this process's own.
+
+    Returns:
+        The exit status: that of the rank that failed first (128 + signal), or of the launcher where none is known to
+        have failed; 1 when ``--check`` found something; 2 when what was asked for cannot be done.
+    """
+    try:
+        return _run(parse(sys.argv[1:] if arguments is None else arguments))
+    except UsageError as error:
+        _say(str(error))
+        return 2
+
+
+def _run(options: Options) -> int:
+    launcher = find(options, os.environ, built_for())
+    hosts, job = _job(options, launcher)
+    settings = _environment(options)
+    names = {*settings, *(name for name in os.environ if name.startswith("DL_COMM_"))}
+    job = replace(job, names=tuple(sorted(names)))
+    if options.dry_run:
+        before = ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
+        print(shlex.join([*before, *command_line(launcher, job)]))
+        return 0
+    env = {**os.environ, **settings}
+    if options.check and not healthy(launcher, job, hosts, env):
+        return 1
+    if not options.command:
+        return 0
+    if options.output_dir:
+        try:
+            options.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output-dir {options.output_dir}: {error.strerror}") from error
+    reported = replace(job, command=wrapped(options.command), names=(*job.names, "DL_COMM_RUN"))
+    rank_settings = {
+        "show": options.show,
+        "output_dir": str(options.output_dir) if options.output_dir else None,
+        # srun binds as the site has it configured.
+        "bound": options.bind in ("core", "numa") or (launcher.kind == "srun" and options.bind is None),
+        "local": options.ppn or -(-(job.ranks or 1) // max(1, len(hosts))),
+    }
+    # The words of --mpi-args may name hosts that are not known here.
+    reached = addresses([host.name for host in hosts], options.network, anywhere=bool(options.mpi_args))
+    found = run(command_line(launcher, reported), env, rank_settings, reached, job.ranks, options.grace)
+    if found.text:
+        _say(found.text)
+    return found.status
+
+
+def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], Job]:
+    """The hosts that are used, as far as they are known, and the job on them."""
+    try:
+        batch = allocation(os.environ)
+        known = options.hosts or (batch[1] if batch else ())
+        # Open MPI's and MPICH's launchers, and srun, ask Slurm themselves; without hosts the ranks are on this one.
+        told = bool(options.hosts) or (batch is not None and batch[0] == "pbs")
+        used = place(known, options.ranks, options.ppn) if told else ()
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    ranks = options.ranks or sum(options.ppn or host.slots for host in known) or None
+    if ranks is None and options.command:
+        raise UsageError("how many ranks? Say it with -n, or name hosts with -H or --hostfile")
+    job = Job(options.command, ranks, used, options.ppn, options.bind, options.network, extra=options.mpi_args)
+    return used or known, job
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """What the options set, for the launcher and its ranks. What the user has set of a network's variables stands."""
+    network = variables(options.network) if options.network else {}
+    found = {name: value for name, value in network.items() if name == "DL_COMM_NETWORK" or name not in os.environ}
+    if options.omp_threads:
+        found["OMP_NUM_THREADS"] = str(options.omp_threads)
+    return {**found, **options.environment}
+
+
+def _say(text: str) -> None:
+    lines = (line if line.startswith(" ") else f"dl-comm-run: {line}" for line in text.splitlines())
+    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,0 +1,330 @@
+"""What each rank starts as: it runs the program, shows or keeps its output, and tells the launcher how it ended.
+
+A file of its own, run by path, with the standard library only: ``python -I -S _child.py PROGRAM...``. Two processes:
+
+- the *parent*, which the launcher knows. It starts the program in a process group of its own, hands signals on, and
+  leaves as the program did, with its status or by its signal;
+- the *keeper*, in a session of its own, which reads the program's output. A launcher kills the other ranks at once when
+  one fails: the keeper outlives that for long enough to tell what they wrote last, and to kill what they left behind.
+
+The parent tells the keeper, through a pipe, the program's process and its end, and waits for it. So the launcher hears
+of a rank's end before anybody acts upon it: who came first is who failed first.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+# Each launcher's own come first: Slurm's are also set in the shell of a job.
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
+TAIL_LINES = 30
+LINE_BYTES = 2000
+SILENCE_S = 2.0  # how long to wait for more output, of processes it has left behind, once the program has ended
+FAILED_SILENCE_S = 0.3  # the same when it has failed: they are killed then
+ANSWER_S = 5.0  # and for the launcher's answer
+HELD_S = 0.1  # how long part of a line waits for the rest
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> NoReturn:
+    """Runs the program on the command line, as the variable ``DL_COMM_RUN`` says."""
+    job = json.loads(base64.urlsafe_b64decode(os.environ.pop("DL_COMM_RUN")))
+    rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+    out, err, life = os.pipe(), os.pipe(), os.pipe()
+    keeper = os.fork()
+    if keeper == 0:
+        try:
+            Keeper(job, rank, out[0], err[0], life[0]).run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    for reader in (out[0], err[0], life[0]):
+        os.close(reader)
+    end = run_program(sys.argv[1:], environment(job), out[1], err[1], life[1])
+    with contextlib.suppress(BrokenPipeError):  # a keeper that was killed tells nothing
+        os.write(life[1], json.dumps(end).encode() + b"\n")
+    os.close(life[1])
+    os.waitpid(keeper, 0)
+    if end["status"] or end["signal"]:
+        kill_group(end["pid"])
+    if end["signal"]:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left its own
+        signal.signal(end["signal"], signal.SIG_DFL) if end["signal"] != signal.SIGKILL else None
+        os.kill(os.getpid(), end["signal"])
+    os._exit(128 + end["signal"] if end["signal"] else end["status"])
+
+
+def environment(job: dict[str, Any]) -> dict[str, str]:
+    """The program's environment: lines come as they are written, and a fatal signal leaves Python's stack."""
+    found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
+    if "OMP_NUM_THREADS" not in found:
+        local = next((int(found[name]) for name in LOCAL_SIZES if found.get(name, "").isdecimal()), job["local"])
+        allowed = len(os.sched_getaffinity(0))
+        # A bound rank has its processors to itself; otherwise the ranks of the host share them.
+        share = (os.cpu_count() or 1) // local if job["bound"] else allowed // local
+        found["OMP_NUM_THREADS"] = str(max(1, min(allowed, share)))
+    return found
+
+
+def run_program(command: list[str], env: dict[str, str], out: int, err: int, life: int) -> dict[str, Any]:
+    """Runs ``command`` to its end; ``out``, ``err`` and ``life`` are closed to it, but for its own output.
+
+    Returns:
+        ``status`` or ``signal``, ``asked``: the first signal that was handed on to it, ``seconds``, ``oom``: whether
+        the system killed a process for want of memory meanwhile.
+    """
+    started, killed = time.monotonic(), oom_kills()
+    parent = os.getpid()
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    # No handler of Python's for the program to inherit, nor for a signal that comes before ours stand.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end: dict[str, Any] = {"status": 0, "signal": 0, "asked": 0, "pid": 0}
+    try:
+        # PMI's descriptors are inherited: close_fds=False.
+        program = subprocess.Popen(command, env=env, stdout=out, stderr=err, close_fds=False, preexec_fn=prepare)
+    except OSError as error:
+        os.write(err, f"dl-comm-run: cannot start {command[0]}: {error.strerror}\n".encode())
+        end["status"] = 127 if isinstance(error, FileNotFoundError) else 126
+    else:
+        end["pid"] = program.pid
+        os.write(life, json.dumps({"pid": program.pid}).encode() + b"\n")
+
+        def forward(number: int, _frame: FrameType | None) -> None:
+            if number not in (signal.SIGCONT, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
+                end["asked"] = end["asked"] or number
+            if program.returncode is None:
+                os.kill(program.pid, number)
+
+        for name in FORWARDED:
+            number = signal.Signals[name]
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, forward)
+        code = program.wait()
+        end["status"], end["signal"] = (0, -code) if code < 0 else (code, 0)
+    os.close(out)
+    os.close(err)
+    return {**end, "seconds": time.monotonic() - started, "oom": oom_kills() > killed}
+
+
+def kill_group(pid: int) -> None:
+    """Kills what is left of the group of the program ``pid``; 0: there was none."""
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def oom_kills() -> int:
+    """How many processes this system has killed for want of memory since it started (Linux >= 4.13)."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+class Stream:
+    """One of the program's outputs: where it goes, and whether raw, by line, or by line with the rank before each."""
+
+    def __init__(self, rank: int, number: int, show: str) -> None:
+        self.target = number
+        others = rank > 0 and show == "first"
+        self.shown = not others or number == 2
+        self.raw = rank == 0 and show != "tag"
+        self.tag = f"[{rank}] ".encode() if show == "tag" or others else b""
+        self.rest = b""
+        self.held = b""
+
+    def lines(self, data: bytes, last: bool = False) -> list[bytes]:
+        """The lines that ``data`` completes. A line that gets too long, and the ``last`` one, count as complete."""
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        if self.rest and (last or len(self.rest) > 1 << 16):
+            whole.append(self.rest)
+            self.rest = b""
+        return whole
+
+    def show(self, data: bytes, lines: list[bytes]) -> None:
+        """Writes what is to be shown. Once nobody reads any more, nothing is."""
+        if not self.raw:
+            self._write(b"".join(self.tag + line + b"\n" for line in lines))
+            return
+        # Not half a line, which another rank's could come into, unless it stands for a while.
+        self.held += data
+        cut = max(self.held.rfind(b"\n"), self.held.rfind(b"\r")) + 1 if data else len(self.held)
+        self._write(self.held[:cut])
+        self.held = self.held[cut:]
+
+    def flush(self) -> None:
+        """Shows the part of a line that has stood for a while: a prompt, a progress bar."""
+        self._write(self.held)
+        self.held = b""
+
+    def _write(self, data: bytes) -> None:
+        while self.shown and data:
+            try:
+                data = data[os.write(self.target, data) :]
+            except OSError:
+                self.shown = False
+
+
+class Keeper:
+    """Reads the program's output to its end, and tells the launcher."""
+
+    def __init__(self, job: dict[str, Any], rank: int, out: int, err: int, life: int) -> None:
+        self.job, self.rank, self.life = job, rank, life
+        self.streams = {number: Stream(rank, target, job["show"]) for number, target in ((out, 1), (err, 2))}
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.notes = b""
+        self.pid = 0
+        self.end: dict[str, Any] = {"killed": True}
+        self.launcher: socket.socket | None = None
+
+    def run(self) -> None:
+        """The keeper's life."""
+        os.setsid()
+        for name in FORWARDED:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
+        self._let_go()
+        file = self._open_file()
+        self._connect()
+        left = set(self.streams)
+        with selectors.DefaultSelector() as selector:
+            for number in (*left, self.life):
+                selector.register(number, selectors.EVENT_READ)
+            alive = True
+            while alive or left:
+                held = [stream for stream in self.streams.values() if stream.held]
+                silence = None if alive else FAILED_SILENCE_S if self._failed() else SILENCE_S
+                ready = selector.select(HELD_S if held else silence)
+                if not ready and not held:
+                    break
+                if not ready:
+                    for stream in held:
+                        stream.flush()
+                for key, _events in ready:
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fd)
+                    if key.fd == self.life:
+                        alive = alive and self._note(data)
+                        continue
+                    self._take(self.streams[key.fd], data, file)
+                    if not data:
+                        left.discard(key.fd)
+        for number in left:
+            self._take(self.streams[number], b"", file)
+        self._finish()
+
+    def _let_go(self) -> None:
+        """Closes what the launcher must see closed when the rank ends, such as PMI's socket."""
+        kept = {1, 2, self.life, *self.streams}
+        for number in [int(name) for name in os.listdir("/proc/self/fd")]:
+            if number not in kept:
+                try:
+                    os.close(number)
+                except OSError:  # the listing's own
+                    continue
+        os.open(os.devnull, os.O_RDONLY)  # as 0
+
+    def _open_file(self) -> int | None:
+        if not self.job["output_dir"]:
+            return None
+        digits = len(str(max(self.job["size"] - 1, 0)))
+        path = Path(self.job["output_dir"], f"rank-{self.rank:0{digits}}.log")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            self._say(f"cannot write {path}: {error.strerror}")
+            return None
+
+    def _note(self, data: bytes) -> bool:
+        """Takes what the parent tells; whether the program still runs."""
+        self.notes += data
+        *notes, self.notes = self.notes.split(b"\n")
+        for note in map(json.loads, notes):
+            self.pid = note["pid"]
+            if "seconds" in note:
+                self.end = note
+                return False
+        return bool(data)
+
+    def _failed(self) -> bool:
+        return bool(self.end.get("killed") or self.end["status"] or self.end["signal"])
+
+    def _take(self, stream: Stream, data: bytes, file: int | None) -> None:
+        lines = stream.lines(data, last=not data)
+        # Of a progress bar, the last state.
+        self.tail.extend(
+            line.rstrip(b"\r").rpartition(b"\r")[2][:LINE_BYTES].decode(errors="replace") for line in lines
+        )
+        stream.show(data, lines)
+        while file is not None and data:
+            data = data[os.write(file, data) :]
+
+    def _finish(self) -> None:
+        if self._failed():
+            kill_group(self.pid)  # the parent may have been killed before it could
+        if not self._tell({**self.end, "tail": list(self.tail) if self._failed() else []}) and self._failed():
+            number = self.end.get("signal")
+            how = f"signal {number}" if number else f"exit status {self.end.get('status', 'unknown')}"
+            self._say("\n  ".join([f"ended with {how}; its last lines:", *self.tail]))
+
+    def _connect(self) -> None:
+        for address in self.job["report"]:
+            host, _, port = address.rpartition(":")
+            try:
+                self.launcher = socket.create_connection((host, int(port)), timeout=ANSWER_S / 2)
+            except OSError:
+                continue
+            if self._tell({"token": self.job["token"], "rank": self.rank, "host": socket.gethostname()}):
+                return
+        self._say(f"cannot reach the launcher at {', '.join(self.job['report'])}: its summary will not have this rank")
+
+    def _tell(self, message: dict[str, Any]) -> bool:
+        """Sends a line to the launcher; whether it has answered."""
+        if self.launcher is None:
+            return False
+        try:
+            self.launcher.settimeout(ANSWER_S)
+            self.launcher.sendall(json.dumps(message).encode() + b"\n")
+            answered = self.launcher.recv(16) == b"ok\n"
+        except OSError:
+            answered = False
+        if not answered:
+            self.launcher.close()
+            self.launcher = None
+        return answered
+
+    def _say(self, text: str) -> None:
+        os.write(2, f"dl-comm-run: rank {self.rank} on {socket.gethostname()}: {text}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

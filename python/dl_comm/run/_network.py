@@ -1,0 +1,76 @@
+"""Interfaces: what MPI libraries must be told to use one, and the addresses where other hosts reach this one."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def variables(interface: str, sys_net: Path = Path("/sys/class/net")) -> dict[str, str]:
+    """The environment that keeps MPI to ``interface``, for whichever library reads it.
+
+    ``FI_TCP_IFACE`` is libfabric's (fi_tcp(7)), ``UCX_NET_DEVICES`` UCX's, ``OMPI_MCA_...`` Open MPI's, and
+    ``DL_COMM_NETWORK`` names it for dl_comm. Of an InfiniBand interface UCX must also have the device behind it, or it
+    would speak TCP there.
+    """
+    devices = [interface]
+    behind = sys_net / interface / "device/infiniband"
+    if behind.is_dir():
+        number = sys_net / interface / "dev_port"
+        port = int(number.read_text()) + 1 if number.exists() else 1
+        devices = [*(f"{device.name}:{port}" for device in sorted(behind.iterdir())), interface]
+    return {
+        "DL_COMM_NETWORK": interface,
+        "FI_TCP_IFACE": interface,
+        "UCX_NET_DEVICES": ",".join(devices),
+        "OMPI_MCA_btl_tcp_if_include": interface,
+    }
+
+
+def addresses(hosts: Iterable[str], interface: str | None, anywhere: bool = False) -> list[str]:
+    """The IPv4 addresses where a process of one of ``hosts`` may reach this one, the likeliest first.
+
+    Args:
+        hosts: The names of the hosts; none: this one only.
+        interface: The one to come in by, if it was said.
+        anywhere: There may be other hosts.
+    """
+    names = list(hosts)
+    here = all(is_here(name) for name in names)
+    if here and not anywhere:
+        return ["127.0.0.1"]
+    found = [_address(interface)] if interface else []
+    found += [_towards(name) for name in names[:8]]
+    found += [_address(name) for _, name in socket.if_nameindex()]
+    others = [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
+    return [*others, "127.0.0.1"] if here else others
+
+
+def is_here(name: str) -> bool:
+    """Whether ``name`` is certainly this host."""
+    here = socket.gethostname()
+    return name in ("localhost", "127.0.0.1", here, here.partition(".")[0])
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _towards(host: str) -> str | None:
+    """This host's address on the way to ``host``. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:  # not known here, or no way there: the launcher will say so
+            return None
+        return str(probe.getsockname()[0])

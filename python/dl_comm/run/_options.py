@@ -1,0 +1,176 @@
+"""The command line: what it may say, and what it means. Bad input ends with one line and exit status 2.
+
+Pure but for reading the files that ``--env-file`` and ``--hostfile`` name. Any thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dl_comm.run._hosts import Host, parse_hostfile, parse_hosts
+
+KINDS = ("mpich", "openmpi", "srun", "plain")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A command line. ``None``: not given."""
+
+    command: tuple[str, ...]
+    ranks: int | None = None
+    hosts: tuple[Host, ...] | None = None
+    ppn: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    omp_threads: int | None = None
+    bind: str | None = None
+    network: str | None = None
+    launcher: str | None = None
+    mpiexec: str | None = None
+    mpi_args: tuple[str, ...] = ()
+    output_dir: Path | None = None
+    show: str = "first"
+    grace: float = 10.0
+    check: bool = False
+    dry_run: bool = False
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
+    """Reads a command line.
+
+    Args:
+        arguments: The words after the program's name.
+        environ: Where ``-x NAME`` finds values.
+
+    Raises:
+        UsageError: A value makes no sense, or a file that is named cannot be read.
+        SystemExit: Status 2 when argparse finds an error, 0 after ``--help``.
+    """
+    given = _parser().parse_args(arguments)
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command and not given.check:
+        raise UsageError("no program to run; for example: dl-comm-run -n 4 python train.py")
+    if given.host and given.hostfile:
+        raise UsageError("give the hosts by -H or by --hostfile, not by both")
+    for name, value in (("-n", given.ranks), ("--ppn", given.ppn), ("--omp-threads", given.omp_threads)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} {value}: at least 1 is needed")
+    if not given.grace >= 0:
+        raise UsageError(f"--grace {given.grace}: seconds, 0 or more")
+    try:
+        hosts = parse_hosts(given.host) if given.host else None
+        if given.hostfile:
+            hosts = parse_hostfile(_read(given.hostfile))
+        mpi_args = tuple(word for words in given.mpi_args for word in shlex.split(words))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    environment: dict[str, str] = {}
+    for path in given.env_file:
+        environment |= env_file(_read(path), path)
+    for setting in given.x:
+        name, equals, value = setting.partition("=")
+        if not _NAME.match(name):
+            raise UsageError(f"-x {setting}: {name!r} is no name of a variable")
+        if not equals and name not in environ:
+            raise UsageError(f"-x {name}: the variable is not set here; give it a value with -x {name}=VALUE")
+        environment[name] = value if equals else environ[name]
+    return Options(
+        command=tuple(with_python(command)),
+        ranks=given.ranks,
+        hosts=hosts,
+        ppn=given.ppn,
+        environment=environment,
+        omp_threads=given.omp_threads,
+        bind=given.bind,
+        network=given.network,
+        launcher=given.launcher,
+        mpiexec=given.mpiexec,
+        mpi_args=mpi_args,
+        output_dir=Path(given.output_dir).absolute() if given.output_dir else None,
+        show="tag" if given.tag_output else "all" if given.all_output else "first",
+        grace=given.grace,
+        check=given.check,
+        dry_run=given.dry_run,
+    )
+
+
+def with_python(command: Sequence[str]) -> list[str]:
+    """``train.py ...`` becomes ``PYTHON train.py ...``, with this Python; everything else stays."""
+    script = bool(command) and command[0].endswith(".py") and not os.access(command[0], os.X_OK)
+    return [sys.executable, *command] if script else list(command)
+
+
+def env_file(text: str, path: str) -> dict[str, str]:
+    """Reads lines ``NAME=VALUE``; empty lines and those that begin with ``#`` are skipped, nothing is unquoted.
+
+    Raises:
+        UsageError: A line is something else; the text names ``path`` and the line.
+    """
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.strip().partition("=")
+        if not equals or not _NAME.match(name):
+            raise UsageError(f"{path}, line {number}: {line.strip()!r} is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dl-comm-run",
+        usage="dl-comm-run [options] PROGRAM [ARGUMENT...]",
+        description="Starts a program on several ranks, and says which rank failed first and why.",
+        allow_abbrev=False,
+    )
+    where = parser.add_argument_group("ranks and hosts")
+    where.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="ranks; default: all slots of the hosts")
+    where.add_argument(
+        "-H", "--host", "--hosts", metavar="HOST:SLOTS,...", help="hosts, each with its ranks (default 1)"
+    )
+    where.add_argument("--hostfile", metavar="FILE", help="hosts, in the format of MPICH, Open MPI or PBS")
+    where.add_argument("--ppn", type=int, metavar="N", help="ranks on each host")
+    what = parser.add_argument_group("what the ranks get")
+    what.add_argument("-x", action="append", default=[], metavar="VAR[=VALUE]", help="a variable; may be repeated")
+    what.add_argument("--env-file", action="append", default=[], metavar="FILE", help="variables, a VAR=VALUE a line")
+    what.add_argument("--omp-threads", type=int, metavar="N", help="OMP_NUM_THREADS; default: a host's cores / ranks")
+    what.add_argument("--bind", choices=("core", "numa", "none"), help="what each rank is bound to (default: none)")
+    what.add_argument("--network", metavar="IFACE", help="the interface between hosts, for example eth0")
+    shown = parser.add_argument_group("output; by default rank 0's, and what the others write to stderr")
+    shown.add_argument("--all-output", action="store_true", help="show what all ranks write")
+    shown.add_argument("--tag-output", action="store_true", help="the same, with '[rank] ' before each line")
+    shown.add_argument("--output-dir", metavar="DIR", help="also keep a file for each rank there")
+    how = parser.add_argument_group("the launcher")
+    how.add_argument("--launcher", choices=KINDS, help="its kind; default: found out")
+    how.add_argument("--mpiexec", metavar="PATH", help="the launcher itself; default: that of dl_comm's MPI")
+    how.add_argument("--mpi-args", action="append", default=[], metavar="'WORDS'", help="more options for it")
+    how.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="stop the others S seconds after a rank has failed, if they have not ended; 0: never (default: 10)",
+    )
+    how.add_argument("--check", action="store_true", help="first run 'python -m dl_comm.doctor' on every host")
+    how.add_argument("--dry-run", action="store_true", help="print the launcher's command line, start nothing")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="PROGRAM", help="the program and its arguments")
+    return parser
