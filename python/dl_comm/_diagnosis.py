@@ -13,11 +13,11 @@ from dl_comm import _dl_comm
 def stats() -> dict[str, Any]:
     """The numbers of this rank since ``init``: what was averaged and broadcast, and where the time went.
 
-    The seconds named ``copied_s``, ``waited_s`` (for ranks of this host), ``reduced_s`` and ``network_s`` (with the waits
-    for other hosts) are those of the team's threads; ``queued_s`` (from submission to start) and ``busy_s`` (from start
-    to end) are summed over calls. ``exposed_s`` are the seconds in which callers waited, and ``overlap`` the share of
-    ``busy_s`` in which they did not. ``bytes`` are those of the tensors; ``steps`` go through shared memory, ``flags``
-    are raised there, ``messages`` and ``sent_bytes`` go to other hosts.
+    ``copied_s``, ``waited_s`` (for ranks of this host), ``reduced_s`` and ``network_s`` (waits included)
+    are seconds of the team's threads; ``queued_s`` (from submission to start) and ``busy_s`` (from start to end) are
+    summed over calls. ``exposed_s`` are the seconds in which callers waited, ``overlap`` is the share of ``busy_s`` in
+    which they did not. ``bytes`` are those of the tensors; ``steps`` go through shared memory, ``flags`` are raised
+    there, ``messages`` and ``sent_bytes`` go to other hosts.
 
     Returns:
         ``rank``, ``size``, and ``teams``: by team (-1: broadcasts, barriers and metrics) a dict of these numbers and of
