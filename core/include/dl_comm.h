@@ -198,6 +198,18 @@ uintptr_t dl_comm_core_id(void);
 /* The version of the library, "major.minor.patch". */
 const char* dl_comm_version(void);
 
+/* Writes what this process can tell of itself into `text`: one JSON object, UTF-8, ended by NUL, cut to `capacity`
+ * bytes with the NUL. Returns the length of the whole without the NUL, as snprintf does: ask with (NULL, 0), then with
+ * one byte more than that, and again when the answer has grown.
+ * - Always: "version", "library" (the file of libdl_comm), "mpi" ("library_version", "standard", "library" (its file),
+ *   "initialized", "finalized", "thread_level"), "state" ("fresh", "started", "finalized"), and "settings" (the
+ *   DL_COMM_* variables, in their units) or "settings_error".
+ * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank", "host",
+ *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device") and "teams" (a list: "id", "threads",
+ *   "prec_level", "slot_bytes", "lanes").
+ * Names may be added. */
+int dl_comm_describe(char* text, size_t capacity);
+
 #ifdef __cplusplus
 }
 #endif

@@ -9,6 +9,7 @@ use std::{ptr, slice};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::buffer::{Buffer, Tensor};
+use crate::describe::describe;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
@@ -264,6 +265,16 @@ pub extern "C" fn dl_comm_core_id() -> usize {
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// `dl_comm_describe` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_stats`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_describe(text: *mut c_char, capacity: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    face(|| unsafe { give(&describe()?, text, capacity) })
 }
 
 /// `dl_comm_buffer_t` of `dl_comm.h`.

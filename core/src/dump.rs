@@ -19,12 +19,12 @@ use crate::config::DumpDir;
 use crate::error::{Error, Result};
 use crate::say::say;
 use crate::team::Team;
-use crate::transport::mpi::Process;
+use crate::transport::mpi::RankPlace;
 
 /// Writes this rank's dumps.
 pub struct Dumper {
     rank: usize,
-    processes: Arc<Vec<Process>>,
+    places: Arc<[RankPlace]>,
     key: u128,
     folder: DumpDir,
     teams: Mutex<Vec<Weak<Team>>>,
@@ -32,9 +32,9 @@ pub struct Dumper {
 }
 
 impl Dumper {
-    /// For rank `rank` of a job with these processes and this key.
-    pub fn new(rank: usize, processes: Arc<Vec<Process>>, key: u128, folder: DumpDir) -> Dumper {
-        Dumper { rank, processes, key, folder, teams: Mutex::default(), writing: Mutex::default() }
+    /// For rank `rank` of a job with ranks at these places, and this key.
+    pub fn new(rank: usize, places: Arc<[RankPlace]>, key: u128, folder: DumpDir) -> Dumper {
+        Dumper { rank, places, key, folder, teams: Mutex::default(), writing: Mutex::default() }
     }
 
     /// Adds a team to what is written.
@@ -89,16 +89,15 @@ impl Dumper {
     fn content(&self, reason: &str) -> Value {
         let teams: Vec<Arc<Team>> =
             self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
-        let process =
-            |(rank, process): (usize, &Process)| json!({"rank": rank, "host": process.host, "pid": process.pid});
+        let place = |(rank, place): (usize, &RankPlace)| json!({"rank": rank, "host": place.host, "pid": place.pid});
         json!({
             "format": "dl_comm dump 1",
             "job": format!("{:012x}", self.key & 0xffff_ffff_ffff),
             "reason": reason,
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
             "rank": self.rank,
-            "size": self.processes.len(),
-            "ranks": self.processes.iter().enumerate().map(process).collect::<Vec<_>>(),
+            "size": self.places.len(),
+            "ranks": self.places.iter().enumerate().map(place).collect::<Vec<_>>(),
             "teams": teams.iter().map(|team| team.dump()).collect::<Vec<_>>(),
         })
     }
@@ -163,8 +162,14 @@ mod tests {
     fn a_dump_is_written_for_its_user_and_on_a_signal() {
         let folder = std::env::temp_dir().join(format!("dl_comm_dump_{}", std::process::id()));
         let here = DumpDir::Here(folder.to_string_lossy().into_owned());
-        let processes = Arc::new(vec![Process { host: "a".into(), pid: 1 }, Process { host: "b".into(), pid: 2 }]);
-        let dumper = Arc::new(Dumper::new(1, processes, 0xabc, here));
+        let place = |host: &str| RankPlace {
+            host: host.into(),
+            boot: String::new(),
+            device: String::new(),
+            pid: 1,
+            pid_space: String::new(),
+        };
+        let dumper = Arc::new(Dumper::new(1, [place("a"), place("b")].into(), 0xabc, here));
         dumper.alarm("because");
         let path = folder.join("rank1.json");
         let read = || serde_json::from_str::<Value>(&fs::read_to_string(&path).unwrap()).unwrap();

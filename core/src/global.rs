@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::affinity::{self, Place};
 use crate::buffer::Tensor;
-use crate::collective::Op;
+use crate::collective::{Carrier, Op};
 use crate::config::Config;
 use crate::dump::{Dumper, OnSignal};
 use crate::error::{Error, Result, guard};
@@ -22,7 +22,7 @@ use crate::schedule::{Arguments, Cooldown, Schedule};
 use crate::team::{Limit, Parcel, Request, Settings, Stage, Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
-use crate::transport::mpi::{Process, TeamShape, World};
+use crate::transport::mpi::{RankPlace, TeamShape, World};
 
 /// The team of broadcasts, barriers and averages outside of training.
 pub const CONTROL: i32 = -1;
@@ -35,6 +35,7 @@ enum State {
     Started {
         world: Arc<Mutex<World>>,
         topology: Arc<Topology>,
+        places: Arc<[RankPlace]>,
         config: Box<Config>,
         teams: BTreeMap<i32, Arc<Team>>,
         dumper: Arc<Dumper>,
@@ -100,17 +101,17 @@ pub fn init_mpi() -> Result<()> {
                 say("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
             OWNER.store(process::id(), Ordering::Relaxed);
-            let topology = Arc::clone(world.topology());
-            let processes = Arc::clone(world.processes());
-            let title = title(topology.rank(), &processes);
-            let dumper = Arc::new(Dumper::new(topology.rank(), processes, world.key(), config.dump_dir.clone()));
+            let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let rank = topology.rank();
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
             if !config.timeline.is_empty() {
-                timeline::start(&config.timeline, topology.rank(), &title)?;
+                timeline::start(&config.timeline, rank, &title(rank, &places[rank]))?;
             }
             let _on_signal = OnSignal::start(Arc::clone(&dumper))?;
             let world = Arc::new(Mutex::new(world));
             let config = Box::new(config);
-            *state = State::Started { world, topology, config, teams: BTreeMap::new(), dumper, _on_signal };
+            let teams = BTreeMap::new();
+            *state = State::Started { world, topology, places, config, teams, dumper, _on_signal };
             Ok(())
         }
     })
@@ -147,9 +148,8 @@ pub fn config() -> Result<Config> {
 }
 
 /// `rank 3 on host (pid 7)`.
-fn title(rank: usize, processes: &[Process]) -> String {
-    let process = &processes[rank];
-    format!("rank {rank} on {} (pid {})", process.host, process.pid)
+fn title(rank: usize, place: &RankPlace) -> String {
+    format!("rank {rank} on {} (pid {})", place.host, place.pid)
 }
 
 /// Writes this rank's last calls into `folder`, or where `DL_COMM_DUMP_DIR` says; returns the file.
@@ -171,9 +171,9 @@ pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
 /// As for [`dump`]; [`Error::State`] when one is being recorded.
 pub fn start_timeline(folder: &str) -> Result<()> {
     let (rank, title) = read(|state| match state {
-        State::Started { world, topology, .. } => {
-            let processes = Arc::clone(world.lock().unwrap_or_else(PoisonError::into_inner).processes());
-            Ok((topology.rank(), title(topology.rank(), &processes)))
+        State::Started { topology, places, .. } => {
+            let rank = topology.rank();
+            Ok((rank, title(rank, &places[rank])))
         }
         State::Fresh => Err(not_started()),
         State::Finalized(_) => Err(finalized()),
@@ -205,6 +205,44 @@ pub fn topology() -> Result<Arc<Topology>> {
     read(|state| match state {
         State::Started { topology, .. } | State::Finalized(topology) => Ok(Arc::clone(topology)),
         State::Fresh => Err(not_started()),
+    })
+}
+
+/// What there is to tell of this process ([`crate::describe`]).
+#[derive(Debug, Clone)]
+pub struct Overview {
+    /// `fresh`, `started` (MPI is up) or `finalized`.
+    pub state: &'static str,
+    /// The settings, while started.
+    pub config: Option<Config>,
+    /// Where the ranks are, once it was started.
+    pub topology: Option<Arc<Topology>>,
+    /// Every rank's place, while started.
+    pub places: Arc<[RankPlace]>,
+    /// The teams, by number, while started.
+    pub teams: Vec<Carrier>,
+}
+
+/// What there is to tell of this process, in every state.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn overview() -> Result<Overview> {
+    read(|state| {
+        let mut told =
+            Overview { state: "fresh", config: None, topology: None, places: Arc::new([]), teams: Vec::new() };
+        match state {
+            State::Fresh => {}
+            State::Finalized(topology) => (told.state, told.topology) = ("finalized", Some(Arc::clone(topology))),
+            State::Started { topology, places, config, teams, .. } => {
+                told.state = "started";
+                told.config = Some(Config::clone(config));
+                told.topology = Some(Arc::clone(topology));
+                told.places = Arc::clone(places);
+                told.teams = teams.values().map(|team| team.carrier()).collect();
+            }
+        }
+        Ok(told)
     })
 }
 

@@ -1,8 +1,8 @@
 //! The core of dl_comm: means and broadcasts of lists of tensors over the ranks of a data-parallel job.
 //!
 //! Layers, each using only those below it:
-//! - faces: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both, [`dump`] what it tells of
-//!   its last calls;
+//! - faces: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both, [`describe`] and
+//!   [`dump`] tell of it;
 //! - [`team`]: queues, threads, the life of a call;
 //! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
@@ -20,6 +20,7 @@ pub mod buffer;
 pub mod capi;
 pub mod collective;
 pub mod config;
+pub mod describe;
 pub mod dtype;
 pub mod dump;
 pub mod error;

@@ -236,6 +236,13 @@ fn core_id() -> usize {
     unsafe { api::ffi::dl_comm_core_id() }
 }
 
+/// What this process can tell of itself, as JSON.
+#[pyfunction]
+fn describe(py: Python<'_>) -> PyResult<String> {
+    // SAFETY: the place has that many bytes.
+    given(py, |text| unsafe { api::ffi::dl_comm_describe(text.as_mut_ptr(), text.len()) })
+}
+
 /// The module.
 #[pymodule]
 fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -267,6 +274,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(timeline_start, module)?,
         wrap_pyfunction!(timeline_stop, module)?,
         wrap_pyfunction!(core_id, module)?,
+        wrap_pyfunction!(describe, module)?,
     ] {
         module.add_function(function)?;
     }

@@ -141,12 +141,27 @@ static void a_schedule(int nranks) {
   REFUSED(dl_comm_config_team(3, 0, 1, 7, 0, 1, (dl_comm_cooldown_t)3), DL_COMM_ERROR_INVALID, "cooldown");
 }
 
+/* What it tells is cut like snprintf does it, and grows when MPI comes up. */
+static int describes(const char* state) {
+  const int length = dl_comm_describe(NULL, 0);
+  EXPECT(length > 100);
+  char *whole = malloc((size_t)length + 1), few[10];
+  EXPECT(dl_comm_describe(whole, (size_t)length + 1) == length && (int)strlen(whole) == length);
+  EXPECT(whole[0] == '{' && whole[length - 1] == '}' && strstr(whole, state) != NULL);
+  EXPECT(dl_comm_describe(few, sizeof few) == length && strlen(few) == 9 && strncmp(few, whole, 9) == 0);
+  REFUSED(dl_comm_describe(NULL, 10), DL_COMM_ERROR_INVALID, "NULL");
+  free(whole);
+  return length;
+}
+
 int main(void) {
   EXPECT(dl_comm_last_error()[0] == '\0');
   REFUSED(dl_comm_get_rank(), DL_COMM_ERROR_STATE, "init");
   REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "init");
   EXPECT(dl_comm_finalize() == 0);
+  const int fresh = describes("\"state\":\"fresh\"");
   EXPECT(dl_comm_init_mpi() == 0 && dl_comm_init_mpi() == 0);
+  EXPECT(describes("\"state\":\"started\"") > fresh);
   rank = dl_comm_get_rank();
   const int nranks = dl_comm_get_nranks();
   EXPECT(rank >= 0 && rank < nranks);
@@ -170,6 +185,7 @@ int main(void) {
   diagnosis();
 
   EXPECT(dl_comm_finalize() == 0 && dl_comm_finalize() == 0);
+  describes("\"state\":\"finalized\"");
   EXPECT(dl_comm_get_rank() == rank);
   REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "finalised");
   REFUSED(dl_comm_init(), DL_COMM_ERROR_STATE, "finalised");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import dl_comm as mc
-from dl_comm import training
+from dl_comm import _dl_comm, training
 
 
 @pytest.fixture
@@ -183,3 +184,21 @@ def test_wrong_schedules() -> None:
         training.Exponential(1.0, 10, -1)
     with pytest.raises(mc.ArgumentError, match="0 or more"):
         training.WarmUp(-1, training.Constant(1.0))
+
+
+def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> None:
+    told = json.loads(_dl_comm.describe())
+    assert (told["state"], told["rank"], told["size"]) == ("started", rank, size)
+    assert (told["hosts"], told["local_rank"], told["local_size"]) == (mc.hosts(), mc.local_rank(), mc.local_size())
+    assert [place["rank"] for place in told["ranks"]] == list(range(size))
+    mine = told["ranks"][rank]
+    assert (mine["host"], mine["pid"], mine["local_rank"]) == (os.uname().nodename, os.getpid(), mc.local_rank())
+    assert mine["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert mine["shm_device"] == str(os.stat(told["settings"]["DL_COMM_SHM_DIR"]).st_dev)
+    teams = {team["id"]: team for team in told["teams"]}
+    assert {-1, 0, 1} <= teams.keys()
+    slot = told["settings"]["DL_COMM_CHUNK_KB"] << 10
+    lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.hosts()))
+    assert teams[0] == {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "lanes": lanes}
+    assert told["settings"]["DL_COMM_TIMEOUT_S"] == float(os.environ["DL_COMM_TIMEOUT_S"])
+    assert told["mpi"]["thread_level"].startswith("MPI_THREAD_")

@@ -202,6 +202,11 @@ impl Team {
         })
     }
 
+    /// How it carries its calls.
+    pub fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+
     /// Enqueues `op` on `towers` and returns; the schedule does not count it. `request.done` is called exactly once: with the
     /// outcome, or at once when the call is refused.
     ///

@@ -4,10 +4,13 @@
 //! Thread rule: team threads call MPI side by side when it grants `MPI_THREAD_MULTIPLE`, one at a time when it grants
 //! `MPI_THREAD_SERIALIZED`; with less, teams must not span hosts.
 
+mod about;
 mod comm;
 mod launcher;
 mod link;
 mod places;
 mod world;
 
-pub use world::{Process, TeamShape, World};
+pub use about::{About, about};
+pub use places::RankPlace;
+pub use world::{TeamShape, World};

@@ -17,35 +17,48 @@ const LOOKS: usize = 8;
 const CLOCK_TAG: usize = 1;
 
 /// Where a rank lives.
-pub(super) struct Place {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankPlace {
+    /// The name of its host.
     pub host: String,
-    /// Equal for ranks of one host: host name, boot and the file system behind the segments.
-    pub home: String,
+    /// The kernel's boot: the same for containers of one machine.
+    pub boot: String,
+    /// The device of the file system behind the segments.
+    pub device: String,
+    /// Its process.
     pub pid: i32,
+    /// The namespace in which `pid` counts.
     pub pid_space: String,
-    /// A random number; that of rank 0 is the job's.
-    pub key: u128,
 }
 
-/// Every rank's place. `shm_dir` is where segments are made. Collective.
-pub(super) fn tell(comm: &Comm, shm_dir: &str, patience: &Patience<'_>) -> Result<Vec<Place>> {
+impl RankPlace {
+    /// The same for the ranks of one host.
+    pub(super) fn home(&self) -> (&str, &str, &str) {
+        (&self.host, &self.boot, &self.device)
+    }
+}
+
+/// Every rank's place, and a random number that they have in common. `shm_dir` is where segments are made. Collective.
+pub(super) fn tell(comm: &Comm, shm_dir: &str, patience: &Patience<'_>) -> Result<(Vec<RankPlace>, u128)> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let device = fs::metadata(shm_dir).map(|folder| folder.dev()).unwrap_or_default();
     let space = fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
-    let home = format!("{} {device}", boot.trim());
+    let device = device.to_string();
     let pid = std::process::id().to_string();
     let mut key = [0u8; 16];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::system("drawing a random number", error))?;
     let key = format!("{:032x}", u128::from_ne_bytes(key));
-    let records = comm.allgather(&record(&[&host, &home, &pid, &space, &key]), patience)?;
+    let records = comm.allgather(&record(&[&host, boot.trim(), &device, &pid, &space, &key]), patience)?;
     let place = |bytes: &Vec<u8>| {
-        let [host, home, pid, pid_space, key] = fields(bytes);
-        let key = u128::from_str_radix(&key, 16).unwrap_or(0);
-        Place { home: format!("{host} {home}"), host, pid: pid.parse().unwrap_or(0), pid_space, key }
+        let [host, boot, device, pid, pid_space] = fields(bytes);
+        RankPlace { host, boot, device, pid: pid.parse().unwrap_or(0), pid_space }
     };
-    Ok(records.iter().map(place).collect())
+    // That of rank 0 is the job's.
+    let [.., key] = fields::<6>(&records[0]);
+    let key = u128::from_str_radix(&key, 16).map_err(|_| Error::Internal("a record of another job arrived".into()))?;
+    Ok((records.iter().map(place).collect(), key))
 }
 
 /// What must be added to this host's monotonic clock, in nanoseconds, to have that of the first host, to within half the

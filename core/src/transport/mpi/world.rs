@@ -14,7 +14,7 @@ use mpi::environment::{Universe, initialize_with_threading, is_finalized, thread
 use super::comm::Comm;
 use super::launcher;
 use super::link::MpiLink;
-use super::places::{self, Place, fields, record};
+use super::places::{self, RankPlace, fields, record};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::plan::message_bytes;
@@ -32,15 +32,6 @@ use crate::transport::{Endpoint, Link, Patience};
 
 /// How long what an ended process has sent may take to arrive.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-
-/// The process of a rank.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Process {
-    /// Its host's name.
-    pub host: String,
-    /// Its number there.
-    pub pid: i32,
-}
 
 /// What all ranks must agree on when a team is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +55,7 @@ pub struct World {
     names: Vec<String>,
     hosts: Vec<String>,
     pids: Vec<Option<i32>>,
-    processes: Arc<Vec<Process>>,
+    places: Arc<[RankPlace]>,
     /// The other processes of this host.
     neighbours: ProcessWatch,
     /// A random number that all ranks have, and nobody else.
@@ -95,7 +86,7 @@ impl World {
             let places = places::tell(&comm, &config.shm_dir, patience)?;
             Ok((comm, places))
         });
-        let (comm, places) = match found {
+        let (comm, (places, key)) = match found {
             Ok(found) => found,
             Err(error) => {
                 // The other ranks may never come to the end of MPI.
@@ -107,8 +98,8 @@ impl World {
         if places.len() == 1 && !adopted {
             launcher::check_alone(|name| std::env::var(name).ok())?;
         }
-        let keys: Vec<&str> = places.iter().map(|place| place.home.as_str()).collect();
-        let topology = Topology::new(rank, &keys);
+        let homes: Vec<_> = places.iter().map(RankPlace::home).collect();
+        let topology = Topology::new(rank, &homes);
         // Who started MPI may call it at any time, so that taking turns among our threads is not enough.
         let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
         if topology.hosts() > 1 && threading < needed {
@@ -129,7 +120,6 @@ impl World {
             places.iter().map(|place| (place.pid_space == places[rank].pid_space).then_some(place.pid)).collect();
         let others: Vec<Option<i32>> =
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
-        let process = |place: &Place| Process { host: place.host.clone(), pid: place.pid };
         let mut world = World {
             universe,
             comm: Some(comm),
@@ -137,9 +127,9 @@ impl World {
             names,
             hosts,
             pids,
-            processes: Arc::new(places.iter().map(process).collect()),
+            places: places.into(),
             neighbours: ProcessWatch::new(&others),
-            key: places[0].key,
+            key,
             config: config.clone(),
             alert: None,
             broken: OnceLock::new(),
@@ -182,9 +172,9 @@ impl World {
         Alert::start(listener, topology.host(), &hosts, self.key, pids).map(Some)
     }
 
-    /// The process of each rank.
-    pub fn processes(&self) -> &Arc<Vec<Process>> {
-        &self.processes
+    /// Every rank's place, by rank.
+    pub fn places(&self) -> &Arc<[RankPlace]> {
+        &self.places
     }
 
     /// A random number that all ranks of the job have, and nobody else.
