@@ -41,6 +41,12 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dl_comm"
 
 
+def existing_library(framework: str) -> Path | None:
+    """The library for the framework version that is installed now, if it was built already; builds nothing."""
+    cached = cache_dir() / _key(framework) / _LIBRARY[framework]
+    return packaged_library(framework) or (cached if cached.exists() else None)
+
+
 def cached_library(framework: str, force: bool = False) -> Path:
     """The library in the cache, built first where it is not there (or ``force``).
 

@@ -1,0 +1,53 @@
+"""Without a launcher: all checks of one machine, then the same program on two ranks, if there is an mpiexec beside."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from dl_comm import _dl_comm
+from dl_comm.doctor import _bandwidth, _local
+from dl_comm.doctor._checks import Check, worst
+from dl_comm.doctor._job import JOB_LIMIT_S, ONE_RANK
+from dl_comm.doctor._mpi import mpiexec_beside
+from dl_comm.doctor._probes import LIMIT_S, Failed, Process
+from dl_comm.doctor._report import Report
+
+# Open MPI refuses more ranks than processors unless told (version 4; 5).
+_OVERSUBSCRIBE = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def run(as_json: bool, quick: bool, starts: bool) -> int:
+    """Checks and reports; returns the exit status. ``starts``: whether to start two ranks."""
+    report = Report(as_json, speaks=True)
+    described: dict[str, Any] = json.loads(_dl_comm.describe())
+    for checks in _local.checks(described, None, imports=not quick):
+        report.add(checks)
+    mpiexec = mpiexec_beside()
+    if starts and mpiexec and worst(report.checks) != "bad":
+        report.add(_two_ranks(str(mpiexec), quick))
+    else:
+        report.add([Check("ranks", "places", "ok", ONE_RANK, {"ranks": [], "hosts": 1})])
+        report.add([] if quick else [_bandwidth.check_alone()])
+    healthy = worst(report.checks) != "bad"
+    report.end(described, healthy)
+    return 0 if healthy else 1
+
+
+def _two_ranks(mpiexec: str, quick: bool) -> list[Check]:
+    """Starts this program on two ranks with the mpiexec beside the interpreter, and takes over what it finds."""
+    command = [mpiexec, "-n", "2", sys.executable, "-m", "dl_comm.doctor", "--json", "--ranks-only"]
+    try:
+        started = Process([*command, *["--quick"] * quick], JOB_LIMIT_S + LIMIT_S, _OVERSUBSCRIBE)
+        text = started.result(codes=(0, 1))
+        found = json.loads(next(line for line in text.splitlines() if line.startswith('{"healthy"')))
+    except (Failed, StopIteration) as error:
+        words = str(error) or "ended without a report"
+        return [Check("ranks", "two ranks", "bad", f"{mpiexec} -n 2 {words}", {"command": command})]
+    checks = [Check(**check) for group in found["groups"].values() for check in group]
+    text = f"none was launched, so this started two with {mpiexec} (--no-launch prevents)"
+    return [Check("ranks", "two ranks", "ok", text, {"command": command}), *checks]

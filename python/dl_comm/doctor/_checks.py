@@ -1,0 +1,71 @@
+"""A check: what was looked at, how it is, words for people, facts for programs. Plain data; travels as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["ok", "warn", "bad"]
+
+GROUPS = ("build", "mpi", "frameworks", "host", "gpu", "ranks", "bandwidth")
+"""The groups of a report, in its order."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        group: One of ``GROUPS``.
+        name: What was looked at, unique in its group and host.
+        verdict: ``ok``; ``warn``: it works, but slower or less surely than it could; ``bad``: it does not work.
+        text: The finding, and for ``warn`` and ``bad`` what to do.
+        facts: What was found, for programs; JSON's types only.
+    """
+
+    group: str
+    name: str
+    verdict: Verdict
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as JSON's types."""
+        return dataclasses.asdict(self)
+
+
+def worst(checks: Iterable[Check]) -> Verdict:
+    """The worst verdict among the checks; ``ok`` when there are none."""
+    found = {check.verdict for check in checks}
+    return "bad" if "bad" in found else "warn" if "warn" in found else "ok"
+
+
+def size_text(count: float) -> str:
+    """A number of bytes for people: ``64 MiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Numbers as Linux writes lists of processors: ``0-3,8``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def numbers_of(text: str) -> set[int]:
+    """The numbers of such a list."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers

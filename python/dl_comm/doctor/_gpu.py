@@ -1,0 +1,53 @@
+"""GPUs, CUDA and NCCL: what is there. dl_comm takes tensors in host memory for now, so that nothing here is needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from dl_comm.doctor._checks import Check
+from dl_comm.doctor._probes import Failed, Probe, Process
+
+_QUERY = "index,name,uuid,pci.bus_id,memory.total,driver_version"
+
+
+class Gpu:
+    """The checks of this file. Making it starts the probes, ``check`` waits for them."""
+
+    def __init__(self) -> None:
+        self._probe = Probe("gpu")
+        smi = shutil.which("nvidia-smi")
+        self._smi = Process([smi, f"--query-gpu={_QUERY}", "--format=csv,noheader"], 30) if smi else None
+
+    def check(self) -> list[Check]:
+        """The checks."""
+        try:
+            told = self._probe.result()
+        except Failed as error:
+            return [Check("gpu", "CUDA", "warn", f"looking for CUDA {error}", {"error": str(error)})]
+        return [self._cuda(told), _nccl(told)]
+
+    def _cuda(self, told: dict[str, Any]) -> Check:
+        facts = {"devices": 0, **told, "gpus": [], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        if self._smi:
+            try:
+                rows = [line.split(", ") for line in self._smi.result().splitlines() if line.count(", ") == 5]
+                facts["gpus"] = [dict(zip(_QUERY.split(","), row, strict=True)) for row in rows]
+            except Failed as error:
+                facts["smi_error"] = str(error)
+        names = [f"{gpu['index']}: {gpu['name']}, {gpu['memory.total']}" for gpu in facts["gpus"]]
+        if "cuda_error" not in told:
+            listed = "; ".join(names) or "no nvidia-smi"
+            text = f"driver for CUDA {told['cuda_driver_api']}, {told['devices']} GPUs ({listed})"
+            return Check("gpu", "CUDA", "ok", text, facts)
+        if facts["gpus"]:
+            text = f"nvidia-smi shows GPUs ({'; '.join(names)}), but the driver's library fails: {told['cuda_error']}"
+            return Check("gpu", "CUDA", "warn", text, facts)
+        return Check("gpu", "CUDA", "ok", "no GPU in reach (averages are of tensors in host memory)", facts)
+
+
+def _nccl(told: dict[str, Any]) -> Check:
+    if "nccl" in told:
+        return Check("gpu", "NCCL", "ok", f"{told['nccl']}, {told['nccl_library']} (not used)", told)
+    return Check("gpu", "NCCL", "ok", "not found (not needed)", told)

@@ -1,0 +1,157 @@
+"""The host: shared memory, limits of the process, processors, NUMA nodes, kernel. Reads /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dl_comm.doctor._checks import Check, numbers_of, ranges_text, size_text
+
+_NODES = Path("/sys/devices/system/node")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
+    """The checks of this host, for a job with ``local_ranks`` ranks on it."""
+    settings: dict[str, Any] = described.get("settings", {})
+    folder = Path(settings.get("DL_COMM_SHM_DIR", "/dev/shm"))
+    checks = [_shared_memory("shared memory", folder, segments_bytes(settings, local_ranks))]
+    if folder != Path("/dev/shm"):
+        # MPICH, Open MPI and the data loaders of torch make theirs there whatever dl_comm is told.
+        checks.append(_shared_memory("/dev/shm", Path("/dev/shm"), 64 << 20, need="MPI and data loaders use it too"))
+    return [*checks, _memlock(), _files(), _processors(local_ranks), _numa(), _kernel()]
+
+
+def segments_bytes(settings: dict[str, Any], local_ranks: int) -> int:
+    """The shared memory that a job needs on a host: the control team and one more, of the default threads."""
+    # Two slots for each thread and rank, and the flags (core/src/transport/node.rs).
+    per_rank = int(settings.get("DL_COMM_DEFAULT_NTHREADS", 2)) * 2 * (int(settings.get("DL_COMM_CHUNK_KB", 512)) << 10)
+    return 2 * (max(local_ranks, 2) * per_rank + (64 << 10))
+
+
+def _shared_memory(name: str, folder: Path, needed: int, need: str = "the control team and one more") -> Check:
+    facts: dict[str, Any] = {"folder": str(folder), "needed_bytes": needed}
+    help_ = "DL_COMM_SHM_DIR names another folder; containers take --shm-size or --ipc=host"
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="dl_comm.doctor."):
+            pass
+        usage = os.statvfs(folder)
+    except OSError as error:
+        return Check("host", name, "bad", f"{folder} cannot be used: {error.strerror}; {help_}", facts)
+    facts |= {"size_bytes": usage.f_blocks * usage.f_frsize, "free_bytes": usage.f_bavail * usage.f_frsize}
+    facts |= mount_of(folder)
+    size, free = size_text(facts["size_bytes"]), size_text(facts["free_bytes"])
+    text = f"{folder}: {facts.get('type', 'file system not known')}, {size}, {free} free"
+    if facts["free_bytes"] < needed:
+        text += f", which is less than the {size_text(needed)} for {need}; {help_}"
+        return Check("host", name, "bad" if name == "shared memory" else "warn", text, facts)
+    if facts.get("type", "tmpfs") not in _MEMORY_FILE_SYSTEMS:
+        return Check("host", name, "warn", f"{text}: not in memory, so averages may wait for a disk; {help_}", facts)
+    return Check("host", name, "ok", text, facts)
+
+
+def mount_of(folder: Path) -> dict[str, Any]:
+    """Type and options of the file system behind a folder, by /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, special) = before.split(), after.split(maxsplit=2)
+        if fields[2] == number:
+            return {"type": kind, "options": f"{fields[5]},{special}"}
+    return {}
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _memlock() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    verbs = Path("/sys/class/infiniband")
+    devices = sorted(device.name for device in verbs.iterdir()) if verbs.is_dir() else []
+    finite = None if soft == resource.RLIM_INFINITY else soft
+    facts = {"soft_bytes": finite, "rdma_devices": devices}
+    text = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+    if devices and finite is not None and finite < 64 << 20:
+        text += (
+            f", but {', '.join(devices)} pin memory: MPI between hosts may fail or fall back to TCP; raise 'ulimit -l'"
+        )
+        return Check("host", "locked memory", "warn", text, facts)
+    return Check("host", "locked memory", "ok", text + " (no RDMA device needs it)" * (not devices), facts)
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = {"soft": soft, "hard": hard}
+    if 0 <= soft < 1024:
+        text = f"{soft}: few for sockets to many ranks; raise 'ulimit -n' to 1024 or more"
+        return Check("host", "open files", "warn", text, facts)
+    return Check("host", "open files", "ok", _limit(soft), facts)
+
+
+def _processors(local_ranks: int) -> Check:
+    allowed = sorted(os.sched_getaffinity(0))
+    quota = cgroup_cpus()
+    memory = cgroup_memory()
+    facts = {"host": os.cpu_count(), "allowed": allowed, "cgroup_cpus": quota, "cgroup_memory_bytes": memory}
+    text = f"{os.cpu_count()}, this process may use {len(allowed)} ({ranges_text(allowed)})"
+    if quota is not None:
+        text += f", its cgroup the time of {quota:.3g}"
+    if memory is not None:
+        text += f" and {size_text(memory)} of memory"
+    if quota is not None and quota < local_ranks:
+        return Check("host", "processors", "warn", f"{text}: less than one for each of {local_ranks} ranks", facts)
+    return Check("host", "processors", "ok", text, facts)
+
+
+def _cgroup(name: str) -> list[str]:
+    """The words of this process's cgroup v2 file of that name, of the nearest group that limits."""
+    try:
+        path = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0].strip("/")
+    except OSError:
+        return []
+    folder = Path("/sys/fs/cgroup", path)
+    for group in (folder, *folder.parents):
+        file = group / name
+        if file.is_file() and (words := file.read_text().split()) and words[0] != "max":
+            return words
+        if group == Path("/sys/fs/cgroup"):
+            break
+    return []
+
+
+def cgroup_cpus() -> float | None:
+    """How many processors' time the cgroup (v2, cpu.max) gives; None: no limit, or not known."""
+    words = _cgroup("cpu.max")
+    return int(words[0]) / int(words[1]) if words else None
+
+
+def cgroup_memory() -> int | None:
+    """The memory limit of the cgroup (v2, memory.max) in bytes; None: no limit, or not known."""
+    words = _cgroup("memory.max")
+    return int(words[0]) if words else None
+
+
+def numa_nodes() -> dict[int, set[int]]:
+    """The processors of each NUMA node; empty when the kernel does not tell."""
+    lists = {folder: folder / "cpulist" for folder in _NODES.glob("node[0-9]*")}
+    return {int(folder.name[4:]): numbers_of(file.read_text()) for folder, file in lists.items() if file.exists()}
+
+
+def _numa() -> Check:
+    nodes = {str(node): ranges_text(cpus) for node, cpus in sorted(numa_nodes().items())}
+    text = "; ".join(f"node {node}: processors {cpus or 'none'}" for node, cpus in nodes.items())
+    return Check("host", "NUMA", "ok", text or "not known", {"nodes": nodes})
+
+
+def _kernel() -> Check:
+    system = platform.uname()
+    text = f"{system.system} {system.release} {system.machine}, host name {system.node}"
+    return Check(
+        "host", "kernel", "ok", text, {"release": system.release, "machine": system.machine, "host": system.node}
+    )

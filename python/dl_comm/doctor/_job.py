@@ -1,0 +1,122 @@
+"""Under a launcher: each host's checks by its first rank, then what needs all ranks; rank 0 reports, all exit alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from dl_comm import _dl_comm
+from dl_comm._errors import CommError
+from dl_comm._process import init
+from dl_comm.doctor import _bandwidth, _local, _ranks
+from dl_comm.doctor._checks import Check, worst
+from dl_comm.doctor._gather import gather
+from dl_comm.doctor._launcher import Launch
+from dl_comm.doctor._mpi import check_thread_level
+from dl_comm.doctor._probes import LIMIT_S
+from dl_comm.doctor._report import Report
+
+JOB_LIMIT_S = 240.0
+"""How long MPI may take to come up, and how long all that follows may; other ranks' probes are waited for in it."""
+
+ONE_RANK = "one rank: the paths between ranks were not tested; run it again with 'mpiexec -n 2'"
+
+# How long a rank that fails before MPI is up stays for rank 0.
+_GRACE_S = 5.0
+
+
+def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
+    """Checks and reports; returns the exit status. ``ranks_only``: what needs no other rank is left out."""
+    report = Report(as_json, speaks=None if launch.rank is None else launch.rank == 0)
+    described: dict[str, Any] = json.loads(_dl_comm.describe())
+    first = _local.quick_checks(described, launch)
+    if any(check.name == "launcher" and check.verdict == "bad" for check in first):
+        # Some libraries end the whole job when they are brought up by another MPI's launcher.
+        report.add(first)
+        _fail(report, described, launch.rank, "start", "MPI was not started")
+        return 1
+    local: list[Check] = []
+    if launch.first_on_host and not ranks_only:
+        for checks in _local.checks(described, launch, imports=not quick):
+            local += checks
+            report.add(checks)
+    try:
+        with _Watch(report, described, launch, "bringing MPI up"):
+            init()
+        described = json.loads(_dl_comm.describe())
+        report.speak(described["rank"] == 0)
+        with _Watch(report, described, launch, "the test of the ranks"):
+            _check_ranks(report, described, local, quick)
+            healthy = not any(gather(worst(report.checks) == "bad", "verdict"))
+    except (CommError, OSError) as error:
+        _fail(report, described, described.get("rank", launch.rank), "start", str(error))
+        return 1
+    report.end(described, healthy)
+    return 0 if healthy else 1
+
+
+class _Watch:
+    """Ends the program with a report when what it surrounds takes too long: MPI may hang without a deadline."""
+
+    def __init__(self, report: Report, described: dict[str, Any], launch: Launch, what: str) -> None:
+        self._report, self._described, self._what = report, described, what
+        self._rank = described.get("rank", launch.rank)
+        # The end of one rank lets mpiexec end all: the one that has the report, and probes to wait for, goes first.
+        limit = JOB_LIMIT_S if self._rank in (None, 0) else JOB_LIMIT_S + 2 * LIMIT_S
+        self._timer = threading.Timer(limit, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        text = f"{self._what} took more than {JOB_LIMIT_S:.0f} s: a rank hangs, or a network blocks"
+        _fail(self._report, self._described, self._rank, "deadline", text)
+        os._exit(1)
+
+
+def _fail(report: Report, described: dict[str, Any], rank: int | None, name: str, text: str) -> None:
+    """Ends the report with what went wrong; a rank that does not know whether another one speaks does so itself."""
+    where = f"process {os.getpid()}" if rank is None else f"rank {rank}"
+    report.add([Check("ranks", name, "bad", f"{where}: {text}", {"error": text})])
+    report.speak(rank in (None, 0))
+    if rank:
+        # Some launchers end the job with its first process that fails: rank 0 may still have something to say.
+        time.sleep(_GRACE_S if described["state"] == "fresh" else 0)
+        print(f"dl_comm.doctor, {where}: {text}", file=sys.stderr, flush=True)
+    report.end(described, healthy=False)
+
+
+def _check_ranks(report: Report, described: dict[str, Any], local: list[Check], quick: bool) -> None:
+    """What needs all ranks. Collective; rank 0 gets the checks of the other hosts too."""
+    _dl_comm.barrier()  # messages have gone to every host that messages go to
+    level = described["mpi"]["thread_level"]
+    report.add([check_thread_level("ranks", "thread level", level, f"{level} granted")])
+    # Of other hosts, what is not as it should be; and how many GPUs each has.
+    devices = [check.facts.get("devices", 0) for check in local if check.name == "CUDA"]
+    mine = {"checks": [check.to_json() for check in local if check.verdict != "ok"], "gpus": sum(devices)}
+    told = gather({**_ranks.mine(described), **mine}, "ranks")
+    gpus: dict[int, int] = {}
+    speakers = {0: 0}  # of each host, the first rank that looked at it
+    for rank, place in zip(told, described["ranks"], strict=True):
+        host = place["host_index"]
+        gpus[host] = max(gpus.get(host, 0), rank["gpus"])
+        checks = [Check(**check) for check in rank.pop("checks")]
+        if checks and described["rank"] == 0 and speakers.setdefault(host, place["rank"]) == place["rank"] != 0:
+            report.add(_named(check, place["host"]) for check in checks)
+    report.add(_ranks.check(described, told, gpus))
+    if described["size"] == 1:
+        report.add([Check("ranks", "one rank", "ok", ONE_RANK)])
+    if not quick:
+        report.add([_bandwidth.check(described) if described["size"] > 1 else _bandwidth.check_alone()])
+
+
+def _named(check: Check, host: str) -> Check:
+    return Check("ranks", f"{check.group}, {check.name} on {host}", check.verdict, check.text, check.facts)

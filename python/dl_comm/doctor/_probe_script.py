@@ -1,0 +1,100 @@
+"""What runs in a process of its own, because it may crash or hang: ``python _probe_script.py NAME [ARGUMENTS]``.
+
+Prints one line of JSON after ``_MARK``. Started as a file: it imports dl_comm only where that is what is probed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_MARK = "probe result: "
+_MAPS = Path("/proc/self/maps")
+
+
+def framework(name: str, operations: str) -> dict[str, Any]:
+    """Imports a framework and, with ``operations``, dl_comm's operations for it, which are built already."""
+    began = time.monotonic()
+    module = __import__(name)
+    told: dict[str, Any] = {"version": module.__version__, "import_s": round(time.monotonic() - began, 2)}
+    if name == "torch":
+        told["cuda_build"] = module.version.cuda
+    else:
+        told["cuda_build"] = module.sysconfig.get_build_info().get("cuda_version")
+    if operations == "operations":
+        __import__(f"dl_comm.{name}")
+    return told
+
+
+def mpi4py() -> dict[str, Any]:
+    """The MPI of mpi4py, without bringing it up."""
+    import mpi4py as package
+
+    package.rc.initialize = False
+    from mpi4py import MPI
+
+    paths = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libmpi" in line}
+    version = MPI.Get_library_version().strip().splitlines()[0]
+    return {"version": package.__version__, "library_version": version, "libraries": sorted(paths)}
+
+
+def gpu() -> dict[str, Any]:
+    """The CUDA driver and NCCL, as the dynamic loader finds them, and NCCL of this Python's packages."""
+    told: dict[str, Any] = {}
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        told["cuda_error"] = str(error)
+    else:
+        number = ctypes.c_int()
+        code = cuda.cuInit(0)
+        if code:
+            told["cuda_error"] = f"cuInit returned {code}"
+        else:
+            cuda.cuDriverGetVersion(ctypes.byref(number))
+            told["cuda_driver_api"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+            cuda.cuDeviceGetCount(ctypes.byref(number))
+            told["devices"] = number.value
+    packaged = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/nccl/lib/libnccl.so.2")]
+    for name in ("libnccl.so.2", *packaged):
+        try:
+            nccl = ctypes.CDLL(name)
+        except OSError as error:
+            told["nccl_error"] = str(error)
+            continue
+        number = ctypes.c_int()
+        nccl.ncclGetVersion(ctypes.byref(number))
+        # NCCL 2.9 and later: major * 10000 + minor * 100 + patch (nccl.h, NCCL_VERSION).
+        told["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+        told["nccl_library"] = name
+        told.pop("nccl_error", None)
+        break
+    return told
+
+
+def alone() -> dict[str, Any]:
+    """dl_comm as rank 0 of 1: brings MPI up, averages, ends."""
+    import numpy as np
+
+    import dl_comm
+    from dl_comm import _dl_comm
+
+    dl_comm.init()
+    described: dict[str, Any] = json.loads(_dl_comm.describe())
+    mean = dl_comm.gradients([np.arange(4, dtype=np.float32)], 0)[0]
+    described["average_is_right"] = bool(np.array_equal(mean, np.arange(4)))
+    dl_comm.finalize()
+    return described
+
+
+_PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "alone": alone}
+
+if __name__ == "__main__":
+    # This file's folder is put first there; its modules are not meant for others.
+    sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]
+    result = _PROBES[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]
+    print(_MARK + json.dumps(result), flush=True)

@@ -1,0 +1,108 @@
+"""Runs what may crash or hang in processes of their own, side by side, each with a time limit.
+
+Thread rule: one thread. A probe starts in a session of its own, so that at its limit all of it can be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dl_comm.doctor._launcher import launch_of, without_launcher
+from dl_comm.doctor._probe_script import _MARK
+
+LIMIT_S = 90.0
+"""How long a probe may take; a first import of a large framework from a slow file system takes its time."""
+
+
+class Failed(Exception):
+    """A probe or a program did not do it; the text says how it ended and its last words."""
+
+
+class Process:
+    """A program under way, with its output in a file."""
+
+    def __init__(self, command: Sequence[str], limit: float = LIMIT_S, extra: Mapping[str, str] | None = None) -> None:
+        self._limit = limit
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
+        self._ends = time.monotonic() + limit
+        self._error: OSError | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env={**_environment(), **(extra or {})},
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._error = error
+
+    def result(self, codes: Sequence[int] = (0,)) -> str:
+        """Waits for the end, and returns what was printed.
+
+        Raises:
+            Failed: It was not started, ended with another status than ``codes``, or ran into its limit.
+        """
+        with self._output:
+            if self._error is not None:
+                raise Failed(str(self._error))
+            late = False
+            try:
+                self._process.wait(max(self._ends - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            self._output.seek(0)
+            text = self._output.read().decode(errors="replace")
+        if late:
+            raise Failed(f"did not end within {self._limit:.0f} s{_last_words(text)}")
+        code = self._process.returncode
+        if code not in codes:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            raise Failed(f"{how}{_last_words(text)}")
+        return text
+
+
+class Probe:
+    """One of the functions of ``_probe_script.py``, under way."""
+
+    def __init__(self, *arguments: str) -> None:
+        script = str(Path(__file__).with_name("_probe_script.py"))
+        self._process = Process([sys.executable, script, *arguments])
+
+    def result(self) -> dict[str, Any]:
+        """Waits for what the function returns.
+
+        Raises:
+            Failed: As ``Process.result``.
+        """
+        text = self._process.result()
+        lines = [line for line in text.splitlines() if line.startswith(_MARK)]
+        if not lines:
+            raise Failed(f"ended without a result{_last_words(text)}")
+        told: dict[str, Any] = json.loads(lines[-1][len(_MARK) :])
+        return told
+
+
+def _environment() -> dict[str, str]:
+    """This process's; in a job without what makes this process a rank, which a probe is not."""
+    return without_launcher(os.environ) if launch_of(os.environ) else dict(os.environ)
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f": {lines[-1][:400]}" if lines else ""

@@ -1,0 +1,73 @@
+"""The report: text for people as it comes, or one JSON object at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from dl_comm.doctor._checks import GROUPS, Check, worst
+
+_MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+
+
+class Report:
+    """Collects checks and prints them.
+
+    Args:
+        as_json: Whether to print one JSON object in ``end`` instead of text.
+        speaks: Whether this process prints; None: not known yet, what is added waits.
+    """
+
+    def __init__(self, as_json: bool, speaks: bool | None) -> None:
+        self.checks: list[Check] = []
+        self._as_json = as_json
+        self._speaks = speaks
+        self._printed = 0
+        self._group = ""
+
+    def add(self, checks: Iterable[Check]) -> None:
+        """Adds checks, and prints them where this process prints text."""
+        self.checks += checks
+        self._show()
+
+    def speak(self, speaks: bool) -> None:
+        """Says whether this process prints, now that it is known."""
+        self._speaks = speaks
+        self._show()
+
+    def _show(self) -> None:
+        if self._as_json or not self._speaks:
+            return
+        for check in self.checks[self._printed :]:
+            if check.group != self._group:
+                self._group = check.group
+                print(self._group, flush=True)
+            first, *more = check.text.split("\n")
+            print(f"  {_MARKS[check.verdict]} {check.name}: {first}")
+            for line in more:
+                print(f"         {line}")
+        self._printed = len(self.checks)
+
+    def end(self, described: dict[str, Any], healthy: bool) -> None:
+        """Prints the last line, or the object. ``healthy`` counts for all ranks."""
+        self._show()
+        if not self._speaks:
+            return
+        summary = self._summary(healthy)
+        if not self._as_json:
+            print(f"\n{summary}", flush=True)
+            return
+        groups = {group: [check.to_json() for check in self.checks if check.group == group] for group in GROUPS}
+        print(json.dumps({"healthy": healthy, "summary": summary, "groups": groups, "process": described}), flush=True)
+
+    def _summary(self, healthy: bool) -> str:
+        for check in self.checks:
+            if check.verdict == "bad":
+                return f"NOT healthy; first: {check.group}, {check.name}: {check.text}"
+        if not healthy:
+            return "NOT healthy; another rank found what is wrong and said it above"
+        warnings = sum(check.verdict == "warn" for check in self.checks)
+        if worst(self.checks) == "ok":
+            return "healthy"
+        return f"healthy, with {warnings} warning{'s' * (warnings > 1)}"

@@ -1,0 +1,242 @@
+"""``python -m dl_comm.doctor``: what it finds alone, on ranks and on hosts, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dl_comm.doctor._checks import numbers_of, ranges_text
+from dl_comm.doctor._launcher import launch_of, without_launcher
+from dl_comm.doctor._network import _address
+from dl_comm.doctor._ranks import check as check_ranks
+from dl_comm.doctor._ranks import path
+from dl_comm.doctor._tested import TESTED, is_tested
+from hosts import Hosts, possible
+from launch import Finished, launch, run
+
+DOCTOR = [sys.executable, "-m", "dl_comm.doctor"]
+GROUPS = ["build", "mpi", "frameworks", "host", "gpu", "ranks", "bandwidth"]
+
+
+def report(finished: Finished) -> dict[str, Any]:
+    """The one object that was printed."""
+    (line,) = [line for line in finished.output.splitlines() if line.startswith('{"healthy"')]
+    return json.loads(line)
+
+
+def found(told: dict[str, Any], group: str, name: str) -> dict[str, Any]:
+    """The one check of that name."""
+    (check,) = [check for check in told["groups"][group] if check["name"] == name]
+    return check
+
+
+def test_alone_it_finds_everything_and_starts_two_ranks() -> None:
+    finished = run([*DOCTOR, "--json"], 200)
+    assert finished.returncode == 0, finished.output
+    told = report(finished)
+    assert told["healthy"] is True
+    assert told["summary"].startswith("healthy")
+    assert list(told["groups"]) == GROUPS
+    assert all(told["groups"].values())
+    library = found(told, "mpi", "library")["facts"]
+    assert os.path.exists(library["library"])
+    assert library["family"] in ("mpich", "openmpi")
+    assert found(told, "mpi", "one rank")["facts"]["thread_level"].startswith("MPI_THREAD_")
+    assert [rank["rank"] for rank in found(told, "ranks", "places")["facts"]["ranks"]] == [0, 1]
+    (row,) = found(told, "ranks", "paths")["facts"]["rows"]
+    assert (row["inside"], row["outside"], row["ranks_each"]) == ("shared memory", None, 2)
+    bandwidth = found(told, "bandwidth", "average")["facts"]
+    assert bandwidth["bytes"] >= 1 << 20
+    assert bandwidth["ratio"] == pytest.approx(bandwidth["average_s"] / bandwidth["limit_s"], rel=0.01)
+    assert told["process"]["settings"]["DL_COMM_SHM_DIR"] == "/dev/shm"
+    for framework in ("torch", "tensorflow"):
+        check = found(told, "frameworks", framework)
+        assert check["verdict"] != "bad"
+        assert not check["facts"]["installed"] or check["facts"]["import_s"] > 0
+
+
+def test_on_two_ranks_one_of_them_reports() -> None:
+    finished = launch(2, [*DOCTOR, "--quick"], 120)
+    assert finished.returncode == 0, finished.output
+    assert len(re.findall(r"^healthy", finished.output, re.MULTILINE)) == 1, finished.output
+    assert re.findall(r"^ +rank (\d): ", finished.output, re.MULTILINE) == ["0", "1"]
+    assert re.search(r"^  ok   paths: .*shared memory", finished.output, re.MULTILINE)
+    assert "BAD" not in finished.output
+
+
+def test_one_launched_rank_says_what_it_cannot_test() -> None:
+    finished = launch(1, [*DOCTOR, "--ranks-only"], 120)
+    assert finished.returncode == 0, finished.output
+    assert "mpiexec -n 2" in finished.output
+    assert "GB/s" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"PMI_SIZE": "2"}, "MPI sees only this one|an mpiexec of MPICH"),
+        ({"DL_COMM_TIMEOUT_S": "soon"}, "DL_COMM_TIMEOUT_S is 'soon'"),
+        ({"DL_COMM_SHM_DIR": "/nonexistent"}, "/nonexistent cannot be used"),
+    ],
+)
+def test_what_is_wrong_is_bad_and_first(env: dict[str, str], words: str) -> None:
+    finished = run([*DOCTOR, "--quick", "--json", "--no-launch"], 120, env)
+    assert finished.returncode == 1, finished.output
+    told = report(finished)
+    assert told["healthy"] is False
+    assert re.search(words, told["summary"])
+
+
+def test_the_launcher_of_another_mpi_is_bad_on_every_process() -> None:
+    """MPI is not even tried, which may end the job; the process that is called rank 0 reports, and all exit alike."""
+    told = report(run([*DOCTOR, "--quick", "--json", "--no-launch"], 120))
+    family = found(told, "mpi", "library")["facts"]["family"]
+    names = ("PMI_RANK", "PMI_SIZE") if family == "openmpi" else ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    outputs = []
+    for rank in ("0", "1"):
+        finished = run([*DOCTOR, "--quick"], 120, dict(zip(names, (rank, "2"), strict=True)))
+        assert finished.returncode == 1, finished.output
+        outputs.append(finished.output)
+    assert "NOT healthy; first: mpi, launcher: " in outputs[0]
+    assert "NOT healthy" not in outputs[1]
+    assert "dl_comm.doctor, rank 1: MPI was not started" in outputs[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_a_shared_memory_that_is_too_small_is_bad_on_two_ranks(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        finished = launch(2, [*DOCTOR, "--quick"], 120, {"DL_COMM_SHM_DIR": str(tmp_path)})
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert finished.returncode == 1, finished.output
+    assert f"BAD  shared memory: {tmp_path}: tmpfs, 1 MiB" in finished.output
+    assert "BAD  start: rank 0: " in finished.output
+
+
+def test_a_framework_that_crashes_is_bad_and_ends_nothing_else(tmp_path: Path) -> None:
+    for name, text in (
+        ("torch", "import os\nos.abort()\n"),
+        ("tensorflow", "raise ImportError('lib.so is not there')\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    finished = run([*DOCTOR, "--json", "--no-launch"], 120, {"PYTHONPATH": str(tmp_path)})
+    assert finished.returncode == 1, finished.output
+    told = report(finished)
+    assert "was killed by signal 6" in found(told, "frameworks", "torch")["text"]
+    assert "lib.so is not there" in found(told, "frameworks", "tensorflow")["text"]
+    assert found(told, "mpi", "one rank")["verdict"] == "ok"
+
+
+def test_an_mpi_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, sys, time\nfrom dl_comm.doctor import _job, __main__ as doctor\n"
+        "if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n    time.sleep(100)\n"
+        "_job.JOB_LIMIT_S = 2.0\nsys.exit(doctor.main())\n"
+    )
+    finished = launch(2, [sys.executable, str(script), "--ranks-only", "--json"], 90)
+    assert not finished.timed_out
+    assert finished.returncode != 0
+    assert "bringing MPI up took more than 2 s" in report(finished)["summary"]
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
+def test_on_two_hosts_it_tells_the_network_and_that_they_are_one_machine(two_hosts: Hosts) -> None:
+    finished = two_hosts.launch(2, [*DOCTOR, "--ranks-only", "--json"])
+    assert finished.returncode == 0, finished.output
+    told = report(finished)
+    ranks = found(told, "ranks", "places")["facts"]["ranks"]
+    assert [(rank["host_index"], rank["local_rank"]) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    (row,) = found(told, "ranks", "paths")["facts"]["rows"]
+    assert row["names"] == two_hosts.names
+    assert (row["inside"], row["outside"], row["network"]) == ("shared memory", "messages", "TCP on eth0")
+    split = found(told, "ranks", "split machine 0")
+    assert split["verdict"] == "warn"
+    assert "the host names differ" in split["text"]
+    assert found(told, "bandwidth", "average")["facts"]["hosts"] == 2
+
+
+def test_the_tested_range_is_that_of_the_table() -> None:
+    table = (Path(__file__).parents[2] / "docs/wheels.md").read_text()
+    for name, pattern in (
+        ("python", r"python ([\d.]+)"),
+        ("torch", r"torch ([\d.]+)"),
+        ("tensorflow", r"tensorflow-cpu ([\d.]+)"),
+    ):
+        versions = [
+            tuple(map(int, version.split(".")[:2])) for version in re.findall(rf"\| .*\b{pattern} .*works", table)
+        ]
+        assert (min(versions), max(versions)) == TESTED[name]
+    assert is_tested("torch", "2.11.0+cpu")
+    assert not is_tested("torch", "2.9.1")
+    assert not is_tested("torch", "nightly")
+
+
+def test_launchers_are_told_apart() -> None:
+    assert launch_of({"HOME": "/", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    mpich = launch_of({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"})
+    assert mpich is not None
+    assert (mpich.family, mpich.rank, mpich.size, mpich.first_on_host) == ("mpich", 3, 4, False)
+    openmpi = launch_of({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    assert openmpi is not None
+    assert (openmpi.family, openmpi.first_on_host) == ("openmpi", True)
+    slurm = launch_of({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "PMI_RANK": "1"})
+    assert slurm is not None
+    assert (slurm.family, slurm.local_rank) == (None, 1)
+    assert without_launcher({"PMI_FD": "7", "PATH": "/bin", "SLURM_PROCID": "0"}) == {"PATH": "/bin"}
+
+
+def test_lists_of_numbers_and_addresses() -> None:
+    assert ranges_text([8, 0, 1, 2, 3, 10]) == "0-3,8,10"
+    assert numbers_of("0-3,8,10\n") == {0, 1, 2, 3, 8, 10}
+    assert numbers_of("") == set()
+    if sys.byteorder == "little":
+        assert str(_address("0100007F")) == "127.0.0.1"
+        assert str(_address("0000000000000000FFFF00000100007F")) == "127.0.0.1"
+        assert str(_address("00000000000000000000000001000000")) == "::1"
+
+
+def place(rank: int, host: str) -> dict[str, Any]:
+    boot = {"host": host, "host_index": "abc".index(host), "boot_id": host, "shm_device": "1", "pid_space": "x"}
+    return {"rank": rank, "local_rank": rank % 2, "pid": rank} | boot
+
+
+def test_the_reason_of_each_path() -> None:
+    assert path(place(0, "a"), place(1, "a"))[0] == "shared memory"
+    assert path(place(0, "a"), place(2, "b")) == ("messages", "different machines")
+    one_machine = path(place(0, "a"), place(2, "b") | {"boot_id": "a", "host": "a", "shm_device": "2"})
+    assert one_machine == ("messages", "one machine, but the file systems for shared memory differ")
+
+
+def test_many_hosts_alike_are_one_row_and_crowds_are_seen() -> None:
+    places = [place(rank, host) for rank, host in enumerate("aabbcc")]
+    places[5]["pid_space"] = "y"
+    quiet = {"tcp": [{"interface": "ib0", "peers": []}], "devices": ["verbs (/dev/infiniband/uverbs0)"]}
+    told = [
+        {"processors": "0-1", "numa_nodes": [0], "cuda_visible_devices": None, "cgroup_cpus": None, "network": quiet}
+        for _ in places
+    ]
+    told[2]["processors"] = told[3]["processors"] = "4"
+    told[0]["cuda_visible_devices"] = "5"
+    checks = {check.name: check for check in check_ranks({"ranks": places}, told, {0: 4, 1: 4, 2: 0})}
+    (row,) = checks["paths"].facts["rows"]
+    assert row["names"] == ["a", "b", "c"]
+    assert row["network"] == "verbs (/dev/infiniband/uverbs0) and TCP on ib0"
+    assert [rank["gpu"] for rank in checks["places"].facts["ranks"]] == ["5", "1", "0", "1", "none", "none"]
+    assert {name for name, check in checks.items() if check.verdict == "warn"} == {"crowded b", "namespaces c"}
