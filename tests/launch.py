@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = "DL_COMM_TEST_LAUNCH"
+QUIET = {"DL_COMM_DUMP_DIR": os.environ.get("DL_COMM_DUMP_DIR", "none")}
+"""Failures are what many tests are about: no dumps unless they ask."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def launch(
     The launch is a process group of its own. At the timeout the group is killed, and with it every process that the
     launch has started, wherever it put itself. ``echo`` shows the output as it comes.
     """
-    return run([*mpiexec(), "-n", str(ranks), *command], timeout, env, echo)
+    return run([*mpiexec(), "-n", str(ranks), *command], timeout, {**QUIET, **(env or {})}, echo)
 
 
 def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, echo: bool = False) -> Finished:
@@ -59,7 +61,7 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
             stdin=subprocess.DEVNULL,
             stdout=None if echo else output,
             stderr=None if echo else subprocess.STDOUT,
-            env={"DL_COMM_DUMP_DIR": "none", **os.environ, **(env or {}), _MARK: mark},
+            env={**os.environ, **(env or {}), _MARK: mark},
             start_new_session=True,
         )
         timed_out = False

@@ -5,8 +5,8 @@
  * and leave everything usable; after a timeout or a lost peer the team refuses further calls with the first error.
  *
  * Thread rule: every function may be called from any thread. Functions marked "collective" must be called by all ranks,
- * which are lined up by what they call when their order differs (broadcast, barrier and check_buffers_match share a team
- * of their own). Calls that look alike, without a name say, should come in one order.
+ * which are lined up by what they call when their order differs (broadcast, barrier and check_buffers_match share a
+ * team of their own). Calls that look alike, without a name say, should come in one order.
  */
 #ifndef DL_COMM_H
 #define DL_COMM_H

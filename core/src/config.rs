@@ -43,7 +43,7 @@ pub enum DumpDir {
     Temporary,
     /// This one.
     Here(String),
-    /// Nowhere, unless somebody asks.
+    /// Nowhere, unless the program asks.
     Nowhere,
 }
 

@@ -133,9 +133,7 @@ impl OnSignal {
         let handle = signals.handle();
         let listen = move || {
             for _ in signals.forever() {
-                if let Err(error) = dumper.write("SIGUSR1", None) {
-                    say(&error.to_string());
-                }
+                dumper.alarm("SIGUSR1");
             }
         };
         let thread = thread::Builder::new().name("dlcomm-signal".into()).spawn(listen).map_err(refused)?;

@@ -94,6 +94,10 @@ impl World {
                 return Err(error);
             }
         };
+        if !adopted {
+            // All ranks are through with MPI's start.
+            launcher::remove_segments();
+        }
         let rank = comm.rank()?;
         if places.len() == 1 && !adopted {
             launcher::check_alone(|name| std::env::var(name).ok())?;
@@ -320,7 +324,6 @@ impl Drop for World {
         if leaves {
             mem::forget(self.universe.take());
             mem::forget(self.comm.take());
-            launcher::remove_segments();
         }
         drop(self.comm.take());
     }
