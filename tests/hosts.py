@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch import Finished, mpiexec, run
+from launch import QUIET, Finished, mpiexec, run
 
 _STATE = "DL_COMM_TEST_HOSTS"
 
@@ -75,20 +75,23 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         shutil.rmtree(self._state, ignore_errors=True)
 
-    def launch(self, per_host: int, command: Sequence[str], timeout: float = 120) -> Finished:
+    def launch(
+        self, per_host: int, command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None
+    ) -> Finished:
         """Runs ``command`` on ``per_host`` ranks of every host, with MPICH's mpiexec."""
         slots = ",".join(f"{name}:{per_host}" for name in self.names)
         count = str(per_host * len(self.names))
-        return self.run([*mpiexec(), *self.ssh.split(), "-hosts", slots, "-n", count, *command], timeout)
+        return self.run([*mpiexec(), *self.ssh.split(), "-hosts", slots, "-n", count, *command], timeout, env)
 
     @property
     def ssh(self) -> str:
         """The options with which MPICH's mpiexec reaches the hosts."""
         return f"-launcher ssh -launcher-exec {Path(__file__).resolve()}"
 
-    def run(self, command: Sequence[str], timeout: float = 120) -> Finished:
+    def run(self, command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Finished:
         """Runs ``command`` on the first host."""
-        return run(inside(self.names[0], self._state, command), timeout, {_STATE: str(self._state)})
+        settings = {**QUIET, **(env or {}), _STATE: str(self._state)}
+        return run(inside(self.names[0], self._state, command), timeout, settings)
 
 
 def inside(host: str, state: Path, command: Sequence[str]) -> list[str]:

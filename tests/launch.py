@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +27,15 @@ QUIET = {"DL_COMM_DUMP_DIR": os.environ.get("DL_COMM_DUMP_DIR", "none")}
 
 @dataclass(frozen=True)
 class Finished:
-    """What a launch came to: the launcher's exit status (-9 when killed at the timeout) and all that was printed."""
+    """What a launch came to: the launcher's exit status (-9 when killed at the timeout) and all that was printed.
+
+    ``left`` are the command lines of the processes that had not ended some seconds after the launcher.
+    """
 
     returncode: int
     output: str
     timed_out: bool
+    left: tuple[str, ...] = ()
 
 
 def mpiexec() -> list[str]:
@@ -65,35 +71,48 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
             start_new_session=True,
         )
         timed_out = False
+        left: tuple[str, ...] = ()
         try:
             process.wait(timeout)
+            left = _left(mark)
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
             _kill(process, mark)
         output.seek(0)
-        return Finished(process.returncode, output.read().decode(errors="replace"), timed_out)
+        return Finished(process.returncode, output.read().decode(errors="replace"), timed_out, left)
+
+
+def _left(mark: str) -> tuple[str, ...]:
+    """The processes of a launch that outlive its launcher by some seconds."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if not (found := _marked(mark)):
+            return ()
+        time.sleep(0.05)
+    return tuple(found.values())
 
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kills the launch's process group, then whoever carries its mark."""
-    for target in (lambda: os.killpg(process.pid, signal.SIGKILL), *_marked(mark)):
-        try:
-            target()
-        except (ProcessLookupError, PermissionError):
-            continue
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in _marked(mark):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
-def _marked(mark: str):  # noqa: ANN202 - an iterator of killers
+def _marked(mark: str) -> dict[int, str]:
+    """The live processes that carry a mark, and their command lines."""
     needle = f"{_MARK}={mark}".encode()
+    found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
+            with suppress(OSError):
                 if needle in (folder / "environ").read_bytes().split(b"\0"):
-                    yield lambda pid=int(folder.name): os.kill(pid, signal.SIGKILL)
-            except (OSError, ValueError):
-                continue
+                    found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+    return found
 
 
 def main() -> int:

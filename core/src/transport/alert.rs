@@ -13,7 +13,7 @@ use std::collections::HashSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -99,17 +99,14 @@ pub struct Alert {
 /// The failure blocks that are written, and what was written to all.
 #[derive(Default)]
 struct Teams {
-    nodes: Vec<(i32, Weak<Node>)>,
+    nodes: Vec<(i32, Arc<Node>)>,
     lost: Option<Error>,
 }
 
 impl Teams {
     fn fail(&mut self, team: Option<i32>, error: &Error) {
-        self.nodes.retain(|(_, node)| node.strong_count() > 0);
-        for node in self.nodes.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
-            if let Some(node) = node.1.upgrade() {
-                node.fail(error);
-            }
+        for (_, node) in self.nodes.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
+            node.fail(error);
         }
         if team.is_none() && self.lost.is_none() {
             self.lost = Some(error.clone());
@@ -117,7 +114,7 @@ impl Teams {
     }
 
     fn failures(&self) -> Vec<(i32, Error)> {
-        let failure = |(team, node): &(i32, Weak<Node>)| Some((*team, node.upgrade()?.failure()?));
+        let failure = |(team, node): &(i32, Arc<Node>)| Some((*team, node.failure()?));
         self.nodes.iter().filter_map(failure).collect()
     }
 }
@@ -159,7 +156,7 @@ impl Alert {
     /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
     pub fn watch(&self, team: i32, node: &Arc<Node>) {
         let mut teams = lock(&self.teams);
-        teams.nodes.push((team, Arc::downgrade(node)));
+        teams.nodes.push((team, Arc::clone(node)));
         if let Some(error) = &teams.lost {
             node.fail(error);
         }
@@ -305,7 +302,8 @@ struct Watch {
 
 impl Watch {
     fn run(mut self) {
-        while !self.sleep() {
+        loop {
+            let last = self.sleep();
             let ended = |(name, process): &(String, Process)| Some(format!("{name} {}", process.ended()?));
             let words: Vec<String> = self.processes.iter().filter_map(ended).collect();
             self.processes.retain(|(_, process)| process.ended().is_none());
@@ -325,9 +323,11 @@ impl Watch {
                     Heard::GoodBye => drop(self.peers.remove(index)),
                 }
             }
+            // What happened just before the end has been told by now.
+            if last {
+                return self.send(&json!({"bye": true}));
+            }
         }
-        let bye = json!({"bye": true});
-        self.send(&bye);
     }
 
     /// Sleeps until something happens; whether it is time to end.

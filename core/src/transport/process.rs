@@ -39,15 +39,15 @@ impl Process {
         let Some(fd) = &self.fd else { return Some(format!("(pid {}) has ended", self.pid)) };
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let ended = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0);
-        ended.then(|| format!("(pid {}) has ended{}", self.pid, how(fd)))
+        ended.then(|| format!("(pid {}) has ended{}", self.pid, how(fd, self.pid)))
     }
 }
 
-/// `: exit status 3` and the like, where the system tells it (from Linux 6.15 on).
-fn how(fd: &OwnedFd) -> String {
-    // It is known when the parent has taken note of the end, which may be a little later.
+/// `: exit status 3` and the like, where the system tells it.
+fn how(fd: &OwnedFd, pid: i32) -> String {
     for _ in 0..20 {
-        if let Some(status) = exit_code(fd) {
+        // The one until the parent has taken note of the end, the other from then on.
+        if let Some(status) = of_zombie(pid).or_else(|| exit_code(fd)) {
             return match (status & 0x7f, (status >> 8) & 0xff) {
                 (0, code) => format!(": exit status {code}"),
                 (signal, _) => format!(": killed by signal {signal}"),
@@ -58,7 +58,16 @@ fn how(fd: &OwnedFd) -> String {
     String::new()
 }
 
-/// The wait status of the process.
+/// The wait status of a process that nobody has waited for (proc_pid_stat(5)).
+fn of_zombie(pid: i32) -> Option<i32> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, the second field, may have anything in it but ends with the last parenthesis.
+    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
+    // Field 3 is the state, field 52 the status.
+    if *fields.first()? == "Z" { fields.get(49)?.parse().ok() } else { None }
+}
+
+/// The wait status of a process that was waited for, from Linux 6.15 on.
 fn exit_code(fd: &OwnedFd) -> Option<i32> {
     /// The first version of `struct pidfd_info` of linux/pidfd.h.
     #[repr(C)]
@@ -110,6 +119,10 @@ mod tests {
         assert_eq!(watch.lost(0), None);
         assert_eq!(watch.lost(1), None);
         child.kill().unwrap();
+        while watch.lost(0).is_none() {
+            std::thread::yield_now();
+        }
+        assert_eq!(watch.lost(0), Some(format!("(pid {pid}) has ended: killed by signal 9")), "as a zombie");
         child.wait().unwrap();
         let words = watch.lost(0).unwrap();
         let told = [format!("(pid {pid}) has ended: killed by signal 9"), format!("(pid {pid}) has ended")];

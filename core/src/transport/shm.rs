@@ -2,19 +2,49 @@
 //!
 //! One rank creates a file with a random name, mode 0600, with its pages reserved (a full `/dev/shm` is an error here, not
 //! a bus error later); the others map it; then its name is removed, so nothing stays behind whatever happens to the job.
+//! As long as the name is there its maker holds a lock on the file: a name without one was left by a crash in that moment,
+//! and goes when the next segment is made.
 
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use memmap2::MmapRaw;
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::retry_on_intr;
 
 use super::node::Memory;
 use crate::error::{Error, Result};
 use crate::say::say;
+
+/// What the names of segments start with.
+const PREFIX: &str = "dl_comm.";
+/// How old a name is at least that may have been left behind: older than it takes to lock it.
+const LEFT: Duration = Duration::from_secs(60);
+
+/// Removes names in `folder` that a process of this user has left. What cannot be looked at is left alone.
+fn reclaim(folder: &Path) {
+    let me = rustix::process::geteuid().as_raw();
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let key = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
+        if !key.is_some_and(|key| key.len() == 32 && key.bytes().all(|byte| byte.is_ascii_hexdigit())) {
+            continue;
+        }
+        let Ok(about) = entry.metadata() else { continue };
+        let old = about.modified().is_ok_and(|time| time.elapsed().is_ok_and(|age| age > LEFT));
+        if !about.is_file() || about.uid() != me || !old {
+            continue;
+        }
+        let Ok(file) = OpenOptions::new().read(true).open(entry.path()) else { continue };
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() && std::fs::remove_file(entry.path()).is_ok()
+        {
+            say(&format!("removed {}, which a process that is gone has left", entry.path().display()));
+        }
+    }
+}
 
 /// A mapped segment. Unmapped when dropped.
 pub struct Segment {
@@ -32,21 +62,25 @@ impl Memory for Segment {
 
 /// A segment's name in the file system; removed when dropped.
 #[derive(Debug)]
-pub struct Name(PathBuf);
+pub struct Name {
+    path: PathBuf,
+    /// For its lock.
+    _file: File,
+}
 
 impl Name {
     /// The path that the other processes open.
     pub fn path(&self) -> &Path {
-        &self.0
+        &self.path
     }
 }
 
 impl Drop for Name {
     fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_file(&self.0)
+        if let Err(error) = std::fs::remove_file(&self.path)
             && error.kind() != ErrorKind::NotFound
         {
-            say(&format!("{} stays behind: {error}", self.0.display()));
+            say(&format!("{} stays behind: {error}", self.path.display()));
         }
     }
 }
@@ -60,7 +94,8 @@ impl Segment {
         let mut key = [0u8; 16];
         rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| Error::system("drawing a random name", error))?;
-        let path = Path::new(folder).join(format!("dl_comm.{:032x}", u128::from_ne_bytes(key)));
+        reclaim(Path::new(folder));
+        let path = Path::new(folder).join(format!("{PREFIX}{:032x}", u128::from_ne_bytes(key)));
         let failed = |what: &str, error: std::io::Error| Error::system(format!("{what} {}", path.display()), error);
         let file = OpenOptions::new()
             .read(true)
@@ -69,8 +104,11 @@ impl Segment {
             .mode(0o600)
             .open(&path)
             .map_err(|error| failed("creating the shared memory", error))?;
-        let name = Name(path.clone());
-        retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
+        // A file system without locks keeps what a crash leaves.
+        let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        let name = Name { path: path.clone(), _file: file };
+        let file = &name._file;
+        retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
             Error::system(
                 format!(
                     "reserving {} KiB of shared memory in {folder} (make it larger, point DL_COMM_SHM_DIR elsewhere, or set \
@@ -80,7 +118,7 @@ impl Segment {
                 error,
             )
         })?;
-        Ok((Segment::map(&file).map_err(|error| failed("mapping", error))?, name))
+        Ok((Segment::map(file).map_err(|error| failed("mapping", error))?, name))
     }
 
     /// Maps the segment that another process created.
@@ -101,6 +139,8 @@ impl Segment {
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::CommandExt;
+    use std::process::Command;
 
     #[test]
     fn two_maps_are_one_memory_and_the_name_goes() {
@@ -115,6 +155,39 @@ mod tests {
             first.base().add(8191).write_volatile(7);
             assert_eq!(second.base().add(8191).read_volatile(), 7);
         }
+    }
+
+    #[test]
+    fn what_a_crash_left_goes_and_what_is_in_use_stays() {
+        let folder = std::env::temp_dir().join(format!("dl_comm_shm_{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let text = folder.to_str().unwrap();
+        let (_segment, in_use) = Segment::create(text, 4096).unwrap();
+        let left = folder.join(format!("dl_comm.{:032x}", 7));
+        let young = folder.join(format!("dl_comm.{:032x}", 8));
+        let other = folder.join("dl_comm.log");
+        let hour_ago = std::time::SystemTime::now() - Duration::from_secs(3600);
+        for path in [&left, &young, &other] {
+            File::create(path).unwrap();
+        }
+        for path in [&left, &other, in_use.path()] {
+            File::options().write(true).open(path).unwrap().set_modified(hour_ago).unwrap();
+        }
+        let (_second, second) = Segment::create(text, 4096).unwrap();
+        let there = [left.exists(), young.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
+        assert_eq!(there, [false, true, true, true, true]);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn another_user_cannot_open_it() {
+        if !rustix::process::geteuid().is_root() {
+            return; // nobody else can be asked
+        }
+        let (_segment, name) = Segment::create("/dev/shm", 4096).unwrap();
+        let mut cat = Command::new("cat");
+        let tried = cat.arg(name.path()).uid(65534).gid(65534).output().unwrap();
+        assert!(String::from_utf8_lossy(&tried.stderr).contains("Permission denied"), "{tried:?}");
     }
 
     #[test]

@@ -1,0 +1,200 @@
+"""What one rank does in a fault test: ``scenario.py FACE CASE FOLDER``. Writes what it saw to ``FOLDER/rankN.json``.
+
+The odd rank is the last one; it does what the case is called, the others find out. Nothing is asserted here but that
+values are right: the test compares what all ranks wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+    os.environ.setdefault(variable, "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np  # noqa: E402
+
+import dl_comm as mc  # noqa: E402
+
+PAUSE = 1.5
+
+
+class Face:
+    """Averages and broadcasts of NumPy arrays through the tensors of a framework."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._framework = None if name == "numpy" else importlib.import_module(name)
+
+    def tensor(self, array: np.ndarray) -> Any:
+        if self.name == "torch":
+            return self._framework.from_numpy(array)  # type: ignore[union-attr]
+        return array if self._framework is None else self._framework.constant(array)
+
+    def gradients(self, array: np.ndarray, name: str | None = None, timeout: float | None = None) -> np.ndarray:
+        return np.asarray(mc.gradients([self.tensor(array)], 0, name=name, timeout=timeout)[0])
+
+    def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        return np.asarray(mc.broadcast([self.tensor(array)], root)[0])
+
+
+class Rank:
+    """This rank, and what it has seen."""
+
+    def __init__(self, face: str, folder: Path) -> None:
+        self.face = Face(face)
+        mc.init(nthread_per_team=2, nteams=1)
+        self.rank, self.size = mc.get_rank(), mc.get_nranks()
+        self.odd = self.rank == self.size - 1
+        self._file = folder / f"rank{self.rank}.json"
+        self.seen: list[dict[str, Any]] = []
+
+    def see(self, case: str, call: Callable[[], Any]) -> None:
+        """Runs ``call`` and notes what came of it: an error, or that there was none."""
+        start = time.monotonic()
+        error = text = ""
+        try:
+            call()
+        except Exception as raised:  # noqa: BLE001 - to be told
+            error, text = type(raised).__name__, str(raised)
+        took = time.monotonic() - start
+        self.seen.append({"case": case, "error": error, "text": text, "seconds": took})
+        self._file.write_text(json.dumps(self.seen))
+
+    def mean(self, name: str | None = None) -> None:
+        """An average that must be right."""
+        (found,) = self.face.gradients(np.array([float(self.rank)], np.float32), name)
+        assert found == (self.size - 1) / 2, found
+
+
+def recoverable(rank: Rank) -> None:
+    """Ranks that differ: an error on every rank, and the next call works."""
+    face, odd = rank.face, rank.odd
+    rank.see("shape", lambda: face.gradients(np.ones(5 if odd else 4, np.float32), "shape"))
+    rank.see("dtype", lambda: face.gradients(np.ones(4, np.float64 if odd else np.float32), "dtype"))
+    rank.see("root", lambda: face.broadcast(np.ones(4, np.float32), 1 if odd else 0))
+    rank.see("after", rank.mean)
+
+    def thread(name: str, delay: float) -> None:
+        time.sleep(delay)
+        rank.see(f"order {name}", lambda: rank.mean(name))
+
+    delays = {"first": 0.2 if odd else 0.0, "other": 0.0 if odd else 0.2}
+    threads = [threading.Thread(target=thread, args=each) for each in delays.items()]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if not odd:
+        rank.see("missing", lambda: rank.mean("missing"))
+    else:
+        rank.see("early", lambda: rank.mean("next"))
+    rank.see("next", lambda: rank.mean("next"))
+    if odd:
+        rank.see("extra", lambda: rank.mean("extra"))
+    else:
+        rank.see("late", lambda: rank.mean("last"))
+    rank.see("last", lambda: rank.mean("last"))
+    rank.see("fork", forked)
+    rank.see("after", rank.mean)
+
+
+def forked() -> None:
+    """A forked child gets an error, at once."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            mc.gradients([np.ones(1)])
+        except mc.StateError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def stalls(rank: Rank) -> None:
+    """A rank that is late, for one reason or another: the others wait, say so, and go on."""
+    rank.see("before", rank.mean)
+    if rank.odd:
+        time.sleep(PAUSE)
+    rank.see("slow", lambda: rank.mean("slow"))
+    if rank.odd:
+        ctypes.PyDLL(None).usleep(int(PAUSE * 1e6))  # holds the GIL
+    rank.see("gil", lambda: rank.mean("gil"))
+    if rank.odd:
+        subprocess.Popen(["sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rank.see("stopped", lambda: rank.mean("stopped"))
+
+
+def lost(end: Callable[[], Any]) -> Callable[[Rank], None]:
+    def case(rank: Rank) -> None:
+        rank.see("before", rank.mean)
+        if rank.odd:
+            end()
+        rank.see("lost", lambda: rank.mean("needed"))
+        rank.see("again", lambda: rank.mean("again"))
+        rank.see("finalize", mc.finalize)
+        sys.exit(3)  # as after an error that nobody has caught
+
+    return case
+
+
+def raises() -> None:
+    raise RuntimeError("the odd rank fails")
+
+
+def late(rank: Rank) -> None:
+    """A rank that does not come before the deadline."""
+    rank.see("before", rank.mean)
+    if rank.odd:
+        time.sleep(4)
+    else:
+        rank.see("late", lambda: rank.face.gradients(np.ones(3, np.float32), "late", timeout=2))
+    rank.see("again", lambda: rank.mean("again"))
+    rank.see("finalize", mc.finalize)
+
+
+def work(rank: Rank) -> None:
+    """A job that goes well."""
+    for _ in range(20):
+        rank.mean()
+    rank.see("work", rank.mean)
+
+
+CASES: dict[str, Callable[[Rank], None]] = {
+    "recoverable": recoverable,
+    "stalls": stalls,
+    "sigkill": lost(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "sigsegv": lost(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+    "exit0": lost(lambda: os._exit(0)),
+    "exception": lost(raises),
+    "late": late,
+    "work": work,
+}
+
+
+def main() -> None:
+    """Runs one case on this rank."""
+    face, case, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    try:
+        rank = Rank(face, folder)
+    except mc.CommError as error:
+        (folder / f"start{os.getpid()}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+        raise
+    CASES[case](rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Everything that goes wrong, on every face, on one host and on two: the error, its words, its time, and nothing left.
+
+``DL_COMM_TEST_ROUNDS`` repeats every case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hosts
+from launch import QUIET, Finished, launch, mpiexec, run
+
+SCENARIO = Path(__file__).with_name("scenario.py")
+ROUNDS = int(os.environ.get("DL_COMM_TEST_ROUNDS", "1"))
+# Told of a failure within this many seconds of the call, far below the deadline; other work runs beside the tests.
+SOON = 10
+# Exceptions of TensorFlow's own in place of ours.
+TENSORFLOW = {
+    "MismatchError": "InvalidArgumentError",
+    "TimeoutError": "DeadlineExceededError",
+    "PeerLostError": "InternalError",
+}
+SETTINGS = {
+    "DL_COMM_TIMEOUT_S": "60",
+    "DL_COMM_STALL_WARN_S": "0.5",
+    "DL_COMM_MATCH_S": "6",
+    # As under srun: the launcher leaves the ranks to find out for themselves.
+    "MPIEXEC_ARGS": f"{os.environ.get('MPIEXEC_ARGS', '')} -disable-auto-cleanup",
+}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(params=["numpy", "torch", "tensorflow"])
+def face(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(request.param)
+    return str(request.param)
+
+
+class Job:
+    """Ranks of a scenario, on one host or on two."""
+
+    def __init__(self, face: str, there: hosts.Hosts | None, folder: Path) -> None:
+        self.face, self.there, self.folder = face, there, folder
+        self.size = 3 if there is None else 4
+        self.odd = self.size - 1
+        self.shm = folder / "shm"
+        self.shm.mkdir()
+
+    def run(self, case: str, **settings: str) -> Finished:
+        for file in self.folder.glob("*.json"):
+            file.unlink()
+        env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
+        command = [sys.executable, str(SCENARIO), self.face, case, str(self.folder)]
+        if self.there is None:
+            with arguments(env.pop("MPIEXEC_ARGS")):
+                finished = launch(self.size, command, 120, env)
+        else:
+            with arguments(env.pop("MPIEXEC_ARGS")):
+                finished = self.there.launch(2, command, 120, env)
+        assert not finished.timed_out, finished.output
+        assert not finished.left, finished.left
+        assert not list(self.shm.iterdir())
+        return finished
+
+    def seen(self, rank: int) -> dict[str, dict[str, Any]]:
+        return {each["case"]: each for each in json.loads((self.folder / f"rank{rank}.json").read_text())}
+
+    def others(self) -> Iterator[dict[str, dict[str, Any]]]:
+        yield from (self.seen(rank) for rank in range(self.size) if rank != self.odd)
+
+    def error(self, name: str) -> str:
+        return TENSORFLOW[name] if self.face == "tensorflow" else name
+
+
+class arguments:  # noqa: N801 - a context
+    """The launcher's options while the context lasts."""
+
+    def __init__(self, options: str) -> None:
+        self._options = options.strip()
+
+    def __enter__(self) -> None:
+        self._before = os.environ.get("MPIEXEC_ARGS")
+        os.environ["MPIEXEC_ARGS"] = self._options
+
+    def __exit__(self, *error: object) -> None:
+        del os.environ["MPIEXEC_ARGS"]
+        if self._before is not None:
+            os.environ["MPIEXEC_ARGS"] = self._before
+
+
+@pytest.fixture(scope="module", params=["one host", "two hosts"])
+def there(request: pytest.FixtureRequest) -> Iterator[hosts.Hosts | None]:
+    if request.param == "one host":
+        yield None
+    elif not hosts.possible():
+        pytest.skip("needs root, iproute2 and network namespaces")
+    else:
+        with hosts.Hosts(2) as made:
+            yield made
+
+
+@pytest.fixture
+def job(face: str, there: hosts.Hosts | None, tmp_path: Path) -> Job:
+    return Job(face, there, tmp_path)
+
+
+@pytest.fixture(params=range(ROUNDS), autouse=True)
+def _round(request: pytest.FixtureRequest) -> None:
+    """Repeats every test."""
+
+
+def test_ranks_that_differ(job: Job) -> None:
+    finished = job.run("recoverable")
+    assert finished.returncode == 0, finished.output
+    both = {
+        "shape": ("'shape'", "float32[5]", "float32[4]"),
+        "dtype": ("'dtype'", "float64[4]", "float32[4]"),
+        "root": ("from rank 0", "from rank 1"),
+    }
+    for rank in range(job.size):
+        seen = job.seen(rank)
+        for case, words in both.items():
+            assert seen[case]["error"] == job.error("MismatchError"), seen[case]
+            assert seen[case]["seconds"] < SOON, seen[case]
+            assert f"rank {job.odd}: " in seen[case]["text"], seen[case]
+            assert all(word in seen[case]["text"] for word in words), seen[case]
+        alone = ("early", "extra") if rank == job.odd else ("missing", "late")
+        for case in alone:
+            assert seen[case]["error"] == job.error("MismatchError"), seen[case]
+            pair = ("'missing'", "'next'") if case in ("early", "missing") else ("'extra'", "'last'")
+            assert all(word in seen[case]["text"] for word in pair), seen[case]
+        for case in ("after", "order first", "order other", "next", "last", "fork"):
+            assert not seen[case]["error"], seen[case]
+
+
+def test_ranks_that_are_late_for_a_while(job: Job) -> None:
+    finished = job.run("stalls")
+    assert finished.returncode == 0, finished.output
+    for rank in range(job.size):
+        assert not any(each["error"] for each in job.seen(rank).values()), job.seen(rank)
+    # Before the error that did not come, somebody said who was late and what it owed.
+    for case in ("slow", "gil", "stopped"):
+        words = rf"average '{case}' on team 0 \(tensor 0.*: float32\[1\]\) has waited \d s for .*rank {job.odd} on "
+        assert re.search(words, finished.output), (case, finished.output)
+    for rank in range(job.size - 1):
+        assert job.seen(rank)["slow"]["seconds"] > 1
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("sigkill", "killed by signal 9"),
+        ("sigsegv", "killed by signal 11"),
+        ("exit0", "exit status 0"),
+        ("exception", ""),
+    ],
+)
+def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
+    finished = job.run(case)
+    assert finished.returncode != 0, finished.output
+    for seen in job.others():
+        assert seen["lost"]["error"] == job.error("PeerLostError"), seen["lost"]
+        assert seen["lost"]["seconds"] < SOON, seen["lost"]
+        assert f"rank {job.odd} " in seen["lost"]["text"], seen["lost"]
+        assert "(pid " in seen["lost"]["text"], seen["lost"]
+        # The first error, whatever was seen of it since.
+        assert (seen["again"]["error"], seen["again"]["text"]) == (seen["lost"]["error"], seen["lost"]["text"])
+        assert seen["again"]["seconds"] < SOON
+        assert not seen["finalize"]["error"], seen["finalize"]
+    if how and job.there is None:
+        assert any(how in seen["lost"]["text"] for seen in job.others())
+
+
+def test_a_rank_that_misses_the_deadline(job: Job) -> None:
+    finished = job.run("late")
+    assert finished.returncode == 0, finished.output
+    for seen in job.others():
+        assert seen["late"]["error"] == job.error("TimeoutError"), seen["late"]
+        assert 2 <= seen["late"]["seconds"] < 2 + SOON, seen["late"]
+        assert f"rank {job.odd} on" in seen["late"]["text"] or f"{job.odd})" in seen["late"]["text"], seen["late"]
+        assert "'late'" in seen["late"]["text"], seen["late"]
+        assert seen["again"]["error"] == seen["late"]["error"], seen["again"]
+    assert all(not job.seen(rank)["finalize"]["error"] for rank in range(job.size))
+    # The rank that comes later hears why the team is no more.
+    assert job.seen(job.odd)["again"]["error"] == job.error("TimeoutError"), job.seen(job.odd)
+
+
+def test_a_launcher_that_cleans_up(face: str, tmp_path: Path) -> None:
+    for case in ("sigkill", "sigsegv", "exit0", "exception"):
+        command = [sys.executable, str(SCENARIO), face, case, str(tmp_path)]
+        if case == "exit0":
+            # MPICH's mpiexec kills the others then and calls it a success.
+            finished = run([sys.executable, "-m", "dl_comm.run", "-n", "2", *command], 60, QUIET)
+        else:
+            finished = launch(2, command, 60)
+        assert finished.returncode != 0, (case, finished.output)
+        assert not finished.left, case
+
+
+def test_a_killed_rank_leaves_nothing_of_mpi_behind(face: str, tmp_path: Path) -> None:
+    if not hosts.possible():
+        pytest.skip("needs root")
+    # A /dev/shm of its own, where nobody else leaves anything.
+    script = 'mount -t tmpfs tmpfs /dev/shm; "$@"; ls -A /dev/shm > "$LISTING"'
+    command = [sys.executable, str(SCENARIO), face, "sigkill", str(tmp_path)]
+    inside = ["unshare", "--mount", "bash", "-c", script, "inside", *mpiexec(), "-n", "3", *command]
+    finished = run(inside, 60, {**QUIET, "LISTING": str(tmp_path / "listing")})
+    assert not finished.timed_out, finished.output
+    assert (tmp_path / "listing").read_text() == "", finished.output
+
+
+def test_too_little_shared_memory(job: Job, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    tiny = tmp_path / "tiny"
+    tiny.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tiny)], check=True)
+    try:
+        finished = job.run("work", DL_COMM_SHM_DIR=str(tiny))
+        assert finished.returncode != 0
+        told = [json.loads(file.read_text()) for file in job.folder.glob("start*.json")]
+        assert len(told) == job.size, finished.output
+        assert {error for error, _ in told} == {"CommError"}, told
+        assert all(re.search(r"\d+ KiB.*DL_COMM_SHM_DIR", text) for _, text in told), told
+    finally:
+        subprocess.run(["umount", "-l", str(tiny)], check=True)
+
+
+def test_a_segment_that_a_crash_left(job: Job) -> None:
+    left = job.shm / f"dl_comm.{7:032x}"
+    left.write_bytes(b"left")
+    hour_ago = time.time() - 3600
+    os.utime(left, (hour_ago, hour_ago))
+    finished = job.run("work")  # which looks that nothing is there afterwards
+    assert finished.returncode == 0, finished.output
+
+
+def test_two_jobs_side_by_side(face: str, there: hosts.Hosts | None, tmp_path: Path) -> None:
+    jobs = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        jobs.append(Job(face, there, folder))
+        jobs[-1].shm = tmp_path / "shm"
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    done: list[Finished] = []
+
+    def start(job: Job) -> None:
+        env = {**SETTINGS, "DL_COMM_SHM_DIR": str(job.shm)}
+        env.pop("MPIEXEC_ARGS")
+        command = [sys.executable, str(SCENARIO), job.face, "work", str(job.folder)]
+        done.append(launch(job.size, command, 120, env) if there is None else there.launch(2, command, 120, env))
+
+    threads = [threading.Thread(target=start, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [finished.returncode for finished in done] == [0, 0], done
+    for job in jobs:
+        assert all(not job.seen(rank)["work"]["error"] for rank in range(job.size))
+    assert not list((tmp_path / "shm").iterdir())
