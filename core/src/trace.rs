@@ -76,6 +76,12 @@ impl Log {
         }
     }
 
+    /// Notes a wait for a rank of this host.
+    pub fn waited(&self, rank: usize, from: Instant, to: Instant) {
+        self.add(Activity::Wait, from, to);
+        self.waited_for(Late::Rank(rank), from, to);
+    }
+
     /// Notes a wait for `late`, which is part of a span of [`Activity::Wait`] or [`Activity::Network`].
     pub fn waited_for(&self, late: Late, from: Instant, to: Instant) {
         let mut waits = self.late.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,23 +147,36 @@ impl Log {
     }
 }
 
-/// A look at the clock, and what happens until the next.
+/// A look at the clock, and what happens until the next. Work on few bytes is not timed, unless a timeline is recorded:
+/// the clock would be a good part of it. Waits tell their own time ([`Log::waited`]).
 pub struct Lap<'a> {
     log: &'a Log,
-    since: Instant,
+    since: Option<Instant>,
 }
 
+/// Bytes below which work is not timed.
+const SMALL: usize = 16 << 10;
+
 impl Lap<'_> {
-    /// Starts now.
-    pub fn start(log: &Log) -> Lap<'_> {
-        Lap { log, since: Instant::now() }
+    /// Starts now, with work on `bytes`.
+    pub fn start(log: &Log, bytes: usize) -> Lap<'_> {
+        Lap { log, since: (bytes >= SMALL || timeline::is_on()).then(Instant::now) }
     }
 
     /// What was done since the last look was `activity`.
     pub fn end(&mut self, activity: Activity) {
-        let now = Instant::now();
-        self.log.add(activity, self.since, now);
-        self.since = now;
+        if let Some(since) = &mut self.since {
+            let now = Instant::now();
+            self.log.add(activity, *since, now);
+            *since = now;
+        }
+    }
+
+    /// Since the last look there was a wait, which tells its own time.
+    pub fn skip(&mut self) {
+        if let Some(since) = &mut self.since {
+            *since = Instant::now();
+        }
     }
 }
 
@@ -190,11 +209,15 @@ mod tests {
     fn laps_and_waits_add_up() {
         let log = Log::default();
         let start = Instant::now();
-        let mut lap = Lap::start(&log);
+        let mut lap = Lap::start(&log, SMALL);
         std::thread::sleep(Duration::from_millis(5));
         lap.end(Activity::Reduce);
         lap.end(Activity::Copy);
         let spent = start.elapsed().as_secs_f64();
+        let mut few = Lap::start(&log, SMALL - 1);
+        few.skip();
+        few.end(Activity::Network);
+        assert_eq!(log.seconds(Activity::Network), 0.0);
         assert!((0.005..=spent).contains(&log.seconds(Activity::Reduce)));
         assert!(log.seconds(Activity::Reduce) + log.seconds(Activity::Copy) <= spent);
         for _ in 0..2 {

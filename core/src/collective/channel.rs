@@ -109,9 +109,8 @@ impl Channel {
     }
 
     fn pack(&mut self, job: &Job, chunk: usize, patience: &Patience<'_>) -> Result<Step> {
-        let mut lap = Lap::start(patience.log());
         let number = self.begin(patience)?;
-        lap.end(Activity::Wait);
+        let mut lap = Lap::start(patience.log(), job.plan.chunk_len(chunk));
         let slot = self.node.slot(self.topology.local_rank(), number);
         // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
         unsafe { job.op.collective().pack(job, &self.topology, chunk, slot) };
@@ -126,9 +125,8 @@ impl Channel {
     /// Brings a packed step to its end; false, and nothing written, when the ranks' signatures differ.
     fn settle(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<bool> {
         let log = patience.log();
-        let mut lap = Lap::start(log);
         self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
-        lap.end(Activity::Wait);
+        let mut lap = Lap::start(log, job.plan.chunk_len(step.chunk));
         if let Some(lane) = self.topology.lane() {
             let agreed = self.carry(job, step, lane, patience)?;
             self.node.agree(step.number, agreed);
@@ -137,12 +135,10 @@ impl Channel {
             // Between hosts the lane itself has told its parts apart.
             if self.link.is_none() {
                 lap.end(Activity::Reduce);
-            } else {
-                lap = Lap::start(log);
             }
         }
         self.node.wait(Phase::Reduced, step.number, self.topology.lanes(), patience)?;
-        lap.end(Activity::Wait);
+        lap.skip();
         let agreed = self.node.all_agreed(step.number, self.topology.lanes());
         if agreed {
             self.unpack(job, step);
@@ -227,7 +223,8 @@ impl Cluster<'_> {
     /// Scatter, complete the own piece, gather. False, on every host, when one host's ranks or two hosts differ.
     fn carry(&self, link: &mut dyn Link, own_part: &mut [u8], patience: &Patience<'_>) -> Result<bool> {
         let me = self.lane.topology.host();
-        let mut lap = Lap::start(patience.log());
+        // Beside a message the clock is nothing.
+        let mut lap = Lap::start(patience.log(), usize::MAX);
         let mut lens = vec![HEADER; self.lane.topology.hosts()];
         for host in self.others() {
             let message = link.message_to(host);

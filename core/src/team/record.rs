@@ -4,6 +4,7 @@
 //! Thread rule: a [`Record`] is shared by the threads that carry out its call; the [`Recorder`] is behind a lock of its own.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -54,10 +55,10 @@ impl Record {
         u64::try_from(self.submitted.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
     }
 
-    /// A thread has taken the call up.
-    pub fn start(&self) {
+    /// A thread has taken the call up; `at_once` when it had nothing else to do, which saves a look at the clock.
+    pub fn start(&self, at_once: bool) {
         if self.started.load(Ordering::Relaxed) == 0 {
-            let now = self.now();
+            let now = if at_once && !timeline::is_on() { 1 } else { self.now() };
             self.started.store(now, Ordering::Relaxed);
             if timeline::is_on() {
                 let until = self.submitted + Duration::from_nanos(now);
@@ -93,7 +94,7 @@ impl Record {
 }
 
 fn at(nanos: &AtomicU64) -> Option<Duration> {
-    Some(nanos.load(Ordering::Relaxed)).filter(|&nanos| nanos > 0).map(Duration::from_nanos)
+    Some(nanos.load(Ordering::Acquire)).filter(|&nanos| nanos > 0).map(Duration::from_nanos)
 }
 
 /// Sums over the calls of a team that have ended, and their number.
@@ -115,13 +116,71 @@ pub struct Totals {
     pub counts: [u64; 4],
 }
 
+impl Totals {
+    fn add(&mut self, record: &Record) {
+        let Some(ended) = record.ended() else { return };
+        self.calls += 1;
+        self.failed += u64::from(record.error().is_some());
+        self.bytes += record.brief.bytes as u64;
+        let started = record.started().unwrap_or(ended);
+        self.queued += started.as_secs_f64();
+        self.busy += (ended - started).as_secs_f64();
+        for activity in [Activity::Copy, Activity::Wait, Activity::Reduce, Activity::Network] {
+            self.activities[activity as usize] += record.log.seconds(activity);
+        }
+        for (sum, count) in self.counts.iter_mut().zip(record.log.counts()) {
+            *sum += count;
+        }
+    }
+}
+
+/// A signature is a hash already.
+#[derive(Default)]
+struct Signature(u64);
+
+impl Hasher for Signature {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.0 = self.0.rotate_left(8) ^ u64::from(byte));
+    }
+    fn write_u64(&mut self, signature: u64) {
+        self.0 = signature;
+    }
+}
+
 /// What is remembered of a team's calls; see the module's text.
 #[derive(Default)]
 pub(super) struct Recorder {
     ring: VecDeque<Arc<Record>>,
-    kinds: HashMap<u64, Arc<Brief>>,
+    /// Calls that left the ring before they had ended.
+    strays: Vec<Arc<Record>>,
+    kinds: HashMap<u64, Arc<Brief>, BuildHasherDefault<Signature>>,
     next: u64,
+    /// The sums over calls that have left the ring.
     totals: Totals,
+}
+
+impl Recorder {
+    /// Makes room in the ring; a record that nobody looks at any more is given back.
+    fn evict(&mut self) -> Option<Arc<Record>> {
+        let Recorder { strays, totals, .. } = self;
+        strays.retain(|stray| {
+            totals.add(stray);
+            stray.ended().is_none()
+        });
+        if self.ring.len() < KEPT {
+            return None;
+        }
+        let oldest = self.ring.pop_front()?;
+        if oldest.ended().is_none() {
+            self.strays.push(oldest);
+            return None;
+        }
+        self.totals.add(&oldest);
+        Some(oldest)
+    }
 }
 
 /// A recorder behind its lock.
@@ -143,7 +202,7 @@ impl Shared {
         let brief = Arc::clone(brief);
         let number = recorder.next;
         recorder.next += 1;
-        let record = Arc::new(Record {
+        let fresh = Record {
             number,
             signature: job.signature,
             brief,
@@ -154,38 +213,29 @@ impl Shared {
             ended: AtomicU64::new(0),
             matched: AtomicU64::new(0),
             error: OnceLock::new(),
-        });
-        let oldest = if recorder.ring.len() == KEPT { recorder.ring.pop_front() } else { None };
+        };
+        // The memory of the oldest, where nobody has it any more.
+        let record = match recorder.evict() {
+            Some(mut oldest) => match Arc::get_mut(&mut oldest) {
+                Some(place) => {
+                    *place = fresh;
+                    oldest
+                }
+                None => Arc::new(fresh),
+            },
+            None => Arc::new(fresh),
+        };
         recorder.ring.push_back(Arc::clone(&record));
-        drop(recorder);
-        drop(oldest);
         record
     }
 
     /// Closes the record of a call that has ended.
     pub fn close(&self, record: &Record, result: &Result<()>) {
-        let now = record.now();
         if let Err(error) = result {
             let _first = record.error.set(error.clone());
         }
-        record.ended.store(now, Ordering::Relaxed);
-        let mut recorder = self.lock();
-        let totals = &mut recorder.totals;
-        totals.calls += 1;
-        totals.failed += u64::from(result.is_err());
-        totals.bytes += record.brief.bytes as u64;
-        let started = record.started().unwrap_or(Duration::from_nanos(now)).as_secs_f64();
-        totals.queued += started;
-        totals.busy += now as f64 * 1e-9 - started;
-        for (index, activity) in
-            [Activity::Copy, Activity::Wait, Activity::Reduce, Activity::Network].iter().enumerate()
-        {
-            totals.activities[index] += record.log.seconds(*activity);
-        }
-        for (sum, count) in totals.counts.iter_mut().zip(record.log.counts()) {
-            *sum += count;
-        }
-        drop(recorder);
+        let now = record.now();
+        record.ended.store(now, Ordering::Release);
         if timeline::is_on() {
             let [team, call] = record.place();
             let (matched, bytes) = (record.place_of_match(), record.brief.bytes);
@@ -200,16 +250,22 @@ impl Shared {
     pub fn overdue(&self) -> Option<Arc<Record>> {
         let waits = |record: &&Arc<Record>| record.started().is_none() && record.ended().is_none();
         let late = |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
-        self.lock().ring.iter().filter(waits).find(late).cloned()
+        let recorder = self.lock();
+        recorder.strays.iter().chain(&recorder.ring).filter(waits).find(late).cloned()
     }
 
+    /// The sums over all calls that have ended.
     pub fn totals(&self) -> Totals {
-        self.lock().totals.clone()
+        let recorder = self.lock();
+        let mut totals = recorder.totals.clone();
+        recorder.strays.iter().chain(&recorder.ring).for_each(|record| totals.add(record));
+        totals
     }
 
     /// The last calls, oldest first.
     pub fn last(&self) -> Vec<Arc<Record>> {
-        self.lock().ring.iter().cloned().collect()
+        let recorder = self.lock();
+        recorder.strays.iter().chain(&recorder.ring).cloned().collect()
     }
 }
 
@@ -217,5 +273,78 @@ impl Brief {
     fn new(job: &Job) -> Brief {
         let count = job.tensors(0).len();
         Brief { heading: job.heading(), tensors: job.lines(0..SHOWN).collect(), count, bytes: job.plan.total() }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::buffer::{Buffer, Tensor};
+    use crate::collective::{Carrier, Op};
+    use crate::dtype::DType;
+    use crate::trace::Lap;
+
+    fn job(data: &mut [f32], name: &str) -> Job {
+        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, precise: false };
+        let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
+        Job::new(Op::Average, vec![vec![tensor]], name, "", "weight".into(), carrier).unwrap()
+    }
+
+    #[test]
+    fn the_last_calls_are_kept_and_all_are_counted() {
+        let recorder = Shared::default();
+        let mut data = [0f32; 16];
+        for number in 0..KEPT as u64 + 10 {
+            let record = recorder.open(0, &job(&mut data, "a"), Some(Duration::ZERO));
+            assert_eq!(record.number, number);
+            assert!(recorder.overdue().is_some_and(|late| Arc::ptr_eq(&late, &record)));
+            record.start(number % 2 == 0);
+            assert!(recorder.overdue().is_none());
+            record.matched(number + 1);
+            let result = if number == 3 { Err(Error::Timeout("late".into())) } else { Ok(()) };
+            recorder.close(&record, &result);
+        }
+        let last = recorder.last();
+        assert_eq!((last.len(), last[0].number), (KEPT, 10));
+        assert_eq!(last[0].brief.tensors, ["tensor 0 'weight': float32[16]"]);
+        assert!(last.windows(2).all(|pair| Arc::ptr_eq(&pair[0].brief, &pair[1].brief)), "words are made once");
+        let totals = recorder.totals();
+        assert_eq!((totals.calls, totals.failed, totals.bytes), (266, 1, 266 * 64));
+    }
+
+    #[test]
+    fn many_kinds_of_calls_do_not_fill_the_memory() {
+        let recorder = Shared::default();
+        for kind in 0..3 * KINDS {
+            recorder.open(0, &job(&mut [0.0], &kind.to_string()), None);
+            assert!(recorder.lock().kinds.len() <= KINDS + 1);
+        }
+    }
+
+    /// Prints what the recorder and the log cost a call of one chunk; `docs/diagnosis.md` has the figures.
+    #[test]
+    #[ignore = "a measurement: cargo test --release -p dl_comm_core --lib -- --ignored --nocapture costs"]
+    fn what_a_record_costs() {
+        let recorder = Shared::default();
+        let mut data = [0f32; 16];
+        let job = job(&mut data, "a");
+        let rounds = 200_000;
+        // Of this thread, whatever else the machine does.
+        let clock = || rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let start = clock();
+        for _ in 0..rounds {
+            let record = recorder.open(0, &job, None);
+            record.start(true);
+            let mut lap = Lap::start(&record.log, 64);
+            for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {
+                lap.end(activity);
+            }
+            record.matched(1);
+            recorder.close(&record, &Ok(()));
+        }
+        let spent = clock() - start;
+        let spent = spent.tv_sec as f64 * 1e9 + spent.tv_nsec as f64;
+        println!("{:.0} ns a call", spent / f64::from(rounds));
     }
 }

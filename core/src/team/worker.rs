@@ -37,14 +37,21 @@ struct Queue<'a> {
     calls: VecDeque<Arc<Call>>,
     /// When the last one came.
     arrived: Instant,
+    /// Whether the lead had nothing to do when the first came.
+    idle: bool,
     closed: bool,
 }
 
 impl Queue<'_> {
     /// Waits for a call when there is none; false when there is none and none can come.
     fn wait(&mut self) -> bool {
+        self.idle = false;
         if self.calls.is_empty() {
-            match self.receiver.recv() {
+            let call = self.receiver.try_recv().or_else(|_| {
+                self.idle = true;
+                self.receiver.recv()
+            });
+            match call {
                 Ok(call) => self.calls.push_back(call),
                 Err(_) => return false,
             }
@@ -100,10 +107,10 @@ impl Queue<'_> {
 impl Worker {
     /// Carries out the calls that `receiver` gets until it closes.
     pub fn lead(mut self, receiver: &Receiver<Arc<Call>>, helpers: &[Sender<Arc<Call>>]) {
-        let mut queue = Queue { receiver, calls: VecDeque::new(), arrived: Instant::now(), closed: false };
+        let mut queue = Queue { receiver, calls: VecDeque::new(), arrived: Instant::now(), idle: true, closed: false };
         while queue.wait() {
             let call = Arc::clone(&queue.calls[0]);
-            call.record.start();
+            call.record.start(queue.idle);
             match self.attempt(&call, |channel, call, patience| channel.first(&call.job, patience)) {
                 Ok(true) => {
                     queue.calls.pop_front();

@@ -273,7 +273,7 @@ impl NodeChannel {
             }
             let from = Instant::now();
             let result = flag.wait(step, self.node.spins, &mut || self.go_on(phase, step, ranks, patience));
-            patience.log().waited_for(Late::Rank(self.node.peers[rank].rank), from, Instant::now());
+            patience.log().waited(self.node.peers[rank].rank, from, Instant::now());
             result?;
         }
         Ok(())
