@@ -31,7 +31,7 @@ impl Team {
     pub fn dump(&self) -> Value {
         let records = self.shared.recorder.last();
         let calls: Vec<Value> = records.iter().map(|record| call(record, &self.topology)).collect();
-        let failure = self.failure().map(|error| error.to_string());
+        let failure = self.shared.known_failure().map(|error| error.to_string());
         json!({
             "team": self.carrier.team, "threads": self.carrier.channels,
             "matched": self.shared.matched(), "failure": failure, "calls": calls,

@@ -104,6 +104,12 @@ impl Shared {
         Some(error)
     }
 
+    /// The failure that ended the team, here or on another rank of the host, without the alarm that [`Shared::failure`]
+    /// raises for one of which this rank had not heard: a dump, which an alarm writes, asks for it.
+    fn known_failure(&self) -> Option<Error> {
+        self.failure.get().cloned().or_else(|| self.node.failure())
+    }
+
     /// Ends the team for `error`, on this rank and the others of the host.
     fn fail(&self, error: &Error) {
         if self.failure.set(error.clone()).is_ok() {
