@@ -1,0 +1,204 @@
+"""The dumps of a job, ``rankN.json``, read and checked.
+
+A folder may hold those of several jobs, and those of one job in sub-folders, one for each host that they were copied
+from: the newest job counts, and of each rank the newest dump. The format is that of ``docs/diagnosis.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = "dl_comm dump 1"
+MISMATCH = "the ranks called different things"
+_OPEN = ("queued", "meeting", "running")
+# Errors after which the ranks are in step, as if the call had not been made.
+_HARMLESS = (MISMATCH, "the team has ended")
+
+
+class BadInput(Exception):
+    """The folder has nothing that can be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a rank; times in seconds since 1970, by the clock of its host."""
+
+    team: int
+    number: int
+    matched: int | None
+    title: str
+    signature: str
+    state: str
+    error: str | None
+    tensors: tuple[str, ...]
+    count: int
+    submitted: float
+    ended: float | None
+    waits: tuple[tuple[tuple[int, ...], float], ...]
+    waiting_for: tuple[int, ...]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it waits, or did until its team failed: it has not got what it was for."""
+        return self.state in _OPEN or (self.state == "failed" and not (self.error or "").startswith(_HARMLESS))
+
+    def seconds(self, now: float) -> float:
+        """How long it has taken until it ended, or ``now``."""
+        return (now if self.ended is None else self.ended) - self.submitted
+
+    @property
+    def words(self) -> str:
+        """The call with its tensors, as far as the dump has them."""
+        if not self.tensors:
+            return self.title
+        first = self.tensors[0]
+        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        return f"{self.title} ({first}{more})"
+
+
+@dataclass(frozen=True)
+class Team:
+    """A team as one rank saw it; ``calls`` oldest first."""
+
+    number: int
+    matched: int
+    failure: str | None
+    calls: tuple[Call, ...]
+
+    @property
+    def head(self) -> Call | None:
+        """The oldest call that has not ended, one under way before one in the queue."""
+        still = [call for call in self.calls if call.is_open]
+        return next((call for call in still if call.state != "queued"), still[0] if still else None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one rank wrote."""
+
+    path: Path
+    job: str
+    reason: str
+    time: float
+    rank: int
+    places: tuple[Place, ...]
+    teams: dict[int, Team]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of all teams."""
+        return [call for team in self.teams.values() for call in team.calls]
+
+
+@dataclass(frozen=True)
+class Job:
+    """All dumps of a job, by rank. ``notes`` says what was passed over while reading."""
+
+    name: str
+    places: tuple[Place, ...]
+    dumps: dict[int, Dump]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks without a dump."""
+        return [place.rank for place in self.places if place.rank not in self.dumps]
+
+    @property
+    def newest(self) -> float:
+        """When the last dump was written."""
+        return max(dump.time for dump in self.dumps.values())
+
+
+def read(folder: Path) -> Job:
+    """Reads the dumps in ``folder`` and the folders in it.
+
+    Raises:
+        BadInput: There is no folder, or no dump in it.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder")
+    found: list[Dump] = []
+    notes: list[str] = []
+    for path in sorted(folder.rglob("rank*.json")):
+        if path.name.endswith(".trace.json"):
+            continue
+        try:
+            found.append(_dump(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            notes.append(f"{path} is no dump of dl_comm and was passed over: {_why(error)}")
+    if not found:
+        raise BadInput("; ".join([f"{folder} has no dump (rank*.json) of dl_comm", *notes]))
+    return _newest_job(found, notes)
+
+
+def _newest_job(found: Iterable[Dump], notes: list[str]) -> Job:
+    jobs: dict[str, list[Dump]] = {}
+    for dump in sorted(found, key=lambda dump: dump.time):
+        jobs.setdefault(dump.job, []).append(dump)
+    name = max(jobs, key=lambda job: jobs[job][-1].time)
+    others = len(jobs) - 1
+    if others:
+        notes.append(f"dumps of {others} other job{'s' * (others > 1)} are there too; job {name} is the newest")
+    dumps = {dump.rank: dump for dump in jobs[name]}  # a later one takes the place of an earlier one
+    return Job(name, jobs[name][-1].places, dict(sorted(dumps.items())), tuple(notes))
+
+
+def _why(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _dump(path: Path) -> Dump:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not '{FORMAT}'")
+    places = tuple(Place(int(place["rank"]), str(place["host"]), int(place["pid"])) for place in content["ranks"])
+    rank = int(content["rank"])
+    if [place.rank for place in places] != list(range(int(content["size"]))) or not 0 <= rank < len(places):
+        raise ValueError("its ranks do not add up")
+    teams = {int(team["team"]): _team(team) for team in content["teams"]}
+    time, reason = float(content["time"]), str(content["reason"])
+    return Dump(path, str(content["job"]), reason, time, rank, places, teams)
+
+
+def _team(team: dict[str, Any]) -> Team:
+    number = int(team["team"])
+    calls = tuple(_call(number, call) for call in team["calls"])
+    return Team(number, int(team["matched"]), team["failure"], calls)
+
+
+def _call(team: int, call: dict[str, Any]) -> Call:
+    submitted, ended = float(call["submitted"]), call["ended_s"]
+    if call["state"] not in (*_OPEN, "done", "failed"):
+        raise ValueError(f"a call is in state {call['state']!r}")
+    return Call(
+        team=team,
+        number=int(call["number"]),
+        matched=call["matched"],
+        title=str(call["call"]),
+        signature=str(call["signature"]),
+        state=str(call["state"]),
+        error=call["error"],
+        tensors=tuple(map(str, call["tensors"])),
+        count=int(call["count"]),
+        submitted=submitted,
+        ended=None if ended is None else submitted + float(ended),
+        waits=tuple((tuple(map(int, wait["ranks"])), float(wait["seconds"])) for wait in call["waits"]),
+        waiting_for=tuple(map(int, call["waiting_for"])),
+    )

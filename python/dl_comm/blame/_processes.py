@@ -1,0 +1,38 @@
+"""Whether the processes of a job's ranks on this host still run: what Linux says in ``/proc``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from dl_comm.blame._dumps import Job, Place
+
+
+def states(job: Job) -> dict[int, str]:
+    """``has ended`` or ``is stopped`` by rank, of those on this host; one that runs is not in it.
+
+    Nothing is said where the dumps may come from another host, or container, of this one's name: when none of the
+    processes is there. A process that began after its rank's job wrote dumps is another one of the same number.
+    """
+    here = [place for place in job.places if place.host in (socket.gethostname(), os.uname().nodename)]
+    found = {place.rank: _state(place, job.newest) for place in here}
+    if all(state == "has ended" for state in found.values()):
+        return {}
+    return {rank: state for rank, state in found.items() if state}
+
+
+def _state(place: Place, newest: float) -> str:
+    try:
+        fields = Path(f"/proc/{place.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "has ended"
+    state, start = fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    if _booted(Path("/proc/stat").read_text().splitlines()) + start > newest + 1:
+        return "has ended"
+    return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped by a debugger"}.get(state, "")
+
+
+def _booted(lines: Iterable[str]) -> float:
+    return next(float(line.split()[1]) for line in lines if line.startswith("btime "))

@@ -1,0 +1,263 @@
+"""``python -m dl_comm.blame``: what it says of made-up dumps, and of real jobs that hang, die and disagree."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dl_comm.blame._dumps import BadInput, read
+from dl_comm.blame._findings import Finding
+from dl_comm.blame._lateness import late_ranks
+from dl_comm.blame._verdict import judge
+from launch import Finished, launch, run
+
+Script = Callable[..., Finished]
+NOW = 1_800_000_000.0
+GRADIENTS = "average 'gradients' on team 0"
+MISMATCH = "the ranks called different things, nothing was written:\n  rank 0: a\n  rank 1: b"
+
+
+def call(state: str, ago: float, matched: int | None = None, title: str = GRADIENTS, **more: Any) -> dict[str, Any]:
+    """A call that was submitted ``ago`` seconds before now; one that is done took half a second."""
+    ended = 0.5 if state in ("done", "failed") else None
+    return {
+        "number": (matched or 9) - 1, "matched": matched, "call": title, "signature": f"{abs(hash(title)):016x}",
+        "state": state, "error": None, "tensors": ["tensor 0 'w': float32[64,3]"], "count": 161, "submitted": NOW - ago,
+        "ended_s": ended, "waits": [], "waiting_for": [], **more,
+    }  # fmt: skip
+
+
+def dump(folder: Path, rank: int, calls: dict[int, list[dict[str, Any]]], size: int = 3, **more: Any) -> None:
+    teams = [
+        {
+            "team": team,
+            "matched": sum(one["state"] == "done" for one in own),
+            "failure": more.get("failure") if team == 0 else None,
+            "calls": own,
+        }
+        for team, own in calls.items()
+    ]
+    ranks = [{"rank": other, "host": f"node{other}", "pid": 100 + other} for other in range(size)]
+    content = {"format": "dl_comm dump 1", "job": "abc", "reason": "SIGUSR1", "time": NOW, "rank": rank, "size": size}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{rank}.json").write_text(json.dumps({**content, "ranks": ranks, "teams": teams, **more}))
+
+
+def verdict(folder: Path) -> list[Finding]:
+    return judge(read(folder), {})
+
+
+def waiting(for_ranks: list[int], ago: float = 62.0, **more: Any) -> list[dict[str, Any]]:
+    return [call("done", 70, 1), call("meeting", ago, waiting_for=for_ranks, **more)]
+
+
+def test_a_rank_in_its_own_code(tmp_path: Path) -> None:
+    dump(tmp_path, 0, {0: waiting([2])})
+    dump(tmp_path / "node1", 1, {0: waiting([2])})
+    dump(tmp_path / "node2", 2, {0: [call("done", 70, 1)], -1: []})
+    first, *others = verdict(tmp_path)
+    assert (first.kind, first.ranks, first.waiting, first.seconds, others) == ("not called", (2,), (0, 1), 62.0, [])
+    assert first.text.startswith(
+        f"rank 2 on node2 (pid 102) has not called {GRADIENTS} (tensor 0 'w': float32[64,3] and 160 more), "
+        f"in which ranks 0, 1 have waited 62 s for it; its last call was {GRADIENTS}, number 0, which ended 70 s "
+    )
+
+
+def test_a_rank_in_another_call_and_the_root_of_a_chain(tmp_path: Path) -> None:
+    dump(tmp_path, 0, {0: waiting([1, 2])})
+    dump(tmp_path, 1, {0: [call("done", 70, 1)], -1: [call("meeting", 50, title="barrier", waiting_for=[2])]})
+    dump(tmp_path, 2, {0: [call("done", 70, 1)], -1: []})
+    found = verdict(tmp_path)
+    assert [(one.kind, one.ranks) for one in found[:2]] == [("not called", (2,))] * 2
+    (other,) = (one for one in found if one.kind == "other call" and one.call == GRADIENTS)
+    assert other.ranks == (1,)
+    assert "it waits in barrier (tensor 0 'w': float32[64,3] and 160 more) for rank 2" in other.text
+
+
+def test_what_the_other_rank_called_instead_and_what_is_behind(tmp_path: Path) -> None:
+    other = "average 'loss' on team 0"
+    dump(tmp_path, 0, {0: waiting([1])}, size=2)
+    dump(tmp_path, 1, {0: waiting([0], title=other)}, size=2)
+    found = verdict(tmp_path)
+    assert [one.kind for one in found] == ["other call"] * 2
+    assert f"it called {other} (tensor 0" in next(one for one in found if one.ranks == (1,)).text
+    dump(tmp_path, 1, {0: [*waiting([0], title=other), call("queued", 61)]}, size=2)
+    (behind,) = (one for one in verdict(tmp_path) if one.ranks == (1,))
+    assert f"has called {GRADIENTS}, but it is behind {other}" in behind.text
+
+
+def test_ranks_without_a_dump(tmp_path: Path) -> None:
+    dump(tmp_path, 0, {0: waiting([2])})
+    dump(tmp_path, 1, {0: waiting([2])})
+    (silent,) = verdict(tmp_path)
+    assert (silent.kind, silent.ranks) == ("silent", (2,))
+    assert "has written no dump: it has ended, is stopped, or was not sent the signal" in silent.text
+    (stopped,) = judge(read(tmp_path), {2: "is stopped"})
+    assert stopped.text.startswith("rank 2 on node2 (pid 102) is stopped; ranks 0, 1 have waited 62 s for it in")
+    # One from before the wait tells nothing of it.
+    dump(tmp_path, 2, {0: [call("done", 70, 1)]}, time=NOW - 65)
+    (old,) = verdict(tmp_path)
+    assert (old.kind, old.ranks) == ("silent", (2,))
+    assert "no dump since 65 s before the newest" in old.text
+
+
+def test_a_rank_that_ended(tmp_path: Path) -> None:
+    failure = "rank 1 on node1 (pid 101) has ended: killed by signal 9"
+    for rank in (0, 2):
+        dump(tmp_path, rank, {0: [call("done", 70, 1), call("failed", 62, error=failure)]}, failure=failure)
+    (ended,) = verdict(tmp_path)
+    assert (ended.kind, ended.ranks, ended.waiting) == ("ended", (1,), (0, 2))
+    assert ended.text.startswith(failure)
+
+
+def test_a_deadline_that_passed_is_as_good_as_a_wait(tmp_path: Path) -> None:
+    failure = "not complete after 300.0 s"
+    late = call("failed", 302, error=failure, ended_s=300.0)
+    for rank in (0, 1):
+        dump(tmp_path, rank, {0: [call("done", 400, 1), late]}, failure=failure)
+    dump(tmp_path, 2, {0: [call("done", 400, 1)]}, failure=failure)
+    first, second = verdict(tmp_path)
+    assert (first.kind, first.ranks, first.seconds) == ("not called", (2,), 302.0)
+    assert (second.kind, second.waiting) == ("failed", (0, 1, 2))
+
+
+def test_a_mismatch_is_shown_and_is_not_a_wait(tmp_path: Path) -> None:
+    for rank in range(2):
+        dump(tmp_path, rank, {0: [call("failed", 5, error=MISMATCH), call("done", 4, 1)]}, size=2)
+    (only,) = verdict(tmp_path)
+    assert (only.kind, only.text, only.waiting, only.blames) == ("mismatch", MISMATCH, (0, 1), True)
+
+
+def test_slow_within_a_call_that_all_have(tmp_path: Path) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, {0: [call("running", 20, 1, waiting_for=[] if rank == 1 else [1])]})
+    (slow,) = verdict(tmp_path)
+    assert (slow.kind, slow.ranks, slow.waiting) == ("running", (1,), (0, 2))
+
+
+def test_a_healthy_job_and_who_is_slow_in_it(tmp_path: Path) -> None:
+    waits = [{"ranks": [2], "seconds": 2.5}, {"ranks": [1], "seconds": 0.5}]
+    for rank in range(3):
+        own = waits if rank == 0 else []
+        dump(tmp_path, rank, {0: [call("done", 10, 1, waits=own), call("meeting", 0.01)] if rank else [
+            call("done", 10, 1, waits=own), call("done", 5, 2, waits=own)]})  # fmt: skip
+    late, well = verdict(tmp_path)
+    assert (late.kind, late.ranks, late.seconds, late.blames, well.kind) == ("late", (2,), 5.0, False, "well")
+    assert [(row.ranks, row.seconds, row.calls) for row in late_ranks(read(tmp_path))] == [
+        ((2,), 5.0, 2),
+        ((1,), 1.0, 2),
+    ]
+
+
+def test_the_newest_job_and_the_newest_dump_count(tmp_path: Path) -> None:
+    dump(tmp_path / "old", 0, {0: waiting([1])}, size=2, job="old", time=NOW - 1000)
+    dump(tmp_path / "a", 0, {0: waiting([1])}, size=1, time=NOW - 100)
+    dump(tmp_path / "b", 0, {0: [call("done", 4, 1)]}, size=1)
+    (tmp_path / "rank7.json").write_text('{"format":')
+    (tmp_path / "rank0.trace.json").write_text("[")
+    job = read(tmp_path)
+    assert (job.name, job.dumps[0].path.parent.name) == ("abc", "b")
+    assert [("rank7.json is no dump" in note, "job abc is the newest" in note) for note in job.notes] == [
+        (True, False),
+        (False, True),
+    ]
+    assert [one.kind for one in judge(job, {})] == ["idle"]
+
+
+def test_many_ranks_stay_readable(tmp_path: Path) -> None:
+    for rank in range(64):
+        dump(tmp_path, rank, {0: waiting(list(range(1, 64))) if rank == 0 else [call("done", 70, 1)]}, size=64)
+    (one,) = verdict(tmp_path)
+    assert one.ranks == tuple(range(1, 64))
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, ... 63 (63 ranks): not called. Of these, rank 1" in one.text
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "dl_comm dump 2"}', "no json"])
+def test_bad_input(tmp_path: Path, content: str) -> None:
+    with pytest.raises(BadInput, match="not a folder"):
+        read(tmp_path / "none")
+    with pytest.raises(BadInput, match=r"no dump \(rank"):
+        read(tmp_path)
+    (tmp_path / "rank0.json").write_text(content)
+    finished = blame(tmp_path)
+    assert (finished.returncode, "rank0.json is no dump" in finished.output) == (2, True), finished.output
+
+
+def blame(folder: Path, *options: str) -> Finished:
+    return run([sys.executable, "-m", "dl_comm.blame", str(folder), *options], 60)
+
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import dl_comm as mc
+mc.init()
+rank = mc.get_rank()
+folder = os.environ["DL_COMM_DUMP_DIR"]
+gradients = [np.ones(shape, np.float32) for shape in ((5, 2), 7, 9)]
+def written(rank):
+    while not os.path.exists(f"{folder}/rank{rank}.json"): time.sleep(0.05)
+for _ in range(3): mc.gradients(gradients)
+"""
+
+
+def job(script: Script, folder: Path, text: str, timeout: str = "300") -> Finished:
+    env = {"DL_COMM_DUMP_DIR": str(folder), "DL_COMM_STALL_WARN_S": "1", "DL_COMM_TIMEOUT_S": timeout}
+    return script(3, HEAD + text, 100, env)
+
+
+def test_a_real_rank_that_sleeps(script: Script, tmp_path: Path) -> None:
+    text = "if rank == 2: written(0), written(1), os.kill(os.getpid(), signal.SIGUSR1), written(2)\n"
+    finished = job(script, tmp_path / "dumps", text + "mc.gradients(gradients)\nprint('fine', flush=True)\n")
+    assert finished.output.count("fine") == 3, finished.output
+    told = blame(tmp_path / "dumps")
+    assert "rank 2 on " in told.output.split("\n")[2], told.output
+    assert "has not called average on team 0 (tensor 0: float32[5, 2] and 2 more), in which ranks 0, 1" in told.output
+    assert "its last call was average on team 0, number 2" in told.output
+    assert told.returncode == 1
+    as_json = json.loads(blame(tmp_path / "dumps", "--json").output)
+    (finding,) = (one for one in as_json["findings"] if one["blames"])
+    assert (finding["kind"], finding["ranks"], finding["waiting"]) == ("not called", [2], [0, 1])
+
+
+def test_a_real_rank_that_dies(tmp_path: Path) -> None:
+    program, dumps = tmp_path / "script.py", tmp_path / "dumps"
+    program.write_text(
+        HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try: mc.gradients(gradients)\nexcept mc.PeerLostError: written(2 - rank)\n"
+    )
+    # The shell outlives the rank for a while, so that mpiexec does not kill the survivors before they have written.
+    command = ["sh", "-c", f"{shlex.join([sys.executable, str(program)])}; sleep 4"]
+    launch(3, command, 60, {"DL_COMM_DUMP_DIR": str(dumps)})
+    told = blame(dumps)
+    assert told.returncode == 1, told.output
+    first = told.output.split("\n")[2]
+    assert first.startswith("rank 1 on "), told.output
+    assert "has ended: killed by signal 9" in first or "has ended; ranks" in first, told.output
+
+
+def test_real_ranks_that_disagree(script: Script, tmp_path: Path) -> None:
+    text = (
+        "try: mc.gradients(gradients if rank else gradients[:2])\nexcept mc.MismatchError: mc.dump(folder)\n"
+        "mc.barrier()\n"
+    )
+    finished = job(script, tmp_path / "dumps", text)
+    assert finished.returncode == 0, finished.output
+    told = blame(tmp_path / "dumps")
+    assert told.returncode == 1
+    assert "ranks 1, 2: average on team 0 of 3 tensors\n    tensor 2: float32[9]" in told.output, told.output
+
+
+def test_real_ranks_in_different_calls(script: Script, tmp_path: Path) -> None:
+    text = "try: mc.gradients(gradients) if rank else mc.barrier()\nexcept mc.CommError: mc.dump(folder)\n"
+    job(script, tmp_path / "dumps", text, timeout="4")
+    told = blame(tmp_path / "dumps")
+    assert told.returncode == 1
+    assert "has not called average on team 0 (tensor 0: float32[5, 2] and 2 more)" in told.output, told.output
+    assert "it waits in barrier" in told.output, told.output
