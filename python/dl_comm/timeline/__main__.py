@@ -1,0 +1,114 @@
+"""The command line of ``python -m dl_comm.timeline``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dl_comm.timeline._figures import Figures
+from dl_comm.timeline._files import BadInput, events, find
+from dl_comm.timeline._merge import merge
+from dl_comm.timeline._page import page
+from dl_comm.timeline._recent import Recent
+from dl_comm.timeline._report import report
+from dl_comm.timeline._words import time_text
+
+
+def main() -> int:
+    """Merges the files, makes the page, says what is in them; returns the exit status: 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dl_comm.timeline",
+        description="Reads the timelines that the ranks of a job wrote (DL_COMM_TIMELINE, dl_comm.timeline.start).",
+    )
+    parser.add_argument("folder", type=Path, help="where the files are (rank*.trace.json), also in sub-folders")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write one trace of all ranks, for Perfetto")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page about steps, late ranks and bandwidth")
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument("--limit", type=float, metavar="GB/S", help="what the machine allows a rank, for the page")
+    limits.add_argument(
+        "--doctor", type=Path, metavar="FILE", help="take that from the output of dl_comm.doctor --json"
+    )
+    options = parser.parse_args()
+    notes: list[str] = []
+    try:
+        limit = _limit(options.limit, options.doctor)
+        found = find(options.folder)
+        figures, recent = Figures(), Recent()
+        for path in found.values():
+            for event in events(path, notes.append):
+                figures.add(event)
+                recent.add(event)
+        if not figures.ranges:
+            raise BadInput(f"the files in {options.folder} have no spans")
+        notes += _apart(figures)
+        content = report(figures, limit)
+        if options.output:
+            with options.output.open("w", encoding="utf-8") as out:
+                merge(found, figures.first, out, lambda _: None)
+        if options.html:
+            drawn = recent.rows(figures, content["stepping"])
+            options.html.write_text(page(content, drawn, notes), encoding="utf-8")
+    except (BadInput, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(_summary(content, notes)))
+    return 0
+
+
+def _limit(given: float | None, doctor: Path | None) -> tuple[float, str] | None:
+    """The limit in bytes a second, and its source."""
+    if given is not None:
+        if not given > 0:
+            raise BadInput(f"--limit is {given}; it is a number of GB/s above 0")
+        return given * 1e9, "what --limit said"
+    if doctor is None:
+        return None
+    try:
+        measured = _search(json.loads(doctor.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise BadInput(f"{doctor} is not JSON: {error}") from None
+    if measured is None:
+        raise BadInput(f"{doctor} has no limit_gb_per_s: run dl_comm.doctor --json on several ranks, without --quick")
+    return measured * 1e9, "the memory's limit, as dl_comm.doctor measured it"
+
+
+def _search(content: Any) -> float | None:
+    """The limit, wherever the doctor's report has it."""
+    if isinstance(content, dict) and isinstance(content.get("limit_gb_per_s"), (int, float)):
+        return float(content["limit_gb_per_s"])
+    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return next((found for part in inner if (found := _search(part)) is not None), None)
+
+
+def _apart(figures: Figures) -> list[str]:
+    """Ranks that were recorded at another time than the first: an older run's files in the same folder."""
+    first = next(iter(figures.ranges))
+    low, high = figures.ranges[first]
+    apart = [rank for rank, (begin, end) in figures.ranges.items() if begin > high or end < low]
+    words = (
+        f"the times of ranks {', '.join(map(str, apart))} lie apart from those of rank {first}: are they of one run?"
+    )
+    return [words] if apart else []
+
+
+def _summary(content: dict[str, Any], notes: list[str]) -> list[str]:
+    view, steps = content["all"], content["all"]["steps"]
+    lines = [
+        *(f"note: {note}" for note in notes),
+        f"{len(content['ranks'])} ranks, {time_text(content['seconds'])}, {view['calls']} calls"
+        + (f", {view['failed']} of them failed" if view["failed"] else ""),
+        f"steps: {steps['count']}, median {time_text(steps['median_s'])}, 95 % below {time_text(steps['p95_s'])}",
+        f"exposed communication a step: {time_text(steps['exposed_median_s'])}; overlap {view['overlap']:.0%}",
+    ]
+    for row in view["last"][:3]:
+        lines.append(
+            f"rank {row['rank']} came last {row['times']} times, {time_text(row['seconds'])} after the one before"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

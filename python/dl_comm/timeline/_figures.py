@@ -1,0 +1,158 @@
+"""The numbers of a timeline: steps, exposed communication, who waited for whom, sizes and bandwidth.
+
+Files go through it event by event; what it keeps grows with the calls and steps of the job, not with the spans of its
+threads. Times are seconds but where a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from dl_comm.timeline._files import Event
+
+OTHERS = -1  # the team of broadcasts, barriers and metrics
+
+
+@dataclass
+class SizeClass:
+    """Calls of some bytes: from 2 ** (exponent - 1), exclusive, to 2 ** exponent; summed over ranks."""
+
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        """Counts a call that took ``seconds`` from its start."""
+        self.calls += 1
+        self.bytes += size
+        self.seconds += seconds
+        if seconds > 0:
+            self.best = max(self.best, size / seconds)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second of a rank."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Meeting:
+    """A call as the ranks came to it: how many, the first, the last two and who was last."""
+
+    ranks: int = 0
+    first: float = float("inf")
+    before: float = float("-inf")
+    last: float = float("-inf")
+    rank: int = -1
+
+    def add(self, rank: int, moment: float) -> None:
+        """A rank came."""
+        self.ranks += 1
+        self.first = min(self.first, moment)
+        if moment > self.last:
+            self.before, self.last, self.rank = self.last, moment, rank
+        else:
+            self.before = max(self.before, moment)
+
+
+@dataclass
+class TeamFigures:
+    """What happened on a team; lists and sums by rank."""
+
+    calls: int = 0
+    failed: int = 0
+    bytes: int = 0
+    busy: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    exposed: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    steps: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    waits: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
+    sizes: dict[int, SizeClass] = field(default_factory=lambda: defaultdict(SizeClass))
+    meetings: dict[int, Meeting] = field(default_factory=lambda: defaultdict(Meeting))
+
+    def step_times(self, rank: int) -> list[float]:
+        """The times between the steps of a rank."""
+        steps = sorted(self.steps.get(rank, ()))
+        return [after - before for before, after in zip(steps, steps[1:], strict=False)]
+
+    def step_exposed(self, rank: int) -> list[float]:
+        """What the callers of a rank waited in each of these times; a wait counts where it ends."""
+        steps = sorted(self.steps.get(rank, ()))
+        out = [0.0] * max(len(steps) - 1, 0)
+        for end, seconds in self.exposed.get(rank, ()):
+            place = bisect_left(steps, end) - 1
+            if 0 <= place < len(out):
+                out[place] += seconds
+        return out
+
+    @property
+    def overlap(self) -> float:
+        """The share of the calls' time in which no caller waited."""
+        busy = sum(self.busy.values())
+        exposed = sum(seconds for waits in self.exposed.values() for _, seconds in waits)
+        return min(max(1 - exposed / busy, 0.0), 1.0) if busy else 0.0
+
+
+def exponent(size: int) -> int:
+    """The size class of ``size`` bytes: the least e with size <= 2 ** e; -1 for 0 bytes."""
+    return (size - 1).bit_length() if size else -1
+
+
+class Figures:
+    """All numbers, by team; feed it the events of each rank with :meth:`add`."""
+
+    def __init__(self) -> None:
+        self.teams: dict[int, TeamFigures] = defaultdict(TeamFigures)
+        self.titles: dict[int, str] = {}
+        self.ranges: dict[int, tuple[float, float]] = {}
+        self._starts: dict[tuple[int, int, int], float] = {}
+
+    def add(self, event: Event) -> None:
+        """Counts an event. Those of a rank come in their order."""
+        rank = event["pid"]
+        if event["ph"] == "M":
+            if event["name"] == "process_name":
+                self.titles[rank] = str(event["args"]["name"])
+            return
+        begin, duration = event["ts"] * 1e-6, event["dur"] * 1e-6
+        end, args = begin + duration, event["args"]
+        low, high = self.ranges.get(rank, (begin, end))
+        self.ranges[rank] = (min(low, begin), max(high, end))
+        number = int(args.get("team", OTHERS))
+        team = self.teams[number]
+        match event["cat"]:
+            case "phase" if event["name"] == "queue":
+                self._starts[rank, number, args["call"]] = end
+            case "call":
+                self._call(team, rank, event, self._starts.pop((rank, number, args["call"]), begin), end)
+            case "late":
+                team.waits[rank, str(args["late"])] += duration
+            case "exposed":
+                team.exposed[rank].append((end, duration))
+            case "step":
+                team.steps[rank].append(begin)
+
+    @staticmethod
+    def _call(team: TeamFigures, rank: int, event: Event, start: float, end: float) -> None:
+        args, size = event["args"], int(event["args"]["bytes"])
+        team.calls += 1
+        team.bytes += size
+        team.busy[rank] += end - start
+        if args.get("error"):
+            team.failed += 1
+            return
+        team.sizes[exponent(size)].add(size, end - start)
+        if args.get("matched"):
+            team.meetings[int(args["matched"])].add(rank, start)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks with a file."""
+        return sorted({*self.titles, *self.ranges})
+
+    @property
+    def first(self) -> float:
+        """The time of the first event, in microseconds."""
+        return min((low for low, _ in self.ranges.values()), default=0.0) * 1e6

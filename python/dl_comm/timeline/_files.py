@@ -1,0 +1,76 @@
+"""The files of a timeline, ``rankN.trace.json``, read event by event, so that their size does not matter.
+
+The core writes one event on a line. The end of a file may be missing, where its rank was killed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Say = Callable[[str], None]
+
+_PHASES = ("X", "M")
+
+
+class BadInput(Exception):
+    """The folder has no timeline that can be read; the text says why."""
+
+
+def find(folder: Path) -> dict[int, Path]:
+    """The files in ``folder`` and the folders in it, by rank; of two for one rank the newer.
+
+    Raises:
+        BadInput: There is no folder, or no file in it.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder")
+    found: dict[int, Path] = {}
+    for path in sorted(folder.rglob("rank*.trace.json"), key=lambda path: path.stat().st_mtime):
+        rank = path.name.removeprefix("rank").removesuffix(".trace.json")
+        if rank.isdigit():
+            found[int(rank)] = path
+    if not found:
+        raise BadInput(f"{folder} has no timeline (rank*.trace.json)")
+    return dict(sorted(found.items()))
+
+
+def events(path: Path, say: Say) -> Iterator[Event]:
+    """The events of a file in their order; ``say`` is told that the end is missing.
+
+    Raises:
+        BadInput: The file is not one of dl_comm's, or damaged before its end.
+    """
+    complete, broken = False, 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        if (first := next(lines, "").strip()) != "[":
+            raise BadInput(f"{path} is no timeline of dl_comm: it begins with {first[:40]!r}")
+        for number, line in enumerate(lines, 2):
+            text = line.strip().rstrip(",")
+            if broken:
+                raise BadInput(f"{path} is damaged in line {broken}")
+            if text in ("", "]"):
+                complete = complete or text == "]"
+                continue
+            event = _event(text)
+            if event is None:
+                broken = number  # legal if it is the last
+            else:
+                yield event
+    if not complete:
+        say(f"{path} ends in the middle: its rank was killed, or still runs; what is there is used")
+
+
+def _event(text: str) -> Event | None:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or event.get("ph") not in _PHASES or not isinstance(event.get("pid"), int):
+        return None
+    if event["ph"] == "X" and not all(isinstance(event.get(key), (int, float)) for key in ("ts", "dur", "tid")):
+        return None
+    return {"args": {}, "cat": "", "name": "", **event}

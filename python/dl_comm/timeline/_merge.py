@@ -1,0 +1,107 @@
+"""One trace of all ranks, for https://ui.perfetto.dev or chrome://tracing.
+
+Viewers want the spans of a track to nest. Calls that are under way at once overlap, and so do the waits of callers:
+they get tracks of their own, as many as it takes. Steps become instants. All times count from the first event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from dl_comm.timeline._files import Event, Say, events
+
+# Numbers of the added tracks: above all threads.
+_TRACKS = 1_000_000
+
+
+def merge(files: Mapping[int, Path], first: float, out: TextIO, say: Say) -> int:
+    """Writes the trace of ``files`` (by rank) to ``out``; returns the number of events.
+
+    Args:
+        files: As ``_files.find`` gives them.
+        first: The time of the first event, in microseconds, which becomes 0.
+        out: Gets one JSON object, an event on a line.
+        say: Told about files whose end is missing.
+    """
+    count = 0
+    out.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    for path in files.values():
+        lanes = _Lanes()
+        overlapping: list[Event] = []
+        for event in events(path, say):
+            if event["ph"] == "X":
+                event["ts"] = round(event["ts"] - first, 3)
+                event["dur"] = round(event["dur"], 3)
+                if event["cat"] == "step":
+                    del event["dur"]
+                    event.update(ph="i", s="p")
+                elif lanes.kind(event):
+                    overlapping.append(event)
+                    continue
+            count += _write(out, event, count)
+        for event in lanes.arrange(overlapping):
+            count += _write(out, event, count)
+    out.write("\n]}\n")
+    return count
+
+
+def _write(out: TextIO, event: Event, count: int) -> int:
+    out.write((",\n" if count else "\n") + json.dumps(event, separators=(",", ":")))
+    return 1
+
+
+class _Lanes:
+    """The added tracks of a rank."""
+
+    def __init__(self) -> None:
+        # By kind of track, when the last span of each lane ends.
+        self._ends: dict[str, list[float]] = {}
+        self._tracks: dict[tuple[str, int], int] = {}
+
+    @staticmethod
+    def kind(event: Event) -> str:
+        """The name of the tracks that the span belongs to; nothing for one that stays on its thread's."""
+        team = event["args"].get("team", 0)
+        group = "other calls" if team == -1 else f"calls of team {team}"
+        if event["cat"] == "call" or (event["cat"] == "phase" and event["name"] == "queue"):
+            return group
+        return f"{group}: callers wait" if event["cat"] == "exposed" else ""
+
+    def arrange(self, spans: list[Event]) -> list[Event]:
+        """The spans on their tracks, and the names of these. What a call has in the queue stays with the call."""
+        out: list[Event] = []
+        calls: dict[tuple[Any, Any], int] = {}
+        for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"], event["cat"] != "call")):
+            kind, args = self.kind(event), event["args"]
+            call = (args.get("team"), args.get("call"))
+            if event["cat"] == "phase" and call in calls:
+                lane = calls[call]
+            else:
+                lane = self._lane(kind, event["ts"], event["ts"] + event["dur"])
+                if event["cat"] != "exposed":
+                    calls[call] = lane
+            if (kind, lane) not in self._tracks:
+                self._tracks[kind, lane] = _TRACKS + len(self._tracks)
+                out += self._named(event["pid"], kind, lane)
+            out.append({**event, "tid": self._tracks[kind, lane]})
+        return out
+
+    def _lane(self, kind: str, begin: float, end: float) -> int:
+        ends = self._ends.setdefault(kind, [])
+        for lane, busy in enumerate(ends):
+            if busy <= begin:
+                ends[lane] = end
+                return lane
+        ends.append(end)
+        return len(ends) - 1
+
+    def _named(self, pid: int, kind: str, lane: int) -> list[Event]:
+        tid = self._tracks[kind, lane]
+        names: dict[str, dict[str, Any]] = {
+            "thread_name": {"name": kind + (f" ({lane + 1})" if lane else "")},
+            "thread_sort_index": {"sort_index": len(self._tracks) - 1000},
+        }
+        return [{"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args} for name, args in names.items()]

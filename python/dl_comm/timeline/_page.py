@@ -1,0 +1,154 @@
+"""The page: one HTML file with everything in it; no script, nothing loaded. Pure.
+
+The numbers are in it once more as JSON, in the element ``dl_comm-report``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from dl_comm.timeline import _charts
+from dl_comm.timeline._recent import Row
+from dl_comm.timeline._words import size_text, time_text
+
+_OTHERS = "others"
+_KINDS = {
+    "exposed": "a caller waits (exposed)",
+    "call": "call",
+    "queue": "queue",
+    "copy": "copy",
+    "wait": "wait",
+    "late": "wait for a late rank",
+    "reduce": "reduce",
+    "network": "network",
+}
+
+
+def page(content: dict[str, Any], drawn: tuple[float, list[Row]], notes: Sequence[str]) -> str:
+    """The page's text.
+
+    Args:
+        content: What ``_report.report`` found.
+        drawn: What ``Recent.rows`` found.
+        notes: What was passed over while reading.
+    """
+    whole, teams = content["all"], content["teams"]
+    ranks = len(content["ranks"])
+    title = f"dl_comm: {ranks} rank{'s' * (ranks != 1)}, {time_text(content['seconds'])}"
+    style = files("dl_comm.timeline").joinpath("page.css").read_text(encoding="utf-8")
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        *(f'<p class="note">{escape(note)}</p>' for note in notes),
+        _tiles(whole),
+        _table(content),
+        _recent(drawn),
+        _charts_of(whole, content["reference"]),
+    ]
+    several = [number for number in teams if int(number) >= 0]
+    if len(several) > 1:
+        for number in several:
+            charts = _charts_of(teams[number], content["reference"])
+            parts.append(f"<details><summary>Team {number}</summary>{charts}</details>")
+    data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n<body><main>\n"
+        + "\n".join(parts)
+        + f'\n</main>\n<script type="application/json" id="dl_comm-report">{data}</script>\n</body></html>\n'
+    )
+
+
+def _tiles(view: dict[str, Any]) -> str:
+    steps = view["steps"]
+    late = view["last"][0] if view["last"] else None
+    tiles = [
+        (
+            "step, median",
+            time_text(steps["median_s"]),
+            f"95 % below {time_text(steps['p95_s'])}; {steps['count']} steps",
+        ),
+        ("exposed a step", time_text(steps["exposed_median_s"]), "callers wait: no computation hides it"),
+        ("overlap", f"{view['overlap']:.0%}", "of the calls' time nobody waited"),
+        (
+            "most late",
+            f"rank {late['rank']}" if late else "–",
+            f"last {late['times']} times, by {time_text(late['seconds'])} in all" if late else "one rank, or no calls",
+        ),
+    ]
+    cells = (f"<div><b>{escape(n)}</b><strong>{escape(v)}</strong><span>{escape(w)}</span></div>" for n, v, w in tiles)
+    return f'<section class="tiles">{"".join(cells)}</section>'
+
+
+def _table(content: dict[str, Any]) -> str:
+    head = ("team", "calls", "bytes", "step median", "95 %", "exposed a step", "exposed", "overlap")
+    rows = [("all", content["all"]), *((_team(number), view) for number, view in content["teams"].items())]
+    lines = []
+    for name, view in rows:
+        steps, failed = view["steps"], f" ({view['failed']} failed)" if view["failed"] else ""
+        cells = (
+            name,
+            f"{view['calls']}{failed}",
+            size_text(view["bytes"]),
+            time_text(steps["median_s"]),
+            time_text(steps["p95_s"]),
+            time_text(steps["exposed_median_s"]),
+            time_text(view["exposed_s"]),
+            "–" if name == _OTHERS else f"{view['overlap']:.0%}",
+        )
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    note = f"All: the teams of gradients; steps are those of team {content['stepping']}. Sums are over all ranks. "
+    note += "Others: broadcasts, barriers, metrics."
+    return (
+        f'<section class="wide"><table><thead><tr>{"".join(f"<th>{word}</th>" for word in head)}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table><p>{note}</p></section>"
+    )
+
+
+def _team(number: Any) -> str:
+    return _OTHERS if int(number) < 0 else str(number)
+
+
+def _recent(drawn: tuple[float, list[Row]]) -> str:
+    seconds, rows = drawn
+    if not rows:
+        return ""
+    used = {span[0] for row in rows for span in row.spans}
+    keys = _keys(**{kind: words for kind, words in _KINDS.items() if kind in used})
+    return (
+        f'<section class="wide"><h2>The last steps</h2>{keys}'
+        f'<div class="scroll">{_charts.lanes(seconds, rows)}</div></section>'
+    )
+
+
+def _keys(**words: str) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{word}</li>' for kind, word in words.items())
+    return f'<ul class="keys">{items}</ul>'
+
+
+def _charts_of(view: dict[str, Any], reference: dict[str, Any]) -> str:
+    steps, sizes, out = view["steps"], view["sizes"], []
+    if steps["series"]:
+        text = "The median of the ranks; a bar may stand for several steps." + _keys(
+            exposed="callers wait", step="the rest", faint="longest"
+        )
+        out.append(("Time of a step", text, _charts.steps(steps)))
+    if len(view["late"]["rows"]) > 1:
+        text = "Of several late ranks the first that is looked for counts until it comes, then the next."
+        out.append(("Who waited for whom", text, _charts.heat(view["late"])))
+    if view["last"]:
+        text = "Who was the last to start a call, and how long after the one before, summed."
+        out.append(("Who came last", text, _charts.last(view["last"])))
+    if sizes:
+        out.append(("Sizes of calls", "Calls of all ranks.", _charts.sizes(sizes)))
+    if any(size["bytes"] for size in sizes):
+        text = f"Bytes by the time from start to end, with waits for late ranks. Line: {escape(reference['source'])}."
+        text += _keys(reduce="all calls", faint="the best call")
+        out.append(("Bandwidth of a rank", text, _charts.bandwidth(sizes, reference)))
+    figures = (f"<figure><h2>{t}</h2>{chart}<figcaption>{w}</figcaption></figure>" for t, w, chart in out)
+    return f'<section class="charts">{"".join(figures)}</section>'
