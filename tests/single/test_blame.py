@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ import pytest
 from dl_comm.blame._dumps import BadInput, read
 from dl_comm.blame._findings import Finding
 from dl_comm.blame._lateness import late_ranks
+from dl_comm.blame._processes import states
 from dl_comm.blame._verdict import judge
 from launch import Finished, launch, run
 
@@ -176,6 +182,25 @@ def test_many_ranks_stay_readable(tmp_path: Path) -> None:
     (one,) = verdict(tmp_path)
     assert one.ranks == tuple(range(1, 64))
     assert "ranks 1, 2, 3, 4, 5, 6, 7, ... 63 (63 ranks): not called. Of these, rank 1" in one.text
+
+
+def test_what_the_system_says_of_processes(tmp_path: Path) -> None:
+    children = [subprocess.Popen(["sleep", "100"]) for _ in range(3)]
+    try:
+        os.kill(children[1].pid, signal.SIGSTOP)
+        children[2].kill()
+        children[2].wait()
+        places = [{"rank": n, "host": socket.gethostname(), "pid": one.pid} for n, one in enumerate(children)]
+        dump(tmp_path, 0, {0: waiting([1])}, ranks=places)
+        while states(read(tmp_path)) != {1: "is stopped", 2: "has ended"}:
+            time.sleep(0.05)
+        # A process that is younger than the dumps is another one.
+        dump(tmp_path, 0, {0: waiting([1])}, ranks=[*places[:2], {**places[2], "pid": 1}], time=1000.0)
+        assert states(read(tmp_path)) == {}
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": "dl_comm dump 2"}', "no json"])

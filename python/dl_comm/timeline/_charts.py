@@ -109,7 +109,7 @@ def heat(content: dict[str, Any]) -> str:
             opacity = f' style="fill-opacity:{value / most:.3f}"'
             out.append(_rect(left + j * cell, y, cell - 1, tall - 1, "heat", words, opacity))
             if cell > 44 and tall > 16:
-                kind = "strong" if value > 0.55 * most else ""
+                kind = "strong" if value > 0.7 * most else "label"
                 out.append(_text(left + (j + 0.5) * cell, y + tall / 2 + 4, time_text(value), "middle", kind))
     return _svg(_WIDE, top + len(rows) * tall + 4, "who waited for whom", out)
 
