@@ -46,5 +46,7 @@ done
 
 step "Python tests that start programs"
 python -m pytest -q tests/single
+step "faults"
+python -m pytest -q tests/faults
 
 step "all passed"

@@ -20,7 +20,7 @@ import dl_comm as mc
 TEAMS = 3
 DTYPES = [np.float16, np.float32, np.float64, np.int32, np.int64]
 WARM = 0.25
-"""The share of the time after which memory must not grow any more: allocators of threads that come and go settle first."""
+"""The share of the time after which memory must not grow any more: first the allocators of threads settle."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from dl_comm._process import (
     set_timeout,
     size,
 )
+from dl_comm._stats_writer import StatsWriter
 
 __all__ = [
     "ArgumentError",
@@ -48,6 +49,7 @@ __all__ = [
     "MismatchError",
     "PeerLostError",
     "StateError",
+    "StatsWriter",
     "TimeoutError",
     "__version__",
     "average",

@@ -129,6 +129,19 @@ def test_validation_metrics_and_callbacks_that_decide(rank, size):
     assert same_everywhere(model)
 
 
+def test_the_history_has_the_numbers_of_dl_comm():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    ones, written = np.ones((8, 1), np.float32), []
+    stats = dk.StatsCallback(lambda name, value, step: written.append((name, step)))
+    callbacks = [dk.BroadcastCallback(), dk.MetricAverageCallback(), stats]
+    history = model.fit(ones, ones, batch_size=2, epochs=2, verbose=0, callbacks=callbacks).history
+    assert len(history["dl_comm/exposed"]) == 2
+    assert all(value > 0 for value in history["dl_comm/calls"])
+    assert all(0 <= value <= 1 for value in history["dl_comm/overlap"])
+    assert {step for name, step in written if name == "dl_comm/mib"} == {0, 1}
+
+
 def test_average_logs(rank, size):
     logs = {"b": float(rank), "a": np.float32(2 * rank), "c": tf.constant(rank), "word": "kept", "none": None}
     means = dk.average_logs(logs)

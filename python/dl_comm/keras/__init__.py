@@ -20,7 +20,12 @@ if not keras.__version__.startswith("3.") or keras.backend.backend() != "tensorf
         f"{keras.backend.backend()}: set KERAS_BACKEND=tensorflow before the first import of keras"
     )
 
-from dl_comm.keras._callbacks import BroadcastCallback, MetricAverageCallback, average_logs  # noqa: E402
+from dl_comm.keras._callbacks import (  # noqa: E402
+    BroadcastCallback,
+    MetricAverageCallback,
+    StatsCallback,
+    average_logs,
+)
 from dl_comm.keras._optimizer import DistributedOptimizer, load_model  # noqa: E402
 from dl_comm.keras._training import LearningRate  # noqa: E402
 
@@ -29,6 +34,7 @@ __all__ = [
     "DistributedOptimizer",
     "LearningRate",
     "MetricAverageCallback",
+    "StatsCallback",
     "average_logs",
     "load_model",
 ]

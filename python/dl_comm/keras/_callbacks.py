@@ -115,6 +115,33 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(average_logs(logs, self._weight))
 
 
+class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Adds dl_comm's numbers to the logs of every epoch, so that the history has them, and writes them as curves.
+
+    The names and values are those of `dl_comm.StatsWriter`: `dl_comm/exposed` is the share of the epoch in which this
+    rank waited for communication, `dl_comm/overlap` the share of communication that computation hid, and so on. Put it
+    after MetricAverageCallback, which would average them too.
+    """
+
+    def __init__(self, writer: Any = None) -> None:
+        """Remember where curves go: see `dl_comm.StatsWriter`; None for the logs alone."""
+        super().__init__()
+        self._writer = writer
+        self._stats: dl_comm.StatsWriter | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Start to count."""
+        ensure_initialized()
+        self._stats = dl_comm.StatsWriter(self._writer)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write what this epoch did, and add it to `logs`."""
+        if self._stats is not None:
+            values = self._stats.write(epoch)
+            if logs is not None:
+                logs.update(values)
+
+
 def average_logs(logs: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
     """Average a dict of metrics, such as `model.evaluate(..., return_dict=True)` gives, over the ranks.
 
