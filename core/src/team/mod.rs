@@ -112,10 +112,18 @@ impl Shared {
 
     /// Ends the team for `error`, on this rank and the others of the host.
     fn fail(&self, error: &Error) {
-        if self.failure.set(error.clone()).is_ok() {
-            self.node.fail(error);
+        if self.end(error) {
             (self.alarm)(&error.to_string());
         }
+    }
+
+    /// The same without the alarm; false when the team had failed before.
+    fn end(&self, error: &Error) -> bool {
+        let first = self.failure.set(error.clone()).is_ok();
+        if first {
+            self.node.fail(error);
+        }
+        first
     }
 
     /// Why a wait for `head` should end before its own time: the team has failed, or a call behind it is out of time.
@@ -335,9 +343,9 @@ impl Team {
         self.shared.set_timeout(timeout);
     }
 
-    /// Ends the team with `error`, here and on the other ranks of the host.
+    /// Ends the team with `error`, here and on the other ranks of the host, whom it alarms. Here it is known.
     pub fn fail(&self, error: &Error) {
-        self.shared.fail(error);
+        self.shared.end(error);
     }
 
     /// The error that ended the team, if one did.
