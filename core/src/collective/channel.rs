@@ -16,6 +16,7 @@ use crate::plan::{HEADER, message_bytes, slice};
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
 use crate::transport::memory::Aligned;
+use crate::transport::sync;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
 
 /// A channel; see the module's text.
@@ -112,6 +113,7 @@ impl Channel {
         let number = self.begin(patience)?;
         let mut lap = Lap::start(patience.log(), job.plan.chunk_len(chunk));
         let slot = self.node.slot(self.topology.local_rank(), number);
+        sync::writes(slot, job.plan.chunk_len(chunk));
         // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
         unsafe { job.op.collective().pack(job, &self.topology, chunk, slot) };
         self.node.sign(number, job.signature);
@@ -160,6 +162,8 @@ impl Channel {
         match &mut self.link {
             None => {
                 if agreed {
+                    slots.iter().for_each(|slot| sync::reads(slot.wrapping_add(slice.start), slice.len()));
+                    sync::writes(lane.own().wrapping_add(slice.start), slice.len());
                     // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
                     unsafe { collective.combine(job, &lane, slice) };
                 }
@@ -178,7 +182,9 @@ impl Channel {
         let len = job.plan.chunk_len(step.chunk);
         for lane in 0..self.topology.lanes() {
             let slot = self.node.slot(lane, step.number).cast_const();
-            for piece in job.plan.pieces(step.chunk, slice(0..len, lane, self.topology.lanes())) {
+            let slice = slice(0..len, lane, self.topology.lanes());
+            sync::reads(slot.wrapping_add(slice.start), slice.len());
+            for piece in job.plan.pieces(step.chunk, slice) {
                 for buffer in job.replicas(piece.tensor) {
                     // SAFETY: all lanes have reduced, so the slots are read-only; the tensor's memory is the call's.
                     unsafe {

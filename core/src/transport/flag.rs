@@ -3,22 +3,19 @@
 //! Works between threads and between processes. Counters wrap; "reached" is by signed distance.
 
 use std::hint;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::Ordering;
 use std::thread;
 
 use rustix::io::Errno;
-use rustix::thread::futex;
 
+use super::sync::{AtomicU32, Word, fence};
 use crate::error::{Error, Result};
-
-/// How long a sleeping wait goes without asking whether to go on.
-const NAP: rustix::time::Timespec = rustix::time::Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
 /// One counter, alone on its cache line so that a waiter disturbs nobody else. All zero bytes are a valid flag at 0.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct Flag {
-    value: AtomicU32,
+    value: Word,
     sleepers: AtomicU32,
 }
 
@@ -35,8 +32,13 @@ impl Flag {
 
     /// Wakes every sleeper, so that it asks its patience.
     pub fn wake(&self) {
-        // Fails for no reason but a bad address.
-        let _woken = futex::wake(&self.value, futex::Flags::empty(), i32::MAX as u32);
+        self.value.wake();
+    }
+
+    /// Ends the naps of those who sleep, now and later; the model has no clock.
+    #[cfg(loom)]
+    pub fn end_naps(&self) {
+        self.value.end_naps();
     }
 
     /// Whether the counter has come to `target`.
@@ -75,7 +77,7 @@ impl Flag {
             if seen.wrapping_sub(target).cast_signed() >= 0 {
                 return Ok(());
             }
-            match futex::wait(&self.value, futex::Flags::empty(), seen, Some(&NAP)) {
+            match self.value.nap(seen) {
                 Err(Errno::AGAIN) => {}
                 // Also after a signal or a wake: either may come again and again.
                 Ok(()) | Err(Errno::INTR | Errno::TIMEDOUT) => {

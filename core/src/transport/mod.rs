@@ -11,6 +11,8 @@ pub mod node;
 pub mod patience;
 pub mod process;
 pub mod shm;
+#[cfg_attr(loom, path = "model.rs")]
+pub mod sync;
 pub mod threads;
 
 pub use node::{Node, NodeChannel, Phase};

@@ -10,17 +10,18 @@
 //! Thread rule: a `Node` is shared by the team's threads; each channel is used by one of them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::flag::Flag;
 use super::patience::Patience;
+use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
 use crate::error::{Error, Result};
 use crate::plan::ALIGN;
 use crate::trace::Late;
 
 /// The longest text of a failure that travels to the other ranks.
-const FAILURE_TEXT: usize = 2048;
+const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 
 /// How much longer a rank waits for a lane's driver than the driver for others.
 const LATER: Duration = Duration::from_millis(200);
@@ -130,6 +131,28 @@ struct Failure {
     text: [AtomicU8; FAILURE_TEXT],
 }
 
+#[cfg(loom)]
+impl Geometry {
+    /// Makes the model's control blocks, for which zero bytes are not enough, in a new region, and watches its slots.
+    pub fn prepare(self, region: &dyn Memory) {
+        let base = region.base();
+        // SAFETY: the region is new, and as long as `bytes` says; the blocks hold nothing that has to be dropped.
+        unsafe {
+            base.cast::<Failure>().write(Failure {
+                state: AtomicU32::new(0),
+                code: AtomicI32::new(0),
+                len: AtomicU32::new(0),
+                text: std::array::from_fn(|_| AtomicU8::new(0)),
+            });
+            for block in 0..self.channels * self.ranks {
+                base.add(self.control_at(0, block)).cast::<Control>().write(Control::default());
+            }
+        }
+        let base = base.addr();
+        super::sync::watch(base + self.slots_at()..base + self.bytes());
+    }
+}
+
 /// One rank's view of the shared memory of a team on its host.
 pub struct Node {
     memory: Box<dyn Memory>,
@@ -221,6 +244,17 @@ impl Node {
     fn wake(&self, channel: usize, rank: usize) {
         let control = self.control(channel, rank);
         [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::wake);
+    }
+
+    /// Ends the naps of all flags; the model has no clock.
+    #[cfg(loom)]
+    pub fn end_naps(&self) {
+        for (channel, rank) in
+            (0..self.geometry.channels).flat_map(|channel| (0..self.geometry.ranks).map(move |rank| (channel, rank)))
+        {
+            let control = self.control(channel, rank);
+            [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::end_naps);
+        }
     }
 
     /// The failure of the team on this host, if there is one.

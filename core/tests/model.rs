@@ -1,0 +1,200 @@
+//! The protocol of the shared memory under Loom, which runs every order of the ranks' steps, within the bounds told below,
+//! and every value that the memory model lets a load return. Only with `--cfg loom`; `docs/model.md` has the command, what
+//! is modelled and what is not.
+#![cfg(loom)]
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::{Carrier, Channel, Job, Op};
+use dl_comm_core::dtype::DType;
+use dl_comm_core::error::{Error, Result};
+use dl_comm_core::topology::Topology;
+use dl_comm_core::trace::Log;
+use dl_comm_core::transport::flag::Flag;
+use dl_comm_core::transport::memory::Aligned;
+use dl_comm_core::transport::node::{Geometry, Node, Peer, Watch};
+use dl_comm_core::transport::patience::Asked;
+use dl_comm_core::transport::{NodeChannel, Patience, Phase};
+use loom::thread::{Builder, JoinHandle};
+
+/// Floats of a slot.
+const FLOATS: usize = 32;
+
+struct NoWatch;
+
+impl Watch for NoWatch {
+    fn lost(&self, _local_rank: usize) -> Option<String> {
+        None
+    }
+}
+
+/// Explores `body`; `preemptions` is how often a thread may be interrupted where it could go on, `None` for no bound.
+fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = preemptions;
+    model.max_branches = 100_000;
+    let from = Instant::now();
+    let runs = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = Arc::clone(&runs);
+    model.check(move || {
+        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        body();
+    });
+    println!("{runs:?} executions, preemptions {preemptions:?}, {:.1} s", from.elapsed().as_secs_f64());
+}
+
+/// The nodes of `ranks` ranks on new memory, with one channel.
+fn nodes(ranks: usize) -> Vec<Arc<Node>> {
+    let geometry = Geometry { ranks, channels: 1, slot: FLOATS * size_of::<f32>() };
+    let memory = Arc::new(Aligned::new(geometry.bytes()));
+    geometry.prepare(&memory);
+    let peers: Vec<Peer> = (0..ranks).map(|rank| Peer { rank, name: format!("rank {rank}") }).collect();
+    let node =
+        |me| Node::new(Box::new(Arc::clone(&memory)), geometry, me, peers.clone(), Box::new(NoWatch), 0).unwrap();
+    (0..ranks).map(|me| Arc::new(node(me))).collect()
+}
+
+/// Runs a rank; the exploring thread's stack is too small for one.
+fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+    Builder::new().stack_size(0x8000).spawn(body).unwrap()
+}
+
+/// Calls `body` with a patience that only the node's failure ends.
+fn patiently<T>(node: &Node, body: impl FnOnce(&Patience<'_>) -> T) -> T {
+    let (warned, log) = (AtomicBool::new(false), Log::new(0, 0));
+    let interrupted = || node.failure();
+    let asked = Asked { describe: &String::new, interrupted: &interrupted, stalled: &|_| {} };
+    body(&Patience::new(Instant::now(), None, None, &warned, &log, &asked))
+}
+
+/// An average of `data` on `ranks` ranks.
+fn average(data: &mut [f32], ranks: usize, name: &str) -> Job {
+    let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
+    let carrier = Carrier { team: 0, ranks, channels: 1, slot: FLOATS * size_of::<f32>(), precise: false };
+    Job::new(Op::Average, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), carrier).unwrap()
+}
+
+/// Every rank averages `steps` slots of floats, packing one ahead as the team's threads do.
+fn averages(ranks: usize, steps: usize) {
+    let rank = |(rank, node): (usize, Arc<Node>)| {
+        spawn(move || {
+            let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), node.channel(0), None);
+            let value = |rank: usize, index: usize| (rank * 1000 + index) as f32;
+            let mut data: Vec<f32> = (0..steps * FLOATS).map(|index| value(rank, index)).collect();
+            let job = average(&mut data, ranks, "");
+            assert_eq!(job.plan.chunks(), steps);
+            patiently(&node, |patience| {
+                assert!(channel.first(&job, patience).unwrap());
+                channel.rest(&job, 1..steps, patience).unwrap();
+            });
+            let mean = |index| (0..ranks).map(|rank| value(rank, index)).sum::<f32>() / ranks as f32;
+            assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
+        })
+    };
+    let ranks: Vec<_> = nodes(ranks).into_iter().enumerate().map(rank).collect();
+    ranks.into_iter().for_each(|rank| rank.join().unwrap());
+}
+
+#[test]
+fn two_ranks_take_three_steps() {
+    explore(Some(3), || averages(2, 3));
+}
+
+#[test]
+fn three_ranks_take_two_steps() {
+    explore(Some(1), || averages(3, 2));
+}
+
+/// Both ranks find out that they called different things, and the channel can be used again.
+#[test]
+fn different_calls_are_seen_by_both() {
+    explore(Some(3), || {
+        let rank = |(rank, node): (usize, Arc<Node>)| {
+            spawn(move || {
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0), None);
+                let mut data = vec![rank as f32; FLOATS];
+                let other = average(&mut data, 2, if rank == 0 { "a" } else { "b" });
+                let same = average(&mut data, 2, "c");
+                patiently(&node, |patience| {
+                    assert!(!channel.first(&other, patience).unwrap());
+                    assert!(channel.first(&same, patience).unwrap());
+                });
+                assert!(data.iter().all(|&value| value == 0.5));
+            })
+        };
+        let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+/// Two raises, and as many sleepers as there are targets.
+fn raises(targets: &'static [u32]) {
+    let flag = Arc::new(Flag::default());
+    let wait = |&target: &u32| {
+        let flag = Arc::clone(&flag);
+        spawn(move || flag.wait(target, 0, &mut || Ok(())).unwrap())
+    };
+    let waiters: Vec<_> = targets.iter().map(wait).collect();
+    flag.raise(1);
+    flag.raise(2);
+    waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
+}
+
+/// No wake of a raise is lost: there are no naps here that would mend it.
+#[test]
+fn a_raise_wakes_every_sleeper() {
+    explore(None, || raises(&[2]));
+    explore(Some(2), || raises(&[1, 2]));
+}
+
+/// Waits for `Packed` of both ranks in step 1.
+fn wait_packed(channel: &NodeChannel) -> Result<()> {
+    patiently(channel.node(), |patience| channel.wait(Phase::Packed, 1, 2, patience))
+}
+
+/// Of two failures at once one is told, whole, to all who wait; it ends their wait by the next nap.
+#[test]
+fn a_failure_is_told_whole() {
+    explore(Some(3), || {
+        let nodes = nodes(2);
+        let fail = |rank: usize, error: Error| {
+            let node = Arc::clone(&nodes[rank]);
+            spawn(move || node.fail(&error))
+        };
+        let failing = [fail(0, Error::PeerLost("one".into())), fail(1, Error::Timeout("two".into()))];
+        let channel = nodes[0].channel(0);
+        let waiter = spawn(move || {
+            let told = wait_packed(&channel).unwrap_err();
+            assert!(told == Error::PeerLost("one".into()) || told == Error::Timeout("two".into()), "{told:?}");
+        });
+        failing.into_iter().for_each(|failing| failing.join().unwrap());
+        nodes[0].end_naps();
+        waiter.join().unwrap();
+    });
+}
+
+/// A rank that makes its last step and leaves is not taken for one that left before it; one that did leave before is.
+#[test]
+fn who_leaves_after_its_step_is_not_lost() {
+    for packs in [true, false] {
+        explore(Some(3), move || {
+            let nodes = nodes(2);
+            let (mine, other) = (nodes[0].channel(0), nodes[1].channel(0));
+            let waiter = spawn(move || {
+                mine.raise(Phase::Packed, 1);
+                let result = wait_packed(&mine);
+                assert_eq!(result.is_ok(), packs, "{result:?}");
+            });
+            if packs {
+                other.raise(Phase::Packed, 1);
+            }
+            nodes[1].leave();
+            nodes[0].end_naps();
+            waiter.join().unwrap();
+        });
+    }
+}
