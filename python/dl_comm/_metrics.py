@@ -30,10 +30,12 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
 
     Raises:
         ArgumentError: ``weight`` is negative or not finite, or it is 0 on all ranks.
-        DTypeError: A name is not a string, or a value not a number.
+        DTypeError: ``metrics`` is no mapping, a name is not a string, or a value not a number.
         MismatchError: The ranks gave different names; the text has them.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
+    if not isinstance(metrics, Mapping):
+        raise DTypeError(f"average_metrics takes names and numbers, a dict, not a {type(metrics).__name__}")
     if not (weight >= 0 and math.isfinite(weight)):
         raise ArgumentError(f"weight is {weight!r}; it is a finite number from 0")
     numbers = {name: _number(name, value) for name, value in metrics.items()}

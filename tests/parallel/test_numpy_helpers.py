@@ -35,6 +35,8 @@ def test_metrics_are_averaged_in_float64(rank: int, size: int) -> None:
     assert list(means) == list(metrics)
     assert all(type(mean) is float for mean in means.values())
     assert mc.average_metrics({}) == {}
+    with pytest.raises(mc.DTypeError, match="a dict, not a list"):
+        mc.average_metrics([("loss", 1.0)])  # type: ignore[arg-type]
 
 
 def test_weights_of_ranks(rank: int, size: int) -> None:
