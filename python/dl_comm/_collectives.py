@@ -140,6 +140,7 @@ def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
         0 when they do, else 1; the same on every rank.
 
     Raises:
+        ArgumentError: The list is empty or holds None, or a tensor is not dense.
         MismatchError: The lists have different shapes or element types.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
@@ -150,6 +151,8 @@ def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
 def _on_host(tensor: Any) -> Any:
     """The tensor's bits as a NumPy array; without a copy where the framework can."""
     if hasattr(tensor, "detach"):  # torch, which has types that NumPy lacks
+        if tensor.is_meta or str(tensor.layout) != "torch.strided":
+            raise ArgumentError("a tensor is not dense, or has no values; check_buffers_match compares dense ones")
         tensor = tensor.detach().cpu().contiguous()
         return (tensor if tensor.dim() else tensor.reshape(1)).view(importlib.import_module("torch").uint8).numpy()
     if isinstance(tensor, np.generic):  # what a TensorFlow session returns for a scalar

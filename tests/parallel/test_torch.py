@@ -439,6 +439,19 @@ def test_the_plain_functions_take_torch_tensors(rank: int, size: int) -> None:
     assert dl_comm.average(torch.tensor(float(rank))).item() == (size - 1) / 2
 
 
+def test_what_the_ops_cannot_take_is_refused_in_our_words() -> None:
+    sparse = torch.zeros(2).to_sparse()
+    for tensor in (sparse, torch.zeros(2, device="meta")):
+        with pytest.raises(dl_comm.ArgumentError, match="dense"):
+            dl_comm.check_buffers_match([tensor])
+    with pytest.raises(dl_comm.ArgumentError, match="dense"):
+        dl_comm.broadcast([sparse])
+    with pytest.raises(dl_comm.ArgumentError, match="root"):
+        dl_comm.broadcast([torch.zeros(2)], [])  # type: ignore[arg-type]
+    with pytest.raises(UnicodeEncodeError):
+        dl_comm.gradients([torch.zeros(2)], 0, name="\ud800")
+
+
 @pytest.mark.parametrize("gradients", [dl_comm.gradients, cdl.gradients], ids=["package", "face"])
 def test_a_generator_of_tensors_is_a_list(gradients: Callable[..., list[torch.Tensor]], rank: int, size: int) -> None:
     means = gradients(torch.full((2,), float(rank + i)) for i in range(3))

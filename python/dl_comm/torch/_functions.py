@@ -18,6 +18,7 @@ import dl_comm
 from dl_comm import ArgumentError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._process import CONTROL_TEAM, ensure_initialized, seconds
+from dl_comm._process import _whole as whole
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import overlaps, plain
 
@@ -42,7 +43,9 @@ def gradients(
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     towers, flat = as_towers(tensors)
-    means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1, timeout=seconds(timeout))
+    name = name or "gradients"
+    name.encode()  # torch's own error for a text that is no Unicode does not say so
+    means = _ops.average_new(_tensors(flat), team, name, towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
 
 
@@ -51,8 +54,13 @@ def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float 
 
     dtypes, `timeout` and errors as in `gradients`, and bool.
     """
-    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in _tensors(tensors)]
-    _ops.broadcast_in_place(copies, root, "broadcast", timeout=seconds(timeout))
+    # The operation refuses what is not strided.
+    detached = [tensor.detach() for tensor in _tensors(tensors)]
+    copies = [
+        tensor.clone(memory_format=torch.contiguous_format) if tensor.layout is torch.strided else tensor
+        for tensor in detached
+    ]
+    _ops.broadcast_in_place(copies, whole("root", root, 0), "broadcast", timeout=seconds(timeout))
     return copies
 
 
