@@ -1,0 +1,178 @@
+"""The program of test_fuzz_faces.py: ``python fuzz_faces.py numpy|torch [EXAMPLES]``, on one rank.
+
+Hypothesis makes the arguments, the same in every run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dl_comm as mc
+
+# What the docs name: CommError and its kinds; Python's own for arguments that are not what they should be; and, of what
+# reads a file, rank 0's own exception.
+DOCUMENTED = (mc.CommError, TypeError, ValueError, OverflowError, OSError)
+
+DTYPES = (
+    "float16 float32 float64 int8 uint8 int16 int32 int64 uint32 uint64 bool complex64 object S3 U2 M8[s] V4 >f4 >i8"
+)
+
+numbers = st.one_of(
+    st.integers(-3, 5),
+    st.sampled_from([2**31 - 1, 2**31, -(2**31) - 1, 2**63, 2**64, -(2**200), 63, 64, 256, 257]),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.complex_numbers(),
+    st.just(np.float32(1)),
+    st.just(np.int64(1)),
+)
+texts = st.one_of(st.none(), st.text(max_size=8), st.sampled_from(["", "a\0b", "\ud800", "é" * 300, "x" * 5000]))
+anything = st.recursive(
+    st.one_of(numbers, texts, st.binary(max_size=4), st.just(object()), st.just(print)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=2), inner, max_size=2)),
+    max_leaves=4,
+)
+timeouts = st.one_of(st.none(), numbers, texts)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Any:
+    """A NumPy array of any type and layout."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = np.dtype(draw(st.sampled_from(DTYPES.split())))
+    array = np.zeros(shape, dtype)
+    kind = draw(
+        st.sampled_from(["plain", "plain", "fortran", "step", "read-only", "misaligned", "broadcast", "masked"])
+    )
+    if kind == "fortran":
+        return np.asfortranarray(array)
+    if kind == "step":
+        return np.zeros([*shape, 4], dtype)[..., ::-2]
+    if kind == "read-only":
+        array.setflags(write=False)
+    if kind == "misaligned" and not dtype.hasobject:
+        return np.zeros(array.nbytes + 1, np.uint8)[1:].view(dtype) if array.nbytes else array
+    if kind == "broadcast":
+        return np.broadcast_to(array, [2, *array.shape])
+    if kind == "masked":
+        return np.ma.masked_array(array)
+    return array
+
+
+def torch_tensors() -> st.SearchStrategy[Any]:
+    """Tensors of torch of any type, layout and device that is there."""
+    import torch
+
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int64]
+    dtypes += [torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+    @st.composite
+    def tensors(draw: st.DrawFn) -> Any:
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        tensor = torch.zeros(shape, dtype=draw(st.sampled_from(dtypes)))
+        kind = draw(st.sampled_from(["plain", "plain", "transposed", "step", "expanded", "sparse", "meta", "grad"]))
+        if kind == "transposed":
+            return tensor.T if tensor.dim() == 2 else tensor
+        if kind == "step":
+            return torch.zeros([*shape, 4], dtype=tensor.dtype)[..., ::2]
+        if kind == "expanded":
+            return tensor.expand(2, *shape)
+        if kind == "sparse" and tensor.dtype == torch.float32:
+            return tensor.to_sparse()
+        if kind == "meta":
+            return tensor.to("meta")
+        return tensor.requires_grad_() if kind == "grad" and tensor.is_floating_point() else tensor
+
+    return tensors()
+
+
+def lists_of(tensors: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """What callers may pass for a list: lists, towers, lists of the same array twice, and what is none."""
+    flat = st.lists(st.one_of(tensors, tensors, tensors, anything), max_size=3)
+    twice = tensors.map(lambda tensor: [tensor, tensor])
+    return st.one_of(
+        st.lists(tensors, min_size=1, max_size=3), flat, st.lists(flat, max_size=2), twice, tensors, anything
+    )
+
+
+def functions(
+    tensors: st.SearchStrategy[Any],
+) -> dict[Callable[..., Any], st.SearchStrategy[tuple[Any, dict[str, Any]]]]:
+    """Every function of the package that is no matter of files or of the whole process, with its arguments."""
+    lists = lists_of(tensors)
+
+    def of(*arguments: st.SearchStrategy[Any], **options: st.SearchStrategy[Any]) -> Any:
+        return st.tuples(st.tuples(*arguments), st.fixed_dictionaries({}, optional=options))
+
+    # Teams 0 to 2, and numbers that are none; every further one would be a team with threads.
+    team = st.one_of(st.integers(-3, 2), st.sampled_from([64, 2**31, 2**70, None, "0", 1.0, float("nan"), True]))
+    return {
+        mc.gradients: of(lists, team=team, name=texts, timeout=timeouts),
+        mc.broadcast: of(lists, root=st.one_of(st.integers(-2, 2), anything), timeout=timeouts),
+        mc.average: of(st.one_of(tensors, anything)),
+        mc.average_metrics: of(st.one_of(st.dictionaries(texts, st.one_of(numbers, tensors), max_size=3), anything)),
+        mc.check_buffers_match: of(lists, verbose=st.one_of(st.integers(0, 1), anything)),
+        mc.barrier: of(timeout=timeouts),
+        mc.set_timeout: of(timeouts, team=st.one_of(team, st.none())),
+        mc.get_waited: of(team=team),
+        mc.create_team: of(team, nthreads=st.one_of(st.integers(-1, 2), st.just(2**40), texts), prec_level=numbers),
+        mc.config_team: of(
+            team, numbers, numbers, numbers, verbosity=st.integers(-1, 0), perf_freq=numbers, cooldown=texts
+        ),
+        mc.init: of(nthread_per_team=st.one_of(st.integers(-1, 2), texts), nteams=st.one_of(st.integers(-1, 2), texts)),
+        mc.timeline.start: of(
+            st.one_of(
+                texts.map(lambda text: f"/dev/null/{text}"), anything.filter(lambda x: not isinstance(x, (str, bytes)))
+            )
+        ),
+        mc.dump: of(st.one_of(texts.map(lambda text: f"/dev/null/{text}"), st.integers(), st.floats())),
+        mc.rank0_path: of(anything),
+        mc.rank_path: of(anything),
+        mc.read_on_rank0: of(st.one_of(texts.map(lambda text: f"/dev/null/{text}"), st.none())),
+    }
+
+
+def attempt(function: Callable[..., Any], arguments: st.SearchStrategy[Any], examples: int) -> None:
+    """Calls ``function`` with that many arguments."""
+
+    @settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(arguments)
+    def one(call: tuple[Any, dict[str, Any]]) -> None:
+        given_arguments, options = call
+        outcome = ""
+        try:
+            function(*given_arguments, **options)
+        except DOCUMENTED as error:
+            outcome = str(error)
+        assert "defect in dl_comm" not in outcome
+
+    one()
+
+
+def main(face: str, examples: int) -> None:
+    """Calls every function with many arguments; after each, all is well."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    mc.init(1, 3)
+    tensors = arrays() if face == "numpy" else torch_tensors()
+    for function, arguments in functions(tensors).items():
+        attempt(function, arguments, examples)
+        values = np.arange(5, dtype=np.float32)
+        mc.broadcast([values])
+        assert mc.average(3.0) == 3.0, function
+        assert np.array_equal(mc.average(values.copy()), values), function
+        print(function.__name__, "done", flush=True)
+    print("every call came back")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 60)

@@ -1,0 +1,23 @@
+"""Arbitrary arguments to every function of the package: what comes out is a documented exception or a result.
+
+The calls run in a program of one rank; a panic, an abort or a hang of it fails the test, and so does any average
+afterwards that is not right.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import run
+
+FUZZ = Path(__file__).parent / "fuzz_faces.py"
+
+
+@pytest.mark.parametrize("face", ["numpy", "torch"])
+def test_any_arguments_give_a_result_or_a_documented_error(face: str) -> None:
+    finished = run([sys.executable, str(FUZZ), face], 120)
+    assert finished.returncode == 0, finished.output[-8000:]
+    assert "every call came back" in finished.output
