@@ -462,9 +462,10 @@ unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [
 /// # Safety
 /// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
 unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
-    let mut list = Vec::with_capacity(count);
     // SAFETY: the caller's promise.
-    for buffer in unsafe { array(buffers, count, "the list of buffers") }? {
+    let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
+    let mut list = Vec::with_capacity(count);
+    for buffer in buffers {
         let ndim = if buffer.shape.is_null() { 0 } else { usize::try_from(buffer.ndim).unwrap_or(0) };
         // SAFETY: the caller's promise.
         let shape = unsafe { array(buffer.shape, ndim, "a shape") }?;
@@ -485,7 +486,6 @@ unsafe fn towers(
 ) -> Result<Vec<Vec<Tensor>>> {
     let ntowers = usize::try_from(ntowers).ok().filter(|&ntowers| ntowers > 0);
     let ntowers = ntowers.ok_or_else(|| Error::Invalid("ntowers is below 1".into()))?;
-    let mut towers = Vec::with_capacity(ntowers);
     // SAFETY: the caller's promise, here and below.
     let (counts, tensors, lengths, dtypes) = unsafe {
         (
@@ -495,6 +495,7 @@ unsafe fn towers(
             array(dtypes, ntowers, "dtypes")?,
         )
     };
+    let mut towers = Vec::with_capacity(ntowers);
     for tower in 0..ntowers {
         let count = usize::try_from(counts[tower])
             .map_err(|_| Error::Invalid(format!("ntensors_on_tower[{tower}] is negative")))?;
@@ -516,4 +517,21 @@ unsafe fn towers(
         towers.push(list);
     }
     Ok(towers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The length of a list that is not there is not believed.
+    #[test]
+    fn no_list_of_any_length_is_refused() {
+        let none = ptr::null_mut();
+        // SAFETY: nothing is pointed to.
+        unsafe {
+            assert_eq!(dl_comm_average(ptr::null(), usize::MAX, 0, ptr::null()), -1);
+            assert_eq!(dl_comm_average(ptr::null(), 1 << 40, 0, ptr::null()), -1);
+            assert_eq!(dl_comm_gradients(none, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), c_int::MAX, 0), -1);
+        }
+    }
 }
