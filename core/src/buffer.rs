@@ -73,6 +73,9 @@ impl Buffer {
         if self.len > 0 && pointer.is_null() {
             return Err(Error::Invalid("the pointer is null".into()));
         }
+        if pointer.addr().checked_add(self.len * self.dtype.size()).is_none() {
+            return Err(Error::Invalid(format!("{} elements from there are beyond the address space", self.len)));
+        }
         if !pointer.addr().is_multiple_of(self.dtype.size()) {
             return Err(Error::Invalid(format!("the pointer is not aligned for {}", self.dtype.name())));
         }
@@ -160,6 +163,8 @@ mod tests {
         assert!(Buffer::in_place(std::ptr::null_mut(), 1, DType::F32).check().is_err());
         assert!(Buffer::in_place(ptr.wrapping_add(1), 1, DType::F32).check().is_err());
         assert!(Buffer::in_place(ptr, usize::MAX / 2, DType::F64).check().is_err());
+        let last = std::ptr::without_provenance_mut(usize::MAX - 7);
+        assert!(Buffer::in_place(last, 4, DType::F64).check().is_err());
     }
 
     #[test]

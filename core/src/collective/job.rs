@@ -78,7 +78,12 @@ impl Job {
         let lengths: Vec<(DType, usize)> =
             towers.first().into_iter().flatten().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
         let wire_size = |dtype| Reduction { dtype, precise: carrier.precise, wide }.wire_size();
-        let total: usize = lengths.iter().map(|&(dtype, len)| len * wire_size(dtype)).sum();
+        let bytes = |&(dtype, len): &(DType, usize)| len.checked_mul(wire_size(dtype));
+        let total = lengths.iter().try_fold(0usize, |total, tensor| total.checked_add(bytes(tensor)?));
+        // Half of what could be addressed leaves room for rounding up.
+        let total = total
+            .filter(|&total| total <= isize::MAX as usize / 2)
+            .ok_or_else(|| Error::Invalid("the tensors together are longer than memory can be".into()))?;
         let share = total.div_ceil(2 * carrier.channels).next_multiple_of(ALIGN);
         let chunk = share.clamp(LEAST_CHUNK.min(carrier.slot), carrier.slot);
         let plan = Plan::new(&lengths, wire_size, chunk);
@@ -301,4 +306,22 @@ fn check_overlap(towers: &[Vec<Tensor>]) -> Result<()> {
         *slot = (*slot).max((end, index));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each tower's tensor could be memory; what they are added up in could not.
+    #[test]
+    fn more_than_memory_can_be_is_refused() {
+        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, precise: true };
+        let tower = |place: usize| {
+            let place = std::ptr::without_provenance_mut(place);
+            vec![Tensor::new(Buffer::in_place(place, isize::MAX as usize, DType::U8), &[])]
+        };
+        let towers = vec![tower(1), tower(1 + isize::MAX as usize)];
+        let error = Job::new(Op::Average, towers, "", "", String::new(), carrier).map(|_| ()).unwrap_err();
+        assert!(matches!(error, Error::Invalid(text) if text.contains("memory")));
+    }
 }
