@@ -1,0 +1,276 @@
+//! Calls of the C API with any arguments that its contract allows: memory lies in an arena, or nowhere; all else is free.
+
+use std::ffi::{CString, c_int, c_void};
+use std::ptr;
+
+use arbitrary::Arbitrary;
+use dl_comm_core::capi;
+
+/// `dl_comm_buffer_t`.
+#[repr(C)]
+struct CBuffer {
+    src: *const c_void,
+    dst: *mut c_void,
+    length: usize,
+    dtype: c_int,
+    ndim: c_int,
+    shape: *const i64,
+}
+
+/// `DL_COMM_ERROR_INTERNAL`.
+const INTERNAL: c_int = -9;
+
+/// Elements of eight bytes in the arena.
+const ARENA: usize = 4096;
+
+#[derive(Debug, Arbitrary)]
+pub struct Place {
+    src: Option<u16>,
+    dst: Option<u16>,
+    length: u16,
+    /// Longer than memory can be; nothing of it is touched.
+    endless: bool,
+    dtype: i8,
+    shape: Vec<i64>,
+    ndim: Option<i8>,
+}
+
+#[derive(Debug, Arbitrary)]
+pub enum Team {
+    Usual(u8),
+    Any(c_int),
+}
+
+impl Team {
+    fn number(&self) -> c_int {
+        match *self {
+            Team::Usual(team) => c_int::from(team % 5) - 1,
+            // More teams than these would only be more threads.
+            Team::Any(team) if (5..64).contains(&team) => 64,
+            Team::Any(team) => team,
+        }
+    }
+}
+
+#[derive(Debug, Arbitrary)]
+pub struct Towers {
+    lists: Option<Vec<Option<Vec<(u16, u16, i8)>>>>,
+    counts: Vec<c_int>,
+    ntowers: c_int,
+}
+
+#[derive(Debug, Arbitrary)]
+pub enum Call {
+    Average(Vec<Place>, Team, Option<String>),
+    AverageTowers(Vec<Place>, u8, Team, Option<String>, f64),
+    /// No list, of any length.
+    NoList(usize, usize, Team),
+    Broadcast(Vec<Place>, c_int, Option<String>, f64),
+    Match(Vec<Place>, bool),
+    Gradients(Towers, Team),
+    BroadcastTowers(Towers, c_int),
+    CreateTeam(Team, i8, c_int),
+    EnsureTeam(Team, i8),
+    ConfigTeam(Team, c_int, i8, u8, c_int, c_int, c_int),
+    Barrier(f64),
+    SetTimeout(Team, f64),
+    Release(Team, u64),
+    Waited(Team),
+    Stats(u16, bool),
+    Timeline(Option<String>, bool),
+    Dump(u16),
+    Numbers,
+    Init,
+}
+
+struct Lists {
+    buffers: Vec<CBuffer>,
+    _arena: Vec<u64>,
+}
+
+/// The buffers of `places`, at most eight, on a new arena.
+fn lists(places: &[Place]) -> Lists {
+    let mut arena = vec![0u64; ARENA];
+    let base = arena.as_mut_ptr().cast::<u8>();
+    let buffer = |place: &Place| {
+        // As much of the arena as is left behind the later of the two, for elements of eight bytes.
+        let at = |at: u16| usize::from(at) % (ARENA * 8);
+        let last = place.src.into_iter().chain(place.dst).map(at).max().unwrap_or(0);
+        let room = (ARENA * 8 - last) / 8;
+        let length = if place.endless {
+            usize::MAX / 8 + usize::from(place.length)
+        } else {
+            usize::from(place.length) % (room + 1)
+        };
+        let pointer = |place: Option<u16>| place.map_or(ptr::null_mut(), |place| base.wrapping_add(at(place)));
+        let ndim =
+            place.ndim.map_or(place.shape.len() as c_int, |ndim| c_int::from(ndim).min(place.shape.len() as c_int));
+        CBuffer {
+            src: pointer(place.src).cast(),
+            dst: pointer(place.dst).cast(),
+            length,
+            // A byte each, so that an endless one is no length that memory can have.
+            dtype: if place.endless { 3 } else { c_int::from(place.dtype % 12) },
+            ndim,
+            shape: if place.ndim == Some(0) { ptr::null() } else { place.shape.as_ptr() },
+        }
+    };
+    Lists { buffers: places.iter().take(8).map(buffer).collect(), _arena: arena }
+}
+
+fn name(text: &Option<String>) -> Option<CString> {
+    text.as_ref().map(|text| CString::new(text.replace('\0', "")).expect("there is no NUL"))
+}
+
+fn pointer(text: &Option<CString>) -> *const i8 {
+    text.as_ref().map_or(ptr::null(), |text| text.as_ptr())
+}
+
+impl Towers {
+    /// Calls `function` with the arrays of `dl_comm_gradients`.
+    fn with(
+        &self,
+        function: impl FnOnce(*mut *mut *mut c_void, *mut *mut c_int, *mut *mut c_int, *mut c_int, c_int) -> c_int,
+    ) -> c_int {
+        let mut arena = vec![0u64; ARENA];
+        let base = arena.as_mut_ptr().cast::<u8>();
+        let Some(lists) = &self.lists else {
+            return function(ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), self.ntowers);
+        };
+        let (mut tensors, mut lengths, mut dtypes) = (Vec::new(), Vec::new(), Vec::new());
+        let mut counts = Vec::new();
+        for (tower, list) in lists.iter().take(4).enumerate() {
+            let list = list.as_ref().map(|list| &list[..list.len().min(8)]);
+            // Below the list's length, or any where there is no list.
+            let count = self.counts.get(tower).copied().unwrap_or(c_int::MAX);
+            counts.push(list.map_or(count, |list| count.min(list.len() as c_int)));
+            let entries = list.unwrap_or_default().iter();
+            let at = |at: u16| usize::from(at) % (ARENA * 8);
+            tensors
+                .push(entries.clone().map(|entry| base.wrapping_add(at(entry.0)).cast::<c_void>()).collect::<Vec<_>>());
+            let length = |entry: &(u16, u16, i8)| (usize::from(entry.1) % ((ARENA * 8 - at(entry.0)) / 8 + 1)) as c_int;
+            lengths.push(entries.clone().map(length).collect::<Vec<_>>());
+            dtypes.push(entries.map(|entry| c_int::from(entry.2 % 12)).collect::<Vec<_>>());
+        }
+        let gone = |tower: usize| lists[tower].is_none();
+        let mut tensors: Vec<_> = tensors
+            .iter_mut()
+            .enumerate()
+            .map(|(tower, list)| if gone(tower) { ptr::null_mut() } else { list.as_mut_ptr() })
+            .collect();
+        let mut lengths: Vec<_> = lengths.iter_mut().map(Vec::as_mut_ptr).collect();
+        let mut dtypes: Vec<_> = dtypes.iter_mut().map(Vec::as_mut_ptr).collect();
+        let ntowers = self.ntowers.min(tensors.len() as c_int);
+        function(tensors.as_mut_ptr(), lengths.as_mut_ptr(), dtypes.as_mut_ptr(), counts.as_mut_ptr(), ntowers)
+    }
+}
+
+impl Call {
+    /// Makes the call; its return value where that is a code.
+    pub fn make(&self) -> c_int {
+        // SAFETY: what is passed is as dl_comm.h asks: NULL, or as long as is said, or of a length that nothing can have.
+        unsafe {
+            match self {
+                Call::Average(places, team, text) => {
+                    let (list, text) = (lists(places), name(text));
+                    capi::dl_comm_average(
+                        list.buffers.as_ptr().cast(),
+                        list.buffers.len(),
+                        team.number(),
+                        pointer(&text),
+                    )
+                }
+                Call::AverageTowers(places, ntowers, team, text, timeout) => {
+                    let (list, text) = (lists(places), name(text));
+                    let ntowers = usize::from(ntowers % 5);
+                    let count = list.buffers.len() / ntowers.max(1);
+                    let buffers = list.buffers.as_ptr().cast();
+                    capi::dl_comm_average_towers(buffers, count, ntowers, team.number(), pointer(&text), *timeout)
+                }
+                Call::NoList(count, ntowers, team) => {
+                    let code = capi::dl_comm_average(ptr::null(), *count, team.number(), ptr::null());
+                    let towers =
+                        capi::dl_comm_average_towers(ptr::null(), *count, *ntowers, team.number(), ptr::null(), -1.0);
+                    assert!(code < 0 && towers < 0);
+                    code
+                }
+                Call::Broadcast(places, root, text, timeout) => {
+                    let (list, text) = (lists(places), name(text));
+                    let buffers = list.buffers.as_ptr().cast();
+                    capi::dl_comm_broadcast_buffers(buffers, list.buffers.len(), *root, pointer(&text), *timeout)
+                }
+                Call::Match(places, verbose) => {
+                    let list = lists(places);
+                    let buffers = list.buffers.as_ptr().cast();
+                    capi::dl_comm_check_buffers_match(buffers, list.buffers.len(), c_int::from(*verbose))
+                }
+                Call::Gradients(towers, team) => {
+                    towers.with(|a, b, c, d, e| capi::dl_comm_gradients(a, b, c, d, e, team.number()))
+                }
+                Call::BroadcastTowers(towers, root) => {
+                    towers.with(|a, b, c, d, e| capi::dl_comm_broadcast(a, b, c, d, e, *root))
+                }
+                Call::CreateTeam(team, threads, level) => {
+                    capi::dl_comm_create_team(team.number(), c_int::from(threads % 4), *level)
+                }
+                Call::EnsureTeam(team, threads) => capi::dl_comm_ensure_team(team.number(), c_int::from(threads % 4)),
+                Call::ConfigTeam(team, alg, ksteps, steps, verbosity, freq, cooldown) => capi::dl_comm_config_team(
+                    team.number(),
+                    *alg,
+                    c_int::from(*ksteps),
+                    c_int::from(*steps),
+                    // Lines on the terminal are not looked at here.
+                    (*verbosity).min(0),
+                    *freq,
+                    *cooldown,
+                ),
+                Call::Barrier(timeout) => capi::dl_comm_barrier_within(*timeout),
+                Call::SetTimeout(team, timeout) => capi::dl_comm_set_timeout(team.number(), *timeout),
+                Call::Release(team, owner) => capi::dl_comm_release(team.number(), *owner),
+                Call::Waited(team) => capi::dl_comm_get_waited(team.number()).min(0.0) as c_int,
+                Call::Stats(room, null) => {
+                    let mut text = vec![0; usize::from(*room)];
+                    let place = if *null { ptr::null_mut() } else { text.as_mut_ptr() };
+                    capi::dl_comm_stats(place, text.len())
+                }
+                Call::Timeline(folder, start) => {
+                    // Below a file nothing can be made: what is looked at is how the name is taken.
+                    let folder = folder.as_ref().map(|folder| format!("/dev/null/{folder}"));
+                    if *start {
+                        capi::dl_comm_timeline_start(pointer(&name(&folder)))
+                    } else {
+                        capi::dl_comm_timeline_stop()
+                    }
+                }
+                Call::Dump(room) => {
+                    let mut text = vec![0; usize::from(*room)];
+                    capi::dl_comm_dump(c"/dev/null/dump".as_ptr(), text.as_mut_ptr(), text.len())
+                }
+                Call::Numbers => {
+                    let numbers = [capi::dl_comm_get_rank(), capi::dl_comm_get_nranks(), capi::dl_comm_localrank()];
+                    let more =
+                        [capi::dl_comm_get_local_nranks(), capi::dl_comm_get_nhosts(), capi::dl_comm_get_nteams()];
+                    numbers.into_iter().chain(more).min().unwrap_or(0)
+                }
+                Call::Init => capi::dl_comm_init(),
+            }
+        }
+    }
+}
+
+/// The text of the last error of this thread.
+pub fn last_error() -> String {
+    // SAFETY: the text is a C string until the next error.
+    unsafe { std::ffi::CStr::from_ptr(capi::dl_comm_last_error()) }.to_string_lossy().into_owned()
+}
+
+/// Makes the calls; each gives a code of the header, and none is an error of dl_comm's own.
+pub fn make(calls: &[Call]) {
+    for call in calls.iter().take(20) {
+        let code = call.make();
+        if code < 0 {
+            let error = last_error();
+            assert!(!error.is_empty() && code != INTERNAL, "{code} {error} of {call:?}");
+        }
+    }
+}

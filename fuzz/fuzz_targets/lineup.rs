@@ -1,0 +1,111 @@
+//! Ranks that hold any calls, in any order, and follow the decisions: every decision can be carried out, all calls that
+//! are carried out are carried out by all in the same order, and there is an end.
+#![no_main]
+
+use arbitrary::Arbitrary;
+use dl_comm_core::collective::lineup::{Age, Decision, List, Pending, decide, decode, encode};
+use libfuzzer_sys::fuzz_target;
+
+#[derive(Debug, Arbitrary)]
+struct Input {
+    text: String,
+    /// How much of a list fits into a message.
+    fits: u8,
+    /// By rank, the signature and key of each call that it will make, and how many are made at once.
+    ranks: Vec<(Vec<(u8, u8)>, u8)>,
+    /// How the calls age, from round to round.
+    ages: Vec<u8>,
+}
+
+struct Rank {
+    coming: Vec<Pending>,
+    waiting: Vec<Pending>,
+    pace: usize,
+    done: Vec<u64>,
+}
+
+impl Rank {
+    fn submit(&mut self) {
+        let count = self.pace.min(self.coming.len());
+        self.waiting.extend(self.coming.drain(..count));
+    }
+
+    /// What the others hear of it.
+    fn list(&self, limit: usize) -> List {
+        let told = encode(&List { calls: self.waiting.clone(), settled: self.coming.is_empty() }, limit);
+        assert!(told.len() <= limit);
+        decode(&told).expect("an encoded list is legible")
+    }
+
+    fn run(&mut self, order: &[u64]) {
+        for signature in order {
+            let place =
+                self.waiting.iter().position(|call| call.signature == *signature).expect("a call to run is there");
+            assert!(place < order.len(), "nothing is skipped");
+            self.waiting.remove(place);
+            self.done.push(*signature);
+        }
+    }
+}
+
+fuzz_target!(|input: Input| {
+    if let Some(list) = decode(&input.text) {
+        assert_eq!(decode(&encode(&list, usize::MAX)), Some(list));
+    }
+    if let Some(decision) = Decision::decode(&input.text) {
+        assert_eq!(Decision::decode(&decision.encode()), Some(decision));
+    }
+    if !(2..=5).contains(&input.ranks.len()) {
+        return;
+    }
+    let limit = 1 + 25 * (1 + usize::from(input.fits));
+    let call = |&(signature, key): &(u8, u8)| Pending {
+        signature: u64::from(signature % 8),
+        key: u32::from(key % 4),
+        age: Age::Fresh,
+    };
+    let mut ranks: Vec<Rank> = input
+        .ranks
+        .iter()
+        .map(|(calls, pace)| Rank {
+            coming: calls.iter().take(40).map(call).collect(),
+            waiting: Vec::new(),
+            pace: usize::from(pace % 4) + 1,
+            done: Vec::new(),
+        })
+        .collect();
+    let calls: usize = ranks.iter().map(|rank| rank.coming.len()).sum();
+    let mut ages = input.ages.iter();
+    for _round in 0..=2 * calls {
+        ranks.iter_mut().for_each(Rank::submit);
+        if ranks.iter().all(|rank| rank.waiting.is_empty() && rank.coming.is_empty()) {
+            break;
+        }
+        for call in ranks.iter_mut().flat_map(|rank| &mut rank.waiting) {
+            call.age = match (ages.next().copied().unwrap_or(0) % 8, call.age) {
+                (1, Age::Fresh) => Age::Ripe,
+                (2, _) => Age::Stale,
+                (_, age) => age,
+            };
+        }
+        let lists: Vec<List> = ranks.iter().map(|rank| rank.list(limit)).collect();
+        let decision = decide(&lists);
+        assert_eq!(Decision::decode(&decision.encode()), Some(decision.clone()));
+        match decision {
+            Decision::Run(order) => {
+                assert!(!order.is_empty());
+                ranks.iter_mut().for_each(|rank| rank.run(&order));
+            }
+            Decision::GiveUp(places) => {
+                assert_eq!(places.len(), ranks.len());
+                assert!(places.iter().any(Option::is_some), "something is given up");
+                for (rank, place) in ranks.iter_mut().zip(places) {
+                    place.map(|place| rank.waiting.remove(place));
+                }
+            }
+            Decision::Wait => {}
+        }
+    }
+    assert!(ranks.iter().all(|rank| rank.waiting.is_empty() && rank.coming.is_empty()), "it ends");
+    assert!(ranks.windows(2).all(|pair| pair[0].done == pair[1].done), "all carry out the same");
+});
