@@ -109,7 +109,7 @@ fn lists(places: &[Place]) -> Lists {
             src: pointer(place.src).cast(),
             dst: pointer(place.dst).cast(),
             length,
-            // A byte each, so that an endless one is no length that memory can have.
+            // Eight bytes each, so that an endless one is no length that memory can have.
             dtype: if place.endless { 3 } else { c_int::from(place.dtype % 12) },
             ndim,
             shape: if place.ndim == Some(0) { ptr::null() } else { place.shape.as_ptr() },
