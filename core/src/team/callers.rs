@@ -31,6 +31,10 @@ impl Callers {
         if self.last.swap(here, Ordering::Relaxed) != here {
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             if !known.contains(&here) {
+                // Where threads come and go, those that have gone must not fill the list.
+                if known.len() == known.capacity() {
+                    known.retain(|&thread| lives(thread));
+                }
                 known.push(here);
             }
         }
@@ -43,9 +47,13 @@ impl Callers {
             return false;
         }
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|thread| Path::new(&format!("/proc/self/task/{thread}")).exists());
+        known.retain(|&thread| lives(thread));
         known.iter().all(|thread| waiting.contains(thread))
     }
+}
+
+fn lives(thread: ThreadId) -> bool {
+    Path::new(&format!("/proc/self/task/{thread}")).exists()
 }
 
 fn this_thread() -> ThreadId {
@@ -83,5 +91,16 @@ mod tests {
         }
         callers.note(false);
         assert!(!callers.all_wait(&[here]));
+    }
+
+    #[test]
+    fn threads_that_have_gone_do_not_fill_the_list() {
+        let callers = Callers::default();
+        for _ in 0..500 {
+            std::thread::scope(|scope| {
+                scope.spawn(|| callers.note(true));
+            });
+        }
+        assert!(callers.known.lock().unwrap().len() < 100);
     }
 }

@@ -168,6 +168,10 @@ impl Pipeline {
         let keeps = parcel.is_some_and(|parcel| kept.is_none_or(|kept| kept.kind() == parcel.kind()));
         let left = if state.entered && keeps { planned } else { 0.0 };
         state.entered = self.schedule.is_behind(index);
+        if !self.schedule.carries_from(index) {
+            // Nothing is left from here on. Lists of tensors that never come again must not fill the memory.
+            self.lists.remove(&list);
+        }
         let prints = !part && self.schedule.prints_at(index) && self.schedule.verbosity.speaks(self.rank);
         Turn { index, shares: Shares { left, carried }, before, place: self.schedule.place(index, left), prints }
     }
@@ -196,6 +200,21 @@ impl Pipeline {
         let Some(state) = self.lists.get_mut(&list) else { return };
         if state.behind.as_ref().is_none_or(|behind| Arc::ptr_eq(&behind.flight, failed)) {
             state.behind = instead.map(|(flight, carry)| Behind { flight, carry });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_that_come_once_do_not_fill_the_memory() {
+        let mut pipeline = Pipeline::new(0);
+        for list in 0..100 {
+            let turn = pipeline.turn(list, 0, false, None);
+            assert_eq!((turn.index, turn.shares.left), (list, 0.0));
+            assert!(pipeline.lists.is_empty());
         }
     }
 }
