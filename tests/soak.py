@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import threading
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,21 +60,19 @@ def plan(seed: int) -> list[Call]:
     return calls
 
 
-def round_of(seed: int) -> None:
+def round_of(seed: int, threads: Executor) -> None:
     """Carries out a round: the averages from a thread each, started in an order of this rank's own."""
     calls = plan(seed)
     failures: list[str] = []
     averages = [call for call in calls if call.root is None]
     random.Random(seed + 7919 * mc.get_rank()).shuffle(averages)
-    threads = [threading.Thread(target=call.carry_out, args=(seed, failures)) for call in averages]
-    for thread in threads:
-        thread.start()
+    started = [threads.submit(call.carry_out, seed, failures) for call in averages]
     # Broadcasts have no name, and come in one order.
     for call in calls:
         if call.root is not None:
             call.carry_out(seed, failures)
-    for thread in threads:
-        thread.join()
+    for call in started:
+        call.result()
     if failures:
         raise AssertionError(failures)
 
@@ -96,8 +94,10 @@ def main() -> None:
     (seed,) = (int(value) for value in mc.broadcast([np.array([arguments.seed])])[0])
     start = shown = time.monotonic()
     rounds, warm = 0, 0.0
+    # As many as a round has calls, and the same ones all the time: Python keeps a little of every thread that ends.
+    threads = ThreadPoolExecutor(6)
     while mc.broadcast([np.array([time.monotonic() - start < arguments.minutes * 60])])[0][0]:
-        round_of(seed + rounds)
+        round_of(seed + rounds, threads)
         rounds += 1
         if not warm and time.monotonic() - start > WARM * arguments.minutes * 60:
             warm = resident()

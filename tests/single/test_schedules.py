@@ -69,8 +69,8 @@ def test_the_end_before_the_last_call(script: Script) -> None:
 
 def test_an_uncaught_exception_with_an_average_under_way(script: Script) -> None:
     text = HEAD.format(package="dl_comm") + (
-        "mc.config_team(0, 0, 0, 50)\ncalls(0, 5)\nif mc.get_rank() == 1: raise RuntimeError('mine')\n"
-        "try:\n    calls(0, 5)\nexcept mc.CommError as error:\n    print('heard:', type(error).__name__, flush=True)\n"
+        "mc.config_team(0, 0, 0, 50)\ntry:\n    calls(0, 5)\n    if mc.get_rank() == 1: raise RuntimeError('mine')\n"
+        "    calls(0, 5)\nexcept mc.CommError as error:\n    print('heard:', type(error).__name__, flush=True)\n"
     )
     finished = script(2, text)
     assert not finished.timed_out
