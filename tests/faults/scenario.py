@@ -70,7 +70,10 @@ class Rank:
             error, text = type(raised).__name__, str(raised)
         took = time.monotonic() - start
         self.seen.append({"case": case, "error": error, "text": text, "seconds": took})
-        self._file.write_text(json.dumps(self.seen))
+        # All or nothing: the launcher may kill this rank at any time.
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.seen))
+        partial.replace(self._file)
 
     def mean(self, name: str | None = None) -> None:
         """An average that must be right."""
