@@ -107,6 +107,24 @@ proptest! {
     }
 }
 
+/// More calls at once than a slot, or a message between hosts with many ranks, could tell of.
+#[test]
+fn many_calls_in_another_order() {
+    for (hosts, count) in [(&[3][..], 200), (&[2, 1], 200), (&[8, 8, 8], 30)] {
+        let world = World { match_within: Duration::from_secs(60), ..World::new(hosts) };
+        let calls: Vec<Call> =
+            (0..count).map(|number| Call { name: number.to_string(), length: 3, root: None }).collect();
+        world.run(|rank| {
+            let mut calls = calls.clone();
+            if rank.rank % 2 == 1 {
+                calls.reverse();
+            }
+            let outcomes = submit(rank, &calls, &[9]);
+            assert!(outcomes.iter().all(Result::is_ok), "{hosts:?}: {outcomes:?}");
+        });
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 

@@ -4,6 +4,7 @@
 //! each other's signatures, and can say so.
 //! Thread rule: used by one thread.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
@@ -12,12 +13,15 @@ use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
 use super::{Account, Collective, Job, Lane, explain};
 use crate::error::{Error, Result};
-use crate::plan::{HEADER, message_bytes, slice};
+use crate::plan::{HEADER, slice};
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
 use crate::transport::memory::Aligned;
 use crate::transport::sync;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
+
+/// What a part of a list of calls starts with when another part follows.
+const MORE: &str = "+";
 
 /// A channel; see the module's text.
 pub struct Channel {
@@ -57,11 +61,28 @@ impl Channel {
     /// As for [`Channel::first`].
     pub fn line_up(&mut self, list: &List, patience: &Patience<'_>) -> Result<Decision> {
         let limit = rounds::limit(self);
-        let decide = |told: &Told| {
-            let lists: Option<Vec<List>> = told.iter().map(|(_, text)| lineup::decode(text)).collect();
-            lists.map_or(String::new(), |lists| lineup::decide(&lists).encode())
+        let text = lineup::encode(list);
+        let mut pages = text.as_bytes().chunks(limit - MORE.len());
+        // By rank, on the ranks that decide.
+        let mut so_far: BTreeMap<usize, String> = BTreeMap::new();
+        let mut decide = |told: &Told| {
+            for (rank, page) in told {
+                so_far.entry(*rank).or_default().push_str(page.trim_start_matches(MORE));
+            }
+            if told.iter().any(|(_, page)| page.starts_with(MORE)) {
+                return MORE.to_owned();
+            }
+            let lists: Option<Vec<List>> = so_far.values().map(|text| lineup::decode(text)).collect();
+            lists.map_or(String::new(), |lists| lineup::decide(&lists).encode_within(limit))
         };
-        let text = rounds::round(self, &lineup::encode(list, limit), patience, decide)?;
+        let text = loop {
+            let page = String::from_utf8_lossy(pages.next().unwrap_or_default());
+            let mark = if pages.len() > 0 { MORE } else { "" };
+            let text = rounds::round(self, &format!("{mark}{page}"), patience, &mut decide)?;
+            if text != MORE {
+                break text;
+            }
+        };
         let ranks = self.topology.size();
         match Decision::decode(&text) {
             Some(Decision::GiveUp(places)) if places.len() != ranks => None,
@@ -95,11 +116,6 @@ impl Channel {
             true => Ok(()),
             false => Err(Error::Internal(format!("the ranks lost step in chunk {} of {}", step.chunk, job.title()))),
         }
-    }
-
-    /// How much of a message is free for its content.
-    pub(super) fn message_capacity(&self) -> usize {
-        message_bytes(self.node.node().geometry().slot, self.topology.lanes(), self.topology.hosts()) - HEADER
     }
 
     /// The number of the next step, once its slot is free.

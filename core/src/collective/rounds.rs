@@ -15,14 +15,12 @@ use crate::transport::{Out, Patience, Phase};
 /// What the ranks told in a round: rank and text, in the order of ranks.
 pub(super) type Told = [(usize, String)];
 
-/// The longest text of a rank that fits a slot and, with those of its host, a message: the same number on every rank.
+/// No text is longer than that: hundreds of calls, and the driver of a lane holds the texts of all ranks.
+const LONGEST: usize = 16 << 10;
+
+/// The longest text of a rank that fits a slot: the same number on every rank.
 pub(super) fn limit(channel: &Channel) -> usize {
-    let slot = channel.node.node().geometry().slot / 4;
-    let topology = &channel.topology;
-    let most = (0..topology.hosts()).map(|host| topology.ranks_of(host).len()).max().unwrap_or(1);
-    let capacity = channel.message_capacity();
-    // A rank's number and the separators take the rest of its share.
-    slot.min((capacity / most).saturating_sub(24))
+    LONGEST.min(channel.node.node().geometry().slot / 4)
 }
 
 /// All ranks tell `mine`; returns what `merge` makes of that, by rank, on lane 0.
@@ -64,25 +62,38 @@ pub(super) fn round(
     Ok(text)
 }
 
-/// Exchanges what the ranks of this host told with the other hosts.
+/// Exchanges what the ranks of this host told with the other hosts, in as many messages as the longest takes.
 fn from_other_hosts(channel: &mut Channel, told: &Told, patience: &Patience<'_>) -> Result<Vec<(usize, String)>> {
     let Some(link) = &mut channel.link else { return Ok(Vec::new()) };
     let bytes = encode(told);
-    let message = link.message_to_all();
-    let capacity = message.len() - HEADER;
-    let len = bytes.len().min(capacity);
-    message[0..8].copy_from_slice(&(len as u64).to_le_bytes());
-    message[HEADER..HEADER + len].copy_from_slice(&bytes[..len]);
-    link.exchange(Out::Same(HEADER + len), patience)?;
-    let mut others = Vec::new();
-    for host in (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()) {
-        let message = link.message_from(host);
-        let mut len = [0; 8];
-        len.copy_from_slice(&message[0..8]);
-        let len = usize::try_from(u64::from_le_bytes(len)).unwrap_or(0).min(capacity);
-        others.extend(decode(&message[HEADER..HEADER + len]));
+    let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
+    let mut texts = vec![Vec::new(); hosts.len()];
+    let mut sent = 0;
+    loop {
+        let message = link.message_to_all();
+        let part = &bytes[sent..bytes.len().min(sent + message.len() - HEADER)];
+        sent += part.len();
+        // How much of this host's is in the message, and how much is left.
+        message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
+        message[8..16].copy_from_slice(&((bytes.len() - sent) as u64).to_le_bytes());
+        message[HEADER..HEADER + part.len()].copy_from_slice(part);
+        let len = HEADER + part.len();
+        link.exchange(Out::Same(len), patience)?;
+        let mut last = sent == bytes.len();
+        for (&host, text) in hosts.iter().zip(&mut texts) {
+            let message = link.message_from(host);
+            let number = |at: usize| {
+                let mut bytes = [0; 8];
+                bytes.copy_from_slice(&message[at..at + 8]);
+                usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(0)
+            };
+            text.extend_from_slice(&message[HEADER..HEADER + number(0).min(message.len() - HEADER)]);
+            last &= number(8) == 0;
+        }
+        if last {
+            return Ok(texts.iter().flat_map(|text| decode(text)).collect());
+        }
     }
-    Ok(others)
 }
 
 /// # Safety
