@@ -16,7 +16,6 @@ use crate::global;
 use crate::say::say;
 use crate::schedule::{Arguments, Cooldown};
 use crate::team::Limit;
-use crate::timeline;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -243,10 +242,7 @@ pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int 
 /// `dl_comm_timeline_stop` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_timeline_stop() -> c_int {
-    done(|| {
-        timeline::stop();
-        Ok(())
-    })
+    done(global::stop_timeline)
 }
 
 /// `dl_comm_last_error` of `dl_comm.h`.

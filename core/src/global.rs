@@ -185,6 +185,16 @@ pub fn start_timeline(folder: &str) -> Result<()> {
 ///
 /// # Errors
 /// As for [`config`].
+/// Ends the timeline of this rank. Nothing happens when there is none.
+///
+/// # Errors
+/// [`Error::State`] in a forked child, which has the file of its parent.
+pub fn stop_timeline() -> Result<()> {
+    check_fork()?;
+    timeline::stop();
+    Ok(())
+}
+
 pub fn stats() -> Result<serde_json::Value> {
     read(|state| match state {
         State::Started { teams, topology, .. } => {

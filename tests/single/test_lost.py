@@ -1,0 +1,62 @@
+"""Ranks that are lost where nobody waits in a call, or that leave a child behind: known long before the deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import hosts
+from launch import Finished, launch
+
+PREAMBLE = """
+import os, sys, time
+import numpy as np
+import dl_comm as mc
+
+def lost(what):
+    start = time.monotonic()
+    try:
+        what()
+    except mc.PeerLostError as error:
+        print(f"told after {time.monotonic() - start:.0f} s: {error}", flush=True)
+"""
+SETTINGS = {"DL_COMM_TIMEOUT_S": "60"}
+
+
+def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finished:
+    script = folder / "script.py"
+    script.write_text(PREAMBLE + body)
+    # As under srun: the launcher leaves the ranks to find out for themselves.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPIEXEC_ARGS", f"{os.environ.get('MPIEXEC_ARGS', '')} -disable-auto-cleanup")
+        command = [sys.executable, str(script), str(folder)]
+        finished = launch(2, command, 120, SETTINGS) if there is None else there.launch(1, command, 120, SETTINGS)
+    assert not finished.timed_out, finished.output
+    return finished
+
+
+def test_a_forked_child_leaves_the_timeline_of_its_parent_alone(tmp_path: Path) -> None:
+    body = """
+mc.init(nteams=1)
+mc.timeline.start(sys.argv[1])
+mc.gradients([np.ones(3)])
+child = os.fork()
+if child == 0:
+    try:
+        mc.timeline.stop()
+    except mc.StateError:
+        os._exit(7)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+mc.gradients([np.ones(3)])
+mc.timeline.stop()
+"""
+    finished = on_ranks(body, tmp_path)
+    assert finished.returncode == 0, finished.output
+    for rank in range(2):
+        events = json.loads((tmp_path / f"rank{rank}.trace.json").read_text())
+        assert sum(event.get("cat") == "step" for event in events) == 2
