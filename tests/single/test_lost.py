@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,14 @@ def lost(what):
 SETTINGS = {"DL_COMM_TIMEOUT_S": "60"}
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[hosts.Hosts]:
+    if not hosts.possible():
+        pytest.skip("needs root and iproute2 to make network namespaces")
+    with hosts.Hosts(2) as made:
+        yield made
+
+
 def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finished:
     script = folder / "script.py"
     script.write_text(PREAMBLE + body)
@@ -37,6 +47,30 @@ def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finis
         finished = launch(2, command, 120, SETTINGS) if there is None else there.launch(1, command, 120, SETTINGS)
     assert not finished.timed_out, finished.output
     return finished
+
+
+def told(finished: Finished) -> None:
+    found = re.search(r"told after (\d+) s: rank 1 on \w+", finished.output)
+    assert found, finished.output
+    assert int(found[1]) < 30, finished.output
+
+
+def test_a_child_that_outlives_its_rank_does_not_hide_its_end(two: hosts.Hosts, tmp_path: Path) -> None:
+    body = """
+mc.init(nteams=1)
+mc.gradients([np.ones(3)])
+done = sys.argv[1] + "/done"
+if mc.get_rank() == 1:
+    if os.fork() == 0:
+        until = time.monotonic() + 90
+        while time.monotonic() < until and not os.path.exists(done):
+            time.sleep(0.1)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+lost(lambda: mc.gradients([np.ones(3)]))
+open(done, "w").close()
+"""
+    told(on_ranks(body, tmp_path, two))
 
 
 def test_a_forked_child_leaves_the_timeline_of_its_parent_alone(tmp_path: Path) -> None:

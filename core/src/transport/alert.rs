@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 
 use super::node::Node;
 use super::process::Process;
+use super::private::Private;
 use crate::error::{Error, Result};
 use crate::say::say;
 
@@ -189,7 +190,7 @@ fn neighbours(me: usize, count: usize) -> Vec<usize> {
 /// A connection to another host.
 struct Peer {
     name: String,
-    stream: TcpStream,
+    stream: Private,
     /// What has come of a line.
     partial: Vec<u8>,
 }
@@ -282,7 +283,7 @@ fn ready(stream: TcpStream, name: &str) -> Option<Peer> {
         Ok(())
     };
     match set() {
-        Ok(()) => Some(Peer { name: name.to_owned(), stream, partial: Vec::new() }),
+        Ok(()) => Some(Peer { name: name.to_owned(), stream: Private::new(stream), partial: Vec::new() }),
         Err(error) => {
             unwatched(name, &error);
             None
@@ -333,7 +334,7 @@ impl Watch {
     /// Sleeps until something happens; whether it is time to end.
     fn sleep(&self) -> bool {
         let mut fds = vec![PollFd::new(&self.stopped, PollFlags::IN)];
-        fds.extend(self.peers.iter().map(|peer| PollFd::new(&peer.stream, PollFlags::IN)));
+        fds.extend(self.peers.iter().map(|peer| PollFd::new(&*peer.stream, PollFlags::IN)));
         let ends = self.processes.iter().filter_map(|(_, process)| process.end());
         fds.extend(ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)));
         let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(LOOK.subsec_nanos()) };
@@ -358,7 +359,7 @@ impl Watch {
     fn send(&mut self, message: &Value) {
         let line = format!("{message}\n");
         // A peer that does not take it is found out by its connection.
-        self.peers.iter_mut().for_each(|peer| drop(peer.stream.write_all(line.as_bytes())));
+        self.peers.iter_mut().for_each(|peer| drop((&*peer.stream).write_all(line.as_bytes())));
     }
 
     /// Takes what a peer has sent.
@@ -366,7 +367,7 @@ impl Watch {
         let mut bytes = [0; 4096];
         let peer = &mut self.peers[index];
         let ended = loop {
-            match peer.stream.read(&mut bytes) {
+            match (&*peer.stream).read(&mut bytes) {
                 Ok(0) => break true,
                 Ok(count) => peer.partial.extend_from_slice(&bytes[..count]),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break false,

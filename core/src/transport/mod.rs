@@ -9,6 +9,7 @@ pub mod memory;
 pub mod mpi;
 pub mod node;
 pub mod patience;
+pub mod private;
 pub mod process;
 pub mod shm;
 #[cfg_attr(loom, path = "model.rs")]
