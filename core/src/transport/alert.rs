@@ -18,6 +18,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::net::sockopt;
 use serde_json::{Value, json};
 
@@ -256,8 +257,11 @@ fn call(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Re
 /// The next connection within `left`, and the host that it says it comes from, if it knows the key.
 fn take(listener: &Listener, key: u128, left: Duration) -> std::io::Result<Option<(usize, TcpStream)>> {
     let timeout = rustix::time::Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
-    if poll(&mut [PollFd::new(&listener.socket, PollFlags::IN)], Some(&timeout))? == 0 {
-        return Err(ErrorKind::TimedOut.into());
+    match poll(&mut [PollFd::new(&listener.socket, PollFlags::IN)], Some(&timeout)) {
+        Ok(0) => return Err(ErrorKind::TimedOut.into()),
+        // A signal: there is time left to look again.
+        Err(Errno::INTR) => return Ok(None),
+        ready => drop(ready?),
     }
     let (mut stream, _) = listener.socket.accept()?;
     stream.set_read_timeout(Some(Duration::from_secs(2)))?;
@@ -499,6 +503,28 @@ mod tests {
         assert_eq!(wait_for(&early), lost);
         alert.watch(1, &late);
         assert_eq!(late.failure(), Some(lost));
+    }
+
+    #[test]
+    fn a_signal_does_not_end_the_wait_for_other_hosts() {
+        let handler = signal_hook::flag::register(signal_hook::consts::SIGUSR2, Arc::default()).unwrap();
+        let listener = Listener::open("").unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(move || {
+                // SAFETY: always successful.
+                sender.send(unsafe { libc::pthread_self() }).unwrap();
+                take(&listener, 7, Duration::from_secs(20))
+            });
+            let thread = receiver.recv().unwrap();
+            while !waiter.is_finished() {
+                // SAFETY: the thread is not joined yet.
+                unsafe { libc::pthread_kill(thread, libc::SIGUSR2) };
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            assert!(waiter.join().unwrap().unwrap().is_none());
+        });
+        signal_hook::low_level::unregister(handler);
     }
 
     #[test]
