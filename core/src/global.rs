@@ -104,10 +104,14 @@ pub fn init_mpi() -> Result<()> {
             let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
             let rank = topology.rank();
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
-            if !config.timeline.is_empty() {
-                timeline::start(&config.timeline, rank, &title(rank, &places[rank]))?;
-            }
-            let _on_signal = OnSignal::start(Arc::clone(&dumper))?;
+            let ready = || {
+                if !config.timeline.is_empty() {
+                    timeline::start(&config.timeline, rank, &title(rank, &places[rank]))?;
+                }
+                OnSignal::start(Arc::clone(&dumper))
+            };
+            // The other ranks do not know of it: they would be waited for until the deadline.
+            let _on_signal = ready().inspect_err(|_| world.leave())?;
             let world = Arc::new(Mutex::new(world));
             let config = Box::new(config);
             let teams = BTreeMap::new();
@@ -181,10 +185,6 @@ pub fn start_timeline(folder: &str) -> Result<()> {
     timeline::start(folder, rank, &title)
 }
 
-/// The numbers of all teams, as a JSON object.
-///
-/// # Errors
-/// As for [`config`].
 /// Ends the timeline of this rank. Nothing happens when there is none.
 ///
 /// # Errors
@@ -195,6 +195,10 @@ pub fn stop_timeline() -> Result<()> {
     Ok(())
 }
 
+/// The numbers of all teams, as a JSON object.
+///
+/// # Errors
+/// As for [`config`].
 pub fn stats() -> Result<serde_json::Value> {
     read(|state| match state {
         State::Started { teams, topology, .. } => {

@@ -73,6 +73,39 @@ open(done, "w").close()
     told(on_ranks(body, tmp_path, two))
 
 
+def test_the_making_of_a_team_does_not_wait_for_a_rank_that_another_host_has_lost(
+    two: hosts.Hosts, tmp_path: Path
+) -> None:
+    body = """
+mc.init(nteams=1)
+if mc.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+lost(lambda: mc.create_team(1))
+"""
+    told(on_ranks(body, tmp_path, two))
+
+
+def test_a_start_that_fails_on_one_rank_is_told_at_once(tmp_path: Path) -> None:
+    body = """
+start = time.monotonic()
+if os.environ.get("PMI_RANK") == "1":
+    os.environ["DL_COMM_TIMELINE"] = "/proc/nowhere"
+    try:
+        mc.init()
+    except mc.CommError as error:
+        print(f"failed after {time.monotonic() - start:.0f} s: {error}", flush=True)
+        os._exit(1)
+lost(mc.init)
+"""
+    finished = on_ranks(body, tmp_path)
+    found = re.search(r"failed after (\d+) s: .*/proc/nowhere", finished.output)
+    if not found and "told after" not in finished.output:
+        pytest.skip("the launcher does not tell the ranks by PMI_RANK")
+    assert found, finished.output
+    assert int(found[1]) < 30, finished.output
+    told(finished)
+
+
 def test_a_forked_child_leaves_the_timeline_of_its_parent_alone(tmp_path: Path) -> None:
     body = """
 mc.init(nteams=1)

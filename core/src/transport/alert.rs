@@ -23,8 +23,8 @@ use rustix::net::sockopt;
 use serde_json::{Value, json};
 
 use super::node::Node;
-use super::process::Process;
 use super::private::Private;
+use super::process::Process;
 use crate::error::{Error, Result};
 use crate::say::say;
 
@@ -32,6 +32,10 @@ use crate::say::say;
 const LOOK: Duration = Duration::from_millis(200);
 /// How long hosts have to connect to each other.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// What the thread is told at its end.
+const GOOD_BYE: &[u8] = b".";
+/// As [`GOOD_BYE`], for an end of which the other hosts shall hear as a loss.
+const LEAVE: &[u8] = b"!";
 /// The longest line that is taken from another host.
 const LONGEST: usize = 16 << 10;
 
@@ -91,10 +95,11 @@ impl Listener {
     }
 }
 
-/// The alert of a host; ends, with a good-bye, when dropped.
+/// The alert of a host; ends, with a good-bye unless it was told to [`Alert::leave`], when dropped.
 pub struct Alert {
     teams: Arc<Mutex<Teams>>,
     stop: UnixStream,
+    leaves: bool,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -152,7 +157,7 @@ impl Alert {
             told: HashSet::new(),
         };
         let thread = Builder::new().name("dlcomm-alert".into()).spawn(move || watch.run()).map_err(refused)?;
-        Ok(Alert { teams, stop, thread: Some(thread) })
+        Ok(Alert { teams, stop, leaves: false, thread: Some(thread) })
     }
 
     /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
@@ -165,10 +170,22 @@ impl Alert {
     }
 }
 
+impl Alert {
+    /// What all teams have heard of a process that has ended, on whatever host.
+    pub fn lost(&self) -> Option<Error> {
+        lock(&self.teams).lost.clone()
+    }
+
+    /// Ends without a good-bye: to the other hosts this process is lost, for they may wait for it yet.
+    pub fn leave(&mut self) {
+        self.leaves = true;
+    }
+}
+
 impl Drop for Alert {
     fn drop(&mut self) {
         // The thread ends for nothing else but a failure of its own, which it has told.
-        let _told = self.stop.write_all(b".");
+        let _told = self.stop.write_all(if self.leaves { LEAVE } else { GOOD_BYE });
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             say("the alert between hosts panicked");
         }
@@ -330,7 +347,11 @@ impl Watch {
             }
             // What happened just before the end has been told by now.
             if last {
-                return self.send(&json!({"bye": true}));
+                let mut word = [0; 1];
+                if self.stopped.read_exact(&mut word).is_ok() && word == GOOD_BYE {
+                    self.send(&json!({"bye": true}));
+                }
+                return;
             }
         }
     }

@@ -186,14 +186,15 @@ impl World {
         self.key
     }
 
-    /// Runs `work` with the patience that the settings give it, or until a process of this host has ended; `what` names it
-    /// in messages.
+    /// Runs `work` with the patience that the settings give it, or until a process of this host, or one of which the alert
+    /// has told, has ended; `what` names it in messages.
     fn patiently<T>(&self, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
         let seen = Cell::new(None);
         let lost = || {
             let ranks = self.topology.local_ranks();
             let ended = |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.neighbours.lost(local)?));
-            let words = (0..ranks.len()).find_map(ended)?;
+            let elsewhere = || Some(self.alert.as_ref()?.lost()?.detail().to_owned());
+            let words = (0..ranks.len()).find_map(ended).or_else(elsewhere)?;
             // What it did just before may still be on its way.
             let since: Instant = seen.get().unwrap_or_else(Instant::now);
             seen.set(Some(since));
@@ -324,6 +325,7 @@ impl Drop for World {
         if leaves {
             mem::forget(self.universe.take());
             mem::forget(self.comm.take());
+            self.alert.iter_mut().for_each(Alert::leave);
         }
         drop(self.comm.take());
     }
