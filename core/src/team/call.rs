@@ -1,7 +1,7 @@
 //! A call from its submission to its completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::callers::ThreadId;
@@ -134,8 +134,7 @@ pub(super) struct Call {
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
     pub record: Arc<Record>,
-    /// Since when the ranks know that not all of them have it.
-    pub alone_since: OnceLock<Instant>,
+    alone_since: Mutex<Option<Instant>>,
     recorder: Arc<record::Shared>,
     parts: AtomicUsize,
     outcome: Mutex<(Option<Ended>, Result<()>)>,
@@ -156,11 +155,22 @@ impl Call {
             timeout,
             warned: AtomicBool::new(false),
             record,
-            alone_since: OnceLock::new(),
+            alone_since: Mutex::default(),
             recorder,
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((Some(ended), Ok(()))),
         }
+    }
+
+    /// Since when the ranks know that not all of them have it, and nothing before it could be carried out; now, if they
+    /// have not known before.
+    pub fn alone_since(&self) -> Instant {
+        *self.alone_since.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Instant::now)
+    }
+
+    /// Something before it could be carried out.
+    pub fn moves_up(&self) {
+        *self.alone_since.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Says that `more` further threads will end a part each; called before they start.

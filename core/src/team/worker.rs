@@ -99,6 +99,7 @@ impl Queue<'_> {
             let place = self.calls.iter().position(|call| call.job.signature == signature);
             first.extend(place.and_then(|place| self.calls.remove(place)));
         }
+        self.calls.iter().for_each(|call| call.moves_up());
         first.append(&mut self.calls);
         self.calls = first;
     }
@@ -199,13 +200,13 @@ impl Worker {
         let pending = |call: &Arc<Call>| Pending {
             signature: call.job.signature,
             key: call.job.key(),
-            age: match call.alone_since.get_or_init(Instant::now).elapsed() {
+            age: match call.alone_since().elapsed() {
                 alone if alone > within(call) => Age::Stale,
                 alone if alone > within(call) / SOONER => Age::Ripe,
                 _ => Age::Fresh,
             },
         };
-        let quiet = queue.arrived.max(*queue.calls[0].alone_since.get_or_init(Instant::now)).elapsed();
+        let quiet = queue.arrived.max(queue.calls[0].alone_since()).elapsed();
         let nothing_more = || {
             let waiting: Vec<ThreadId> = queue.calls.iter().filter_map(|call| call.thread).collect();
             queue.closed || (waiting.len() == queue.calls.len() && shared.callers.all_wait(&waiting))

@@ -218,9 +218,10 @@ fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> 
     let until = Instant::now() + PATIENCE;
     let (below, above): (Vec<usize>, Vec<usize>) = neighbours(me, hosts.len()).into_iter().partition(|&host| host < me);
     let mut peers = Vec::new();
+    let mut called = Vec::new();
     for host in above {
         match call(&hosts[host], me, key, until) {
-            Ok(stream) => peers.extend(ready(stream, &hosts[host].name)),
+            Ok(stream) => called.push((host, stream)),
             Err(error) => unwatched(&hosts[host].name, &error),
         }
     }
@@ -237,7 +238,23 @@ fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> 
             }
         }
     }
+    // Now that nobody waits for this host.
+    for (host, mut stream) in called {
+        match answered(&mut stream, key, until) {
+            Ok(()) => peers.extend(ready(stream, &hosts[host].name)),
+            Err(error) => unwatched(&hosts[host].name, &error),
+        }
+    }
     peers
+}
+
+/// Whether who took the call knows the key too: else it is somebody else who listens at that address.
+fn answered(stream: &mut TcpStream, key: u128, until: Instant) -> std::io::Result<()> {
+    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(left))?;
+    let mut answer = [0; 16];
+    stream.read_exact(&mut answer)?;
+    if answer == (!key).to_le_bytes() { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }
 }
 
 fn unwatched(name: &str, error: &std::io::Error) {
@@ -284,6 +301,9 @@ fn take(listener: &Listener, key: u128, left: Duration) -> std::io::Result<Optio
     stream.set_read_timeout(Some(Duration::from_secs(2)))?;
     let mut hello = [0; 24];
     if stream.read_exact(&mut hello).is_err() || hello[..16] != key.to_le_bytes() {
+        return Ok(None);
+    }
+    if stream.write_all(&(!key).to_le_bytes()).is_err() {
         return Ok(None);
     }
     let mut host = [0; 8];
@@ -514,9 +534,14 @@ mod tests {
             addresses: vec![socket.local_addr().unwrap()],
         };
         let hosts = [address("rank 0", &listener.socket), address("rank 3", &other)];
+        let take = std::thread::spawn(move || {
+            let (mut stream, _) = other.accept().unwrap();
+            stream.read_exact(&mut [0; 24]).unwrap();
+            stream.write_all(&(!7u128).to_le_bytes()).unwrap();
+            stream
+        });
         let alert = Alert::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
-        let (mut stream, _) = other.accept().unwrap();
-        stream.read_exact(&mut [0; 24]).unwrap();
+        let stream = take.join().unwrap();
         let [early, late] = [(); 2].map(|()| threads::world(&[1], 1, 4096).unwrap().remove(0).node);
         alert.watch(0, &early);
         drop(stream);
@@ -546,6 +571,23 @@ mod tests {
             assert!(waiter.join().unwrap().unwrap().is_none());
         });
         signal_hook::low_level::unregister(handler);
+    }
+
+    #[test]
+    fn a_stranger_who_is_called_is_not_taken_for_a_host() {
+        let (listener, stranger) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = vec![stranger.local_addr().unwrap()];
+        let hosts = [
+            HostAddress { name: "rank 0".into(), addresses: vec![] },
+            HostAddress { name: "rank 1".into(), addresses },
+        ];
+        let hangs_up = std::thread::spawn(move || drop(stranger.accept().unwrap()));
+        let alert = Alert::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
+        hangs_up.join().unwrap();
+        let node = threads::world(&[1], 1, 4096).unwrap().remove(0).node;
+        alert.watch(0, &node);
+        std::thread::sleep(3 * LOOK);
+        assert_eq!(node.failure(), None);
     }
 
     #[test]
