@@ -536,5 +536,5 @@ def test_an_exception_on_one_rank_ends_the_others(tmp_path):
 
 
 def test_importing_the_package_imports_no_tensorflow():
-    check = "import sys, dl_comm.tf1; assert 'tensorflow' not in sys.modules and 'numpy' in sys.modules"
+    check = "import sys, dl_comm.tf1; assert 'tensorflow' not in sys.modules"
     assert run_command([sys.executable, "-c", check], 60).returncode == 0
