@@ -173,7 +173,9 @@ def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
     for seen in job.others():
         assert seen["lost"]["error"] == job.error("PeerLostError"), seen["lost"]
         assert seen["lost"]["seconds"] < SOON, seen["lost"]
-        assert f"rank {job.odd} " in seen["lost"]["text"], seen["lost"]
+        # Between hosts a launcher may be quicker: it ends the other rank of that host, and they hear of that one first.
+        ended = [job.odd] if job.there is None else [job.odd - 1, job.odd]
+        assert any(f"rank {rank} " in seen["lost"]["text"] for rank in ended), seen["lost"]
         assert "(pid " in seen["lost"]["text"], seen["lost"]
         # The first error, whatever was seen of it since.
         assert (seen["again"]["error"], seen["again"]["text"]) == (seen["lost"]["error"], seen["lost"]["text"])

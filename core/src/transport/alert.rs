@@ -346,9 +346,15 @@ impl Watch {
     fn run(mut self) {
         loop {
             let last = self.sleep();
-            let ended = |(name, process): &(String, Process)| Some(format!("{name} {}", process.ended()?));
-            let words: Vec<String> = self.processes.iter().filter_map(ended).collect();
-            self.processes.retain(|(_, process)| process.ended().is_none());
+            let mut words = Vec::new();
+            // One look at each: who ends between two would be forgotten untold.
+            self.processes.retain(|(name, process)| match process.ended() {
+                Some(how) => {
+                    words.push(format!("{name} {how}"));
+                    false
+                }
+                None => true,
+            });
             words.into_iter().for_each(|words| self.lost(words));
             let failures = lock(&self.teams).failures();
             for (team, error) in failures {
