@@ -217,6 +217,15 @@ def test_the_rank_that_was_lost_comes_before_those_that_missed_it() -> None:
     assert "rank(s) 0-1 failed later: exit status 1" in text
 
 
+def test_ranks_that_were_cut_short_are_no_success() -> None:
+    well = ended(0, 0, status=0)
+    assert judged(well, ended(1, 1, status=0), code=0) == (0, "")
+    for cut in (ended(1, None), ended(1, 1, killed=True)):
+        status, text = judged(well, cut, code=0)
+        assert status == 1
+        assert "rank(s) 0 had ended with status 0 before the others" in text
+
+
 def test_ends_without_a_failure_of_a_rank() -> None:
     assert judged(ended(0, 0), code=0) == (0, "")
     assert judged(code=-9) == (

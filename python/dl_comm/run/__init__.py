@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: that of the rank that failed first (128 + signal), or of the launcher where none is known to
-        have failed; 1 when ``--check`` found something; 2 when what was asked for cannot be done.
+        have failed; 1 when ranks were stopped before their end and nobody knows why, or when ``--check`` found
+        something; 2 when what was asked for cannot be done.
     """
     try:
         return _run(parse(sys.argv[1:] if arguments is None else arguments))

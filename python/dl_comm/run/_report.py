@@ -57,11 +57,12 @@ def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: in
         lines += _others(first, [rank for rank in failed if rank is not first], rest)
         own = status_of(first) if "seconds" in end else 0
         return Outcome(own or status_of(failed[0]), "\n".join(lines))
-    if status == 0:
+    # MPICH's launcher calls it a success when a rank leaves with 0 before MPI's end, and kills the others.
+    cut_short = any(rank.end is None or rank.end.get("killed") for rank in ranks.values())
+    if status == 0 and not cut_short:
         return Outcome(0, "")
-    return Outcome(
-        status, "\n".join(_nobody(list(ranks.values()), told, size, f"{launcher} ended with status {status}"))
-    )
+    text = _nobody(list(ranks.values()), told, size, f"{launcher} ended with status {status}")
+    return Outcome(status or 1, "\n".join(text))
 
 
 def why(rank: Rank) -> str:
