@@ -83,7 +83,12 @@ impl Dumper {
 
     fn temporary(&self) -> PathBuf {
         let user = rustix::process::getuid().as_raw();
-        std::env::temp_dir().join(format!("dl_comm-{user}")).join(format!("{:012x}", self.key & 0xffff_ffff_ffff))
+        std::env::temp_dir().join(format!("dl_comm-{user}")).join(self.job())
+    }
+
+    /// Tells the job from others; not all of its key, which is a secret.
+    fn job(&self) -> String {
+        format!("{:012x}", self.key & 0xffff_ffff_ffff)
     }
 
     fn content(&self, reason: &str) -> Value {
@@ -92,7 +97,7 @@ impl Dumper {
         let place = |(rank, place): (usize, &RankPlace)| json!({"rank": rank, "host": place.host, "pid": place.pid});
         json!({
             "format": "dl_comm dump 1",
-            "job": format!("{:012x}", self.key & 0xffff_ffff_ffff),
+            "job": self.job(),
             "reason": reason,
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
             "rank": self.rank,

@@ -106,7 +106,7 @@ pub fn init_mpi() -> Result<()> {
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
             let ready = || {
                 if !config.timeline.is_empty() {
-                    timeline::start(&config.timeline, rank, &title(rank, &places[rank]))?;
+                    timeline::start(&config.timeline, rank, &places[rank].title(rank))?;
                 }
                 OnSignal::start(Arc::clone(&dumper))
             };
@@ -151,11 +151,6 @@ pub fn config() -> Result<Config> {
     })
 }
 
-/// `rank 3 on host (pid 7)`.
-fn title(rank: usize, place: &RankPlace) -> String {
-    format!("rank {rank} on {} (pid {})", place.host, place.pid)
-}
-
 /// Writes this rank's last calls into `folder`, or where `DL_COMM_DUMP_DIR` says; returns the file.
 ///
 /// # Errors
@@ -177,7 +172,7 @@ pub fn start_timeline(folder: &str) -> Result<()> {
     let (rank, title) = read(|state| match state {
         State::Started { topology, places, .. } => {
             let rank = topology.rank();
-            Ok((rank, title(rank, &places[rank])))
+            Ok((rank, places[rank].title(rank)))
         }
         State::Fresh => Err(not_started()),
         State::Finalized(_) => Err(finalized()),

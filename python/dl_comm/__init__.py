@@ -14,8 +14,8 @@ those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or P
 ``dl_comm.tensorflow`` and ``dl_comm.keras`` offer optimizers and callbacks. Importing this package imports no
 framework, and loads the core only when a name of it is first used.
 
-Thread rule: every function may be called from any thread; those marked *collective* must be called by all ranks, in one
-order for each team. None holds the GIL while it waits.
+Thread rule: every function may be called from any thread; those marked *collective* must be called by all ranks, which
+line them up by what they are when their order differs. None holds the GIL while it waits.
 """
 
 from __future__ import annotations

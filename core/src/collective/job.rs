@@ -24,6 +24,17 @@ pub enum Op {
     Barrier,
 }
 
+impl Op {
+    /// A number for the operation, whatever its root.
+    fn kind(self) -> i64 {
+        match self {
+            Op::Average => 1,
+            Op::Broadcast { .. } => 2,
+            Op::Barrier => 3,
+        }
+    }
+}
+
 /// How a team carries its calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Carrier {
@@ -138,13 +149,9 @@ impl Job {
         let mut hash = Xxh3::new();
         let mut number = |value: i64| hash.update(&value.to_le_bytes());
         number(i64::from(self.carrier.team));
-        match self.op {
-            Op::Average => number(1),
-            Op::Broadcast { root } => {
-                number(2);
-                number(root as i64);
-            }
-            Op::Barrier => number(3),
+        number(self.op.kind());
+        if let Op::Broadcast { root } = self.op {
+            number(root as i64);
         }
         number(if self.op == Op::Average { self.towers.len() as i64 } else { 1 });
         for tensor in self.tensors(0) {
@@ -198,12 +205,7 @@ impl Job {
 
     /// The same for all calls of this operation and name, whatever their content; 0 for a call without a name.
     pub fn key(&self) -> u32 {
-        let kind = match self.op {
-            Op::Average => 1,
-            Op::Broadcast { .. } => 2,
-            Op::Barrier => 3,
-        };
-        let hash = xxh3_64_with_seed(self.name.as_bytes(), kind);
+        let hash = xxh3_64_with_seed(self.name.as_bytes(), self.op.kind().cast_unsigned());
         if self.name.is_empty() { 0 } else { (hash >> 32) as u32 | 1 }
     }
 

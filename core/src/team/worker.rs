@@ -169,17 +169,19 @@ impl Worker {
             queue.take();
             let list = self.list(queue);
             let head = Arc::clone(&queue.calls[0]);
-            let decision = self.attempt(&head, |channel, _, patience| channel.line_up(&list, patience));
+            let decision = self.attempt(&head, |channel, _, patience| {
+                let decision = channel.line_up(&list, patience)?;
+                if decision == Decision::Wait {
+                    // The rounds themselves do not wait for what is missing.
+                    let counterpart = || "its counterpart on ranks that called something else".to_owned();
+                    patience.check(Duration::ZERO, &counterpart)?;
+                }
+                Ok(decision)
+            });
             match decision {
                 Ok(Decision::Run(order)) => return queue.reorder(&order),
                 Ok(Decision::GiveUp(places)) => return self.give_up(queue, places[self.rank]),
                 Ok(Decision::Wait) => {
-                    let counterpart = || "its counterpart on ranks that called something else".to_owned();
-                    let late = self.attempt(&head, |_, _, patience| patience.check(Duration::ZERO, &counterpart));
-                    if let Err(error) = late {
-                        queue.calls.pop_front();
-                        return head.finish(Err(error));
-                    }
                     nap = if queue.nap(nap) { Duration::from_millis(1) } else { (2 * nap).min(LONGEST_NAP) };
                 }
                 Err(error) => {

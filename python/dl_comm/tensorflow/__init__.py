@@ -10,7 +10,7 @@ FailedPreconditionError (not initialised), DeadlineExceededError, ResourceExhaus
 gone, for one); each text has `dl_comm error <code>:`, the codes being those of dl_comm.h.
 
 Thread rule: everything may be called from any thread. The ops hold no thread of TensorFlow while they wait for other
-ranks. All ranks run the calls of one team in the same order; calls on different teams are independent.
+ranks. All ranks run the same calls of a team, which are lined up by what they are; teams are independent.
 """
 
 from __future__ import annotations

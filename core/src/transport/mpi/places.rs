@@ -32,6 +32,11 @@ pub struct RankPlace {
 }
 
 impl RankPlace {
+    /// The rank there, which is `rank`, for messages: `rank 3 on host (pid 7)`.
+    pub fn title(&self, rank: usize) -> String {
+        format!("rank {rank} on {} (pid {})", self.host, self.pid)
+    }
+
     /// The same for the ranks of one host.
     pub(super) fn home(&self) -> (&str, &str, &str) {
         (&self.host, &self.boot, &self.device)

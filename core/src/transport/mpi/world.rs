@@ -167,7 +167,7 @@ impl World {
         timeline::set_offset(parts(leaders[topology.host()]).0.parse().unwrap_or(0));
         let Some(listener) = listener? else { return Ok(None) };
         let host = |&leader: &usize| HostAddress {
-            name: format!("{} (pid {})", self.names[leader], self.places[leader].pid),
+            name: self.places[leader].title(leader),
             addresses: parts(leader).1.split(',').filter_map(|address| address.parse().ok()).collect(),
         };
         let hosts: Vec<HostAddress> = leaders.iter().map(host).collect();
