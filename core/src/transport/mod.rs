@@ -5,6 +5,7 @@
 
 pub mod alert;
 pub mod flag;
+pub mod hosts;
 pub mod memory;
 pub mod mpi;
 pub mod node;
