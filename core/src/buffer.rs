@@ -93,6 +93,26 @@ impl Buffer {
         self.dst
     }
 
+    /// Where element `start` is read.
+    ///
+    /// # Safety
+    /// The memory is valid, and has this element or ends there.
+    pub unsafe fn read_at(&self, start: usize) -> *const u8 {
+        debug_assert!(start <= self.len);
+        // SAFETY: the caller's promise.
+        unsafe { self.src.add(start * self.dtype.size()) }
+    }
+
+    /// Where element `start` is written.
+    ///
+    /// # Safety
+    /// As for [`Buffer::read_at`].
+    pub unsafe fn written_at(&self, start: usize) -> *mut u8 {
+        debug_assert!(start <= self.len);
+        // SAFETY: the caller's promise.
+        unsafe { self.dst.add(start * self.dtype.size()) }
+    }
+
     /// The bytes of elements `start .. start + count`, to read.
     ///
     /// # Safety

@@ -154,7 +154,8 @@ impl Reduction {
     ///
     /// # Safety
     /// Every pointer is valid for `count` wire elements and aligned for them; nobody else writes there.
-    pub unsafe fn mean(self, sources: &[*const u8], out: *mut u8, count: usize, divisor: u32) {
+    pub unsafe fn mean(self, sources: &[*const u8], outs: &[*mut u8], count: usize, divisor: u32) {
+        let out = outs[0];
         // SAFETY: the caller's promise.
         with_scheme!(self, S => unsafe {
             if self.wide {
@@ -163,6 +164,10 @@ impl Reduction {
                 blocks::<S, Native, Native>(sources, out, count, |acc| S::divide(acc, divisor))
             }
         });
+        for &other in &outs[1..] {
+            // SAFETY: the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(out, other, count * self.wire_size()) };
+        }
     }
 
     /// `acc[i] = sources[0][i] + sources[1][i] + …`: wire elements into accumulators.
@@ -282,7 +287,7 @@ mod tests {
         let mut out = vec![T::default(); sources[0].len()];
         let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr().cast()).collect();
         // SAFETY: the vectors are of one length and of the reduction's type.
-        unsafe { reduction.mean(&pointers, out.as_mut_ptr().cast(), out.len(), divisor) };
+        unsafe { reduction.mean(&pointers, &[out.as_mut_ptr().cast()], out.len(), divisor) };
         out
     }
 
@@ -339,7 +344,7 @@ mod tests {
                 let accs = [first.as_ptr().cast::<u8>(), second.as_ptr().cast()];
                 reduction.finish(&accs, out.as_mut_ptr().cast(), out.len(), 3);
                 let wide = Reduction { wide: true, ..reduction };
-                wide.mean(&pointers, second.as_mut_ptr().cast(), second.len(), 3);
+                wide.mean(&pointers, &[second.as_mut_ptr().cast()], second.len(), 3);
                 wide.narrow(second.as_ptr().cast(), narrow.as_mut_ptr().cast(), narrow.len());
             }
             prop_assert_eq!(&direct, &out);
@@ -354,7 +359,7 @@ mod tests {
         let mut out = [bf16::ZERO];
         // SAFETY: one accumulator, one element.
         unsafe {
-            reduction.mean(&[acc.as_ptr().cast()], acc.as_mut_ptr().cast(), 1, 2);
+            reduction.mean(&[acc.as_ptr().cast()], &[acc.as_mut_ptr().cast()], 1, 2);
             reduction.narrow(acc.as_ptr().cast(), out.as_mut_ptr().cast(), 1);
         }
         assert_eq!(acc, [bf16::from_f32(129.5).to_f32()]);

@@ -109,15 +109,39 @@ fn three_ranks_take_two_steps() {
     explore(Some(1), || averages(3, 2));
 }
 
-/// Both ranks find out that they called different things, and the channel can be used again.
+/// Short calls, which take one exchange, before and after one of several chunks, on slots that they share.
 #[test]
-fn different_calls_are_seen_by_both() {
-    explore(Some(3), || {
+fn short_calls_mix_with_long_ones() {
+    explore(Some(2), || {
         let rank = |(rank, node): (usize, Arc<Node>)| {
             spawn(move || {
                 let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0), None);
+                for (call, chunks) in [1, 2, 1, 1].into_iter().enumerate() {
+                    let mut data = vec![(rank + call) as f32; chunks * FLOATS];
+                    let job = average(&mut data, 2, "");
+                    assert_eq!(job.plan.chunks(), chunks);
+                    patiently(&node, |patience| {
+                        assert!(channel.first(&job, patience).unwrap());
+                        channel.rest(&job, 1..chunks, patience).unwrap();
+                    });
+                    assert!(data.iter().all(|&value| value == call as f32 + 0.5));
+                }
+            })
+        };
+        let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+/// Both ranks find out that they called different things, and the channel can be used again.
+fn differing(longer: usize) {
+    explore(Some(3), move || {
+        let rank = move |(rank, node): (usize, Arc<Node>)| {
+            spawn(move || {
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0), None);
                 let mut data = vec![rank as f32; FLOATS];
-                let other = average(&mut data, 2, if rank == 0 { "a" } else { "b" });
+                let mut more = vec![0.0; if rank == 0 { FLOATS } else { longer }];
+                let other = average(&mut more, 2, if rank == 0 { "a" } else { "b" });
                 let same = average(&mut data, 2, "c");
                 patiently(&node, |patience| {
                     assert!(!channel.first(&other, patience).unwrap());
@@ -129,6 +153,17 @@ fn different_calls_are_seen_by_both() {
         let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
     });
+}
+
+#[test]
+fn different_calls_are_seen_by_both() {
+    differing(FLOATS);
+}
+
+/// The same where one of them takes a call in one exchange and the other in several steps.
+#[test]
+fn different_lengths_are_seen_by_both() {
+    differing(2 * FLOATS);
 }
 
 /// Two raises, and as many sleepers as there are targets.

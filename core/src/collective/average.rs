@@ -9,8 +9,8 @@ use crate::topology::Topology;
 pub(super) struct Average;
 
 impl Collective for Average {
-    unsafe fn pack(&self, job: &Job, _topology: &Topology, chunk: usize, slot: *mut u8) {
-        for piece in job.plan.pieces(chunk, 0..job.plan.chunk_len(chunk)) {
+    unsafe fn pack(&self, job: &Job, _topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
+        for piece in job.plan.pieces(chunk, part) {
             let buffers = job.replicas(piece.tensor);
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
@@ -30,14 +30,43 @@ impl Collective for Average {
         }
     }
 
+    fn stays(&self, job: &Job) -> bool {
+        !job.is_wide()
+    }
+
     unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>) {
+        if self.stays(job) {
+            for piece in job.plan.pieces(lane.chunk, slice) {
+                let buffer = &job.tensors(0)[piece.tensor].buffer;
+                // SAFETY: the piece is this lane's in all slots, and the tensor's memory is the call's.
+                unsafe {
+                    let own = buffer.read_at(piece.first);
+                    let outs = [lane.own().add(piece.offset), buffer.written_at(piece.first)];
+                    let sources = lane.sources_with(piece.offset, own);
+                    job.reduction(buffer.dtype()).mean(&sources, &outs, piece.count, job.divisor());
+                }
+            }
+            return;
+        }
         for run in job.plan.runs(lane.chunk, slice) {
             let reduction = job.reduction(run.dtype);
             let count = run.bytes.len() / reduction.wire_size();
             // SAFETY: the run is whole elements of the slice, which is this lane's in all slots.
             unsafe {
                 let out = lane.own().add(run.bytes.start);
-                reduction.mean(&lane.sources(run.bytes.start), out, count, job.divisor());
+                reduction.mean(&lane.sources(run.bytes.start), &[out], count, job.divisor());
+            }
+        }
+    }
+
+    unsafe fn take(&self, job: &Job, lane: &Lane<'_>) {
+        for piece in job.plan.pieces(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
+            let buffer = &job.tensors(0)[piece.tensor].buffer;
+            // SAFETY: the slots are read-only, and the tensor's memory is the call's.
+            unsafe {
+                let sources = lane.sources_with(piece.offset, buffer.read_at(piece.first));
+                let out = [buffer.written_at(piece.first)];
+                job.reduction(buffer.dtype()).mean(&sources, &out, piece.count, job.divisor());
             }
         }
     }

@@ -8,7 +8,13 @@ use crate::topology::Topology;
 pub(super) struct Barrier;
 
 impl Collective for Barrier {
-    unsafe fn pack(&self, _job: &Job, _topology: &Topology, _chunk: usize, _slot: *mut u8) {}
+    unsafe fn pack(&self, _job: &Job, _topology: &Topology, _chunk: usize, _part: Range<usize>, _slot: *mut u8) {}
+
+    fn stays(&self, _job: &Job) -> bool {
+        false
+    }
+
+    unsafe fn take(&self, _job: &Job, _lane: &Lane<'_>) {}
 
     unsafe fn combine(&self, _job: &Job, _lane: &Lane<'_>, _slice: Range<usize>) {}
 

@@ -16,11 +16,11 @@ fn root_place(job: &Job, topology: &Topology) -> (usize, usize) {
 }
 
 impl Collective for Broadcast {
-    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, slot: *mut u8) {
+    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
         if (topology.host(), topology.local_rank()) != root_place(job, topology) {
             return;
         }
-        for piece in job.plan.pieces(chunk, 0..job.plan.chunk_len(chunk)) {
+        for piece in job.plan.pieces(chunk, part) {
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
                 let bytes = job.tensors(0)[piece.tensor].buffer.bytes(piece.first, piece.count);
@@ -29,10 +29,27 @@ impl Collective for Broadcast {
         }
     }
 
+    fn stays(&self, _job: &Job) -> bool {
+        false
+    }
+
     unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>) {
         let (_, root) = root_place(job, lane.topology);
         // SAFETY: the slice is this lane's in all slots.
         unsafe { copy_slice(lane.slots[root], lane.own(), slice) };
+    }
+
+    unsafe fn take(&self, job: &Job, lane: &Lane<'_>) {
+        let (_, root) = root_place(job, lane.topology);
+        for piece in job.plan.pieces(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
+            for buffer in job.replicas(piece.tensor) {
+                // SAFETY: the slots are read-only, and the tensors' memory is the call's.
+                unsafe {
+                    let to = buffer.bytes_mut(piece.first, piece.count);
+                    ptr::copy_nonoverlapping(lane.slots[root].add(piece.offset), to.as_mut_ptr(), to.len());
+                }
+            }
+        }
     }
 
     unsafe fn scatter(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> usize {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
-use super::{Account, Collective, Job, Lane, explain};
+use super::{Account, Collective, Job, Lane, PerRank, explain};
 use crate::error::{Error, Result};
 use crate::plan::{HEADER, slice};
 use crate::topology::Topology;
@@ -19,6 +19,10 @@ use crate::trace::{Activity, Lap};
 use crate::transport::memory::Aligned;
 use crate::transport::sync;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
+
+/// A call of one chunk is short when a rank has no more bytes than that to read from the others: then copying all is
+/// cheaper than two more turns of flags.
+const SHORT: usize = 16 << 10;
 
 /// What a part of a list of calls starts with when another part follows.
 const MORE: &str = "+";
@@ -28,7 +32,12 @@ pub struct Channel {
     pub(super) topology: Arc<Topology>,
     pub(super) node: NodeChannel,
     pub(super) link: Option<Box<dyn Link>>,
+    /// The last step.
     step: u32,
+    /// All ranks of the host are known to have unpacked this step.
+    free: u32,
+    /// This rank has unpacked this step, whether or not it has raised its flag for it.
+    unpacked: u32,
     own_part: Aligned,
 }
 
@@ -42,7 +51,7 @@ impl Channel {
     /// A channel over `node` and, where there are several hosts and this rank drives a lane, `link`.
     pub fn new(topology: Arc<Topology>, node: NodeChannel, mut link: Option<Box<dyn Link>>) -> Channel {
         let part = link.as_mut().map_or(0, |link| link.message_to_all().len());
-        Channel { topology, node, link, step: 0, own_part: Aligned::new(part) }
+        Channel { topology, node, link, step: 0, free: 0, unpacked: 0, own_part: Aligned::new(part) }
     }
 
     /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
@@ -51,8 +60,55 @@ impl Channel {
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
     pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
+        if self.is_short(job) {
+            return self.exchange(job, patience);
+        }
         let step = self.pack(job, 0, patience)?;
         self.settle(job, &step, patience)
+    }
+
+    /// Whether every rank may as well do all the work of a call itself as wait for the lanes; the same on all ranks that
+    /// call the same.
+    fn is_short(&self, job: &Job) -> bool {
+        let read = job.plan.total() * (self.topology.local_size() - 1);
+        self.topology.hosts() == 1 && job.plan.chunks() == 1 && !job.is_wide() && read <= SHORT
+    }
+
+    /// A call of one short chunk in one exchange: every rank shows what it brings, and makes the result for itself, by the
+    /// same additions as a lane. Nobody raises `Unpacked`; `begin` does when that is missed.
+    fn exchange(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
+        let len = job.plan.chunk_len(0);
+        let number = self.advance(patience)?;
+        self.put(job, 0, 0..len, number);
+        self.show(job, number, patience)?;
+        let agreed = self.node.same_signatures(number);
+        if agreed {
+            let mut lap = Lap::start(patience.log(), len);
+            let slots = self.slots(number);
+            slots.iter().for_each(|&slot| sync::reads(slot, len));
+            let lane = Lane { topology: &self.topology, chunk: 0, slots: &slots };
+            // SAFETY: all have packed, and nobody writes to a slot before all have come to the step after this one.
+            unsafe { job.op.collective().take(job, &lane) };
+            lap.end(Activity::Reduce);
+        }
+        self.unpacked = number;
+        Ok(agreed)
+    }
+
+    /// Says that this rank has packed the first chunk of `job`, and waits until all have.
+    fn show(&mut self, job: &Job, number: u32, patience: &Patience<'_>) -> Result<()> {
+        self.node.sign(number, job.signature);
+        self.node.raise(Phase::Packed, number);
+        patience.log().step();
+        patience.log().flag();
+        self.node.wait(Phase::Packed, number, self.topology.local_size(), patience)?;
+        // Nobody packs a call's first chunk before it has ended what came before.
+        self.free = number.wrapping_sub(1);
+        Ok(())
+    }
+
+    fn slots(&self, step: u32) -> PerRank<*mut u8> {
+        (0..self.topology.local_size()).map(|rank| self.node.slot(rank, step)).collect()
     }
 
     /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
@@ -118,20 +174,61 @@ impl Channel {
         }
     }
 
-    /// The number of the next step, once its slot is free.
+    /// The number of the next step, once its slot is free. Also tells the other ranks what this one has unpacked: they may
+    /// wait for it before they come to what this rank will wait for.
     pub(super) fn begin(&mut self, patience: &Patience<'_>) -> Result<u32> {
-        self.step = self.step.wrapping_add(1);
-        self.node.wait(Phase::Unpacked, self.step.wrapping_sub(2), self.topology.local_size(), patience)?;
-        Ok(self.step)
+        if self.node.own(Phase::Unpacked) != self.unpacked {
+            self.node.raise(Phase::Unpacked, self.unpacked);
+            patience.log().flag();
+        }
+        self.advance(patience)
+    }
+
+    fn advance(&mut self, patience: &Patience<'_>) -> Result<u32> {
+        let number = self.step.wrapping_add(1);
+        let before = number.wrapping_sub(2);
+        if before.wrapping_sub(self.free).cast_signed() > 0 {
+            self.node.wait(Phase::Unpacked, before, self.topology.local_size(), patience)?;
+            self.free = before;
+        }
+        self.step = number;
+        Ok(number)
+    }
+
+    /// This rank has taken what it wanted from step `number`.
+    pub(super) fn end(&mut self, number: u32) {
+        self.unpacked = number;
+        self.node.raise(Phase::Unpacked, number);
+    }
+
+    /// Copies `part` of a chunk into the slot of step `number`.
+    fn put(&self, job: &Job, chunk: usize, part: Range<usize>, number: u32) {
+        let slot = self.node.slot(self.topology.local_rank(), number);
+        sync::writes(slot.wrapping_add(part.start), part.len());
+        // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
+        unsafe { job.op.collective().pack(job, &self.topology, chunk, part, slot) };
+    }
+
+    /// The slice of a chunk that this rank's tensors and nobody's slot hold, before and after the reduction.
+    fn staying(&self, job: &Job, chunk: usize) -> Range<usize> {
+        match self.topology.lane() {
+            Some(lane) if self.topology.hosts() == 1 && job.op.collective().stays(job) => {
+                self.lane_slice(job, chunk, lane)
+            }
+            _ => 0..0,
+        }
+    }
+
+    fn lane_slice(&self, job: &Job, chunk: usize, lane: usize) -> Range<usize> {
+        slice(0..job.plan.chunk_len(chunk), lane, self.topology.lanes())
     }
 
     fn pack(&mut self, job: &Job, chunk: usize, patience: &Patience<'_>) -> Result<Step> {
         let number = self.begin(patience)?;
-        let mut lap = Lap::start(patience.log(), job.plan.chunk_len(chunk));
-        let slot = self.node.slot(self.topology.local_rank(), number);
-        sync::writes(slot, job.plan.chunk_len(chunk));
-        // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
-        unsafe { job.op.collective().pack(job, &self.topology, chunk, slot) };
+        let len = job.plan.chunk_len(chunk);
+        let mut lap = Lap::start(patience.log(), len);
+        let staying = self.staying(job, chunk);
+        [0..staying.start, staying.end..len].into_iter().for_each(|part| self.put(job, chunk, part, number));
         self.node.sign(number, job.signature);
         self.node.raise(Phase::Packed, number);
         lap.end(Activity::Copy);
@@ -145,8 +242,14 @@ impl Channel {
         let log = patience.log();
         self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
         let mut lap = Lap::start(log, job.plan.chunk_len(step.chunk));
+        // On one host every rank sees at once whether all agree; else the lanes find out.
+        let agreed_here = self.node.same_signatures(step.number);
+        if self.topology.hosts() == 1 && !agreed_here {
+            self.end(step.number);
+            return Ok(false);
+        }
         if let Some(lane) = self.topology.lane() {
-            let agreed = self.carry(job, step, lane, patience)?;
+            let agreed = self.carry(job, step, lane, agreed_here, patience)?;
             self.node.agree(step.number, agreed);
             self.node.raise(Phase::Reduced, step.number);
             log.flag();
@@ -161,24 +264,29 @@ impl Channel {
         if agreed {
             self.unpack(job, step);
         }
-        self.node.raise(Phase::Unpacked, step.number);
+        self.end(step.number);
         log.flag();
         lap.end(Activity::Copy);
         Ok(agreed)
     }
 
     /// A lane's work: completes its slice in its own slot, unless the ranks differ.
-    fn carry(&mut self, job: &Job, step: &Step, lane_index: usize, patience: &Patience<'_>) -> Result<bool> {
-        let agreed = self.node.same_signatures(step.number);
-        let slots: Vec<*mut u8> =
-            (0..self.topology.local_size()).map(|rank| self.node.slot(rank, step.number)).collect();
+    fn carry(
+        &mut self,
+        job: &Job,
+        step: &Step,
+        lane_index: usize,
+        agreed: bool,
+        patience: &Patience<'_>,
+    ) -> Result<bool> {
+        let slots = self.slots(step.number);
         let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
-        let slice = slice(0..job.plan.chunk_len(step.chunk), lane_index, self.topology.lanes());
+        let slice = self.lane_slice(job, step.chunk, lane_index);
         let collective = job.op.collective();
         match &mut self.link {
             None => {
                 if agreed {
-                    slots.iter().for_each(|slot| sync::reads(slot.wrapping_add(slice.start), slice.len()));
+                    slots.iter().for_each(|&slot| sync::reads(slot.wrapping_add(slice.start), slice.len()));
                     sync::writes(lane.own().wrapping_add(slice.start), slice.len());
                     // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
                     unsafe { collective.combine(job, &lane, slice) };
@@ -195,10 +303,13 @@ impl Channel {
 
     /// Copies the results from the lanes' slots to the tensors of every tower.
     fn unpack(&self, job: &Job, step: &Step) {
-        let len = job.plan.chunk_len(step.chunk);
+        let staying = self.staying(job, step.chunk);
         for lane in 0..self.topology.lanes() {
             let slot = self.node.slot(lane, step.number).cast_const();
-            let slice = slice(0..len, lane, self.topology.lanes());
+            let slice = self.lane_slice(job, step.chunk, lane);
+            if slice == staying {
+                continue;
+            }
             sync::reads(slot.wrapping_add(slice.start), slice.len());
             for piece in job.plan.pieces(step.chunk, slice) {
                 for buffer in job.replicas(piece.tensor) {

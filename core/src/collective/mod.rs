@@ -24,21 +24,35 @@ pub use job::{Carrier, Job, Op};
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use crate::topology::Topology;
 
 /// What tells the collectives apart. All ranges are bytes of the chunk; slots are as in [`crate::transport::node`].
 pub(crate) trait Collective: Sync {
-    /// Copies what this rank brings to chunk `chunk` into its slot.
+    /// Copies what this rank brings to `part` of chunk `chunk` into its slot.
     ///
     /// # Safety
     /// `slot` is this rank's slot of the step, its to write.
-    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, slot: *mut u8);
+    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8);
 
-    /// On one host: completes `slice` from all slots into this lane's slot.
+    /// On one host, whether a lane's driver takes its own part of its lane's slice from its tensors, and puts the result
+    /// there: then it need not pack or unpack that slice.
+    fn stays(&self, job: &Job) -> bool;
+
+    /// On one host: completes `slice` from all slots into this lane's slot, and, where that slice of the rank's own
+    /// tensors [stays](Collective::stays), into these.
     ///
     /// # Safety
-    /// The slice of all slots is this lane's.
+    /// The slice of all slots is this lane's, and the rank's tensors are the call's.
     unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>);
+
+    /// On one host, for a call that is not [wide](Job::is_wide): the results of the whole chunk from all slots into this
+    /// rank's tensors.
+    ///
+    /// # Safety
+    /// All slots are read-only, and the rank's tensors are the call's.
+    unsafe fn take(&self, job: &Job, lane: &Lane<'_>);
 
     /// Between hosts: writes this host's part of `piece` for the host that will complete it; returns the bytes written.
     ///
@@ -53,6 +67,9 @@ pub(crate) trait Collective: Sync {
     /// As for `combine`.
     unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, parts: &[*const u8]);
 }
+
+/// The ranks of a host, for lists on the stack; longer lists go to the heap.
+pub(crate) type PerRank<T> = SmallVec<[T; 16]>;
 
 /// A lane at work on a chunk.
 pub(crate) struct Lane<'a> {
@@ -71,8 +88,15 @@ impl Lane<'_> {
     }
 
     /// The slots from byte `at`, by local rank.
-    pub fn sources(&self, at: usize) -> Vec<*const u8> {
+    pub fn sources(&self, at: usize) -> PerRank<*const u8> {
         self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect()
+    }
+
+    /// The same with `own` in place of this rank's slot.
+    pub fn sources_with(&self, at: usize, own: *const u8) -> PerRank<*const u8> {
+        let mut sources = self.sources(at);
+        sources[self.topology.local_rank()] = own;
+        sources
     }
 }
 

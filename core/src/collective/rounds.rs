@@ -58,7 +58,7 @@ pub(super) fn round(
     channel.node.wait(Phase::Reduced, step, channel.topology.lanes(), patience)?;
     // SAFETY: all have reduced, so the slots are read-only.
     let text = unsafe { read_text(channel.node.slot(0, step).add(half), half) };
-    channel.node.raise(Phase::Unpacked, step);
+    channel.end(step);
     Ok(text)
 }
 

@@ -30,6 +30,11 @@ impl Flag {
         }
     }
 
+    /// What the one who raises it has raised it to.
+    pub fn raised(&self) -> u32 {
+        self.value.load(Ordering::Relaxed)
+    }
+
     /// Wakes every sleeper, so that it asks its patience.
     pub fn wake(&self) {
         self.value.wake();

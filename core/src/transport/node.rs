@@ -295,6 +295,11 @@ impl NodeChannel {
         self.flag(self.node.me, phase).raise(step);
     }
 
+    /// The step to which this rank has raised its flag of `phase`.
+    pub fn own(&self, phase: Phase) -> u32 {
+        self.flag(self.node.me, phase).raised()
+    }
+
     /// Waits until each of the ranks below `ranks` (local ranks) has come to `step` in `phase`.
     ///
     /// # Errors
