@@ -45,6 +45,7 @@ use callers::Callers;
 use delivery::Delivery;
 use ledger::Ledger;
 use pipeline::{Flight, Pipeline};
+use worker::{Held, Note, Seat};
 
 /// The settings of a team.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +71,8 @@ pub struct Team {
     shared: Arc<Shared>,
     topology: Arc<Topology>,
     carrier: Carrier,
-    queue: Mutex<Option<Sender<Arc<Call>>>>,
+    seat: Arc<Seat>,
+    queue: Mutex<Option<Sender<Note>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     pipeline: Arc<Mutex<Pipeline>>,
     ledger: Arc<Ledger>,
@@ -184,7 +186,6 @@ impl Team {
         let mut helpers = Vec::new();
         let mut lead = None;
         for (index, link) in links.into_iter().enumerate() {
-            let (sender, receiver) = channel();
             let topology: Arc<Topology> = Arc::clone(&topology);
             let worker = worker::Worker {
                 shared: Arc::clone(&shared),
@@ -194,20 +195,25 @@ impl Team {
                 channel: Channel::new(topology, node.channel(index), link),
             };
             if index == 0 {
-                lead = Some((worker, receiver, sender));
+                lead = Some(worker);
             } else {
+                let (sender, receiver) = channel();
                 helpers.push(sender);
                 threads.push(spawn(&settings, index, cpus, move || worker.help(&receiver))?);
             }
         }
-        let Some((worker, receiver, sender)) = lead else {
+        let Some(worker) = lead else {
             return Err(Error::Invalid("a team needs at least one thread".into()));
         };
-        threads.push(spawn(&settings, 0, cpus, move || worker.lead(&receiver, &helpers))?);
+        let seat = Arc::new(Seat::new(worker, helpers));
+        let (sender, receiver) = channel();
+        let served = Arc::clone(&seat);
+        threads.push(spawn(&settings, 0, cpus, move || served.serve(&receiver))?);
         Ok(Team {
             shared,
             topology,
             carrier,
+            seat,
             queue: Mutex::new(Some(sender)),
             threads: Mutex::new(threads),
             pipeline: Arc::new(Mutex::new(Pipeline::new(rank))),
@@ -229,7 +235,7 @@ impl Team {
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: Request) {
         let Request { done, name, instance, labels, blocks, timeout, .. } = request;
         match self.job(op, towers, &name, &instance, labels) {
-            Ok(job) => self.enqueue(job, blocks, timeout, Box::new(|result| done(result.map(|()| None)))),
+            Ok(job) => self.run(self.place(job, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
             Err(error) => done(Err(error)),
         }
     }
@@ -260,9 +266,10 @@ impl Team {
         let alone = turn.before.is_none() && turn.shares.left == 0.0;
         let own = Flight::new(parcel, if alone { Vec::new() } else { job.means() });
         let flight = Arc::clone(&own);
-        self.enqueue(job, blocks, timeout, Box::new(move |result| flight.end(&result)));
+        let placed = self.place(job, blocks, timeout, Box::new(move |result| flight.end(&result)));
         pipeline.leave(list, Arc::clone(&own), turn.shares.left);
         drop(pipeline);
+        self.run(placed);
         let (pipeline, ledger) = (Arc::clone(&self.pipeline), Arc::clone(&self.ledger));
         Delivery { pipeline, ledger, list, turn, own, done, separate, waiting_since }.start();
     }
@@ -274,7 +281,9 @@ impl Team {
         }
     }
 
-    fn enqueue(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) {
+    /// Puts a call in its place among the team's calls: into the queue, or, where its caller waits and may carry it out,
+    /// into the seat, for [`Team::run`].
+    fn place(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) -> Option<(Held<'_>, Arc<Call>)> {
         let timeout = match timeout {
             Limit::Team => self.shared.timeout(),
             Limit::Own(timeout) => timeout,
@@ -282,14 +291,32 @@ impl Team {
         let record = self.shared.recorder.open(self.carrier.team, &job, timeout);
         let thread = self.shared.callers.note(blocks);
         let call = Arc::new(Call::new(job, ended, thread, timeout, record, Arc::clone(&self.shared.recorder)));
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let refused = match &*queue {
-            Some(queue) => queue.send(call).err().map(|refused| refused.0),
-            None => Some(call),
-        };
-        drop(queue);
-        if let Some(call) = refused {
+        if blocks && let Some(held) = self.seat.take() {
+            return Some((held, call));
+        }
+        self.seat.enqueue();
+        if let Some(call) = self.send(Some(call)) {
             call.finish(Err(Error::State("the team has ended".into())));
+        }
+        None
+    }
+
+    /// Carries out a call that is in its place, if that is not for the team's threads.
+    fn run(&self, placed: Option<(Held<'_>, Arc<Call>)>) {
+        if let Some((held, call)) = placed
+            && !held.carry(&call)
+        {
+            // Without a queue the team is about to end, and looks at the seat once more.
+            let _none = self.send(None);
+        }
+    }
+
+    /// Sends the thread that leads a note; returns the call when it has ended.
+    fn send(&self, note: Note) -> Note {
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*queue {
+            Some(queue) => queue.send(note).err().and_then(|refused| refused.0),
+            None => note,
         }
     }
 

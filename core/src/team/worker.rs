@@ -1,9 +1,12 @@
 //! The threads of a team: the lead, which takes the calls in order, and the helpers, which take their share of long ones.
+//!
+//! To lead is a role, on a [`Seat`]: a caller that waits for its call anyway takes it while nobody else has it and no call is
+//! queued, and carries the call out itself, which spares it two changes of threads. The other ranks cannot tell.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,9 +34,34 @@ pub(super) struct Worker {
     pub channel: Channel,
 }
 
+/// What the team's calls go through, one after the other.
+pub(super) struct Seat {
+    lead: Mutex<Lead>,
+    /// Calls that were enqueued and have not ended.
+    queued: AtomicUsize,
+}
+
+/// What who leads has.
+struct Lead {
+    worker: Worker,
+    helpers: Vec<Sender<Arc<Call>>>,
+    /// A call that its caller could not carry out, because the ranks called different things. It comes before all others.
+    left: Option<Arc<Call>>,
+    closed: bool,
+}
+
+/// Something for the thread that leads: a call, or, without one, a look at what was left in the seat.
+pub(super) type Note = Option<Arc<Call>>;
+
+/// The seat in the hands of a caller.
+pub(super) struct Held<'a> {
+    seat: &'a Seat,
+    lead: MutexGuard<'a, Lead>,
+}
+
 /// The calls that the lead has been given and not carried out.
 struct Queue<'a> {
-    receiver: &'a Receiver<Arc<Call>>,
+    receiver: &'a Receiver<Note>,
     calls: VecDeque<Arc<Call>>,
     /// When the last one came.
     arrived: Instant,
@@ -43,16 +71,16 @@ struct Queue<'a> {
 }
 
 impl Queue<'_> {
-    /// Waits for a call when there is none; false when there is none and none can come.
+    /// Waits for a note when there is no call; false when there is none and none can come.
     fn wait(&mut self) -> bool {
         self.idle = false;
         if self.calls.is_empty() {
-            let call = self.receiver.try_recv().or_else(|_| {
+            let note = self.receiver.try_recv().or_else(|_| {
                 self.idle = true;
                 self.receiver.recv()
             });
-            match call {
-                Ok(call) => self.calls.push_back(call),
+            match note {
+                Ok(note) => self.calls.extend(note),
                 Err(_) => return false,
             }
         }
@@ -87,8 +115,8 @@ impl Queue<'_> {
         true
     }
 
-    fn push(&mut self, call: Arc<Call>) {
-        self.calls.push_back(call);
+    fn push(&mut self, note: Note) {
+        self.calls.extend(note);
         self.arrived = Instant::now();
     }
 
@@ -105,39 +133,108 @@ impl Queue<'_> {
     }
 }
 
-impl Worker {
-    /// Carries out the calls that `receiver` gets until it closes.
-    pub fn lead(mut self, receiver: &Receiver<Arc<Call>>, helpers: &[Sender<Arc<Call>>]) {
+impl Seat {
+    /// A seat with channel 0 and the threads that help.
+    pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Call>>>) -> Seat {
+        let lead = Lead { worker, helpers, left: None, closed: false };
+        Seat { lead: Mutex::new(lead), queued: AtomicUsize::new(0) }
+    }
+
+    /// The seat for a caller that waits, if nobody has it and nothing is queued.
+    pub fn take(&self) -> Option<Held<'_>> {
+        if self.queued.load(Ordering::Acquire) > 0 {
+            return None;
+        }
+        let lead = match self.lead.try_lock() {
+            Ok(lead) => lead,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        (!lead.closed).then_some(Held { seat: self, lead })
+    }
+
+    /// Counts a call that is about to be queued.
+    pub fn enqueue(&self) {
+        self.queued.fetch_add(1, Ordering::Release);
+    }
+
+    /// Carries out the calls that `receiver` gets until it closes; then nobody takes the seat any more.
+    pub fn serve(&self, receiver: &Receiver<Note>) {
         let mut queue = Queue { receiver, calls: VecDeque::new(), arrived: Instant::now(), idle: true, closed: false };
         while queue.wait() {
-            let call = Arc::clone(&queue.calls[0]);
-            call.record.start(queue.idle);
-            match self.attempt(&call, |channel, call, patience| channel.first(&call.job, patience)) {
-                Ok(true) => {
-                    queue.calls.pop_front();
-                    let result = self.spread(&call, helpers);
-                    call.finish(result);
-                }
-                Ok(false) => self.line_up(&mut queue),
-                Err(error) => {
-                    queue.calls.pop_front();
-                    call.finish(Err(error));
-                }
+            let ended = self.lock().turn(&mut queue);
+            // The next caller finds the seat free.
+            if let Some((call, result)) = ended {
+                self.queued.fetch_sub(1, Ordering::Release);
+                call.finish(result);
+            }
+        }
+        let mut lead = self.lock();
+        lead.closed = true;
+        lead.helpers.clear(); // which ends their threads
+        let left = lead.left.take();
+        drop(lead);
+        if let Some(call) = left {
+            call.finish(Err(Error::State("the team has ended".into())));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lead> {
+        self.lead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held<'_> {
+    /// Carries `call` out on this thread. False when the thread that leads must see to it: the call was left in the seat.
+    pub fn carry(mut self, call: &Arc<Call>) -> bool {
+        let result = match self.lead.first(call, true) {
+            Ok(true) => self.lead.spread(call),
+            Ok(false) => {
+                self.lead.left = Some(Arc::clone(call));
+                self.seat.enqueue();
+                return false;
+            }
+            Err(error) => Err(error),
+        };
+        drop(self);
+        call.finish(result);
+        true
+    }
+}
+
+impl Lead {
+    /// Deals with the first call of `queue`; returns it when this thread's part of it has ended.
+    fn turn(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
+        if let Some(call) = self.left.take() {
+            queue.calls.push_front(call);
+            return self.worker.line_up(queue);
+        }
+        // A note may tell of what was seen to before it was read.
+        let call = Arc::clone(queue.calls.front()?);
+        match self.first(&call, queue.idle) {
+            Ok(true) => {
+                queue.calls.pop_front();
+                let result = self.spread(&call);
+                Some((call, result))
+            }
+            Ok(false) => self.worker.line_up(queue),
+            Err(error) => {
+                queue.calls.pop_front();
+                Some((call, Err(error)))
             }
         }
     }
 
-    /// Carries out this thread's share of the calls of `queue` until it closes.
-    pub fn help(mut self, queue: &Receiver<Arc<Call>>) {
-        while let Ok(call) = queue.recv() {
-            let result = self.share(&call);
-            call.finish(result);
-        }
+    /// The first chunk of `call`; false when the ranks called different things.
+    fn first(&mut self, call: &Arc<Call>, at_once: bool) -> Result<bool> {
+        call.record.start(at_once);
+        self.worker.attempt(call, |channel, call, patience| channel.first(&call.job, patience))
     }
 
     /// Carries out what is left of a call that the ranks have matched.
-    fn spread(&mut self, call: &Arc<Call>, helpers: &[Sender<Arc<Call>>]) -> Result<()> {
-        call.record.matched(self.shared.matched.fetch_add(1, Ordering::Relaxed) + 1);
+    fn spread(&mut self, call: &Arc<Call>) -> Result<()> {
+        let Lead { worker, helpers, .. } = self;
+        call.record.matched(worker.shared.matched.fetch_add(1, Ordering::Relaxed) + 1);
         if call.job.plan.chunks() == 1 {
             return Ok(());
         }
@@ -149,7 +246,17 @@ impl Worker {
                 call.finish(Err(Error::Internal("a thread of the team has ended".into())));
             }
         }
-        self.share(call)
+        worker.share(call)
+    }
+}
+
+impl Worker {
+    /// Carries out this thread's share of the calls of `queue` until it closes.
+    pub fn help(mut self, queue: &Receiver<Arc<Call>>) {
+        while let Ok(call) = queue.recv() {
+            let result = self.share(&call);
+            call.finish(result);
+        }
     }
 
     /// The chunks of this thread but the first of all.
@@ -162,8 +269,8 @@ impl Worker {
     }
 
     /// The ranks met with different calls: brings those that all have to the front of the queue, or gives one up, once it
-    /// is known which.
-    fn line_up(&mut self, queue: &mut Queue<'_>) {
+    /// is known which; returns a call of this rank that has ended so.
+    fn line_up(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
         let mut nap = Duration::from_millis(1);
         loop {
             queue.take();
@@ -179,14 +286,17 @@ impl Worker {
                 Ok(decision)
             });
             match decision {
-                Ok(Decision::Run(order)) => return queue.reorder(&order),
+                Ok(Decision::Run(order)) => {
+                    queue.reorder(&order);
+                    return None;
+                }
                 Ok(Decision::GiveUp(places)) => return self.give_up(queue, places[self.rank]),
                 Ok(Decision::Wait) => {
                     nap = if queue.nap(nap) { Duration::from_millis(1) } else { (2 * nap).min(LONGEST_NAP) };
                 }
                 Err(error) => {
                     queue.calls.pop_front();
-                    return head.finish(Err(error));
+                    return Some((head, Err(error)));
                 }
             }
         }
@@ -218,7 +328,7 @@ impl Worker {
     }
 
     /// Gives up the call at `place`, or, without one, hears about the calls that others give up.
-    fn give_up(&mut self, queue: &mut Queue<'_>, place: Option<usize>) {
+    fn give_up(&mut self, queue: &mut Queue<'_>, place: Option<usize>) -> Option<(Arc<Call>, Result<()>)> {
         let head = Arc::clone(&queue.calls[0]);
         let given_up = place.and_then(|place| queue.calls.remove(place));
         let account = match &given_up {
@@ -226,9 +336,7 @@ impl Worker {
             None => Account::None(format!("nothing that matches; it waits for {}", head.job.title())),
         };
         let told = self.attempt::<()>(&head, |channel, _, patience| Err(channel.explain(&account, patience)));
-        if let (Some(call), Err(error)) = (given_up, told) {
-            call.finish(Err(error));
-        }
+        Some((given_up?, told))
     }
 
     /// Runs `work` unless the team has failed; ends the team when its failure leaves the ranks out of step.
