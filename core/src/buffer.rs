@@ -88,6 +88,11 @@ impl Buffer {
         (span(self.src.addr()), span(self.dst.addr()))
     }
 
+    /// Whether it is written where it is read, or far from there.
+    pub fn is_plain(&self) -> bool {
+        self.src.addr().abs_diff(self.dst.addr()) >= self.len * self.dtype.size() || self.src.addr() == self.dst.addr()
+    }
+
     /// Where the buffer is written.
     pub fn written(&self) -> *mut u8 {
         self.dst
@@ -151,6 +156,22 @@ pub struct Tensor {
     shape: Box<[i64]>,
 }
 
+/// A tensor whose shape somebody else holds.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    /// Where the elements are.
+    pub buffer: Buffer,
+    /// The shape, as for [`Tensor::new`].
+    pub shape: &'a [i64],
+}
+
+impl View<'_> {
+    /// The tensor.
+    pub fn to_tensor(self) -> Tensor {
+        Tensor::new(self.buffer, self.shape)
+    }
+}
+
 impl Tensor {
     /// A tensor; an empty `shape` of a buffer that has not one element is taken as one-dimensional.
     pub fn new(buffer: Buffer, shape: &[i64]) -> Tensor {
@@ -162,6 +183,15 @@ impl Tensor {
     /// The shape.
     pub fn shape(&self) -> &[i64] {
         &self.shape
+    }
+
+    /// Whether `view` has the same element type and shape.
+    pub fn is_like(&self, view: &View<'_>) -> bool {
+        // Without a shape a single element has none either, and more are one-dimensional.
+        let flat = view.shape.is_empty() && self.shape.len() == usize::from(view.buffer.len() != 1);
+        self.buffer.dtype() == view.buffer.dtype()
+            && self.buffer.len() == view.buffer.len()
+            && (flat || *view.shape == *self.shape)
     }
 
     /// As error messages show it: `float32[64, 10]`.

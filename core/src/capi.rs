@@ -2,13 +2,15 @@
 
 #![allow(non_snake_case)]
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::{ptr, slice};
 
+use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::buffer::{Buffer, Tensor};
+use crate::buffer::{Buffer, Tensor, View};
 use crate::describe::describe;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
@@ -298,9 +300,7 @@ pub unsafe extern "C" fn dl_comm_average(
 ) -> c_int {
     done(|| {
         // SAFETY: the caller's promise.
-        let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
-        // SAFETY: as above.
-        unsafe { global::average_and_wait(team, &name, Limit::Team, vec![tensors]) }
+        unsafe { global::average_list(team, &text(name), Limit::Team, &views(buffers, count)?) }
     })
 }
 
@@ -321,10 +321,15 @@ pub unsafe extern "C" fn dl_comm_average_towers(
         let all = count.checked_mul(ntowers).filter(|&all| all > 0);
         let all = all.ok_or_else(|| Error::Invalid("there are no towers, or no tensors in them".into()))?;
         // SAFETY: the caller's promise.
-        let (tensors, name) = unsafe { (tensors(buffers, all)?, text(name)) };
-        let towers = tensors.chunks(count).map(<[Tensor]>::to_vec).collect();
+        let (views, name) = unsafe { (views(buffers, all)?, text(name)) };
+        let limit = Limit::from_seconds(timeout);
+        if ntowers == 1 {
+            // SAFETY: as above.
+            return unsafe { global::average_list(team, &name, limit, &views) };
+        }
+        let towers = views.chunks(count).map(|tower| tower.iter().map(|view| view.to_tensor()).collect()).collect();
         // SAFETY: as above.
-        unsafe { global::average_and_wait(team, &name, Limit::from_seconds(timeout), towers) }
+        unsafe { global::average_and_wait(team, &name, limit, towers) }
     })
 }
 
@@ -434,12 +439,12 @@ fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
 
 /// # Safety
 /// `name` is a C string or NULL.
-unsafe fn text(name: *const c_char) -> String {
+unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
     if name.is_null() {
-        return String::new();
+        return Cow::Borrowed("");
     }
     // SAFETY: the caller's promise.
-    unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(name) }.to_string_lossy()
 }
 
 /// # Safety
@@ -459,14 +464,21 @@ unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [
 /// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
 unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
     // SAFETY: the caller's promise.
+    Ok(unsafe { views(buffers, count) }?.iter().map(|view| view.to_tensor()).collect())
+}
+
+/// # Safety
+/// As for [`tensors`]; the shapes stay as they are while the views are used.
+unsafe fn views<'a>(buffers: *const CBuffer, count: usize) -> Result<SmallVec<[View<'a>; 4]>> {
+    // SAFETY: the caller's promise.
     let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
-    let mut list = Vec::with_capacity(count);
+    let mut list = SmallVec::with_capacity(count);
     for buffer in buffers {
         let ndim = if buffer.shape.is_null() { 0 } else { usize::try_from(buffer.ndim).unwrap_or(0) };
         // SAFETY: the caller's promise.
         let shape = unsafe { array(buffer.shape, ndim, "a shape") }?;
         let dtype = DType::from_code(buffer.dtype)?;
-        list.push(Tensor::new(Buffer::new(buffer.src.cast(), buffer.dst.cast(), buffer.length, dtype), shape));
+        list.push(View { buffer: Buffer::new(buffer.src.cast(), buffer.dst.cast(), buffer.length, dtype), shape });
     }
     Ok(list)
 }

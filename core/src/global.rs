@@ -11,11 +11,12 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use crate::affinity::{self, Place};
-use crate::buffer::Tensor;
+use crate::buffer::{Tensor, View};
 use crate::collective::{Carrier, Op};
 use crate::config::Config;
 use crate::dump::{Dumper, OnSignal};
 use crate::error::{Error, Result, guard};
+use crate::fork;
 use crate::plan::ALIGN;
 use crate::say::say;
 use crate::schedule::{Arguments, Cooldown, Schedule};
@@ -49,7 +50,7 @@ enum State {
 static STATE: RwLock<State> = RwLock::new(State::Fresh);
 /// Held while a team is made, so that all ranks make them in the order of their calls.
 static MAKING: Mutex<()> = Mutex::new(());
-/// The process that started dl_comm; 0 before. Looked at before any lock: a forked child may find locks held for ever.
+/// The process that started dl_comm; 0 before.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
 /// A number that differs between two cores in one process: the address of this one's state.
@@ -58,8 +59,8 @@ pub fn core_id() -> usize {
 }
 
 fn check_fork() -> Result<()> {
-    let owner = OWNER.load(Ordering::Relaxed);
-    if owner != 0 && owner != process::id() {
+    if fork::is_child() {
+        let owner = OWNER.load(Ordering::Relaxed);
         return Err(Error::State(format!(
             "this process was forked from process {owner}, which uses dl_comm; a forked child cannot (start it afresh, \
              for instance with the 'spawn' method)"
@@ -101,6 +102,7 @@ pub fn init_mpi() -> Result<()> {
                 say("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
             OWNER.store(process::id(), Ordering::Relaxed);
+            fork::watch();
             let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
             let rank = topology.rank();
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
@@ -387,6 +389,22 @@ fn submit(op: Op, id: i32, request: Request, towers: impl FnOnce() -> Result<Vec
 /// `towers`, whose errors reach `request` too.
 pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
     submit(Op::Average, id, request, towers);
+}
+
+/// Averages one list in place as [`average_and_wait`] does, the short way if there is one.
+///
+/// # Errors
+/// The outcome.
+///
+/// # Safety
+/// The memory of `views` is valid, and nobody else uses it meanwhile.
+pub unsafe fn average_list(id: i32, name: &str, limit: Limit, views: &[View<'_>]) -> Result<()> {
+    // SAFETY: the caller's promise.
+    if let Some(result) = unsafe { team(id)?.average_shortly(name, views, limit) } {
+        return result;
+    }
+    // SAFETY: as above.
+    unsafe { average_and_wait(id, name, limit, vec![views.iter().map(|view| view.to_tensor()).collect()]) }
 }
 
 /// Averages `towers` in place by the schedule of team `id`, and waits. Where the schedule lets calls return before their

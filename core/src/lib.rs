@@ -25,6 +25,7 @@ pub mod dtype;
 pub mod dump;
 pub mod error;
 mod ffi;
+mod fork;
 pub mod global;
 pub mod plan;
 pub mod reduce;

@@ -41,6 +41,14 @@ pub struct Channel {
     own_part: Aligned,
 }
 
+/// A short call under way: this rank has shown what it brings.
+#[derive(Debug, Clone, Copy)]
+pub struct Shown {
+    number: u32,
+    /// Whether all ranks have.
+    all: bool,
+}
+
 /// A step under way: this rank has packed chunk `chunk`.
 struct Step {
     number: u32,
@@ -69,42 +77,70 @@ impl Channel {
 
     /// Whether every rank may as well do all the work of a call itself as wait for the lanes; the same on all ranks that
     /// call the same.
-    fn is_short(&self, job: &Job) -> bool {
+    pub fn is_short(&self, job: &Job) -> bool {
         let read = job.plan.total() * (self.topology.local_size() - 1);
         self.topology.hosts() == 1 && job.plan.chunks() == 1 && !job.is_wide() && read <= SHORT
     }
 
-    /// A call of one short chunk in one exchange: every rank shows what it brings, and makes the result for itself, by the
-    /// same additions as a lane. Nobody raises `Unpacked`; `begin` does when that is missed.
+    /// A short call in one exchange: every rank shows what it brings, and makes the result for itself, by the same additions
+    /// as a lane. Nobody raises `Unpacked`; `begin` does when that is missed.
     fn exchange(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
-        let len = job.plan.chunk_len(0);
         let number = self.advance(patience)?;
-        self.put(job, 0, 0..len, number);
-        self.show(job, number, patience)?;
-        let agreed = self.node.same_signatures(number);
-        if agreed {
-            let mut lap = Lap::start(patience.log(), len);
-            let slots = self.slots(number);
-            slots.iter().for_each(|&slot| sync::reads(slot, len));
-            let lane = Lane { topology: &self.topology, chunk: 0, slots: &slots };
-            // SAFETY: all have packed, and nobody writes to a slot before all have come to the step after this one.
-            unsafe { job.op.collective().take(job, &lane) };
-            lap.end(Activity::Reduce);
+        let shown = self.show(job, number);
+        self.taken(job, shown, patience)
+    }
+
+    /// Begins a short call ([`Channel::is_short`]) without waiting for longer than a look; `None`, and nothing is done, when
+    /// ranks have not yet ended what came before.
+    pub fn offer(&mut self, job: &Job) -> Option<Shown> {
+        let number = self.step.wrapping_add(1);
+        self.is_free(number).then(|| {
+            self.step = number;
+            self.show(job, number)
+        })
+    }
+
+    /// Shows the others what this rank brings.
+    fn show(&mut self, job: &Job, number: u32) -> Shown {
+        self.put(job, 0, 0..job.plan.chunk_len(0), number);
+        self.node.sign(number, job.signature);
+        Shown { number, all: self.node.meet(Phase::Packed, number) }
+    }
+
+    /// Ends a short call that was shown, once all ranks have; false, and nothing written, when they called other things.
+    ///
+    /// # Errors
+    /// As for [`Channel::first`].
+    pub fn taken(&mut self, job: &Job, shown: Shown, patience: &Patience<'_>) -> Result<bool> {
+        patience.log().step();
+        patience.log().flag();
+        if !shown.all {
+            self.node.wait(Phase::Packed, shown.number, self.topology.local_size(), patience)?;
         }
-        self.unpacked = number;
+        let mut lap = Lap::start(patience.log(), job.plan.chunk_len(0));
+        let agreed = self.take(job, shown.number);
+        lap.end(Activity::Reduce);
         Ok(agreed)
     }
 
-    /// Says that this rank has packed the first chunk of `job`, and waits until all have.
-    fn show(&mut self, job: &Job, number: u32, patience: &Patience<'_>) -> Result<()> {
-        self.node.sign(number, job.signature);
-        self.node.raise(Phase::Packed, number);
-        patience.log().step();
-        patience.log().flag();
-        self.node.wait(Phase::Packed, number, self.topology.local_size(), patience)?;
-        // Nobody packs a call's first chunk before it has ended what came before.
+    /// The same where all have shown theirs already.
+    pub fn take_now(&mut self, job: &Job, shown: &Shown) -> bool {
+        shown.all && self.node.same_signatures(shown.number) && self.take(job, shown.number)
+    }
+
+    fn take(&mut self, job: &Job, number: u32) -> bool {
+        // Nobody shows a call before it has ended what came before.
         self.free = number.wrapping_sub(1);
-        Ok(())
+        self.unpacked = number;
+        let agreed = self.node.same_signatures(number);
+        if agreed {
+            let slots = self.slots(number);
+            slots.iter().for_each(|&slot| sync::reads(slot, job.plan.chunk_len(0)));
+            let lane = Lane { topology: &self.topology, chunk: 0, slots: &slots };
+            // SAFETY: all have packed, and nobody writes to a slot before all have come to the step after this one.
+            unsafe { job.op.collective().take(job, &lane) };
+        }
+        agreed
     }
 
     fn slots(&self, step: u32) -> PerRank<*mut u8> {
@@ -186,13 +222,18 @@ impl Channel {
 
     fn advance(&mut self, patience: &Patience<'_>) -> Result<u32> {
         let number = self.step.wrapping_add(1);
-        let before = number.wrapping_sub(2);
-        if before.wrapping_sub(self.free).cast_signed() > 0 {
+        if !self.is_free(number) {
+            let before = number.wrapping_sub(2);
             self.node.wait(Phase::Unpacked, before, self.topology.local_size(), patience)?;
             self.free = before;
         }
         self.step = number;
         Ok(number)
+    }
+
+    /// Whether all ranks are known to have done with the slot of step `number`.
+    fn is_free(&self, number: u32) -> bool {
+        number.wrapping_sub(2).wrapping_sub(self.free).cast_signed() <= 0
     }
 
     /// This rank has taken what it wanted from step `number`.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
-use crate::buffer::{Buffer, Tensor};
+use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::plan::{ALIGN, Plan};
@@ -51,6 +51,7 @@ pub struct Carrier {
 }
 
 /// A call, ready to be carried out.
+#[derive(Clone)]
 pub struct Job {
     /// What to do.
     pub op: Op,
@@ -143,6 +144,23 @@ impl Job {
     /// What the sum is divided by.
     pub fn divisor(&self) -> u32 {
         u32::try_from(self.carrier.ranks * self.towers.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Whether [`Job::rebind`] may make other calls of it: its words and its signature tell of nothing but what that compares.
+    pub fn is_repeatable(&self) -> bool {
+        self.signature == self.list && self.labels.is_empty() && self.place.is_empty()
+    }
+
+    /// Makes this job the same call on other memory, if `name` and `views` are those of its only tower; false, and nothing
+    /// is changed, when they are not, or when the memory is none that [`Job::new`] takes.
+    pub fn rebind(&mut self, op: Op, name: &str, views: &[View<'_>]) -> bool {
+        let [tower] = &mut self.towers[..] else { return false };
+        let like = self.op == op && tower.len() == views.len() && self.name == name;
+        if !like || !tower.iter().zip(views).all(|(tensor, view)| tensor.is_like(view) && view.buffer.check().is_ok()) {
+            return false;
+        }
+        tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
+        self.towers[0].len() == 1 && self.towers[0][0].buffer.is_plain() || check_overlap(&self.towers).is_ok()
     }
 
     fn sign(&self) -> u64 {

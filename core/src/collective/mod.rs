@@ -18,7 +18,7 @@ mod job;
 pub mod lineup;
 mod rounds;
 
-pub use channel::Channel;
+pub use channel::{Channel, Shown};
 pub use explain::Account;
 pub use job::{Carrier, Job, Op};
 

@@ -16,7 +16,7 @@ impl Team {
         let totals = self.shared.recorder.totals();
         let [copied, waited, reduced, network] = totals.activities;
         let [steps, flags, messages, sent] = totals.counts;
-        let exposed = self.ledger.total();
+        let (_, exposed) = self.waited();
         let overlap = if totals.busy > 0.0 { (1.0 - exposed / totals.busy).clamp(0.0, 1.0) } else { 0.0 };
         json!({
             "calls": totals.calls, "failed": totals.failed, "bytes": totals.bytes,
@@ -29,7 +29,7 @@ impl Team {
 
     /// The last calls, oldest first, and what the team waits for.
     pub fn dump(&self) -> Value {
-        let records = self.shared.recorder.last();
+        let records = self.shared.recorder.last(self.carrier.team);
         let calls: Vec<Value> = records.iter().map(|record| call(record, &self.topology)).collect();
         let failure = self.shared.known_failure().map(|error| error.to_string());
         json!({

@@ -28,7 +28,8 @@ impl Callers {
             return None;
         }
         let here = this_thread();
-        if self.last.swap(here, Ordering::Relaxed) != here {
+        if self.last.load(Ordering::Relaxed) != here {
+            self.last.store(here, Ordering::Relaxed);
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             if !known.contains(&here) {
                 // Where threads come and go, those that have gone must not fill the list.

@@ -15,11 +15,12 @@ mod delivery;
 mod ledger;
 mod pipeline;
 mod record;
+mod short;
 mod stage;
 mod worker;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -32,8 +33,8 @@ pub use record::Totals;
 pub use stage::{Pool, Stage};
 
 use crate::affinity::{bind, hurry};
-use crate::buffer::Tensor;
-use crate::collective::{Carrier, Channel, Job, Op};
+use crate::buffer::{Tensor, View};
+use crate::collective::{Carrier, Channel, Job, Op, Shown};
 use crate::error::{Error, Result};
 use crate::say::say;
 use crate::schedule::{Schedule, Verbosity};
@@ -75,6 +76,8 @@ pub struct Team {
     queue: Mutex<Option<Sender<Note>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     pipeline: Arc<Mutex<Pipeline>>,
+    /// Whether all calls block and get their own mean, which no schedule needs to know.
+    plain: AtomicBool,
     ledger: Arc<Ledger>,
     pool: Arc<Pool>,
 }
@@ -139,6 +142,13 @@ impl Shared {
                 head.job.title()
             )))
         })
+    }
+
+    /// Counts a call that the ranks have matched; returns its place, from 1. For who has the seat.
+    fn match_one(&self) -> u64 {
+        let place = self.matched() + 1;
+        self.matched.store(place, Ordering::Relaxed);
+        place
     }
 
     fn matched(&self) -> u64 {
@@ -217,6 +227,7 @@ impl Team {
             queue: Mutex::new(Some(sender)),
             threads: Mutex::new(threads),
             pipeline: Arc::new(Mutex::new(Pipeline::new(rank))),
+            plain: AtomicBool::new(true),
             ledger: Arc::new(Ledger::new(settings.id, rank)),
             pool: Arc::default(),
         })
@@ -274,6 +285,36 @@ impl Team {
         Delivery { pipeline, ledger, list, turn, own, done, separate, waiting_since }.start();
     }
 
+    /// Carries out an average on this thread, if that is a short call that nothing stands in the way of and others like it
+    /// came before; else `None`, and nothing has happened.
+    ///
+    /// # Safety
+    /// The memory of `views` is valid, and nobody else uses it meanwhile.
+    pub unsafe fn average_shortly(&self, name: &str, views: &[View<'_>], timeout: Limit) -> Option<Result<()>> {
+        if !self.plain.load(Ordering::Relaxed) || timeline::is_on() || self.shared.failure.get().is_some() {
+            return None;
+        }
+        self.shared.callers.note(true);
+        let mut held = self.seat.take()?;
+        let since = Instant::now();
+        let (job, shown) = match held.begin(Op::Average, name, views, since)? {
+            Ok(None) => return Some(Ok(())),
+            Ok(Some(rest)) => rest,
+            Err(error) => return Some(Err(error)),
+        };
+        let (sender, receiver) = sync_channel(1);
+        let ended = Box::new(move |result| {
+            // The receiver is below, waiting.
+            let _delivered = sender.send(result);
+        });
+        let call = self.call(*job, true, timeout, ended);
+        self.carry(held, &call, Some(shown));
+        let lost = || Err(Error::Internal("a call was dropped without an outcome".into()));
+        let result = receiver.recv().unwrap_or_else(|_| lost());
+        self.ledger.add(since.elapsed().as_secs_f64());
+        Some(result)
+    }
+
     fn job(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str, instance: &str, labels: String) -> Result<Job> {
         match self.shared.failure() {
             Some(error) => Err(error),
@@ -284,13 +325,7 @@ impl Team {
     /// Puts a call in its place among the team's calls: into the queue, or, where its caller waits and may carry it out,
     /// into the seat, for [`Team::run`].
     fn place(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) -> Option<(Held<'_>, Arc<Call>)> {
-        let timeout = match timeout {
-            Limit::Team => self.shared.timeout(),
-            Limit::Own(timeout) => timeout,
-        };
-        let record = self.shared.recorder.open(self.carrier.team, &job, timeout);
-        let thread = self.shared.callers.note(blocks);
-        let call = Arc::new(Call::new(job, ended, thread, timeout, record, Arc::clone(&self.shared.recorder)));
+        let call = self.call(job, blocks, timeout, ended);
         if blocks && let Some(held) = self.seat.take() {
             return Some((held, call));
         }
@@ -301,11 +336,26 @@ impl Team {
         None
     }
 
+    /// A call that is submitted now.
+    fn call(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) -> Arc<Call> {
+        let timeout = match timeout {
+            Limit::Team => self.shared.timeout(),
+            Limit::Own(timeout) => timeout,
+        };
+        let record = self.shared.recorder.open(self.carrier.team, &job, timeout);
+        let thread = self.shared.callers.note(blocks);
+        Arc::new(Call::new(job, ended, thread, timeout, record, Arc::clone(&self.shared.recorder)))
+    }
+
     /// Carries out a call that is in its place, if that is not for the team's threads.
     fn run(&self, placed: Option<(Held<'_>, Arc<Call>)>) {
-        if let Some((held, call)) = placed
-            && !held.carry(&call)
-        {
+        if let Some((held, call)) = placed {
+            self.carry(held, &call, None);
+        }
+    }
+
+    fn carry(&self, held: Held<'_>, call: &Arc<Call>, shown: Option<Shown>) {
+        if !held.carry(call, shown) {
             // Without a queue the team is about to end, and looks at the seat once more.
             let _none = self.send(None);
         }
@@ -326,7 +376,10 @@ impl Team {
 
     /// Starts `schedule` with the next call of [`Team::gradients`].
     pub fn configure(&self, schedule: Schedule) {
-        self.pipeline().configure(schedule);
+        let mut pipeline = self.pipeline();
+        pipeline.configure(schedule);
+        let plain = schedule == Schedule::BLOCKING && pipeline.left_behind() == 0;
+        self.plain.store(plain, Ordering::Relaxed);
     }
 
     /// Whether coming calls of `owner` ([`Team::gradients`]) may return before their average has ended, if they bring a
@@ -357,7 +410,7 @@ impl Team {
 
     /// Who prints, and for how long callers have waited.
     pub fn waited(&self) -> (Verbosity, f64) {
-        (self.pipeline().verbosity(), self.ledger.total())
+        (self.pipeline().verbosity(), self.ledger.total() + self.shared.recorder.waited_shortly())
     }
 
     /// The number of means that were left to calls that have not come.

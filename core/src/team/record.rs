@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use super::short::Kind;
 use crate::collective::Job;
 use crate::error::{Error, Result};
 use crate::timeline;
@@ -51,6 +52,23 @@ pub(super) struct Record {
 }
 
 impl Record {
+    /// The record of the last short call of a kind.
+    fn of_short(team: i32, kind: &Kind, since: Instant) -> Record {
+        let number = kind.number.load(Ordering::Relaxed);
+        Record {
+            number,
+            signature: kind.signature,
+            brief: Arc::clone(&kind.brief),
+            submitted: since + Duration::from_nanos(kind.submitted.load(Ordering::Relaxed)),
+            timeout: None,
+            log: Log::new(team, number),
+            started: AtomicU64::new(1),
+            ended: AtomicU64::new(kind.took.load(Ordering::Relaxed).max(1)),
+            matched: AtomicU64::new(kind.place.load(Ordering::Relaxed)),
+            error: OnceLock::new(),
+        }
+    }
+
     fn now(&self) -> u64 {
         u64::try_from(self.submitted.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
     }
@@ -134,6 +152,18 @@ impl Totals {
     }
 }
 
+impl Totals {
+    /// Adds the short calls of a kind: a step and a flag each, and no other rank to be waited for for long.
+    fn add_short(&mut self, kind: &Kind) {
+        let calls = kind.calls.load(Ordering::Relaxed);
+        self.calls += calls;
+        self.bytes += calls * kind.brief.bytes as u64;
+        self.busy += kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
+        self.counts[0] += calls;
+        self.counts[1] += calls;
+    }
+}
+
 /// A signature is a hash already.
 #[derive(Default)]
 struct Signature(u64);
@@ -157,7 +187,8 @@ pub(super) struct Recorder {
     /// Calls that left the ring before they had ended.
     strays: Vec<Arc<Record>>,
     kinds: HashMap<u64, Arc<Brief>, BuildHasherDefault<Signature>>,
-    next: u64,
+    /// The kinds of short calls.
+    shorts: Vec<Arc<Kind>>,
     /// The sums over calls that have left the ring.
     totals: Totals,
 }
@@ -184,12 +215,56 @@ impl Recorder {
 }
 
 /// A recorder behind its lock.
-#[derive(Default)]
-pub(super) struct Shared(Mutex<Recorder>);
+pub(super) struct Shared {
+    recorder: Mutex<Recorder>,
+    /// The number of the next call.
+    next: AtomicU64,
+    /// What [`Kind`]s count from.
+    since: Instant,
+}
+
+impl Default for Shared {
+    fn default() -> Shared {
+        Shared { recorder: Mutex::default(), next: AtomicU64::new(0), since: Instant::now() }
+    }
+}
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Recorder> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the number of a call that is submitted now.
+    fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The kind of short calls like that of `record`.
+    pub fn kind(&self, record: &Record) -> Arc<Kind> {
+        let mut recorder = self.lock();
+        if let Some(kind) = recorder.shorts.iter().find(|kind| kind.signature == record.signature) {
+            return Arc::clone(kind);
+        }
+        let Recorder { shorts, totals, .. } = &mut *recorder;
+        if shorts.len() >= KINDS {
+            // Those that no seat has.
+            shorts.retain(|kind| {
+                let used = Arc::strong_count(kind) > 1;
+                if !used {
+                    totals.add_short(kind);
+                }
+                used
+            });
+        }
+        let kind = Arc::new(Kind::new(record.signature, Arc::clone(&record.brief)));
+        recorder.shorts.push(Arc::clone(&kind));
+        kind
+    }
+
+    /// Counts a short call that ended at once.
+    pub fn short(&self, kind: &Kind, place: u64, submitted: Instant) {
+        let took = submitted.elapsed();
+        kind.count(self.number(), place, submitted.saturating_duration_since(self.since), took);
     }
 
     /// Opens the record of a call that is submitted now.
@@ -200,8 +275,7 @@ impl Shared {
         }
         let brief = recorder.kinds.entry(job.signature).or_insert_with(|| Arc::new(Brief::new(job)));
         let brief = Arc::clone(brief);
-        let number = recorder.next;
-        recorder.next += 1;
+        let number = self.number();
         let fresh = Record {
             number,
             signature: job.signature,
@@ -259,13 +333,23 @@ impl Shared {
         let recorder = self.lock();
         let mut totals = recorder.totals.clone();
         recorder.strays.iter().chain(&recorder.ring).for_each(|record| totals.add(record));
+        recorder.shorts.iter().for_each(|kind| totals.add_short(kind));
         totals
     }
 
-    /// The last calls, oldest first.
-    pub fn last(&self) -> Vec<Arc<Record>> {
+    /// The seconds that callers of short calls have waited.
+    pub fn waited_shortly(&self) -> f64 {
+        self.lock().shorts.iter().map(|kind| kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9).sum()
+    }
+
+    /// The last calls, oldest first; of the short ones that ended at once, the last of each kind.
+    pub fn last(&self, team: i32) -> Vec<Arc<Record>> {
         let recorder = self.lock();
-        recorder.strays.iter().chain(&recorder.ring).cloned().collect()
+        let mut last: Vec<Arc<Record>> = recorder.strays.iter().chain(&recorder.ring).cloned().collect();
+        let used = recorder.shorts.iter().filter(|kind| kind.calls.load(Ordering::Relaxed) > 0);
+        last.extend(used.map(|kind| Arc::new(Record::of_short(team, kind, self.since))));
+        last.sort_by_key(|record| record.number);
+        last
     }
 }
 
@@ -305,7 +389,7 @@ mod tests {
             let result = if number == 3 { Err(Error::Timeout("late".into())) } else { Ok(()) };
             recorder.close(&record, &result);
         }
-        let last = recorder.last();
+        let last = recorder.last(0);
         assert_eq!((last.len(), last[0].number), (KEPT, 10));
         assert_eq!(last[0].brief.tensors, ["tensor 0 'weight': float32[16]"]);
         assert!(last.windows(2).all(|pair| Arc::ptr_eq(&pair[0].brief, &pair[1].brief)), "words are made once");

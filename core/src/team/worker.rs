@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 use super::Shared;
 use super::call::Call;
 use super::callers::ThreadId;
+use super::short::{Begun, Templates};
+use crate::buffer::View;
 use crate::collective::lineup::{Age, Decision, List, Pending};
-use crate::collective::{Account, Channel};
+use crate::collective::{Account, Channel, Job, Op, Shown};
 use crate::error::{Error, Result, guard};
 use crate::say::say;
 use crate::transport::Patience;
@@ -47,6 +49,7 @@ struct Lead {
     helpers: Vec<Sender<Arc<Call>>>,
     /// A call that its caller could not carry out, because the ranks called different things. It comes before all others.
     left: Option<Arc<Call>>,
+    templates: Templates,
     closed: bool,
 }
 
@@ -58,6 +61,9 @@ pub(super) struct Held<'a> {
     seat: &'a Seat,
     lead: MutexGuard<'a, Lead>,
 }
+
+/// A short call that other ranks are to be waited for, and what was shown of it.
+pub(super) type Rest = (Box<Job>, Shown);
 
 /// The calls that the lead has been given and not carried out.
 struct Queue<'a> {
@@ -136,7 +142,7 @@ impl Queue<'_> {
 impl Seat {
     /// A seat with channel 0 and the threads that help.
     pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Call>>>) -> Seat {
-        let lead = Lead { worker, helpers, left: None, closed: false };
+        let lead = Lead { worker, helpers, left: None, templates: Templates::default(), closed: false };
         Seat { lead: Mutex::new(lead), queued: AtomicUsize::new(0) }
     }
 
@@ -185,10 +191,41 @@ impl Seat {
 }
 
 impl Held<'_> {
-    /// Carries `call` out on this thread. False when the thread that leads must see to it: the call was left in the seat.
-    pub fn carry(mut self, call: &Arc<Call>) -> bool {
-        let result = match self.lead.first(call, true) {
-            Ok(true) => self.lead.spread(call),
+    /// Begins a short call, submitted at `since`: `Ok(None)` when that was all, what is left of it when other ranks are to
+    /// be waited for. `None` when it has to go another way; an error has ended the team.
+    pub fn begin(&mut self, op: Op, name: &str, views: &[View<'_>], since: Instant) -> Option<Result<Option<Rest>>> {
+        let Lead { worker, templates, .. } = &mut *self.lead;
+        let Worker { shared, channel, .. } = worker;
+        let begun = guard(|| {
+            Ok(templates.begin(channel, op, name, views).map(|begun| match begun {
+                Begun::Ended(kind) => {
+                    shared.recorder.short(kind, shared.match_one(), since);
+                    None
+                }
+                Begun::Goes(job, shown) => Some((job, shown)),
+            }))
+        });
+        if let Err(error) = &begun {
+            shared.fail(error);
+        }
+        begun.transpose()
+    }
+
+    /// Carries `call` out on this thread, what was `shown` of it already included. False when the thread that leads must see
+    /// to it: the call was left in the seat.
+    pub fn carry(mut self, call: &Arc<Call>, shown: Option<Shown>) -> bool {
+        let first = match shown {
+            None => self.lead.first(call, true),
+            Some(shown) => {
+                call.record.start(true);
+                self.lead.worker.attempt(call, |channel, call, patience| channel.taken(&call.job, shown, patience))
+            }
+        };
+        let result = match first {
+            Ok(true) => {
+                self.lead.keep(call);
+                self.lead.spread(call)
+            }
             Ok(false) => {
                 self.lead.left = Some(Arc::clone(call));
                 self.seat.enqueue();
@@ -231,10 +268,18 @@ impl Lead {
         self.worker.attempt(call, |channel, call, patience| channel.first(&call.job, patience))
     }
 
+    /// Keeps the job of `call` for short calls like it, if it is one.
+    fn keep(&mut self, call: &Call) {
+        let Lead { worker, templates, .. } = self;
+        if call.job.is_repeatable() && worker.channel.is_short(&call.job) {
+            templates.keep(&call.job, || worker.shared.recorder.kind(&call.record));
+        }
+    }
+
     /// Carries out what is left of a call that the ranks have matched.
     fn spread(&mut self, call: &Arc<Call>) -> Result<()> {
         let Lead { worker, helpers, .. } = self;
-        call.record.matched(worker.shared.matched.fetch_add(1, Ordering::Relaxed) + 1);
+        call.record.matched(worker.shared.match_one());
         if call.job.plan.chunks() == 1 {
             return Ok(());
         }

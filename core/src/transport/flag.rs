@@ -22,8 +22,19 @@ pub struct Flag {
 impl Flag {
     /// Raises the counter and wakes who waits. What the caller wrote before is visible to who sees the new value.
     pub fn raise(&self, value: u32) {
+        self.raise_quietly(value);
+        self.wake_sleepers();
+    }
+
+    /// Raises the counter; who sleeps is not woken before [`Flag::wake_sleepers`], which the caller calls before it sleeps
+    /// itself or goes on to something else. In between it may look what others have done: the store need not have ended.
+    pub fn raise_quietly(&self, value: u32) {
         self.value.store(value, Ordering::Release);
-        // Either this load sees the sleeper, or the sleeper's futex call sees the new value.
+    }
+
+    /// Wakes who sleeps, if anybody does.
+    pub fn wake_sleepers(&self) {
+        // Either this load sees the sleeper, or the sleeper's futex call sees the value that was raised before.
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::Relaxed) > 0 {
             self.wake();
@@ -57,9 +68,20 @@ impl Flag {
     /// # Errors
     /// What `check` returns, or a futex that the system refuses.
     pub fn wait(&self, target: u32, spins: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        if self.spin(target, spins) {
+            return Ok(());
+        }
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let result = self.sleep(target, check);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+
+    /// Looks up to `spins` times, and once more, whether the counter has come to `target`.
+    pub fn spin(&self, target: u32, spins: u32) -> bool {
         for turn in 0..spins {
             if self.reached(target) {
-                return Ok(());
+                return true;
             }
             if turn % 64 == 63 {
                 thread::yield_now();
@@ -67,13 +89,7 @@ impl Flag {
                 hint::spin_loop();
             }
         }
-        if self.reached(target) {
-            return Ok(());
-        }
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let result = self.sleep(target, check);
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        result
+        self.reached(target)
     }
 
     fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {

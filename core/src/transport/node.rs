@@ -295,6 +295,16 @@ impl NodeChannel {
         self.flag(self.node.me, phase).raise(step);
     }
 
+    /// Raises this rank's flag of `phase` to `step`, looks for a while whether all ranks of the host have, and only then
+    /// wakes who sleeps for it; whether all have.
+    pub fn meet(&self, phase: Phase, step: u32) -> bool {
+        let own = self.flag(self.node.me, phase);
+        own.raise_quietly(step);
+        let all = (0..self.node.geometry.ranks).all(|rank| self.flag(rank, phase).spin(step, self.node.spins));
+        own.wake_sleepers();
+        all
+    }
+
     /// The step to which this rank has raised its flag of `phase`.
     pub fn own(&self, phase: Phase) -> u32 {
         self.flag(self.node.me, phase).raised()

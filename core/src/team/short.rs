@@ -1,0 +1,115 @@
+//! Calls that are over before anything else could be started for them: a short list, averaged on one host by a caller that
+//! waits, when the other ranks come at about the same time.
+//!
+//! The first such call goes the long way and leaves its job in the seat; a later one that is like it puts its memory into
+//! that job and shows it to the other ranks. If all of them have shown theirs within a short look, that was all: no
+//! allocation, no system call, no change of threads. If not, the call goes on as any other, from that step.
+//! Thread rule: a [`Template`] is in the seat; a [`Kind`] is written by who has the seat and read by anybody.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::record::Brief;
+use crate::buffer::View;
+use crate::collective::{Channel, Job, Op, Shown};
+
+/// As many kinds of short calls are kept.
+const KEPT: usize = 8;
+
+/// What is remembered of the short calls of one kind that ended at once.
+#[derive(Debug)]
+pub(super) struct Kind {
+    pub signature: u64,
+    pub brief: Arc<Brief>,
+    /// How many there were.
+    pub calls: AtomicU64,
+    /// What all of them took, in nanoseconds.
+    pub nanos: AtomicU64,
+    /// Of the last one: its number on this rank, its place among the matched calls, when it was submitted (nanoseconds after
+    /// the start of the recorder) and what it took.
+    pub number: AtomicU64,
+    pub place: AtomicU64,
+    pub submitted: AtomicU64,
+    pub took: AtomicU64,
+}
+
+impl Kind {
+    pub fn new(signature: u64, brief: Arc<Brief>) -> Kind {
+        let zero = AtomicU64::default;
+        Kind {
+            signature,
+            brief,
+            calls: zero(),
+            nanos: zero(),
+            number: zero(),
+            place: zero(),
+            submitted: zero(),
+            took: zero(),
+        }
+    }
+
+    /// Counts a call.
+    pub fn count(&self, number: u64, place: u64, submitted: Duration, took: Duration) {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        // One writer at a time: plain additions will do.
+        let add = |sum: &AtomicU64, more: u64| sum.store(sum.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+        self.number.store(number, Ordering::Relaxed);
+        self.place.store(place, Ordering::Relaxed);
+        self.submitted.store(nanos(submitted), Ordering::Relaxed);
+        self.took.store(nanos(took), Ordering::Relaxed);
+        add(&self.nanos, nanos(took));
+        add(&self.calls, 1);
+    }
+}
+
+/// The job of a short call, for those that are like it.
+struct Template {
+    job: Job,
+    kind: Arc<Kind>,
+}
+
+/// The templates of a seat.
+#[derive(Default)]
+pub(super) struct Templates {
+    kept: Vec<Template>,
+    /// Whose place the next one takes.
+    oldest: usize,
+}
+
+/// How a short call began.
+pub(super) enum Begun<'a> {
+    /// It is over, one of these.
+    Ended(&'a Kind),
+    /// It goes on as any other call, after what was shown.
+    Goes(Box<Job>, Shown),
+}
+
+impl Templates {
+    /// Keeps `job`, which was carried out, as a template for others like it.
+    pub fn keep(&mut self, job: &Job, kind: impl FnOnce() -> Arc<Kind>) {
+        if self.kept.iter().any(|template| template.job.signature == job.signature) {
+            return;
+        }
+        let template = Template { job: job.clone(), kind: kind() };
+        if self.kept.len() < KEPT {
+            self.kept.push(template);
+        } else {
+            self.kept[self.oldest] = template;
+            self.oldest = (self.oldest + 1) % KEPT;
+        }
+    }
+
+    /// Begins a call, if there is a template for it and nothing is to be waited for before.
+    pub fn begin(&mut self, channel: &mut Channel, op: Op, name: &str, views: &[View<'_>]) -> Option<Begun<'_>> {
+        let template = self.kept.iter_mut().find_map(|template| {
+            let fits = template.job.rebind(op, name, views);
+            fits.then_some(template)
+        })?;
+        let shown = channel.offer(&template.job)?;
+        Some(match channel.take_now(&template.job, &shown) {
+            true => Begun::Ended(&template.kind),
+            false => Begun::Goes(Box::new(template.job.clone()), shown),
+        })
+    }
+}
