@@ -385,6 +385,31 @@ pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, co
     })
 }
 
+/// `dl_comm_alloc` of `dl_comm.h`.
+///
+/// # Safety
+/// `memory` is NULL or a valid place for an address.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { memory.as_mut() }.ok_or_else(|| Error::Invalid("memory is NULL".into()))?;
+        *place = ptr::null_mut();
+        *place = global::alloc(bytes)?.cast();
+        Ok(())
+    })
+}
+
+/// `dl_comm_free` of `dl_comm.h`.
+///
+/// # Safety
+/// Nobody uses the memory any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
+    // SAFETY: the caller's promise.
+    done(|| unsafe { global::free(memory.cast()) })
+}
+
 /// `dl_comm_barrier` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_barrier() -> c_int {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use crate::affinity::{self, Place};
@@ -23,6 +23,7 @@ use crate::schedule::{Arguments, Cooldown, Schedule};
 use crate::team::{Limit, Parcel, Request, Settings, Stage, Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
+use crate::transport::arena::Arenas;
 use crate::transport::mpi::{RankPlace, TeamShape, World};
 
 /// The team of broadcasts, barriers and averages outside of training.
@@ -50,6 +51,8 @@ enum State {
 static STATE: RwLock<State> = RwLock::new(State::Fresh);
 /// Held while a team is made, so that all ranks make them in the order of their calls.
 static MAKING: Mutex<()> = Mutex::new(());
+/// The arenas of this host; they stay as long as the process, since somebody may have memory of them.
+static ARENAS: OnceLock<Arc<Arenas>> = OnceLock::new();
 /// The process that started dl_comm; 0 before.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
@@ -104,6 +107,9 @@ pub fn init_mpi() -> Result<()> {
             OWNER.store(process::id(), Ordering::Relaxed);
             fork::watch();
             let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            if let Ok(arenas) = world.arenas() {
+                let _first = ARENAS.set(Arc::clone(arenas));
+            }
             let rank = topology.rank();
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
             let ready = || {
@@ -427,6 +433,35 @@ pub unsafe fn average_and_wait(id: i32, name: &str, limit: Limit, towers: Vec<Ve
     // SAFETY: the caller's promise; a result is nobody else's any more.
     unsafe { result.copy_to(&towers) };
     Ok(())
+}
+
+/// `len` zero bytes, at a multiple of 4096, that the ranks of this host see in each other; see [`crate::transport::arena`].
+///
+/// # Errors
+/// [`Error::System`] when there is not so much memory; why there is none of this kind; [`Error::State`] before [`init_mpi`].
+pub fn alloc(len: usize) -> Result<*mut u8> {
+    read(|state| match state {
+        State::Started { world, .. } => world.lock().unwrap_or_else(PoisonError::into_inner).arenas()?.alloc(len),
+        State::Fresh => Err(not_started()),
+        State::Finalized(_) => Err(finalized()),
+    })
+}
+
+/// Gives back what [`alloc`] returned, after [`finalize`] too. Nothing happens for null.
+///
+/// # Errors
+/// [`Error::Invalid`] for anything else.
+///
+/// # Safety
+/// Nobody uses the memory any more.
+pub unsafe fn free(memory: *mut u8) -> Result<()> {
+    check_fork()?;
+    match ARENAS.get() {
+        _ if memory.is_null() => Ok(()),
+        // SAFETY: the caller's promise.
+        Some(arenas) => unsafe { arenas.free(memory) },
+        None => Err(not_started()),
+    }
 }
 
 /// Whether coming averages of `owner` on team `id` may return before they have ended, if they bring memory of their own.

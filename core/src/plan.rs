@@ -27,6 +27,8 @@ pub fn message_bytes(slot: usize, lanes: usize, hosts: usize) -> usize {
 pub struct Piece {
     /// The tensor's position in the caller's list.
     pub tensor: usize,
+    /// Its place among the tensors of the wire layout, which are those that have elements, by element type.
+    pub place: usize,
     /// Its first element in this chunk.
     pub first: usize,
     /// How many elements.
@@ -117,11 +119,12 @@ impl Plan {
             let (end, range) = (range.end, range.clone());
             move |placed| placed.start < end && !range.is_empty()
         });
-        within.map(move |placed| {
+        within.zip(first..).map(move |(placed, place)| {
             let start = placed.start.max(range.start);
             let end = placed.end.min(range.end);
             Piece {
                 tensor: placed.tensor,
+                place,
                 first: (start - placed.start) / placed.element,
                 count: (end - start) / placed.element,
                 offset: start - origin,

@@ -4,7 +4,9 @@
 mod common;
 
 use common::{Element, Rank, World, tensor};
+use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::Op;
+use dl_comm_core::dtype::DType;
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -152,7 +154,8 @@ fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Neither chunking, nor threads, nor the cutting of the data into tensors changes a bit.
+    /// Neither chunking, nor threads, nor the cutting of the data into tensors, nor whether the ranks see each other's tensors,
+    /// or some of them (the others have their means elsewhere), changes a bit.
     #[test]
     fn bits_depend_on_the_layout_of_ranks_only(
         hosts in prop::sample::select(SHAPES.to_vec()),
@@ -160,6 +163,8 @@ proptest! {
         lines in 1usize..40,
         cuts in prop::collection::vec(0usize..3000, 0..4),
         seed in any::<u32>(),
+        shares in any::<bool>(),
+        apart in prop::collection::vec(any::<bool>(), 8),
     ) {
         let len = 3000;
         let value = |rank: usize, i: usize| {
@@ -171,20 +176,19 @@ proptest! {
         let expected = reference(hosts, &inputs);
         let mut cuts = cuts;
         cuts.sort_unstable();
-        let world = World { threads, slot: lines * 64, ..World::new(hosts) };
+        let world = World { threads, slot: lines * 64, shares, ..World::new(hosts) };
         let results = world.run(|rank| {
             let mut data = inputs[rank.rank].clone();
-            let mut rest = data.as_mut_slice();
+            let mut means = vec![0f32; len];
+            let is_apart = apart[rank.rank % apart.len()];
             let mut list = Vec::new();
-            let mut at = 0;
-            for &cut in &cuts {
-                let (head, tail) = rest.split_at_mut(cut - at);
-                list.push(tensor(head));
-                (rest, at) = (tail, cut);
+            for (&from, &to) in [0].iter().chain(&cuts).zip(cuts.iter().chain(&[len])) {
+                let read = data[from..to].as_mut_ptr().cast::<u8>();
+                let written = if is_apart { means[from..to].as_mut_ptr().cast() } else { read };
+                list.push(Tensor::new(Buffer::new(read, written, to - from, DType::F32), &[]));
             }
-            list.push(tensor(rest));
             rank.average(list).unwrap();
-            data
+            if is_apart { means } else { data }
         });
         for data in results {
             prop_assert!(data.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()));

@@ -89,7 +89,7 @@ fn averages(ranks: usize, steps: usize) {
             assert_eq!(job.plan.chunks(), steps);
             patiently(&node, |patience| {
                 assert!(channel.first(&job, patience).unwrap());
-                channel.rest(&job, 1..steps, patience).unwrap();
+                channel.rest(&job, 1..steps, false, patience).unwrap();
             });
             let mean = |index| (0..ranks).map(|rank| value(rank, index)).sum::<f32>() / ranks as f32;
             assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
@@ -122,7 +122,7 @@ fn short_calls_mix_with_long_ones() {
                     assert_eq!(job.plan.chunks(), chunks);
                     patiently(&node, |patience| {
                         assert!(channel.first(&job, patience).unwrap());
-                        channel.rest(&job, 1..chunks, patience).unwrap();
+                        channel.rest(&job, 1..chunks, false, patience).unwrap();
                     });
                     assert!(data.iter().all(|&value| value == call as f32 + 0.5));
                 }

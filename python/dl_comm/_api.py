@@ -19,6 +19,7 @@ from dl_comm._errors import (
     StateError,
     TimeoutError,  # noqa: A004 - a subclass of the builtin
 )
+from dl_comm._memory import empty
 from dl_comm._metrics import average_metrics
 from dl_comm._paths import get_cmake_dir, get_include
 from dl_comm._process import (
@@ -61,6 +62,7 @@ __all__ = [
     "core_id",
     "create_team",
     "dump",
+    "empty",
     "finalize",
     "get_cmake_dir",
     "get_include",

@@ -15,7 +15,12 @@ from dl_comm._process import CONTROL_TEAM, seconds
 
 
 def gradients(
-    tensors: Sequence[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
+    tensors: Sequence[Any],
+    team: int = 0,
+    *,
+    name: str | None = None,
+    timeout: float | None = None,
+    out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """The mean of every tensor over all ranks. Collective.
 
@@ -28,11 +33,13 @@ def gradients(
         name: What the ranks must agree on besides types and shapes; it stands in error messages. On a team with a
             schedule it tells lists of the same types and shapes apart, of two networks say.
         timeout: The longest that the call may take, in seconds (0 for no limit), instead of the team's.
+        out: NumPy only: the arrays that get the means, instead of new ones; alike, and in one list (or lists by tower).
+            ``out=tensors`` averages in place.
 
     Returns:
-        A list of new arrays or tensors in the same order (for towers: a list for each). Means of integers are rounded
-        toward zero; float16 and bfloat16 are added up in float32. In a TensorFlow graph: the operations' results; the
-        graph may be built before ``init``. On a team with a schedule (``config_team``): what the schedule says.
+        ``out``, or a list of new arrays or tensors in the same order (for towers: a list for each). Means of integers
+        are rounded toward zero; float16 and bfloat16 are added up in float32. In a TensorFlow graph: the operations'
+        results; the graph may be built before ``init``. On a team with a schedule (``config_team``): what that says.
 
     Raises:
         ArgumentError: The list is empty or holds None, an array is not contiguous, there is no such team.
@@ -46,11 +53,18 @@ def gradients(
     towers, flat = as_towers(tensors)
     framework = _framework(flat)
     if framework is not None:
+        if out is not None:
+            raise ArgumentError("out is for NumPy arrays; the tensors of a framework get new ones")
         given = flat if towers is None else in_towers(flat, towers)
         return list(framework.gradients(given, team, name=name, timeout=timeout))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
-    means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
+    if out is None:
+        means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
+    else:
+        out_towers, means = as_towers(out)
+        if (out_towers, len(means)) != (towers, len(flat)):
+            raise ArgumentError(f"out holds {len(means)} arrays; it must be like the {len(flat)} tensors")
     _dl_comm.average(flat, means, team, name, towers or 1, limit)
     return means if towers is None else in_towers(means, towers)
 

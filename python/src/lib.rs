@@ -61,6 +61,28 @@ fn broadcast(
     Ok(())
 }
 
+/// The address of `bytes` zero bytes that the ranks of the host see in each other.
+#[pyfunction]
+fn alloc(py: Python<'_>, bytes: usize) -> PyResult<usize> {
+    let mut address = 0;
+    call(py, || {
+        let mut memory = std::ptr::null_mut();
+        // SAFETY: a place for the address.
+        let code = unsafe { api::ffi::dl_comm_alloc(bytes, &raw mut memory) };
+        address = memory.expose_provenance();
+        code
+    })?;
+    Ok(address)
+}
+
+/// Gives back what `alloc` returned. Nobody uses the memory any more.
+#[pyfunction]
+fn free(py: Python<'_>, memory: usize) -> PyResult<()> {
+    // SAFETY: the caller's promise.
+    call(py, || unsafe { api::ffi::dl_comm_free(std::ptr::with_exposed_provenance_mut(memory)) })?;
+    Ok(())
+}
+
 /// Waits for all ranks, up to `timeout` seconds (0: for ever, negative: the team's).
 #[pyfunction]
 #[pyo3(signature = (timeout=-1.0))]
@@ -249,8 +271,10 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // SAFETY: a static string.
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
     for function in [
+        wrap_pyfunction!(alloc, module)?,
         wrap_pyfunction!(average, module)?,
         wrap_pyfunction!(broadcast, module)?,
+        wrap_pyfunction!(free, module)?,
         wrap_pyfunction!(buffers_match, module)?,
         wrap_pyfunction!(init_mpi, module)?,
         wrap_pyfunction!(init, module)?,

@@ -76,6 +76,24 @@ static void averages_and_broadcasts(int nranks) {
   free(data[1]);
 }
 
+static void shared_memory(int nranks) {
+  void* memory = NULL;
+  EXPECT(dl_comm_alloc(sizeof(float) * LENGTH, &memory) == 0);
+  float* data = memory;
+  EXPECT(data[0] == 0 && data[LENGTH - 1] == 0);
+  for (int i = 0; i < LENGTH; ++i) data[i] = (float)rank;
+  dl_comm_buffer_t buffer = {data, data, LENGTH, DL_COMM_FLOAT32, 0, NULL};
+  EXPECT(dl_comm_average(&buffer, 1, 0, NULL) == 0);
+  for (int i = 0; i < LENGTH; ++i) EXPECT(data[i] == 0.5f * (float)(nranks - 1));
+  REFUSED(dl_comm_free(data + 1024), DL_COMM_ERROR_INVALID, "dl_comm_alloc");
+  EXPECT(dl_comm_free(data) == 0);
+  REFUSED(dl_comm_free(data), DL_COMM_ERROR_INVALID, "before");
+  EXPECT(dl_comm_free(NULL) == 0);
+  REFUSED(dl_comm_alloc(1, NULL), DL_COMM_ERROR_INVALID, "NULL");
+  REFUSED(dl_comm_alloc((size_t)1 << 50, &memory), DL_COMM_ERROR_SYSTEM, "full");
+  EXPECT(memory == NULL);
+}
+
 static void beyond_the_plugin(int nranks) {
   const int64_t shape[2] = {2, 3};
   double source[6], mean[6];
@@ -180,6 +198,7 @@ int main(void) {
   EXPECT(dl_comm_get_nteams() == 2);
   averages_and_broadcasts(nranks); /* makes team 2 by itself */
   EXPECT(dl_comm_get_nteams() == 3);
+  shared_memory(nranks);
   beyond_the_plugin(nranks);
   a_schedule(nranks);
   diagnosis();

@@ -11,11 +11,12 @@ use std::sync::Arc;
 
 use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
-use super::{Account, Collective, Job, Lane, PerRank, explain};
+use super::{Account, Collective, Job, Lane, PerRank, direct, explain};
 use crate::error::{Error, Result};
 use crate::plan::{HEADER, slice};
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
+use crate::transport::arena::Shared;
 use crate::transport::memory::Aligned;
 use crate::transport::sync;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
@@ -38,6 +39,8 @@ pub struct Channel {
     free: u32,
     /// This rank has unpacked this step, whether or not it has raised its flag for it.
     unpacked: u32,
+    /// Whether the last call's tensors are visible to all ranks, and its chunks hold their places.
+    direct: bool,
     own_part: Aligned,
 }
 
@@ -47,6 +50,17 @@ pub struct Shown {
     number: u32,
     /// Whether all ranks have.
     all: bool,
+}
+
+/// How a step ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Met {
+    /// All called the same, and it is done.
+    Agreed,
+    /// All called the same, but not all brought places.
+    Mixed,
+    /// They called different things.
+    Differ,
 }
 
 /// A step under way: this rank has packed chunk `chunk`.
@@ -59,7 +73,7 @@ impl Channel {
     /// A channel over `node` and, where there are several hosts and this rank drives a lane, `link`.
     pub fn new(topology: Arc<Topology>, node: NodeChannel, mut link: Option<Box<dyn Link>>) -> Channel {
         let part = link.as_mut().map_or(0, |link| link.message_to_all().len());
-        Channel { topology, node, link, step: 0, free: 0, unpacked: 0, own_part: Aligned::new(part) }
+        Channel { topology, node, link, step: 0, free: 0, unpacked: 0, direct: false, own_part: Aligned::new(part) }
     }
 
     /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
@@ -68,11 +82,32 @@ impl Channel {
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
     pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
+        self.direct = false;
         if self.is_short(job) {
             return self.exchange(job, patience);
         }
+        self.direct = self.shared().is_some_and(|shared| direct::is_possible(job, shared));
         let step = self.pack(job, 0, patience)?;
-        self.settle(job, &step, patience)
+        let mut met = self.settle(job, &step, patience)?;
+        if met == Met::Mixed {
+            self.direct = false;
+            let step = self.pack(job, 0, patience)?;
+            met = self.settle(job, &step, patience)?;
+        }
+        if self.direct && job.plan.chunks() == 1 {
+            self.written(patience)?;
+        }
+        Ok(met == Met::Agreed)
+    }
+
+    /// Memory that the ranks see in each other, if there are no others than those of this host.
+    fn shared(&self) -> Option<&dyn Shared> {
+        if self.topology.hosts() == 1 { self.node.node().shared() } else { None }
+    }
+
+    /// Whether the first chunk of the last call held places, so that its other chunks do.
+    pub fn is_direct(&self) -> bool {
+        self.direct
     }
 
     /// Whether every rank may as well do all the work of a call itself as wait for the lanes; the same on all ranks that
@@ -103,7 +138,7 @@ impl Channel {
     /// Shows the others what this rank brings.
     fn show(&mut self, job: &Job, number: u32) -> Shown {
         self.put(job, 0, 0..job.plan.chunk_len(0), number);
-        self.node.sign(number, job.signature);
+        self.node.sign(number, job.signature, false);
         Shown { number, all: self.node.meet(Phase::Packed, number) }
     }
 
@@ -188,11 +223,18 @@ impl Channel {
         explain::explain(self, account, patience)
     }
 
-    /// Carries out further chunks of `job`, packing one ahead.
+    /// Carries out further chunks of `job`, packing one ahead; `direct` is what [`Channel::is_direct`] told of the first.
     ///
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
-    pub fn rest(&mut self, job: &Job, chunks: impl Iterator<Item = usize>, patience: &Patience<'_>) -> Result<()> {
+    pub fn rest(
+        &mut self,
+        job: &Job,
+        chunks: impl Iterator<Item = usize>,
+        direct: bool,
+        patience: &Patience<'_>,
+    ) -> Result<()> {
+        self.direct = direct;
         let mut ahead: Option<Step> = None;
         for chunk in chunks {
             let next = self.pack(job, chunk, patience)?;
@@ -200,14 +242,22 @@ impl Channel {
                 self.settle_matched(job, &step, patience)?;
             }
         }
-        ahead.map_or(Ok(()), |step| self.settle_matched(job, &step, patience))
+        if let Some(step) = ahead {
+            self.settle_matched(job, &step, patience)?;
+        }
+        if direct { self.written(patience) } else { Ok(()) }
     }
 
     fn settle_matched(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<()> {
         match self.settle(job, step, patience)? {
-            true => Ok(()),
-            false => Err(Error::Internal(format!("the ranks lost step in chunk {} of {}", step.chunk, job.title()))),
+            Met::Agreed => Ok(()),
+            _ => Err(Error::Internal(format!("the ranks lost step in chunk {} of {}", step.chunk, job.title()))),
         }
+    }
+
+    /// Waits until the other ranks have written what they write to this rank's tensors.
+    fn written(&mut self, patience: &Patience<'_>) -> Result<()> {
+        self.node.wait(Phase::Reduced, self.step, self.topology.lanes(), patience)
     }
 
     /// The number of the next step, once its slot is free. Also tells the other ranks what this one has unpacked: they may
@@ -268,9 +318,14 @@ impl Channel {
         let number = self.begin(patience)?;
         let len = job.plan.chunk_len(chunk);
         let mut lap = Lap::start(patience.log(), len);
-        let staying = self.staying(job, chunk);
-        [0..staying.start, staying.end..len].into_iter().for_each(|part| self.put(job, chunk, part, number));
-        self.node.sign(number, job.signature);
+        if let Some(shared) = self.shared().filter(|_| self.direct) {
+            // SAFETY: `begin` waited until the slot is this rank's.
+            unsafe { direct::tell(job, chunk, self.node.slot(self.topology.local_rank(), number), shared) }?;
+        } else {
+            let staying = self.staying(job, chunk);
+            [0..staying.start, staying.end..len].into_iter().for_each(|part| self.put(job, chunk, part, number));
+        }
+        self.node.sign(number, job.signature, self.direct);
         self.node.raise(Phase::Packed, number);
         lap.end(Activity::Copy);
         patience.log().step();
@@ -278,8 +333,8 @@ impl Channel {
         Ok(Step { number, chunk })
     }
 
-    /// Brings a packed step to its end; false, and nothing written, when the ranks' signatures differ.
-    fn settle(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<bool> {
+    /// Brings a packed step to its end. Nothing is written unless the ranks agree.
+    fn settle(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<Met> {
         let log = patience.log();
         self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
         let mut lap = Lap::start(log, job.plan.chunk_len(step.chunk));
@@ -287,7 +342,21 @@ impl Channel {
         let agreed_here = self.node.same_signatures(step.number);
         if self.topology.hosts() == 1 && !agreed_here {
             self.end(step.number);
-            return Ok(false);
+            return Ok(Met::Differ);
+        }
+        match self.node.direct(step.number) {
+            0 => {}
+            all if all == self.topology.local_size() => {
+                let result = self.combine_directly(job, step);
+                lap.end(Activity::Reduce);
+                self.node.raise(Phase::Reduced, step.number);
+                self.end(step.number);
+                return result.map(|()| Met::Agreed);
+            }
+            _ => {
+                self.end(step.number);
+                return Ok(Met::Mixed);
+            }
         }
         if let Some(lane) = self.topology.lane() {
             let agreed = self.carry(job, step, lane, agreed_here, patience)?;
@@ -308,7 +377,16 @@ impl Channel {
         self.end(step.number);
         log.flag();
         lap.end(Activity::Copy);
-        Ok(agreed)
+        Ok(if agreed { Met::Agreed } else { Met::Differ })
+    }
+
+    /// A lane's work on a step whose slots hold places.
+    fn combine_directly(&self, job: &Job, step: &Step) -> Result<()> {
+        let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.lane()) else { return Ok(()) };
+        let slots = self.slots(step.number);
+        let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
+        // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
+        unsafe { direct::combine(job, &lane, self.lane_slice(job, step.chunk, lane_index), shared) }
     }
 
     /// A lane's work: completes its slice in its own slot, unless the ranks differ.

@@ -13,6 +13,7 @@ mod average;
 mod barrier;
 mod broadcast;
 mod channel;
+mod direct;
 mod explain;
 mod job;
 pub mod lineup;

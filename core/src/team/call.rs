@@ -133,6 +133,8 @@ pub(super) struct Call {
     pub thread: Option<ThreadId>,
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
+    /// What [`crate::collective::Channel::is_direct`] told after the first chunk.
+    pub direct: AtomicBool,
     pub record: Arc<Record>,
     alone_since: Mutex<Option<Instant>>,
     recorder: Arc<record::Shared>,
@@ -154,6 +156,7 @@ impl Call {
             thread,
             timeout,
             warned: AtomicBool::new(false),
+            direct: AtomicBool::new(false),
             record,
             alone_since: Mutex::default(),
             recorder,

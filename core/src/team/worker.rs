@@ -283,6 +283,7 @@ impl Lead {
         if call.job.plan.chunks() == 1 {
             return Ok(());
         }
+        call.direct.store(worker.channel.is_direct(), Ordering::Relaxed);
         // Helper h takes the chunks h, h + channels, ...
         let helped = helpers.len().min(call.job.plan.chunks() - 1);
         call.split(helped);
@@ -309,7 +310,7 @@ impl Worker {
         let (index, channels) = (self.index, self.channels);
         self.attempt(call, |channel, call, patience| {
             let chunks = (index..call.job.plan.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
-            channel.rest(&call.job, chunks, patience)
+            channel.rest(&call.job, chunks, call.direct.load(Ordering::Relaxed), patience)
         })
     }
 
@@ -408,6 +409,10 @@ impl Worker {
             && !error.is_recoverable()
         {
             shared.fail(error);
+            // Others may still be at work on memory that they see.
+            if let Some(memory) = shared.node.shared() {
+                memory.retire();
+            }
         }
         result
     }

@@ -274,7 +274,7 @@ mod tests {
             addresses: listener.address().split(',').map(|text| text.parse().unwrap()).collect(),
         };
         let hosts: Vec<HostAddress> = listeners.iter().enumerate().map(address).collect();
-        let endpoints = threads::world(&vec![1; count], 1, 4096).unwrap();
+        let endpoints = threads::world(&vec![1; count], 1, 4096, false).unwrap();
         std::thread::scope(|scope| {
             let started: Vec<_> = listeners
                 .into_iter()
@@ -312,7 +312,7 @@ mod tests {
         }
         // One says good-bye: no loss. Other teams are their own.
         drop(hosts.remove(4));
-        let [fresh, other] = [(); 2].map(|()| threads::world(&[1], 1, 4096).unwrap().remove(0).node);
+        let [fresh, other] = [(); 2].map(|()| threads::world(&[1], 1, 4096, false).unwrap().remove(0).node);
         hosts[0].0.watch(4, &fresh);
         hosts[1].0.watch(4, &other);
         std::thread::sleep(3 * LOOK);
@@ -337,7 +337,7 @@ mod tests {
         });
         let alert = Alert::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         let stream = take.join().unwrap();
-        let [early, late] = [(); 2].map(|()| threads::world(&[1], 1, 4096).unwrap().remove(0).node);
+        let [early, late] = [(); 2].map(|()| threads::world(&[1], 1, 4096, false).unwrap().remove(0).node);
         alert.watch(0, &early);
         drop(stream);
         let lost = Error::PeerLost("rank 3 has ended, or its host is out of reach".into());
@@ -357,7 +357,7 @@ mod tests {
         let hangs_up = std::thread::spawn(move || drop(stranger.accept().unwrap()));
         let alert = Alert::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         hangs_up.join().unwrap();
-        let node = threads::world(&[1], 1, 4096).unwrap().remove(0).node;
+        let node = threads::world(&[1], 1, 4096, false).unwrap().remove(0).node;
         alert.watch(0, &node);
         std::thread::sleep(3 * LOOK);
         assert_eq!(node.failure(), None);

@@ -4,6 +4,7 @@
 //! Every wait here spins briefly, then sleeps, and asks its [`Patience`] now and then whether to go on.
 
 pub mod alert;
+pub mod arena;
 pub mod flag;
 pub mod hosts;
 pub mod memory;

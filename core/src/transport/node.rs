@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::arena::Shared;
 use super::flag::Flag;
 use super::patience::Patience;
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
@@ -114,12 +115,14 @@ struct Control {
     left: AtomicU32,
 }
 
-/// What a rank says with `Packed` (the call's signature) and with `Reduced` (whether all ranks agree), by step parity.
+/// What a rank says with `Packed` (the call's signature, and what is in its slot) and with `Reduced` (whether all ranks agree), by step parity.
 #[repr(C)]
 #[derive(Default)]
 struct Note {
     signature: AtomicU64,
     agreed: AtomicU32,
+    /// Whether the slot holds the places of the rank's tensors instead of their content.
+    direct: AtomicU32,
 }
 
 /// The first failure of the team on this host. State: 0 none, 1 being written, 2 complete.
@@ -161,6 +164,7 @@ pub struct Node {
     peers: Vec<Peer>,
     watch: Box<dyn Watch>,
     spins: u32,
+    shared: Option<Arc<dyn Shared>>,
 }
 
 impl Node {
@@ -181,7 +185,17 @@ impl Node {
         if !fits || peers.len() != geometry.ranks || me >= geometry.ranks {
             return Err(Error::Internal("the shared memory does not fit the team".into()));
         }
-        Ok(Node { memory, geometry, me, peers, watch, spins })
+        Ok(Node { memory, geometry, me, peers, watch, spins, shared: None })
+    }
+
+    /// The same node, whose ranks see `shared` in each other.
+    pub fn sharing(self, shared: Option<Arc<dyn Shared>>) -> Node {
+        Node { shared, ..self }
+    }
+
+    /// What the ranks see in each other beside the node's own memory.
+    pub fn shared(&self) -> Option<&dyn Shared> {
+        self.shared.as_deref()
     }
 
     /// Channel `channel` of `node`.
@@ -328,9 +342,17 @@ impl NodeChannel {
         Ok(())
     }
 
-    /// Writes down the call's signature, before `Packed`.
-    pub fn sign(&self, step: u32, signature: u64) {
-        self.note(self.node.me, step).signature.store(signature, Ordering::Relaxed);
+    /// Writes down the call's signature, and whether the slot holds places (`direct`) instead of content, before `Packed`.
+    pub fn sign(&self, step: u32, signature: u64, direct: bool) {
+        let note = self.note(self.node.me, step);
+        note.signature.store(signature, Ordering::Relaxed);
+        note.direct.store(u32::from(direct), Ordering::Relaxed);
+    }
+
+    /// Of how many ranks the slots hold places, after all `Packed`.
+    pub fn direct(&self, step: u32) -> usize {
+        let direct = |rank: &usize| self.note(*rank, step).direct.load(Ordering::Relaxed) == 1;
+        (0..self.node.geometry.ranks).filter(direct).count()
     }
 
     /// Whether all ranks of the host signed the same, after all `Packed`.

@@ -14,6 +14,7 @@ use std::time::Duration;
 use memmap2::MmapRaw;
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::retry_on_intr;
+use rustix::process::{Resource, getrlimit};
 
 use super::node::Memory;
 use crate::error::{Error, Result};
@@ -21,6 +22,8 @@ use crate::say::say;
 
 /// What the names of segments start with.
 const PREFIX: &str = "dl_comm.";
+/// The addresses that the arenas of a host's ranks may take: half of what a process has.
+const ADDRESSES: u64 = 1 << 46;
 /// How old a name is at least that may have been left behind: older than it takes to lock it.
 const LEFT: Duration = Duration::from_secs(60);
 
@@ -91,24 +94,8 @@ impl Segment {
     /// # Errors
     /// [`Error::System`], with the size needed when the folder is full.
     pub fn create(folder: &str, len: usize) -> Result<(Segment, Name)> {
-        let mut key = [0u8; 16];
-        rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
-            .map_err(|error| Error::system("drawing a random name", error))?;
-        reclaim(Path::new(folder));
-        let path = Path::new(folder).join(format!("{PREFIX}{:032x}", u128::from_ne_bytes(key)));
-        let failed = |what: &str, error: std::io::Error| Error::system(format!("{what} {}", path.display()), error);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|error| failed("creating the shared memory", error))?;
-        // A file system without locks keeps what a crash leaves.
-        let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        let name = Name { path: path.clone(), _file: file };
-        let file = &name._file;
-        retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
+        let (file, name) = create_file(folder)?;
+        retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
             Error::system(
                 format!(
                     "reserving {} KiB of shared memory in {folder} (make it larger, point DL_COMM_SHM_DIR elsewhere, or set \
@@ -118,7 +105,8 @@ impl Segment {
                 error,
             )
         })?;
-        Ok((Segment::map(file).map_err(|error| failed("mapping", error))?, name))
+        let map = map(&file).map_err(|error| failed("mapping", name.path(), error))?;
+        Ok((Segment { map }, name))
     }
 
     /// Maps the segment that another process created.
@@ -126,13 +114,60 @@ impl Segment {
     /// # Errors
     /// [`Error::System`]
     pub fn open(path: &Path) -> Result<Segment> {
-        let open = || Segment::map(&OpenOptions::new().read(true).write(true).open(path)?);
-        open().map_err(|error| Error::system(format!("opening the shared memory {}", path.display()), error))
+        Ok(Segment { map: open(path)? })
     }
+}
 
-    fn map(file: &File) -> std::io::Result<Segment> {
-        Ok(Segment { map: MmapRaw::map_raw(file)? })
-    }
+/// Creates a file in `folder` for an arena ([`super::arena`]) of one of `ranks` ranks, as long as the file system, and maps it.
+/// No page of it is reserved.
+///
+/// # Errors
+/// [`Error::System`]
+pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)> {
+    let (file, name) = create_file(folder)?;
+    let about = |error| Error::system(format!("asking about {folder}"), error);
+    let system = rustix::fs::fstatvfs(&file).map_err(about)?;
+    let longest = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    let len = (system.f_blocks * system.f_frsize).min(longest).min(ADDRESSES / ranks as u64);
+    file.set_len(len).map_err(|error| failed("growing the shared memory", name.path(), error))?;
+    let map = map(&file).map_err(|error| failed("mapping", name.path(), error))?;
+    Ok((map, file, name))
+}
+
+/// Maps the file that another process created.
+///
+/// # Errors
+/// [`Error::System`]
+pub fn open(path: &Path) -> Result<MmapRaw> {
+    let open = || map(&OpenOptions::new().read(true).write(true).open(path)?);
+    open().map_err(|error| failed("opening the shared memory", path, error))
+}
+
+fn create_file(folder: &str) -> Result<(File, Name)> {
+    let mut key = [0u8; 16];
+    rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::system("drawing a random name", error))?;
+    reclaim(Path::new(folder));
+    let path = Path::new(folder).join(format!("{PREFIX}{:032x}", u128::from_ne_bytes(key)));
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&path)
+        .map_err(|error| failed("creating the shared memory", &path, error))?;
+    // A file system without locks keeps what a crash leaves.
+    let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+    let kept = file.try_clone().map_err(|error| failed("keeping the shared memory", &path, error))?;
+    Ok((file, Name { path, _file: kept }))
+}
+
+fn map(file: &File) -> std::io::Result<MmapRaw> {
+    MmapRaw::map_raw(file)
+}
+
+fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
+    Error::system(format!("{what} {}", path.display()), error)
 }
 
 #[cfg(test)]

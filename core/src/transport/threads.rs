@@ -1,10 +1,12 @@
 //! Ranks as threads of one process, on hosts of any shape: the transport of the tests. Shared memory is the heap, messages
 //! go through channels; everything above runs unchanged.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use super::arena::Shared;
 use super::memory::Aligned;
 use super::node::{Geometry, Memory, Node, Peer, Watch};
 use super::{Endpoint, Link, Out, Patience};
@@ -30,11 +32,24 @@ impl Watch for NoWatch {
     }
 }
 
-/// The endpoints of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes.
+/// All memory: the ranks are in one process.
+struct Everything;
+
+impl Shared for Everything {
+    fn locate(&self, range: Range<usize>) -> Option<u64> {
+        Some(range.start as u64)
+    }
+    fn at(&self, _local_rank: usize, place: u64, _len: usize) -> Option<*mut u8> {
+        usize::try_from(place).ok().map(std::ptr::with_exposed_provenance_mut)
+    }
+}
+
+/// The endpoints of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes. With `shares` the ranks of a host see
+/// each other's tensors.
 ///
 /// # Errors
 /// Those of [`Node::new`].
-pub fn world(sizes: &[usize], channels: usize, slot: usize) -> Result<Vec<Endpoint>> {
+pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Result<Vec<Endpoint>> {
     let keys: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
     let memories: Vec<(Geometry, Arc<Aligned>)> = sizes
         .iter()
@@ -50,6 +65,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize) -> Result<Vec<Endpoi
         let peers = topology.local_ranks().iter().map(|&rank| Peer { rank, name: format!("rank {rank}") }).collect();
         let node =
             Node::new(Box::new(Arc::clone(memory)), *geometry, topology.local_rank(), peers, Box::new(NoWatch), 100)?;
+        let node = node.sharing(shares.then(|| Arc::new(Everything) as Arc<dyn Shared>));
         let links = std::mem::take(&mut links[rank]);
         Ok(Endpoint { topology: Arc::new(topology), node: Arc::new(node), links })
     };

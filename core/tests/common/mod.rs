@@ -35,6 +35,8 @@ pub struct World {
     pub slot: usize,
     /// Accumulate in float64.
     pub precise: bool,
+    /// Whether the ranks of a host see each other's tensors.
+    pub shares: bool,
     /// The deadline of calls.
     pub timeout: Duration,
     /// How long calls wait for their counterparts.
@@ -49,6 +51,7 @@ impl World {
             threads: 1,
             slot: 4096,
             precise: false,
+            shares: false,
             timeout: Duration::from_secs(60),
             match_within: Duration::from_millis(300),
         }
@@ -56,7 +59,7 @@ impl World {
 
     /// Runs `body` on every rank; the first panic of a rank is the test's.
     pub fn run<T: Send>(&self, body: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
-        let endpoints = threads::world(&self.hosts, self.threads, self.slot).unwrap();
+        let endpoints = threads::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
         let size = endpoints.len();
         let settings = Settings {
             id: 0,

@@ -23,12 +23,13 @@ use crate::timeline;
 use crate::topology::Topology;
 use crate::trace::Log;
 use crate::transport::alert::Alert;
+use crate::transport::arena::{Arenas, Shared};
 use crate::transport::hosts::{HostAddress, Listener};
 use crate::transport::memory::Aligned;
 use crate::transport::node::{Geometry, Memory, Node, Peer, Watch};
 use crate::transport::patience::Asked;
 use crate::transport::process::ProcessWatch;
-use crate::transport::shm::{Name, Segment};
+use crate::transport::shm::{self, Name, Segment};
 use crate::transport::{Endpoint, Link, Patience};
 
 /// How long what an ended process has sent may take to arrive.
@@ -63,6 +64,8 @@ pub struct World {
     key: u128,
     config: Config,
     alert: Option<Alert>,
+    /// Memory that the ranks of this host see in each other, or why there is none.
+    arenas: Result<Arc<Arenas>>,
     /// What left the ranks out of step while a team was made: they cannot make another.
     broken: OnceLock<Error>,
     leaves: AtomicBool,
@@ -137,6 +140,7 @@ impl World {
             key,
             config: config.clone(),
             alert: None,
+            arenas: Err(Error::State("there is no shared memory yet".into())),
             broken: OnceLock::new(),
             leaves: AtomicBool::new(false),
         };
@@ -150,7 +154,42 @@ impl World {
                 }
             }
         }
+        let arenas = world.patiently("init_mpi", |patience| Ok(world.make_arenas(patience)))?;
+        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = arenas {
+            world.leave();
+            return Err(error);
+        }
+        world.arenas = arenas;
         Ok(world)
+    }
+
+    /// Makes this rank's arena and maps those of the host's other ranks; the outcome is good on all ranks or on none.
+    fn make_arenas(&self, patience: &Patience<'_>) -> Result<Arc<Arenas>> {
+        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let topology = &self.topology;
+        let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
+        let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
+        let told = self.agree(own, "", path, patience)?;
+        let (mine, file, name) = created?;
+        let me = topology.local_rank();
+        let mut mine = Some(mine);
+        let map = |(local, &rank): (usize, &usize)| match mine.take_if(|_| local == me) {
+            Some(mine) => Ok(mine),
+            None => shm::open(Path::new(&told[rank])),
+        };
+        let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
+        let mapped = maps.as_ref().map(|_| String::new()).map_err(Error::clone);
+        self.agree(own, "", mapped, patience)?;
+        drop::<Name>(name);
+        Ok(Arc::new(Arenas::new(maps?, me, file)))
+    }
+
+    /// Memory that the ranks of this host see in each other.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn arenas(&self) -> Result<&Arc<Arenas>> {
+        self.arenas.as_ref().map_err(Error::clone)
     }
 
     /// Measures this host's clock, and starts the alert between hosts on the first rank of each.
@@ -258,7 +297,8 @@ impl World {
         let peers = topology.local_ranks().iter().map(peer).collect();
         let pids: Vec<Option<i32>> = topology.local_ranks().iter().map(|&rank| self.pids[rank]).collect();
         let watch = Box::new(ProcessWatch::new(&pids));
-        let node = Node::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?;
+        let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn Shared>);
+        let node = Node::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?.sharing(shared);
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
         let node = Arc::new(node);
         if let Some(alert) = &self.alert {

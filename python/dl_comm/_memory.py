@@ -1,0 +1,55 @@
+"""NumPy arrays in memory that the ranks of a host see in each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dl_comm import _dl_comm
+from dl_comm._errors import ArgumentError
+
+
+class _Block:
+    """Shared memory, given back when the last array in it goes."""
+
+    def __init__(self, size: int) -> None:
+        self._address = 0
+        self._address = _dl_comm.alloc(size)
+        # What numpy.asarray reads; the arrays that it makes keep this object alive.
+        self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (self._address, False)}
+
+    def __del__(self) -> None:
+        if self._address:
+            _dl_comm.free(self._address)
+
+
+def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+    """An array of zeros in memory that all ranks of the host see in each other.
+
+    An average in place (``gradients(arrays, out=arrays)``) of arrays that all lie there, on all ranks, copies nothing
+    on a job of one host: every rank reads its share of all ranks' arrays and writes the mean to them. Everywhere else
+    the array is as good as another. Not collective.
+
+    Args:
+        shape: The extents, or the number of elements.
+        dtype: The element type; any of NumPy's but objects.
+
+    Returns:
+        A C-contiguous array. It may be used after ``finalize``; its memory is given back when the last view of it has
+        gone.
+
+    Raises:
+        ArgumentError: The shape has a negative extent, or the type is that of Python objects.
+        CommError: The file system of ``DL_COMM_SHM_DIR`` is full, or there is no shared memory.
+        StateError: ``init`` or ``init_mpi`` was not called, or ``finalize`` was.
+    """
+    extents = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    kind = np.dtype(dtype)
+    if kind.hasobject or any(extent < 0 for extent in extents):
+        raise ArgumentError(f"an array of shape {extents} and type {kind} cannot be shared")
+    size = math.prod(extents) * kind.itemsize
+    return np.asarray(_Block(size))[:size].view(kind).reshape(extents)

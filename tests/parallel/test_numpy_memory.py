@@ -1,0 +1,92 @@
+"""Arrays in memory that the ranks of a host see in each other, and averages in place, on 1, 2, 3 ranks."""
+
+from __future__ import annotations
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dl_comm as mc
+
+LONG = 300_000  # several chunks of any type
+
+
+def values(rank: int, count: int, dtype: type) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(count).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("team", [0, 1])
+def test_shared_memory_changes_no_bit(dtype: type, team: int, rank: int) -> None:
+    given = [values(rank, count, dtype) for count in (LONG, 3, 0, 10_001)]
+    expected = mc.gradients(given, team)
+    shared = [mc.empty(array.shape, dtype) for array in given]
+    for place, array in zip(shared, given, strict=True):
+        place[...] = array
+    result = mc.gradients(shared, team, out=shared)
+    assert all(array is place for array, place in zip(result, shared, strict=True))
+    assert all(place.tobytes() == array.tobytes() for place, array in zip(shared, expected, strict=True))
+
+
+def test_ranks_whose_memory_is_of_different_kinds(rank: int, size: int) -> None:
+    for odd in range(size):
+        place = np.empty(LONG, np.float32) if rank == odd else mc.empty(LONG)
+        place[:] = rank
+        mc.gradients([place], 0, out=[place])
+        assert (place == np.float32((size - 1) / 2)).all()
+        # And where the mean goes elsewhere.
+        out = [np.empty(LONG, np.float32)] if rank == odd else [place]
+        mc.gradients([place], 0, out=out)
+        assert (out[0] == place).all()
+
+
+def test_parts_of_shared_arrays(rank: int, size: int) -> None:
+    whole = mc.empty((4, LONG))
+    whole[:] = rank
+    mc.gradients([whole[1], whole[3]], 0, out=[whole[1], whole[3]])
+    mean = np.float32((size - 1) / 2)
+    assert (whole[1::2] == mean).all()
+    assert (whole[::2] == rank).all()
+
+
+def test_memory_is_given_back_and_starts_as_zeros(rank: int) -> None:
+    for _ in range(3):
+        array = mc.empty((1000, 1000), np.int32)
+        assert array.flags.c_contiguous
+        assert not array.any()
+        row = array[5]
+        array[:] = 7
+        del array
+        gc.collect()
+        assert (row == 7).all(), "a view keeps it"
+        del row
+    assert len({mc.empty(16 << 20, np.uint8).ctypes.data for _ in range(5)}) == 1, "it is used again"
+
+
+def test_shapes_and_types() -> None:
+    assert mc.empty(3).shape == (3,)
+    assert mc.empty((2, 0), np.float64).shape == (2, 0)
+    assert mc.empty((), np.int8).shape == ()
+    assert mc.empty([2, 3], ml_dtypes.bfloat16).dtype == ml_dtypes.bfloat16
+    with pytest.raises(mc.ArgumentError, match="-1"):
+        mc.empty((2, -1))
+    with pytest.raises(mc.ArgumentError, match="object"):
+        mc.empty(2, object)
+    with pytest.raises(mc.CommError, match=r"KiB .*DL_COMM_SHM_DIR"):
+        mc.empty(1 << 50, np.uint8)
+
+
+def test_out_must_be_like_the_tensors(rank: int) -> None:
+    two = [np.ones(3, np.float32), np.ones(4, np.float32)]
+    for out in ([np.empty(3, np.float32)], [two, two], [np.empty(3, np.float32), np.empty(5, np.float32)]):
+        with pytest.raises(ValueError, match="out|differ"):
+            mc.gradients(two, 0, out=out)
+    with pytest.raises(mc.DTypeError):
+        mc.gradients(two, 0, out=two[0])
+    towers = [[np.full(3, rank, np.float32)], [np.full(3, rank + 1, np.float32)]]
+    (first,), (second,) = mc.gradients(towers, 0, out=towers)
+    assert first is towers[0][0]
+    assert second is towers[1][0]
+    assert (first == second).all()
