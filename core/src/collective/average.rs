@@ -91,7 +91,7 @@ impl Collective for Average {
             let count = run.bytes.len() / reduction.wire_size();
             let accs: Vec<*const u8> = parts.iter().map(|part| part.wrapping_add(read)).collect();
             // SAFETY: every part was written by `scatter` for the same runs; the slot's piece is this lane's.
-            unsafe { reduction.finish(&accs, lane.own().add(run.bytes.start), count, job.divisor()) };
+            unsafe { reduction.finish(&accs, &[lane.own().add(run.bytes.start)], count, job.divisor()) };
             read = (read + count * reduction.acc_size()).next_multiple_of(crate::plan::ALIGN);
         }
     }

@@ -1,0 +1,91 @@
+//! How fast means are computed: `cargo bench -p dl_comm_core --bench reduce [-- TYPE…]`, with types as in `float16`.
+//!
+//! A line for each element type, kernel, number of sources and size of a source. The result replaces the first source, as
+//! it does in a node's slots. `GB/s` counts all bytes read and written, `copy` is that rate over the rate of a plain
+//! memcpy of a buffer of the source's size, `Gelem/s` counts elements of the result. Every number is of the fastest of
+//! several runs.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use dl_comm_core::dtype::DType;
+use dl_comm_core::reduce::{Kernel, Reduction, Step};
+
+/// As in a node's slots.
+const ALIGN: usize = 64;
+const SIZES: [(&str, usize); 2] = [("64 KiB", 64 << 10), ("64 MiB", 64 << 20)];
+const TYPES: [(DType, bool); 11] = [
+    (DType::F32, false),
+    (DType::BF16, false),
+    (DType::F16, false),
+    (DType::F64, false),
+    (DType::F32, true),
+    (DType::BF16, true),
+    (DType::F16, true),
+    (DType::I8, false),
+    (DType::U8, false),
+    (DType::I32, false),
+    (DType::I64, false),
+];
+
+/// Seconds of the fastest of some runs of `work`, which moves about `bytes`.
+fn fastest(bytes: usize, mut work: impl FnMut()) -> f64 {
+    let repeat = ((1 << 21) / bytes).max(1);
+    let run = |_| {
+        let start = Instant::now();
+        for _ in 0..repeat {
+            work();
+        }
+        start.elapsed().as_secs_f64() / repeat as f64
+    };
+    let runs = if repeat > 1 { 60 } else { 7 };
+    (0..runs).map(run).fold(f64::INFINITY, f64::min)
+}
+
+fn main() {
+    // Cargo passes --bench.
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    // Two-byte ones of either type are about 1, and no number made of these bytes is infinite or not a number.
+    let mut memory: Vec<Vec<u8>> = (0..4).map(|index| vec![0x3c + index; SIZES[1].1 + ALIGN]).collect();
+    let mut buffers: Vec<&mut [u8]> = memory
+        .iter_mut()
+        .map(|memory| {
+            let start = memory.as_ptr().align_offset(ALIGN);
+            &mut memory[start..][..SIZES[1].1]
+        })
+        .collect();
+    println!("type       acc     kernel    sources   size   divisor     GB/s   copy  Gelem/s");
+    for (name, size) in SIZES {
+        let [target, source, ..] = &mut buffers[..] else { unreachable!("there are four") };
+        let copied = fastest(2 * size, || black_box(&mut **target)[..size].copy_from_slice(black_box(&source[..size])));
+        let copy_rate = 2.0 * size as f64 / copied;
+        println!("memcpy {name:>37} {:>18.1}", copy_rate / 1e9);
+        for (dtype, precise) in TYPES {
+            if !wanted.is_empty() && !wanted.iter().any(|wanted| wanted == dtype.name()) {
+                continue;
+            }
+            let reduction = Reduction { dtype, precise, wide: false };
+            for kernel in Kernel::available() {
+                for (sources, divisor) in [(2, 2), (4, 4), (4, 3)] {
+                    let pointers: Vec<*const u8> = buffers.iter().take(sources).map(|buffer| buffer.as_ptr()).collect();
+                    let out = buffers[0].as_mut_ptr();
+                    let count = size / dtype.size();
+                    let bytes = (sources + 1) * size;
+                    // SAFETY: every buffer has `size` bytes or more; any bytes are numbers; the kernel is available.
+                    let mean = || unsafe { reduction.run(kernel, Step::Mean(divisor), &pointers, &[out], count) };
+                    let seconds = fastest(bytes, mean);
+                    let rate = bytes as f64 / seconds;
+                    println!(
+                        "{:<10} {:<7} {:<9} {sources:>7}   {name} {divisor:>7} {:>9.1} {:>6.2} {:>8.2}",
+                        dtype.name(),
+                        if precise { "precise" } else { "" },
+                        format!("{kernel:?}"),
+                        rate / 1e9,
+                        rate / copy_rate,
+                        count as f64 / seconds / 1e9
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! How elements lie in memory.
+
+use super::scheme::Scheme;
+
+/// How an element lies in memory.
+pub(super) trait Form<S: Scheme> {
+    /// The type there.
+    type Stored: Copy;
+    /// It is the element itself.
+    const NATIVE: bool;
+    /// Storing rounds to an element.
+    const ROUNDS: bool;
+    /// From memory.
+    fn load(stored: Self::Stored) -> S::Acc;
+    /// To memory.
+    fn store(acc: S::Acc) -> Self::Stored;
+}
+
+/// As the element itself.
+pub(super) struct Native;
+/// As an accumulator.
+pub(super) struct Wide;
+/// As an accumulator, rounded to an element when it is stored.
+pub(super) struct Rounded;
+
+impl<S: Scheme> Form<S> for Native {
+    type Stored = S::Element;
+    const NATIVE: bool = true;
+    const ROUNDS: bool = true;
+    #[inline(always)]
+    fn load(stored: S::Element) -> S::Acc {
+        S::widen(stored)
+    }
+    #[inline(always)]
+    fn store(acc: S::Acc) -> S::Element {
+        S::narrow(acc)
+    }
+}
+
+impl<S: Scheme> Form<S> for Wide {
+    type Stored = S::Acc;
+    const NATIVE: bool = false;
+    const ROUNDS: bool = false;
+    #[inline(always)]
+    fn load(stored: S::Acc) -> S::Acc {
+        stored
+    }
+    #[inline(always)]
+    fn store(acc: S::Acc) -> S::Acc {
+        acc
+    }
+}
+
+impl<S: Scheme> Form<S> for Rounded {
+    type Stored = S::Acc;
+    const NATIVE: bool = false;
+    const ROUNDS: bool = true;
+    #[inline(always)]
+    fn load(stored: S::Acc) -> S::Acc {
+        stored
+    }
+    #[inline(always)]
+    fn store(acc: S::Acc) -> S::Acc {
+        S::widen(S::narrow(acc))
+    }
+}

@@ -1,0 +1,70 @@
+//! The loop for float16 on instruction sets that convert it: LLVM makes no such instruction of `convert.rs`, which is
+//! some ten operations an element. The arithmetic is still LLVM's.
+
+use super::finish::Finish;
+use super::form::Form;
+use super::isa::{Isa, LANES};
+use super::scheme::{F16, Scheme};
+
+/// Does the whole tiles among the first `count` elements, if the instruction set converts float16; returns how many
+/// elements that were.
+///
+/// # Safety
+/// As for [`super::kernel::blocks`].
+#[inline(always)]
+pub(super) unsafe fn half_tiles<I, First, In, Out, F, const N: usize>(
+    sources: [*const u8; N],
+    outs: &[*mut u8],
+    count: usize,
+    finish: F,
+) -> usize
+where
+    I: Isa,
+    First: Form<F16>,
+    In: Form<F16>,
+    Out: Form<F16>,
+    F: Finish<F16>,
+{
+    let tiles = if I::HALVES { count / LANES } else { 0 };
+    for tile in 0..tiles {
+        // SAFETY: the caller's promise; a tile is read from all sources before it is written.
+        unsafe {
+            let mut sums = load::<I>(sources[0], tile, First::NATIVE);
+            for source in &sources[1..] {
+                let next = load::<I>(*source, tile, In::NATIVE);
+                for (sum, next) in sums.iter_mut().zip(next) {
+                    *sum = F16::add(*sum, next);
+                }
+            }
+            for sum in &mut sums {
+                *sum = finish.apply(*sum);
+            }
+            let results = I::f32_to_f16(sums);
+            if Out::ROUNDS && !Out::NATIVE {
+                sums = I::f16_to_f32(results);
+            }
+            for out in outs {
+                if Out::NATIVE {
+                    out.cast::<[u16; LANES]>().add(tile).write_unaligned(results);
+                } else {
+                    out.cast::<[f32; LANES]>().add(tile).write_unaligned(sums);
+                }
+            }
+        }
+    }
+    tiles * LANES
+}
+
+/// # Safety
+/// The source is valid for tile number `tile`.
+#[inline(always)]
+unsafe fn load<I: Isa>(source: *const u8, tile: usize, native: bool) -> [f32; LANES] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if native {
+            I::f16_to_f32(source.cast::<[u16; LANES]>().add(tile).read_unaligned())
+        } else {
+            source.cast::<[f32; LANES]>().add(tile).read_unaligned()
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! What a kernel takes from its instruction set: conversions that LLVM does not find by itself.
+
+/// Elements of a tile, which is loaded from every source before any of it is stored.
+pub(super) const LANES: usize = 32;
+
+/// An instruction set.
+pub(super) trait Isa {
+    /// It converts float16; the methods are for those only.
+    const HALVES: bool;
+    /// Exact.
+    fn f16_to_f32(halves: [u16; LANES]) -> [f32; LANES];
+    /// To the nearest, ties to even.
+    fn f32_to_f16(singles: [f32; LANES]) -> [u16; LANES];
+}
+
+/// What the target has at least: SSE2 on x86-64, NEON on AArch64.
+pub(super) struct Baseline;
+
+impl Isa for Baseline {
+    const HALVES: bool = false;
+    fn f16_to_f32(_: [u16; LANES]) -> [f32; LANES] {
+        unreachable!("HALVES is false")
+    }
+    fn f32_to_f16(_: [f32; LANES]) -> [u16; LANES] {
+        unreachable!("HALVES is false")
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod x86 {
+    //! The conversions of F16C and AVX-512. They round as the mode in the instruction says, to nearest even.
+
+    use std::arch::x86_64::{
+        __m128i, __m256, __m256i, __m512, _MM_FROUND_TO_NEAREST_INT, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm512_cvtph_ps,
+        _mm512_cvtps_ph,
+    };
+    use std::mem::transmute;
+
+    use super::{Isa, LANES};
+
+    /// AVX2 and F16C. Only for functions compiled with both.
+    pub(in super::super) struct Avx2;
+    /// AVX-512 F, BW, DQ, VL. Only for functions compiled with them.
+    pub(in super::super) struct Avx512;
+
+    macro_rules! isa {
+        ($name:ident, $singles:ty, $halves:ty, $widen:ident, $narrow:ident) => {
+            impl Isa for $name {
+                const HALVES: bool = true;
+                #[inline(always)]
+                fn f16_to_f32(halves: [u16; LANES]) -> [f32; LANES] {
+                    // SAFETY: arrays and vectors of equal size, of numbers; the instructions are there, as above.
+                    unsafe {
+                        let halves: [$halves; size_of::<[u16; LANES]>() / size_of::<$halves>()] = transmute(halves);
+                        transmute(halves.map(|halves| $widen(halves)))
+                    }
+                }
+                #[inline(always)]
+                fn f32_to_f16(singles: [f32; LANES]) -> [u16; LANES] {
+                    // SAFETY: as above.
+                    unsafe {
+                        let singles: [$singles; size_of::<[f32; LANES]>() / size_of::<$singles>()] = transmute(singles);
+                        transmute(singles.map(|singles| $narrow::<_MM_FROUND_TO_NEAREST_INT>(singles)))
+                    }
+                }
+            }
+        };
+    }
+    isa!(Avx2, __m256, __m128i, _mm256_cvtph_ps, _mm256_cvtps_ph);
+    isa!(Avx512, __m512, __m256i, _mm512_cvtph_ps, _mm512_cvtps_ph);
+}
