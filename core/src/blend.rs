@@ -4,9 +4,8 @@
 //! Floating point is computed in float64 and rounded to the element type once. Integers cannot be split: a share of a
 //! half or more counts as all, less as nothing, which keeps every mean's total weight at one.
 
-use half::{bf16, f16};
-
 use crate::dtype::DType;
+use crate::reduce::scheme::{BF16Precise, F16Precise, Scheme};
 
 /// The carries that a call's result is made of.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,11 +57,16 @@ pub unsafe fn blend(dtype: DType, own: *const u8, before: *const u8, out: *mut u
             })
         };
     }
+    macro_rules! half {
+        ($scheme:ty) => {
+            with!(u16, shares, |own, before, a, b| {
+                <$scheme>::narrow(sum(<$scheme>::widen(own), <$scheme>::widen(before), a, b))
+            })
+        };
+    }
     match dtype {
-        DType::F16 => with!(f16, shares, |own, before, a, b| f16::from_f64(sum(own.to_f64(), before.to_f64(), a, b))),
-        DType::BF16 => {
-            with!(bf16, shares, |own, before, a, b| bf16::from_f64(sum(own.to_f64(), before.to_f64(), a, b)));
-        }
+        DType::F16 => half!(F16Precise),
+        DType::BF16 => half!(BF16Precise),
         DType::F32 => with!(f32, shares, |own, before, a, b| sum(f64::from(own), f64::from(before), a, b) as f32),
         DType::F64 => with!(f64, shares, |own, before, a, b| sum(own, before, a, b)),
         DType::I8 => integer!(i8),
@@ -74,6 +78,8 @@ pub unsafe fn blend(dtype: DType, own: *const u8, before: *const u8, out: *mut u
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
 
     fn blended<T: Copy>(dtype: DType, own: T, before: T, left: f64, carried: f64) -> T {
@@ -92,6 +98,14 @@ mod tests {
         assert_eq!(blended(DType::F64, 4f64, 8.0, 0.0, 1.0), 12.0);
         assert_eq!(blended(DType::F16, f16::from_f32(4.0), f16::from_f32(8.0), 1.0, 1.0), f16::from_f32(8.0));
         assert_eq!(blended(DType::BF16, bf16::from_f32(4.0), bf16::from_f32(8.0), 1.0, 0.0), bf16::ZERO);
+    }
+
+    #[test]
+    fn two_byte_floats_are_rounded_once() {
+        // Just above the tie between 1 and the next number.
+        let above = |log| f64::powi(2.0, log) + f64::powi(2.0, -40);
+        assert_eq!(blended(DType::F16, f16::ONE, f16::ONE, 0.0, above(-11)), f16::from_bits(0x3c01));
+        assert_eq!(blended(DType::BF16, bf16::ONE, bf16::ONE, 0.0, above(-8)), bf16::from_bits(0x3f81));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::scheme::Scheme;
 
 /// What is done to a sum before it is rounded.
-pub(super) trait Finish<S: Scheme>: Copy {
+pub(crate) trait Finish<S: Scheme>: Copy {
     /// Does it.
     fn apply(self, acc: S::Acc) -> S::Acc;
 }

@@ -3,7 +3,7 @@
 use super::scheme::Scheme;
 
 /// How an element lies in memory.
-pub(super) trait Form<S: Scheme> {
+pub(crate) trait Form<S: Scheme> {
     /// The type there.
     type Stored: Copy;
     /// It is the element itself.

@@ -4,7 +4,7 @@
 pub(super) const LANES: usize = 32;
 
 /// An instruction set.
-pub(super) trait Isa {
+pub(crate) trait Isa {
     /// It converts float16; the methods are for those only.
     const HALVES: bool;
     /// Exact.

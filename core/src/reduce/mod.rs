@@ -23,7 +23,7 @@ mod kernel;
 mod pair;
 #[cfg(test)]
 mod reference;
-mod scheme;
+pub(crate) mod scheme;
 #[cfg(test)]
 mod tests;
 

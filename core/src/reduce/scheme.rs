@@ -7,7 +7,7 @@ use super::half_tiles::half_tiles;
 use super::isa::Isa;
 
 /// The element and accumulator types of a reduction, and the conversions between them.
-pub(super) trait Scheme: Sized {
+pub(crate) trait Scheme: Sized {
     /// What a tensor is made of; `u16` stands for float16 and bfloat16.
     type Element: Copy;
     /// What sums are kept in.
@@ -43,7 +43,7 @@ pub(super) trait Scheme: Sized {
 
 macro_rules! float {
     ($name:ident, $element:ty, $acc:ty, $widen:expr, $narrow:expr $(, $start:item)?) => {
-        pub(super) struct $name;
+        pub(crate) struct $name;
         impl Scheme for $name {
             type Element = $element;
             type Acc = $acc;
@@ -81,7 +81,7 @@ macro_rules! float {
 
 macro_rules! integer {
     ($name:ident, $element:ty, $acc:ty, $divide:expr) => {
-        pub(super) struct $name;
+        pub(crate) struct $name;
         impl Scheme for $name {
             type Element = $element;
             type Acc = $acc;
