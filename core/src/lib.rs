@@ -6,8 +6,8 @@
 //! - [`team`]: queues, threads, the life of a call;
 //! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
-//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`schedule`], [`topology`], [`affinity`], [`config`], [`error`],
-//!   [`trace`] and [`timeline`] (where the time goes).
+//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`stream_copy`], [`schedule`], [`topology`], [`affinity`],
+//!   [`config`], [`error`], [`trace`] and [`timeline`] (where the time goes).
 //!
 //! `docs/architecture.md` follows one gradient through them.
 
@@ -31,6 +31,7 @@ pub mod plan;
 pub mod reduce;
 mod say;
 pub mod schedule;
+pub mod stream_copy;
 pub mod team;
 pub mod timeline;
 pub mod topology;
