@@ -1,0 +1,1 @@
+"""Benchmarks of dl_comm; README.md tells how to run each."""

@@ -1,0 +1,163 @@
+"""The command line: `python -m benchmarks.allreduce` from the root of the repository."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import benchmarks.allreduce as package
+from benchmarks.allreduce import machine
+from benchmarks.allreduce.build import Tools
+from benchmarks.allreduce.cases import ITEM_BYTES, LATENCY_SIZES, MODELS, SIZES, Case, buffers, latencies, models
+from benchmarks.allreduce.contenders import CONTENDERS, FACES, Contender
+from benchmarks.allreduce.lists import LISTS
+from benchmarks.allreduce.orchestrate import Bench, Options
+from benchmarks.allreduce.plot import draw
+from benchmarks.allreduce.table import tables
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("buffer", "latency", "list")
+QUICK: dict[str, Any] = {
+    "ranks": [2],
+    "sizes": [64, 4 << 10, 64 << 10],
+    "latency_sizes": [64],
+    "lists": ["tiny_100"],
+    "rounds": 2,
+    "most": 10,
+    "turn_s": 0.005,
+    "latency_s": 0.02,
+}
+FULL: dict[str, Any] = {
+    "ranks": [2, 3, 4],
+    "sizes": list(SIZES),
+    "latency_sizes": list(LATENCY_SIZES),
+    "lists": list(MODELS),
+    "rounds": Options.rounds,
+    "most": Options.most,
+    "turn_s": Options.turn_s,
+    "latency_s": Options.latency_s,
+}
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; those that were not given are FULL's or QUICK's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.allreduce",
+        description=package.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, help="processes on this host (2 3 4)")
+    parser.add_argument("--sizes", nargs="+", type=_bytes, help="of single buffers, such as 64, 4K, 8M")
+    parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=["f32", "bf16", "f16", "f64"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is measured (all)")
+    parser.add_argument("--latency-sizes", nargs="+", type=_bytes, help="of buffers with percentiles (64 4K)")
+    parser.add_argument("--lists", nargs="+", choices=LISTS, help=f"lists of tensors ({' '.join(MODELS)})")
+    parser.add_argument("--only", nargs="+", choices=[contender.name for contender in CONTENDERS], help="these alone")
+    parser.add_argument("--face", nargs="+", choices=FACES, help="of dl_comm's faces, these alone")
+    parser.add_argument("--rounds", type=int, help="turns of each contender in each case (5)")
+    parser.add_argument("--most", type=int, help="the most timed iterations of a turn")
+    parser.add_argument("--turn-s", type=float, help="seconds of timed iterations in a turn (0.1)")
+    parser.add_argument("--latency-s", type=float, help="the same where percentiles are taken (0.5)")
+    parser.add_argument("--deadline-s", type=float, default=Options.deadline_s, help="the longest turn (120)")
+    parser.add_argument("--mpich", type=Path, default=Path(sys.prefix), help="prefix of the MPICH (this environment)")
+    parser.add_argument("--openmpi", type=Path, help="prefix of an Open MPI 5, of which bin/mpicc and bin/mpirun are")
+    parser.add_argument("--quick", action="store_true", help="a run of seconds, for tests: its numbers mean nothing")
+    parser.add_argument("--out", type=Path, default=Path("allreduce"), help="folder of the results (allreduce)")
+    options = parser.parse_args(words)
+    for name, value in (QUICK if options.quick else FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if min(options.ranks) < 1 or min([*options.sizes, *options.latency_sizes, options.rounds]) < 1:
+        parser.error("ranks, sizes and rounds are numbers from 1")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[Contender]:
+    """The contenders that `--only` and `--face` leave."""
+    return [
+        contender
+        for contender in CONTENDERS
+        if (not options.only or contender.name in options.only)
+        and (not options.face or not contender.face or contender.face in options.face)
+    ]
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """What is measured. Percentiles and lists are of float32, or of the first type that was chosen without it."""
+    dtype = "f32" if "f32" in options.dtypes else options.dtypes[0]
+    kinds = {
+        "buffer": buffers(options.sizes, options.dtypes),
+        "latency": latencies(options.latency_sizes, dtype),
+        "list": models(options.lists, dtype),
+    }
+    return [case for kind in KINDS if kind in options.kinds for case in kinds[kind]]
+
+
+def main() -> int:
+    """Measures, prints tables and writes files; 1 when a contender failed or was wrong."""
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the contenders too
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(package.__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        tools = Tools(Path(folder), options.mpich.absolute(), options.openmpi and options.openmpi.absolute())
+        timing = Options(options.rounds, options.turn_s, options.latency_s, options.most, deadline_s=options.deadline_s)
+        bench = Bench(chosen(options), tools, timing, ROOT)
+        about = {"machine": machine.describe(), "versions": machine.versions(tools), "quick": options.quick}
+        print(json.dumps(about, indent=1), flush=True)
+        for ranks in options.ranks:
+            bench.run(ranks, cases(options))
+            _write(options.out, {**about, "load_after": machine.describe()["load"]}, bench)
+    print(f"\n{tables(bench.cases)}")
+    for entry in bench.left_out:
+        print(f"left out on {entry['ranks']} ranks: {entry['contender']}: {entry['reason']}")
+    print(f"\n{options.out / 'allreduce.json'}")
+    _draw(options, about, bench)
+    return int(bench.failed)
+
+
+def _write(folder: Path, about: dict[str, Any], bench: Bench) -> None:
+    report = {
+        **about,
+        "method": package.__doc__,
+        "timing": vars(bench.options),
+        "cases": bench.cases,
+        "left_out": bench.left_out,
+        "idle": bench.idle,
+    }
+    (folder / "allreduce.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _draw(options: argparse.Namespace, about: dict[str, Any], bench: Bench) -> None:
+    """A picture a type; the first type's has the plain name."""
+    machine_, versions = about["machine"], about["versions"]
+    cores = f"{machine_['cores']} cores" if machine_["cores"] > 1 else "1 core"
+    title = f"Average of a buffer over ranks on one host: {machine_['processor']}, {cores}, {machine_['date'][:10]}, "
+    title += f"dl_comm {versions['dl_comm']}"
+    for number, dtype in enumerate(options.dtypes):
+        path = options.out / ("allreduce" if number == 0 else f"allreduce_{dtype}")
+        try:
+            for drawn in draw(bench.cases, dtype, title, path):
+                print(drawn)
+        except ImportError as error:
+            print(f"no picture: {error}; 'pip install matplotlib' brings what it needs")
+            return
+
+
+def _bytes(text: str) -> int:
+    """64, 4K, 8M or 1G as a number of bytes."""
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    try:
+        return int(text.rstrip("KMGkmg")) * scale
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; 64, 4K, 8M and 1G are") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

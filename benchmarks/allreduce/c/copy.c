@@ -1,0 +1,39 @@
+/* For orientation: every process copies its buffer to another one of its own, all at once. `copy RANKS` is all ranks.
+ */
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "turns.h"
+
+/* A tensor's memory has the copy's behind it. */
+static size_t copy_offset(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static void* take(size_t bytes) {
+  void* tensor = ordinary_take(2 * copy_offset(bytes));
+  if (tensor) memset(tensor, 0, 2 * copy_offset(bytes));
+  return tensor;
+}
+
+static void copy(const turn_t* turn, void** tensors) {
+  for (size_t t = 0; t < turn->tensors; ++t) {
+    size_t bytes = turn->lengths[t] * element_sizes[turn->type];
+    memcpy((char*)tensors[t] + copy_offset(bytes), tensors[t], bytes);
+  }
+}
+
+int main(int argc, char** argv) {
+  const int ranks = argc == 2 ? atoi(argv[1]) : 0;
+  if (ranks < 1 || ranks > SPIN_MAX_RANKS) fail("usage", "copy RANKS");
+  int rank = 0;
+  for (; rank < ranks - 1; ++rank) {
+    pid_t child = fork();
+    if (child < 0) fail("copy", "cannot fork");
+    if (child == 0) break;
+  }
+  turns_serve(
+      &(contender_t){.rank = rank, .ranks = ranks, .take = take, .give = ordinary_give, .average = copy, .keeps = 1});
+  if (rank == ranks - 1)
+    while (wait(NULL) > 0) continue;
+  return 0;
+}

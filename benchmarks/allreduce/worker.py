@@ -1,0 +1,115 @@
+"""One rank of a Python contender: waits for its turns and does them, as c/turns.c does for the C programs.
+
+    python -m benchmarks.allreduce.worker NAME
+
+NAME is a key of AVERAGERS; c/turns.h has the environment and the protocol.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.allreduce.averagers import AVERAGERS, Averager
+from benchmarks.allreduce.cases import UNTIMED
+
+PERIOD = 7
+_TOLERANCE = {"f32": 1e-6, "f64": 1e-15, "f16": 1e-3, "bf16": 8e-3}
+_BLOCK = PERIOD << 17
+
+
+def barrier(rank: int, ranks: int) -> Callable[[], None]:
+    """The barrier of c/spin.h."""
+    library = ctypes.CDLL(os.environ["BENCH_SPIN"])
+    library.spin_open.restype = ctypes.c_void_p
+    spin = library.spin_open(os.environ["BENCH_BARRIER"].encode(), rank, ranks)
+    if not spin:
+        raise OSError(f"cannot map {os.environ['BENCH_BARRIER']}")
+    wait, handle = library.spin_meet, ctypes.c_void_p(spin)
+    wait.restype = None
+    return lambda: wait(handle)
+
+
+def pattern(count: int, offset: float) -> np.ndarray:
+    """Element i is i mod 7, plus an offset."""
+    return (np.arange(count) % PERIOD + offset).astype(np.float32)
+
+
+def check(averager: Averager, tensors: list[Any], lengths: list[int], dtype: str, mean: float) -> tuple[int, str]:
+    """Compares tensors with the pattern: the number of elements, and the first difference in words, or ""."""
+    want = pattern(min(_BLOCK, max(lengths)), mean).astype(np.float64)
+    for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
+        for begin in range(0, length, _BLOCK):
+            end = min(length, begin + _BLOCK)
+            have = averager.values(tensor, begin, end)
+            right = np.abs(have - want[: end - begin]) <= _TOLERANCE[dtype] * want[: end - begin]
+            if have.shape != (end - begin,) or not right.all():
+                at = int(np.argmin(right))
+                return 0, f"tensor {index}, element {begin + at} is {have[at]}, not {want[at]}"
+    return sum(lengths), ""
+
+
+def turn(averager: Averager, wait: Callable[[], None], line: str) -> bytes:
+    """Does one turn and returns the answer."""
+    dtype, way, *numbers = line.split()
+    slots, iterations, _, *lengths = map(int, numbers)
+    if refusal := averager.refusal(dtype):
+        return f"unsupported {refusal}\n".encode()
+    mine = pattern(PERIOD * 64, 2 * averager.rank)
+    ring = [[averager.empty(length, dtype) for length in lengths] for _ in range(slots)]
+    for tensors in ring:
+        for tensor in tensors:
+            averager.fill(tensor, mine)
+    operation, clock = averager.operation(way), time.perf_counter
+    times = np.empty(UNTIMED + iterations)
+    checked, wrong = 0, ""
+    result: list[Any] = []
+    gc.collect()
+    for i in range(UNTIMED + iterations):
+        tensors = ring[i % slots]
+        result = []  # frees the last one outside the times
+        wait()
+        begin = clock()
+        result = operation(tensors)
+        end = clock()
+        times[i] = end - begin
+        if i == 0:
+            wait()
+            checked, wrong = check(averager, result, lengths, dtype, averager.ranks - 1)
+    wait()
+    if not wrong:
+        more, wrong = check(averager, result, lengths, dtype, averager.ranks - 1)
+        checked += more
+    wait()
+    if wrong:
+        return f"wrong rank {averager.rank}: {wrong}\n".encode()
+    return f"ok {checked}\n".encode() + times[UNTIMED:].tobytes()
+
+
+def main() -> int:
+    """Serves until the stream ends."""
+    averager = AVERAGERS[sys.argv[1]]()
+    wait = barrier(averager.rank, averager.ranks)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's
+    gc.disable()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["BENCH_SOCKET"])
+        connection.sendall(f"rank {averager.rank}\n".encode())
+        for line in connection.makefile("r"):
+            answer = turn(averager, wait, line)
+            trim(0)  # what a waiting contender keeps, another one has not
+            connection.sendall(answer)
+    averager.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
