@@ -188,10 +188,11 @@ impl Tensor {
     /// Whether `view` has the same element type and shape.
     pub fn is_like(&self, view: &View<'_>) -> bool {
         // Without a shape a single element has none either, and more are one-dimensional.
-        let flat = view.shape.is_empty() && self.shape.len() == usize::from(view.buffer.len() != 1);
-        self.buffer.dtype() == view.buffer.dtype()
-            && self.buffer.len() == view.buffer.len()
-            && (flat || *view.shape == *self.shape)
+        let same = || match view.shape {
+            [] => self.shape.len() == usize::from(view.buffer.len() != 1),
+            shape => *shape == *self.shape,
+        };
+        self.buffer.dtype() == view.buffer.dtype() && self.buffer.len() == view.buffer.len() && same()
     }
 
     /// As error messages show it: `float32[64, 10]`.
