@@ -74,7 +74,8 @@ fn patiently<T>(node: &Node, body: impl FnOnce(&Patience<'_>) -> T) -> T {
 /// An average of `data` on `ranks` ranks.
 fn average(data: &mut [f32], ranks: usize, name: &str) -> Job {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
-    let carrier = Carrier { team: 0, ranks, channels: 1, slot: FLOATS * size_of::<f32>(), precise: false };
+    let slot = FLOATS * size_of::<f32>();
+    let carrier = Carrier { team: 0, ranks, channels: 1, slot, short: slot, precise: false };
     Job::new(Op::Average, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), carrier).unwrap()
 }
 

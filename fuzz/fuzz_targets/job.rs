@@ -52,6 +52,7 @@ fuzz_target!(|input: Input| {
         ranks: usize::from(input.ranks) + 1,
         channels: usize::from(input.channels) + 1,
         slot: (usize::from(input.lines) + 1) * 64,
+        short: 0,
         precise: input.precise,
     };
     let job = || Job::new(op, towers.clone(), &input.name, &input.instance, input.labels.clone(), carrier);

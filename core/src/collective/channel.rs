@@ -21,10 +21,6 @@ use crate::transport::memory::Aligned;
 use crate::transport::sync;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
 
-/// A call of one chunk is short when a rank has no more bytes than that to read from the others: then copying all is
-/// cheaper than two more turns of flags.
-const SHORT: usize = 16 << 10;
-
 /// What a part of a list of calls starts with when another part follows.
 const MORE: &str = "+";
 
@@ -83,7 +79,7 @@ impl Channel {
     /// Those of the transports; the channel can then not be used any more.
     pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
         self.direct = false;
-        if self.is_short(job) {
+        if job.is_short() {
             return self.exchange(job, patience);
         }
         self.direct = self.shared().is_some_and(|shared| direct::is_possible(job, shared));
@@ -110,22 +106,15 @@ impl Channel {
         self.direct
     }
 
-    /// Whether every rank may as well do all the work of a call itself as wait for the lanes; the same on all ranks that
-    /// call the same.
-    pub fn is_short(&self, job: &Job) -> bool {
-        let read = job.plan.total() * (self.topology.local_size() - 1);
-        self.topology.hosts() == 1 && job.plan.chunks() == 1 && !job.is_wide() && read <= SHORT
-    }
-
-    /// A short call in one exchange: every rank shows what it brings, and makes the result for itself, by the same additions
-    /// as a lane. Nobody raises `Unpacked`; `begin` does when that is missed.
+    /// A short call in one exchange: every rank shows what it brings, and makes the whole result for itself, by the same
+    /// additions as a lane. That costs less than two more turns of flags. Nobody raises `Unpacked`; `begin` does when that is missed.
     fn exchange(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
         let number = self.advance(patience)?;
         let shown = self.show(job, number);
         self.taken(job, shown, patience)
     }
 
-    /// Begins a short call ([`Channel::is_short`]) without waiting for longer than a look; `None`, and nothing is done, when
+    /// Begins a short call ([`Job::is_short`]) without waiting for longer than a look; `None`, and nothing is done, when
     /// ranks have not yet ended what came before.
     pub fn offer(&mut self, job: &Job) -> Option<Shown> {
         let number = self.step.wrapping_add(1);

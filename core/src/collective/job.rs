@@ -46,6 +46,8 @@ pub struct Carrier {
     pub channels: usize,
     /// Bytes of a slot.
     pub slot: usize,
+    /// The longest call, in bytes, that takes one exchange; 0 between hosts.
+    pub short: usize,
     /// Whether floating point is added up in float64.
     pub precise: bool,
 }
@@ -97,7 +99,11 @@ impl Job {
             .filter(|&total| total <= isize::MAX as usize / 2)
             .ok_or_else(|| Error::Invalid("the tensors together are longer than memory can be".into()))?;
         let share = total.div_ceil(2 * carrier.channels).next_multiple_of(ALIGN);
-        let chunk = share.clamp(LEAST_CHUNK.min(carrier.slot), carrier.slot);
+        let chunk = if total <= carrier.short {
+            carrier.slot
+        } else {
+            share.clamp(LEAST_CHUNK.min(carrier.slot), carrier.slot)
+        };
         let plan = Plan::new(&lengths, wire_size, chunk);
         let name = name.to_owned();
         let mut job = Job { op, plan, signature: 0, list: 0, towers, carrier, name, labels, place: String::new() };
@@ -139,6 +145,11 @@ impl Job {
     /// Whether the wire holds accumulators, because each rank brings a sum over its towers.
     pub fn is_wide(&self) -> bool {
         self.op == Op::Average && self.towers.len() > 1
+    }
+
+    /// Whether it takes one exchange; the same on all ranks that call the same.
+    pub fn is_short(&self) -> bool {
+        self.carrier.short > 0 && self.plan.total() <= self.carrier.short && !self.is_wide()
     }
 
     /// What the sum is divided by.
@@ -337,7 +348,7 @@ mod tests {
     /// Each tower's tensor could be memory; what they are added up in could not.
     #[test]
     fn more_than_memory_can_be_is_refused() {
-        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, precise: true };
+        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, short: 0, precise: true };
         let tower = |place: usize| {
             let place = std::ptr::without_provenance_mut(place);
             vec![Tensor::new(Buffer::in_place(place, isize::MAX as usize, DType::U8), &[])]

@@ -40,6 +40,7 @@ use crate::say::say;
 use crate::schedule::{Schedule, Verbosity};
 use crate::timeline;
 use crate::topology::Topology;
+use crate::transport::node::Geometry;
 use crate::transport::{Endpoint, Node};
 use call::{Call, Ended};
 use callers::Callers;
@@ -177,6 +178,7 @@ impl Team {
             ranks: topology.size(),
             channels: links.len(),
             slot: node.geometry().slot,
+            short: if topology.hosts() == 1 { short(node.geometry()) } else { 0 },
             precise: settings.precise,
         };
         let rank = topology.rank();
@@ -458,6 +460,14 @@ pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize
     if waited.iter().any(|(verbosity, _)| verbosity.speaks(rank)) {
         ledger::report_all(rank, waited.iter().map(|(_, seconds)| seconds).sum());
     }
+}
+
+/// What a rank reads of the others in a call that takes one exchange: that, and its own, should stay in the caches.
+const READ: usize = 1 << 20;
+
+/// The longest call that takes one exchange. It is worth more to threads that could share a call than to one.
+fn short(geometry: Geometry) -> usize {
+    (READ / geometry.ranks.saturating_sub(1).max(1) / geometry.channels).min(geometry.slot)
 }
 
 /// Starts a thread whose name fits the 15 characters that Linux keeps.

@@ -271,7 +271,7 @@ impl Lead {
     /// Keeps the job of `call` for short calls like it, if it is one.
     fn keep(&mut self, call: &Call) {
         let Lead { worker, templates, .. } = self;
-        if call.job.is_repeatable() && worker.channel.is_short(&call.job) {
+        if call.job.is_repeatable() && call.job.is_short() {
             templates.keep(&call.job, || worker.shared.recorder.kind(&call.record));
         }
     }
