@@ -110,6 +110,10 @@ impl Channel {
     /// additions as a lane. That costs less than two more turns of flags. Nobody raises `Unpacked`; `begin` does when that is missed.
     fn exchange(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
         let number = self.advance(patience)?;
+        let len = job.plan.chunk_len(0);
+        let mut lap = Lap::start(patience.log(), len);
+        self.put(job, 0, 0..len, number);
+        lap.end(Activity::Copy);
         let shown = self.show(job, number);
         self.taken(job, shown, patience)
     }
@@ -120,13 +124,13 @@ impl Channel {
         let number = self.step.wrapping_add(1);
         self.is_free(number).then(|| {
             self.step = number;
+            self.put(job, 0, 0..job.plan.chunk_len(0), number);
             self.show(job, number)
         })
     }
 
-    /// Shows the others what this rank brings.
+    /// Shows the others what this rank has put into its slot.
     fn show(&mut self, job: &Job, number: u32) -> Shown {
-        self.put(job, 0, 0..job.plan.chunk_len(0), number);
         self.node.sign(number, job.signature, false);
         Shown { number, all: self.node.meet(Phase::Packed, number) }
     }
