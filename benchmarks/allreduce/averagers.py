@@ -109,6 +109,27 @@ class NumpyFace(Arrays):
         self.dl_comm.finalize()
 
 
+class NumpyFaceInPlace(NumpyFace):
+    """dl_comm on NumPy arrays, in place."""
+
+    def operation(self, way: str) -> Operation:
+        gradients = self.dl_comm.gradients
+
+        def operation(arrays: list[Any]) -> list[Any]:
+            found: list[Any] = gradients(arrays, out=arrays)
+            return found
+
+        return operation
+
+
+class NumpyFaceShared(NumpyFaceInPlace):
+    """The same on arrays that all ranks of the host see."""
+
+    def empty(self, length: int, dtype: str) -> np.ndarray:
+        found: np.ndarray = self.dl_comm.empty(length, self.dtypes[dtype])
+        return found
+
+
 class TorchFace(Tensors):
     """dl_comm on torch tensors: new tensors."""
 
@@ -215,6 +236,8 @@ class Mpi4py(Arrays):
 
 AVERAGERS: dict[str, Callable[[], Averager]] = {
     "numpy": NumpyFace,
+    "numpy-inplace": NumpyFaceInPlace,
+    "numpy-shared": NumpyFaceShared,
     "torch": TorchFace,
     "torch-inplace": TorchFaceInPlace,
     "gloo": Gloo,

@@ -151,13 +151,16 @@ def _mpi4py(prefix: Path) -> dict[str, str]:
 
 PEER_WAYS = ("each", "flat")
 
-# Averages on memory that dl_comm has handed out are to be rows here too: a kind of memory in core.c, a subclass with
-# another `empty` in averagers.py.
 CONTENDERS = (
     Contender("limit", "limit", "limit: shared memory, two barriers", forking("limit")),
     Contender("copy", "copy", "memcpy", forking("copy")),
     Contender("core", "ours", "dl_comm, C", core("ordinary"), "c"),
+    Contender("core-shared", "ours", "dl_comm, C, shared memory", core("shared"), "c"),
     Contender("numpy", "ours", "dl_comm, NumPy (new arrays)", python_mpich("numpy", "dl_comm"), "numpy"),
+    Contender("numpy-inplace", "ours", "dl_comm, NumPy in place", python_mpich("numpy-inplace", "dl_comm"), "numpy"),
+    Contender(
+        "numpy-shared", "ours", "dl_comm, NumPy, shared memory", python_mpich("numpy-shared", "dl_comm"), "numpy"
+    ),
     Contender("torch", "ours", "dl_comm, torch (new tensors)", python_mpich("torch", "dl_comm", "torch"), "torch"),
     Contender(
         "torch-inplace", "ours", "dl_comm, torch in place", python_mpich("torch-inplace", "dl_comm", "torch"), "torch"

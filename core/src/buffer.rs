@@ -88,9 +88,14 @@ impl Buffer {
         (span(self.src.addr()), span(self.dst.addr()))
     }
 
-    /// Whether it is written where it is read, or far from there.
+    /// Whether it is written where it is read.
+    pub fn is_in_place(&self) -> bool {
+        self.src.addr() == self.dst.addr()
+    }
+
+    /// Whether it is written where it is read, or nowhere near.
     pub fn is_plain(&self) -> bool {
-        self.src.addr().abs_diff(self.dst.addr()) >= self.len * self.dtype.size() || self.src.addr() == self.dst.addr()
+        self.is_in_place() || self.src.addr().abs_diff(self.dst.addr()) >= self.len * self.dtype.size()
     }
 
     /// Where the buffer is written.

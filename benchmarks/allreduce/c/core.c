@@ -11,8 +11,12 @@ typedef struct kind {
   void (*give)(void* tensor);
 } kind_t;
 
+static void* shared_take(size_t bytes);
+static void shared_give(void* tensor);
+
 static const kind_t kinds[] = {
     {"ordinary", ordinary_take, ordinary_give},
+    {"shared", shared_take, shared_give},
 };
 
 static dl_comm_buffer_t* buffers;
@@ -21,6 +25,14 @@ static size_t capacity;
 static void check(int result, const char* what) {
   if (result < 0) fail(what, dl_comm_last_error());
 }
+
+static void* shared_take(size_t bytes) {
+  void* memory;
+  check(dl_comm_alloc(bytes, &memory), "dl_comm_alloc");
+  return memory;
+}
+
+static void shared_give(void* tensor) { check(dl_comm_free(tensor), "dl_comm_free"); }
 
 static void average(const turn_t* turn, void** tensors) {
   static const dlDataType_t types[ELEMENTS] = {

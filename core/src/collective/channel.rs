@@ -12,14 +12,19 @@ use std::sync::Arc;
 use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
 use super::{Account, Collective, Job, Lane, PerRank, direct, explain};
+use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::plan::{HEADER, slice};
+use crate::stream_copy::stream_copy;
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
 use crate::transport::arena::Shared;
 use crate::transport::memory::Aligned;
 use crate::transport::sync;
 use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
+
+/// More bytes than the caches of a processor hold for one process.
+const CACHES: usize = 32 << 20;
 
 /// What a part of a list of calls starts with when another part follows.
 const MORE: &str = "+";
@@ -416,6 +421,8 @@ impl Channel {
     /// Copies the results from the lanes' slots to the tensors of every tower.
     fn unpack(&self, job: &Job, step: &Step) {
         let staying = self.staying(job, step.chunk);
+        // A long result that is not where the argument was, and so in no cache, need not go through them.
+        let streams = |buffer: &Buffer| !buffer.is_in_place() && job.plan.total() > CACHES;
         for lane in 0..self.topology.lanes() {
             let slot = self.node.slot(lane, step.number).cast_const();
             let slice = self.lane_slice(job, step.chunk, lane);
@@ -431,6 +438,8 @@ impl Channel {
                         let to = buffer.bytes_mut(piece.first, piece.count);
                         if job.is_wide() {
                             job.reduction(buffer.dtype()).narrow(from, to.as_mut_ptr(), piece.count);
+                        } else if streams(buffer) {
+                            stream_copy(from, to.as_mut_ptr(), to.len());
                         } else {
                             ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
                         }
