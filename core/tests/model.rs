@@ -172,7 +172,7 @@ fn raises(targets: &'static [u32]) {
     let flag = Arc::new(Flag::default());
     let wait = |&target: &u32| {
         let flag = Arc::clone(&flag);
-        spawn(move || flag.wait(target, 0, &mut || Ok(())).unwrap())
+        spawn(move || flag.sleep(target, &mut || Ok(())).unwrap())
     };
     let waiters: Vec<_> = targets.iter().map(wait).collect();
     flag.raise(1);

@@ -298,12 +298,13 @@ impl Team {
         }
         self.shared.callers.note(true);
         let mut held = self.seat.take()?;
-        let since = Instant::now();
+        let since = short::is_timed(self.shared.matched()).then(Instant::now);
         let (job, shown) = match held.begin(Op::Average, name, views, since)? {
             Ok(None) => return Some(Ok(())),
             Ok(Some(rest)) => rest,
             Err(error) => return Some(Err(error)),
         };
+        let since = since.unwrap_or_else(Instant::now);
         let (sender, receiver) = sync_channel(1);
         let ended = Box::new(move |result| {
             // The receiver is below, waiting.

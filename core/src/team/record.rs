@@ -261,10 +261,10 @@ impl Shared {
         kind
     }
 
-    /// Counts a short call that ended at once.
-    pub fn short(&self, kind: &Kind, place: u64, submitted: Instant) {
-        let took = submitted.elapsed();
-        kind.count(self.number(), place, submitted.saturating_duration_since(self.since), took);
+    /// Counts a short call that ended at once, submitted at that time if it was timed.
+    pub fn short(&self, kind: &Kind, place: u64, submitted: Option<Instant>) {
+        let timed = submitted.map(|from| (from.saturating_duration_since(self.since), from.elapsed()));
+        kind.count(self.number(), place, timed);
     }
 
     /// Opens the record of a call that is submitted now.

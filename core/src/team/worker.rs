@@ -191,9 +191,15 @@ impl Seat {
 }
 
 impl Held<'_> {
-    /// Begins a short call, submitted at `since`: `Ok(None)` when that was all, what is left of it when other ranks are to
+    /// Begins a short call, submitted at `since` if it is timed: `Ok(None)` when that was all, what is left of it when other ranks are to
     /// be waited for. `None` when it has to go another way; an error has ended the team.
-    pub fn begin(&mut self, op: Op, name: &str, views: &[View<'_>], since: Instant) -> Option<Result<Option<Rest>>> {
+    pub fn begin(
+        &mut self,
+        op: Op,
+        name: &str,
+        views: &[View<'_>],
+        since: Option<Instant>,
+    ) -> Option<Result<Option<Rest>>> {
         let Lead { worker, templates, .. } = &mut *self.lead;
         let Worker { shared, channel, .. } = worker;
         let begun = guard(|| {

@@ -62,21 +62,6 @@ impl Flag {
         self.value.load(Ordering::Acquire).wrapping_sub(target).cast_signed() >= 0
     }
 
-    /// Waits until the counter has come to `target`: `spins` looks, then sleep. `check` is asked after
-    /// every nap and wake.
-    ///
-    /// # Errors
-    /// What `check` returns, or a futex that the system refuses.
-    pub fn wait(&self, target: u32, spins: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        if self.spin(target, spins) {
-            return Ok(());
-        }
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let result = self.sleep(target, check);
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        result
-    }
-
     /// Looks up to `spins` times, and once more, whether the counter has come to `target`.
     pub fn spin(&self, target: u32, spins: u32) -> bool {
         for turn in 0..spins {
@@ -92,7 +77,18 @@ impl Flag {
         self.reached(target)
     }
 
-    fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    /// Sleeps until the counter has come to `target`. `check` is asked after every nap and wake.
+    ///
+    /// # Errors
+    /// What `check` returns, or a futex that the system refuses.
+    pub fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let result = self.doze(target, check);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+
+    fn doze(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         loop {
             let seen = self.value.load(Ordering::SeqCst);
             if seen.wrapping_sub(target).cast_signed() >= 0 {
@@ -132,7 +128,7 @@ mod tests {
     fn a_sleeper_is_woken_and_a_check_ends_a_wait() {
         let flag = Flag::default();
         thread::scope(|scope| {
-            let waiter = scope.spawn(|| flag.wait(3, 0, &mut || Ok(())));
+            let waiter = scope.spawn(|| flag.sleep(3, &mut || Ok(())));
             for value in 1..=3 {
                 thread::yield_now();
                 flag.raise(value);
@@ -140,7 +136,7 @@ mod tests {
             assert_eq!(waiter.join().unwrap(), Ok(()));
         });
         let stop = Error::Timeout("now".into());
-        assert_eq!(flag.wait(4, 10, &mut || Err(stop.clone())), Err(stop));
+        assert_eq!(flag.sleep(4, &mut || Err(stop.clone())), Err(stop));
         assert_eq!(flag.sleepers.load(Ordering::SeqCst), 0);
     }
 
@@ -159,7 +155,7 @@ mod tests {
                     thread::sleep(Duration::from_millis(1));
                 }
             });
-            assert_eq!(flag.wait(1, 0, &mut check), Err(stop.clone()));
+            assert_eq!(flag.sleep(1, &mut check), Err(stop.clone()));
             ended.store(true, Ordering::Relaxed);
         });
     }

@@ -9,6 +9,7 @@
 //! The memory may come from `/dev/shm` (processes) or the heap (threads); everything in it is valid when zero.
 //! Thread rule: a `Node` is shared by the team's threads; each channel is used by one of them.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -169,7 +170,7 @@ pub struct Node {
 
 impl Node {
     /// A view on `memory`, which is zero when the first rank gets here. `peers` are the ranks, by local rank;
-    /// `spins` is how long waits look before they sleep.
+    /// `spins` is how often waits look, at most, before they sleep.
     ///
     /// # Errors
     /// [`Error::Internal`] when the memory is too small for the geometry.
@@ -201,7 +202,7 @@ impl Node {
     /// Channel `channel` of `node`.
     pub fn channel(self: &Arc<Node>, channel: usize) -> NodeChannel {
         assert!(channel < self.geometry.channels, "channel {channel} of {}", self.geometry.channels);
-        NodeChannel { node: Arc::clone(self), channel }
+        NodeChannel { node: Arc::clone(self), channel, spins: Cell::new(self.spins) }
     }
 
     /// The end of another rank's process, for waits that are not for this host's ranks.
@@ -283,10 +284,17 @@ impl Node {
     }
 }
 
+/// A sleep shorter than this was not worth it: looking on would have cost no more than falling asleep and waking up.
+const SHORT_SLEEP: Duration = Duration::from_micros(50);
+/// A wait looks that often at least before it sleeps, where looking is worth it at all.
+const LEAST_SPINS: u32 = 64;
+
 /// One channel of a [`Node`].
 pub struct NodeChannel {
     node: Arc<Node>,
     channel: usize,
+    /// How often a wait looks before it sleeps: as often as has paid lately, up to the node's number.
+    spins: Cell<u32>,
 }
 
 impl NodeChannel {
@@ -314,7 +322,7 @@ impl NodeChannel {
     pub fn meet(&self, phase: Phase, step: u32) -> bool {
         let own = self.flag(self.node.me, phase);
         own.raise_quietly(step);
-        let all = (0..self.node.geometry.ranks).all(|rank| self.flag(rank, phase).spin(step, self.node.spins));
+        let all = (0..self.node.geometry.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
         own.wake_sleepers();
         all
     }
@@ -335,11 +343,29 @@ impl NodeChannel {
                 continue;
             }
             let from = Instant::now();
-            let result = flag.wait(step, self.node.spins, &mut || self.go_on(phase, step, ranks, patience));
-            patience.log().waited(self.node.peers[rank].rank, from, Instant::now());
+            let result = if self.spin(flag, step) {
+                Ok(())
+            } else {
+                flag.sleep(step, &mut || self.go_on(phase, step, ranks, patience))
+            };
+            let now = Instant::now();
+            self.adapt(now - from < SHORT_SLEEP);
+            patience.log().waited(self.node.peers[rank].rank, from, now);
             result?;
         }
         Ok(())
+    }
+
+    /// Looks for a while whether `flag` has come to `step`.
+    fn spin(&self, flag: &Flag, step: u32) -> bool {
+        flag.spin(step, self.spins.get())
+    }
+
+    /// Looks longer from now on where that `pays`, and not so long where it does not.
+    fn adapt(&self, pays: bool) {
+        let (spins, most) = (self.spins.get(), self.node.spins);
+        let wanted = if pays { spins.saturating_mul(2) } else { spins / 2 };
+        self.spins.set(wanted.clamp(LEAST_SPINS.min(most), most));
     }
 
     /// Writes down the call's signature, and whether the slot holds places (`direct`) instead of content, before `Packed`.
@@ -413,8 +439,33 @@ fn parity(step: u32) -> usize {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    struct NoWatch;
+
+    impl Watch for NoWatch {
+        fn lost(&self, _local_rank: usize) -> Option<String> {
+            None
+        }
+    }
+
+    #[test]
+    fn waits_look_as_long_as_it_pays() {
+        for (most, least) in [(2000, LEAST_SPINS), (10, 10)] {
+            let geometry = Geometry { ranks: 1, channels: 1, slot: 64 };
+            let memory = Box::new(super::super::memory::Aligned::new(geometry.bytes()));
+            let peers = vec![Peer { rank: 0, name: "rank 0".into() }];
+            let node = Arc::new(Node::new(memory, geometry, 0, peers, Box::new(NoWatch), most).unwrap());
+            let channel = node.channel(0);
+            assert_eq!(channel.spins.get(), most);
+            (0..20).for_each(|_| channel.adapt(false));
+            assert_eq!(channel.spins.get(), least);
+            (0..20).for_each(|_| channel.adapt(true));
+            assert_eq!(channel.spins.get(), most);
+        }
+    }
 
     #[test]
     fn nothing_overlaps() {
