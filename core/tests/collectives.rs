@@ -84,6 +84,20 @@ fn lists_of_thousands_and_empty_tensors() {
 }
 
 #[test]
+fn tiny_tensors_among_long_ones_in_shared_memory() {
+    // Places of tensors take eight bytes each: those of the second list do not all fit where its tensors would.
+    for lengths in [&[70_000, 1, 3, 0, 2, 9_000, 1][..], &[1; 5_000], &[40_000, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]] {
+        for threads in [1, 3] {
+            World { threads, shares: true, ..World::new(&[3]) }.run(|rank| {
+                let mut list: Vec<Vec<f32>> = lengths.iter().map(|&len| vec![rank.rank as f32; len]).collect();
+                rank.average(list.iter_mut().map(|data| tensor(data)).collect()).unwrap();
+                assert!(list.iter().flatten().all(|&value| value == 1.0));
+            });
+        }
+    }
+}
+
+#[test]
 fn towers_are_averaged_and_filled() {
     for hosts in [&[1][..], &[3], &[2, 1]] {
         World { threads: 2, ..World::new(hosts) }.run(|rank| {

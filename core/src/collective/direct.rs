@@ -8,20 +8,33 @@ use std::ops::Range;
 
 use super::{Job, Lane, Op, PerRank};
 use crate::error::{Error, Result};
+use crate::plan::ALIGN;
 use crate::transport::arena::Shared;
 
-/// The least bytes of a tensor: below that its place is no shorter than its content.
-const LEAST: usize = 16;
+/// The bytes of a tensor from which on its place is sure to be shorter than its content.
+const LONG: usize = 16;
 
-/// Whether the other ranks can read and write the tensors of `job`.
+/// Whether the other ranks can read and write the tensors of `job`, and every chunk's places fit a slot.
 pub(super) fn is_possible(job: &Job, shared: &dyn Shared) -> bool {
-    let visible = |bytes: Range<usize>| bytes.is_empty() || (bytes.len() >= LEAST && shared.locate(bytes).is_some());
+    let mut all_long = true;
+    let mut visible = |bytes: Range<usize>| {
+        all_long &= bytes.is_empty() || bytes.len() >= LONG;
+        bytes.is_empty() || shared.locate(bytes).is_some()
+    };
     job.op == Op::Average
         && !job.is_wide()
         && job.tensors(0).iter().all(|tensor| {
             let (read, written) = tensor.buffer.spans();
             read == written && visible(written)
         })
+        && (all_long || (0..job.plan.chunks()).all(|chunk| places_fit(job, chunk)))
+}
+
+/// Whether the places of a chunk's tensors take no more of a slot than their content, which ends at a multiple of [`ALIGN`].
+/// A bias or two among weights do; a list of nothing but tiny tensors does not, and is short.
+fn places_fit(job: &Job, chunk: usize) -> bool {
+    let len = job.plan.chunk_len(chunk);
+    job.plan.pieces(chunk, 0..len).count() * size_of::<u64>() <= len.next_multiple_of(ALIGN)
 }
 
 /// Writes the places of the tensors of `chunk` to `slot`.
@@ -34,7 +47,7 @@ pub(super) fn is_possible(job: &Job, shared: &dyn Shared) -> bool {
 pub(super) unsafe fn tell(job: &Job, chunk: usize, slot: *mut u8, shared: &dyn Shared) -> Result<()> {
     for (index, piece) in job.plan.pieces(chunk, 0..job.plan.chunk_len(chunk)).enumerate() {
         let place = shared.locate(job.tensors(0)[piece.tensor].buffer.spans().1).ok_or_else(unseen)?;
-        // SAFETY: pieces are at least LEAST bytes long, but for the first and the last, so their places fit the slot.
+        // SAFETY: the places fit the slot: `is_possible` has counted them, or all but the first and the last are LONG.
         unsafe { slot.cast::<u64>().add(index).write(place) };
     }
     Ok(())
