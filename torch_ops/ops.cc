@@ -47,8 +47,8 @@ Average description(const Arguments& call, std::size_t towers, uint64_t owner, b
 }
 
 std::shared_ptr<Ticket> start_average(const Average& call, const Views& views, Tensors keep,
-                                      std::shared_ptr<Results> results) {
-  auto ticket = std::make_shared<Ticket>(std::move(keep), call.timed ? -1 : call.team);
+                                      std::shared_ptr<Results> results, std::shared_ptr<Clock> clock = nullptr) {
+  auto ticket = std::make_shared<Ticket>(std::move(keep), call.timed ? -1 : call.team, std::move(clock));
   average(call, views.tensors(), views.shapes(), completion_of(ticket), std::move(results));
   return ticket;
 }
@@ -117,7 +117,8 @@ void average_start(StableIValue* stack, uint64_t, uint64_t) {
   const auto owner = static_cast<uint64_t>(to<int64_t>(stack[5]));
   auto kept = (flags & kKeep) != 0 ? std::make_shared<TensorResults>(call.tensors) : nullptr;
   const Average average = description(call, 1, owner, (flags & kPart) != 0, false);
-  stack[0] = from(enroll(start_average(average, in_place(call), call.tensors, std::move(kept))));
+  const Views views = in_place(call);
+  stack[0] = from(enroll(start_average(average, views, call.tensors, std::move(kept), clock_of(owner))));
 }
 
 void wait_for(StableIValue* stack, uint64_t, uint64_t) {
@@ -136,6 +137,10 @@ void team_carries(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void forget_call(StableIValue* stack, uint64_t, uint64_t) { forget(to<int64_t>(stack[0])); }
+
+void busy_seconds(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = from(take_busy(static_cast<uint64_t>(to<int64_t>(stack[0]))));
+}
 
 void identity_of_core(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(static_cast<int64_t>(core_id())); }
 
@@ -164,6 +169,8 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   library.def("carries(int team, int owner) -> bool");
   // In place of `wait`, when nobody will read the result.
   library.def("forget(int number) -> ()");
+  // The seconds in which calls of average_start of `owner` were under way, since this was asked last.
+  library.def("busy(int owner) -> float");
   // The same number for all who share one core in this process.
   library.def("core_id() -> int");
 }
@@ -178,5 +185,6 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("forget", &forget_call);
   library.impl("carries", &team_carries);
   library.impl("discard", &discard_means);
+  library.impl("busy", &busy_seconds);
   library.impl("core_id", &identity_of_core);
 }

@@ -85,7 +85,9 @@ std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses)
 
 void Ticket::finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept {
   // Notified under the lock: the waiter may drop the ticket as soon as it can see the flag.
+  if (clock_) clock_->end();
   const std::lock_guard<std::mutex> lock(mutex_);
+  clock_.reset();
   code_ = code;
   message_ = std::move(message);
   results_ = std::move(results);

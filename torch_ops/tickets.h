@@ -8,8 +8,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "dl_comm_core/src/ffi.rs.h"
 
 namespace dl_comm::torch_ops {
@@ -44,8 +46,11 @@ struct Outcome {
 class Ticket {
  public:
   // `counted_on`: the team that is told how long `wait` has blocked; -1 for calls whose time the core takes.
-  Ticket(std::vector<::torch::stable::Tensor> tensors, int32_t counted_on)
-      : tensors_(std::move(tensors)), counted_on_(counted_on) {}
+  // `clock`, if any, runs from here to the end of the call, which must be started.
+  Ticket(std::vector<::torch::stable::Tensor> tensors, int32_t counted_on, std::shared_ptr<Clock> clock = nullptr)
+      : tensors_(std::move(tensors)), counted_on_(counted_on), clock_(std::move(clock)) {
+    if (clock_) clock_->begin();
+  }
 
   void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
   bool finished() const noexcept;
@@ -62,6 +67,7 @@ class Ticket {
   std::shared_ptr<Results> results_;
   std::vector<::torch::stable::Tensor> tensors_;
   const int32_t counted_on_;
+  std::shared_ptr<Clock> clock_;
 };
 
 // What the core gets to end `ticket`'s call.

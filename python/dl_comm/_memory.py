@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,15 @@ class _Block:
     """Shared memory, given back when the last array in it goes."""
 
     def __init__(self, size: int) -> None:
+        self._owner = os.getpid()
         self._address = 0
         self._address = _dl_comm.alloc(size)
         # What numpy.asarray reads; the arrays that it makes keep this object alive.
         self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (self._address, False)}
 
     def __del__(self) -> None:
-        if self._address:
+        # A forked child has the file of its parent, which goes on using it.
+        if self._address and os.getpid() == self._owner:
             _dl_comm.free(self._address)
 
 

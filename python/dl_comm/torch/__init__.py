@@ -13,6 +13,7 @@ library for it, which is built first where the installation has none.
 from __future__ import annotations
 
 import dl_comm as _base
+from dl_comm.torch._buckets import Communication
 from dl_comm.torch._functions import (
     average,
     broadcast,
@@ -26,6 +27,7 @@ from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoi
 
 __all__ = [
     "AveragingOptimizer",
+    "Communication",
     "DistributedOptimizer",
     "average",
     "broadcast",

@@ -1,7 +1,8 @@
 """Gradients on their way: buckets of parameters that are averaged together while the rest of backward runs.
 
 The rules that keep all ranks in step, whatever order autograd works in:
-- buckets hold the parameters in reverse order of registration, the order in which backward usually finishes them;
+- buckets hold the parameters in the order in which the first backward of rank 0 has finished them, and at first in
+  reverse order of registration, which is near to that (`_arrangement`);
 - a bucket's average starts when its last gradient is there and all earlier buckets have been started;
 - each bucket carries a vector that says which parameters have a gradient, so that ranks may differ in that.
 
@@ -15,6 +16,8 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,15 +26,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dl_comm import ArgumentError, StateError
 from dl_comm._process import new_owner
 from dl_comm.torch import _ops
-from dl_comm.torch._gradient import Gradient, standing
-
-# The first bucket is small, so that the first average starts early.
-FIRST_BUCKET_BYTES = 1 << 20
-
-Named = Sequence[tuple[str, torch.Tensor]]
+from dl_comm.torch._arrangement import Arrangement, Named
+from dl_comm.torch._gradient import Gradient, move, standing
+from dl_comm.torch._views import NO_MEMORY, Views, can_hold
 
 # Who averages which parameter; neither is kept alive.
 _owners = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What the averages of an optimizer's last step took, in seconds, on this rank."""
+
+    exposed: float
+    """In which `synchronize()`, `step()` or `zero_grad()` waited for averages: what they cost the step."""
+    busy: float
+    """In which at least one average was under way, from its start to its end; most of it is behind backward."""
 
 
 class Owed:
@@ -58,14 +68,21 @@ class Owed:
 class Bucket:
     """Parameters that one call averages, and the state of that call in this round (from one step to the next)."""
 
-    def __init__(self, index: int, named: Named, begun: bool = False) -> None:
-        """Make bucket number `index` of these parameters; `begun`: backward has worked on them already."""
+    def __init__(self, index: int, named: Named, first: int = 0, begun: bool = False, as_views: bool = False) -> None:
+        """Make bucket number `index` of these parameters, of which the first is number `first` of all.
+
+        `begun`: backward has worked on them already; `as_views`: their gradients lie in shared memory if they can.
+        """
         self.index = index
+        self.first = first
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.lent = False  # the team may keep what the last call was given
         self._late = begun
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
+        # One tensor elsewhere makes the core copy all that are averaged with it, so it is all or none.
+        self._as_views = as_views and not begun and all(map(can_hold, self.parameters))
+        self._memory: Views | None = None
         self.reset()
         if begun:
             self._standing.clear()
@@ -74,18 +91,44 @@ class Bucket:
         """Begin a round; a call that is under way is left to end by itself."""
         self.passes = [0] * len(self.parameters)
         self.waiting = len(self.parameters)
+        self.waited = 0.0  # seconds
         self._call: int | None = None
         self._sent: list[Gradient] = []
         self._used = torch.empty(0)
-        self._standing = {i: standing(parameter) for i, parameter in enumerate(self.parameters)}
+        places = [None] * len(self.parameters) if self._memory is None else self._memory.tensors
+        each = enumerate(zip(self.parameters, places, strict=True))
+        # A gradient in its place is averaged there, whoever else refers to it.
+        self._standing = {i: None if p.grad is place else standing(p) for i, (p, place) in each}
+
+    def settle(self, i: int) -> None:
+        """Move the gradient of parameter `i`, which backward has made or added to, to its place in shared memory.
+
+        Not to be called while the team is given the gradients' memory for good: see `dl_comm.config_team`.
+        """
+        parameter = self.parameters[i]
+        memory = self._views()
+        if memory is None or parameter.grad is None or parameter.grad is self._standing.get(i):
+            return
+        place = memory.place(i, parameter.grad)
+        if place is not None:
+            move(parameter, place)
 
     def start(self, team: int, call_name: str, owner: int, sparse_as_dense: bool) -> None:
         """Start the average of the gradients that are there, with zeros for the others."""
-        each = enumerate(zip(self.names, self.parameters, strict=True))
-        self._sent = [Gradient(name, p, self._standing.get(i), sparse_as_dense) for i, (name, p) in each]
-        self._used = torch.tensor([float(not gradient.absent) for gradient in self._sent])
         # A bucket that is there for this step only has no next call to leave anything to.
-        self.lent = not self._late and _ops.carries(team, owner)
+        self.lent = lent = not self._late and _ops.carries(team, owner)
+        memory = self._views() if not lent else self._memory
+        self._sent = []
+        for i, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            place = None if memory is None else memory.place(i, parameter.grad)
+            self._sent.append(Gradient(name, parameter, self._standing.get(i), sparse_as_dense, place, lent))
+        self._used = torch.tensor([float(not gradient.absent) for gradient in self._sent])
+        if lent:
+            # The team keeps what it is given past this step, and gives other memory for it: gradients that come back to
+            # one place would overwrite it. So they lie where autograd puts them as long as the schedule wants that.
+            self._memory = None
+        elif memory is not None:
+            self._used = memory.used.copy_(self._used)
         flags = (_ops.PART if self.index > 0 else 0) | (_ops.KEEP if self.lent else 0)
         wires = [*self._wires(), self._used]
         self._call = _ops.average_start(wires, team, call_name, self._labels, flags, owner)
@@ -104,10 +147,13 @@ class Bucket:
         before: list[torch.Tensor] = []
         own, share = 1.0, 0.0
         try:
+            since = perf_counter()
             before, own, share = _ops.wait(call)
+            self.waited = perf_counter() - since
             for gradient in self._sent:
                 gradient.expect_unchanged(discarding)
         except Exception:
+            self._memory = None
             self._owe(before, share, owed)
             if self.lent:
                 self._replace(None for _ in self._sent)
@@ -143,8 +189,17 @@ class Bucket:
         call, self._call = self._call, None
         if call is not None:
             _ops.forget(call)
+            self._memory = None
             for gradient in self._sent:
                 gradient.abandon()
+
+    def _views(self) -> Views | None:
+        if self._memory is None and self._as_views:
+            try:
+                self._memory = Views(self.parameters)
+            except NO_MEMORY:
+                self._as_views = False  # the gradients lie where autograd puts them: slower, that is all
+        return self._memory
 
     def _means(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The means of the parameters of which some rank had a gradient."""
@@ -177,19 +232,28 @@ class Averager:
     It holds the parameters; their hooks hold it weakly and go when it goes.
     """
 
-    def __init__(self, team: int, name: str, bucket_bytes: int, passes: int, sparse_as_dense: bool) -> None:
-        """Average on `team` after `passes` backward passes; `name` must be the same on all ranks."""
+    def __init__(
+        self, team: int, name: str, bucket_bytes: int | None, passes: int, sparse_as_dense: bool, as_views: bool
+    ) -> None:
+        """Average on `team` after `passes` backward passes; `name` must be the same on all ranks.
+
+        `bucket_bytes`: None finds a size. `as_views`: gradients lie in memory that the ranks of a host share.
+        """
         self.team = team
         self.averaged = False  # since the last gradient came
         self.busy = False  # gradients have come since the last round ended
         self.skip = False  # the next step takes the gradients as they are
         self.names: dict[int, str] = {}  # of the parameters, by id
         self._name = name
-        self._bucket_bytes = bucket_bytes
+        self._arrangement = Arrangement(bucket_bytes)
+        self._as_views = as_views
+        self._views_now = False  # in this round
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
-        self._plan: list[torch.Tensor] = []
-        self._frozen: list[torch.Tensor] = []
+        self.communication = Communication(0.0, 0.0)
+        self._began = self._ended = 0.0  # when the first and the last gradient of this round came
+        self._plan: Named = []
+        self._frozen: Named = []
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         self._next = 0  # the bucket to start next
@@ -197,7 +261,7 @@ class Averager:
         self._owed = Owed()
         self._strays: list[tuple[str, torch.Tensor]] = []  # frozen parameters that got a gradient in this round
         self._local = False
-        weakref.finalize(self, _close, self._hooks, self._buckets).atexit = False
+        weakref.finalize(self, _end, self._hooks, self._buckets, self._arrangement).atexit = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(self, named: Named, frozen: Named) -> None:
@@ -205,19 +269,30 @@ class Averager:
 
         `frozen` are the optimizer's other parameters, which should get no gradients.
         """
-        parameters = [parameter for _, parameter in named]
-        others = [parameter for _, parameter in frozen]
-        if self.busy or (_same(parameters, self._plan) and _same(others, self._frozen)):
+        if self.busy or (_same(named, self._plan) and _same(frozen, self._frozen)):
+            return
+        self._lay_out(list(named), list(frozen))
+
+    def _lay_out(self, named: Named, frozen: Named) -> None:
+        """Make buckets of the parameters, unless they are there, and watch for gradients."""
+        parts = self._arrangement.deal(named)
+        these = [pair for part in parts for pair in part]
+        there = [(name, p) for bucket in self._buckets for name, p in zip(bucket.names, bucket.parameters, strict=True)]
+        sizes = [len(bucket.parameters) for bucket in self._buckets]
+        if _same(these, there) and _same(frozen, self._frozen) and [len(part) for part in parts] == sizes:
+            self._plan = named
             return
         for bucket in self._buckets:
             bucket.drain(self.team, f"{self._name}.{bucket.index}", self.owner, self._owed)
         _close(self._hooks, self._buckets)
-        self._plan, self._frozen = parameters, others
-        self._buckets[:] = [Bucket(i, part) for i, part in enumerate(_split(named[::-1], self._bucket_bytes))]
+        self._plan, self._frozen = named, frozen
         me = weakref.ref(self)
-        for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                hook = functools.partial(_on_gradient, me, bucket.index, i)
+        first = 0
+        for index, part in enumerate(parts):
+            self._buckets.append(Bucket(index, part, first, as_views=self._as_views))
+            first += len(part)
+            for i, (_, parameter) in enumerate(part):
+                hook = functools.partial(_on_gradient, me, index, i)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for name, parameter in frozen:
             if parameter.is_floating_point() or parameter.is_complex():
@@ -257,13 +332,14 @@ class Averager:
         Raises StateError when gradients were changed after their average started (`discarding`: they may be gone), or a
         parameter that is frozen has got one.
         """
-        planned = {id(parameter) for parameter in self._plan}
+        planned = {id(parameter) for _, parameter in self._plan}
         # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
         late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
-        buckets = [*self._buckets, *([Bucket(len(self._buckets), late, begun=True)] if late else [])]
+        buckets = [*self._buckets, *([Bucket(len(self._buckets), late, len(self._plan), begun=True)] if late else [])]
         strays = [name for name, parameter in self._strays if not parameter.requires_grad]
         self._strays.clear()
         failure: Exception | None = None
+        moved = False
         try:
             with torch.no_grad():
                 for bucket in buckets[self._next :]:
@@ -273,10 +349,19 @@ class Averager:
                         bucket.finish(discarding, self._owed)
                     except Exception as error:
                         failure = failure or error
+                exposed = sum(bucket.waited for bucket in buckets)
+                self.communication = Communication(exposed, _ops.busy(self.owner))
+                try:
+                    moved = self._arrangement.hear()
+                except Exception as error:
+                    failure = failure or error
+                self._arrangement.took(self._ended - self._began + exposed)
         finally:
             for bucket in buckets:
                 bucket.drop()
             self._reset()
+        if moved:
+            self._lay_out(self._plan, self._frozen)
         if (discarding or isinstance(failure, StateError)) and any(bucket.lent for bucket in buckets):
             # What the calls have left is of gradients that are thrown away, or were changed under way.
             _ops.discard(self.team, self.owner)
@@ -307,6 +392,10 @@ class Averager:
     def gradient_came(self, index: int, i: int) -> None:
         """Take note that backward has finished the gradient of parameter `i` of bucket `index`."""
         bucket = self._buckets[index]
+        self._ended = perf_counter()
+        if not self.busy:
+            self._began = self._ended
+            self._views_now = self._as_views and not _ops.carries(self.team, self.owner)
         if index < self._next or bucket.passes[i] >= self._passes:
             self._reset()
             raise StateError(
@@ -316,9 +405,12 @@ class Averager:
                 "(a checkpointed layer that the model uses twice), checkpoint with use_reentrant=False"
             )
         self.averaged = False
+        if self._views_now:
+            bucket.settle(i)
         if self._local:
             return
         self.busy = True
+        self._arrangement.came(bucket.first + i)
         bucket.passes[i] += 1
         if bucket.passes[i] < self._passes:
             return
@@ -338,11 +430,14 @@ class Averager:
         with torch.no_grad():
             bucket.start(self.team, f"{self._name}.{bucket.index}", self.owner, self._sparse_as_dense)
         self._next = bucket.index + 1
+        if self._next == len(self._buckets):
+            self._arrangement.tell(self.team, self._name, self.owner)
 
     def _reset(self) -> None:
         for bucket in self._buckets:
             bucket.drop()
             bucket.reset()
+        self._arrangement.drop()
         self._next = 0
         self.busy = False
 
@@ -374,19 +469,10 @@ def _close(hooks: list[Any], buckets: list[Bucket]) -> None:
         buckets.pop().drop()
 
 
-def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
-    return len(these) == len(those) and all(a is b for a, b in zip(these, those, strict=True))
+def _end(hooks: list[Any], buckets: list[Bucket], arrangement: Arrangement) -> None:
+    _close(hooks, buckets)
+    arrangement.drop()
 
 
-def _split(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Named]:
-    part: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    bound = min(FIRST_BUCKET_BYTES, limit)
-    for name, parameter in named:
-        part.append((name, parameter))
-        size += parameter.numel() * parameter.element_size()
-        if size >= bound:
-            yield part
-            part, size, bound = [], 0, limit
-    if part:
-        yield part
+def _same(these: Named, those: Named) -> bool:
+    return len(these) == len(those) and all(a is b for (_, a), (_, b) in zip(these, those, strict=True))

@@ -7,7 +7,8 @@ gradients, and references that a script holds to `p.grad` see the mean once `ste
 copied, and the copy takes its place as `p.grad` afterwards. (Results in separate memory for all would serve as well,
 but cost every step fresh pages or a second set of gradients.) The exception are gradients that stood before backward,
 such as parts of one flat tensor that the script has laid out: backward adds to them in place, and the mean goes there
-too.
+too. Where a gradient has a place in shared memory (`_views`), it is moved there once backward has it ready, and
+averaged there.
 
 Thread rule: that of the averager, one thread at a time.
 """
@@ -26,9 +27,17 @@ class Gradient:
     """The gradient of one parameter, from the start of an average to its end."""
 
     def __init__(
-        self, name: str, parameter: torch.Tensor, standing: torch.Tensor | None, sparse_as_dense: bool
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        standing: torch.Tensor | None,
+        sparse_as_dense: bool,
+        view: torch.Tensor | None = None,
+        lent: bool = False,
     ) -> None:
         """Take the gradient that `parameter` has now. `standing` is the one it had before backward, if it was shared.
+
+        `view` is its place in shared memory, if it has one; `lent`: what is averaged is given away for good.
 
         Raises ArgumentError when the gradient is sparse and may not be made dense.
         """
@@ -39,11 +48,17 @@ class Gradient:
             if not sparse_as_dense:
                 raise ArgumentError(f"the gradient of {name} is sparse: give DistributedOptimizer sparse_as_dense=True")
             gradient = parameter.grad = gradient.to_dense()
+        if gradient is not view and view is not None and not lent and gradient is not standing:
+            move(parameter, view)
+            gradient = parameter.grad
         self.absent = gradient is None
         self._taken = gradient
         self._version = 0 if gradient is None else gradient._version
-        self._in_place = gradient is not None and not _shared(gradient)
-        if gradient is None:
+        at_home = gradient is not None and gradient is view
+        self._in_place = gradient is not None and not (at_home and lent) and (at_home or not _shared(gradient))
+        if gradient is None and view is not None and not lent:
+            self._own = view.zero_()
+        elif gradient is None:
             self._own = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
         elif self._in_place:
             self._own = plain(gradient)
@@ -112,6 +127,23 @@ def standing(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient
 
 
+def move(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    """Copy the gradient of `parameter` to `view`, which takes its place; leave one alone that is of another kind."""
+    gradient = parameter.grad
+    if gradient is None or gradient is view:
+        return
+    if (
+        type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and gradient.dtype is view.dtype
+        and gradient.shape == view.shape
+        and not gradient.requires_grad  # of a backward with create_graph
+        and gradient.is_contiguous()
+        and gradient.device.type == "cpu"
+    ):
+        parameter.grad = view.copy_(gradient)
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy, contiguous and without pending conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().contiguous()
@@ -122,8 +154,13 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def alone(tensor: torch.Tensor) -> bool:
+    """Tell whether nothing but this tensor refers to its storage; no where torch does not say."""
+    return _storage_uses is not None and _uses(tensor) <= _ALONE
+
+
 def _shared(tensor: torch.Tensor) -> bool:
-    return overlaps(tensor) or _storage_uses is None or _uses(tensor) > _ALONE
+    return overlaps(tensor) or not alone(tensor)
 
 
 def _uses(tensor: torch.Tensor) -> int:

@@ -100,6 +100,29 @@ def forget(number: int) -> None:
     _call(_ops.forget, number)
 
 
+def busy(owner: int) -> float:
+    """Return for how many seconds calls of `average_start` of `owner` were under way since this was asked last."""
+    return float(_ops.busy(owner))
+
+
+# What an averager tells the other ranks, apart from gradients: one small tensor, averaged in place.
+
+
+def start_note(note: torch.Tensor, team: int, name: str, label: str, owner: int) -> int:
+    """Start the average of a note, as a part of the step before, and return a number for `wait_note`."""
+    return int(_call(_ops.average_start, [note], team, name, label, PART, owner))
+
+
+def wait_note(number: int) -> None:
+    """Wait until the note with this number is averaged, once."""
+    _call(_ops.wait, number)
+
+
+def forget_note(number: int) -> None:
+    """Let the average of a note end without anyone waiting for it."""
+    _call(_ops.forget, number)
+
+
 def _call(op: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return op(*arguments)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -13,7 +15,8 @@ import dl_comm
 from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._process import start_team
 from dl_comm.torch import _functions, _ops, _scaler
-from dl_comm.torch._buckets import Averager, Named
+from dl_comm.torch._arrangement import Named
+from dl_comm.torch._buckets import Averager, Communication
 
 _ATTRIBUTE = "_dl_comm_averager"
 # As many optimizers average at once, each on a team of its own; the next ones share.
@@ -34,6 +37,13 @@ class AveragingOptimizer(torch.optim.Optimizer):
         invalid then.
         """
         _averager(self).synchronize(_named(self), _frozen(self))
+
+    def communication(self) -> Communication:
+        """Tell what the averages of the last step took on this rank, in seconds: exposed, and busy.
+
+        Zeros before the first. An average that a schedule lets end later counts as far as its step waited for it.
+        """
+        return _averager(self).communication
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -86,9 +96,10 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     nthread_per_team: int = 2,
     *,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     backward_passes_per_step: int = 1,
     sparse_as_dense: bool = False,
+    gradient_as_bucket_view: bool = True,
     team: int | None = None,
     broadcast: bool = True,
     nstep: int | None = None,
@@ -116,9 +127,14 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             if need be.
         nthread_per_team: threads of the teams that are created here.
         named_parameters: names for error messages, as `module.named_parameters()` gives them.
-        bucket_mb: size of a bucket in MiB; the first has 1 MiB at most.
+        bucket_mb: size of a bucket in MiB; the first has 1 MiB at most. None is what ``DL_COMM_BUCKET_MB`` says, else
+            the size that was fastest in the first steps, the same on all ranks.
         backward_passes_per_step: backward passes whose gradients are added up before they are averaged.
         sparse_as_dense: turn sparse gradients (of embeddings) into dense ones; they are an error otherwise.
+        gradient_as_bucket_view: `p.grad` lies, once backward has it ready, in memory that the ranks of a host see in
+            each other, where it is averaged without copies. Gradients that are not dense, contiguous CPU tensors, that
+            you have laid out yourself, or for which there is no shared memory, are averaged where they are, as all are
+            with False.
         team: the team that averages, when it is not to be the next one.
         broadcast: give all ranks the parameters of rank 0 now.
         nstep: the number of `step()`s in all; with it the team gets the schedule
@@ -141,8 +157,9 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
         raise ArgumentError("this optimizer averages its gradients already")
-    if bucket_mb <= 0 or backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
-        raise ArgumentError("bucket_mb, backward_passes_per_step, nteam and nthread_per_team must be positive")
+    bucket_bytes = _bucket_bytes(bucket_mb)
+    if backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
+        raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
     if team is not None and team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
     names = _names(optimizer, named_parameters)
@@ -151,7 +168,9 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number lets calls of optimizers on one team be told apart, and shows ranks that made other optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
-    averager = Averager(chosen, call_name, int(bucket_mb * 2**20), backward_passes_per_step, sparse_as_dense)
+    averager = Averager(
+        chosen, call_name, bucket_bytes, backward_passes_per_step, sparse_as_dense, gradient_as_bucket_view
+    )
     averager.names = names
     averager.expect_free([(name, parameter) for name, parameter in every if parameter.requires_grad])
     _made = number + 1
@@ -166,6 +185,23 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     averager.claim(named)
     averager.watch(named, _frozen(optimizer))
     return cast(AveragingOptimizer, optimizer)
+
+
+def _bucket_bytes(bucket_mb: float | None) -> int | None:
+    """The size of a bucket that the argument or the environment asks for; None when neither does."""
+    name: str = "bucket_mb"
+    given: Any = bucket_mb
+    if bucket_mb is None:
+        name, given = "DL_COMM_BUCKET_MB", os.environ.get("DL_COMM_BUCKET_MB", "").strip()
+        if not given:
+            return None
+    try:
+        size = float(given)
+    except (TypeError, ValueError):
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ArgumentError(f"{name} is '{given}'; the size of a bucket, in MiB, must be positive")
+    return int(size * 2**20)
 
 
 def _empty(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -1,0 +1,148 @@
+"""Which parameter goes into which bucket: found out in the first rounds, the same on all ranks.
+
+The order is that in which the first backward of rank 0 has finished the gradients. The size of the buckets is the one
+of a few with which the time from a backward's first gradient to its last, and what `step()` had to wait, was shortest:
+each size has some rounds, of which the first does not count (its memory is new), and the median over the rounds of the
+mean over the ranks decides.
+
+What ranks must agree on is told in small averages of their own, behind those of a round's gradients: rank 0's order as
+the mean of that times the number of ranks and of zeros.
+
+Thread rule: that of the averager, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import dl_comm
+from dl_comm.torch import _ops
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+# The first bucket is small, so that the first average starts early.
+FIRST_BUCKET_BYTES = 1 << 20
+# The sizes that are tried, in MiB; the first is what a model gets that needs no trial.
+SIZES = (25.0, 8.0, 3.0, 1.0)
+# Rounds of each size whose time counts.
+ROUNDS = 4
+
+
+class Arrangement:
+    """How an averager's parameters are dealt out to buckets, and the talk about it."""
+
+    def __init__(self, bucket_bytes: int | None) -> None:
+        """Make buckets of this size; None: of the size that turns out to be fastest."""
+        self._sizes = [int(size * 2**20) for size in SIZES] if bucket_bytes is None else [bucket_bytes]
+        self._size = self._sizes[0]
+        self._trials: list[int] = []  # the sizes that are yet to be tried, the present one first
+        self._times: dict[int, list[float]] = {}  # the seconds of the rounds of each
+        self._places: Any = WeakTensorKeyDictionary()  # where a parameter came in the first backward
+        self._plan: list[torch.Tensor] = []  # the parameters, bucket by bucket
+        self._ordered = True  # their order is the one that was agreed on
+        self._came: dict[int, None] = {}  # places in the plan, as gradients came in this round
+        self._call: int | None = None
+        self._told = torch.empty(0)
+        self._last: float | None = None  # the seconds of the round before, if it counts
+        self._warm = False  # the buckets have had a round
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of the buckets now, in bytes; the first has 1 MiB at most."""
+        return self._size
+
+    def deal(self, named: Named) -> list[Named]:
+        """Deal out parameters, given in the order of registration; to be called in the same rounds on all ranks."""
+        backwards = list(named)[::-1]
+        self._ordered = all(parameter in self._places for _, parameter in backwards)
+        if self._ordered:
+            backwards.sort(key=lambda pair: self._places[pair[1]])
+        splits: dict[tuple[int, ...], int] = {}
+        for size in self._sizes:
+            splits.setdefault(tuple(len(part) for part in _split(backwards, size)), size)
+        if all(len(lengths) < 2 for lengths in splits):
+            self._ordered = True  # there is nothing to find out
+        elif self._ordered and not self._times and len(splits) > 1:
+            self._trials = list(splits.values())
+            self._size = self._trials[0]
+            self._times = {size: [] for size in self._trials}
+        self._plan = [parameter for _, parameter in backwards]
+        self._came.clear()
+        self._last, self._warm = None, False
+        return list(_split(backwards, self._size))
+
+    def came(self, place: int) -> None:
+        """Take note that the gradient of parameter number `place` of the plan is ready."""
+        if not self._ordered:
+            self._came.setdefault(place)
+
+    def tell(self, team: int, name: str, owner: int) -> None:
+        """Start to tell the other ranks what this rank has found, if there is anything left to find out."""
+        if self._call is not None or (self._ordered and not self._trials) or _ops.carries(team, owner):
+            return
+        if self._ordered:
+            label = "(how long the step before took)"
+            self._told = torch.tensor([self._last or 0.0, float(self._last is not None)], dtype=torch.float64)
+        else:
+            label = "(in which order backward has finished the gradients)"
+            places = [*self._came, *(i for i in range(len(self._plan)) if i not in self._came)]
+            weight = dl_comm.get_nranks() if dl_comm.get_rank() == 0 else 0
+            self._told = torch.tensor(places, dtype=torch.float64) * weight
+        self._call = _ops.start_note(self._told, team, f"{name}.arrangement", label, owner)
+
+    def hear(self) -> bool:
+        """Wait for what the ranks have told, and tell whether the parameters are to be dealt out anew."""
+        call, self._call = self._call, None
+        if call is None:
+            return False
+        _ops.wait_note(call)
+        if not self._ordered:
+            order = [round(place) for place in self._told.tolist()]
+            for place, i in enumerate(order):
+                self._places[self._plan[i]] = place
+            return True
+        seconds, counts = self._told.tolist()
+        if counts < 1.0:
+            return False
+        times = self._times[self._trials[0]]
+        times.append(seconds)
+        if len(times) < ROUNDS:
+            return False
+        self._trials.pop(0)
+        self._size = self._trials[0] if self._trials else min(self._times, key=self._median)
+        return True
+
+    def _median(self, size: int) -> float:
+        return statistics.median(self._times[size])
+
+    def drop(self) -> None:
+        """Do not wait for what the others tell."""
+        call, self._call = self._call, None
+        if call is not None:
+            _ops.forget_note(call)
+            self._last = None
+
+    def took(self, seconds: float) -> None:
+        """Take note of the time of a round: from its first gradient to its last, and what was waited."""
+        self._last = seconds if self._warm else None
+        self._warm = True
+        self._came.clear()
+
+
+def _split(named: Named, limit: int) -> Iterator[Named]:
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    bound = min(FIRST_BUCKET_BYTES, limit)
+    for name, parameter in named:
+        part.append((name, parameter))
+        size += parameter.numel() * parameter.element_size()
+        if size >= bound:
+            yield part
+            part, size, bound = [], 0, limit
+    if part:
+        yield part
