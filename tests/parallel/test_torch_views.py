@@ -484,6 +484,23 @@ class TestArrangement:
         assert sizes[-1] == sizes[-2] == int(min(means, key=lambda mb: means[mb]) * 2**20)
         assert mc.check_buffers_match(list(model.parameters()), 1) == 0
 
+    def test_a_smaller_size_must_be_clearly_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_arrangement, "SIZES", (1e-3, 1e-4, TINY))
+        seconds = {1e-3: 1.03, 1e-4: 1.0, TINY: 1.2}
+        took = _arrangement.Arrangement.took
+
+        def pretend(self: Any, _: float) -> None:
+            took(self, next(value for mb, value in seconds.items() if int(mb * 2**20) == self.bucket_bytes))
+
+        monkeypatch.setattr(_arrangement.Arrangement, "took", pretend)
+        model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(6)))
+        optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), team=0)
+        for _ in range(2 + 3 * (_arrangement.ROUNDS + 2)):
+            optimizer.zero_grad()
+            model(torch.ones(2, 10)).sum().backward()
+            optimizer.step()
+        assert optimizer.__dict__[_optimizer._ATTRIBUTE]._arrangement.bucket_bytes == int(1e-3 * 2**20)
+
     def test_a_size_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrapped(**options: Any) -> Any:
             model = nn.Linear(2, 2)

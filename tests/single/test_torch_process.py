@@ -15,11 +15,11 @@ pytest.importorskip("torch")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
 
 
-def run(folder: Path, ranks: int, script: str) -> str:
+def run(folder: Path, ranks: int, script: str, **env: str) -> str:
     """Run `script` on `ranks` ranks and return what it printed; fail when a rank failed."""
     path = folder / "script.py"
     path.write_text(script)
-    result = launch(ranks, [sys.executable, str(path)], timeout=120, env={"OMP_NUM_THREADS": "1"})
+    result = launch(ranks, [sys.executable, str(path)], timeout=120, env={"OMP_NUM_THREADS": "1", **env})
     assert result.returncode == 0, result.output
     return str(result.output)
 
@@ -169,3 +169,53 @@ assert all(p.isfinite().all() for p in model.parameters())
 
 def test_loss_scaling(tmp_path: Path) -> None:
     run(tmp_path, 2, SCALED)
+
+
+ENDS = """
+import sys
+import torch
+import dl_comm
+import dl_comm.torch as cdl
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(6)))
+optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), gradient_as_bucket_view=VIEWS)
+for step in range(30):  # through all trials of the size of buckets
+    optimizer.zero_grad()
+    model(torch.full((4, 300), cdl.get_rank() + 0.1 * step)).square().mean().backward()
+    optimizer.step()
+gradients = [parameter.grad for parameter in model.parameters()]
+before = torch.cat([gradient.flatten() for gradient in gradients])
+del optimizer
+dl_comm.finalize()
+assert torch.equal(torch.cat([gradient.flatten() for gradient in gradients]), before)
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+print(f"sum {total.hex()}\\n", end="")  # in one piece, as both ranks write to one pipe
+"""
+
+
+def test_gradients_outlive_the_job(tmp_path: Path) -> None:
+    """With the memory of the ranks, on a file system that is none of memory, and without: the same bits."""
+    sums = []
+    for views in (True, False):
+        for folder in ("/dev/shm", str(tmp_path)):
+            output = run(tmp_path, 2, ENDS.replace("VIEWS", str(views)), DL_COMM_SHM_DIR=folder)
+            sums += re.findall(r"sum (\S+)", output)
+    assert len(sums) == 8
+    assert len(set(sums)) == 1
+
+
+@pytest.mark.parametrize("given", ["0.5", "none"])
+def test_the_size_of_buckets_from_the_environment(tmp_path: Path, given: str) -> None:
+    script = """
+import dl_comm, torch
+import dl_comm.torch as cdl
+try:
+    cdl.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()))
+    print("made")
+except dl_comm.ArgumentError as error:
+    print("refused:", error)
+"""
+    output = run(tmp_path, 1, script, DL_COMM_BUCKET_MB=given)
+    assert ("made" if given == "0.5" else "refused: DL_COMM_BUCKET_MB is 'none'") in output

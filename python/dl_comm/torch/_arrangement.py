@@ -3,7 +3,7 @@
 The order is that in which the first backward of rank 0 has finished the gradients. The size of the buckets is the one
 of a few with which the time from a backward's first gradient to its last, and what `step()` had to wait, was shortest:
 each size has some rounds, of which the first does not count (its memory is new), and the median over the rounds of the
-mean over the ranks decides.
+mean over the ranks decides. Smaller buckets, which are more calls, must be clearly faster.
 
 What ranks must agree on is told in small averages of their own, behind those of a round's gradients: rank 0's order as
 the mean of that times the number of ranks and of zeros.
@@ -31,6 +31,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 SIZES = (25.0, 8.0, 3.0, 1.0)
 # Rounds of each size whose time counts.
 ROUNDS = 4
+# How much longer than the shortest time that of a larger size may be.
+CLEARLY = 1.05
 
 
 class Arrangement:
@@ -114,11 +116,13 @@ class Arrangement:
         if len(times) < ROUNDS:
             return False
         self._trials.pop(0)
-        self._size = self._trials[0] if self._trials else min(self._times, key=self._median)
+        if self._trials:
+            self._size = self._trials[0]
+        else:
+            medians = {size: statistics.median(times) for size, times in self._times.items()}
+            enough = CLEARLY * min(medians.values())
+            self._size = next(size for size, median in medians.items() if median <= enough)
         return True
-
-    def _median(self, size: int) -> float:
-        return statistics.median(self._times[size])
 
     def drop(self) -> None:
         """Do not wait for what the others tell."""
