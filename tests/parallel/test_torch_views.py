@@ -293,6 +293,8 @@ def backward(size: int, rank: int, **options: Any) -> tuple[Model, Any]:
 class TestMemory:
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_references_see_the_mean(self, set_to_none: bool, rank: int, size: int) -> None:
+        if size == 1:
+            pytest.skip("nobody to share memory with")
         model, optimizer = backward(size, rank)
         for step in range(3):
             whole, part = model.first.weight.grad, model.first.weight.grad[1]
@@ -318,6 +320,8 @@ class TestMemory:
         assert mc.check_buffers_match(list(model.parameters()), 1) == 0
 
     def test_one_piece_that_stays(self, rank: int, size: int) -> None:
+        if size == 1:
+            pytest.skip("nobody to share memory with")
         model, optimizer = backward(size, rank, bucket_mb=25)
         starts = [parameter.grad.data_ptr() for parameter in model.parameters()]
         bounds = sorted((start, start + p.nbytes) for start, p in zip(starts, model.parameters(), strict=True))
@@ -328,6 +332,8 @@ class TestMemory:
             assert starts == [parameter.grad.data_ptr() for parameter in model.parameters()]
 
     def test_it_is_memory_that_the_ranks_share(self, rank: int, size: int) -> None:
+        if size == 1:
+            pytest.skip("nobody to share memory with")
         for as_views in (True, False):
             model, optimizer = backward(size, rank, gradient_as_bucket_view=as_views)
             optimizer.step()
@@ -352,6 +358,8 @@ class TestMemory:
         assert bits(twin) == bits(model)
 
     def test_gradients_outlive_the_optimizer_and_the_memory_goes_with_them(self, rank: int, size: int) -> None:
+        if size == 1:
+            pytest.skip("nobody to share memory with")
         model, optimizer = backward(size, rank)
         optimizer.step()
         memory = weakref.ref(optimizer.__dict__[_optimizer._ATTRIBUTE]._buckets[0]._memory)

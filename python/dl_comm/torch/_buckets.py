@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import dl_comm
 from dl_comm import ArgumentError, StateError
 from dl_comm._process import new_owner
 from dl_comm.torch import _ops
 from dl_comm.torch._arrangement import Arrangement, Named
-from dl_comm.torch._gradient import Gradient, move, standing
+from dl_comm.torch._gradient import Gradient, knows_uses, move, standing
 from dl_comm.torch._views import NO_MEMORY, Views, can_hold
 
 # Who averages which parameter; neither is kept alive.
@@ -246,7 +247,8 @@ class Averager:
         self.names: dict[int, str] = {}  # of the parameters, by id
         self._name = name
         self._arrangement = Arrangement(bucket_bytes)
-        self._as_views = as_views
+        self._wants_views = as_views
+        self._as_views = False  # where it spares copies
         self._views_now = False  # in this round
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
@@ -275,6 +277,8 @@ class Averager:
 
     def _lay_out(self, named: Named, frozen: Named) -> None:
         """Make buckets of the parameters, unless they are there, and watch for gradients."""
+        # Between hosts averages go through the slots, and one rank has none: a copy would be for nothing.
+        self._as_views = self._wants_views and knows_uses() and dl_comm.hosts() == 1 and dl_comm.get_nranks() > 1
         parts = self._arrangement.deal(named)
         these = [pair for part in parts for pair in part]
         there = [(name, p) for bucket in self._buckets for name, p in zip(bucket.names, bucket.parameters, strict=True)]

@@ -154,6 +154,11 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def knows_uses() -> bool:
+    """Tell whether torch says who refers to a storage; without that every gradient is copied anyway."""
+    return _storage_uses is not None
+
+
 def alone(tensor: torch.Tensor) -> bool:
     """Tell whether nothing but this tensor refers to its storage; no where torch does not say."""
     return _storage_uses is not None and _uses(tensor) <= _ALONE

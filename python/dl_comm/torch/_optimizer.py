@@ -134,7 +134,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         gradient_as_bucket_view: `p.grad` lies, once backward has it ready, in memory that the ranks of a host see in
             each other, where it is averaged without copies. Gradients that are not dense, contiguous CPU tensors, that
             you have laid out yourself, or for which there is no shared memory, are averaged where they are, as all are
-            with False.
+            with False, on a single rank and on several hosts.
         team: the team that averages, when it is not to be the next one.
         broadcast: give all ranks the parameters of rank 0 now.
         nstep: the number of `step()`s in all; with it the team gets the schedule
