@@ -42,7 +42,8 @@ def test_allreduce(tmp_path: Path) -> None:
         ("openmpi", False),
         ("openmpi-mpi4py", False),
     ]
-    names = {"limit", "copy", "core", "numpy", "torch", "torch-inplace", "gloo", "mpich", "mpich-mpi4py"}
+    names = {"limit", "copy", "core", "core-shared", "numpy", "numpy-inplace", "numpy-shared", "torch", "torch-inplace"}
+    names |= {"gloo", "mpich", "mpich-mpi4py"}
     kinds = [(case["kind"], case["name"], case["dtype"]) for case in report["cases"]]
     buffers = [("buffer", size, dtype) for dtype in ("f32", "bf16", "f16", "f64") for size in ("64", "65540")]
     assert kinds == [*buffers, ("latency", "64", "f32"), ("list", "tiny_100", "f32")]
