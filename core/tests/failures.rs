@@ -60,6 +60,24 @@ fn calls_that_differ_are_named_on_every_rank() {
     }
 }
 
+/// The same for calls of one chunk that are not short, of tensors that the ranks see in each other: nobody writes to them, so
+/// nobody waits for that.
+#[test]
+fn calls_that_differ_are_named_where_tensors_are_shared() {
+    let world = World { threads: 5, slot: 256 << 10, shares: true, ..World::new(&[5]) };
+    world.run(|rank| {
+        for _ in 0..2 {
+            let mut data = vec![rank.rank as f32; if rank.rank == 4 { 15_001 } else { 15_000 }];
+            let error = rank.average(vec![tensor(&mut data)]).unwrap_err();
+            assert!(matches!(error, Error::Mismatch(_)), "{error}");
+            assert!(data.iter().all(|&value| value == rank.rank as f32));
+            data.resize(15_000, rank.rank as f32);
+            rank.average(vec![tensor(&mut data)]).unwrap();
+            assert!(data.iter().all(|&value| value == 2.0));
+        }
+    });
+}
+
 #[test]
 fn a_rank_that_does_not_come_is_named_at_the_deadline() {
     for hosts in [&[3][..], &[2, 1]] {

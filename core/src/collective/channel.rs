@@ -95,7 +95,7 @@ impl Channel {
             let step = self.pack(job, 0, patience)?;
             met = self.settle(job, &step, patience)?;
         }
-        if self.direct && job.plan.chunks() == 1 {
+        if met == Met::Agreed && self.direct && job.plan.chunks() == 1 {
             self.written(patience)?;
         }
         Ok(met == Met::Agreed)
