@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -20,7 +19,7 @@ use crate::fork;
 use crate::plan::ALIGN;
 use crate::say::say;
 use crate::schedule::{Arguments, Cooldown, Schedule};
-use crate::team::{Limit, Parcel, Request, Settings, Stage, Team, report_waited};
+use crate::team::{self, Limit, Parcel, Request, Settings, Stage, Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::arena::Arenas;
@@ -51,8 +50,8 @@ enum State {
 static STATE: RwLock<State> = RwLock::new(State::Fresh);
 /// Held while a team is made, so that all ranks make them in the order of their calls.
 static MAKING: Mutex<()> = Mutex::new(());
-/// The arenas of this host; they stay as long as the process, since somebody may have memory of them.
-static ARENAS: OnceLock<Arc<Arenas>> = OnceLock::new();
+/// The arenas of this host, or why there are none; they stay as long as the process, since somebody may have memory of them.
+static ARENAS: OnceLock<Result<Arc<Arenas>>> = OnceLock::new();
 /// The process that started dl_comm; 0 before.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
@@ -107,9 +106,7 @@ pub fn init_mpi() -> Result<()> {
             OWNER.store(process::id(), Ordering::Relaxed);
             fork::watch();
             let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
-            if let Ok(arenas) = world.arenas() {
-                let _first = ARENAS.set(Arc::clone(arenas));
-            }
+            let _first = ARENAS.set(world.arenas().clone());
             let rank = topology.rank();
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
             let ready = || {
@@ -441,7 +438,7 @@ pub unsafe fn average_and_wait(id: i32, name: &str, limit: Limit, towers: Vec<Ve
 /// [`Error::System`] when there is not so much memory; why there is none of this kind; [`Error::State`] before [`init_mpi`].
 pub fn alloc(len: usize) -> Result<*mut u8> {
     read(|state| match state {
-        State::Started { world, .. } => world.lock().unwrap_or_else(PoisonError::into_inner).arenas()?.alloc(len),
+        State::Started { .. } => arenas()?.alloc(len),
         State::Fresh => Err(not_started()),
         State::Finalized(_) => Err(finalized()),
     })
@@ -456,12 +453,15 @@ pub fn alloc(len: usize) -> Result<*mut u8> {
 /// Nobody uses the memory any more.
 pub unsafe fn free(memory: *mut u8) -> Result<()> {
     check_fork()?;
-    match ARENAS.get() {
-        _ if memory.is_null() => Ok(()),
-        // SAFETY: the caller's promise.
-        Some(arenas) => unsafe { arenas.free(memory) },
-        None => Err(not_started()),
+    if memory.is_null() {
+        return Ok(());
     }
+    // SAFETY: the caller's promise.
+    unsafe { arenas()?.free(memory) }
+}
+
+fn arenas() -> Result<&'static Arc<Arenas>> {
+    ARENAS.get().ok_or_else(not_started)?.as_ref().map_err(Error::clone)
 }
 
 /// Whether coming averages of `owner` on team `id` may return before they have ended, if they bring memory of their own.
@@ -541,13 +541,7 @@ pub fn wait(name: &str, start: impl FnOnce(Request)) -> Result<()> {
 }
 
 fn outcome(name: &str, start: impl FnOnce(Request)) -> Result<Option<Arc<dyn Parcel>>> {
-    let (sender, receiver) = sync_channel(1);
-    let done = Box::new(move |result| {
-        // The receiver is below, waiting.
-        let _delivered = sender.send(result);
-    });
-    start(Request::new(done).named(name, "").blocking(true));
-    receiver.recv().unwrap_or_else(|_| Err(Error::Internal("a call was dropped without an outcome".into())))
+    team::outcome(|done| start(Request::new(done).named(name, "").blocking(true)))
 }
 
 /// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.

@@ -1,6 +1,6 @@
 //! One channel of a team: carries chunks of calls through the steps of the node and the exchanges between hosts.
 //!
-//! Every chunk, of whatever collective, takes the same step, so that ranks that called different things still meet, see
+//! Every chunk, of whatever collective, begins with the same step, so that ranks that called different things still meet, see
 //! each other's signatures, and can say so.
 //! Thread rule: used by one thread.
 
@@ -9,19 +9,20 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
+use super::cluster::Cluster;
 use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
-use super::{Account, Collective, Job, Lane, PerRank, direct, explain};
+use super::{Account, Job, Lane, PerRank, direct, explain};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::plan::{HEADER, slice};
+use crate::plan::slice;
 use crate::stream_copy::stream_copy;
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
 use crate::transport::arena::Shared;
 use crate::transport::memory::Aligned;
 use crate::transport::sync;
-use crate::transport::{Link, NodeChannel, Out, Patience, Phase};
+use crate::transport::{Link, NodeChannel, Patience, Phase};
 
 /// More bytes than the caches of a processor hold for one process.
 const CACHES: usize = 32 << 20;
@@ -112,7 +113,8 @@ impl Channel {
     }
 
     /// A short call in one exchange: every rank shows what it brings, and makes the whole result for itself, by the same
-    /// additions as a lane. That costs less than two more turns of flags. Nobody raises `Unpacked`; `begin` does when that is missed.
+    /// additions as a lane. That costs less than two more turns of flags. Nobody raises `Unpacked`; `begin` does when that
+    /// is missed.
     fn exchange(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
         let number = self.advance(patience)?;
         let len = job.plan.chunk_len(0);
@@ -156,9 +158,9 @@ impl Channel {
         Ok(agreed)
     }
 
-    /// The same where all have shown theirs already.
+    /// The same where all have shown theirs already; false also where they have not.
     pub fn take_now(&mut self, job: &Job, shown: &Shown) -> bool {
-        shown.all && self.node.same_signatures(shown.number) && self.take(job, shown.number)
+        shown.all && self.take(job, shown.number)
     }
 
     fn take(&mut self, job: &Job, number: u32) -> bool {
@@ -447,120 +449,5 @@ impl Channel {
                 }
             }
         }
-    }
-}
-
-/// One chunk of one lane between hosts.
-struct Cluster<'a> {
-    collective: &'static dyn Collective,
-    job: &'a Job,
-    lane: Lane<'a>,
-    slice: Range<usize>,
-    step: u32,
-    agreed: bool,
-}
-
-impl Cluster<'_> {
-    fn piece(&self, host: usize) -> Range<usize> {
-        slice(self.slice.clone(), host, self.lane.topology.hosts())
-    }
-
-    fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        let me = self.lane.topology.host();
-        (0..self.lane.topology.hosts()).filter(move |&host| host != me)
-    }
-
-    fn header(&self, stage: u32) -> Header {
-        Header { signature: self.job.signature, step: self.step, stage, agreed: self.agreed }
-    }
-
-    /// Scatter, complete the own piece, gather. False, on every host, when one host's ranks or two hosts differ.
-    fn carry(&self, link: &mut dyn Link, own_part: &mut [u8], patience: &Patience<'_>) -> Result<bool> {
-        let me = self.lane.topology.host();
-        // Beside a message the clock is nothing.
-        let mut lap = Lap::start(patience.log(), usize::MAX);
-        let mut lens = vec![HEADER; self.lane.topology.hosts()];
-        for host in self.others() {
-            let message = link.message_to(host);
-            self.header(0).write(message);
-            if self.agreed {
-                let body = &mut message[HEADER..];
-                // SAFETY: all ranks of the host have packed, so the slice is this lane's.
-                lens[host] += unsafe { self.collective.scatter(self.job, &self.lane, self.piece(host), body) };
-            }
-        }
-        lap.end(Activity::Reduce);
-        patience.log().messages(lens.len() - 1, lens.iter().sum::<usize>() - lens[me]);
-        link.exchange(Out::Each(&lens), patience)?;
-        lap.end(Activity::Network);
-        for host in self.others() {
-            if !self.header(0).matches(link.message_from(host), self.job)? {
-                return Ok(false);
-            }
-        }
-        if !self.agreed {
-            return Ok(false);
-        }
-        // SAFETY: as above; the parts are what the same collective scattered for this piece.
-        unsafe {
-            self.collective.scatter(self.job, &self.lane, self.piece(me), own_part);
-            let part = |host| {
-                if host == me { own_part.as_ptr() } else { link.message_from(host)[HEADER..].as_ptr() }
-            };
-            let parts: Vec<*const u8> = (0..self.lane.topology.hosts()).map(part).collect();
-            self.collective.complete(self.job, &self.lane, self.piece(me), &parts);
-        }
-        self.gather(link, &mut lap, patience)?;
-        Ok(true)
-    }
-
-    /// Sends the own piece to all and takes theirs.
-    fn gather(&self, link: &mut dyn Link, lap: &mut Lap<'_>, patience: &Patience<'_>) -> Result<()> {
-        let mine = self.piece(self.lane.topology.host());
-        let message = link.message_to_all();
-        self.header(1).write(message);
-        let body = &mut message[HEADER..HEADER + mine.len()];
-        // SAFETY: the slice of the own slot is this lane's.
-        unsafe { ptr::copy_nonoverlapping(self.lane.own().add(mine.start), body.as_mut_ptr(), mine.len()) };
-        lap.end(Activity::Reduce);
-        let hosts = self.others().count();
-        patience.log().messages(hosts, hosts * (HEADER + mine.len()));
-        link.exchange(Out::Same(HEADER + mine.len()), patience)?;
-        lap.end(Activity::Network);
-        for host in self.others() {
-            let message = link.message_from(host);
-            self.header(1).matches(message, self.job)?;
-            let piece = self.piece(host);
-            let body = &message[HEADER..HEADER + piece.len()];
-            // SAFETY: as above.
-            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.lane.own().add(piece.start), piece.len()) };
-        }
-        lap.end(Activity::Copy);
-        Ok(())
-    }
-}
-
-/// What every message between hosts starts with.
-struct Header {
-    signature: u64,
-    step: u32,
-    stage: u32,
-    agreed: bool,
-}
-
-impl Header {
-    fn write(&self, message: &mut [u8]) {
-        message[0..8].copy_from_slice(&self.signature.to_le_bytes());
-        message[8..12].copy_from_slice(&self.step.to_le_bytes());
-        message[12..16].copy_from_slice(&self.stage.to_le_bytes());
-        message[16] = u8::from(self.agreed);
-    }
-
-    /// Whether `message` comes from a host whose ranks agree among themselves and with these.
-    fn matches(&self, message: &[u8], job: &Job) -> Result<bool> {
-        if message[8..12] != self.step.to_le_bytes() || message[12..16] != self.stage.to_le_bytes() {
-            return Err(Error::Internal(format!("a message of another step arrived in {}", job.title())));
-        }
-        Ok(message[0..8] == self.signature.to_le_bytes() && message[16] == 1)
     }
 }

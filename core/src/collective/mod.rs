@@ -13,6 +13,7 @@ mod average;
 mod barrier;
 mod broadcast;
 mod channel;
+mod cluster;
 mod direct;
 mod explain;
 mod job;

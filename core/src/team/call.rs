@@ -1,6 +1,7 @@
 //! A call from its submission to its completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -8,12 +9,25 @@ use super::callers::ThreadId;
 use super::pipeline::Parcel;
 use super::record::{self, Record};
 use crate::collective::Job;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What to do when a call has ended: with the parcel that holds the result, or `None` when that is where the call's own
 /// tensors are written. Runs on a thread of the team, or on the submitting thread when the call is refused or need not wait;
 /// it must not block, and may submit further calls.
 pub type Done = Box<dyn FnOnce(Result<Option<Arc<dyn Parcel>>>) + Send>;
+
+/// Calls `start` with something to tell an outcome to, and waits for that.
+///
+/// # Errors
+/// The outcome; [`Error::Internal`] when none comes any more.
+pub fn outcome<T: Send + 'static>(start: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>)) -> Result<T> {
+    let (sender, receiver) = sync_channel(1);
+    start(Box::new(move |result| {
+        // The receiver is below, waiting.
+        let _delivered = sender.send(result);
+    }));
+    receiver.recv().unwrap_or_else(|_| Err(Error::Internal("a call was dropped without an outcome".into())))
+}
 
 /// What goes with a call beside its tensors.
 pub struct Request {
@@ -118,7 +132,7 @@ impl Request {
     }
 
     /// Refuses the call before it reaches a team.
-    pub fn refuse(self, error: crate::error::Error) {
+    pub fn refuse(self, error: Error) {
         (self.done)(Err(error));
     }
 }

@@ -20,14 +20,14 @@ mod stage;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel, sync_channel};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use call::{Done, Limit, Request};
+pub use call::{Done, Limit, Request, outcome};
 pub use pipeline::Parcel;
 pub use record::Totals;
 pub use stage::{Pool, Stage};
@@ -305,15 +305,10 @@ impl Team {
             Err(error) => return Some(Err(error)),
         };
         let since = since.unwrap_or_else(Instant::now);
-        let (sender, receiver) = sync_channel(1);
-        let ended = Box::new(move |result| {
-            // The receiver is below, waiting.
-            let _delivered = sender.send(result);
+        let result = outcome(|ended| {
+            let call = self.call(*job, true, timeout, ended);
+            self.carry(held, &call, Some(shown));
         });
-        let call = self.call(*job, true, timeout, ended);
-        self.carry(held, &call, Some(shown));
-        let lost = || Err(Error::Internal("a call was dropped without an outcome".into()));
-        let result = receiver.recv().unwrap_or_else(|_| lost());
         self.ledger.add(since.elapsed().as_secs_f64());
         Some(result)
     }

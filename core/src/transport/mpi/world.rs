@@ -184,12 +184,9 @@ impl World {
         Ok(Arc::new(Arenas::new(maps?, me, file)))
     }
 
-    /// Memory that the ranks of this host see in each other.
-    ///
-    /// # Errors
-    /// Why there is none.
-    pub fn arenas(&self) -> Result<&Arc<Arenas>> {
-        self.arenas.as_ref().map_err(Error::clone)
+    /// Memory that the ranks of this host see in each other, or why there is none.
+    pub fn arenas(&self) -> &Result<Arc<Arenas>> {
+        &self.arenas
     }
 
     /// Measures this host's clock, and starts the alert between hosts on the first rank of each.
