@@ -309,8 +309,15 @@ impl Team {
             let call = self.call(*job, true, timeout, ended);
             self.carry(held, &call, Some(shown));
         });
-        self.ledger.add(since.elapsed().as_secs_f64());
+        if self.times_callers() {
+            self.ledger.add(since.elapsed().as_secs_f64());
+        }
         Some(result)
+    }
+
+    /// Whether the time that callers wait is told: of training, not of broadcasts and metrics.
+    fn times_callers(&self) -> bool {
+        self.carrier.team >= 0
     }
 
     fn job(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str, instance: &str, labels: String) -> Result<Job> {
@@ -408,7 +415,8 @@ impl Team {
 
     /// Who prints, and for how long callers have waited.
     pub fn waited(&self) -> (Verbosity, f64) {
-        (self.pipeline().verbosity(), self.ledger.total() + self.shared.recorder.waited_shortly())
+        let shortly = if self.times_callers() { self.shared.recorder.waited_shortly() } else { 0.0 };
+        (self.pipeline().verbosity(), self.ledger.total() + shortly)
     }
 
     /// The number of means that were left to calls that have not come.
