@@ -75,6 +75,13 @@ def test_a_rank_in_its_own_code(tmp_path: Path) -> None:
     )
 
 
+def test_the_last_call_is_that_of_the_highest_number(tmp_path: Path) -> None:
+    dump(tmp_path, 0, {0: [call("done", 71, 1), *waiting([1])]}, size=2)
+    dump(tmp_path, 1, {0: [call("done", 69.999, 1), call("done", 70, 2, "average on team 0")]}, size=2)
+    (finding,) = verdict(tmp_path)
+    assert "its last call was average on team 0, number 1, which ended 70 s before" in finding.text
+
+
 def test_a_rank_in_another_call_and_the_root_of_a_chain(tmp_path: Path) -> None:
     dump(tmp_path, 0, {0: waiting([1, 2])})
     dump(tmp_path, 1, {0: [call("done", 70, 1)], -1: [call("meeting", 50, title="barrier", waiting_for=[2])]})

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
 use super::short::Kind;
@@ -55,15 +56,16 @@ impl Record {
     /// The record of the last short call of a kind.
     fn of_short(team: i32, kind: &Kind, since: Instant) -> Record {
         let number = kind.number.load(Ordering::Relaxed);
+        let (ended, took) = (kind.ended.load(Ordering::Relaxed), kind.took.load(Ordering::Relaxed).max(1));
         Record {
             number,
             signature: kind.signature,
             brief: Arc::clone(&kind.brief),
-            submitted: since + Duration::from_nanos(kind.submitted.load(Ordering::Relaxed)),
+            submitted: since + Duration::from_nanos(ended.saturating_sub(took)),
             timeout: None,
             log: Log::new(team, number),
             started: AtomicU64::new(1),
-            ended: AtomicU64::new(kind.took.load(Ordering::Relaxed).max(1)),
+            ended: AtomicU64::new(took),
             matched: AtomicU64::new(kind.place.load(Ordering::Relaxed)),
             error: OnceLock::new(),
         }
@@ -109,6 +111,12 @@ impl Record {
     pub fn error(&self) -> Option<&Error> {
         self.error.get()
     }
+}
+
+/// The time of a clock that is some milliseconds late and costs next to nothing to look at.
+fn coarse() -> Duration {
+    let time = clock_gettime(ClockId::MonotonicCoarse);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 fn at(nanos: &AtomicU64) -> Option<Duration> {
@@ -219,13 +227,13 @@ pub(super) struct Shared {
     recorder: Mutex<Recorder>,
     /// The number of the next call.
     next: AtomicU64,
-    /// What [`Kind`]s count from.
-    since: Instant,
+    /// What [`Kind`]s count from, by the precise clock and by the coarse one.
+    since: (Instant, Duration),
 }
 
 impl Default for Shared {
     fn default() -> Shared {
-        Shared { recorder: Mutex::default(), next: AtomicU64::new(0), since: Instant::now() }
+        Shared { recorder: Mutex::default(), next: AtomicU64::new(0), since: (Instant::now(), coarse()) }
     }
 }
 
@@ -263,8 +271,8 @@ impl Shared {
 
     /// Counts a short call that ended at once, submitted at that time if it was timed.
     pub fn short(&self, kind: &Kind, place: u64, submitted: Option<Instant>) {
-        let timed = submitted.map(|from| (from.saturating_duration_since(self.since), from.elapsed()));
-        kind.count(self.number(), place, timed);
+        let ended = coarse().saturating_sub(self.since.1);
+        kind.count(self.number(), place, ended, submitted.map(|from| from.elapsed()));
     }
 
     /// Opens the record of a call that is submitted now.
@@ -347,7 +355,7 @@ impl Shared {
         let recorder = self.lock();
         let mut last: Vec<Arc<Record>> = recorder.strays.iter().chain(&recorder.ring).cloned().collect();
         let used = recorder.shorts.iter().filter(|kind| kind.calls.load(Ordering::Relaxed) > 0);
-        last.extend(used.map(|kind| Arc::new(Record::of_short(team, kind, self.since))));
+        last.extend(used.map(|kind| Arc::new(Record::of_short(team, kind, self.since.0))));
         last.sort_by_key(|record| record.number);
         last
     }
@@ -398,6 +406,23 @@ mod tests {
     }
 
     #[test]
+    fn a_short_call_is_told_with_the_time_of_its_end() {
+        let recorder = Shared::default();
+        let mut data = [0f32; 16];
+        let first = recorder.open(0, &job(&mut data, "a"), None);
+        recorder.close(&first, &Ok(()));
+        let kind = recorder.kind(&first);
+        recorder.short(&kind, 2, Some(Instant::now()));
+        std::thread::sleep(Duration::from_millis(60));
+        recorder.short(&kind, 3, None);
+        let last = recorder.last(0);
+        let numbers: Vec<_> = last.iter().map(|record| (record.number, record.place_of_match())).collect();
+        assert_eq!(numbers, [(0, None), (2, Some(3))]);
+        let ended = |record: &Record| record.submitted + record.ended().unwrap();
+        assert!(ended(&last[1]) > ended(&last[0]) + Duration::from_millis(40), "of the one that was not timed too");
+    }
+
+    #[test]
     fn many_kinds_of_calls_do_not_fill_the_memory() {
         let recorder = Shared::default();
         for kind in 0..3 * KINDS {
@@ -415,7 +440,7 @@ mod tests {
         let job = job(&mut data, "a");
         let rounds = 200_000;
         // Of this thread, whatever else the machine does.
-        let clock = || rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
             let record = recorder.open(0, &job, None);

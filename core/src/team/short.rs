@@ -29,12 +29,13 @@ pub(super) struct Kind {
     /// Of the last one: its number on this rank, and its place among the matched calls.
     pub number: AtomicU64,
     pub place: AtomicU64,
-    /// Of the last one that was timed: when it was submitted (nanoseconds after the start of the recorder) and what it took.
-    pub submitted: AtomicU64,
+    /// When the last one ended, to some milliseconds (nanoseconds after the start of the recorder).
+    pub ended: AtomicU64,
+    /// What the last one that was timed took, in nanoseconds.
     pub took: AtomicU64,
 }
 
-/// One call of so many is timed: a look at the clock is a good part of what such a call costs.
+/// One call of so many is timed: a look at the precise clock is a good part of what such a call costs.
 const TIMED: u64 = 8;
 
 /// Whether the call after the `matched`-th is one of those that are timed: whichever, so that no rhythm of calls is missed.
@@ -52,21 +53,21 @@ impl Kind {
             nanos: zero(),
             number: zero(),
             place: zero(),
-            submitted: zero(),
+            ended: zero(),
             took: zero(),
         }
     }
 
-    /// Counts a call; `timed` is when it was submitted and what it took.
-    pub fn count(&self, number: u64, place: u64, timed: Option<(Duration, Duration)>) {
+    /// Counts a call that ended so long after the start of the recorder, and what it took if it was timed.
+    pub fn count(&self, number: u64, place: u64, ended: Duration, took: Option<Duration>) {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         // One writer at a time: plain additions will do.
         let add = |sum: &AtomicU64, more: u64| sum.store(sum.load(Ordering::Relaxed) + more, Ordering::Relaxed);
         self.number.store(number, Ordering::Relaxed);
         self.place.store(place, Ordering::Relaxed);
+        self.ended.store(nanos(ended), Ordering::Relaxed);
         add(&self.calls, 1);
-        if let Some((submitted, took)) = timed {
-            self.submitted.store(nanos(submitted), Ordering::Relaxed);
+        if let Some(took) = took {
             self.took.store(nanos(took), Ordering::Relaxed);
             add(&self.nanos, nanos(took).saturating_mul(TIMED));
         }

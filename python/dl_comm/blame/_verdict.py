@@ -183,7 +183,9 @@ def _whom(call: Call) -> str:
 
 
 def _last(dump: Dump) -> str:
-    ended = [call for call in dump.calls if call.ended is not None]
+    # Of a team, that of the highest number: the times of very short calls are told to some milliseconds only.
+    by_team = ([call for call in team.calls if call.ended is not None] for team in dump.teams.values())
+    ended = [max(calls, key=lambda call: call.number) for calls in by_team if calls]
     if not ended:
         return "it has made no call at all"
     last = max(ended, key=lambda call: call.ended or 0.0)
