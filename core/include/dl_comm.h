@@ -212,8 +212,9 @@ const char* dl_comm_version(void);
  *   "initialized", "finalized", "thread_level"), "state" ("fresh", "started", "finalized"), and "settings" (the
  *   DL_COMM_* variables, in their units) or "settings_error".
  * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank", "host",
- *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device") and "teams" (a list: "id", "threads",
- *   "prec_level", "slot_bytes", "lanes").
+ *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device"), "teams" (a list: "id", "threads",
+ *   "prec_level", "slot_bytes", "lanes") and, on several hosts, "network" (what was measured between them, in seconds:
+ *   "latency_s" of a message, "message_s" for each further one at once, "byte_s").
  * Names may be added. */
 int dl_comm_describe(char* text, size_t capacity);
 

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use crate::affinity::Affinity;
+use crate::collective::Choice;
 use crate::error::{Error, Result};
 use crate::schedule::Cooldown;
 
@@ -22,6 +23,8 @@ pub struct Config {
     pub match_within: Duration,
     /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
     pub chunk_bytes: usize,
+    /// `DL_COMM_ALGORITHM`: how averages are made between hosts.
+    pub algorithm: Choice,
     /// `DL_COMM_AFFINITY`: which processors team threads run on.
     pub affinity: Affinity,
     /// `DL_COMM_COOLDOWN`: what a negative `ksteps` of `config_team` counts, `after` or `last`.
@@ -56,6 +59,7 @@ impl Default for Config {
             stall_warn: Some(Duration::from_secs(60)),
             match_within: Duration::from_secs(30),
             chunk_bytes: 512 << 10,
+            algorithm: Choice::Auto,
             affinity: Affinity::None,
             cooldown: Cooldown::After,
             shm_dir: "/dev/shm".into(),
@@ -107,6 +111,7 @@ impl Config {
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
             match_within: seconds("DL_COMM_MATCH_S", Some(defaults.match_within))?.unwrap_or_default(),
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
+            algorithm: get("DL_COMM_ALGORITHM").map_or(Ok(defaults.algorithm), |name| Choice::parse(&name))?,
             affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
             cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
                 None => defaults.cooldown,
@@ -131,6 +136,7 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::collective::Algorithm;
 
     fn with(name: &'static str, value: &'static str) -> Result<Config> {
         Config::from_lookup(move |asked| (asked == name).then(|| value.to_owned()))
@@ -149,6 +155,7 @@ mod tests {
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
+        assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, Choice::Always(Algorithm::Ring));
         assert_eq!(with("DL_COMM_MATCH_S", "0").unwrap().match_within, Duration::ZERO);
         assert_eq!(with("DL_COMM_DUMP_DIR", "none").unwrap().dump_dir, DumpDir::Nowhere);
         assert_eq!(with("DL_COMM_DUMP_DIR", "/x").unwrap().dump_dir, DumpDir::Here("/x".into()));
@@ -164,6 +171,7 @@ mod tests {
             ("DL_COMM_DEFAULT_PREC_LEVEL", "2"),
             ("DL_COMM_CHUNK_KB", "1.5"),
             ("DL_COMM_MATCH_S", "-3"),
+            ("DL_COMM_ALGORITHM", "fastest"),
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
         ] {

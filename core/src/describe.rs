@@ -14,6 +14,7 @@ use crate::config::{Config, DumpDir};
 use crate::error::Result;
 use crate::global::{self, Overview};
 use crate::schedule::Cooldown;
+use crate::transport::Network;
 use crate::transport::mpi::{About, RankPlace, about};
 
 /// The JSON object that `dl_comm.h` describes.
@@ -43,6 +44,9 @@ pub fn describe() -> Result<String> {
         all["local_rank"] = json!(topology.local_rank());
         all["local_size"] = json!(topology.local_size());
         all["ranks"] = ranks(&overview);
+        if let Some(Network { latency, message, byte }) = overview.network {
+            all["network"] = json!({"latency_s": latency, "message_s": message, "byte_s": byte});
+        }
         let lanes = topology.lanes();
         all["teams"] = overview.teams.iter().map(|carrier| team(carrier, lanes)).collect();
     }
@@ -98,6 +102,7 @@ fn variables(config: &Config) -> Map<String, Value> {
         stall_warn,
         match_within,
         chunk_bytes,
+        algorithm,
         affinity,
         cooldown,
         shm_dir,
@@ -127,6 +132,7 @@ fn variables(config: &Config) -> Map<String, Value> {
         ("DL_COMM_STALL_WARN_S", seconds(stall_warn)),
         ("DL_COMM_MATCH_S", json!(match_within.as_secs_f64())),
         ("DL_COMM_CHUNK_KB", json!(chunk_bytes >> 10)),
+        ("DL_COMM_ALGORITHM", json!(algorithm.name())),
         ("DL_COMM_AFFINITY", json!(affinity)),
         ("DL_COMM_COOLDOWN", json!(cooldown)),
         ("DL_COMM_SHM_DIR", json!(shm_dir)),

@@ -22,6 +22,7 @@ use crate::schedule::{Arguments, Cooldown, Schedule};
 use crate::team::{self, Limit, Parcel, Request, Settings, Stage, Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
+use crate::transport::Network;
 use crate::transport::arena::Arenas;
 use crate::transport::mpi::{RankPlace, TeamShape, World};
 
@@ -37,6 +38,7 @@ enum State {
         world: Arc<Mutex<World>>,
         topology: Arc<Topology>,
         places: Arc<[RankPlace]>,
+        network: Option<Network>,
         config: Box<Config>,
         teams: BTreeMap<i32, Arc<Team>>,
         dumper: Arc<Dumper>,
@@ -106,6 +108,7 @@ pub fn init_mpi() -> Result<()> {
             OWNER.store(process::id(), Ordering::Relaxed);
             fork::watch();
             let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let network = world.network();
             let _first = ARENAS.set(world.arenas().clone());
             let rank = topology.rank();
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
@@ -120,7 +123,7 @@ pub fn init_mpi() -> Result<()> {
             let world = Arc::new(Mutex::new(world));
             let config = Box::new(config);
             let teams = BTreeMap::new();
-            *state = State::Started { world, topology, places, config, teams, dumper, _on_signal };
+            *state = State::Started { world, topology, places, network, config, teams, dumper, _on_signal };
             Ok(())
         }
     })
@@ -233,6 +236,8 @@ pub struct Overview {
     pub topology: Option<Arc<Topology>>,
     /// Every rank's place, while started.
     pub places: Arc<[RankPlace]>,
+    /// What was measured of the network between the hosts, while started, where there are several.
+    pub network: Option<Network>,
     /// The teams, by number, while started.
     pub teams: Vec<Carrier>,
 }
@@ -243,12 +248,13 @@ pub struct Overview {
 /// [`Error::State`] in a forked child.
 pub fn overview() -> Result<Overview> {
     read(|state| {
-        let mut told =
-            Overview { state: "fresh", config: None, topology: None, places: Arc::new([]), teams: Vec::new() };
+        let (places, teams) = (Arc::new([]), Vec::new());
+        let mut told = Overview { state: "fresh", config: None, topology: None, places, network: None, teams };
         match state {
             State::Fresh => {}
             State::Finalized(topology) => (told.state, told.topology) = ("finalized", Some(Arc::clone(topology))),
-            State::Started { topology, places, config, teams, .. } => {
+            State::Started { topology, places, network, config, teams, .. } => {
+                told.network = *network;
                 told.state = "started";
                 told.config = Some(Config::clone(config));
                 told.topology = Some(Arc::clone(topology));
@@ -307,10 +313,11 @@ fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
         }
     };
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
-    let shape = TeamShape { id, threads, prec_level, slot };
+    let algorithm = config.algorithm;
+    let shape = TeamShape { id, threads, prec_level, slot, algorithm };
     let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
     let Config { timeout, stall_warn, match_within, .. } = config;
-    let settings = Settings { id, precise: prec_level == 1, timeout, stall_warn, match_within };
+    let settings = Settings { id, precise: prec_level == 1, algorithm, timeout, stall_warn, match_within };
     let on_alarm = Arc::clone(&dumper);
     let alarm = Arc::new(move |words: &str| on_alarm.alarm(words));
     let team = Arc::new(Team::start(endpoint, settings, cpus.as_deref(), alarm)?);

@@ -15,11 +15,19 @@ pub const ALIGN: usize = 64;
 /// The bytes at the start of every message between hosts that say what it is.
 pub const HEADER: usize = ALIGN;
 
-/// The longest message between hosts for slots of `slot` bytes: a header and one host's piece of one lane's slice, as
-/// accumulators, which are at most four times as wide as the elements on the wire.
-pub fn message_bytes(slot: usize, lanes: usize, hosts: usize) -> usize {
+/// Accumulators are at most that many times as wide as the elements on the wire.
+const WIDEST: usize = 4;
+
+/// The most bytes that `wire` bytes of elements take as accumulators, the runs of each element type aligned.
+pub fn widest(wire: usize) -> usize {
+    wire.next_multiple_of(ALIGN) * WIDEST
+}
+
+/// The bytes that the messages of one exchange between hosts take at most, for slots of `slot` bytes: one lane's slice as
+/// accumulators, in a piece and with a header for each host.
+pub fn mail_bytes(slot: usize, lanes: usize, hosts: usize) -> usize {
     let slice_lines = slot.div_ceil(ALIGN).div_ceil(lanes) + 1;
-    HEADER + (slice_lines.div_ceil(hosts) + 1) * ALIGN * 4
+    hosts * HEADER + widest((slice_lines + hosts) * ALIGN)
 }
 
 /// Part of one tensor that lies in a chunk.

@@ -5,12 +5,42 @@ mod common;
 
 use common::{Element, Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::Op;
+use dl_comm_core::collective::{Algorithm, Choice, Op};
 use dl_comm_core::dtype::DType;
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-const SHAPES: [&[usize]; 8] = [&[1], &[2], &[3], &[5], &[1, 1], &[2, 2], &[2, 1], &[1, 3, 2]];
+const SHAPES: [&[usize]; 12] = [
+    &[1],
+    &[2],
+    &[3],
+    &[5],
+    &[1, 1],
+    &[2, 2],
+    &[2, 1],
+    &[1, 3, 2],
+    &[1, 1, 1, 1],
+    &[2, 1, 1, 1, 1],
+    &[1, 2, 1, 2, 1, 1],
+    &[1, 1, 1, 1, 1, 1, 1],
+];
+
+/// Those that give the same bits.
+const SAME_BITS: [Choice; 4] = [
+    Choice::Auto,
+    Choice::Always(Algorithm::Doubling),
+    Choice::Always(Algorithm::Halving),
+    Choice::Always(Algorithm::Pairwise),
+];
+const RING: Choice = Choice::Always(Algorithm::Ring);
+
+/// Jobs of every shape, and between hosts with every algorithm.
+fn worlds() -> impl Iterator<Item = World> {
+    SHAPES.into_iter().flat_map(|hosts| {
+        let choices = SAME_BITS.into_iter().chain([RING]).take(if hosts.len() > 1 { 5 } else { 1 });
+        choices.map(|algorithm| World { algorithm, ..World::new(hosts) })
+    })
+}
 
 fn expect<T: Element>(rank: &Rank, mut data: Vec<T>, expected: &[T]) {
     rank.average(vec![tensor(&mut data)]).unwrap();
@@ -19,8 +49,8 @@ fn expect<T: Element>(rank: &Rank, mut data: Vec<T>, expected: &[T]) {
 
 #[test]
 fn every_dtype_is_averaged() {
-    for hosts in SHAPES {
-        World::new(hosts).run(|rank| {
+    for world in worlds() {
+        world.run(|rank| {
             let mine = u8::try_from(rank.rank).unwrap();
             let size = u8::try_from(rank.size).unwrap();
             let sum = size * (size - 1) / 2;
@@ -55,8 +85,8 @@ fn every_dtype_is_averaged() {
 
 #[test]
 fn every_root_broadcasts_every_dtype() {
-    for hosts in SHAPES {
-        World::new(hosts).run(|rank| {
+    for world in worlds() {
+        world.run(|rank| {
             for root in 0..rank.size {
                 let mut flags: Vec<bool> = (0..2000).map(|i| rank.rank == root && i % 3 == 0).collect();
                 let mut halves = vec![f16::from_f32(rank.rank as f32); 70];
@@ -99,8 +129,8 @@ fn tiny_tensors_among_long_ones_in_shared_memory() {
 
 #[test]
 fn towers_are_averaged_and_filled() {
-    for hosts in [&[1][..], &[3], &[2, 1]] {
-        World { threads: 2, ..World::new(hosts) }.run(|rank| {
+    for world in worlds() {
+        World { threads: 2, ..world }.run(|rank| {
             let size = rank.size as f32;
             let mut towers: Vec<(Vec<f32>, Vec<bf16>, Vec<i8>)> = (0..3)
                 .map(|tower| {
@@ -150,7 +180,8 @@ fn many_calls_in_flight_complete_in_order() {
     });
 }
 
-/// The mean by the documented order: ranks of a host in order, then hosts in order.
+/// The mean by the documented order: the ranks of a host in order, then the hosts: those past a power of two in pairs with
+/// the ones before, then neighbours, then neighbouring pairs, and so on.
 fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
     let mut next = inputs.iter();
     let sums: Vec<Vec<f32>> = hosts
@@ -161,15 +192,26 @@ fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
             next.by_ref().take(ranks - 1).fold(first, add)
         })
         .collect();
+    let pair_up = |sums: Vec<Vec<f32>>, pairs: usize| -> Vec<Vec<f32>> {
+        let add = |pair: &[Vec<f32>]| pair[0].iter().zip(&pair[1]).map(|(a, b)| a + b).collect();
+        let (paired, single) = sums.split_at(2 * pairs);
+        paired.chunks(2).map(add).chain(single.iter().cloned()).collect()
+    };
+    let mut sums = pair_up(sums, hosts.len() - (1 << hosts.len().ilog2()));
+    while sums.len() > 1 {
+        let pairs = sums.len() / 2;
+        sums = pair_up(sums, pairs);
+    }
     let count = inputs.len() as f32;
-    (0..inputs[0].len()).map(|i| sums.iter().map(|sum| sum[i]).reduce(|a, b| a + b).unwrap() / count).collect()
+    sums[0].iter().map(|sum| sum / count).collect()
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Neither chunking, nor threads, nor the cutting of the data into tensors, nor whether the ranks see each other's tensors,
-    /// or some of them (the others have their means elsewhere), changes a bit.
+    /// Neither the algorithm between hosts, nor chunking, nor threads, nor the cutting of the data into tensors, nor whether
+    /// the ranks see each other's tensors, or some of them (the others have their means elsewhere), changes a bit. A ring
+    /// gives all ranks the same bits, which may be others.
     #[test]
     fn bits_depend_on_the_layout_of_ranks_only(
         hosts in prop::sample::select(SHAPES.to_vec()),
@@ -179,6 +221,7 @@ proptest! {
         seed in any::<u32>(),
         shares in any::<bool>(),
         apart in prop::collection::vec(any::<bool>(), 8),
+        algorithm in prop::sample::select([&SAME_BITS[..], &[RING]].concat()),
     ) {
         let len = 3000;
         let value = |rank: usize, i: usize| {
@@ -190,7 +233,7 @@ proptest! {
         let expected = reference(hosts, &inputs);
         let mut cuts = cuts;
         cuts.sort_unstable();
-        let world = World { threads, slot: lines * 64, shares, ..World::new(hosts) };
+        let world = World { threads, slot: lines * 64, shares, algorithm, ..World::new(hosts) };
         let results = world.run(|rank| {
             let mut data = inputs[rank.rank].clone();
             let mut means = vec![0f32; len];
@@ -204,8 +247,13 @@ proptest! {
             rank.average(list).unwrap();
             if is_apart { means } else { data }
         });
-        for data in results {
-            prop_assert!(data.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()));
+        let rings = algorithm == RING && hosts.len() > 1;
+        let expected = if rings { &results[0] } else { &expected };
+        for data in &results {
+            prop_assert!(data.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits()));
         }
+        let precise = |i: usize| inputs.iter().map(|input| f64::from(input[i])).sum::<f64>() / size as f64;
+        let largest = |i: usize| inputs.iter().map(|input| input[i].abs()).fold(0f32, f32::max);
+        prop_assert!((0..len).all(|i| (f64::from(results[0][i]) - precise(i)).abs() <= f64::from(largest(i)) * 1e-6));
     }
 }

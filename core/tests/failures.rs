@@ -6,7 +6,7 @@ mod common;
 use std::time::Duration;
 
 use common::{World, tensor};
-use dl_comm_core::collective::Op;
+use dl_comm_core::collective::{Choice, Op};
 use dl_comm_core::error::Error;
 
 #[test]
@@ -30,8 +30,10 @@ fn bad_arguments_are_refused_and_the_team_goes_on() {
 /// Every way to differ is an error on all ranks that names both sides, moves nothing, and leaves the team usable.
 #[test]
 fn calls_that_differ_are_named_on_every_rank() {
-    for hosts in [&[2][..], &[3], &[1, 1], &[2, 2], &[2, 1], &[1, 1, 1]] {
-        World { threads: 2, ..World::new(hosts) }.run(|rank| {
+    let shapes = [&[2][..], &[3], &[1, 1], &[2, 2], &[2, 1], &[1, 1, 1], &[1, 1, 1, 1], &[1, 1, 1, 1, 1]];
+    let choices = ["auto", "doubling", "halving", "pairwise", "ring"].map(|name| Choice::parse(name).unwrap());
+    for (hosts, algorithm) in shapes.into_iter().flat_map(|hosts| choices.map(|choice| (hosts, choice))) {
+        World { threads: 2, algorithm, ..World::new(hosts) }.run(|rank| {
             let odd = rank.rank == rank.size - 1;
             for round in 0..3 {
                 let mut data = vec![1f32 + rank.rank as f32; if odd { 70_001 } else { 70_000 }];
@@ -116,7 +118,7 @@ fn a_failed_team_ends_the_waits_of_the_others() {
 /// the same words.
 #[test]
 fn the_one_tensor_that_differs_is_found() {
-    for (hosts, odd) in [(&[2][..], 1), (&[4, 4], 7), (&[3, 1, 2], 3)] {
+    for (hosts, odd) in [(&[2][..], 1), (&[4, 4], 7), (&[3, 1, 2], 3), (&[1, 1, 1, 1, 1], 2)] {
         let texts = World::new(hosts).run(|rank| {
             let mut list: Vec<Vec<f32>> = (0..1000).map(|i| vec![0.0; i % 5 + 1]).collect();
             if rank.rank == odd {

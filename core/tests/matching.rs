@@ -76,7 +76,17 @@ fn submit(rank: &Rank, calls: &[Call], pauses: &[u8]) -> Vec<Result<()>> {
 }
 
 fn shapes() -> impl Strategy<Value = Vec<usize>> {
-    prop::sample::select(vec![vec![2], vec![3], vec![4], vec![5], vec![1, 1], vec![2, 1], vec![2, 2], vec![1, 1, 1]])
+    prop::sample::select(vec![
+        vec![2],
+        vec![3],
+        vec![4],
+        vec![5],
+        vec![1, 1],
+        vec![2, 1],
+        vec![2, 2],
+        vec![1, 1, 1],
+        vec![1, 1, 1, 1, 1],
+    ])
 }
 
 /// A job, its calls, and each rank's order of them.

@@ -73,3 +73,28 @@ def test_the_hosts_are_told_apart(hosts: Hosts, tmp_path: Path) -> None:
     )
     finished = hosts.launch(2, [sys.executable, str(script)])
     assert sorted(re.findall(r"at \d \d \d", finished.output)) == ["at 2 2 0"] * 2 + ["at 2 2 2"] * 2, finished.output
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "doubling", "halving", "pairwise", "ring"])
+def test_every_byte_crosses_the_link_as_often_as_it_must(hosts: Hosts, tmp_path: Path, algorithm: str) -> None:
+    """Of two hosts each sends 2 (n - 1) / n of the data: as much as one rank brings, however many ranks it has.
+
+    Counted on the links, with what TCP adds.
+    """
+    script = tmp_path / "volume.py"
+    script.write_text(
+        "import numpy as np\nimport dl_comm as mc\nfrom pathlib import Path\nmc.init()\n"
+        "sent = Path('/sys/class/net/eth0/statistics/tx_bytes')\n"
+        "data = np.full(4 << 20, mc.get_rank(), np.float32)\n"
+        "mc.barrier()\nbefore = int(sent.read_text())\n"
+        "mean = mc.gradients([data])[0]\n"
+        "mc.barrier()\nafter = int(sent.read_text())\n"
+        "assert (mean == (mc.get_nranks() - 1) / 2).all()\n"
+        "import os\n"
+        "if mc.local_rank() == 0: os.write(1, b'volume %.4f\\n' % ((after - before) / data.nbytes))\n"
+    )
+    finished = hosts.launch(2, [sys.executable, str(script)], env={"DL_COMM_ALGORITHM": algorithm})
+    volumes = [float(text) for text in re.findall(r"volume ([\d.]+)", finished.output)]
+    assert len(volumes) == 2, finished.output
+    # Headers of packets, and packets that say only that others have come.
+    assert all(0.99 < volume < 1.06 for volume in volumes), finished.output

@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::{Collective, Job, Lane};
+use super::{Collective, Job, Lane, Part, PerRank};
+use crate::plan::ALIGN;
+use crate::reduce::Reduction;
 use crate::topology::Topology;
 
 pub(super) struct Average;
@@ -18,7 +20,7 @@ impl Collective for Average {
                     let sources: Vec<*const u8> =
                         buffers.map(|buffer| buffer.bytes(piece.first, piece.count).as_ptr()).collect();
                     let reduction = job.reduction(job.tensors(0)[piece.tensor].buffer.dtype());
-                    let native = crate::reduce::Reduction { wide: false, ..reduction };
+                    let native = Reduction { wide: false, ..reduction };
                     native.sum(&sources, slot.add(piece.offset), piece.count);
                 } else {
                     for buffer in buffers {
@@ -71,28 +73,62 @@ impl Collective for Average {
         }
     }
 
-    unsafe fn scatter(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> usize {
-        let mut written = 0;
-        for run in job.plan.runs(lane.chunk, piece) {
-            let reduction = job.reduction(run.dtype);
-            let count = run.bytes.len() / reduction.wire_size();
-            let end = written + count * reduction.acc_size();
-            // SAFETY: as in `combine`; the slicing below checks that the accumulators fit.
-            unsafe { reduction.sum(&lane.sources(run.bytes.start), out[written..end].as_mut_ptr(), count) };
-            written = end.next_multiple_of(crate::plan::ALIGN);
-        }
-        written
+    fn carried(&self, job: &Job, chunk: usize, piece: Range<usize>) -> usize {
+        parts(job, chunk, piece).last().map_or(0, |part| part.end())
     }
 
-    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, parts: &[*const u8]) {
-        let mut read = 0;
-        for run in job.plan.runs(lane.chunk, piece) {
-            let reduction = job.reduction(run.dtype);
-            let count = run.bytes.len() / reduction.wire_size();
-            let accs: Vec<*const u8> = parts.iter().map(|part| part.wrapping_add(read)).collect();
-            // SAFETY: every part was written by `scatter` for the same runs; the slot's piece is this lane's.
-            unsafe { reduction.finish(&accs, &[lane.own().add(run.bytes.start)], count, job.divisor()) };
-            read = (read + count * reduction.acc_size()).next_multiple_of(crate::plan::ALIGN);
+    unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+        for part in parts(job, lane.chunk, piece) {
+            // SAFETY: as in `combine`; the slicing checks that the accumulators fit.
+            unsafe { part.reduction.sum(&lane.sources(part.wire), out[part.at..part.end()].as_mut_ptr(), part.count) };
+        }
+        true
+    }
+
+    unsafe fn merge(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part, out: *mut u8) {
+        let (Some(low), Some(high)) = (low, high) else { return };
+        for part in parts(job, lane.chunk, piece) {
+            // Accumulators are the wide form.
+            let reduction = Reduction { wide: true, ..part.reduction };
+            // SAFETY: the caller's promise; the parts were contributed to the same piece.
+            unsafe { reduction.sum(&[low.add(part.at), high.add(part.at)], out.add(part.at), part.count) };
         }
     }
+
+    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part) {
+        let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
+        for part in parts(job, lane.chunk, piece) {
+            let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
+            // SAFETY: as in `merge`; the slot's piece is this lane's.
+            unsafe { part.reduction.finish(&accs, &[lane.own().add(part.wire)], part.count, job.divisor()) };
+        }
+    }
+}
+
+/// Elements of one type in a host's part of a piece.
+struct Elements {
+    reduction: Reduction,
+    count: usize,
+    /// Where they are in the chunk.
+    wire: usize,
+    /// Where their accumulators are in the part.
+    at: usize,
+}
+
+impl Elements {
+    /// Where the next ones' accumulators are.
+    fn end(&self) -> usize {
+        self.at + (self.count * self.reduction.acc_size()).next_multiple_of(ALIGN)
+    }
+}
+
+fn parts(job: &Job, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = Elements> {
+    let mut at = 0;
+    job.plan.runs(chunk, piece).map(move |run| {
+        let reduction = job.reduction(run.dtype);
+        let elements =
+            Elements { reduction, count: run.bytes.len() / reduction.wire_size(), wire: run.bytes.start, at };
+        at = elements.end();
+        elements
+    })
 }

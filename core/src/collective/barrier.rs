@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Collective, Job, Lane};
+use super::{Collective, Job, Lane, Part};
 use crate::topology::Topology;
 
 pub(super) struct Barrier;
@@ -18,9 +18,16 @@ impl Collective for Barrier {
 
     unsafe fn combine(&self, _job: &Job, _lane: &Lane<'_>, _slice: Range<usize>) {}
 
-    unsafe fn scatter(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _out: &mut [u8]) -> usize {
+    fn carried(&self, _job: &Job, _chunk: usize, _piece: Range<usize>) -> usize {
         0
     }
 
-    unsafe fn complete(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _parts: &[*const u8]) {}
+    unsafe fn contribute(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _out: &mut [u8]) -> bool {
+        false
+    }
+
+    unsafe fn merge(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _low: Part, _high: Part, _out: *mut u8) {
+    }
+
+    unsafe fn complete(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _low: Part, _high: Part) {}
 }

@@ -1,10 +1,11 @@
-//! The root's values to all ranks and towers. Between hosts: scatter of the pieces from the root's host, then all-gather
-//! (van de Geijn's broadcast for long vectors, Barnett et al., 1994).
+//! The root's values to all ranks and towers. Between hosts the root's host alone brings something to what is otherwise an
+//! average; in pieces or halves that is a scatter and an all-gather (van de Geijn's broadcast for long vectors, Barnett et
+//! al., 1994).
 
 use std::ops::Range;
 use std::ptr;
 
-use super::{Collective, Job, Lane, Op};
+use super::{Collective, Job, Lane, Op, Part};
 use crate::topology::Topology;
 
 pub(super) struct Broadcast;
@@ -52,21 +53,33 @@ impl Collective for Broadcast {
         }
     }
 
-    unsafe fn scatter(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> usize {
-        let (host, root) = root_place(job, lane.topology);
-        if host != lane.topology.host() {
-            return 0;
-        }
-        let len = piece.len();
-        // SAFETY: the piece is this lane's in all slots; the slicing checks that it fits.
-        unsafe { ptr::copy_nonoverlapping(lane.slots[root].add(piece.start), out[..len].as_mut_ptr(), len) };
-        len
+    fn carried(&self, _job: &Job, _chunk: usize, piece: Range<usize>) -> usize {
+        piece.len()
     }
 
-    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, parts: &[*const u8]) {
-        let (host, _) = root_place(job, lane.topology);
-        // SAFETY: the root's host scattered as many bytes; the piece of the own slot is this lane's.
-        unsafe { ptr::copy_nonoverlapping(parts[host], lane.own().add(piece.start), piece.len()) };
+    unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+        let (host, root) = root_place(job, lane.topology);
+        if host != lane.topology.host() {
+            return false;
+        }
+        let out = &mut out[..piece.len()];
+        // SAFETY: the piece is this lane's in all slots.
+        unsafe { ptr::copy_nonoverlapping(lane.slots[root].add(piece.start), out.as_mut_ptr(), piece.len()) };
+        true
+    }
+
+    unsafe fn merge(&self, _job: &Job, _lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part, out: *mut u8) {
+        if let Some(part) = low.or(high).filter(|&part| !ptr::eq(part, out)) {
+            // SAFETY: the caller's promise: they do not overlap.
+            unsafe { ptr::copy_nonoverlapping(part, out, piece.len()) };
+        }
+    }
+
+    unsafe fn complete(&self, _job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part) {
+        if let Some(part) = low.or(high) {
+            // SAFETY: the piece of the own slot is this lane's.
+            unsafe { ptr::copy_nonoverlapping(part, lane.own().add(piece.start), piece.len()) };
+        }
     }
 }
 

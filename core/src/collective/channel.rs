@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, Flight, Slice};
 use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
 use super::{Account, Job, Lane, PerRank, direct, explain};
@@ -20,9 +20,8 @@ use crate::stream_copy::stream_copy;
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
 use crate::transport::arena::Shared;
-use crate::transport::memory::Aligned;
 use crate::transport::sync;
-use crate::transport::{Link, NodeChannel, Patience, Phase};
+use crate::transport::{NodeChannel, Patience, Phase};
 
 /// More bytes than the caches of a processor hold for one process.
 const CACHES: usize = 32 << 20;
@@ -34,7 +33,8 @@ const MORE: &str = "+";
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
     pub(super) node: NodeChannel,
-    pub(super) link: Option<Box<dyn Link>>,
+    /// The way to the other hosts, for a rank that drives a lane where there are any.
+    pub(super) cluster: Option<Cluster>,
     /// The last step.
     step: u32,
     /// All ranks of the host are known to have unpacked this step.
@@ -43,7 +43,6 @@ pub struct Channel {
     unpacked: u32,
     /// Whether the last call's tensors are visible to all ranks, and its chunks hold their places.
     direct: bool,
-    own_part: Aligned,
 }
 
 /// A short call under way: this rank has shown what it brings.
@@ -69,13 +68,14 @@ enum Met {
 struct Step {
     number: u32,
     chunk: usize,
+    /// The lane's slice, where it is on its way to other hosts.
+    flight: Option<Flight>,
 }
 
 impl Channel {
-    /// A channel over `node` and, where there are several hosts and this rank drives a lane, `link`.
-    pub fn new(topology: Arc<Topology>, node: NodeChannel, mut link: Option<Box<dyn Link>>) -> Channel {
-        let part = link.as_mut().map_or(0, |link| link.message_to_all().len());
-        Channel { topology, node, link, step: 0, free: 0, unpacked: 0, direct: false, own_part: Aligned::new(part) }
+    /// A channel over `node` and, where there are several hosts and this rank drives a lane, `cluster`.
+    pub(crate) fn new(topology: Arc<Topology>, node: NodeChannel, cluster: Option<Cluster>) -> Channel {
+        Channel { topology, node, cluster, step: 0, free: 0, unpacked: 0, direct: false }
     }
 
     /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
@@ -89,12 +89,13 @@ impl Channel {
             return self.exchange(job, patience);
         }
         self.direct = self.shared().is_some_and(|shared| direct::is_possible(job, shared));
-        let step = self.pack(job, 0, patience)?;
-        let mut met = self.settle(job, &step, patience)?;
+        let mut step = self.pack(job, 0, patience)?;
+        self.depart(job, &mut step, false, patience)?;
+        let mut met = self.settle(job, step, patience)?;
         if met == Met::Mixed {
             self.direct = false;
             let step = self.pack(job, 0, patience)?;
-            met = self.settle(job, &step, patience)?;
+            met = self.settle(job, step, patience)?;
         }
         if met == Met::Agreed && self.direct && job.plan.chunks() == 1 {
             self.written(patience)?;
@@ -223,7 +224,7 @@ impl Channel {
         explain::explain(self, account, patience)
     }
 
-    /// Carries out further chunks of `job`, packing one ahead; `direct` is what [`Channel::is_direct`] told of the first.
+    /// Carries out further chunks of `job`, one packed and on its way to the other hosts ahead; `direct` is what [`Channel::is_direct`] told of the first.
     ///
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
@@ -237,21 +238,23 @@ impl Channel {
         self.direct = direct;
         let mut ahead: Option<Step> = None;
         for chunk in chunks {
-            let next = self.pack(job, chunk, patience)?;
+            let mut next = self.pack(job, chunk, patience)?;
+            self.depart(job, &mut next, true, patience)?;
             if let Some(step) = ahead.replace(next) {
-                self.settle_matched(job, &step, patience)?;
+                self.settle_matched(job, step, patience)?;
             }
         }
         if let Some(step) = ahead {
-            self.settle_matched(job, &step, patience)?;
+            self.settle_matched(job, step, patience)?;
         }
         if direct { self.written(patience) } else { Ok(()) }
     }
 
-    fn settle_matched(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<()> {
+    fn settle_matched(&mut self, job: &Job, step: Step, patience: &Patience<'_>) -> Result<()> {
+        let chunk = step.chunk;
         match self.settle(job, step, patience)? {
             Met::Agreed => Ok(()),
-            _ => Err(Error::Internal(format!("the ranks lost step in chunk {} of {}", step.chunk, job.title()))),
+            _ => Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.title()))),
         }
     }
 
@@ -304,14 +307,10 @@ impl Channel {
     fn staying(&self, job: &Job, chunk: usize) -> Range<usize> {
         match self.topology.lane() {
             Some(lane) if self.topology.hosts() == 1 && job.op.collective().stays(job) => {
-                self.lane_slice(job, chunk, lane)
+                lane_slice(&self.topology, job, chunk, lane)
             }
             _ => 0..0,
         }
-    }
-
-    fn lane_slice(&self, job: &Job, chunk: usize, lane: usize) -> Range<usize> {
-        slice(0..job.plan.chunk_len(chunk), lane, self.topology.lanes())
     }
 
     fn pack(&mut self, job: &Job, chunk: usize, patience: &Patience<'_>) -> Result<Step> {
@@ -330,11 +329,24 @@ impl Channel {
         lap.end(Activity::Copy);
         patience.log().step();
         patience.log().flag();
-        Ok(Step { number, chunk })
+        Ok(Step { number, chunk, flight: None })
+    }
+
+    /// Between hosts: sends the first messages of this lane's slice of a packed step, once all ranks of the host have packed
+    /// it. `matched` where all hosts are known to have called the same.
+    fn depart(&mut self, job: &Job, step: &mut Step, matched: bool, patience: &Patience<'_>) -> Result<()> {
+        let (Some(_), Some(lane)) = (&self.cluster, self.topology.lane()) else { return Ok(()) };
+        self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
+        let agreed = self.node.same_signatures(step.number);
+        let slots = self.slots(step.number);
+        let slice = slice_of(&self.topology, job, step.number, step.chunk, lane, &slots);
+        let cluster = self.cluster.as_mut();
+        step.flight = cluster.map(|cluster| cluster.start(&slice, matched, agreed, patience)).transpose()?;
+        Ok(())
     }
 
     /// Brings a packed step to its end. Nothing is written unless the ranks agree.
-    fn settle(&mut self, job: &Job, step: &Step, patience: &Patience<'_>) -> Result<Met> {
+    fn settle(&mut self, job: &Job, step: Step, patience: &Patience<'_>) -> Result<Met> {
         let log = patience.log();
         self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
         let mut lap = Lap::start(log, job.plan.chunk_len(step.chunk));
@@ -347,7 +359,7 @@ impl Channel {
         match self.node.direct(step.number) {
             0 => {}
             all if all == self.topology.local_size() => {
-                let result = self.combine_directly(job, step);
+                let result = self.combine_directly(job, &step);
                 lap.end(Activity::Reduce);
                 self.node.raise(Phase::Reduced, step.number);
                 self.end(step.number);
@@ -358,23 +370,36 @@ impl Channel {
                 return Ok(Met::Mixed);
             }
         }
+        let Step { number, chunk, flight } = step;
         if let Some(lane) = self.topology.lane() {
-            let agreed = self.carry(job, step, lane, agreed_here, patience)?;
-            self.node.agree(step.number, agreed);
-            self.node.raise(Phase::Reduced, step.number);
+            // Between hosts the lane itself tells its parts apart.
+            let here = self.cluster.is_none();
+            let slots = self.slots(number);
+            let agreed = match (flight, &mut self.cluster) {
+                (Some(flight), Some(cluster)) => {
+                    let slice = slice_of(&self.topology, job, number, chunk, lane, &slots);
+                    cluster.finish(&slice, flight, patience)?
+                }
+                _ if agreed_here => {
+                    self.combine(job, number, chunk, lane);
+                    true
+                }
+                _ => false,
+            };
+            self.node.agree(number, agreed);
+            self.node.raise(Phase::Reduced, number);
             log.flag();
-            // Between hosts the lane itself has told its parts apart.
-            if self.link.is_none() {
+            if here {
                 lap.end(Activity::Reduce);
             }
         }
-        self.node.wait(Phase::Reduced, step.number, self.topology.lanes(), patience)?;
+        self.node.wait(Phase::Reduced, number, self.topology.lanes(), patience)?;
         lap.skip();
-        let agreed = self.node.all_agreed(step.number, self.topology.lanes());
+        let agreed = self.node.all_agreed(number, self.topology.lanes());
         if agreed {
-            self.unpack(job, step);
+            self.unpack(job, number, chunk);
         }
-        self.end(step.number);
+        self.end(number);
         log.flag();
         lap.end(Activity::Copy);
         Ok(if agreed { Met::Agreed } else { Met::Differ })
@@ -386,53 +411,32 @@ impl Channel {
         let slots = self.slots(step.number);
         let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
         // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
-        unsafe { direct::combine(job, &lane, self.lane_slice(job, step.chunk, lane_index), shared) }
+        unsafe { direct::combine(job, &lane, lane_slice(&self.topology, job, step.chunk, lane_index), shared) }
     }
 
-    /// A lane's work: completes its slice in its own slot, unless the ranks differ.
-    fn carry(
-        &mut self,
-        job: &Job,
-        step: &Step,
-        lane_index: usize,
-        agreed: bool,
-        patience: &Patience<'_>,
-    ) -> Result<bool> {
-        let slots = self.slots(step.number);
-        let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
-        let slice = self.lane_slice(job, step.chunk, lane_index);
-        let collective = job.op.collective();
-        match &mut self.link {
-            None => {
-                if agreed {
-                    slots.iter().for_each(|&slot| sync::reads(slot.wrapping_add(slice.start), slice.len()));
-                    sync::writes(lane.own().wrapping_add(slice.start), slice.len());
-                    // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
-                    unsafe { collective.combine(job, &lane, slice) };
-                }
-                Ok(agreed)
-            }
-            Some(link) => {
-                let own_part = self.own_part.as_mut_slice();
-                let cluster = Cluster { collective, job, lane, slice, step: step.number, agreed };
-                cluster.carry(link.as_mut(), own_part, patience)
-            }
-        }
+    /// A lane's work on one host: completes its slice in its own slot.
+    fn combine(&self, job: &Job, number: u32, chunk: usize, lane: usize) {
+        let slots = self.slots(number);
+        let Slice { collective, lane, bytes, .. } = slice_of(&self.topology, job, number, chunk, lane, &slots);
+        slots.iter().for_each(|&slot| sync::reads(slot.wrapping_add(bytes.start), bytes.len()));
+        sync::writes(lane.own().wrapping_add(bytes.start), bytes.len());
+        // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
+        unsafe { collective.combine(job, &lane, bytes) };
     }
 
     /// Copies the results from the lanes' slots to the tensors of every tower.
-    fn unpack(&self, job: &Job, step: &Step) {
-        let staying = self.staying(job, step.chunk);
+    fn unpack(&self, job: &Job, number: u32, chunk: usize) {
+        let staying = self.staying(job, chunk);
         // A long result that is not where the argument was, and so in no cache, need not go through them.
         let streams = |buffer: &Buffer| !buffer.is_in_place() && job.plan.total() > CACHES;
         for lane in 0..self.topology.lanes() {
-            let slot = self.node.slot(lane, step.number).cast_const();
-            let slice = self.lane_slice(job, step.chunk, lane);
+            let slot = self.node.slot(lane, number).cast_const();
+            let slice = lane_slice(&self.topology, job, chunk, lane);
             if slice == staying {
                 continue;
             }
             sync::reads(slot.wrapping_add(slice.start), slice.len());
-            for piece in job.plan.pieces(step.chunk, slice) {
+            for piece in job.plan.pieces(chunk, slice) {
                 for buffer in job.replicas(piece.tensor) {
                     // SAFETY: all lanes have reduced, so the slots are read-only; the tensor's memory is the call's.
                     unsafe {
@@ -450,4 +454,22 @@ impl Channel {
             }
         }
     }
+}
+
+/// The bytes of a chunk that a lane brings to an end.
+fn lane_slice(topology: &Topology, job: &Job, chunk: usize, lane: usize) -> Range<usize> {
+    slice(0..job.plan.chunk_len(chunk), lane, topology.lanes())
+}
+
+/// What a lane does on the step `step`, which has these slots.
+fn slice_of<'a>(
+    topology: &'a Topology,
+    job: &'a Job,
+    step: u32,
+    chunk: usize,
+    lane: usize,
+    slots: &'a [*mut u8],
+) -> Slice<'a> {
+    let bytes = lane_slice(topology, job, chunk, lane);
+    Slice { collective: job.op.collective(), job, lane: Lane { topology, chunk, slots }, bytes, step }
 }

@@ -4,10 +4,10 @@
 //! carries any of them through the steps of the node and the exchanges of the cluster; read one file, know all. Algorithms
 //! name no transport.
 //!
-//! In a node: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts: each
-//! lane, by direct exchange, reduce-scatter then all-gather of its slice in pieces, one piece a host. So every byte crosses
-//! between hosts 2 (n - 1) / n times, the least there is (Patarasuk and Yuan, 2009), and the order of addition is fixed: the
-//! ranks of a host in order, then the hosts in order.
+//! In a node: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts each
+//! lane brings its slice to an end, by an algorithm that suits its length and the number of hosts ([`cluster`]); those for
+//! long slices move 2 (n - 1) / n of it, the least there is (Patarasuk and Yuan, 2009). The order of addition is fixed: the
+//! ranks of a host in order, then the hosts in the order of a tree.
 
 mod average;
 mod barrier;
@@ -21,6 +21,8 @@ pub mod lineup;
 mod rounds;
 
 pub use channel::{Channel, Shown};
+pub(crate) use cluster::Cluster;
+pub use cluster::{Algorithm, Choice};
 pub use explain::Account;
 pub use job::{Carrier, Job, Op};
 
@@ -56,19 +58,31 @@ pub(crate) trait Collective: Sync {
     /// All slots are read-only, and the rank's tensors are the call's.
     unsafe fn take(&self, job: &Job, lane: &Lane<'_>);
 
-    /// Between hosts: writes this host's part of `piece` for the host that will complete it; returns the bytes written.
-    ///
-    /// # Safety
-    /// As for `combine`; `out` holds the piece as accumulators.
-    unsafe fn scatter(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> usize;
+    /// Between hosts: the bytes that a host's part of `piece` takes; that of two pieces side by side is as long as theirs.
+    fn carried(&self, job: &Job, chunk: usize, piece: Range<usize>) -> usize;
 
-    /// Between hosts: completes this host's own `piece` into this lane's slot, from what the hosts scattered (by host; that
-    /// of this host in its place).
+    /// Between hosts: writes this host's part of `piece`; false when it has none.
     ///
     /// # Safety
     /// As for `combine`.
-    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, parts: &[*const u8]);
+    unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool;
+
+    /// Between hosts: makes one part of two of the same `piece`, `low` being that of the hosts that come first; nothing when
+    /// neither is there.
+    ///
+    /// # Safety
+    /// The parts are valid for what they carry, as is `out`, which is one of them or overlaps neither.
+    unsafe fn merge(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part, out: *mut u8);
+
+    /// Between hosts: completes `piece` into this lane's slot from the last two parts.
+    ///
+    /// # Safety
+    /// As for `combine` and `merge`.
+    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part);
 }
+
+/// What hosts bring to a piece, if they have anything.
+pub(crate) type Part = Option<*const u8>;
 
 /// The ranks of a host, for lists on the stack; longer lists go to the heap.
 pub(crate) type PerRank<T> = SmallVec<[T; 16]>;

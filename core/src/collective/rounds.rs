@@ -7,10 +7,10 @@
 
 use std::slice;
 
-use super::Channel;
+use super::{Channel, Cluster};
 use crate::error::Result;
-use crate::plan::HEADER;
-use crate::transport::{Out, Patience, Phase};
+use crate::plan::{ALIGN, HEADER};
+use crate::transport::{Message, Patience, Phase};
 
 /// What the ranks told in a round: rank and text, in the order of ranks.
 pub(super) type Told = [(usize, String)];
@@ -64,30 +64,36 @@ pub(super) fn round(
 
 /// Exchanges what the ranks of this host told with the other hosts, in as many messages as the longest takes.
 fn from_other_hosts(channel: &mut Channel, told: &Told, patience: &Patience<'_>) -> Result<Vec<(usize, String)>> {
-    let Some(link) = &mut channel.link else { return Ok(Vec::new()) };
+    let Some(Cluster { link, .. }) = &mut channel.cluster else { return Ok(Vec::new()) };
     let bytes = encode(told);
     let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
+    // One message goes to all, and there is room for one of each.
+    let room = link.mail(0).inbox.len() / hosts.len() / ALIGN * ALIGN;
+    let place = |(place, &host)| Message { host, bytes: place * room..(place + 1) * room };
+    let receives: Vec<Message> = hosts.iter().enumerate().map(place).collect();
     let mut texts = vec![Vec::new(); hosts.len()];
     let mut sent = 0;
     loop {
-        let message = link.message_to_all();
-        let part = &bytes[sent..bytes.len().min(sent + message.len() - HEADER)];
+        let message = &mut link.mail(0).out[..room];
+        let part = &bytes[sent..bytes.len().min(sent + room - HEADER)];
         sent += part.len();
         // How much of this host's is in the message, and how much is left.
         message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
         message[8..16].copy_from_slice(&((bytes.len() - sent) as u64).to_le_bytes());
         message[HEADER..HEADER + part.len()].copy_from_slice(part);
         let len = HEADER + part.len();
-        link.exchange(Out::Same(len), patience)?;
+        let sends: Vec<Message> = hosts.iter().map(|&host| Message { host, bytes: 0..len }).collect();
+        link.start(0, &sends, &receives)?;
+        link.finish(0, patience)?;
         let mut last = sent == bytes.len();
-        for (&host, text) in hosts.iter().zip(&mut texts) {
-            let message = link.message_from(host);
+        for (received, text) in receives.iter().zip(&mut texts) {
+            let message = &link.mail(0).inbox[received.bytes.clone()];
             let number = |at: usize| {
                 let mut bytes = [0; 8];
                 bytes.copy_from_slice(&message[at..at + 8]);
                 usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(0)
             };
-            text.extend_from_slice(&message[HEADER..HEADER + number(0).min(message.len() - HEADER)]);
+            text.extend_from_slice(&message[HEADER..HEADER + number(0).min(room - HEADER)]);
             last &= number(8) == 0;
         }
         if last {

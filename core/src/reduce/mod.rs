@@ -103,7 +103,7 @@ impl Reduction {
     /// `acc[i] = sources[0][i] + sources[1][i] + …`: wire elements into accumulators.
     ///
     /// # Safety
-    /// As for [`Reduction::mean`], `acc` being valid for `count` accumulators and no source.
+    /// As for [`Reduction::mean`], `acc` being valid for `count` accumulators; it may be a source only where these are, too.
     pub unsafe fn sum(self, sources: &[*const u8], acc: *mut u8, count: usize) {
         // SAFETY: as in `mean`.
         unsafe { self.run(Kernel::best(), Step::Sum, sources, &[acc], count) }

@@ -34,7 +34,7 @@ pub use stage::{Pool, Stage};
 
 use crate::affinity::{bind, hurry};
 use crate::buffer::{Tensor, View};
-use crate::collective::{Carrier, Channel, Job, Op, Shown};
+use crate::collective::{Carrier, Channel, Choice, Cluster, Job, Op, Shown};
 use crate::error::{Error, Result};
 use crate::say::say;
 use crate::schedule::{Schedule, Verbosity};
@@ -56,6 +56,8 @@ pub struct Settings {
     pub id: i32,
     /// Whether floating point is added up in float64.
     pub precise: bool,
+    /// How it averages between hosts.
+    pub algorithm: Choice,
     /// The longest that a call may take.
     pub timeout: Option<Duration>,
     /// After how long a wait names who is late.
@@ -172,7 +174,7 @@ impl Team {
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
     pub fn start(endpoint: Endpoint, settings: Settings, cpus: Option<&[usize]>, alarm: Alarm) -> Result<Team> {
-        let Endpoint { topology, node, links } = endpoint;
+        let Endpoint { topology, node, links, network } = endpoint;
         let carrier = Carrier {
             team: settings.id,
             ranks: topology.size(),
@@ -199,12 +201,13 @@ impl Team {
         let mut lead = None;
         for (index, link) in links.into_iter().enumerate() {
             let topology: Arc<Topology> = Arc::clone(&topology);
+            let cluster = link.map(|link| Cluster::new(link, &topology, network, settings.algorithm));
             let worker = worker::Worker {
                 shared: Arc::clone(&shared),
                 index,
                 channels: carrier.channels,
                 rank,
-                channel: Channel::new(topology, node.channel(index), link),
+                channel: Channel::new(topology, node.channel(index), cluster),
             };
             if index == 0 {
                 lead = Some(worker);

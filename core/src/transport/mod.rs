@@ -9,6 +9,7 @@ pub mod flag;
 pub mod hosts;
 pub mod memory;
 pub mod mpi;
+pub mod network;
 pub mod node;
 pub mod patience;
 pub mod private;
@@ -18,9 +19,11 @@ pub mod shm;
 pub mod sync;
 pub mod threads;
 
+pub use network::Network;
 pub use node::{Node, NodeChannel, Phase};
 pub use patience::Patience;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::Result;
@@ -34,35 +37,48 @@ pub struct Endpoint {
     pub node: Arc<Node>,
     /// The link of each channel, for a rank that drives a lane where there are several hosts.
     pub links: Vec<Option<Box<dyn Link>>>,
+    /// What is known of the network between the hosts; the same on all ranks.
+    pub network: Network,
 }
 
-/// What one exchange sends.
-#[derive(Debug, Clone, Copy)]
-pub enum Out<'a> {
-    /// To every host the message prepared for it: that many bytes of [`Link::message_to`] (this host's number is not used).
-    Each(&'a [usize]),
-    /// To every host the same message: that many bytes of [`Link::message_to_all`].
-    Same(usize),
+/// A message of an exchange: that part of a [`Mail`]'s bytes goes to, or comes from, `host`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// The other host.
+    pub host: usize,
+    /// Where the message is; on reception the room for it, which it may not fill.
+    pub bytes: Range<usize>,
 }
 
-/// The message channel between one lane's drivers on all hosts, hosts being numbered as in the topology.
+/// The memory of one exchange; it starts at a multiple of [`crate::plan::ALIGN`] bytes.
+pub struct Mail<'a> {
+    /// What messages are sent from.
+    pub out: &'a mut [u8],
+    /// What they are received into.
+    pub inbox: &'a mut [u8],
+}
+
+/// How many exchanges may be under way at once on a link.
+pub const TURNS: usize = 2;
+
+/// The message channel between one lane's drivers on all hosts, hosts being numbered as in the topology. Two exchanges may
+/// be under way at once, one of each turn (0 and 1); the messages of one turn from one host to another arrive in order.
 ///
-/// The link owns the messages, so that a transfer that outlives an aborted call never touches freed memory. Message
-/// memory is aligned to [`crate::plan::ALIGN`] bytes.
+/// The link owns the memory, so that a transfer that outlives an aborted call never touches freed memory.
 /// Thread rule: used by one thread at a time.
 pub trait Link: Send {
-    /// The message for `host` of the next exchange.
-    fn message_to(&mut self, host: usize) -> &mut [u8];
+    /// The memory of `turn`; not to be touched while an exchange of that turn is under way.
+    fn mail(&mut self, turn: usize) -> Mail<'_>;
 
-    /// The message for all hosts of the next exchange.
-    fn message_to_all(&mut self) -> &mut [u8];
+    /// Starts to send and to receive messages; none of them overlap.
+    ///
+    /// # Errors
+    /// When the transport fails; the link can then not be used any more.
+    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()>;
 
-    /// Sends to, and receives from, every other host; returns when both are done.
+    /// Returns when the exchange of `turn` that was started is done.
     ///
     /// # Errors
     /// When the patience ends or the transport fails; the link can then not be used any more.
-    fn exchange(&mut self, out: Out<'_>, patience: &Patience<'_>) -> Result<()>;
-
-    /// What came from `host` in the last exchange (as long as the longest message; the sender's length is in its content).
-    fn message_from(&self, host: usize) -> &[u8];
+    fn finish(&mut self, turn: usize, patience: &Patience<'_>) -> Result<()>;
 }

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use super::arena::Shared;
 use super::memory::Aligned;
 use super::node::{Geometry, Memory, Node, Peer, Watch};
-use super::{Endpoint, Link, Out, Patience};
+use super::{Endpoint, Link, Mail, Message, Network, Patience, TURNS};
 use crate::error::{Error, Result};
-use crate::plan::message_bytes;
+use crate::plan::mail_bytes;
 use crate::topology::Topology;
 use crate::trace::Late;
 
@@ -67,7 +67,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
             Node::new(Box::new(Arc::clone(memory)), *geometry, topology.local_rank(), peers, Box::new(NoWatch), 100)?;
         let node = node.sharing(shares.then(|| Arc::new(Everything) as Arc<dyn Shared>));
         let links = std::mem::take(&mut links[rank]);
-        Ok(Endpoint { topology: Arc::new(topology), node: Arc::new(node), links })
+        Ok(Endpoint { topology: Arc::new(topology), node: Arc::new(node), links, network: Network::UNKNOWN })
     };
     (0..keys.len()).map(endpoint).collect()
 }
@@ -75,7 +75,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
 /// The links of every rank and channel.
 fn mesh(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn Link>>>> {
     let mut links: Vec<Vec<Option<Box<dyn Link>>>> = (0..topology.size()).map(|_| Vec::new()).collect();
-    let capacity = message_bytes(slot, topology.lanes(), topology.hosts());
+    let capacity = mail_bytes(slot, topology.lanes(), topology.hosts());
     let lanes = if topology.hosts() > 1 { topology.lanes() } else { 0 };
     for lane in 0..lanes {
         for _channel in 0..channels {
@@ -92,59 +92,57 @@ fn mesh(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box
 
 /// The links of one lane and channel, by host.
 fn joined(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
-    let messages = || (0..hosts).map(|_| Aligned::new(capacity)).collect();
-    let mut links: Vec<ThreadLink> = (0..hosts)
-        .map(|host| ThreadLink {
-            host,
-            outbox: Vec::new(),
-            inbox: Vec::new(),
-            each: messages(),
-            same: Aligned::new(capacity),
-            received: messages(),
-        })
-        .collect();
-    for from in 0..hosts {
-        for to in 0..hosts {
-            let (sender, receiver) = channel();
-            links[from].outbox.push(sender);
-            links[to].inbox.push(receiver);
+    let memory = || Aligned::new(capacity);
+    let turn = |_| Turn { out: memory(), inbox: memory(), outbox: vec![], arrives: vec![], awaited: vec![] };
+    let link = |_| ThreadLink { turns: [0; TURNS].map(turn) };
+    let mut links: Vec<ThreadLink> = (0..hosts).map(link).collect();
+    for turn in 0..TURNS {
+        for from in 0..hosts {
+            for to in 0..hosts {
+                let (sender, receiver) = channel();
+                links[from].turns[turn].outbox.push(sender);
+                links[to].turns[turn].arrives.push(receiver);
+            }
         }
     }
     links
 }
 
 struct ThreadLink {
-    host: usize,
+    turns: [Turn; TURNS],
+}
+
+struct Turn {
+    out: Aligned,
+    inbox: Aligned,
+    /// By host.
     outbox: Vec<Sender<Vec<u8>>>,
-    inbox: Vec<Receiver<Vec<u8>>>,
-    each: Vec<Aligned>,
-    same: Aligned,
-    received: Vec<Aligned>,
+    arrives: Vec<Receiver<Vec<u8>>>,
+    awaited: Vec<Message>,
 }
 
 impl Link for ThreadLink {
-    fn message_to(&mut self, host: usize) -> &mut [u8] {
-        self.each[host].as_mut_slice()
+    fn mail(&mut self, turn: usize) -> Mail<'_> {
+        let Turn { out, inbox, .. } = &mut self.turns[turn];
+        Mail { out: out.as_mut_slice(), inbox: inbox.as_mut_slice() }
     }
 
-    fn message_to_all(&mut self) -> &mut [u8] {
-        self.same.as_mut_slice()
-    }
-
-    fn exchange(&mut self, out: Out<'_>, patience: &Patience<'_>) -> Result<()> {
-        let others = || (0..self.inbox.len()).filter(|&host| host != self.host);
-        for host in others() {
-            let message = match out {
-                Out::Each(lens) => &self.each[host].as_slice()[..lens[host]],
-                Out::Same(len) => &self.same.as_slice()[..len],
-            };
-            // A peer that is gone is noticed below, where it is waited for.
-            self.outbox[host].send(message.to_vec()).ok();
+    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let Turn { out, outbox, awaited, .. } = &mut self.turns[turn];
+        for Message { host, bytes } in sends {
+            // A peer that is gone is noticed where it is waited for.
+            outbox[*host].send(out.as_slice()[bytes.clone()].to_vec()).ok();
         }
-        for host in others() {
+        awaited.extend_from_slice(receives);
+        Ok(())
+    }
+
+    fn finish(&mut self, turn: usize, patience: &Patience<'_>) -> Result<()> {
+        let Turn { inbox, arrives, awaited, .. } = &mut self.turns[turn];
+        for Message { host, bytes } in awaited.drain(..) {
             let from = Instant::now();
             let message = loop {
-                match self.inbox[host].recv_timeout(Duration::from_millis(20)) {
+                match arrives[host].recv_timeout(Duration::from_millis(20)) {
                     Ok(message) => break message,
                     Err(RecvTimeoutError::Timeout) => patience.check(Duration::ZERO, &|| format!("host {host}"))?,
                     Err(RecvTimeoutError::Disconnected) => {
@@ -153,12 +151,8 @@ impl Link for ThreadLink {
                 }
             };
             patience.log().waited_for(Late::Host(host), from, Instant::now());
-            self.received[host].as_mut_slice()[..message.len()].copy_from_slice(&message);
+            inbox.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
         }
         Ok(())
-    }
-
-    fn message_from(&self, host: usize) -> &[u8] {
-        self.received[host].as_slice()
     }
 }

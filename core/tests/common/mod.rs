@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::Op;
+use dl_comm_core::collective::{Choice, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
 use dl_comm_core::team::{Alarm, Limit, Request, Settings, Stage, Team};
@@ -35,6 +35,8 @@ pub struct World {
     pub slot: usize,
     /// Accumulate in float64.
     pub precise: bool,
+    /// How averages are made between hosts.
+    pub algorithm: Choice,
     /// Whether the ranks of a host see each other's tensors.
     pub shares: bool,
     /// The deadline of calls.
@@ -51,6 +53,7 @@ impl World {
             threads: 1,
             slot: 4096,
             precise: false,
+            algorithm: Choice::Auto,
             shares: false,
             timeout: Duration::from_secs(60),
             match_within: Duration::from_millis(300),
@@ -64,6 +67,7 @@ impl World {
         let settings = Settings {
             id: 0,
             precise: self.precise,
+            algorithm: self.algorithm,
             timeout: Some(self.timeout),
             stall_warn: None,
             match_within: self.match_within,

@@ -4,103 +4,108 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::comm::Comm;
+use super::comm::{Comm, Request};
 use crate::error::Result;
 use crate::trace::Late;
 use crate::transport::memory::Aligned;
-use crate::transport::{Link, Out, Patience};
+use crate::transport::{Link, Mail, Message, Patience, TURNS};
 
 /// Exchanges messages with the drivers of the same lane on the other hosts.
 pub struct MpiLink {
     comm: Arc<Comm>,
+    /// The first of as many tags as there are turns.
     tag: usize,
-    host: usize,
     drivers: Vec<usize>,
     hosts: Vec<String>,
-    each: Vec<Aligned>,
-    same: Aligned,
-    received: Vec<Aligned>,
+    turns: [Turn; TURNS],
     broken: bool,
 }
 
+struct Turn {
+    out: Aligned,
+    inbox: Aligned,
+    /// What is under way, and to or from which host.
+    requests: Vec<Request>,
+    with: Vec<usize>,
+}
+
 impl MpiLink {
-    /// A link between the ranks `drivers` (by host), this process being that of host `host`, for messages of up to
-    /// `capacity` bytes. `tag` tells the links of one communicator apart; `hosts` are the hosts' names in messages.
-    pub fn new(
-        comm: Arc<Comm>,
-        tag: usize,
-        host: usize,
-        drivers: Vec<usize>,
-        hosts: Vec<String>,
-        capacity: usize,
-    ) -> MpiLink {
-        let messages = || (0..drivers.len()).map(|_| Aligned::new(capacity)).collect();
-        let (each, received) = (messages(), messages());
-        MpiLink { comm, tag, host, drivers, hosts, each, same: Aligned::new(capacity), received, broken: false }
+    /// A link between the ranks `drivers` (by host), with `capacity` bytes for the messages of an exchange, each way.
+    /// `number` tells the links of one communicator apart; `hosts` are the hosts' names in messages.
+    pub fn new(comm: Arc<Comm>, number: usize, drivers: Vec<usize>, hosts: Vec<String>, capacity: usize) -> MpiLink {
+        let memory = || Aligned::new(capacity);
+        let turns = [(); TURNS].map(|()| Turn { out: memory(), inbox: memory(), requests: vec![], with: vec![] });
+        MpiLink { comm, tag: number * TURNS, drivers, hosts, turns, broken: false }
     }
 
-    fn transfer(&mut self, out: Out<'_>, patience: &Patience<'_>) -> Result<()> {
-        let others: Vec<usize> = (0..self.drivers.len()).filter(|&host| host != self.host).collect();
-        let mut requests = Vec::with_capacity(2 * others.len());
-        for &host in &others {
-            // SAFETY: the messages are not touched before `wait_each` returns, and leaked when it fails.
-            requests
-                .push(unsafe { self.comm.receive(self.received[host].as_mut_slice(), self.drivers[host], self.tag) }?);
+    fn post(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let MpiLink { comm, drivers, turns, .. } = self;
+        let tag = self.tag + turn;
+        let Turn { out, inbox, requests, with } = &mut turns[turn];
+        for Message { host, bytes } in receives {
+            let room = &mut inbox.as_mut_slice()[bytes.clone()];
+            // SAFETY: the mail is not touched before `wait` returns, and leaked when that fails.
+            requests.push(unsafe { comm.receive(room, drivers[*host], tag) }?);
+            with.push(*host);
         }
-        for &host in &others {
-            let message = match out {
-                Out::Each(lens) => &self.each[host].as_slice()[..lens[host]],
-                Out::Same(len) => &self.same.as_slice()[..len],
-            };
+        for Message { host, bytes } in sends {
             // SAFETY: as above.
-            requests.push(unsafe { self.comm.send(message, self.drivers[host], self.tag) }?);
+            requests.push(unsafe { comm.send(&out.as_slice()[bytes.clone()], drivers[*host], tag) }?);
+            with.push(*host);
         }
-        // The first half of the requests are the receptions, the second the sends; both are by host.
-        let host_of = |position: usize| others[position % others.len()];
+        Ok(())
+    }
+
+    fn wait(&mut self, turn: usize, patience: &Patience<'_>) -> Result<()> {
+        let MpiLink { comm, hosts, turns, .. } = self;
+        let Turn { requests, with, .. } = &mut turns[turn];
         let mut since = Instant::now();
         let came = |position: usize| {
             let now = Instant::now();
-            patience.log().waited_for(Late::Host(host_of(position)), since, now);
+            patience.log().waited_for(Late::Host(with[position]), since, now);
             since = now;
         };
         let late = |open: &[bool]| {
-            let mut late: Vec<usize> = (0..open.len()).filter(|&place| open[place]).map(host_of).collect();
+            let mut late: Vec<usize> = (0..open.len()).filter(|&place| open[place]).map(|place| with[place]).collect();
             late.sort_unstable();
             late.dedup();
             patience.log().waits_for(late.iter().map(|&host| Late::Host(host)).collect());
-            late.iter().map(|&host| self.hosts[host].as_str()).collect::<Vec<_>>().join(", ")
+            late.iter().map(|&host| hosts[host].as_str()).collect::<Vec<_>>().join(", ")
         };
-        self.comm.wait_each(&mut requests, patience, came, late)
+        comm.wait_each(requests, patience, came, late)?;
+        requests.clear();
+        with.clear();
+        Ok(())
     }
 }
 
 impl Link for MpiLink {
-    fn message_to(&mut self, host: usize) -> &mut [u8] {
-        self.each[host].as_mut_slice()
+    fn mail(&mut self, turn: usize) -> Mail<'_> {
+        let Turn { out, inbox, .. } = &mut self.turns[turn];
+        Mail { out: out.as_mut_slice(), inbox: inbox.as_mut_slice() }
     }
 
-    fn message_to_all(&mut self) -> &mut [u8] {
-        self.same.as_mut_slice()
-    }
-
-    fn exchange(&mut self, out: Out<'_>, patience: &Patience<'_>) -> Result<()> {
-        let result = self.transfer(out, patience);
+    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let result = self.post(turn, sends, receives);
         self.broken |= result.is_err();
         result
     }
 
-    fn message_from(&self, host: usize) -> &[u8] {
-        self.received[host].as_slice()
+    fn finish(&mut self, turn: usize, patience: &Patience<'_>) -> Result<()> {
+        let result = self.wait(turn, patience);
+        self.broken |= result.is_err();
+        result
     }
 }
 
 impl Drop for MpiLink {
     fn drop(&mut self) {
-        if self.broken {
-            // MPI may still read or write these.
-            mem::forget(mem::take(&mut self.each));
-            mem::forget(mem::take(&mut self.received));
-            mem::forget(mem::replace(&mut self.same, Aligned::new(0)));
+        // MPI may still read or write what an aborted call left behind.
+        for turn in &mut self.turns {
+            if self.broken || !turn.requests.is_empty() {
+                mem::forget(mem::replace(&mut turn.out, Aligned::new(0)));
+                mem::forget(mem::replace(&mut turn.inbox, Aligned::new(0)));
+            }
         }
     }
 }

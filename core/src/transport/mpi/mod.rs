@@ -9,6 +9,7 @@ mod comm;
 mod launcher;
 mod link;
 mod places;
+mod probe;
 mod world;
 
 pub use about::{About, about};

@@ -15,9 +15,11 @@ use super::comm::Comm;
 use super::launcher;
 use super::link::MpiLink;
 use super::places::{self, RankPlace, fields, record};
+use super::probe;
+use crate::collective::Choice;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::plan::message_bytes;
+use crate::plan::mail_bytes;
 use crate::say::say;
 use crate::timeline;
 use crate::topology::Topology;
@@ -30,7 +32,7 @@ use crate::transport::node::{Geometry, Memory, Node, Peer, Watch};
 use crate::transport::patience::Asked;
 use crate::transport::process::ProcessWatch;
 use crate::transport::shm::{self, Name, Segment};
-use crate::transport::{Endpoint, Link, Patience};
+use crate::transport::{Endpoint, Link, Network, Patience};
 
 /// How long what an ended process has sent may take to arrive.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -46,6 +48,8 @@ pub struct TeamShape {
     pub prec_level: u8,
     /// Bytes of a slot.
     pub slot: usize,
+    /// How it averages between hosts.
+    pub algorithm: Choice,
 }
 
 /// The processes of the job.
@@ -64,6 +68,8 @@ pub struct World {
     key: u128,
     config: Config,
     alert: Option<Alert>,
+    /// Of the hosts of the job, measured when it started; for all teams.
+    network: Network,
     /// Memory that the ranks of this host see in each other, or why there is none.
     arenas: Result<Arc<Arenas>>,
     /// What left the ranks out of step while a team was made: they cannot make another.
@@ -140,14 +146,16 @@ impl World {
             key,
             config: config.clone(),
             alert: None,
+            network: Network::UNKNOWN,
             arenas: Err(Error::State("there is no shared memory yet".into())),
             broken: OnceLock::new(),
             leaves: AtomicBool::new(false),
         };
         if world.topology.hosts() > 1 {
-            let joined = world.patiently("init_mpi", |patience| world.join_hosts(patience));
+            let joined = world
+                .patiently("init_mpi", |patience| Ok((world.join_hosts(patience)?, world.measure_network(patience)?)));
             match joined {
-                Ok(alert) => world.alert = alert,
+                Ok((alert, network)) => (world.alert, world.network) = (alert, network),
                 Err(error) => {
                     world.leave();
                     return Err(error);
@@ -211,6 +219,25 @@ impl World {
         let others = topology.local_ranks().iter().filter(|&&rank| rank != topology.rank());
         let pids = others.filter_map(|&rank| Some((self.names[rank].clone(), self.pids[rank]?))).collect();
         Alert::start(listener, topology.host(), &hosts, self.key, pids).map(Some)
+    }
+
+    /// Measures the network between neighbouring hosts; the slowest figures, on all ranks.
+    fn measure_network(&self, patience: &Patience<'_>) -> Result<Network> {
+        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let topology = &self.topology;
+        let neighbour = topology.host() ^ 1;
+        let measured = if topology.local_rank() == 0 && neighbour < topology.hosts() {
+            Some(probe::measure(own, topology.ranks_of(neighbour)[0], patience)?)
+        } else {
+            None
+        };
+        let told = self.agree(own, "", Ok(measured.map_or(String::new(), |network| network.encode())), patience)?;
+        Ok(Network::slowest(told.iter().filter_map(|text| Network::decode(text))))
+    }
+
+    /// What the network between the hosts was measured to be; unknown where there is one.
+    pub fn network(&self) -> Option<Network> {
+        (self.topology.hosts() > 1).then_some(self.network)
     }
 
     /// Every rank's place, by rank.
@@ -301,7 +328,7 @@ impl World {
         if let Some(alert) = &self.alert {
             alert.watch(shape.id, &node);
         }
-        Ok(Endpoint { topology: Arc::clone(topology), node, links })
+        Ok(Endpoint { topology: Arc::clone(topology), node, links, network: self.network })
     }
 
     /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
@@ -309,8 +336,8 @@ impl World {
         let topology = &self.topology;
         let lane = topology.lane().filter(|_| topology.hosts() > 1)?;
         let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[lane]).collect();
-        let capacity = message_bytes(slot, topology.lanes(), topology.hosts());
-        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, topology.host(), drivers, self.hosts.clone(), capacity)))
+        let capacity = mail_bytes(slot, topology.lanes(), topology.hosts());
+        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, drivers, self.hosts.clone(), capacity)))
     }
 
     /// Tells all ranks `shape` and this rank's outcome; returns all outcomes when they are good and the shapes equal.
