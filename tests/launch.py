@@ -127,3 +127,18 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def ending_together(command: Sequence[str], folder: Path, ranks: int) -> list[str]:
+    """The command line of a rank whose launcher hears of its end only when all ``ranks`` have ended, or after 40 s.
+
+    Launchers end the other ranks soon after one has, and MPICH's does so now and then even when it is asked not to
+    (``-disable-auto-cleanup``). ``folder`` is for this one launch; the exit statuses are left in its files ``ended.*``.
+    """
+    script = (
+        'folder=$1 ranks=$2; shift 2; "$@"; code=$?; tries=0\n'
+        'echo $code > "$folder/ends.$$"; mv "$folder/ends.$$" "$folder/ended.$$"\n'
+        'while [ $tries -lt 400 ] && [ "$(find "$folder" -name "ended.*" | wc -l)" -lt "$ranks" ]; do\n'
+        "  sleep 0.1; tries=$((tries + 1))\ndone\nexit $code"
+    )
+    return ["sh", "-c", script, "rank", str(folder), str(ranks), *command]

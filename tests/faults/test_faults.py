@@ -8,20 +8,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hosts
-from launch import QUIET, Finished, launch, mpiexec, run
+from launch import QUIET, Finished, ending_together, launch, mpiexec, run
 
 SCENARIO = Path(__file__).with_name("scenario.py")
 ROUNDS = int(os.environ.get("DL_COMM_TEST_ROUNDS", "1"))
@@ -38,10 +36,6 @@ SETTINGS = {
     "DL_COMM_STALL_WARN_S": "0.5",
     "DL_COMM_MATCH_S": "6",
 }
-# As under srun: the launcher leaves the ranks to find out for themselves. Only where one is to end: MPICH's launcher
-# then tells each host of every rank that ends, and is killed by SIGPIPE when it tells a host that has just gone.
-LEAVE = f"{os.environ.get('MPIEXEC_ARGS', '')} -disable-auto-cleanup"
-
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -61,16 +55,16 @@ class Job:
         self.shm = folder / "shm"
         self.shm.mkdir()
 
-    def run(self, case: str, **settings: str) -> Finished:
-        for file in self.folder.glob("*.json"):
-            file.unlink()
+    def run(self, case: str, *, together: bool = False, **settings: str) -> Finished:
+        """Runs ``case``; with ``together`` the launcher leaves the ranks alone until all have ended."""
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
         command = [sys.executable, str(SCENARIO), self.face, case, str(self.folder)]
-        with arguments(env.pop("MPIEXEC_ARGS", None)):
-            if self.there is None:
-                finished = launch(self.size, command, 120, env)
-            else:
-                finished = self.there.launch(2, command, 120, env)
+        if together:
+            command = ending_together(command, self.folder, self.size)
+        if self.there is None:
+            finished = launch(self.size, command, 120, env)
+        else:
+            finished = self.there.launch(2, command, 120, env)
         assert not finished.timed_out, finished.output
         assert not finished.left, finished.left
         assert not list(self.shm.iterdir())
@@ -79,21 +73,11 @@ class Job:
     def seen(self, rank: int) -> dict[str, dict[str, Any]]:
         return {each["case"]: each for each in json.loads((self.folder / f"rank{rank}.json").read_text())}
 
-    def others(self) -> Iterator[dict[str, dict[str, Any]]]:
-        written = [rank for rank in range(self.size) if (self.folder / f"rank{rank}.json").exists()]
-        yield from (self.seen(rank) for rank in written if rank != self.odd)
+    def others(self) -> list[dict[str, dict[str, Any]]]:
+        return [self.seen(rank) for rank in range(self.size) if rank != self.odd]
 
     def error(self, name: str) -> str:
         return TENSORFLOW[name] if self.face == "tensorflow" else name
-
-
-@contextmanager
-def arguments(options: str | None) -> Iterator[None]:
-    """The launcher's options while the context lasts; None leaves them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if options is not None:
-            patch.setenv("MPIEXEC_ARGS", options.strip())
-        yield
 
 
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
@@ -143,7 +127,7 @@ def test_ranks_that_differ(job: Job) -> None:
 
 def test_ranks_that_are_late_for_a_while(job: Job) -> None:
     # What the launcher makes of a rank that was stopped is not ours.
-    finished = job.run("stalls", MPIEXEC_ARGS=LEAVE)
+    finished = job.run("stalls", together=True)
     for rank in range(job.size):
         seen = job.seen(rank)
         assert set(seen) == {"before", "slow", "gil", "stopped"}, finished.output
@@ -166,20 +150,13 @@ def test_ranks_that_are_late_for_a_while(job: Job) -> None:
     ],
 )
 def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
-    for _ in range(4):
-        finished = job.run(case, MPIEXEC_ARGS=LEAVE)
-        assert finished.returncode != 0, finished.output
-        told = [seen for seen in job.others() if "finalize" in seen]
-        # Now and then the launcher ends survivors before they can tell, though it was asked to leave them.
-        if len(told) == job.size - 1:
-            break
-    assert told, finished.output
+    finished = job.run(case, together=True)
+    assert finished.returncode != 0, finished.output
+    told = job.others()
     for seen in told:
         assert seen["lost"]["error"] == job.error("PeerLostError"), seen["lost"]
         assert seen["lost"]["seconds"] < SOON, seen["lost"]
-        # Between hosts a launcher may be quicker: it ends the other rank of that host, and they hear of that one first.
-        ended = [job.odd] if job.there is None else [job.odd - 1, job.odd]
-        assert any(f"rank {rank} " in seen["lost"]["text"] for rank in ended), seen["lost"]
+        assert f"rank {job.odd} " in seen["lost"]["text"], seen["lost"]
         assert "(pid " in seen["lost"]["text"], seen["lost"]
         # The first error, whatever was seen of it since.
         assert (seen["again"]["error"], seen["again"]["text"]) == (seen["lost"]["error"], seen["lost"]["text"])
@@ -190,9 +167,10 @@ def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
 
 
 def test_a_rank_that_misses_the_deadline(job: Job) -> None:
-    # After a deadline ranks end without MPI's help, so the launcher must be asked to leave the last one be.
-    finished = job.run("late", MPIEXEC_ARGS=LEAVE)
-    assert finished.returncode in (0, -signal.SIGPIPE), finished.output
+    # After a deadline ranks end without MPI's help, so the launcher must leave the last one be.
+    finished = job.run("late", together=True)
+    statuses = [file.read_text() for file in job.folder.glob("ended.*")]
+    assert statuses == ["0\n"] * job.size, finished.output
     for seen in job.others():
         assert seen["late"]["error"] == job.error("TimeoutError"), seen["late"]
         assert 2 <= seen["late"]["seconds"] < 2 + SOON, seen["late"]
@@ -235,7 +213,7 @@ def test_too_little_shared_memory(job: Job, tmp_path: Path) -> None:
     tiny.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tiny)], check=True)
     try:
-        finished = job.run("work", DL_COMM_SHM_DIR=str(tiny), MPIEXEC_ARGS=LEAVE)
+        finished = job.run("work", together=True, DL_COMM_SHM_DIR=str(tiny))
         assert finished.returncode != 0
         told = [json.loads(file.read_text()) for file in job.folder.glob("start*.json")]
         assert len(told) == job.size, finished.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hosts
-from launch import Finished, launch
+from launch import Finished, ending_together, launch
 
 PREAMBLE = """
 import os, sys, time
@@ -40,11 +39,9 @@ def two() -> Iterator[hosts.Hosts]:
 def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finished:
     script = folder / "script.py"
     script.write_text(PREAMBLE + body)
-    # As under srun: the launcher leaves the ranks to find out for themselves.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPIEXEC_ARGS", f"{os.environ.get('MPIEXEC_ARGS', '')} -disable-auto-cleanup")
-        command = [sys.executable, str(script), str(folder)]
-        finished = launch(2, command, 120, SETTINGS) if there is None else there.launch(1, command, 120, SETTINGS)
+    # The launcher leaves the ranks to find out for themselves.
+    command = ending_together([sys.executable, str(script), str(folder)], folder, 2)
+    finished = launch(2, command, 120, SETTINGS) if there is None else there.launch(1, command, 120, SETTINGS)
     assert not finished.timed_out, finished.output
     return finished
 
