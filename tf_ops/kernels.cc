@@ -131,6 +131,8 @@ class GradientsKernel final : public CollectiveKernel {
     OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
     OP_REQUIRES_OK(context, context->GetAttr("towers", &towers_));
     OP_REQUIRES_OK(context, context->GetAttr("owner", &owner_));
+    OP_REQUIRES_OK(context, context->GetAttr("part", &part_));
+    OP_REQUIRES_OK(context, context->GetAttr("timed", &timed_));
   }
 
  protected:
@@ -145,9 +147,9 @@ class GradientsKernel final : public CollectiveKernel {
     call.instance = instance;
     call.labels = {labels_.data(), labels_.size()};
     call.owner = static_cast<std::uint64_t>(owner_);
-    call.part = false;
+    call.part = part_;
     call.separate = false;
-    call.timed = true;
+    call.timed = timed_;
     call.blocks = false;
     call.timeout = timeout_;
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
@@ -158,6 +160,8 @@ class GradientsKernel final : public CollectiveKernel {
   int32_t team_ = 0;
   int32_t towers_ = 1;
   int64_t owner_ = 0;
+  bool part_ = false;
+  bool timed_ = true;
 };
 
 class BroadcastKernel final : public CollectiveKernel {

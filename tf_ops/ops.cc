@@ -1,7 +1,7 @@
 // The ops that dl_comm adds to TensorFlow, and their shape functions. Their kernels are in kernels.cc.
 //
-// One op takes all tensors of a step. The ops are stateful, so that TensorFlow neither prunes, merges nor folds them,
-// and inside a tf.function runs them in the order of the program.
+// One op takes all tensors of a step, or of a part of it. The ops are stateful, so that TensorFlow neither prunes,
+// merges nor folds them, and inside a tf.function runs them in the order of the program.
 
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op.h"
@@ -29,6 +29,8 @@ REGISTER_OP("DlCommGradients")
     .Attr("team: int")
     .Attr("towers: int >= 1 = 1")
     .Attr("owner: int = 0")
+    .Attr("part: bool = false")
+    .Attr("timed: bool = true")
     .Attr("timeout: float = -1")
     .Attr("call_name: string")
     .Attr("labels: string = ''")
@@ -42,6 +44,8 @@ means: The means, in the order of `tensors`, the same on every rank.
 team: The thread team that does the work; -1 is the team of broadcast and barrier.
 towers: How many replicas of a list, one after the other, `tensors` are; the mean is over these too.
 owner: Tells apart, on this rank only, equal lists of one `call_name`, of two optimizers say.
+part: Whether it is a further part of the step that the call before belongs to, which the team's schedule has counted.
+timed: Whether the time that it takes counts as time that this rank waits for communication.
 timeout: The longest that the op may take, in seconds: 0 for no limit, negative for that of the team.
 call_name: What the ranks must agree on besides types and shapes.
 labels: The names of the tensors, one a line, for error messages.

@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from dl_comm import _load
+from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._process import CONTROL_TEAM, seconds
@@ -37,6 +38,9 @@ _AVERAGED = frozenset(
 _BROADCAST = _AVERAGED | {tf.bool}
 # Types that the core does not know are broadcast as their bytes.
 _AS_BYTES = frozenset((tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128))
+
+# As torch's DistributedDataParallel has it.
+BUCKET_BYTES = 25 << 20
 
 _counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
 _counters_lock = threading.Lock()
@@ -165,15 +169,40 @@ def average_present(
     """Average the gradients that are not None, for the optimizer `owner`, and keep each None in its place.
 
     All ranks must have None in the same places. `variables`, one for each gradient, name them in error messages.
+
+    In a graph the gradients of the last variables, which backward has first, are averaged first, a bucket at a time,
+    each as soon as it is there and the one before is done: backward and communication overlap. A bucket has as many MiB
+    as `DL_COMM_BUCKET_MB` says when the graph is made, 25 by default; the first has 1 at most. Only the last one counts
+    as waiting. Where buckets are cut changes no bit.
     """
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    results = list(grads)
-    if present:
-        labels = _labels([variables[i] for i in present])
-        means = _gradients([grads[i] for i in present], team, name, labels=labels, owner=owner)
-        for i, mean in zip(present, means, strict=True):
+    results = [None if grad is None else _tensor(grad, _AVERAGED, "averaged") for grad in grads]
+    present = [i for i, grad in enumerate(results) if grad is not None]
+    buckets = _buckets(results, present)
+    before: list[Any] = []
+    for number, bucket in enumerate(buckets):
+        # A TF1 session would start them in another order on every rank.
+        with tf.control_dependencies(before):
+            means = _gradients(
+                [results[i] for i in bucket],
+                team,
+                name,
+                labels=_labels([grads[i] if variables[i] is None else variables[i] for i in bucket]),
+                owner=owner,
+                part=number > 0,
+                timed=number == len(buckets) - 1,
+            )
+        before = means[:1]
+        for i, mean in zip(bucket, means, strict=True):
             results[i] = mean
     return results
+
+
+def _buckets(grads: Sequence[Any], present: list[int]) -> list[list[int]]:
+    if tf.executing_eagerly():
+        # All are there.
+        return [present] if present else []
+    size = bucket_bytes() or BUCKET_BYTES
+    return list(split(present[::-1], lambda i: (grads[i].shape.num_elements() or 0) * grads[i].dtype.size, size))
 
 
 @as_written
@@ -185,6 +214,8 @@ def _gradients(
     towers: int = 1,
     owner: int | None = None,
     timeout: float = -1.0,
+    part: bool = False,
+    timed: bool = True,
 ) -> list[tf.Tensor]:
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
@@ -195,6 +226,8 @@ def _gradients(
             towers=towers,
             timeout=timeout,
             owner=_scope() if owner is None else owner,
+            part=part,
+            timed=timed,
             call_name=_call_name(base, team),
             labels=_labels(given[: len(given) // towers]) if labels is None else labels,
         )

@@ -14,19 +14,18 @@ Thread rule: that of the averager, one thread at a time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import dl_comm
+from dl_comm._buckets import split
 from dl_comm.torch import _ops
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-# The first bucket is small, so that the first average starts early.
-FIRST_BUCKET_BYTES = 1 << 20
 # The sizes that are tried, in MiB; the first is what a model gets that needs no trial.
 SIZES = (25.0, 8.0, 3.0, 1.0)
 # Rounds of each size whose time counts.
@@ -66,7 +65,7 @@ class Arrangement:
             backwards.sort(key=lambda pair: self._places[pair[1]])
         splits: dict[tuple[int, ...], int] = {}
         for size in self._sizes:
-            splits.setdefault(tuple(len(part) for part in _split(backwards, size)), size)
+            splits.setdefault(tuple(len(part) for part in split(backwards, _bytes, size)), size)
         if all(len(lengths) < 2 for lengths in splits):
             self._ordered = True  # there is nothing to find out
         elif self._ordered and not self._times and len(splits) > 1:
@@ -76,7 +75,7 @@ class Arrangement:
         self._plan = [parameter for _, parameter in backwards]
         self._came.clear()
         self._last, self._warm = None, False
-        return list(_split(backwards, self._size))
+        return list(split(backwards, _bytes, self._size))
 
     def came(self, place: int) -> None:
         """Take note that the gradient of parameter number `place` of the plan is ready."""
@@ -138,15 +137,6 @@ class Arrangement:
         self._came.clear()
 
 
-def _split(named: Named, limit: int) -> Iterator[Named]:
-    part: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    bound = min(FIRST_BUCKET_BYTES, limit)
-    for name, parameter in named:
-        part.append((name, parameter))
-        size += parameter.numel() * parameter.element_size()
-        if size >= bound:
-            yield part
-            part, size, bound = [], 0, limit
-    if part:
-        yield part
+def _bytes(pair: tuple[str, torch.Tensor]) -> int:
+    _, parameter = pair
+    return parameter.numel() * parameter.element_size()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -13,6 +11,7 @@ import torch
 
 import dl_comm
 from dl_comm import ArgumentError, DTypeError, StateError
+from dl_comm._buckets import bucket_bytes
 from dl_comm._process import start_team
 from dl_comm.torch import _functions, _ops, _scaler
 from dl_comm.torch._arrangement import Named
@@ -157,7 +156,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
         raise ArgumentError("this optimizer averages its gradients already")
-    bucket_bytes = _bucket_bytes(bucket_mb)
+    size = bucket_bytes(bucket_mb)
     if backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
         raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
     if team is not None and team < 0:
@@ -168,9 +167,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number lets calls of optimizers on one team be told apart, and shows ranks that made other optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
-    averager = Averager(
-        chosen, call_name, bucket_bytes, backward_passes_per_step, sparse_as_dense, gradient_as_bucket_view
-    )
+    averager = Averager(chosen, call_name, size, backward_passes_per_step, sparse_as_dense, gradient_as_bucket_view)
     averager.names = names
     averager.expect_free([(name, parameter) for name, parameter in every if parameter.requires_grad])
     _made = number + 1
@@ -185,23 +182,6 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     averager.claim(named)
     averager.watch(named, _frozen(optimizer))
     return cast(AveragingOptimizer, optimizer)
-
-
-def _bucket_bytes(bucket_mb: float | None) -> int | None:
-    """The size of a bucket that the argument or the environment asks for; None when neither does."""
-    name: str = "bucket_mb"
-    given: Any = bucket_mb
-    if bucket_mb is None:
-        name, given = "DL_COMM_BUCKET_MB", os.environ.get("DL_COMM_BUCKET_MB", "").strip()
-        if not given:
-            return None
-    try:
-        size = float(given)
-    except (TypeError, ValueError):
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise ArgumentError(f"{name} is '{given}'; the size of a bucket, in MiB, must be positive")
-    return int(size * 2**20)
 
 
 def _empty(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -1,0 +1,52 @@
+"""How gradients are dealt out to buckets, which are averaged while backward goes on, in every framework.
+
+Thread rule: pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from dl_comm._errors import ArgumentError
+
+# The first bucket is small, so that the first average starts early.
+FIRST_BUCKET_BYTES = 1 << 20
+_VARIABLE = "DL_COMM_BUCKET_MB"
+_Item = TypeVar("_Item")
+
+
+def bucket_bytes(bucket_mb: float | None = None) -> int | None:
+    """Give the size of a bucket that the argument (MiB) or the environment asks for; None when neither does.
+
+    Raises `dl_comm.ArgumentError` when it makes no sense.
+    """
+    name: str = "bucket_mb"
+    given: Any = bucket_mb
+    if bucket_mb is None:
+        name, given = _VARIABLE, os.environ.get(_VARIABLE, "").strip()
+        if not given:
+            return None
+    try:
+        size = float(given)
+    except (TypeError, ValueError):
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ArgumentError(f"{name} is '{given}'; the size of a bucket, in MiB, must be positive")
+    return int(size * 2**20)
+
+
+def split(items: Iterable[_Item], size: Callable[[_Item], int], limit: int) -> Iterator[list[_Item]]:
+    """Cut a list into buckets that are full when they have `limit` bytes, the first when it has 1 MiB."""
+    part: list[_Item] = []
+    filled, bound = 0, min(FIRST_BUCKET_BYTES, limit)
+    for item in items:
+        part.append(item)
+        filled += size(item)
+        if filled >= bound:
+            yield part
+            part, filled, bound = [], 0, limit
+    if part:
+        yield part
