@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.allreduce as package
-from benchmarks.allreduce import machine
-from benchmarks.allreduce.build import Tools
 from benchmarks.allreduce.cases import ITEM_BYTES, LATENCY_SIZES, MODELS, SIZES, Case, buffers, latencies, models
-from benchmarks.allreduce.contenders import CONTENDERS, FACES, Contender
+from benchmarks.allreduce.contenders import CONTENDERS, FACES, Averaging
 from benchmarks.allreduce.lists import LISTS
 from benchmarks.allreduce.orchestrate import Bench, Options
 from benchmarks.allreduce.plot import draw
 from benchmarks.allreduce.table import tables
+from benchmarks.common import machine, picture
+from benchmarks.common import options as common
+from benchmarks.common.tools import Tools
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("buffer", "latency", "list")
@@ -47,11 +47,7 @@ FULL: dict[str, Any] = {
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; those that were not given are FULL's or QUICK's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.allreduce",
-        description=package.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.parser(package, "allreduce", Options.deadline_s)
     parser.add_argument("--ranks", nargs="+", type=int, help="processes on this host (2 3 4)")
     parser.add_argument("--sizes", nargs="+", type=_bytes, help="of single buffers, such as 64, 4K, 8M")
     parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=["f32", "bf16", "f16", "f64"])
@@ -64,21 +60,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, help="the most timed iterations of a turn")
     parser.add_argument("--turn-s", type=float, help="seconds of timed iterations in a turn (0.1)")
     parser.add_argument("--latency-s", type=float, help="the same where percentiles are taken (0.5)")
-    parser.add_argument("--deadline-s", type=float, default=Options.deadline_s, help="the longest turn (120)")
-    parser.add_argument("--mpich", type=Path, default=Path(sys.prefix), help="prefix of the MPICH (this environment)")
     parser.add_argument("--openmpi", type=Path, help="prefix of an Open MPI 5, of which bin/mpicc and bin/mpirun are")
-    parser.add_argument("--quick", action="store_true", help="a run of seconds, for tests: its numbers mean nothing")
-    parser.add_argument("--out", type=Path, default=Path("allreduce"), help="folder of the results (allreduce)")
     options = parser.parse_args(words)
-    for name, value in (QUICK if options.quick else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    common.complete(options, QUICK if options.quick else FULL)
     if min(options.ranks) < 1 or min([*options.sizes, *options.latency_sizes, options.rounds]) < 1:
         parser.error("ranks, sizes and rounds are numbers from 1")
     return options
 
 
-def chosen(options: argparse.Namespace) -> list[Contender]:
+def chosen(options: argparse.Namespace) -> list[Averaging]:
     """The contenders that `--only` and `--face` leave."""
     return [
         contender
@@ -102,14 +92,14 @@ def cases(options: argparse.Namespace) -> list[Case]:
 def main() -> int:
     """Measures, prints tables and writes files; 1 when a contender failed or was wrong."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the contenders too
-    options.out.mkdir(parents=True, exist_ok=True)
+    common.begin(options.out)
     print(package.__doc__)
     with tempfile.TemporaryDirectory() as folder:
         tools = Tools(Path(folder), options.mpich.absolute(), options.openmpi and options.openmpi.absolute())
         timing = Options(options.rounds, options.turn_s, options.latency_s, options.most, deadline_s=options.deadline_s)
         bench = Bench(chosen(options), tools, timing, ROOT)
-        about = {"machine": machine.describe(), "versions": machine.versions(tools), "quick": options.quick}
+        versions = machine.versions(tools, ("dl_comm", "numpy", "torch", "mpi4py", "ml_dtypes"))
+        about = {"machine": machine.describe(), "versions": versions, "quick": options.quick}
         print(json.dumps(about, indent=1), flush=True)
         for ranks in options.ranks:
             bench.run(ranks, cases(options))
@@ -136,10 +126,8 @@ def _write(folder: Path, about: dict[str, Any], bench: Bench) -> None:
 
 def _draw(options: argparse.Namespace, about: dict[str, Any], bench: Bench) -> None:
     """A picture a type; the first type's has the plain name."""
-    machine_, versions = about["machine"], about["versions"]
-    cores = f"{machine_['cores']} cores" if machine_["cores"] > 1 else "1 core"
-    title = f"Average of a buffer over ranks on one host: {machine_['processor']}, {cores}, {machine_['date'][:10]}, "
-    title += f"dl_comm {versions['dl_comm']}"
+    where = picture.about(about["machine"], about["versions"])
+    title = f"Average of a buffer over ranks on one host: {where}"
     for number, dtype in enumerate(options.dtypes):
         path = options.out / ("allreduce" if number == 0 else f"allreduce_{dtype}")
         try:

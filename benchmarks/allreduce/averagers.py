@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from benchmarks.common.worker import join_gloo
 
 Operation = Callable[[list[Any]], list[Any]]
 """Averages a list of tensors, in place or not, and returns where the means are."""
@@ -161,15 +162,13 @@ class TorchFaceInPlace(TorchFace):
 
 
 class Gloo(Tensors):
-    """torch.distributed's gloo, over the loopback interface. BENCH_RANK, BENCH_RANKS and BENCH_STORE say where."""
+    """torch.distributed's gloo, over the loopback interface."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank, self.ranks = int(os.environ["BENCH_RANK"]), int(os.environ["BENCH_RANKS"])
         self.distributed = importlib.import_module("torch.distributed")
         self.flat = importlib.import_module("torch._utils")
-        store = f"file://{os.environ['BENCH_STORE']}"
-        self.distributed.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.ranks)
+        self.rank, self.ranks = join_gloo()
 
     def operation(self, way: str) -> Operation:
         all_reduce, ranks = self.distributed.all_reduce, self.ranks

@@ -1,4 +1,4 @@
-"""Compiles the C programs, and finds what the contenders need."""
+"""Compiles the C programs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from benchmarks.common.tools import Missing, Tools
 
 SOURCES = Path(__file__).parent / "c"
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-Wall", "-Wextra", "-Wno-psabi"]
 _SECONDS = 120
-
-
-class Missing(Exception):
-    """What a contender needs is not there."""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Where things are: a folder for programs, the MPICH's and the Open MPI's prefixes (None: it is not given)."""
-
-    folder: Path
-    mpich: Path
-    openmpi: Path | None
 
 
 def compile_program(tools: Tools, compiler: Sequence[str], source: str, name: str, extra: Sequence[str] = ()) -> str:
@@ -36,22 +24,6 @@ def compile_program(tools: Tools, compiler: Sequence[str], source: str, name: st
 def spin_library(tools: Tools) -> str:
     """The barrier for Python."""
     return _compile(tools.folder / "libspin.so", ("cc",), ("spin.c",), ("-shared", "-fPIC"))
-
-
-def program(path: Path, what: str) -> str:
-    """An existing program; raises Missing when there is none at `path`."""
-    if not path.exists():
-        raise Missing(f"no {what}: {path} does not exist")
-    return str(path)
-
-
-def mpich_program(tools: Tools, name: str) -> str:
-    """A program of the MPICH: of its prefix, which a Python environment is, or else of the path."""
-    beside = tools.mpich / "bin" / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        raise Missing(f"no {name} in {tools.mpich}/bin or in PATH; 'pip install mpich' brings one")
-    return found
 
 
 @cache

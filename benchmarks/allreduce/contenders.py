@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.allreduce.build import Missing, Tools, compile_program, mpich_program, program, spin_library
-from benchmarks.allreduce.jobs import Launch
-
-Start = Callable[[Tools, int], Launch]
-"""How to start the ranks of a contender; raises Missing when something is not there."""
+from benchmarks.allreduce.build import compile_program, spin_library
+from benchmarks.common.contenders import Contender, Start, gloo, mpich
+from benchmarks.common.jobs import Launch
+from benchmarks.common.tools import Missing, Tools, mpich_program, package, program
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One of those that are compared.
+class Averaging(Contender):
+    """A contender of this benchmark; its group is "limit", "copy", "ours" or "peer".
 
     Attributes:
-        name: Its name in tables and on the command line.
-        group: "limit", "copy", "ours" or "peer".
-        what: A few words for legends.
-        start: How its ranks are started.
         face: For ours: the face, as `--face` has it.
         ways: How it averages lists: in one call ("list"), with a call each ("each"), in one flat buffer ("flat").
     """
 
-    name: str
-    group: str
-    what: str
-    start: Start
     face: str = ""
     ways: tuple[str, ...] = ("list",)
 
@@ -62,8 +52,8 @@ def core(memory: str) -> Start:
     """dl_comm from C, on this kind of memory (a row of core.c)."""
 
     def start(tools: Tools, ranks: int) -> Launch:
-        package = _package("dl_comm")
-        words = [f"-I{package}/include", f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package}"]
+        ours = package("dl_comm")
+        words = [f"-I{ours}/include", f"-L{ours}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{ours}"]
         path = compile_program(tools, ["cc"], "core.c", "core", [*words, "-Wl,--allow-shlib-undefined"])
         return _mpich(tools, ranks, [path, memory])
 
@@ -74,8 +64,8 @@ def python_mpich(averager: str, *packages: str) -> Start:
     """A Python contender under the MPICH's launcher."""
 
     def start(tools: Tools, ranks: int) -> Launch:
-        for package in packages:
-            _package(package)
+        for name in packages:
+            package(name)
         return _mpich(tools, ranks, python_command(averager))
 
     return start
@@ -83,7 +73,7 @@ def python_mpich(averager: str, *packages: str) -> Start:
 
 def mpi4py_mpich(tools: Tools, ranks: int) -> Launch:
     """mpi4py on the MPICH."""
-    _package("mpi4py")
+    package("mpi4py")
     return _mpich(tools, ranks, python_command("mpi4py"), _mpi4py(tools.mpich))
 
 
@@ -95,7 +85,7 @@ def c_mpich(tools: Tools, ranks: int) -> Launch:
 
 def mpi4py_openmpi(tools: Tools, ranks: int) -> Launch:
     """mpi4py on the Open MPI; one mpi4py may serve several MPIs."""
-    _package("mpi4py")
+    package("mpi4py")
     return _openmpi(tools, ranks, python_command("mpi4py"), _mpi4py(_openmpi_prefix(tools)))
 
 
@@ -105,26 +95,14 @@ def c_openmpi(tools: Tools, ranks: int) -> Launch:
     return _openmpi(tools, ranks, [compile_program(tools, [compiler], "mpi.c", "openmpi")])
 
 
-def gloo(tools: Tools, ranks: int) -> Launch:
+def torch_gloo(tools: Tools, ranks: int) -> Launch:
     """torch.distributed with gloo; it needs no launcher."""
-    _package("torch")
-    own = [
-        {"BENCH_RANK": str(rank), "BENCH_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo"} | environment(tools, ranks)
-        for rank in range(ranks)
-    ]
-    return Launch([python_command("gloo")] * ranks, own)
-
-
-def _package(name: str) -> Path:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
-        raise Missing(f"the Python package {name} is not installed")
-    return Path(found.origin).parent
+    package("torch")
+    return gloo(ranks, python_command("gloo"), environment(tools, ranks))
 
 
 def _mpich(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str] | None = None) -> Launch:
-    words = [mpich_program(tools, "mpiexec"), "-n", str(ranks), *command]
-    return Launch([words], [environment(tools, ranks) | dict(extra or {})])
+    return mpich(tools, ranks, command, environment(tools, ranks) | dict(extra or {}))
 
 
 def _openmpi(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str] | None = None) -> Launch:
@@ -152,24 +130,24 @@ def _mpi4py(prefix: Path) -> dict[str, str]:
 PEER_WAYS = ("each", "flat")
 
 CONTENDERS = (
-    Contender("limit", "limit", "limit: shared memory, two barriers", forking("limit")),
-    Contender("copy", "copy", "memcpy", forking("copy")),
-    Contender("core", "ours", "dl_comm, C", core("ordinary"), "c"),
-    Contender("core-shared", "ours", "dl_comm, C, shared memory", core("shared"), "c"),
-    Contender("numpy", "ours", "dl_comm, NumPy (new arrays)", python_mpich("numpy", "dl_comm"), "numpy"),
-    Contender("numpy-inplace", "ours", "dl_comm, NumPy in place", python_mpich("numpy-inplace", "dl_comm"), "numpy"),
-    Contender(
+    Averaging("limit", "limit", "limit: shared memory, two barriers", forking("limit")),
+    Averaging("copy", "copy", "memcpy", forking("copy")),
+    Averaging("core", "ours", "dl_comm, C", core("ordinary"), "c"),
+    Averaging("core-shared", "ours", "dl_comm, C, shared memory", core("shared"), "c"),
+    Averaging("numpy", "ours", "dl_comm, NumPy (new arrays)", python_mpich("numpy", "dl_comm"), "numpy"),
+    Averaging("numpy-inplace", "ours", "dl_comm, NumPy in place", python_mpich("numpy-inplace", "dl_comm"), "numpy"),
+    Averaging(
         "numpy-shared", "ours", "dl_comm, NumPy, shared memory", python_mpich("numpy-shared", "dl_comm"), "numpy"
     ),
-    Contender("torch", "ours", "dl_comm, torch (new tensors)", python_mpich("torch", "dl_comm", "torch"), "torch"),
-    Contender(
+    Averaging("torch", "ours", "dl_comm, torch (new tensors)", python_mpich("torch", "dl_comm", "torch"), "torch"),
+    Averaging(
         "torch-inplace", "ours", "dl_comm, torch in place", python_mpich("torch-inplace", "dl_comm", "torch"), "torch"
     ),
-    Contender("gloo", "peer", "torch.distributed, gloo", gloo, ways=PEER_WAYS),
-    Contender("mpich", "peer", "MPICH, C", c_mpich, ways=PEER_WAYS),
-    Contender("mpich-mpi4py", "peer", "MPICH, mpi4py", mpi4py_mpich, ways=PEER_WAYS),
-    Contender("openmpi", "peer", "Open MPI, C", c_openmpi, ways=PEER_WAYS),
-    Contender("openmpi-mpi4py", "peer", "Open MPI, mpi4py", mpi4py_openmpi, ways=PEER_WAYS),
+    Averaging("gloo", "peer", "torch.distributed, gloo", torch_gloo, ways=PEER_WAYS),
+    Averaging("mpich", "peer", "MPICH, C", c_mpich, ways=PEER_WAYS),
+    Averaging("mpich-mpi4py", "peer", "MPICH, mpi4py", mpi4py_mpich, ways=PEER_WAYS),
+    Averaging("openmpi", "peer", "Open MPI, C", c_openmpi, ways=PEER_WAYS),
+    Averaging("openmpi-mpi4py", "peer", "Open MPI, mpi4py", mpi4py_openmpi, ways=PEER_WAYS),
 )
 FACES = tuple(dict.fromkeys(contender.face for contender in CONTENDERS if contender.face))
 """The values of `--face`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.allreduce.contenders import CONTENDERS
 from benchmarks.allreduce.table import names, size_text
+from benchmarks.common.picture import pyplot, save
 
 # A family of contenders has a hue, a member of it a mark; blues and greens are ours.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -31,10 +32,7 @@ def draw(cases: Sequence[dict[str, Any]], dtype: str, title: str, path: Path) ->
 
     Raises ImportError without matplotlib. Returns nothing when there are fewer than two sizes.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     shown = [case for case in cases if case["kind"] == "buffer" and case["dtype"] == dtype]
@@ -74,11 +72,7 @@ def draw(cases: Sequence[dict[str, Any]], dtype: str, title: str, path: Path) ->
     panels[0][0].set_ylabel("time of an average, slowest rank: median, shade: quartiles")
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=min(4, 2 * len(ranks)), fontsize=9)
     figure.suptitle(title, fontsize=10)
-    drawn = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    for target in drawn:
-        figure.savefig(target, dpi=140)
-    plt.close(figure)
-    return drawn
+    return save(figure, path)
 
 
 def _time_text(microseconds: float) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from benchmarks.common.grid import grid, number, ratio
+
 _TITLES = {"buffer": "one buffer", "latency": "latency", "list": "lists of tensors"}
 
 
@@ -16,10 +18,10 @@ def tables(cases: Sequence[dict[str, Any]]) -> str:
         rows = list(group)
         title = f"{_TITLES[kind]}, {dtype}, {ranks} ranks"
         if kind == "latency":
-            parts.append(f"{title}: microseconds\n" + _grid(list(_percentiles(rows))))
+            parts.append(f"{title}: microseconds\n" + grid(list(_percentiles(rows))))
             continue
-        parts.append(f"{title}: median, microseconds\n" + _grid(list(_times(rows))))
-        parts.append(f"{title}: ours over the limit, and the fastest peer over ours\n" + _grid(list(_ratios(rows))))
+        parts.append(f"{title}: median, microseconds\n" + grid(list(_times(rows))))
+        parts.append(f"{title}: ours over the limit, and the fastest peer over ours\n" + grid(list(_ratios(rows))))
     return "\n\n".join(parts)
 
 
@@ -64,7 +66,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     columns = names(rows)
     yield ["", *columns]
     for case in rows:
-        yield [_label(case), *(_number(median(case, name)) for name in columns)]
+        yield [_label(case), *(number(median(case, name)) for name in columns)]
 
 
 def _ratios(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
@@ -75,7 +77,7 @@ def _ratios(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         cells = [_label(case), peer or "-"]
         for name in ours:
             mine = median(case, name)
-            cells += [_ratio(mine, median(case, "limit")), _ratio(median(case, peer) if peer else None, mine)]
+            cells += [ratio(mine, median(case, "limit")), ratio(median(case, peer) if peer else None, mine)]
         yield cells
 
 
@@ -85,7 +87,7 @@ def _percentiles(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     for case in rows:
         for name, found in _found(case):
             count = str(case["results"][name]["iterations"])
-            yield [_label(case), name, *(_number(found.get(key)) for key in keys), count]
+            yield [_label(case), name, *(number(found.get(key)) for key in keys), count]
 
 
 def _found(case: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -97,18 +99,3 @@ def _found(case: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
 def _label(case: dict[str, Any]) -> str:
     size = size_text(case["bytes"])
     return f"{case['name']} ({case['tensors']}, {size})" if case["kind"] == "list" else size
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
-
-
-def _ratio(above: float | None, below: float | None) -> str:
-    return "-" if above is None or below is None else f"{above / below:.2f}"
-
-
-def _grid(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import numpy as np
 
 from benchmarks.allreduce.averagers import AVERAGERS, Averager
 from benchmarks.allreduce.cases import UNTIMED
+from benchmarks.common.worker import serve
 
 PERIOD = 7
 _TOLERANCE = {"f32": 1e-6, "f64": 1e-15, "f16": 1e-3, "bf16": 8e-3}
@@ -100,13 +100,13 @@ def main() -> int:
     wait = barrier(averager.rank, averager.ranks)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's
     gc.disable()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ["BENCH_SOCKET"])
-        connection.sendall(f"rank {averager.rank}\n".encode())
-        for line in connection.makefile("r"):
-            answer = turn(averager, wait, line)
-            trim(0)  # what a waiting contender keeps, another one has not
-            connection.sendall(answer)
+
+    def answer(line: str) -> bytes:
+        found = turn(averager, wait, line)
+        trim(0)  # what a waiting contender keeps, another one has not
+        return found
+
+    serve(averager.rank, answer)
     averager.close()
     return 0
 

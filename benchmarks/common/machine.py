@@ -7,12 +7,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce.build import Missing, Tools, mpich_program
+from benchmarks.common.tools import Missing, Tools, mpich_program
 
 _DEFAULT_CACHE = 32 << 20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -54,10 +55,10 @@ def describe() -> dict[str, Any]:
     }
 
 
-def versions(tools: Tools) -> dict[str, str | None]:
-    """Versions by name; None for what is not there."""
+def versions(tools: Tools, packages: Sequence[str]) -> dict[str, str | None]:
+    """Versions of these packages and of programs by name; None for what is not there."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("dl_comm", "numpy", "torch", "mpi4py", "ml_dtypes"):
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class Wrong(Exception):
-    """The contender's result is not the mean."""
+    """The contender's result is not what it should be."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn: seconds as an array (ranks, iterations), and how many elements were compared with the mean."""
+    """A turn: the numbers that the ranks have sent as an array (ranks, numbers), and each rank's words beside them."""
 
-    times: np.ndarray
-    checked: int
+    numbers: np.ndarray
+    words: Sequence[str]
 
 
 class Job:
@@ -112,8 +112,11 @@ class Job:
         for connection in self._connections:
             connection.settimeout(None)
 
-    def turn(self, line: str, iterations: int, seconds: float) -> Answer:
-        """Lets all ranks do a turn. Raises Refused, Wrong, Lost when one ends, Late."""
+    def turn(self, line: str, numbers: int, seconds: float) -> Answer:
+        """Sends all ranks a line, and takes so many float64 of each. Raises Refused, Wrong, Lost when one ends, Late.
+
+        A rank's answer is a line, "ok WORDS", "unsupported WHY" or "wrong WHY", and after "ok" its numbers in binary.
+        """
         texts = [bytearray() for _ in range(self.ranks)]
         until = time.monotonic() + seconds
         try:
@@ -136,15 +139,15 @@ class Job:
                     if not part:
                         raise self._lost(f"rank {key.data} has ended")
                     texts[key.data] += part
-                    if _complete(texts[key.data], iterations):
+                    if _complete(texts[key.data], numbers):
                         selector.unregister(key.fileobj)
         heads, bodies = zip(*(bytes(text).split(b"\n", 1) for text in texts), strict=True)
         for head in heads:
             word, _, rest = head.decode().partition(" ")
             if word != "ok":
                 raise {"unsupported": Refused, "wrong": Wrong}[word](rest)
-        times = np.stack([np.frombuffer(body) for body in bodies])
-        return Answer(times, sum(int(head.split()[1]) for head in heads))
+        words = [head.decode().partition(" ")[2] for head in heads]
+        return Answer(np.stack([np.frombuffer(body) for body in bodies]), words)
 
     def cpu_seconds(self) -> float:
         """The processor time that the job's processes have taken so far."""
@@ -194,8 +197,8 @@ class Job:
         return found
 
 
-def _complete(text: bytearray, iterations: int) -> bool:
+def _complete(text: bytearray, numbers: int) -> bool:
     end = text.find(b"\n")
     if end < 0:
         return False
-    return not text.startswith(b"ok ") or len(text) - end - 1 >= 8 * iterations
+    return not text.startswith(b"ok ") or len(text) - end - 1 >= 8 * numbers

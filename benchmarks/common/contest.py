@@ -1,0 +1,127 @@
+"""Contenders on the stage: all are started, sleep, are looked at, and end together."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from benchmarks.common import machine
+from benchmarks.common.contenders import Contender
+from benchmarks.common.jobs import Answer, Job, Lost
+from benchmarks.common.tools import Missing, Tools
+
+IDLE = 0.02
+"""The share of a processor that a contender may take while it is not its turn."""
+QUIET = 0.2
+"""The processors that may be busy while all contenders sleep."""
+
+Kind = TypeVar("Kind", bound=Contender)
+Item = TypeVar("Item")
+
+
+class Contest(Generic[Kind]):
+    """The processes of contenders, and what there is to say of them: `left_out` and `idle`, as the JSON file has them.
+
+    `failed` is whether one of them was wrong, or ended. Not for use by several threads.
+    """
+
+    def __init__(self, tools: Tools, root: Path, start_s: float) -> None:
+        """`root` is where processes are started, the root of the repository; they may take `start_s` for that."""
+        self.tools, self.root, self.start_s = tools, root, start_s
+        self.left_out: list[dict[str, Any]] = []
+        self.idle: list[dict[str, Any]] = []
+        self.failed = False
+        self._jobs: dict[str, Job] = {}
+        self._folder = Path()
+        self._begin = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{time.monotonic() - self._begin:6.0f} s] {text}", flush=True)
+
+    @contextmanager
+    def on_stage(self, contenders: Sequence[Kind], ranks: int) -> Iterator[list[Kind]]:
+        """Starts contenders side by side and gives those that have come up; ends them all."""
+        with ExitStack() as stack:
+            # In memory where possible, and with a short path: Unix sockets are in it.
+            memory = Path("/dev/shm")
+            self._folder = Path(tempfile.mkdtemp(prefix="bench-", dir=memory if memory.is_dir() else None))
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            stack.push(self._stop)
+            yield self._start_all(contenders, ranks)
+
+    def turn(self, contender: Kind, ranks: int, line: str, numbers: int, seconds: float) -> Answer:
+        """Lets a contender do a turn, as `Job.turn`; starts it anew when it was lost before."""
+        try:
+            if contender.name not in self._jobs:
+                self._start(contender, ranks).ready(self.start_s)
+            return self._jobs[contender.name].turn(line, numbers, seconds)
+        except Lost:
+            del self._jobs[contender.name]
+            raise
+
+    def look_at_idle(self, ranks: int) -> None:
+        """Whether contenders sleep while it is not their turn, and nobody else is at work."""
+        time.sleep(0.5)
+        taken = machine.busy_seconds()
+        before = {name: job.cpu_seconds() for name, job in self._jobs.items()}
+        begin = time.monotonic()
+        time.sleep(1.0)
+        taken = (machine.busy_seconds() - taken) / (time.monotonic() - begin)
+        self.idle.append({"contender": None, "ranks": ranks, "share_of_a_processor": taken})
+        if taken > QUIET:
+            self.say(f"the machine is not quiet: {taken:.1f} processors are busy while all contenders sleep")
+        for name, job in self._jobs.items():
+            share = (job.cpu_seconds() - before[name]) / (time.monotonic() - begin)
+            self.idle.append({"contender": name, "ranks": ranks, "share_of_a_processor": share})
+            if share > IDLE:
+                self.say(f"{ranks} ranks, {name} takes {100 * share:.0f} % of a processor while it is not its turn")
+
+    def leave_out(self, contender: Kind, ranks: int, reason: str, failed: bool) -> None:
+        """Notes that a contender is not compared."""
+        self.failed |= failed
+        self.left_out.append({"contender": contender.name, "ranks": ranks, "reason": reason, "failed": failed})
+        self.say(f"{ranks} ranks, {contender.name} is left out: {reason}")
+
+    def _start_all(self, contenders: Sequence[Kind], ranks: int) -> list[Kind]:
+        present = []
+        for contender in contenders:
+            try:
+                self._start(contender, ranks)
+            except Missing as error:
+                self.leave_out(contender, ranks, str(error), failed=False)
+        for contender in contenders:
+            if contender.name not in self._jobs:
+                continue
+            try:
+                self._jobs[contender.name].ready(self.start_s)
+                present.append(contender)
+            except Lost as error:
+                del self._jobs[contender.name]
+                self.leave_out(contender, ranks, str(error), failed=True)
+        return present
+
+    def _start(self, contender: Kind, ranks: int) -> Job:
+        processes = contender.processes(ranks)
+        job = Job(contender.name, processes, contender.start(self.tools, processes), self._folder, self.root)
+        self._jobs[contender.name] = job
+        return job
+
+    def _stop(self, *error: object) -> None:
+        for job in self._jobs.values():
+            if error[0]:
+                job.kill()
+            else:
+                job.stop()
+        self._jobs.clear()
+
+
+def rotated(items: Sequence[Item], by: int) -> list[Item]:
+    """The items in the order of a round: each round begins with another one."""
+    first = by % max(1, len(items))
+    return [*items[first:], *items[:first]]

@@ -1,0 +1,31 @@
+"""What Python contenders' processes do alike."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Callable
+
+
+def serve(rank: int, answer: Callable[[str], bytes]) -> None:
+    """Says which rank this is, and answers lines, asleep in between, until the stream ends; see `jobs.Job.turn`."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["BENCH_SOCKET"])
+        connection.sendall(f"rank {rank}\n".encode())
+        for line in connection.makefile("r"):
+            connection.sendall(answer(line))
+
+
+def numbered() -> tuple[int, int]:
+    """This process's rank and the number of ranks, where no launcher tells them."""
+    return int(os.environ["BENCH_RANK"]), int(os.environ["BENCH_RANKS"])
+
+
+def join_gloo() -> tuple[int, int]:
+    """Joins the job's process group of torch.distributed with gloo; returns `numbered`. Collective."""
+    rank, ranks = numbered()
+    distributed = importlib.import_module("torch.distributed")
+    store = f"file://{os.environ['BENCH_STORE']}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    return rank, ranks
