@@ -1,0 +1,66 @@
+"""The results as tables for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from benchmarks.common.grid import grid, number, ratio
+
+
+def tables(cases: Sequence[dict[str, Any]]) -> str:
+    """For each number of ranks, all contenders' times, and how ours compares."""
+    parts = []
+    for ranks, group in groupby(cases, lambda case: case["ranks"]):
+        rows = list(group)
+        title = f"{ranks} ranks" if ranks > 1 else "1 rank"
+        parts.append(f"{title}: medians (quartiles), milliseconds\n" + grid(list(_times(rows))))
+        parts.append(f"{title}: ours beside the others\n" + grid(list(_ratios(rows))))
+        parts += [f"WRONG: {case['model']}: {text}" for case in rows for text in case["verified"]["problems"]]
+    return "\n\n".join(parts)
+
+
+def count_text(count: int) -> str:
+    """A number of parameters in words."""
+    return f"{count / 1e6:.1f} M" if count >= 1_000_000 else f"{count / 1e3:.0f} k"
+
+
+def value(case: dict[str, Any], name: str, key: str) -> float | None:
+    """A contender's number in a case; None where it has none."""
+    found: float | None = case["results"].get(name, {}).get(key)
+    return found
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    yield ["", "", "steps/s", "step", "", "exposed", "", "reported: exposed", "busy"]
+    for case in rows:
+        label = f"{case['model']} ({count_text(case['parameters'])})"
+        for name, result in case["results"].items():
+            told = [number(result.get(f"reported_{key}_ms")) for key in ("exposed", "busy")]
+            cells = [number(result.get("steps_per_s")), number(result.get("step_ms")), _range(result, "quartiles_ms")]
+            cells += [number(result.get("exposed_ms")), _range(result, "exposed_quartiles_ms"), *told]
+            yield [label, name, *cells]
+            label = ""
+
+
+def _ratios(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    yield [
+        "",
+        "step: ours/independent",
+        "ddp/independent",
+        "ours/ddp",
+        "exposed: ddp/ours",
+        "speed of one process kept",
+    ]
+    for case in rows:
+        steps = {name: value(case, name, "step_ms") for name in case["results"]}
+        ours, ddp, independent = steps.get("ours"), steps.get("ddp"), steps.get("independent")
+        mine, theirs = value(case, "ours", "exposed_ms"), value(case, "ddp", "exposed_ms")
+        cells = [ratio(ours, independent), ratio(ddp, independent), ratio(ours, ddp), ratio(steps.get("one"), ours)]
+        # Where nothing is exposed but the noise of the measurement, there is no ratio.
+        yield [case["model"], *cells, ratio(theirs, mine) if mine is not None and mine > 0 else "-"]
+
+
+def _range(result: dict[str, Any], key: str) -> str:
+    return f"({' to '.join(number(end) for end in result[key])})" if key in result else ""

@@ -1,0 +1,64 @@
+"""One process of a contender: makes its model, waits for its turns and does them.
+
+    python -m benchmarks.training.worker MODEL TRAINER
+
+A turn is a line. "steps N" does N steps; the answer is "ok LOSS" and three times N numbers: the seconds of each step,
+and what the contender tells of it as exposed and as busy, NaN where it does not. "parameters FILE" answers "ok DIGEST",
+the SHA-256 of all parameters; rank 0 writes them to the file, as float32, unless it is "-". `common/jobs.py` has the
+rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import sys
+import time
+
+import numpy as np
+
+from benchmarks.common.worker import serve
+from benchmarks.training.models import MODELS
+from benchmarks.training.trainer import Trainer
+
+
+def steps(trainer: Trainer, count: int) -> bytes:
+    """Does steps and times them."""
+    numbers = np.empty((3, count))
+    gc.collect()
+    for i in range(count):
+        begin = time.perf_counter()
+        trainer.step()
+        numbers[0, i] = time.perf_counter() - begin
+        numbers[1:, i] = trainer.reported()
+    return f"ok {trainer.loss()}\n".encode() + numbers.tobytes()
+
+
+def parameters(trainer: Trainer, file: str) -> bytes:
+    """Tells the parameters, and writes them on rank 0."""
+    flat = np.concatenate([parameter.ravel() for parameter in trainer.parameters()])
+    if file != "-" and trainer.rank == 0:
+        flat.tofile(file)
+    return f"ok {hashlib.sha256(flat.tobytes()).hexdigest()}\n".encode()
+
+
+def main() -> int:
+    """Serves until the stream ends."""
+    model = MODELS[sys.argv[1]]
+    trainer: Trainer = importlib.import_module(f"benchmarks.training.{model.framework}_side").TRAINERS[sys.argv[2]](
+        model
+    )
+    gc.disable()
+
+    def answer(line: str) -> bytes:
+        word, value = line.split()
+        return steps(trainer, int(value)) if word == "steps" else parameters(trainer, value)
+
+    serve(trainer.rank, answer)
+    trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
