@@ -22,8 +22,9 @@ in TensorFlow `dl_comm.get_waited()`, the time from a call to its result.
 
 All processes compute with one thread (OMP_NUM_THREADS=1, TensorFlow's intra-op and inter-op threads too). The data is
 random, made before the steps, other data on each rank. All start with the same parameters, and make the same number of
-steps before the first turn, in which dl_comm also looks for its size of buckets. Then, and after the last turn, the
-parameters of all ranks of a contender must be the same, bit for bit, and those of `independent` must not, which have
-seen other data; and those of the contenders must be about the same: the distance between them, as a share of the way
-from the first parameters, is in the results. On one rank they are compared with training without anything.
+steps before the first turn, in which dl_comm also looks for its size of buckets. After a few steps, then, and after the
+last turn, the parameters of all ranks of a contender must be the same, bit for bit, and those of `independent` must
+not, which have seen other data. After the few steps the parameters of the contenders must be about the same: the
+distance between them, as a share of the way from the first parameters, is in the results. On one rank they are compared
+with training without anything. TensorFlow on several ranks has no other contender to be compared with.
 """

@@ -53,7 +53,7 @@ def of(model: Model) -> list[Training]:
         Training("ours", "ours", "dl_comm", _ours(model)),
     ]
     if model.framework == "torch":
-        found.append(Training("ddp", "peer", "DistributedDataParallel, gloo", _ddp(model)))
+        found.append(Training("ddp", "peer", "torch DDP, gloo", _ddp(model)))
     return found
 
 

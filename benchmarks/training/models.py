@@ -33,8 +33,8 @@ MODELS = {
         Model("resnet", "torch", "resnet", 16, 20, "three residual blocks, 32x32 pixels"),
         Model("transformer-3m", "torch", "transformer_small", 2, 20, "4 blocks of width 256, 64 tokens"),
         Model("transformer-29m", "torch", "transformer_large", 4, 6, "8 blocks of width 512, 64 tokens"),
-        Model("tf-mlp", "tensorflow", "mlp", 384, 20, "784-1024-1024-10"),
-        Model("tf-cnn", "tensorflow", "convnet", 64, 20, "two convolutions, 28x28 pixels"),
+        Model("tf-mlp", "tensorflow", "mlp", 1024, 20, "784-1024-1024-10"),
+        Model("tf-cnn", "tensorflow", "convnet", 768, 20, "two convolutions, 28x28 pixels"),
     )
 }
 """The models by name."""

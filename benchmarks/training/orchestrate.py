@@ -18,7 +18,7 @@ from benchmarks.common.tools import Tools
 from benchmarks.training import contenders
 from benchmarks.training.contenders import Training
 from benchmarks.training.models import Model
-from benchmarks.training.verify import Verification
+from benchmarks.training.verify import JUDGED, Verification
 
 UNTIMED = 2
 """Steps at the start of each turn that do not count."""
@@ -94,24 +94,33 @@ class Bench(Contest[Training]):
     def _prepare(self, entries: Sequence[Entry], ranks: int, verification: Verification, folder: Path) -> int:
         """The steps before the first turn, and what they lead to. Returns the number of parameters."""
         (folder / "first").mkdir()
-        digests = self._digests(entries[:1], ranks, folder / "first")
-        verification.start(digests | self._digests(entries[1:], ranks))
+        digests = self._digests(entries, ranks, folder / "first")
+        if not digests:
+            return 0
+        verification.start(digests)
+        first = folder / "first" / next(iter(digests))
+        few = min(JUDGED, self.options.warm_up)
+        for steps in (few, self.options.warm_up - few):
+            if steps:
+                self._advance(entries, ranks, steps, verification, first)
+        return first.stat().st_size // np.dtype(np.float32).itemsize
+
+    def _advance(
+        self, entries: Sequence[Entry], ranks: int, steps: int, verification: Verification, first: Path
+    ) -> None:
+        """Steps that are not timed, and a comparison with each other and with the `first` parameters."""
         for entry in entries:
             begin = time.monotonic()
-            if self._steps(entry, ranks, self.options.warm_up) is not None:
-                took = time.monotonic() - begin
-                self.say(f"  {entry.contender.name}: the first {self.options.warm_up} steps took {took:.1f} s")
-        first = next((folder / "first").iterdir(), None)
+            if self._steps(entry, ranks, steps) is not None:
+                self.say(f"  {entry.contender.name}: {entry.done} steps, {time.monotonic() - begin:.1f} s")
+        folder = first.parents[1]
         digests = self._digests(entries, ranks, folder)
         self._agreement(entries, digests, verification)
-        if first is None:
-            return 0
         # On one rank, training without communication is right; on more, ours and the peer are each other's measure.
-        averaging = {entry.contender.name for entry in entries if entry.contender.averages}
-        compared = [folder / name for name in digests if ranks == 1 or name in averaging]
+        compared = [e for e in entries if e.contender.name in digests and (ranks == 1 or e.contender.averages)]
         for other in compared[1:]:
-            verification.distance(first, compared[0], other)
-        return first.stat().st_size // np.dtype(np.float32).itemsize
+            one = compared[0].contender.name
+            verification.distance(first, folder / one, folder / other.contender.name, other.done)
 
     def _agreement(
         self, entries: Sequence[Entry], digests: Mapping[str, Sequence[str]], verification: Verification

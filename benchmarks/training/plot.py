@@ -27,7 +27,7 @@ def draw(cases: Sequence[dict[str, Any]], title: str, path: Path) -> list[Path]:
     if not ranks:
         return []
     widest = max(sum(case["ranks"] == count for case in shown) for count in ranks)
-    size = (max(6.0, 1.6 + 1.6 * widest), 1.2 + 2.7 * len(ranks))
+    size = (max(7.5, 1.6 + 1.6 * widest), 1.2 + 2.7 * len(ranks))
     figure, panels = plt.subplots(len(ranks), 1, figsize=size, squeeze=False, layout="constrained")
     legend: dict[str, Any] = {}
     for panel, count in zip(panels[:, 0], ranks, strict=True):
@@ -45,9 +45,11 @@ def draw(cases: Sequence[dict[str, Any]], title: str, path: Path) -> list[Path]:
         panel.grid(axis="y", color="0.9", linewidth=0.7)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.supylabel("step, of one of independent processes", fontsize=10)
+    figure.supylabel("step; 100 %: without communication", fontsize=10)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=9)
-    figure.suptitle(f"{title}\nmedian milliseconds of a step, and of it exposed communication", fontsize=10)
+    figure.suptitle(
+        f"{title}\nmedians in ms of a step, and of the exposed communication in it; line: quartiles", fontsize=10
+    )
     return save(figure, path)
 
 
@@ -66,7 +68,7 @@ def _group(panel: Any, place: int, case: dict[str, Any], legend: dict[str, Any])
         low, high = (end / whole for end in result["quartiles_ms"])
         panel.plot([x, x], [low, high], color="black", linewidth=1.1, zorder=4)
         text = f"{_short(result['step_ms'])}\n({result['exposed_ms']:+.2g})"
-        panel.annotate(text, (x, max(step, high)), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+        panel.annotate(text, (x, max(step, high, 1)), (0, 3), textcoords="offset points", ha="center", fontsize=8)
 
 
 def _short(milliseconds: float) -> str:

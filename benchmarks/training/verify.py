@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+JUDGED = 4
+"""Steps after which two contenders' parameters must be about the same; later on rounding errors may have grown."""
 TOLERANCE = 1e-3
-"""The most that two contenders' parameters may differ, as a share of the way from the first parameters."""
+"""The most that they may differ then, as a share of the way from the first parameters."""
 
 
 class Verification:
@@ -18,7 +20,7 @@ class Verification:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._agreed_after: dict[str, list[int]] = {}
-        self._distances: dict[str, float] = {}
+        self._distances: dict[int, dict[str, float]] = {}
 
     def start(self, digests: Mapping[str, Sequence[str]]) -> None:
         """Before the first step all ranks of all contenders have the same parameters; digests are a rank's each."""
@@ -33,20 +35,23 @@ class Verification:
         elif averages:
             self._agreed_after.setdefault(name, []).append(steps)
 
-    def distance(self, first: Path, one: Path, other: Path) -> None:
-        """Two contenders' parameters are about the same; files hold float32, `first` what they started with."""
+    def distance(self, first: Path, one: Path, other: Path, steps: int) -> None:
+        """How far two contenders are apart after so many steps; files hold float32, `first` what they started with."""
         found = distance(*(np.fromfile(path, np.float32) for path in (first, one, other)))
-        self._distances[f"{one.name}-{other.name}"] = found
-        if not found <= TOLERANCE:
-            self.problems.append(f"{one.name} and {other.name} are {found:.1e} of their way from the start apart")
+        self._distances.setdefault(steps, {})[f"{one.name}-{other.name}"] = found
+        if steps <= JUDGED and not found <= TOLERANCE:
+            self.problems.append(
+                f"{one.name} and {other.name} are {found:.1e} of their way from the start apart after {steps} steps"
+            )
 
     def report(self) -> dict[str, Any]:
-        """For the JSON file: problems, steps after which ranks agreed bit for bit, distances of contenders."""
+        """For the JSON file: problems, steps after which ranks agreed bit for bit, distances after so many steps."""
         return {
             "problems": self.problems,
             "agreed_after": self._agreed_after,
             "distances": self._distances,
             "tolerance": TOLERANCE,
+            "judged_until": JUDGED,
         }
 
 

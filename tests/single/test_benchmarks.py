@@ -7,6 +7,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 from launch import QUIET, launch, run
 
@@ -65,13 +69,72 @@ def test_allreduce(tmp_path: Path) -> None:
     assert "fastest peer" in finished.output
 
 
-def test_lists_of_models() -> None:
+def test_lists_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of tensors and parameters that the models are known by."""
-    sys.path.insert(0, str(BENCHMARKS.parent))
-    try:
-        lengths = importlib.import_module("benchmarks.allreduce.lists").lengths
-    finally:
-        sys.path.remove(str(BENCHMARKS.parent))
+    lengths = _module(monkeypatch, "allreduce.lists").lengths
     known = {"resnet50": (161, 25_557_032), "bert_base": (199, 109_482_240), "gpt2_small": (148, 124_439_808)}
     assert {name: (len(lengths(name)), sum(lengths(name))) for name in known} == known
     assert len(lengths("tiny_10000")) == 10_000
+
+
+def test_training(tmp_path: Path) -> None:
+    """Ranks agree bit for bit, ours and torch's own come to the same model, and the numbers belong together."""
+    command = [sys.executable, "-m", "benchmarks.training", "--quick", "--models", "mlp", "--out", str(tmp_path)]
+    finished = run(command, 100, {**QUIET, "PYTHONPATH": str(BENCHMARKS.parent)})
+    assert finished.returncode == 0, finished.output
+    assert not finished.left, finished.left
+    report = json.loads((tmp_path / "training.json").read_text())
+    assert report["left_out"] == []
+    (case,) = report["cases"]
+    assert (case["ranks"], case["model"], case["parameters"]) == (2, "mlp", 784 * 1024 + 1024 * 1025 + 1025 * 10 + 1024)
+    verified, results = case["verified"], case["results"]
+    assert verified["problems"] == []
+    # Six steps before the turns; two turns of two steps that do not count and three that do.
+    assert verified["agreed_after"] == {"ours": [4, 6, 16], "ddp": [4, 6, 16]}
+    assert verified["distances"]["4"].keys() == {"ours-ddp"}
+    assert verified["distances"]["4"]["ours-ddp"] < 1e-3
+    assert list(results) == ["one", "independent", "ours", "ddp"]
+    for name, result in results.items():
+        low, high = result["quartiles_ms"]
+        assert 0 < low <= result["step_ms"] <= high
+        assert result["steps_per_s"] == pytest.approx(1e3 / result["step_ms"])
+        assert (result["steps"], len(result["rounds_ms"])) == (6, 2)
+        assert ("exposed_ms" in result) == (name in ("ours", "ddp"))
+        assert (result["reported_busy_ms"] is not None) == (name == "ours")
+        if name in ("ours", "ddp"):
+            without = results["independent"]["rounds_ms"]
+            differences = [mine - base for mine, base in zip(result["rounds_ms"], without, strict=True)]
+            assert result["exposed_ms"] == pytest.approx(np.median(differences))
+    assert 0 <= results["ours"]["reported_exposed_ms"] < results["ours"]["step_ms"]
+    assert "exposed: ddp/ours" in finished.output
+
+
+def test_training_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong parameters are told: at the start, between ranks, and between contenders."""
+    verify = _module(monkeypatch, "training.verify")
+    first, step = np.linspace(-1, 1, 99, dtype=np.float32), np.ones(99, np.float32)
+    models = {"first": first, "right": first + step, "near": first + 1.0001 * step, "far": first + 0.5 * step}
+    for name, model in models.items():
+        model.tofile(tmp_path / name)
+
+    def problems(*calls: tuple[Any, ...]) -> int:
+        found = verify.Verification()
+        for name, *values in calls:
+            getattr(found, name)(*values)
+        return len(found.report()["problems"])
+
+    assert problems(("start", {"ours": ["a", "a"], "ddp": ["a", "a"]})) == 0
+    assert problems(("start", {"ours": ["a", "a"], "ddp": ["a", "b"]})) == 1
+    assert problems(("agreement", "ours", ["a", "a"], True, 4), ("agreement", "independent", ["a", "b"], False, 4)) == 0
+    assert problems(("agreement", "ours", ["a", "b"], True, 4), ("agreement", "independent", ["a", "a"], False, 4)) == 2
+    paths = {name: tmp_path / name for name in models}
+    assert problems(("distance", paths["first"], paths["right"], paths["near"], 4)) == 0
+    assert problems(("distance", paths["first"], paths["right"], paths["far"], 4)) == 1
+    assert problems(("distance", paths["first"], paths["first"], paths["first"], 4)) == 1, "nothing was trained"
+    (tmp_path / "short").write_bytes(b"")
+    assert problems(("distance", paths["first"], paths["right"], tmp_path / "short", 4)) == 1
+
+
+def _module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    return importlib.import_module(f"benchmarks.{name}")
