@@ -37,6 +37,7 @@ class Contest(Generic[Kind]):
         self.idle: list[dict[str, Any]] = []
         self.failed = False
         self._jobs: dict[str, Job] = {}
+        self._case: dict[str, Any] = {}
         self._folder = Path()
         self._begin = time.monotonic()
 
@@ -45,8 +46,12 @@ class Contest(Generic[Kind]):
         print(f"[{time.monotonic() - self._begin:6.0f} s] {text}", flush=True)
 
     @contextmanager
-    def on_stage(self, contenders: Sequence[Kind], ranks: int) -> Iterator[list[Kind]]:
-        """Starts contenders side by side and gives those that have come up; ends them all."""
+    def on_stage(self, contenders: Sequence[Kind], ranks: int, **case: str) -> Iterator[list[Kind]]:
+        """Starts contenders side by side and gives those that have come up; ends them all.
+
+        `case` stands in `left_out` and `idle` beside the number of ranks.
+        """
+        self._case = {"ranks": ranks, **case}
         with ExitStack() as stack:
             # In memory where possible, and with a short path: Unix sockets are in it.
             memory = Path("/dev/shm")
@@ -73,19 +78,19 @@ class Contest(Generic[Kind]):
         begin = time.monotonic()
         time.sleep(1.0)
         taken = (machine.busy_seconds() - taken) / (time.monotonic() - begin)
-        self.idle.append({"contender": None, "ranks": ranks, "share_of_a_processor": taken})
+        self.idle.append({"contender": None, **self._case, "share_of_a_processor": taken})
         if taken > QUIET:
             self.say(f"the machine is not quiet: {taken:.1f} processors are busy while all contenders sleep")
         for name, job in self._jobs.items():
             share = (job.cpu_seconds() - before[name]) / (time.monotonic() - begin)
-            self.idle.append({"contender": name, "ranks": ranks, "share_of_a_processor": share})
+            self.idle.append({"contender": name, **self._case, "share_of_a_processor": share})
             if share > IDLE:
                 self.say(f"{ranks} ranks, {name} takes {100 * share:.0f} % of a processor while it is not its turn")
 
     def leave_out(self, contender: Kind, ranks: int, reason: str, failed: bool) -> None:
         """Notes that a contender is not compared."""
         self.failed |= failed
-        self.left_out.append({"contender": contender.name, "ranks": ranks, "reason": reason, "failed": failed})
+        self.left_out.append({"contender": contender.name, **self._case, "reason": reason, "failed": failed})
         self.say(f"{ranks} ranks, {contender.name} is left out: {reason}")
 
     def _start_all(self, contenders: Sequence[Kind], ranks: int) -> list[Kind]:

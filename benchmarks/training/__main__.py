@@ -67,7 +67,7 @@ def main() -> int:
                 _write(options.out, {**about, "load_after": machine.describe()["load"]}, bench)
     print(f"\n{tables(bench.cases)}\n")
     for entry in bench.left_out:
-        print(f"left out on {entry['ranks']} ranks: {entry['contender']}: {entry['reason']}")
+        print(f"left out: {entry['model']} on {entry['ranks']} ranks: {entry['contender']}: {entry['reason']}")
     print(options.out / "training.json")
     _draw(options.out / "training", about, bench)
     return int(bench.failed)

@@ -72,7 +72,7 @@ class Bench(Contest[Training]):
         chosen = [contender for contender in contenders.of(model) if contender.name in names]
         self.say(f"{ranks} rank(s), {model.name}: {', '.join(contender.name for contender in chosen)}")
         verification = Verification()
-        with self.on_stage(chosen, ranks) as present, TemporaryDirectory() as folder:
+        with self.on_stage(chosen, ranks, model=model.name) as present, TemporaryDirectory() as folder:
             self.look_at_idle(ranks)
             entries = [Entry(contender) for contender in present]
             parameters = self._prepare(entries, ranks, verification, Path(folder))
