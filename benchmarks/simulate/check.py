@@ -1,0 +1,88 @@
+"""The simulation beside runs on hosts of network namespaces, whose links are capped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.simulate.cost import ALGORITHMS, Network
+from benchmarks.simulate.model import Call, Host, Job, simulate
+from benchmarks.simulate.ranks import Failed, Hosts, Measured, Turn, on_hosts
+
+SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+CHOICES = ("auto", *ALGORITHMS)
+_SECONDS = 1.5
+_MOST_CALLS = 100
+_LEAST_CALLS = 5
+_LONGEST = 3.0
+# tc counts frames with their Ethernet header; TCP with time stamps leaves 1448 of 1514 bytes to the data.
+_FRAMES = 1514 / 1448
+# What a link that has idled sends at once, before its cap counts (`tests/hosts.py`). Before each call the links idle
+# for long enough, so that all calls begin alike.
+_BURST = 256 << 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some hosts and their links."""
+
+    rate: str
+    hosts: int
+    ranks: int
+
+
+def byte_seconds(rate: str) -> float:
+    """The time of a byte of data on a link that tc caps at `rate` (100mbit, 1gbit). ValueError without a unit."""
+    for unit, bits in (("mbit", 1e6), ("gbit", 1e9)):
+        if rate.endswith(unit):
+            return 8 / (float(rate.removesuffix(unit)) * bits) * _FRAMES
+    raise ValueError(f"{rate!r} is no rate; 100mbit and 1gbit are")
+
+
+def run(case: Case, sizes: Sequence[int], host: Host) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measures and predicts a case with every algorithm; the rows, and words about what failed.
+
+    Sizes that would take seconds a call are left out.
+    """
+    guess = Network(200e-6, 20e-6, byte_seconds(case.rate))
+    measured: dict[str, Measured] = {}
+    failures = []
+    with Hosts(case.hosts, case.rate) as hosts:
+        for algorithm in CHOICES:
+            turns = _turns(case, sizes, guess, host, algorithm)
+            try:
+                measured[algorithm] = on_hosts(hosts, case.ranks, turns, algorithm, timeout=300)
+            except Failed as error:
+                failures.append(f"{case} {algorithm}: {error}")
+    probes = [told.network for told in measured.values() if told.network]
+    if not probes:
+        return [], failures
+    latency, message, byte = (median(getattr(probe, key) for probe in probes) for key in ("latency", "message", "byte"))
+    network = Network(latency, message, guess.byte)
+    rows = []
+    for algorithm, told in measured.items():
+        for result in told.results:
+            outcome = simulate(_job(case, network, host), Call(result.bytes), algorithm)
+            row = {**asdict(case), "bytes": result.bytes, "algorithm": algorithm, "chosen": dict(outcome.chunks)}
+            row |= {"predicted_s": outcome.seconds, "median_s": median(result.seconds), "least_s": min(result.seconds)}
+            row |= {"calls": len(result.seconds), "network": asdict(network), "probed_byte": byte}
+            rows.append(row)
+    return rows, failures
+
+
+def _turns(case: Case, sizes: Sequence[int], guess: Network, host: Host, algorithm: str) -> list[Turn]:
+    turns = []
+    for size in sizes:
+        outcome = simulate(_job(case, guess, host), Call(size), algorithm)
+        if outcome.seconds > _LONGEST and size > sizes[0]:
+            continue
+        pause = 1.2 * _BURST * guess.byte
+        calls = int(min(max(_SECONDS / (outcome.seconds + pause), _LEAST_CALLS), _MOST_CALLS))
+        turns.append(Turn(size, 2 if outcome.seconds < _SECONDS / 4 else 1, calls, pause))
+    return turns
+
+
+def _job(case: Case, network: Network, host: Host) -> Job:
+    return Job(case.hosts, network, host, case.ranks, burst=_BURST)
