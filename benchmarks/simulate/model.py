@@ -186,7 +186,9 @@ class _Lane:
         # Hosts of one kind send to each other; where there are two kinds, a host of either hears both.
         nearest = host.peers[self.role if self.role in to else to[0]]
         last = max(line.reserve(clock.now, messages * rounds * each) for line in (host.out, nearest.inward))
-        arrived = max(last, posted + each) + rounds * network.latency
+        # It is on the link for its own time yet, unless it goes with what the link has saved.
+        tail = 0.0 if host.job.burst else each
+        arrived = max(last, posted + tail) + rounds * network.latency
         for kind in to:
             clock.deliver((kind, self.role, self._chunk, stage), arrived)
         if messages > 1:

@@ -80,6 +80,15 @@ def test_long_algorithms_send_the_least_bytes(algorithm: str, per_host: int) -> 
     assert simulate(Job(4, TCP), Call(4 << 20, width=2), algorithm).sent == 3 / 4 * 3 * (4 << 20)
 
 
+def test_a_link_that_has_idled_is_not_felt_at_once() -> None:
+    """A call within the burst takes what it takes without bytes; a longer one what is beyond the burst."""
+    host = Host(add=0, memory=0, meet=0)
+    for algorithm, latencies in (("doubling", 1), ("pairwise", 3)):
+        short, long = (simulate(Job(2, TCP, host, burst=1e5), Call(size), algorithm).seconds for size in (64, 10**7))
+        assert short == pytest.approx(latencies * TCP.latency)
+        assert long == pytest.approx((10**7 - 10**5) * TCP.byte, rel=0.05)
+
+
 def test_doubling_sends_all_in_each_round() -> None:
     for hosts, times in ((2, 1), (8, 3), (1024, 10), (6, 2 + 1)):
         assert simulate(Job(hosts, TCP), Call(1 << 20), "doubling").sent == times << 20
