@@ -5,8 +5,9 @@ sent what it sends before anything comes: until there it is `start` of `cluster/
 
 Hosts that do the same at the same time are simulated once, as one that sends to itself. Of a number of hosts that is a
 power of two all do. Of another one, some give their part to a neighbour, and those take it; a third kind of host, which
-does neither, waits for those that take, and is left out. Where hosts' pieces differ by a line of 64 bytes, the longest
-counts.
+does neither, waits for those that take, and is left out: of few chunks on few hosts that makes doubling and halving up
+to a sixth slower than they are, since such a host's first message comes before that of a host that takes. Where hosts'
+pieces differ by a line of 64 bytes, the longest counts.
 """
 
 from __future__ import annotations

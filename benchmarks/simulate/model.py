@@ -28,7 +28,8 @@ class Host:
     """What a host takes, in seconds.
 
     `add`: a lane, to add up or copy a byte in its caches. `memory`: the host's memory, for a byte read or written.
-    `meet`: ranks of the host, to wait for each other once.
+    `meet`: a call of next to nothing on one host, of which the most is that its ranks wait for each other. It is taken
+    for what a call takes before its first chunk, and for each time that ranks wait for each other.
     """
 
     add: float = 1e-10
@@ -110,6 +111,7 @@ class _Host:
 
     def lead(self) -> Process:
         """The call: its first chunk alone, then the others on all channels."""
+        yield self.clock.now + self.job.host.meet
         yield from self._pack(0)
         yield from _all(self._fly(0, matched=False))
         yield from self._unpack(0)

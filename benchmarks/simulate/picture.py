@@ -50,8 +50,10 @@ def draw_check(rows: Sequence[dict[str, Any]], title: str, path: Path) -> list[P
     """Measured over predicted, a panel for each rate and number of ranks a host; rows are those of `check.run`."""
     cases = list(dict.fromkeys((row["rate"], row["ranks"]) for row in rows))
     hosts = sorted({row["hosts"] for row in rows})
-    with _figure(len(cases), 1, title, path, (1 + 4.2 * len(cases), 5.6)) as (panels, paths):
-        for panel, (rate, ranks) in zip(panels, cases, strict=True):
+    columns = min(2, len(cases))
+    lines = -(-len(cases) // columns)
+    with _figure(columns, lines, title, path, (1 + 5.6 * columns, 1.4 + 4.4 * lines)) as (panels, paths):
+        for panel, (rate, ranks) in zip(panels, cases, strict=False):
             shown = [row for row in rows if (row["rate"], row["ranks"]) == (rate, ranks)]
             for algorithm in _CHOICES:
                 for count, mark in zip(hosts, _MARKS, strict=False):
