@@ -75,7 +75,8 @@ def main() -> int:
 def _predict(options: argparse.Namespace, host: Host, facts: dict[str, Any]) -> int:
     networks = {"given": Network(*options.network)} if options.network else NETWORKS
     (ranks,) = options.ranks
-    rows = report.predict(networks, sorted({*options.hosts, *report.CURVE}), host, ranks)
+    curve = {count for count in report.CURVE if count <= max(options.hosts)}
+    rows = report.predict(networks, sorted({*options.hosts, *curve}), host, ranks)
     told = {name: asdict(network) for name, network in networks.items()}
     print(f"networks, seconds: {json.dumps(told, indent=1)}\n\n{report.prediction_table(rows, options.hosts)}\n")
     _write(options.out / "simulate.json", {**facts, "networks": told, "rows": rows})
