@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -62,6 +63,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Predicts, or checks; prints tables and writes files. 1 when something failed."""
     options = parse()
+    # Ends the ranks and takes the hosts away too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if options.check and not possible():
         print("--check makes hosts of network namespaces: that needs root, iproute2 and nsenter, unshare and mount")
         return 1
