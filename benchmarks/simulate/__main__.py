@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.simulate as package
-from benchmarks.allreduce import machine
+from benchmarks.common import machine
 from benchmarks.simulate import check, report
 from benchmarks.simulate.constants import NETWORKS, SERVER, measure_host
 from benchmarks.simulate.cost import Network
