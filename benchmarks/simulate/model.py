@@ -162,7 +162,7 @@ class _Host:
         algorithm = self.algorithm
         if algorithm == "auto":
             finished = slice_ * ranks
-            algorithm = best(network, self.job.hosts, finished, finished * self.call.width, not matched)
+            algorithm = best(network, self.job.hosts, finished, finished * self.call.width, not matched, self.job.ranks)
         self.outcome.chunks[algorithm] += 1
         return carry_out(_Lane(self, chunk, slice_), algorithm, matched)
 

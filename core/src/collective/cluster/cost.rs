@@ -3,21 +3,24 @@
 //! `benchmarks/simulate` has the same formulas for whole jobs, and `docs/performance.md` compares them with measurements.
 
 use super::Algorithm;
+use crate::plan::{ALIGN, HEADER};
 use crate::transport::Network;
 
 /// The algorithms that give the same bits.
 const SAME_BITS: [Algorithm; 3] = [Algorithm::Pairwise, Algorithm::Halving, Algorithm::Doubling];
 
-/// Seconds that a host's lanes take to add up a byte that has come.
+/// Seconds that a lane takes to add up a byte that has come.
 const ADD: f64 = 1e-10;
 
-/// What the lanes of a host bring.
+/// What the lanes of a host bring, together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Load {
     /// Bytes of the result.
     pub finished: usize,
     /// Bytes of a host's part, which may be wider.
     pub carried: usize,
+    /// The lanes, which share the link of their host and add side by side.
+    pub lanes: usize,
 }
 
 /// The fastest algorithm for such a load of each of `hosts` hosts; `first` where the hosts have to find out on the way
@@ -27,23 +30,44 @@ pub(super) fn best(network: &Network, hosts: usize, load: Load, first: bool) -> 
     SAME_BITS.into_iter().min_by(|one, other| cost(one).total_cmp(&cost(other))).unwrap_or(Algorithm::Pairwise)
 }
 
-/// The seconds of `algorithm`.
+/// The seconds of `algorithm`: its latencies, one after the other; then its messages or their bytes, whichever take longer,
+/// because a host makes the ones while its link is at the others; then the adding.
 pub(super) fn seconds(network: &Network, algorithm: Algorithm, hosts: usize, load: Load, first: bool) -> f64 {
-    let Network { latency, message, byte } = *network;
     let n = hosts as f64;
-    let parts = load.carried as f64 * (byte + ADD);
-    let results = load.finished as f64 * byte;
     let rounds = f64::from(hosts.ilog2());
     let power = rounds.exp2();
+    let (carried, finished) = (load.carried as f64, load.finished as f64);
     // Hosts beyond the power of two give their part to another one, and get the result back.
-    let folds = if power == n { 0.0 } else { 2.0 * latency + parts + results };
-    let meeting = if first { rounds * latency + if power == n { 0.0 } else { 2.0 * latency } } else { 0.0 };
-    match algorithm {
-        Algorithm::Doubling => rounds * (latency + parts) + folds,
-        Algorithm::Halving => 2.0 * rounds * latency + (power - 1.0) / power * (parts + results) + folds,
-        Algorithm::Pairwise => meeting + 2.0 * (latency + (n - 2.0) * message) + (n - 1.0) / n * (parts + results),
-        Algorithm::Ring => meeting + 2.0 * (n - 1.0) * latency + (n - 1.0) / n * (parts + results),
-    }
+    let folds = if power == n { 0.0 } else { 1.0 };
+    let meeting = if first { rounds + 2.0 * folds } else { 0.0 };
+    let (latencies, added) = match algorithm {
+        Algorithm::Doubling => (rounds + 2.0 * folds, (rounds + folds) * carried),
+        Algorithm::Halving => (2.0 * (rounds + folds), ((power - 1.0) / power + folds) * carried),
+        Algorithm::Pairwise => (meeting + 2.0, (n - 1.0) / n * carried),
+        Algorithm::Ring => (meeting + 2.0 * (n - 1.0), (n - 1.0) / n * carried),
+    };
+    let further = if algorithm == Algorithm::Pairwise { 2.0 * (n - 2.0) } else { 0.0 };
+    let given = folds * (carried + finished + 2.0 * (HEADER * load.lanes) as f64);
+    let sent = match algorithm {
+        Algorithm::Doubling => rounds * (carried + (HEADER * load.lanes) as f64) + given,
+        Algorithm::Halving => in_halves(hosts.ilog2(), load) + given,
+        Algorithm::Pairwise | Algorithm::Ring => (n - 1.0) * both_ways(load, load.finished / load.lanes / hosts),
+    };
+    network.latency * latencies + (network.message * further).max(network.byte * sent) + ADD * added / load.lanes as f64
+}
+
+/// The bytes on a host's link when each lane sends and gets back so many bytes of results, and their headers.
+fn both_ways(load: Load, piece: usize) -> f64 {
+    // A piece is whole lines.
+    let piece = piece.next_multiple_of(ALIGN) as f64;
+    let width = load.carried as f64 / load.finished.max(1) as f64;
+    (piece * (width + 1.0) + 2.0 * HEADER as f64) * load.lanes as f64
+}
+
+/// The same for halves of halves, there and back.
+fn in_halves(rounds: u32, load: Load) -> f64 {
+    let lane = load.finished / load.lanes;
+    (1..=rounds).map(|round| both_ways(load, lane >> round)).sum()
 }
 
 #[cfg(test)]
@@ -54,7 +78,7 @@ mod tests {
     const TCP: Network = Network { latency: 30e-6, message: 5e-6, byte: 1e-9 };
 
     fn float32(bytes: usize) -> Load {
-        Load { finished: bytes, carried: bytes }
+        Load { finished: bytes, carried: bytes, lanes: 1 }
     }
 
     #[test]
@@ -62,10 +86,9 @@ mod tests {
         for hosts in [2, 4, 8, 64, 1024] {
             assert_eq!(best(&TCP, hosts, float32(64), true), Doubling, "{hosts} hosts");
         }
-        // The verdict alone would take as long as half of the way.
-        for hosts in [2, 8] {
-            assert_eq!(best(&TCP, hosts, float32(1 << 20), true), Halving, "{hosts} hosts");
-        }
+        // The hosts meet first, in as many rounds as there are halves: two hosts take them along.
+        assert_eq!(best(&TCP, 2, float32(1 << 20), true), Halving);
+        assert_eq!(best(&TCP, 8, float32(1 << 20), true), Pairwise);
         for hosts in [2, 3, 5, 24] {
             assert_eq!(best(&TCP, hosts, float32(1 << 20), false), Pairwise, "{hosts} hosts");
         }
@@ -75,14 +98,27 @@ mod tests {
 
     #[test]
     fn what_is_wide_on_its_way_takes_halves_sooner() {
-        let bfloat16 = |bytes: usize| Load { finished: bytes, carried: 2 * bytes };
+        let bfloat16 = |bytes: usize| Load { finished: bytes, carried: 2 * bytes, lanes: 1 };
         assert_eq!(best(&TCP, 2, float32(64 << 10), true), Doubling);
         assert_eq!(best(&TCP, 2, bfloat16(64 << 10), true), Halving);
     }
 
     #[test]
     fn two_hosts_in_one_round_or_two() {
-        let of = |algorithm| (seconds(&TCP, algorithm, 2, float32(1000), true) * 1e9).round();
-        assert_eq!((of(Doubling), of(Halving), of(Pairwise)), (31_100.0, 61_050.0, 91_050.0));
+        let of = |algorithm| (seconds(&TCP, algorithm, 2, float32(1024), true) * 1e9).round();
+        // Headers of 64 bytes, and a tenth of a nanosecond for each byte that is added.
+        let nanos =
+            |rounds: f64, headers: f64, added: f64| (rounds * 3e4 + 1024.0 + headers * 64.0 + added / 10.0).round();
+        assert_eq!(of(Doubling), nanos(1.0, 1.0, 1024.0));
+        assert_eq!(of(Halving), nanos(2.0, 2.0, 512.0));
+        assert_eq!(of(Pairwise), nanos(3.0, 2.0, 512.0));
+    }
+
+    #[test]
+    fn lanes_add_side_by_side_and_share_the_link() {
+        let load = |lanes| Load { finished: 1 << 20, carried: 1 << 20, lanes };
+        let of = |lanes| seconds(&TCP, Halving, 2, load(lanes), false);
+        let (added, header) = (ADD * f64::from(1 << 19), 64.0 * TCP.byte);
+        assert!((of(1) - of(4) - (0.75 * added - 6.0 * header)).abs() < 1e-12);
     }
 }

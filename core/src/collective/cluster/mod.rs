@@ -82,9 +82,9 @@ impl Cluster {
         patience: &Patience<'_>,
     ) -> Result<Flight> {
         let topology = slice.lane.topology;
-        // The lanes share the link of their host.
-        let carried = slice.collective.carried(slice.job, slice.lane.chunk, slice.bytes.clone()) * topology.lanes();
-        let load = cost::Load { finished: slice.bytes.len() * topology.lanes(), carried };
+        let lanes = topology.lanes();
+        let carried = slice.collective.carried(slice.job, slice.lane.chunk, slice.bytes.clone()) * lanes;
+        let load = cost::Load { finished: slice.bytes.len() * lanes, carried, lanes };
         let algorithm = match self.choice {
             Choice::Always(algorithm) => algorithm,
             Choice::Auto => cost::best(&self.network, topology.hosts(), load, !matched),
