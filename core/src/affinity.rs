@@ -117,6 +117,38 @@ pub fn allowed() -> Result<(Vec<usize>, usize)> {
     Ok((allowed, online))
 }
 
+/// The processors that a process may run on, as far as it takes to tell the processes of a host apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    first: usize,
+    count: usize,
+}
+
+impl Bounds {
+    /// Those of a process that may run on `allowed`, ascending.
+    pub fn of(allowed: &[usize]) -> Bounds {
+        Bounds { first: allowed.first().copied().unwrap_or(0), count: allowed.len() }
+    }
+
+    /// As text.
+    pub fn encode(&self) -> String {
+        format!("{} {}", self.first, self.count)
+    }
+
+    /// From [`Bounds::encode`].
+    pub fn decode(text: &str) -> Option<Bounds> {
+        let (first, count) = text.split_once(' ')?;
+        Some(Bounds { first: first.parse().ok()?, count: count.parse().ok()? })
+    }
+}
+
+/// How many processors each of the processes of a host has for itself, at least one: those that begin with the same
+/// processor share theirs.
+pub fn share<'a>(bounds: impl Iterator<Item = &'a Bounds> + Clone) -> usize {
+    let sharers = |one: &Bounds| bounds.clone().filter(|other| other.first == one.first).count();
+    bounds.clone().map(|one| one.count / sharers(one)).min().unwrap_or(1).max(1)
+}
+
 /// Lets the calling thread run on `cpu` only.
 ///
 /// # Errors
@@ -177,6 +209,19 @@ fn current_nice() -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_share_what_the_launcher_has_not_dealt_out() {
+        let of = |cpus: std::ops::Range<usize>| Bounds::of(&cpus.collect::<Vec<_>>());
+        let shares = |bounds: &[Bounds]| share(bounds.iter());
+        assert_eq!(shares(&[of(0..8); 2]), 4);
+        assert_eq!(shares(&[of(0..2); 3]), 1);
+        assert_eq!(shares(&[of(0..8), of(8..16)]), 8);
+        assert_eq!(shares(&[of(0..8), of(8..12)]), 4);
+        assert_eq!(shares(&[]), 1);
+        assert_eq!(Bounds::decode(&of(3..9).encode()), Some(of(3..9)));
+        assert_eq!(Bounds::decode("x"), None);
+    }
 
     fn place(local_rank: usize, local_size: usize, team: usize, threads: usize) -> Place {
         Place { local_rank, local_size, team, threads }

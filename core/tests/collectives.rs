@@ -222,6 +222,7 @@ proptest! {
         shares in any::<bool>(),
         apart in prop::collection::vec(any::<bool>(), 8),
         algorithm in prop::sample::select([&SAME_BITS[..], &[RING]].concat()),
+        crowded in any::<bool>(),
     ) {
         let len = 3000;
         let value = |rank: usize, i: usize| {
@@ -233,7 +234,7 @@ proptest! {
         let expected = reference(hosts, &inputs);
         let mut cuts = cuts;
         cuts.sort_unstable();
-        let world = World { threads, slot: lines * 64, shares, algorithm, ..World::new(hosts) };
+        let world = World { threads, slot: lines * 64, shares, algorithm, crowded, ..World::new(hosts) };
         let results = world.run(|rank| {
             let mut data = inputs[rank.rank].clone();
             let mut means = vec![0f32; len];

@@ -13,6 +13,8 @@ from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._process import CONTROL_TEAM, seconds
 
+_ARRAYS = {np.ndarray}
+
 
 def gradients(
     tensors: Sequence[Any],
@@ -50,8 +52,13 @@ def gradients(
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit = seconds(timeout)
-    towers, flat = as_towers(tensors)
-    framework = _framework(flat)
+    # Most lists are of arrays, and short calls take less time than a closer look at them.
+    plain = _are_arrays(tensors)
+    towers: int | None = None
+    flat: Any = tensors
+    if not plain:
+        towers, flat = as_towers(tensors)
+    framework = None if plain else _framework(flat)
     if framework is not None:
         if out is not None:
             raise ArgumentError("out is for NumPy arrays; the tensors of a framework get new ones")
@@ -59,14 +66,21 @@ def gradients(
         return list(framework.gradients(given, team, name=name, timeout=timeout))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    means: list[Any]
     if out is None:
         means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
+    elif out is tensors and plain:
+        means = flat
     else:
         out_towers, means = as_towers(out)
         if (out_towers, len(means)) != (towers, len(flat)):
             raise ArgumentError(f"out holds {len(means)} arrays; it must be like the {len(flat)} tensors")
     _dl_comm.average(flat, means, team, name, towers or 1, limit)
     return means if towers is None else in_towers(means, towers)
+
+
+def _are_arrays(tensors: Any) -> bool:
+    return type(tensors) is list and set(map(type, tensors)) == _ARRAYS
 
 
 def as_towers(tensors: Any) -> tuple[int | None, list[Any]]:

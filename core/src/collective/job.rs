@@ -48,8 +48,17 @@ pub struct Carrier {
     pub slot: usize,
     /// The longest call, in bytes, that takes one exchange; 0 between hosts.
     pub short: usize,
+    /// The longest call, in bytes, that the thread which leads carries alone.
+    pub alone: usize,
     /// Whether floating point is added up in float64.
     pub precise: bool,
+}
+
+impl Carrier {
+    /// How many channels carry a call of so many bytes.
+    fn channels_for(&self, total: usize) -> usize {
+        if total <= self.alone { 1 } else { self.channels }
+    }
 }
 
 /// A call, ready to be carried out.
@@ -98,7 +107,7 @@ impl Job {
         let total = total
             .filter(|&total| total <= isize::MAX as usize / 2)
             .ok_or_else(|| Error::Invalid("the tensors together are longer than memory can be".into()))?;
-        let share = total.div_ceil(2 * carrier.channels).next_multiple_of(ALIGN);
+        let share = total.div_ceil(2 * carrier.channels_for(total)).next_multiple_of(ALIGN);
         let chunk = if total <= carrier.short {
             carrier.slot
         } else {
@@ -150,6 +159,11 @@ impl Job {
     /// Whether it takes one exchange; the same on all ranks that call the same.
     pub fn is_short(&self) -> bool {
         self.carrier.short > 0 && self.plan.total() <= self.carrier.short && !self.is_wide()
+    }
+
+    /// How many channels carry it.
+    pub fn channels(&self) -> usize {
+        self.carrier.channels_for(self.plan.total())
     }
 
     /// What the sum is divided by.
@@ -348,7 +362,7 @@ mod tests {
     /// Each tower's tensor could be memory; what they are added up in could not.
     #[test]
     fn more_than_memory_can_be_is_refused() {
-        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, short: 0, precise: true };
+        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, short: 0, alone: 0, precise: true };
         let tower = |place: usize| {
             let place = std::ptr::without_provenance_mut(place);
             vec![Tensor::new(Buffer::in_place(place, isize::MAX as usize, DType::U8), &[])]

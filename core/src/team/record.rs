@@ -378,7 +378,7 @@ mod tests {
     use crate::trace::Lap;
 
     fn job(data: &mut [f32], name: &str) -> Job {
-        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, short: 0, precise: false };
+        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, short: 0, alone: 0, precise: false };
         let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
         Job::new(Op::Average, vec![vec![tensor]], name, "", "weight".into(), carrier).unwrap()
     }

@@ -31,7 +31,6 @@ const SOONER: u32 = 30;
 pub(super) struct Worker {
     pub shared: Arc<Shared>,
     pub index: usize,
-    pub channels: usize,
     pub rank: usize,
     pub channel: Channel,
 }
@@ -291,7 +290,7 @@ impl Lead {
         }
         call.direct.store(worker.channel.is_direct(), Ordering::Relaxed);
         // Helper h takes the chunks h, h + channels, ...
-        let helped = helpers.len().min(call.job.plan.chunks() - 1);
+        let helped = (call.job.channels() - 1).min(call.job.plan.chunks() - 1);
         call.split(helped);
         for helper in &helpers[..helped] {
             if helper.send(Arc::clone(call)).is_err() {
@@ -313,7 +312,7 @@ impl Worker {
 
     /// The chunks of this thread but the first of all.
     fn share(&mut self, call: &Arc<Call>) -> Result<()> {
-        let (index, channels) = (self.index, self.channels);
+        let (index, channels) = (self.index, call.job.channels());
         self.attempt(call, |channel, call, patience| {
             let chunks = (index..call.job.plan.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
             channel.rest(&call.job, chunks, call.direct.load(Ordering::Relaxed), patience)

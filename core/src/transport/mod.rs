@@ -39,6 +39,8 @@ pub struct Endpoint {
     pub links: Vec<Option<Box<dyn Link>>>,
     /// What is known of the network between the hosts; the same on all ranks.
     pub network: Network,
+    /// Whether a host has fewer processors than its ranks have threads of this team; the same on all ranks.
+    pub crowded: bool,
 }
 
 /// A message of an exchange: that part of a [`Mail`]'s bytes goes to, or comes from, `host`.

@@ -67,7 +67,13 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
             Node::new(Box::new(Arc::clone(memory)), *geometry, topology.local_rank(), peers, Box::new(NoWatch), 100)?;
         let node = node.sharing(shares.then(|| Arc::new(Everything) as Arc<dyn Shared>));
         let links = std::mem::take(&mut links[rank]);
-        Ok(Endpoint { topology: Arc::new(topology), node: Arc::new(node), links, network: Network::UNKNOWN })
+        Ok(Endpoint {
+            topology: Arc::new(topology),
+            node: Arc::new(node),
+            links,
+            network: Network::UNKNOWN,
+            crowded: false,
+        })
     };
     (0..keys.len()).map(endpoint).collect()
 }

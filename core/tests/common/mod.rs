@@ -12,7 +12,7 @@ use dl_comm_core::collective::{Choice, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
 use dl_comm_core::team::{Alarm, Limit, Request, Settings, Stage, Team};
-use dl_comm_core::transport::threads;
+use dl_comm_core::transport::{Endpoint, threads};
 
 /// One rank of a test.
 pub struct Rank {
@@ -39,6 +39,8 @@ pub struct World {
     pub algorithm: Choice,
     /// Whether the ranks of a host see each other's tensors.
     pub shares: bool,
+    /// Whether threads outnumber processors.
+    pub crowded: bool,
     /// The deadline of calls.
     pub timeout: Duration,
     /// How long calls wait for their counterparts.
@@ -55,6 +57,7 @@ impl World {
             precise: false,
             algorithm: Choice::Auto,
             shares: false,
+            crowded: false,
             timeout: Duration::from_secs(60),
             match_within: Duration::from_millis(300),
         }
@@ -78,6 +81,7 @@ impl World {
                 .into_iter()
                 .enumerate()
                 .map(|(rank, endpoint)| {
+                    let endpoint = Endpoint { crowded: self.crowded, ..endpoint };
                     let (body, quiet) = (&body, Arc::clone(&quiet));
                     scope.spawn(move || {
                         body(&Rank { rank, size, team: Team::start(endpoint, settings, None, quiet).unwrap() })

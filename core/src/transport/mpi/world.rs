@@ -16,6 +16,7 @@ use super::launcher;
 use super::link::MpiLink;
 use super::places::{self, RankPlace, fields, record};
 use super::probe;
+use crate::affinity::{self, Bounds};
 use crate::collective::Choice;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -70,6 +71,8 @@ pub struct World {
     alert: Option<Alert>,
     /// Of the hosts of the job, measured when it started; for all teams.
     network: Network,
+    /// For each rank; the fewest of any host.
+    processors: usize,
     /// Memory that the ranks of this host see in each other, or why there is none.
     arenas: Result<Arc<Arenas>>,
     /// What left the ranks out of step while a team was made: they cannot make another.
@@ -147,6 +150,7 @@ impl World {
             config: config.clone(),
             alert: None,
             network: Network::UNKNOWN,
+            processors: 1,
             arenas: Err(Error::State("there is no shared memory yet".into())),
             broken: OnceLock::new(),
             leaves: AtomicBool::new(false),
@@ -162,6 +166,8 @@ impl World {
                 }
             }
         }
+        let counted = world.patiently("init_mpi", |patience| world.count_processors(patience));
+        world.processors = counted.inspect_err(|_| world.leave())?;
         let arenas = world.patiently("init_mpi", |patience| Ok(world.make_arenas(patience)))?;
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = arenas {
             world.leave();
@@ -169,6 +175,17 @@ impl World {
         }
         world.arenas = arenas;
         Ok(world)
+    }
+
+    /// The processors for each rank; the fewest of any host.
+    fn count_processors(&self, patience: &Patience<'_>) -> Result<usize> {
+        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let mine = affinity::allowed().map(|(allowed, _)| Bounds::of(&allowed).encode());
+        let told = self.agree(own, "", mine, patience)?;
+        let bounds: Vec<Bounds> = told.iter().filter_map(|text| Bounds::decode(text)).collect();
+        let of_host =
+            |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
+        Ok((0..self.topology.hosts()).map(of_host).min().unwrap_or(1))
     }
 
     /// Makes this rank's arena and maps those of the host's other ranks; the outcome is good on all ranks or on none.
@@ -328,7 +345,8 @@ impl World {
         if let Some(alert) = &self.alert {
             alert.watch(shape.id, &node);
         }
-        Ok(Endpoint { topology: Arc::clone(topology), node, links, network: self.network })
+        let crowded = shape.threads > self.processors;
+        Ok(Endpoint { topology: Arc::clone(topology), node, links, network: self.network, crowded })
     }
 
     /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
