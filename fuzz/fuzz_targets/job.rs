@@ -53,6 +53,7 @@ fuzz_target!(|input: Input| {
         channels: usize::from(input.channels) + 1,
         slot: (usize::from(input.lines) + 1) * 64,
         short: 0,
+        alone: usize::from(input.lines) * 32,
         precise: input.precise,
     };
     let job = || Job::new(op, towers.clone(), &input.name, &input.instance, input.labels.clone(), carrier);

@@ -29,6 +29,9 @@ struct Turn {
     with: Vec<usize>,
 }
 
+// SAFETY: requests are handles (pointers in some MPI libraries) that any thread may use; the link is one thread's at a time.
+unsafe impl Send for Turn {}
+
 impl MpiLink {
     /// A link between the ranks `drivers` (by host), with `capacity` bytes for the messages of an exchange, each way.
     /// `number` tells the links of one communicator apart; `hosts` are the hosts' names in messages.
