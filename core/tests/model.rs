@@ -75,7 +75,7 @@ fn patiently<T>(node: &Node, body: impl FnOnce(&Patience<'_>) -> T) -> T {
 fn average(data: &mut [f32], ranks: usize, name: &str) -> Job {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
     let slot = FLOATS * size_of::<f32>();
-    let carrier = Carrier { team: 0, ranks, channels: 1, slot, short: slot, precise: false };
+    let carrier = Carrier { team: 0, ranks, channels: 1, slot, short: slot, alone: 0, precise: false };
     Job::new(Op::Average, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), carrier).unwrap()
 }
 
@@ -83,7 +83,7 @@ fn average(data: &mut [f32], ranks: usize, name: &str) -> Job {
 fn averages(ranks: usize, steps: usize) {
     let rank = |(rank, node): (usize, Arc<Node>)| {
         spawn(move || {
-            let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), node.channel(0), None);
+            let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), node.channel(0));
             let value = |rank: usize, index: usize| (rank * 1000 + index) as f32;
             let mut data: Vec<f32> = (0..steps * FLOATS).map(|index| value(rank, index)).collect();
             let job = average(&mut data, ranks, "");
@@ -116,7 +116,7 @@ fn short_calls_mix_with_long_ones() {
     explore(Some(2), || {
         let rank = |(rank, node): (usize, Arc<Node>)| {
             spawn(move || {
-                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0), None);
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
                 for (call, chunks) in [1, 2, 1, 1].into_iter().enumerate() {
                     let mut data = vec![(rank + call) as f32; chunks * FLOATS];
                     let job = average(&mut data, 2, "");
@@ -139,7 +139,7 @@ fn differing(longer: usize) {
     explore(Some(3), move || {
         let rank = move |(rank, node): (usize, Arc<Node>)| {
             spawn(move || {
-                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0), None);
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
                 let mut data = vec![rank as f32; FLOATS];
                 let mut more = vec![0.0; if rank == 0 { FLOATS } else { longer }];
                 let other = average(&mut more, 2, if rank == 0 { "a" } else { "b" });

@@ -73,9 +73,14 @@ struct Step {
 }
 
 impl Channel {
-    /// A channel over `node` and, where there are several hosts and this rank drives a lane, `cluster`.
-    pub(crate) fn new(topology: Arc<Topology>, node: NodeChannel, cluster: Option<Cluster>) -> Channel {
-        Channel { topology, node, cluster, step: 0, free: 0, unpacked: 0, direct: false }
+    /// A channel over `node`, for the ranks of one host.
+    pub fn new(topology: Arc<Topology>, node: NodeChannel) -> Channel {
+        Channel { topology, node, cluster: None, step: 0, free: 0, unpacked: 0, direct: false }
+    }
+
+    /// The same channel with the way to the other hosts, where there are any and this rank drives a lane.
+    pub(crate) fn with(self, cluster: Option<Cluster>) -> Channel {
+        Channel { cluster, ..self }
     }
 
     /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank

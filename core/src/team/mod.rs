@@ -213,7 +213,7 @@ impl Team {
                 shared: Arc::clone(&shared),
                 index,
                 rank,
-                channel: Channel::new(topology, node.channel(index), cluster),
+                channel: Channel::new(topology, node.channel(index)).with(cluster),
             };
             if index == 0 {
                 lead = Some(worker);
