@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -164,5 +165,8 @@ def test_the_program(tmp_path: Path) -> None:
     assert {row["algorithm"] for row in told["rows"]} == {"auto", *ALGORITHMS}
     assert all(row["seconds"] > row["limit_s"] > 0 for row in told["rows"])
     assert finished.output.count("BERT-base") == 2
-    for suffix in ("png", "svg"):
-        assert (tmp_path / f"simulate_given.{suffix}").stat().st_size > 10_000 or "no picture" in finished.output
+    pictures = [tmp_path / f"simulate_given.{suffix}" for suffix in ("png", "svg")]
+    if importlib.util.find_spec("matplotlib"):
+        assert all(picture.stat().st_size > 10_000 for picture in pictures)
+    else:
+        assert not any(picture.exists() for picture in pictures)
