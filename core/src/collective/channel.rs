@@ -229,7 +229,8 @@ impl Channel {
         explain::explain(self, account, patience)
     }
 
-    /// Carries out further chunks of `job`, one packed and on its way to the other hosts ahead; `direct` is what [`Channel::is_direct`] told of the first.
+    /// Carries out further chunks of `job`, one packed and on its way to the other hosts ahead; `direct` is what
+    /// [`Channel::is_direct`] told of the first.
     ///
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
@@ -377,24 +378,22 @@ impl Channel {
         }
         let Step { number, chunk, flight } = step;
         if let Some(lane) = self.topology.lane() {
-            // Between hosts the lane itself tells its parts apart.
-            let here = self.cluster.is_none();
             let slots = self.slots(number);
+            let slice = slice_of(&self.topology, job, number, chunk, lane, &slots);
             let agreed = match (flight, &mut self.cluster) {
-                (Some(flight), Some(cluster)) => {
-                    let slice = slice_of(&self.topology, job, number, chunk, lane, &slots);
-                    cluster.finish(&slice, flight, patience)?
+                (Some(flight), Some(cluster)) => cluster.finish(&slice, flight, patience)?,
+                _ => {
+                    if agreed_here {
+                        combine(slice);
+                    }
+                    agreed_here
                 }
-                _ if agreed_here => {
-                    self.combine(job, number, chunk, lane);
-                    true
-                }
-                _ => false,
             };
             self.node.agree(number, agreed);
             self.node.raise(Phase::Reduced, number);
             log.flag();
-            if here {
+            // Between hosts the lane itself has told its parts apart.
+            if self.cluster.is_none() {
                 lap.end(Activity::Reduce);
             }
         }
@@ -417,16 +416,6 @@ impl Channel {
         let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
         // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
         unsafe { direct::combine(job, &lane, lane_slice(&self.topology, job, step.chunk, lane_index), shared) }
-    }
-
-    /// A lane's work on one host: completes its slice in its own slot.
-    fn combine(&self, job: &Job, number: u32, chunk: usize, lane: usize) {
-        let slots = self.slots(number);
-        let Slice { collective, lane, bytes, .. } = slice_of(&self.topology, job, number, chunk, lane, &slots);
-        slots.iter().for_each(|&slot| sync::reads(slot.wrapping_add(bytes.start), bytes.len()));
-        sync::writes(lane.own().wrapping_add(bytes.start), bytes.len());
-        // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
-        unsafe { collective.combine(job, &lane, bytes) };
     }
 
     /// Copies the results from the lanes' slots to the tensors of every tower.
@@ -477,4 +466,12 @@ fn slice_of<'a>(
 ) -> Slice<'a> {
     let bytes = lane_slice(topology, job, chunk, lane);
     Slice { collective: job.op.collective(), job, lane: Lane { topology, chunk, slots }, bytes, step }
+}
+
+/// A lane's work on one host, once all have packed: completes its slice in its own slot.
+fn combine(Slice { collective, job, lane, bytes, .. }: Slice<'_>) {
+    lane.slots.iter().for_each(|&slot| sync::reads(slot.wrapping_add(bytes.start), bytes.len()));
+    sync::writes(lane.own().wrapping_add(bytes.start), bytes.len());
+    // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
+    unsafe { collective.combine(job, &lane, bytes) };
 }

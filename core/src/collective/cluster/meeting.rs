@@ -27,7 +27,7 @@ const BACK: u32 = 100;
 const RESULT: u32 = 200;
 
 /// A host's part on its way through the rounds.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Load {
     freight: Freight,
     /// Whether, as far as is known, all called the same.
@@ -49,29 +49,24 @@ impl Load {
 impl Work<'_> {
     /// Sends the first message, where this host has one to send before one comes.
     pub fn start_meeting(&mut self, freight: Freight, agreed: bool) -> Result<Load> {
-        let at = if freight == Freight::Halves { 0 } else { HEADER };
+        // A host that gives way sends all it has.
+        let halves = freight == Freight::Halves && !matches!(self.tree.role, Role::GivesWay(_));
+        let at = if halves { 0 } else { HEADER };
         let mut load = Load { freight, agreed, range: self.slice.bytes.clone(), at, holds: false };
-        if let Role::GivesWay(to) = self.tree.role {
-            if load.rides() {
-                load.holds = self.contribute_to_out(HEADER, load.range.clone());
-            }
-            let message = self.message(GIVEN, &load, load.range.clone());
-            let room = self.all_room();
-            self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: room }])?;
-            return Ok(load);
-        }
         if load.rides() {
-            load.holds = match freight {
-                Freight::Halves => self.contribute_to_own(load.range.clone()),
-                _ => self.contribute_to_out(HEADER, load.range.clone()),
+            load.holds = match halves {
+                true => self.contribute_to_own(load.range.clone()),
+                false => self.contribute_to_out(HEADER, load.range.clone()),
             };
         }
+        let room = self.all_room();
         match self.tree.role {
-            Role::Takes(from) => {
-                let room = self.all_room();
-                self.start(&[], &[Message { host: from, bytes: room }])?;
+            Role::GivesWay(to) => {
+                let message = self.message(GIVEN, &load, load.range.clone());
+                self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: room }])?;
             }
-            _ => self.start_round(0, &mut load)?,
+            Role::Takes(from) => self.start(&[], &[Message { host: from, bytes: room }])?,
+            Role::Plain => self.start_round(0, &mut load)?,
         }
         Ok(load)
     }
@@ -105,7 +100,7 @@ impl Work<'_> {
         if let Role::Takes(from) = self.tree.role {
             let message = match load.rides() {
                 true => self.finished(0, self.slice.bytes.clone(), RESULT),
-                false => self.message(RESULT, &Load { holds: false, ..load.clone() }, 0..0),
+                false => self.message(RESULT, &load, 0..0),
             };
             self.start(&[Message { host: from, bytes: message }], &[])?;
             self.finish()?;
@@ -128,13 +123,10 @@ impl Work<'_> {
         let (host, first) = self.tree.partner(round);
         let mut sent = load.range.clone();
         if load.freight == Freight::Halves {
-            let (low, high) = (slice(load.range.clone(), 0, 2), slice(load.range.clone(), 1, 2));
-            let (low_at, high_at) = (load.at, load.at + self.carried(low.clone()));
-            let from;
-            (load.range, load.at, sent, from) = match first {
-                true => (low, low_at, high, high_at),
-                false => (high, high_at, low, low_at),
-            };
+            (load.range, sent) = halves(&load.range, first);
+            // The lower half's part lies before that of the upper one.
+            let upper = load.at + self.carried(if first { load.range.clone() } else { sent.clone() });
+            let from = if first { upper } else { std::mem::replace(&mut load.at, upper) };
             if load.rides() && load.holds {
                 let len = self.carried(sent.clone());
                 let Work { link, own, turn, .. } = self;
@@ -188,8 +180,7 @@ impl Work<'_> {
     fn gather(&mut self, ranges: &[Range<usize>]) -> Result<()> {
         for round in (0..self.tree.rounds()).rev() {
             let (host, first) = self.tree.partner(round);
-            let (low, high) = (slice(ranges[round].clone(), 0, 2), slice(ranges[round].clone(), 1, 2));
-            let (mine, theirs) = if first { (low, high) } else { (high, low) };
+            let (mine, theirs) = halves(&ranges[round], first);
             let message = self.finished(0, mine, BACK + stage(round));
             let room = 0..HEADER + theirs.len();
             self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])?;
@@ -198,6 +189,12 @@ impl Work<'_> {
         }
         Ok(())
     }
+}
+
+/// This host's half of `range`, the lower one if it comes `first`, and the other.
+fn halves(range: &Range<usize>, first: bool) -> (Range<usize>, Range<usize>) {
+    let (low, high) = (slice(range.clone(), 0, 2), slice(range.clone(), 1, 2));
+    if first { (low, high) } else { (high, low) }
 }
 
 fn stage(round: usize) -> u32 {

@@ -81,15 +81,12 @@ impl Cluster {
         agreed: bool,
         patience: &Patience<'_>,
     ) -> Result<Flight> {
-        let topology = slice.lane.topology;
-        let lanes = topology.lanes();
-        let carried = slice.collective.carried(slice.job, slice.lane.chunk, slice.bytes.clone()) * lanes;
-        let load = cost::Load { finished: slice.bytes.len() * lanes, carried, lanes };
-        let algorithm = match self.choice {
-            Choice::Always(algorithm) => algorithm,
-            Choice::Auto => cost::best(&self.network, topology.hosts(), load, !matched),
-        };
+        let (choice, network) = (self.choice, self.network);
         let mut work = self.work(slice, patience);
+        let algorithm = match choice {
+            Choice::Always(algorithm) => algorithm,
+            Choice::Auto => cost::best(&network, work.hosts(), work.load(), !matched),
+        };
         let freight = match algorithm {
             Algorithm::Doubling => Some(Freight::Whole),
             Algorithm::Halving => Some(Freight::Halves),
@@ -184,6 +181,13 @@ impl Work<'_> {
     fn read_matched(&mut self, at: usize, stage: u32) -> Result<Part> {
         let read = self.read(at, stage)?;
         read.ok_or_else(|| header::lost(self.slice.job))
+    }
+
+    /// What the lanes of this host bring, as if all were like this one.
+    fn load(&self) -> cost::Load {
+        let lanes = self.slice.lane.topology.lanes();
+        let bytes = self.slice.bytes.clone();
+        cost::Load { finished: bytes.len() * lanes, carried: self.carried(bytes) * lanes, lanes }
     }
 
     /// The bytes that the hosts' parts of `piece` take.

@@ -252,7 +252,7 @@ impl World {
         Ok(Network::slowest(told.iter().filter_map(|text| Network::decode(text))))
     }
 
-    /// What the network between the hosts was measured to be; unknown where there is one.
+    /// What the network between the hosts was measured to be; none on one host.
     pub fn network(&self) -> Option<Network> {
         (self.topology.hosts() > 1).then_some(self.network)
     }
