@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use super::sync::{AtomicU32, Word, fence};
 use crate::error::{Error, Result};
 
-/// One counter, alone on its cache line so that a waiter disturbs nobody else. All zero bytes are a valid flag at 0.
-#[repr(C, align(64))]
+/// One counter. All zero bytes are a valid flag at 0.
+#[repr(C)]
 #[derive(Debug, Default)]
 pub struct Flag {
     value: Word,

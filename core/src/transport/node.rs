@@ -105,23 +105,38 @@ impl Geometry {
     }
 }
 
-/// One rank's flags and notes in one channel.
-#[repr(C, align(64))]
+/// One rank's flags in one channel, each on a cache line of its own with what is said along with it: who waits for the flag
+/// gets both at once, and disturbs nobody else.
+#[repr(C)]
 #[derive(Default)]
 struct Control {
-    packed: Flag,
-    reduced: Flag,
-    unpacked: Flag,
-    notes: [Note; 2],
-    left: AtomicU32,
+    packed: Line<[Note; 2]>,
+    /// Whether the lane's driver found all ranks agreed, by step parity.
+    reduced: Line<[AtomicU32; 2]>,
+    /// Whether the rank will make no further steps.
+    unpacked: Line<AtomicU32>,
 }
 
-/// What a rank says with `Packed` (the call's signature, and what is in its slot) and with `Reduced` (whether all ranks agree), by step parity.
+/// A flag, and what its owner writes down right before it raises it.
+#[repr(C, align(64))]
+#[derive(Default)]
+struct Line<T> {
+    flag: Flag,
+    says: T,
+}
+
+impl Control {
+    fn flags(&self) -> [&Flag; 3] {
+        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag]
+    }
+}
+
+/// What a rank says with `Packed`, by step parity.
 #[repr(C)]
 #[derive(Default)]
 struct Note {
+    /// The call's.
     signature: AtomicU64,
-    agreed: AtomicU32,
     /// Whether the slot holds the places of the rank's tensors instead of their content.
     direct: AtomicU32,
 }
@@ -251,14 +266,13 @@ impl Node {
     /// Tells every rank of the host that this one will make no further steps.
     pub fn leave(&self) {
         for channel in 0..self.geometry.channels {
-            self.control(channel, self.me).left.store(1, Ordering::Release);
+            self.control(channel, self.me).unpacked.says.store(1, Ordering::Release);
             self.wake(channel, self.me);
         }
     }
 
     fn wake(&self, channel: usize, rank: usize) {
-        let control = self.control(channel, rank);
-        [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::wake);
+        self.control(channel, rank).flags().into_iter().for_each(Flag::wake);
     }
 
     /// Ends the naps of all flags; the model has no clock.
@@ -267,8 +281,7 @@ impl Node {
         for (channel, rank) in
             (0..self.geometry.channels).flat_map(|channel| (0..self.geometry.ranks).map(move |rank| (channel, rank)))
         {
-            let control = self.control(channel, rank);
-            [&control.packed, &control.reduced, &control.unpacked].into_iter().for_each(Flag::end_naps);
+            self.control(channel, rank).flags().into_iter().for_each(Flag::end_naps);
         }
     }
 
@@ -368,7 +381,8 @@ impl NodeChannel {
         self.spins.set(wanted.clamp(LEAST_SPINS.min(most), most));
     }
 
-    /// Writes down the call's signature, and whether the slot holds places (`direct`) instead of content, before `Packed`.
+    /// Writes down the call's signature, and whether the slot holds places (`direct`) instead of content, right before
+    /// `Packed`.
     pub fn sign(&self, step: u32, signature: u64, direct: bool) {
         let note = self.note(self.node.me, step);
         note.signature.store(signature, Ordering::Relaxed);
@@ -389,32 +403,36 @@ impl NodeChannel {
 
     /// Writes down whether this lane found all ranks agreed, before `Reduced`.
     pub fn agree(&self, step: u32, agreed: bool) {
-        self.note(self.node.me, step).agreed.store(u32::from(agreed), Ordering::Relaxed);
+        self.agreed(self.node.me, step).store(u32::from(agreed), Ordering::Relaxed);
     }
 
     /// Whether the drivers of all lanes found agreement, after their `Reduced`.
     pub fn all_agreed(&self, step: u32, lanes: usize) -> bool {
-        (0..lanes).all(|rank| self.note(rank, step).agreed.load(Ordering::Relaxed) == 1)
+        (0..lanes).all(|rank| self.agreed(rank, step).load(Ordering::Relaxed) == 1)
     }
 
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
         let control = self.node.control(self.channel, rank);
         match phase {
-            Phase::Packed => &control.packed,
-            Phase::Reduced => &control.reduced,
-            Phase::Unpacked => &control.unpacked,
+            Phase::Packed => &control.packed.flag,
+            Phase::Reduced => &control.reduced.flag,
+            Phase::Unpacked => &control.unpacked.flag,
         }
     }
 
     fn note(&self, rank: usize, step: u32) -> &Note {
-        &self.node.control(self.channel, rank).notes[parity(step)]
+        &self.node.control(self.channel, rank).packed.says[parity(step)]
+    }
+
+    fn agreed(&self, rank: usize, step: u32) -> &AtomicU32 {
+        &self.node.control(self.channel, rank).reduced.says[parity(step)]
     }
 
     /// Asked while a wait sleeps.
     fn go_on(&self, phase: Phase, step: u32, ranks: usize, patience: &Patience<'_>) -> Result<()> {
         let is_late = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_late(rank)) {
-            let left = self.node.control(self.channel, rank).left.load(Ordering::Acquire) == 1;
+            let left = self.node.control(self.channel, rank).unpacked.says.load(Ordering::Acquire) == 1;
             let how = if left { Some("has called finalize".to_owned()) } else { self.node.watch.lost(rank) };
             // It may have made the step just before it left.
             if let Some(how) = how
