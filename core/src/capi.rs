@@ -300,7 +300,11 @@ pub unsafe extern "C" fn dl_comm_average(
 ) -> c_int {
     done(|| {
         // SAFETY: the caller's promise.
-        unsafe { global::average_list(team, &text(name), Limit::Team, &views(buffers, count)?) }
+        unsafe {
+            let mut list = Views::new();
+            views(buffers, count, &mut list)?;
+            global::average_list(team, &text(name), Limit::Team, &list)
+        }
     })
 }
 
@@ -320,14 +324,17 @@ pub unsafe extern "C" fn dl_comm_average_towers(
     done(|| {
         let all = count.checked_mul(ntowers).filter(|&all| all > 0);
         let all = all.ok_or_else(|| Error::Invalid("there are no towers, or no tensors in them".into()))?;
+        let mut list = Views::new();
         // SAFETY: the caller's promise.
-        let (views, name) = unsafe { (views(buffers, all)?, text(name)) };
+        unsafe { views(buffers, all, &mut list) }?;
+        // SAFETY: as above.
+        let name = unsafe { text(name) };
         let limit = Limit::from_seconds(timeout);
         if ntowers == 1 {
             // SAFETY: as above.
-            return unsafe { global::average_list(team, &name, limit, &views) };
+            return unsafe { global::average_list(team, &name, limit, &list) };
         }
-        let towers = views.chunks(count).map(|tower| tower.iter().map(|view| view.to_tensor()).collect()).collect();
+        let towers = list.chunks(count).map(|tower| tower.iter().map(|view| view.to_tensor()).collect()).collect();
         // SAFETY: as above.
         unsafe { global::average_and_wait(team, &name, limit, towers) }
     })
@@ -488,16 +495,22 @@ unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [
 /// # Safety
 /// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
 unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
+    let mut list = Views::new();
     // SAFETY: the caller's promise.
-    Ok(unsafe { views(buffers, count) }?.iter().map(|view| view.to_tensor()).collect())
+    unsafe { views(buffers, count, &mut list) }?;
+    Ok(list.iter().map(|view| view.to_tensor()).collect())
 }
 
+type Views<'a> = SmallVec<[View<'a>; 4]>;
+
+/// Puts the buffers into `list`, where they stay: moving them would take a good part of a short call's time.
+///
 /// # Safety
 /// As for [`tensors`]; the shapes stay as they are while the views are used.
-unsafe fn views<'a>(buffers: *const CBuffer, count: usize) -> Result<SmallVec<[View<'a>; 4]>> {
+unsafe fn views<'a>(buffers: *const CBuffer, count: usize, list: &mut Views<'a>) -> Result<()> {
     // SAFETY: the caller's promise.
     let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
-    let mut list = SmallVec::with_capacity(count);
+    list.reserve(count);
     for buffer in buffers {
         let ndim = if buffer.shape.is_null() { 0 } else { usize::try_from(buffer.ndim).unwrap_or(0) };
         // SAFETY: the caller's promise.
@@ -505,7 +518,7 @@ unsafe fn views<'a>(buffers: *const CBuffer, count: usize) -> Result<SmallVec<[V
         let dtype = DType::from_code(buffer.dtype)?;
         list.push(View { buffer: Buffer::new(buffer.src.cast(), buffer.dst.cast(), buffer.length, dtype), shape });
     }
-    Ok(list)
+    Ok(())
 }
 
 /// # Safety

@@ -38,13 +38,14 @@ impl Collective for Average {
 
     unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>) {
         if self.stays(job) {
+            let mut sources = PerRank::new();
             for piece in job.plan.pieces(lane.chunk, slice) {
                 let buffer = &job.tensors(0)[piece.tensor].buffer;
                 // SAFETY: the piece is this lane's in all slots, and the tensor's memory is the call's.
                 unsafe {
                     let own = buffer.read_at(piece.first);
                     let outs = [lane.own().add(piece.offset), buffer.written_at(piece.first)];
-                    let sources = lane.sources_with(piece.offset, own);
+                    lane.sources_with(piece.offset, own, &mut sources);
                     job.reduction(buffer.dtype()).mean(&sources, &outs, piece.count, job.divisor());
                 }
             }
@@ -62,11 +63,12 @@ impl Collective for Average {
     }
 
     unsafe fn take(&self, job: &Job, lane: &Lane<'_>) {
+        let mut sources = PerRank::new();
         for piece in job.plan.pieces(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
             let buffer = &job.tensors(0)[piece.tensor].buffer;
             // SAFETY: the slots are read-only, and the tensor's memory is the call's.
             unsafe {
-                let sources = lane.sources_with(piece.offset, buffer.read_at(piece.first));
+                lane.sources_with(piece.offset, buffer.read_at(piece.first), &mut sources);
                 let out = [buffer.written_at(piece.first)];
                 job.reduction(buffer.dtype()).mean(&sources, &out, piece.count, job.divisor());
             }

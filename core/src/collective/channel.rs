@@ -12,7 +12,7 @@ use std::sync::Arc;
 use super::cluster::{Cluster, Flight, Slice};
 use super::lineup::{self, Decision, List};
 use super::rounds::{self, Told};
-use super::{Account, Job, Lane, PerRank, direct, explain};
+use super::{Account, Job, Lane, direct, explain};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::plan::slice;
@@ -175,17 +175,13 @@ impl Channel {
         self.unpacked = number;
         let agreed = self.node.same_signatures(number);
         if agreed {
-            let slots = self.slots(number);
+            let slots = self.node.slots(number);
             slots.iter().for_each(|&slot| sync::reads(slot, job.plan.chunk_len(0)));
-            let lane = Lane { topology: &self.topology, chunk: 0, slots: &slots };
+            let lane = Lane { topology: &self.topology, chunk: 0, slots };
             // SAFETY: all have packed, and nobody writes to a slot before all have come to the step after this one.
             unsafe { job.op.collective().take(job, &lane) };
         }
         agreed
-    }
-
-    fn slots(&self, step: u32) -> PerRank<*mut u8> {
-        (0..self.topology.local_size()).map(|rank| self.node.slot(rank, step)).collect()
     }
 
     /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
@@ -344,8 +340,8 @@ impl Channel {
         let (Some(_), Some(lane)) = (&self.cluster, self.topology.lane()) else { return Ok(()) };
         self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
         let agreed = self.node.same_signatures(step.number);
-        let slots = self.slots(step.number);
-        let slice = slice_of(&self.topology, job, step.number, step.chunk, lane, &slots);
+        let slots = self.node.slots(step.number);
+        let slice = slice_of(&self.topology, job, step.number, step.chunk, lane, slots);
         let cluster = self.cluster.as_mut();
         step.flight = cluster.map(|cluster| cluster.start(&slice, matched, agreed, patience)).transpose()?;
         Ok(())
@@ -378,8 +374,8 @@ impl Channel {
         }
         let Step { number, chunk, flight } = step;
         if let Some(lane) = self.topology.lane() {
-            let slots = self.slots(number);
-            let slice = slice_of(&self.topology, job, number, chunk, lane, &slots);
+            let slots = self.node.slots(number);
+            let slice = slice_of(&self.topology, job, number, chunk, lane, slots);
             let agreed = match (flight, &mut self.cluster) {
                 (Some(flight), Some(cluster)) => cluster.finish(&slice, flight, patience)?,
                 _ => {
@@ -412,8 +408,8 @@ impl Channel {
     /// A lane's work on a step whose slots hold places.
     fn combine_directly(&self, job: &Job, step: &Step) -> Result<()> {
         let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.lane()) else { return Ok(()) };
-        let slots = self.slots(step.number);
-        let lane = Lane { topology: &self.topology, chunk: step.chunk, slots: &slots };
+        let slots = self.node.slots(step.number);
+        let lane = Lane { topology: &self.topology, chunk: step.chunk, slots };
         // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
         unsafe { direct::combine(job, &lane, lane_slice(&self.topology, job, step.chunk, lane_index), shared) }
     }

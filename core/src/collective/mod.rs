@@ -108,11 +108,12 @@ impl Lane<'_> {
         self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect()
     }
 
-    /// The same with `own` in place of this rank's slot.
-    pub fn sources_with(&self, at: usize, own: *const u8) -> PerRank<*const u8> {
-        let mut sources = self.sources(at);
-        sources[self.topology.local_rank()] = own;
-        sources
+    /// The same with `own` in place of this rank's slot, put into `list`, where they stay: a short call would notice if they
+    /// were moved.
+    pub fn sources_with(&self, at: usize, own: *const u8, list: &mut PerRank<*const u8>) {
+        list.clear();
+        list.extend(self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()));
+        list[self.topology.local_rank()] = own;
     }
 }
 

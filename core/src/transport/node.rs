@@ -172,9 +172,20 @@ impl Geometry {
     }
 }
 
+/// A region and where it begins, which short calls ask so often that the way through the provider would tell.
+struct Region {
+    base: *mut u8,
+    memory: Box<dyn Memory>,
+}
+
+// SAFETY: the address is that of `memory`, which may be used from any thread.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
 /// One rank's view of the shared memory of a team on its host.
 pub struct Node {
-    memory: Box<dyn Memory>,
+    region: Region,
     geometry: Geometry,
     me: usize,
     peers: Vec<Peer>,
@@ -197,11 +208,12 @@ impl Node {
         watch: Box<dyn Watch>,
         spins: u32,
     ) -> Result<Node> {
-        let fits = memory.len() >= geometry.bytes() && memory.base().addr().is_multiple_of(ALIGN);
+        let region = Region { base: memory.base(), memory };
+        let fits = region.memory.len() >= geometry.bytes() && region.base.addr().is_multiple_of(ALIGN);
         if !fits || peers.len() != geometry.ranks || me >= geometry.ranks {
             return Err(Error::Internal("the shared memory does not fit the team".into()));
         }
-        Ok(Node { memory, geometry, me, peers, watch, spins, shared: None })
+        Ok(Node { region, geometry, me, peers, watch, spins, shared: None })
     }
 
     /// The same node, whose ranks see `shared` in each other.
@@ -217,7 +229,12 @@ impl Node {
     /// Channel `channel` of `node`.
     pub fn channel(self: &Arc<Node>, channel: usize) -> NodeChannel {
         assert!(channel < self.geometry.channels, "channel {channel} of {}", self.geometry.channels);
-        NodeChannel { node: Arc::clone(self), channel, spins: Cell::new(self.spins) }
+        let slot = |rank, parity| {
+            // SAFETY: inside the region, as checked in `Node::new`.
+            unsafe { self.region.base.add(self.geometry.slot_at(channel, rank, parity)) }
+        };
+        let slots = [0, 1].map(|parity| (0..self.geometry.ranks).map(|rank| slot(rank, parity)).collect());
+        NodeChannel { node: Arc::clone(self), channel, slots: Slots(slots), spins: Cell::new(self.spins) }
     }
 
     /// The end of another rank's process, for waits that are not for this host's ranks.
@@ -234,12 +251,12 @@ impl Node {
     fn control(&self, channel: usize, rank: usize) -> &Control {
         debug_assert!(channel < self.geometry.channels && rank < self.geometry.ranks);
         // SAFETY: inside the region (checked in `new`), aligned, zero is valid, and all fields are atomics.
-        unsafe { &*self.memory.base().add(self.geometry.control_at(channel, rank)).cast::<Control>() }
+        unsafe { &*self.region.base.add(self.geometry.control_at(channel, rank)).cast::<Control>() }
     }
 
     fn failure_block(&self) -> &Failure {
         // SAFETY: as in `control`; the block is at the start.
-        unsafe { &*self.memory.base().cast::<Failure>() }
+        unsafe { &*self.region.base.cast::<Failure>() }
     }
 
     /// Tells every rank of the host that the team has failed; the first to say so is heard.
@@ -302,10 +319,17 @@ const SHORT_SLEEP: Duration = Duration::from_micros(50);
 /// A wait looks that often at least before it sleeps, where looking is worth it at all.
 const LEAST_SPINS: u32 = 64;
 
+/// Where the slots of a channel are, by step parity and local rank.
+struct Slots([Box<[*mut u8]>; 2]);
+
+// SAFETY: addresses in the region of the channel's node, which may be used from any thread.
+unsafe impl Send for Slots {}
+
 /// One channel of a [`Node`].
 pub struct NodeChannel {
     node: Arc<Node>,
     channel: usize,
+    slots: Slots,
     /// How often a wait looks before it sleeps: as often as has paid lately, up to the node's number.
     spins: Cell<u32>,
 }
@@ -316,13 +340,15 @@ impl NodeChannel {
         &self.node
     }
 
-    /// The slot of the rank with local rank `rank` in step `step`; [`Geometry::slot`] bytes. See the module's text for who
-    /// may use it when.
+    /// The slots of all ranks in step `step`, by local rank; [`Geometry::slot`] bytes each. See the module's text for who may
+    /// use them when.
+    pub fn slots(&self, step: u32) -> &[*mut u8] {
+        &self.slots.0[parity(step)]
+    }
+
+    /// The slot of the rank with local rank `rank` in step `step`.
     pub fn slot(&self, rank: usize, step: u32) -> *mut u8 {
-        assert!(rank < self.node.geometry.ranks, "local rank {rank} of {}", self.node.geometry.ranks);
-        let at = self.node.geometry.slot_at(self.channel, rank, parity(step));
-        // SAFETY: inside the region, as checked in `Node::new`.
-        unsafe { self.node.memory.base().add(at) }
+        self.slots(step)[rank]
     }
 
     /// Raises this rank's flag of `phase` to `step`.
