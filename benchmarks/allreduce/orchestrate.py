@@ -30,16 +30,18 @@ class Options:
         turn_s: What the timed iterations of a turn should take, in seconds.
         latency_s: The same where percentiles are taken.
         most: The most timed iterations of a turn; None is as many as the case has by itself.
+        case_s: Once a contender has taken so long in a case, it gets no further turns there.
         start_s: The longest that contenders may take to start.
-        deadline_s: The longest that a turn may take.
+        deadline_s: The longest that a turn may take. Longer buffers or lists of the kind are then not tried.
     """
 
     rounds: int = 5
     turn_s: float = 0.1
     latency_s: float = 0.5
     most: int | None = None
+    case_s: float = 20.0
     start_s: float = 120.0
-    deadline_s: float = 120.0
+    deadline_s: float = 60.0
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Entry:
     contender: Averaging
     way: str
     iterations: int = 0
+    spent_s: float = 0.0
     seconds: list[np.ndarray] = field(default_factory=list)
     checked: int = 0
     left_out: str = ""
@@ -69,9 +72,11 @@ class Bench(Contest[Averaging]):
         self.contenders, self.options = contenders, options
         self.cases: list[dict[str, Any]] = []
         self._cache = machine.last_level_cache()
+        self._late: dict[tuple[str, str], int] = {}
 
     def run(self, ranks: int, cases: Sequence[Case]) -> None:
         """Measures all cases on so many ranks."""
+        self._late.clear()
         with self.on_stage(self.contenders, ranks) as present:
             self.look_at_idle(ranks)
             for number, case in enumerate(cases):
@@ -87,11 +92,15 @@ class Bench(Contest[Averaging]):
         entries = [Entry(contender, way) for contender in present for way in _ways(contender, case)]
         seconds = self.options.latency_s if case.kind == "latency" else self.options.turn_s
         for entry in entries:
+            late = self._late.get((entry.name, case.kind))
+            if late is not None and case.bytes >= late:
+                entry.left_out = f"too slow: {late} bytes took longer than {self.options.deadline_s:g} s"
+                continue
             if (probe := self._turn(entry, case, PROBE, ranks)) is not None:
                 entry.iterations = case.iterations(seconds, float(np.median(probe)), self.options.most)
         for number in range(self.options.rounds):
             for entry in rotated(entries, number):
-                if not entry.left_out:
+                if not entry.left_out and (number == 0 or entry.spent_s < self.options.case_s):
                     times = self._turn(entry, case, entry.iterations, ranks)
                     if times is not None:
                         entry.seconds.append(times)
@@ -100,6 +109,7 @@ class Bench(Contest[Averaging]):
     def _turn(self, entry: Entry, case: Case, iterations: int, ranks: int) -> np.ndarray | None:
         """One turn: the slowest rank's seconds for each iteration. None when the entry must be left out."""
         line = case.turn(entry.way, iterations, self._cache)
+        begin = time.monotonic()
         try:
             answer = self.turn(entry.contender, ranks, line, iterations, self.options.deadline_s)
         except Refused as error:
@@ -109,7 +119,10 @@ class Bench(Contest[Averaging]):
             entry.left_out, entry.failed = f"wrong: {error}", True
         except Lost as error:
             entry.left_out, entry.failed = f"lost: {error}", not isinstance(error, Late)
+            if isinstance(error, Late):
+                self._late[entry.name, case.kind] = case.bytes
         else:
+            entry.spent_s += time.monotonic() - begin
             entry.checked += sum(map(int, answer.words))
             slowest: np.ndarray = np.max(answer.numbers, axis=0)
             return slowest

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,42 @@ def test_allreduce(tmp_path: Path) -> None:
             assert result["checked"] == 3 * 2 * 2 * elements
         assert ("gloo/flat" in results) == (case["kind"] == "list")
     assert "fastest peer" in finished.output
+
+
+def test_who_is_too_slow_gets_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its time in a case is spent; and none with longer buffers after a turn that did not end."""
+    orchestrate, jobs = (_module(monkeypatch, name) for name in ("allreduce.orchestrate", "common.jobs"))
+    buffers, contenders = (_module(monkeypatch, f"allreduce.{name}") for name in ("cases", "contenders"))
+    turns: list[tuple[str, int]] = []
+
+    class Staged(orchestrate.Bench):  # type: ignore[misc, name-defined]
+        """A bench whose contenders do nothing."""
+
+        def on_stage(self, present: Any, ranks: int, **case: str) -> Any:
+            return nullcontext(present)
+
+        def look_at_idle(self, ranks: int) -> None:
+            """All sleep."""
+
+        def turn(self, contender: Any, ranks: int, line: str, numbers: int, seconds: float) -> Any:
+            length = int(line.split()[-1])
+            turns.append((contender.name, length))
+            if contender.name == "gloo" and length >= 256:
+                raise jobs.Late("late")
+            return jobs.Answer(np.full((ranks, numbers), 1e-3), ["1"] * ranks)
+
+    both = [contender for contender in contenders.CONTENDERS if contender.name in ("core", "gloo")]
+    cases = list(buffers.buffers([64, 1024, 4096], ["f32"]))
+    bench = Staged(both, None, orchestrate.Options(rounds=3), BENCHMARKS.parent)
+    bench.run(2, cases)
+    assert [turns.count(("core", length)) for length in (16, 256, 1024)] == [4, 4, 4]
+    assert [turns.count(("gloo", length)) for length in (16, 256, 1024)] == [4, 1, 0]
+    told = [case["results"]["gloo"].get("left_out", "") for case in bench.cases]
+    assert [text[:8] for text in told] == ["", "lost: la", "too slow"]
+    assert not bench.failed
+    turns.clear()
+    Staged(both, None, orchestrate.Options(rounds=3, case_s=0.0), BENCHMARKS.parent).run(2, cases[:1])
+    assert turns.count(("core", 16)) == 2  # the probe and one more
 
 
 def test_lists_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
