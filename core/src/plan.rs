@@ -117,6 +117,16 @@ impl Plan {
         start..(start + self.chunk).min(self.total)
     }
 
+    /// The number of tensors that have elements.
+    pub fn placed(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The tensors that have elements, in the order in which they are laid out.
+    pub fn tensors(&self) -> impl Iterator<Item = usize> {
+        self.tensors.iter().map(|placed| placed.tensor)
+    }
+
     /// The parts of tensors in chunk `index` within `part` of its bytes (cut at multiples of [`ALIGN`], or at the chunk's
     /// end), by ascending offset. Offsets count from the chunk's start.
     pub fn pieces(&self, index: usize, part: Range<usize>) -> impl Iterator<Item = Piece> {

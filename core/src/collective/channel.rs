@@ -238,6 +238,9 @@ impl Channel {
         patience: &Patience<'_>,
     ) -> Result<()> {
         self.direct = direct;
+        if direct {
+            return self.rest_directly(job, chunks, patience);
+        }
         let mut ahead: Option<Step> = None;
         for chunk in chunks {
             let mut next = self.pack(job, chunk, patience)?;
@@ -246,17 +249,28 @@ impl Channel {
                 self.settle_matched(job, step, patience)?;
             }
         }
-        if let Some(step) = ahead {
-            self.settle_matched(job, step, patience)?;
+        ahead.map_or(Ok(()), |step| self.settle_matched(job, step, patience))
+    }
+
+    /// The same where the slots hold places: in one step.
+    fn rest_directly(&mut self, job: &Job, chunks: impl Iterator<Item = usize>, patience: &Patience<'_>) -> Result<()> {
+        let mut chunks = chunks.peekable();
+        if let Some(&first) = chunks.peek() {
+            let step = self.pack(job, first, patience)?;
+            self.node.wait(Phase::Packed, step.number, self.topology.local_size(), patience)?;
+            if !self.node.same_signatures(step.number) {
+                return Err(lost(job, first));
+            }
+            self.combine_directly(job, step.number, chunks, patience)?;
         }
-        if direct { self.written(patience) } else { Ok(()) }
+        self.written(patience)
     }
 
     fn settle_matched(&mut self, job: &Job, step: Step, patience: &Patience<'_>) -> Result<()> {
         let chunk = step.chunk;
         match self.settle(job, step, patience)? {
             Met::Agreed => Ok(()),
-            _ => Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.title()))),
+            _ => Err(lost(job, chunk)),
         }
     }
 
@@ -321,7 +335,7 @@ impl Channel {
         let mut lap = Lap::start(patience.log(), len);
         if let Some(shared) = self.shared().filter(|_| self.direct) {
             // SAFETY: `begin` waited until the slot is this rank's.
-            unsafe { direct::tell(job, chunk, self.node.slot(self.topology.local_rank(), number), shared) }?;
+            unsafe { direct::tell(job, self.node.slot(self.topology.local_rank(), number), shared) }?;
         } else {
             let staying = self.staying(job, chunk);
             [0..staying.start, staying.end..len].into_iter().for_each(|part| self.put(job, chunk, part, number));
@@ -361,11 +375,8 @@ impl Channel {
         match self.node.direct(step.number) {
             0 => {}
             all if all == self.topology.local_size() => {
-                let result = self.combine_directly(job, &step);
-                lap.end(Activity::Reduce);
-                self.node.raise(Phase::Reduced, step.number);
-                self.end(step.number);
-                return result.map(|()| Met::Agreed);
+                self.combine_directly(job, step.number, [step.chunk], patience)?;
+                return Ok(Met::Agreed);
             }
             _ => {
                 self.end(step.number);
@@ -405,13 +416,26 @@ impl Channel {
         Ok(if agreed { Met::Agreed } else { Met::Differ })
     }
 
-    /// A lane's work on a step whose slots hold places.
-    fn combine_directly(&self, job: &Job, step: &Step) -> Result<()> {
-        let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.lane()) else { return Ok(()) };
-        let slots = self.node.slots(step.number);
-        let lane = Lane { topology: &self.topology, chunk: step.chunk, slots };
-        // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
-        unsafe { direct::combine(job, &lane, lane_slice(&self.topology, job, step.chunk, lane_index), shared) }
+    /// A lane's work on a step whose slots hold places, for these chunks; ends the step.
+    fn combine_directly(
+        &mut self,
+        job: &Job,
+        number: u32,
+        chunks: impl IntoIterator<Item = usize>,
+        patience: &Patience<'_>,
+    ) -> Result<()> {
+        if let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.lane()) {
+            for chunk in chunks {
+                let mut lap = Lap::start(patience.log(), job.plan.chunk_len(chunk));
+                let lane = Lane { topology: &self.topology, chunk, slots: self.node.slots(number) };
+                // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
+                unsafe { direct::combine(job, &lane, lane_slice(&self.topology, job, chunk, lane_index), shared) }?;
+                lap.end(Activity::Reduce);
+            }
+        }
+        self.node.raise(Phase::Reduced, number);
+        self.end(number);
+        Ok(())
     }
 
     /// Copies the results from the lanes' slots to the tensors of every tower.
@@ -444,6 +468,10 @@ impl Channel {
             }
         }
     }
+}
+
+fn lost(job: &Job, chunk: usize) -> Error {
+    Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.title()))
 }
 
 /// The bytes of a chunk that a lane brings to an end.

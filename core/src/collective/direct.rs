@@ -1,53 +1,39 @@
 //! Averages of tensors that the ranks of a host see in each other ([`crate::transport::arena`]): nothing is copied.
 //!
-//! In such a step a rank's slot holds the places of its tensors instead of their content. Every lane reads its slice of the
-//! chunk in all ranks' tensors and writes the mean to all of them, by the additions of any other average: same bits.
+//! In such a step a rank's slot holds the places of its tensors instead of their content. Every lane reads its slices in all
+//! ranks' tensors and writes the mean to all of them, by the additions of any other average: same bits. Nothing is to be
+//! waited for between chunks, so a channel takes all of its chunks in one step.
 //! Ranks whose memory is of both kinds see that in each other's notes, and take the step again with copies.
 
 use std::ops::Range;
 
 use super::{Job, Lane, Op, PerRank};
 use crate::error::{Error, Result};
-use crate::plan::ALIGN;
 use crate::transport::arena::Shared;
 
-/// The bytes of a tensor from which on its place is sure to be shorter than its content.
-const LONG: usize = 16;
-
-/// Whether the other ranks can read and write the tensors of `job`, and every chunk's places fit a slot.
+/// Whether the other ranks can read and write the tensors of `job`, and the places of all fit a slot.
 pub(super) fn is_possible(job: &Job, shared: &dyn Shared) -> bool {
-    let mut all_long = true;
-    let mut visible = |bytes: Range<usize>| {
-        all_long &= bytes.is_empty() || bytes.len() >= LONG;
-        bytes.is_empty() || shared.locate(bytes).is_some()
-    };
+    let visible = |bytes: Range<usize>| bytes.is_empty() || shared.locate(bytes).is_some();
     job.op == Op::Average
         && !job.is_wide()
+        && job.plan.placed() * size_of::<u64>() <= job.slot()
         && job.tensors(0).iter().all(|tensor| {
             let (read, written) = tensor.buffer.spans();
             read == written && visible(written)
         })
-        && (all_long || (0..job.plan.chunks()).all(|chunk| places_fit(job, chunk)))
 }
 
-/// Whether the places of a chunk's tensors take no more of a slot than their content, which ends at a multiple of [`ALIGN`].
-/// A bias or two among weights do; a list of nothing but tiny tensors does not, and is short.
-fn places_fit(job: &Job, chunk: usize) -> bool {
-    let len = job.plan.chunk_len(chunk);
-    job.plan.pieces(chunk, 0..len).count() * size_of::<u64>() <= len.next_multiple_of(ALIGN)
-}
-
-/// Writes the places of the tensors of `chunk` to `slot`.
+/// Writes the places of all tensors to `slot`.
 ///
 /// # Errors
 /// [`Error::Internal`] for a tensor for which [`is_possible`] does not hold.
 ///
 /// # Safety
 /// `slot` is this rank's slot of the step, its to write.
-pub(super) unsafe fn tell(job: &Job, chunk: usize, slot: *mut u8, shared: &dyn Shared) -> Result<()> {
-    for (index, piece) in job.plan.pieces(chunk, 0..job.plan.chunk_len(chunk)).enumerate() {
-        let place = shared.locate(job.tensors(0)[piece.tensor].buffer.spans().1).ok_or_else(unseen)?;
-        // SAFETY: the places fit the slot: `is_possible` has counted them, or all but the first and the last are LONG.
+pub(super) unsafe fn tell(job: &Job, slot: *mut u8, shared: &dyn Shared) -> Result<()> {
+    for (index, tensor) in job.plan.tensors().enumerate() {
+        let place = shared.locate(job.tensors(0)[tensor].buffer.spans().1).ok_or_else(unseen)?;
+        // SAFETY: the places fit the slot, which `is_possible` has checked.
         unsafe { slot.cast::<u64>().add(index).write(place) };
     }
     Ok(())
@@ -61,14 +47,12 @@ pub(super) unsafe fn tell(job: &Job, chunk: usize, slot: *mut u8, shared: &dyn S
 /// # Safety
 /// All slots hold places, and the slice of all ranks' tensors is this lane's.
 pub(super) unsafe fn combine(job: &Job, lane: &Lane<'_>, slice: Range<usize>, shared: &dyn Shared) -> Result<()> {
-    let whole = 0..job.plan.chunk_len(lane.chunk);
-    let Some(first) = job.plan.pieces(lane.chunk, whole).next().map(|piece| piece.place) else { return Ok(()) };
     for piece in job.plan.pieces(lane.chunk, slice) {
         let dtype = job.tensors(0)[piece.tensor].buffer.dtype();
         let (skip, len) = (piece.first * dtype.size(), piece.count * dtype.size());
         let tensor = |(rank, slot): (usize, &*mut u8)| {
-            // SAFETY: written by `tell` for the same pieces.
-            let place = unsafe { slot.cast::<u64>().add(piece.place - first).read() };
+            // SAFETY: written by `tell` for the same tensors.
+            let place = unsafe { slot.cast::<u64>().add(piece.place).read() };
             shared.at(rank, place.wrapping_add(skip as u64), len).ok_or_else(unseen)
         };
         let tensors: PerRank<*mut u8> = lane.slots.iter().enumerate().map(tensor).collect::<Result<_>>()?;

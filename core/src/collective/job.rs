@@ -161,6 +161,11 @@ impl Job {
         self.carrier.short > 0 && self.plan.total() <= self.carrier.short && !self.is_wide()
     }
 
+    /// The bytes of a slot.
+    pub fn slot(&self) -> usize {
+        self.carrier.slot
+    }
+
     /// How many channels carry it.
     pub fn channels(&self) -> usize {
         self.carrier.channels_for(self.plan.total())
