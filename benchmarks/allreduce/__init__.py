@@ -8,7 +8,8 @@ barrier in shared memory (the same for all contenders) and time one operation on
 barrier ranks sleep, after some microseconds, until all are there, since one that has not ended may need the processors
 or the others' threads; then they spin, so that all start at once. Every rank takes its time; that of the slowest rank
 counts. The turns of the contenders alternate, in rounds, each round in another order. What is reported is the median
-over all iterations of all rounds, and the quartiles.
+over all iterations of all rounds, and the quartiles. A contender that has taken 20 seconds in a case gets no further
+turn there, and one that did not end a turn within `--deadline-s` is not tried with longer buffers or lists.
 
 Buffers are fresh: the ring is of 512 MiB a rank for buffers from 1 MiB; for smaller ones of twice the last-level cache
 or 512 buffers, whichever is less. Where the iterations of a turn need fewer, no buffer is used twice. The result of the

@@ -56,7 +56,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lists", nargs="+", choices=LISTS, help=f"lists of tensors ({' '.join(MODELS)})")
     parser.add_argument("--only", nargs="+", choices=[contender.name for contender in CONTENDERS], help="these alone")
     parser.add_argument("--face", nargs="+", choices=FACES, help="of dl_comm's faces, these alone")
-    parser.add_argument("--rounds", type=int, help="turns of each contender in each case (5)")
+    parser.add_argument("--rounds", type=int, help="turns of each contender in each case (3)")
     parser.add_argument("--most", type=int, help="the most timed iterations of a turn")
     parser.add_argument("--turn-s", type=float, help="seconds of timed iterations in a turn (0.1)")
     parser.add_argument("--latency-s", type=float, help="the same where percentiles are taken (0.5)")

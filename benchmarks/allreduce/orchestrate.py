@@ -35,7 +35,7 @@ class Options:
         deadline_s: The longest that a turn may take. Longer buffers or lists of the kind are then not tried.
     """
 
-    rounds: int = 5
+    rounds: int = 3
     turn_s: float = 0.1
     latency_s: float = 0.5
     most: int | None = None

@@ -115,7 +115,7 @@ fn lists_of_thousands_and_empty_tensors() {
 
 #[test]
 fn tiny_tensors_among_long_ones_in_shared_memory() {
-    // Places of tensors take eight bytes each: those of the second list do not all fit where its tensors would.
+    // Places of tensors take eight bytes each: those of the second list do not all fit a slot.
     for lengths in [&[70_000, 1, 3, 0, 2, 9_000, 1][..], &[1; 5_000], &[40_000, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]] {
         for threads in [1, 3] {
             World { threads, shares: true, ..World::new(&[3]) }.run(|rank| {
