@@ -13,6 +13,7 @@ mod call;
 mod callers;
 mod delivery;
 mod ledger;
+mod life;
 mod pipeline;
 mod record;
 mod short;
@@ -20,9 +21,9 @@ mod stage;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -32,16 +33,13 @@ pub use pipeline::Parcel;
 pub use record::Totals;
 pub use stage::{Pool, Stage};
 
-use crate::affinity::{bind, hurry};
 use crate::buffer::{Tensor, View};
-use crate::collective::{Carrier, Channel, Choice, Cluster, Job, Op, Shown};
+use crate::collective::{Carrier, Choice, Job, Op, Shown};
 use crate::error::{Error, Result};
-use crate::say::say;
 use crate::schedule::{Schedule, Verbosity};
 use crate::timeline;
 use crate::topology::Topology;
-use crate::transport::node::Geometry;
-use crate::transport::{Endpoint, Node};
+use crate::transport::Node;
 use call::{Call, Ended};
 use callers::Callers;
 use delivery::Delivery;
@@ -66,12 +64,6 @@ pub struct Settings {
     /// caller waits for its call already.
     pub match_within: Duration,
 }
-
-/// Where the threads of the ranks outnumber the processors, calls up to so many bytes are carried by one thread of each rank:
-/// to wake another one that has to wait for a processor takes longer than its help saves. Measured with 2 ranks on 2
-/// processors, ordinary and shared memory: 1 MiB takes 0.83 and 0.8 of the time that it takes with two threads each, 8 MiB
-/// the same, and with 4 ranks two threads win from there on.
-const ALONE: usize = 4 << 20;
 
 /// Told, in words, of what a team's user should look into: a stall, and the failure that ended it.
 pub type Alarm = Arc<dyn Fn(&str) + Send + Sync>;
@@ -175,75 +167,6 @@ impl Shared {
 }
 
 impl Team {
-    /// Starts a team with one thread for each channel of `endpoint`, thread i on processor `cpus[i]` if these are given.
-    ///
-    /// # Errors
-    /// [`Error::System`] when the system refuses a thread.
-    pub fn start(endpoint: Endpoint, settings: Settings, cpus: Option<&[usize]>, alarm: Alarm) -> Result<Team> {
-        let Endpoint { topology, node, links, network, crowded } = endpoint;
-        let carrier = Carrier {
-            team: settings.id,
-            ranks: topology.size(),
-            channels: links.len(),
-            slot: node.geometry().slot,
-            alone: if crowded { ALONE } else { 0 },
-            short: if topology.hosts() == 1 { short(node.geometry()) } else { 0 },
-            precise: settings.precise,
-        };
-        let rank = topology.rank();
-        let shared = Arc::new(Shared {
-            settings,
-            node: Arc::clone(&node),
-            several_hosts: topology.hosts() > 1,
-            failure: OnceLock::new(),
-            alarm,
-            recorder: Arc::default(),
-            callers: Callers::default(),
-            matched: AtomicU64::new(0),
-            timeout: AtomicU64::new(0),
-        });
-        shared.set_timeout(settings.timeout);
-        let mut threads = Vec::new();
-        let mut helpers = Vec::new();
-        let mut lead = None;
-        for (index, link) in links.into_iter().enumerate() {
-            let topology: Arc<Topology> = Arc::clone(&topology);
-            let cluster = link.map(|link| Cluster::new(link, &topology, network, settings.algorithm));
-            let worker = worker::Worker {
-                shared: Arc::clone(&shared),
-                index,
-                rank,
-                channel: Channel::new(topology, node.channel(index)).with(cluster),
-            };
-            if index == 0 {
-                lead = Some(worker);
-            } else {
-                let (sender, receiver) = channel();
-                helpers.push(sender);
-                threads.push(spawn(&settings, index, cpus, move || worker.help(&receiver))?);
-            }
-        }
-        let Some(worker) = lead else {
-            return Err(Error::Invalid("a team needs at least one thread".into()));
-        };
-        let seat = Arc::new(Seat::new(worker, helpers));
-        let (sender, receiver) = channel();
-        let served = Arc::clone(&seat);
-        threads.push(spawn(&settings, 0, cpus, move || served.serve(&receiver))?);
-        Ok(Team {
-            shared,
-            topology,
-            carrier,
-            seat,
-            queue: Mutex::new(Some(sender)),
-            threads: Mutex::new(threads),
-            pipeline: Arc::new(Mutex::new(Pipeline::new(rank))),
-            plain: AtomicBool::new(true),
-            ledger: Arc::new(Ledger::new(settings.id, rank)),
-            pool: Arc::default(),
-        })
-    }
-
     /// How it carries its calls.
     pub fn carrier(&self) -> Carrier {
         self.carrier
@@ -447,18 +370,6 @@ impl Team {
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure()
     }
-
-    /// Completes what is enqueued and ends the threads. Further calls are refused.
-    pub fn stop(&self) {
-        drop(self.queue.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        for thread in threads {
-            if thread.join().is_err() {
-                say(&format!("a thread of team {} panicked", self.carrier.team));
-            }
-        }
-        self.shared.node.leave();
-    }
 }
 
 impl Drop for Team {
@@ -473,34 +384,4 @@ pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize
     if waited.iter().any(|(verbosity, _)| verbosity.speaks(rank)) {
         ledger::report_all(rank, waited.iter().map(|(_, seconds)| seconds).sum());
     }
-}
-
-/// What a rank reads of the others in a call that takes one exchange: that, and its own, should stay in the caches.
-const READ: usize = 1 << 20;
-
-/// The longest call that takes one exchange. It is worth more to threads that could share a call than to one.
-fn short(geometry: Geometry) -> usize {
-    (READ / geometry.ranks.saturating_sub(1).max(1) / geometry.channels).min(geometry.slot)
-}
-
-/// Starts a thread whose name fits the 15 characters that Linux keeps.
-fn spawn(
-    settings: &Settings,
-    index: usize,
-    cpus: Option<&[usize]>,
-    body: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>> {
-    let team = if settings.id < 0 { "c".to_owned() } else { settings.id.to_string() };
-    let cpu = cpus.and_then(|cpus| cpus.get(index).copied());
-    let bound = move || {
-        hurry();
-        if let Some(Err(error)) = cpu.map(bind) {
-            say(&format!("{error}; the thread runs where the process may"));
-        }
-        body();
-    };
-    Builder::new()
-        .name(format!("dlcomm-{team}.{index}"))
-        .spawn(bound)
-        .map_err(|error| Error::system("starting a thread", error))
 }

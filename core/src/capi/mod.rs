@@ -2,20 +2,19 @@
 
 #![allow(non_snake_case)]
 
-use std::borrow::Cow;
+mod arguments;
+
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::{ptr, slice};
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::ptr;
 
-use smallvec::SmallVec;
-use xxhash_rust::xxh3::xxh3_64;
+use arguments::{Views, give, number, tensors, text, towers, views};
 
-use crate::buffer::{Buffer, Tensor, View};
+pub use arguments::CBuffer;
+
 use crate::describe::describe;
-use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
-use crate::say::say;
 use crate::schedule::{Arguments, Cooldown};
 use crate::team::Limit;
 
@@ -35,10 +34,6 @@ fn face(body: impl FnOnce() -> Result<c_int>) -> c_int {
 
 fn done(body: impl FnOnce() -> Result<()>) -> c_int {
     face(|| body().map(|()| 0))
-}
-
-fn number(value: usize) -> Result<c_int> {
-    c_int::try_from(value).map_err(|_| Error::Internal("a number is too large for int".into()))
 }
 
 /// `dl_comm_init_mpi` of `dl_comm.h`.
@@ -184,25 +179,6 @@ pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
     if code == 0 { seconds } else { f64::from(code) }
 }
 
-/// Writes `words`, cut to `capacity` bytes with their NUL, to `text`; returns their length.
-///
-/// # Safety
-/// `text` has `capacity` bytes.
-unsafe fn give(words: &str, text: *mut c_char, capacity: usize) -> Result<c_int> {
-    if text.is_null() && capacity > 0 {
-        return Err(Error::Invalid("the place for the text is NULL".into()));
-    }
-    let room = words.floor_char_boundary(capacity.saturating_sub(1));
-    if capacity > 0 {
-        // SAFETY: the caller's promise; `room` is below `capacity`.
-        unsafe {
-            ptr::copy_nonoverlapping(words.as_ptr().cast(), text, room);
-            *text.add(room) = 0;
-        }
-    }
-    number(words.len())
-}
-
 /// `dl_comm_stats` of `dl_comm.h`.
 ///
 /// # Safety
@@ -273,18 +249,6 @@ pub extern "C" fn dl_comm_version() -> *const c_char {
 pub unsafe extern "C" fn dl_comm_describe(text: *mut c_char, capacity: usize) -> c_int {
     // SAFETY: the caller's promise.
     face(|| unsafe { give(&describe()?, text, capacity) })
-}
-
-/// `dl_comm_buffer_t` of `dl_comm.h`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct CBuffer {
-    src: *const c_void,
-    dst: *mut c_void,
-    length: usize,
-    dtype: c_int,
-    ndim: c_int,
-    shape: *const i64,
 }
 
 /// `dl_comm_average` of `dl_comm.h`.
@@ -388,7 +352,8 @@ pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, co
     face(|| {
         // SAFETY: the caller's promise.
         let tensors = unsafe { tensors(buffers, count) }?;
-        buffers_match(&tensors, verbose != 0).map(|equal| c_int::from(!equal))
+        // SAFETY: as above.
+        unsafe { global::buffers_match(&tensors, verbose != 0) }.map(|equal| c_int::from(!equal))
     })
 }
 
@@ -436,133 +401,6 @@ pub extern "C" fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
         Limit::Own(timeout) => global::set_timeout(team, timeout),
         Limit::Team => Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit"))),
     })
-}
-
-/// Compares hashes with those of rank 0, then the outcomes with everybody's.
-fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
-    let rank = global::topology()?.rank();
-    let hash = |tensor: &Tensor| {
-        // SAFETY: the caller promised valid memory.
-        xxh3_64(unsafe { tensor.buffer.bytes(0, tensor.buffer.len()) })
-    };
-    tensors.iter().try_for_each(|tensor| tensor.buffer.check_source())?;
-    // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
-    let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
-    let shown = &list[..list.floor_char_boundary(200)];
-    let name = format!("check_buffers_match of {shown}{}", if shown == list { "" } else { " ..." });
-    let name = if shown == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
-    let mine: Vec<u64> = tensors.iter().map(hash).collect();
-    let mut first = mine.clone();
-    let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);
-    global::wait(&name, |request| global::broadcast(0, request, || Ok(vec![Tensor::new(hashes, &[])])))?;
-    let differing: Vec<usize> = (0..mine.len()).filter(|&index| mine[index] != first[index]).collect();
-    if verbose {
-        for &index in &differing {
-            say(&format!("tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe()));
-        }
-    }
-    let mut share = [if differing.is_empty() { 0f64 } else { 1.0 }];
-    let flag = Buffer::in_place(share.as_mut_ptr().cast(), 1, DType::F64);
-    global::wait(&name, |request| {
-        global::average(global::CONTROL, request, || Ok(vec![vec![Tensor::new(flag, &[])]]))
-    })?;
-    Ok(share[0] == 0.0)
-}
-
-/// # Safety
-/// `name` is a C string or NULL.
-unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
-    if name.is_null() {
-        return Cow::Borrowed("");
-    }
-    // SAFETY: the caller's promise.
-    unsafe { CStr::from_ptr(name) }.to_string_lossy()
-}
-
-/// # Safety
-/// `data` has `count` valid entries when it is not NULL.
-unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
-    if count == 0 {
-        return Ok(&[]);
-    }
-    if data.is_null() || !data.is_aligned() {
-        return Err(Error::Invalid(format!("{what} is NULL or misaligned")));
-    }
-    // SAFETY: the caller's promise.
-    Ok(unsafe { slice::from_raw_parts(data, count) })
-}
-
-/// # Safety
-/// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
-unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
-    let mut list = Views::new();
-    // SAFETY: the caller's promise.
-    unsafe { views(buffers, count, &mut list) }?;
-    Ok(list.iter().map(|view| view.to_tensor()).collect())
-}
-
-type Views<'a> = SmallVec<[View<'a>; 4]>;
-
-/// Puts the buffers into `list`, where they stay: moving them would take a good part of a short call's time.
-///
-/// # Safety
-/// As for [`tensors`]; the shapes stay as they are while the views are used.
-unsafe fn views<'a>(buffers: *const CBuffer, count: usize, list: &mut Views<'a>) -> Result<()> {
-    // SAFETY: the caller's promise.
-    let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
-    list.reserve(count);
-    for buffer in buffers {
-        let ndim = if buffer.shape.is_null() { 0 } else { usize::try_from(buffer.ndim).unwrap_or(0) };
-        // SAFETY: the caller's promise.
-        let shape = unsafe { array(buffer.shape, ndim, "a shape") }?;
-        let dtype = DType::from_code(buffer.dtype)?;
-        list.push(View { buffer: Buffer::new(buffer.src.cast(), buffer.dst.cast(), buffer.length, dtype), shape });
-    }
-    Ok(())
-}
-
-/// # Safety
-/// The arrays have the sizes that `dl_comm_gradients` of the header tells.
-unsafe fn towers(
-    all_tensors: *mut *mut *mut c_void,
-    lengths: *mut *mut c_int,
-    dtypes: *mut *mut c_int,
-    ntensors_on_tower: *mut c_int,
-    ntowers: c_int,
-) -> Result<Vec<Vec<Tensor>>> {
-    let ntowers = usize::try_from(ntowers).ok().filter(|&ntowers| ntowers > 0);
-    let ntowers = ntowers.ok_or_else(|| Error::Invalid("ntowers is below 1".into()))?;
-    // SAFETY: the caller's promise, here and below.
-    let (counts, tensors, lengths, dtypes) = unsafe {
-        (
-            array(ntensors_on_tower, ntowers, "ntensors_on_tower")?,
-            array(all_tensors, ntowers, "all_tensors")?,
-            array(lengths, ntowers, "lengths")?,
-            array(dtypes, ntowers, "dtypes")?,
-        )
-    };
-    let mut towers = Vec::with_capacity(ntowers);
-    for tower in 0..ntowers {
-        let count = usize::try_from(counts[tower])
-            .map_err(|_| Error::Invalid(format!("ntensors_on_tower[{tower}] is negative")))?;
-        // SAFETY: as above.
-        let (tensors, lengths, dtypes) = unsafe {
-            (
-                array(tensors[tower], count, "all_tensors[i]")?,
-                array(lengths[tower], count, "lengths[i]")?,
-                array(dtypes[tower], count, "dtypes[i]")?,
-            )
-        };
-        let mut list = Vec::with_capacity(count);
-        for index in 0..count {
-            let length = usize::try_from(lengths[index])
-                .map_err(|_| Error::Invalid(format!("lengths[{tower}][{index}] is negative")))?;
-            let buffer = Buffer::in_place(tensors[index].cast(), length, DType::from_code(dtypes[index])?);
-            list.push(Tensor::new(buffer, &[]));
-        }
-        towers.push(list);
-    }
-    Ok(towers)
 }
 
 #[cfg(test)]

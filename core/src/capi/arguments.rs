@@ -1,0 +1,152 @@
+//! What C callers pass and get, in Rust and back.
+
+use std::borrow::Cow;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::{ptr, slice};
+
+use smallvec::SmallVec;
+
+use crate::buffer::{Buffer, Tensor, View};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// `dl_comm_buffer_t` of `dl_comm.h`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CBuffer {
+    src: *const c_void,
+    dst: *mut c_void,
+    length: usize,
+    dtype: c_int,
+    ndim: c_int,
+    shape: *const i64,
+}
+
+/// A number as C functions return it.
+pub(super) fn number(value: usize) -> Result<c_int> {
+    c_int::try_from(value).map_err(|_| Error::Internal("a number is too large for int".into()))
+}
+
+/// Writes `words`, cut to `capacity` bytes with their NUL, to `text`; returns their length.
+///
+/// # Safety
+/// `text` has `capacity` bytes.
+pub(super) unsafe fn give(words: &str, text: *mut c_char, capacity: usize) -> Result<c_int> {
+    if text.is_null() && capacity > 0 {
+        return Err(Error::Invalid("the place for the text is NULL".into()));
+    }
+    let room = words.floor_char_boundary(capacity.saturating_sub(1));
+    if capacity > 0 {
+        // SAFETY: the caller's promise; `room` is below `capacity`.
+        unsafe {
+            ptr::copy_nonoverlapping(words.as_ptr().cast(), text, room);
+            *text.add(room) = 0;
+        }
+    }
+    number(words.len())
+}
+
+/// A C string; empty for NULL.
+///
+/// # Safety
+/// `name` is a C string or NULL.
+pub(super) unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
+    if name.is_null() {
+        return Cow::Borrowed("");
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(name) }.to_string_lossy()
+}
+
+/// The array at `data`; `what` it is, for the error.
+///
+/// # Safety
+/// `data` has `count` valid entries when it is not NULL.
+unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    if data.is_null() || !data.is_aligned() {
+        return Err(Error::Invalid(format!("{what} is NULL or misaligned")));
+    }
+    // SAFETY: the caller's promise.
+    Ok(unsafe { slice::from_raw_parts(data, count) })
+}
+
+/// The tensors of an array of buffers.
+///
+/// # Safety
+/// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
+pub(super) unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
+    let mut list = Views::new();
+    // SAFETY: the caller's promise.
+    unsafe { views(buffers, count, &mut list) }?;
+    Ok(list.iter().map(|view| view.to_tensor()).collect())
+}
+
+/// A list of tensors, made where it is used.
+pub(super) type Views<'a> = SmallVec<[View<'a>; 4]>;
+
+/// Puts the buffers into `list`, where they stay: moving them would take a good part of a short call's time.
+///
+/// # Safety
+/// As for [`tensors`]; the shapes stay as they are while the views are used.
+pub(super) unsafe fn views<'a>(buffers: *const CBuffer, count: usize, list: &mut Views<'a>) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
+    list.reserve(count);
+    for buffer in buffers {
+        let ndim = if buffer.shape.is_null() { 0 } else { usize::try_from(buffer.ndim).unwrap_or(0) };
+        // SAFETY: the caller's promise.
+        let shape = unsafe { array(buffer.shape, ndim, "a shape") }?;
+        let dtype = DType::from_code(buffer.dtype)?;
+        list.push(View { buffer: Buffer::new(buffer.src.cast(), buffer.dst.cast(), buffer.length, dtype), shape });
+    }
+    Ok(())
+}
+
+/// The towers of the plugin's lists.
+///
+/// # Safety
+/// The arrays have the sizes that `dl_comm_gradients` of the header tells.
+pub(super) unsafe fn towers(
+    all_tensors: *mut *mut *mut c_void,
+    lengths: *mut *mut c_int,
+    dtypes: *mut *mut c_int,
+    ntensors_on_tower: *mut c_int,
+    ntowers: c_int,
+) -> Result<Vec<Vec<Tensor>>> {
+    let ntowers = usize::try_from(ntowers).ok().filter(|&ntowers| ntowers > 0);
+    let ntowers = ntowers.ok_or_else(|| Error::Invalid("ntowers is below 1".into()))?;
+    // SAFETY: the caller's promise, here and below.
+    let (counts, tensors, lengths, dtypes) = unsafe {
+        (
+            array(ntensors_on_tower, ntowers, "ntensors_on_tower")?,
+            array(all_tensors, ntowers, "all_tensors")?,
+            array(lengths, ntowers, "lengths")?,
+            array(dtypes, ntowers, "dtypes")?,
+        )
+    };
+    let mut towers = Vec::with_capacity(ntowers);
+    for tower in 0..ntowers {
+        let count = usize::try_from(counts[tower])
+            .map_err(|_| Error::Invalid(format!("ntensors_on_tower[{tower}] is negative")))?;
+        // SAFETY: as above.
+        let (tensors, lengths, dtypes) = unsafe {
+            (
+                array(tensors[tower], count, "all_tensors[i]")?,
+                array(lengths[tower], count, "lengths[i]")?,
+                array(dtypes[tower], count, "dtypes[i]")?,
+            )
+        };
+        let mut list = Vec::with_capacity(count);
+        for index in 0..count {
+            let length = usize::try_from(lengths[index])
+                .map_err(|_| Error::Invalid(format!("lengths[{tower}][{index}] is negative")))?;
+            let buffer = Buffer::in_place(tensors[index].cast(), length, DType::from_code(dtypes[index])?);
+            list.push(Tensor::new(buffer, &[]));
+        }
+        towers.push(list);
+    }
+    Ok(towers)
+}

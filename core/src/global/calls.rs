@@ -1,0 +1,94 @@
+//! The calls that faces make on teams, by their numbers.
+
+use std::sync::Arc;
+
+use super::teams::{CONTROL, carries, team};
+use crate::buffer::{Tensor, View};
+use crate::collective::Op;
+use crate::error::{Error, Result, guard};
+use crate::team::{self, Limit, Parcel, Request, Stage};
+
+fn submit(op: Op, id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    // The memory's validity is what the faces ask of their callers.
+    match guard(|| Ok((team(id)?, towers()?))) {
+        // SAFETY: see the faces' contracts: dl_comm.h, completion.h.
+        Ok((team, towers)) if op == Op::Average && id != CONTROL => unsafe { team.gradients(towers, request) },
+        // SAFETY: as above.
+        Ok((team, towers)) => unsafe { team.submit(op, towers, request) },
+        Err(error) => request.refuse(error),
+    }
+}
+
+/// Starts the average of several replicas of a list of tensors on team `id`, by the team's schedule. The lists are made by
+/// `towers`, whose errors reach `request` too.
+pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    submit(Op::Average, id, request, towers);
+}
+
+/// Averages one list in place as [`average_and_wait`] does, the short way if there is one.
+///
+/// # Errors
+/// The outcome.
+///
+/// # Safety
+/// The memory of `views` is valid, and nobody else uses it meanwhile.
+pub unsafe fn average_list(id: i32, name: &str, limit: Limit, views: &[View<'_>]) -> Result<()> {
+    // SAFETY: the caller's promise.
+    if let Some(result) = unsafe { team(id)?.average_shortly(name, views, limit) } {
+        return result;
+    }
+    // SAFETY: as above.
+    unsafe { average_and_wait(id, name, limit, vec![views.iter().map(|view| view.to_tensor()).collect()]) }
+}
+
+/// Averages `towers` in place by the schedule of team `id`, and waits. Where the schedule lets calls return before their
+/// average has ended, the tensors are copied.
+///
+/// # Errors
+/// The outcome.
+///
+/// # Safety
+/// The memory of `towers` is valid, and nobody else uses it meanwhile.
+pub unsafe fn average_and_wait(id: i32, name: &str, limit: Limit, towers: Vec<Vec<Tensor>>) -> Result<()> {
+    if id == CONTROL || !carries(id, 0)? {
+        return wait(name, |request| average(id, request.within(limit), || Ok(towers)));
+    }
+    // SAFETY: the caller's promise.
+    let (stage, copies) = unsafe { Stage::of(&towers, team(id)?.pool()) }?;
+    let mine = Arc::clone(&stage);
+    let result = outcome(name, |request| average(id, request.within(limit).keeping(mine), || Ok(copies)))?;
+    let result = result.map_or(Ok(stage), Stage::from_parcel)?;
+    // SAFETY: the caller's promise; a result is nobody else's any more.
+    unsafe { result.copy_to(&towers) };
+    Ok(())
+}
+
+/// Starts the broadcast of a list of tensors from rank `root`.
+pub fn broadcast(root: i32, request: Request, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
+    broadcast_towers(root, request, || Ok(vec![tensors()?]));
+}
+
+/// Starts the broadcast of the root's first tower to all towers of all ranks.
+pub fn broadcast_towers(root: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    match usize::try_from(root) {
+        Ok(root) => submit(Op::Broadcast { root }, CONTROL, request, towers),
+        Err(_) => request.refuse(Error::Invalid(format!("root {root} is not a rank"))),
+    }
+}
+
+/// Starts a barrier.
+pub fn barrier(request: Request) {
+    submit(Op::Barrier, CONTROL, request, || Ok(Vec::new()));
+}
+
+/// Runs `start` with a request and waits for its outcome.
+///
+/// # Errors
+/// The outcome.
+pub fn wait(name: &str, start: impl FnOnce(Request)) -> Result<()> {
+    outcome(name, start).map(drop)
+}
+
+fn outcome(name: &str, start: impl FnOnce(Request)) -> Result<Option<Arc<dyn Parcel>>> {
+    team::outcome(|done| start(Request::new(done).named(name, "").blocking(true)))
+}

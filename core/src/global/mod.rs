@@ -1,0 +1,245 @@
+//! The process-wide state behind the faces: MPI, the teams, and the rules of init, finalize and fork.
+//!
+//! Thread rule: everything in here may be called from any thread. Collective functions that make teams run one at a time.
+
+mod calls;
+mod compare;
+mod memory;
+mod teams;
+mod tell;
+
+pub use calls::{average, average_and_wait, average_list, barrier, broadcast, broadcast_towers, wait};
+pub use compare::buffers_match;
+pub use memory::{alloc, free};
+pub use teams::{
+    CONTROL, MAX_TEAMS, add_waited, carries, config_team, create_team, discard, ensure_team, nteams, release,
+    set_timeout, waited,
+};
+pub use tell::{Overview, dump, overview, start_timeline, stats, stop_timeline};
+
+use std::collections::BTreeMap;
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use teams::make_team;
+
+use crate::config::Config;
+use crate::dump::{Dumper, OnSignal};
+use crate::error::{Error, Result};
+use crate::fork;
+use crate::say::say;
+use crate::team::{Team, report_waited};
+use crate::timeline;
+use crate::topology::Topology;
+use crate::transport::Network;
+use crate::transport::mpi::{RankPlace, World};
+
+/// What there is while dl_comm is up.
+struct Session {
+    world: Arc<Mutex<World>>,
+    topology: Arc<Topology>,
+    places: Arc<[RankPlace]>,
+    network: Option<Network>,
+    config: Config,
+    teams: BTreeMap<i32, Arc<Team>>,
+    dumper: Arc<Dumper>,
+    /// For what it does as long as it is there.
+    _on_signal: OnSignal,
+}
+
+enum State {
+    Fresh,
+    Started(Box<Session>),
+    /// The ranks stay known.
+    Finalized(Arc<Topology>),
+}
+
+static STATE: RwLock<State> = RwLock::new(State::Fresh);
+
+/// The process that started dl_comm; 0 before.
+static OWNER: AtomicU32 = AtomicU32::new(0);
+
+/// A number that differs between two cores in one process: the address of this one's state.
+pub fn core_id() -> usize {
+    (&raw const STATE).addr()
+}
+
+fn check_fork() -> Result<()> {
+    if fork::is_child() {
+        let owner = OWNER.load(Ordering::Relaxed);
+        return Err(Error::State(format!(
+            "this process was forked from process {owner}, which uses dl_comm; a forked child cannot (start it afresh, \
+             for instance with the 'spawn' method)"
+        )));
+    }
+    Ok(())
+}
+
+fn not_started() -> Error {
+    Error::State("dl_comm is not initialised; call init() first".into())
+}
+
+fn finalized() -> Error {
+    Error::State("dl_comm was finalised and cannot be used again in this process".into())
+}
+
+fn read<T>(view: impl FnOnce(&State) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    view(&STATE.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// What `view` makes of the session, if there is one.
+fn started<T>(view: impl FnOnce(&Session) -> Result<T>) -> Result<T> {
+    read(|state| match state {
+        State::Started(session) => view(session),
+        State::Fresh => Err(not_started()),
+        State::Finalized(_) => Err(finalized()),
+    })
+}
+
+fn write<T>(change: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Brings MPI up, or adopts it. Nothing happens when that was done. Collective.
+///
+/// # Errors
+/// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
+pub fn init_mpi() -> Result<()> {
+    write(|state| match state {
+        State::Started(_) => Ok(()),
+        State::Finalized(_) => Err(finalized()),
+        State::Fresh => {
+            let config = Config::from_env()?;
+            let world = World::start(&config)?;
+            if config.timeout.is_none() && world.topology().rank() == 0 {
+                say("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
+            }
+            OWNER.store(process::id(), Ordering::Relaxed);
+            fork::watch();
+            let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let network = world.network();
+            memory::keep(world.arenas());
+            let rank = topology.rank();
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
+            let ready = || {
+                if !config.timeline.is_empty() {
+                    timeline::start(&config.timeline, rank, &places[rank].title(rank))?;
+                }
+                OnSignal::start(Arc::clone(&dumper))
+            };
+            // The other ranks do not know of it: they would be waited for until the deadline.
+            let _on_signal = ready().inspect_err(|_| world.leave())?;
+            let world = Arc::new(Mutex::new(world));
+            let teams = BTreeMap::new();
+            let session = Session { world, topology, places, network, config, teams, dumper, _on_signal };
+            *state = State::Started(Box::new(session));
+            Ok(())
+        }
+    })
+}
+
+/// Brings up everything that the collectives need. Nothing happens when that was done. Collective.
+///
+/// # Errors
+/// Those of [`init_mpi`] and of the making of a team.
+pub fn init() -> Result<()> {
+    init_mpi()?;
+    if is_initialized() {
+        return Ok(());
+    }
+    let config = config()?;
+    make_team(CONTROL, config.default_nthreads, config.default_prec_level)
+}
+
+/// Whether [`init`] has succeeded and [`finalize`] was not called.
+pub fn is_initialized() -> bool {
+    started(|session| Ok(session.teams.contains_key(&CONTROL))).unwrap_or(false)
+}
+
+/// The settings of this process.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`] and after [`finalize`].
+pub fn config() -> Result<Config> {
+    started(|session| Ok(session.config.clone()))
+}
+
+/// Where the ranks are. Known after [`finalize`] too.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`].
+pub fn topology() -> Result<Arc<Topology>> {
+    read(|state| match state {
+        State::Started(session) => Ok(Arc::clone(&session.topology)),
+        State::Finalized(topology) => Ok(Arc::clone(topology)),
+        State::Fresh => Err(not_started()),
+    })
+}
+
+/// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.
+///
+/// A team that failed has told its callers; after that this still ends everything, but leaves MPI as it is, since the other
+/// ranks may never come to its end.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn finalize() -> Result<()> {
+    end(None)
+}
+
+/// Ends the use of dl_comm after a failure elsewhere in the program: the ranks of this host hear of it, and MPI is left as
+/// it is, so that the launcher ends the job. Not collective.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn abandon(why: &str) -> Result<()> {
+    end(Some(Error::PeerLost(format!("{why} on {}", process_name()))))
+}
+
+fn process_name() -> String {
+    let rank = topology().map_or(0, |topology| topology.rank());
+    format!("rank {rank} (pid {})", process::id())
+}
+
+/// The plugin's line about the waited time, and a word about means that no call has returned.
+fn report(teams: &BTreeMap<i32, Arc<Team>>, rank: usize) {
+    let scheduled = teams.iter().filter(|(id, _)| **id != CONTROL);
+    report_waited(scheduled.clone().map(|(_, team)| team), rank);
+    for (id, team) in scheduled {
+        if team.left_behind() > 0 && team.waited().0.speaks(rank) {
+            say(&format!(
+                "finalize() came before the last of team {id}'s max_steps calls: the mean of its last call was not returned"
+            ));
+        }
+    }
+}
+
+fn end(reason: Option<Error>) -> Result<()> {
+    check_fork()?;
+    let ended = {
+        let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
+        let State::Started(session) = &*state else { return Ok(()) };
+        let next = State::Finalized(Arc::clone(&session.topology));
+        std::mem::replace(&mut *state, next)
+    };
+    let State::Started(session) = ended else { return Ok(()) };
+    let Session { world, teams, topology, .. } = *session;
+    if let Some(error) = &reason {
+        teams.values().for_each(|team| team.fail(error));
+    }
+    teams.values().for_each(|team| team.stop());
+    timeline::stop();
+    report(&teams, topology.rank());
+    let failed = teams.values().any(|team| team.failure().is_some());
+    if failed || reason.is_some() {
+        // A job that lost a rank would wait for it in MPI_Finalize for ever.
+        world.lock().unwrap_or_else(PoisonError::into_inner).leave();
+    }
+    // The teams' communicators go before MPI.
+    drop(teams);
+    drop(world);
+    Ok(())
+}
