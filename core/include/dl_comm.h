@@ -138,10 +138,10 @@ int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int
  * every rank that differs from rank 0 prints which tensor does. Collective. */
 int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, int verbose);
 
-/* Memory of `bytes` zero bytes, at a multiple of 4096, that all ranks of the host see in each other: an average in
- * place of tensors that lie there, on all ranks, copies nothing on a job of one host. As good as other memory
- * everywhere else. Its address is put into `memory`, NULL on error. dl_comm_free gives it back, after dl_comm_finalize
- * too; NULL is nothing. Not collective. */
+/* Memory of `bytes` zero bytes, at a multiple of 64 (of 4096 where they are more than 2048, of 2 MiB where they are as
+ * many), that all ranks of the host see in each other: an average in place of tensors that lie there, on all ranks,
+ * copies nothing on a job of one host. As good as other memory everywhere else. Its address is put into `memory`, NULL
+ * on error. dl_comm_free gives it back, after dl_comm_finalize too; NULL is nothing. Not collective. */
 int dl_comm_alloc(size_t bytes, void** memory);
 int dl_comm_free(void* memory);
 

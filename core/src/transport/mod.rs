@@ -15,6 +15,7 @@ pub mod patience;
 pub mod private;
 pub mod process;
 pub mod shm;
+mod space;
 #[cfg_attr(loom, path = "model.rs")]
 pub mod sync;
 pub mod threads;

@@ -1,0 +1,199 @@
+//! Which parts of an arena are in use. Pure.
+//!
+//! Ranges of whole pages are given out first fit. Small pieces share a range, a *slab* of pieces of one length: thousands of
+//! small tensors need not take a page each, nor all begin in the same sets of a cache.
+//! Thread rule: plain data.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+use crate::plan::ALIGN;
+
+/// Ranges start at a multiple of this, and are as long as one.
+const PAGE: usize = 4096;
+/// The size of a huge page, at a multiple of which longer ranges start.
+const HUGE: usize = 2 << 20;
+/// The longest piece that shares a range with others.
+pub(super) const SMALL: usize = PAGE / 2;
+/// The length of a range of pieces.
+pub(super) const SLAB: usize = 16 * PAGE;
+
+/// What is in use at some place, and its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Held {
+    /// A range of pages.
+    Pages(usize),
+    /// A piece of a slab.
+    Piece(usize),
+}
+
+/// Pieces of one length.
+struct Slab {
+    piece: usize,
+    in_use: Vec<bool>,
+}
+
+/// An arena's bytes, numbered from 0.
+pub(super) struct Space {
+    /// Ranges that nobody has, by start: the end. No two touch.
+    free: BTreeMap<usize, usize>,
+    /// Ranges in use, by start: the length.
+    used: BTreeMap<usize, usize>,
+    /// Those of the ranges that are cut into pieces.
+    slabs: BTreeMap<usize, Slab>,
+    /// Pieces that nobody has, by length.
+    spare: HashMap<usize, Vec<usize>>,
+}
+
+impl Space {
+    pub fn new(len: usize) -> Space {
+        let free = if len == 0 { BTreeMap::new() } else { BTreeMap::from([(0, len)]) };
+        Space { free, used: BTreeMap::new(), slabs: BTreeMap::new(), spare: HashMap::new() }
+    }
+
+    /// A range for `len` bytes, if there is one.
+    pub fn take(&mut self, len: usize) -> Option<Range<usize>> {
+        let align = if len >= HUGE { HUGE } else { PAGE };
+        let len = len.max(1).checked_next_multiple_of(PAGE)?;
+        let fits = |(&from, &to): (&usize, &usize)| {
+            let start = from.checked_next_multiple_of(align)?;
+            let end = start.checked_add(len).filter(|&end| end <= to)?;
+            Some((from..to, start..end))
+        };
+        let (hole, range) = self.free.iter().find_map(fits)?;
+        self.free.remove(&hole.start);
+        for rest in [hole.start..range.start, range.end..hole.end] {
+            if !rest.is_empty() {
+                self.free.insert(rest.start, rest.end);
+            }
+        }
+        self.used.insert(range.start, len);
+        Some(range)
+    }
+
+    /// A spare piece of a slab for `len` bytes, up to [`SMALL`].
+    pub fn piece(&mut self, len: usize) -> Option<usize> {
+        let at = self.spare.get_mut(&rounded(len))?.pop()?;
+        if let Some((&start, slab)) = self.slabs.range_mut(..=at).next_back() {
+            slab.in_use[(at - start) / slab.piece] = true;
+        }
+        Some(at)
+    }
+
+    /// Cuts a range of [`SLAB`] bytes that was taken into pieces for `len` bytes; returns the first of them, in use.
+    pub fn cut(&mut self, start: usize, len: usize) -> usize {
+        let piece = rounded(len);
+        let count = SLAB / piece;
+        let mut in_use = vec![false; count];
+        in_use[0] = true;
+        self.slabs.insert(start, Slab { piece, in_use });
+        let spare = self.spare.entry(piece).or_default();
+        spare.extend((1..count).rev().map(|index| start + index * piece));
+        start
+    }
+
+    /// What is in use from `at` on.
+    pub fn find(&self, at: usize) -> Option<Held> {
+        match self.slabs.range(..=at).next_back() {
+            Some((&start, slab)) if at < start + SLAB => {
+                let whole = (at - start).is_multiple_of(slab.piece);
+                let in_use = slab.in_use.get((at - start) / slab.piece).copied().unwrap_or(false);
+                (whole && in_use).then_some(Held::Piece(slab.piece))
+            }
+            _ => self.used.get(&at).copied().map(Held::Pages),
+        }
+    }
+
+    /// Takes back what [`Space::find`] finds from `at` on; nothing else.
+    pub fn give(&mut self, at: usize) {
+        match self.find(at) {
+            None => {}
+            Some(Held::Piece(piece)) => {
+                if let Some((&start, slab)) = self.slabs.range_mut(..=at).next_back() {
+                    slab.in_use[(at - start) / piece] = false;
+                }
+                self.spare.entry(piece).or_default().push(at);
+            }
+            Some(Held::Pages(len)) => {
+                self.used.remove(&at);
+                let (mut start, mut end) = (at, at + len);
+                if let Some(after) = self.free.remove(&end) {
+                    end = after;
+                }
+                if let Some((&before, &to)) = self.free.range(..at).next_back()
+                    && to == at
+                {
+                    self.free.remove(&before);
+                    start = before;
+                }
+                self.free.insert(start, end);
+            }
+        }
+    }
+}
+
+/// The length of the pieces for `len` bytes.
+fn rounded(len: usize) -> usize {
+    len.max(1).next_multiple_of(ALIGN)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LEN: usize = 64 * HUGE;
+
+    fn alloc(space: &mut Space, len: usize) -> Option<Range<usize>> {
+        if len > SMALL {
+            return space.take(len);
+        }
+        let start = space.piece(len).or_else(|| {
+            let slab = space.take(SLAB)?.start;
+            Some(space.cut(slab, len))
+        })?;
+        Some(start..start + len)
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_in_use_never_meets(
+            steps in prop::collection::vec((prop_oneof![1usize..2 * SMALL, 1usize..5 * HUGE], 0usize..8), 1..200),
+        ) {
+            let mut space = Space::new(LEN);
+            let mut held: Vec<Range<usize>> = Vec::new();
+            for (len, free) in steps {
+                if let Some(range) = alloc(&mut space, len) {
+                    prop_assert!(range.len() >= len && range.end <= LEN && range.start.is_multiple_of(ALIGN));
+                    prop_assert!(len <= SMALL || range.start.is_multiple_of(PAGE));
+                    prop_assert!(len < HUGE || range.start.is_multiple_of(HUGE));
+                    prop_assert!(held.iter().all(|other| range.end <= other.start || other.end <= range.start));
+                    held.push(range);
+                }
+                if free < held.len() {
+                    let range = held.swap_remove(free);
+                    prop_assert!(space.find(range.start + 1).is_none());
+                    space.give(range.start);
+                    prop_assert!(space.find(range.start).is_none());
+                }
+            }
+            held.iter().for_each(|range| space.give(range.start));
+            // What is left are slabs: between them everything is in one piece again.
+            let free: usize = space.free.iter().map(|(start, end)| end - start).sum();
+            prop_assert_eq!(free, LEN - space.slabs.len() * SLAB);
+            let ends: Vec<usize> = space.free.values().copied().collect();
+            prop_assert!(space.free.keys().all(|start| !ends.contains(start)));
+        }
+    }
+
+    #[test]
+    fn small_pieces_share_pages() {
+        let mut space = Space::new(LEN);
+        let places: Vec<usize> = (0..100_000).map(|_| alloc(&mut space, 40).unwrap().start).collect();
+        assert!(places.iter().all(|place| place.is_multiple_of(ALIGN)));
+        assert_eq!(space.used.len(), (100_000 * ALIGN).div_ceil(SLAB));
+        places.iter().for_each(|&place| space.give(place));
+        assert_eq!(alloc(&mut space, 64).unwrap().start, *places.last().unwrap());
+    }
+}
