@@ -83,6 +83,11 @@ impl Channel {
         Channel { cluster, ..self }
     }
 
+    /// Lets go of the way to the other hosts; the channel carries no more calls.
+    pub(crate) fn leave_hosts(&mut self) {
+        self.cluster = None;
+    }
+
     /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
     /// and with nothing written, when they did not.
     ///

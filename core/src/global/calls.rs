@@ -1,12 +1,15 @@
 //! The calls that faces make on teams, by their numbers.
 
+use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::check_fork;
 use super::teams::{CONTROL, carries, team};
 use crate::buffer::{Tensor, View};
 use crate::collective::Op;
 use crate::error::{Error, Result, guard};
-use crate::team::{self, Limit, Parcel, Request, Stage};
+use crate::team::{self, Limit, Parcel, Request, Stage, Team};
 
 fn submit(op: Op, id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
     // The memory's validity is what the faces ask of their callers.
@@ -25,6 +28,42 @@ pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Ve
     submit(Op::Average, id, request, towers);
 }
 
+/// Counts sessions that have ended, from which no thread uses a team any more.
+static ENDED: AtomicU64 = AtomicU64::new(0);
+
+/// The team that a thread has called last.
+struct Last {
+    ended: u64,
+    id: i32,
+    team: Arc<Team>,
+}
+
+thread_local! {
+    static LAST: Cell<Option<Last>> = const { Cell::new(None) };
+}
+
+/// The session has ended: its teams are found no more.
+pub(super) fn forget_teams() {
+    ENDED.fetch_add(1, Ordering::AcqRel);
+}
+
+/// Calls `body` with team `id`, which a thread that has called it before finds without a lock: that and the counting of
+/// references were a sixth of a short call.
+fn with_team<T>(id: i32, body: impl FnOnce(&Team) -> T) -> Result<T> {
+    check_fork()?;
+    let ended = ENDED.load(Ordering::Acquire);
+    // A call of this thread within the call finds nothing here.
+    let last = LAST.try_with(Cell::take).ok().flatten().filter(|last| last.id == id && last.ended == ended);
+    let last = match last {
+        Some(last) => last,
+        None => Last { ended, id, team: team(id)? },
+    };
+    let result = body(&last.team);
+    // A thread that is ending has no place for it any more.
+    let _kept = LAST.try_with(|place| place.set(Some(last)));
+    Ok(result)
+}
+
 /// Averages one list in place as [`average_and_wait`] does, the short way if there is one.
 ///
 /// # Errors
@@ -34,7 +73,7 @@ pub fn average(id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Ve
 /// The memory of `views` is valid, and nobody else uses it meanwhile.
 pub unsafe fn average_list(id: i32, name: &str, limit: Limit, views: &[View<'_>]) -> Result<()> {
     // SAFETY: the caller's promise.
-    if let Some(result) = unsafe { team(id)?.average_shortly(name, views, limit) } {
+    if let Some(result) = with_team(id, |team| unsafe { team.average_shortly(name, views, limit) })? {
         return result;
     }
     // SAFETY: as above.

@@ -238,7 +238,9 @@ fn end(reason: Option<Error>) -> Result<()> {
         // A job that lost a rank would wait for it in MPI_Finalize for ever.
         world.lock().unwrap_or_else(PoisonError::into_inner).leave();
     }
-    // The teams' communicators go before MPI.
+    // The teams' communicators go before MPI, the teams themselves when no thread remembers them any more.
+    calls::forget_teams();
+    teams.values().for_each(|team| team.let_go());
     drop(teams);
     drop(world);
     Ok(())

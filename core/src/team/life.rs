@@ -113,6 +113,11 @@ impl Team {
         }
         self.shared.node.leave();
     }
+
+    /// Lets go of what leads to other hosts, after [`Team::stop`].
+    pub fn let_go(&self) {
+        self.seat.let_go();
+    }
 }
 
 /// Starts a thread whose name fits the 15 characters that Linux keeps.

@@ -184,6 +184,11 @@ impl Seat {
         }
     }
 
+    /// Lets go of channel 0's way to other hosts; the helpers' have gone with their threads.
+    pub fn let_go(&self) {
+        self.lock().worker.channel.leave_hosts();
+    }
+
     fn lock(&self) -> MutexGuard<'_, Lead> {
         self.lead.lock().unwrap_or_else(PoisonError::into_inner)
     }
