@@ -117,13 +117,8 @@ impl Plan {
         start..(start + self.chunk).min(self.total)
     }
 
-    /// The number of tensors that have elements.
-    pub fn placed(&self) -> usize {
-        self.tensors.len()
-    }
-
     /// The tensors that have elements, in the order in which they are laid out.
-    pub fn tensors(&self) -> impl Iterator<Item = usize> {
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = usize> {
         self.tensors.iter().map(|placed| placed.tensor)
     }
 

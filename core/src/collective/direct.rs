@@ -16,7 +16,7 @@ pub(super) fn is_possible(job: &Job, shared: &dyn Shared) -> bool {
     let visible = |bytes: Range<usize>| bytes.is_empty() || shared.locate(bytes).is_some();
     job.op == Op::Average
         && !job.is_wide()
-        && job.plan.placed() * size_of::<u64>() <= job.slot()
+        && job.plan.tensors().len() * size_of::<u64>() <= job.slot()
         && job.tensors(0).iter().all(|tensor| {
             let (read, written) = tensor.buffer.spans();
             read == written && visible(written)

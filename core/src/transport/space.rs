@@ -27,20 +27,12 @@ pub(super) enum Held {
     Piece(usize),
 }
 
-/// Pieces of one length.
-struct Slab {
-    piece: usize,
-    in_use: Vec<bool>,
-}
-
 /// An arena's bytes, numbered from 0.
 pub(super) struct Space {
     /// Ranges that nobody has, by start: the end. No two touch.
     free: BTreeMap<usize, usize>,
-    /// Ranges in use, by start: the length.
-    used: BTreeMap<usize, usize>,
-    /// Those of the ranges that are cut into pieces.
-    slabs: BTreeMap<usize, Slab>,
+    /// What is in use, by start. A slab is not, its pieces are.
+    used: HashMap<usize, Held>,
     /// Pieces that nobody has, by length.
     spare: HashMap<usize, Vec<usize>>,
 }
@@ -48,7 +40,7 @@ pub(super) struct Space {
 impl Space {
     pub fn new(len: usize) -> Space {
         let free = if len == 0 { BTreeMap::new() } else { BTreeMap::from([(0, len)]) };
-        Space { free, used: BTreeMap::new(), slabs: BTreeMap::new(), spare: HashMap::new() }
+        Space { free, used: HashMap::new(), spare: HashMap::new() }
     }
 
     /// A range for `len` bytes, if there is one.
@@ -67,55 +59,38 @@ impl Space {
                 self.free.insert(rest.start, rest.end);
             }
         }
-        self.used.insert(range.start, len);
+        self.used.insert(range.start, Held::Pages(len));
         Some(range)
     }
 
     /// A spare piece of a slab for `len` bytes, up to [`SMALL`].
     pub fn piece(&mut self, len: usize) -> Option<usize> {
-        let at = self.spare.get_mut(&rounded(len))?.pop()?;
-        if let Some((&start, slab)) = self.slabs.range_mut(..=at).next_back() {
-            slab.in_use[(at - start) / slab.piece] = true;
-        }
+        let piece = rounded(len);
+        let at = self.spare.get_mut(&piece)?.pop()?;
+        self.used.insert(at, Held::Piece(piece));
         Some(at)
     }
 
     /// Cuts a range of [`SLAB`] bytes that was taken into pieces for `len` bytes; returns the first of them, in use.
     pub fn cut(&mut self, start: usize, len: usize) -> usize {
         let piece = rounded(len);
-        let count = SLAB / piece;
-        let mut in_use = vec![false; count];
-        in_use[0] = true;
-        self.slabs.insert(start, Slab { piece, in_use });
         let spare = self.spare.entry(piece).or_default();
-        spare.extend((1..count).rev().map(|index| start + index * piece));
+        spare.extend((1..SLAB / piece).rev().map(|index| start + index * piece));
+        self.used.insert(start, Held::Piece(piece));
         start
     }
 
     /// What is in use from `at` on.
     pub fn find(&self, at: usize) -> Option<Held> {
-        match self.slabs.range(..=at).next_back() {
-            Some((&start, slab)) if at < start + SLAB => {
-                let whole = (at - start).is_multiple_of(slab.piece);
-                let in_use = slab.in_use.get((at - start) / slab.piece).copied().unwrap_or(false);
-                (whole && in_use).then_some(Held::Piece(slab.piece))
-            }
-            _ => self.used.get(&at).copied().map(Held::Pages),
-        }
+        self.used.get(&at).copied()
     }
 
     /// Takes back what [`Space::find`] finds from `at` on; nothing else.
     pub fn give(&mut self, at: usize) {
-        match self.find(at) {
+        match self.used.remove(&at) {
             None => {}
-            Some(Held::Piece(piece)) => {
-                if let Some((&start, slab)) = self.slabs.range_mut(..=at).next_back() {
-                    slab.in_use[(at - start) / piece] = false;
-                }
-                self.spare.entry(piece).or_default().push(at);
-            }
+            Some(Held::Piece(piece)) => self.spare.entry(piece).or_default().push(at),
             Some(Held::Pages(len)) => {
-                self.used.remove(&at);
                 let (mut start, mut end) = (at, at + len);
                 if let Some(after) = self.free.remove(&end) {
                     end = after;
@@ -156,6 +131,11 @@ mod tests {
         Some(start..start + len)
     }
 
+    /// The bytes of ranges that were cut into pieces, none of which is in use.
+    fn cut(space: &Space) -> usize {
+        space.spare.iter().map(|(piece, spare)| spare.len() / (SLAB / piece) * SLAB).sum()
+    }
+
     proptest! {
         #[test]
         fn what_is_in_use_never_meets(
@@ -181,7 +161,7 @@ mod tests {
             held.iter().for_each(|range| space.give(range.start));
             // What is left are slabs: between them everything is in one piece again.
             let free: usize = space.free.iter().map(|(start, end)| end - start).sum();
-            prop_assert_eq!(free, LEN - space.slabs.len() * SLAB);
+            prop_assert_eq!(free, LEN - cut(&space));
             let ends: Vec<usize> = space.free.values().copied().collect();
             prop_assert!(space.free.keys().all(|start| !ends.contains(start)));
         }
@@ -192,8 +172,8 @@ mod tests {
         let mut space = Space::new(LEN);
         let places: Vec<usize> = (0..100_000).map(|_| alloc(&mut space, 40).unwrap().start).collect();
         assert!(places.iter().all(|place| place.is_multiple_of(ALIGN)));
-        assert_eq!(space.used.len(), (100_000 * ALIGN).div_ceil(SLAB));
         places.iter().for_each(|&place| space.give(place));
+        assert_eq!(cut(&space), (100_000 * ALIGN).next_multiple_of(SLAB));
         assert_eq!(alloc(&mut space, 64).unwrap().start, *places.last().unwrap());
     }
 }
