@@ -7,6 +7,7 @@ pub mod alert;
 pub mod arena;
 pub mod flag;
 pub mod hosts;
+mod layout;
 pub mod memory;
 pub mod mpi;
 pub mod network;

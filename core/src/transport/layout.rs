@@ -1,0 +1,154 @@
+//! Where things lie in the memory of a [`super::node`]: the host's failure, the ranks' flags and notes, the slots.
+//!
+//! Thread rule: plain places; what is at them are atomics, and slots of which [`super::node`] says whose they are.
+
+use super::flag::Flag;
+use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
+
+/// The longest text of a failure that travels to the other ranks.
+pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
+
+/// Memory that lives as long as the region, whatever provides it.
+pub trait Memory: Send + Sync {
+    /// The first byte, at a multiple of 64.
+    fn base(&self) -> *mut u8;
+    /// The number of bytes.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Memory for super::memory::Aligned {
+    fn base(&self) -> *mut u8 {
+        self.as_ptr()
+    }
+    fn len(&self) -> usize {
+        self.len()
+    }
+}
+
+/// Where things lie in a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Ranks of the host.
+    pub ranks: usize,
+    /// Channels: threads of the team.
+    pub channels: usize,
+    /// Bytes of a slot, a multiple of [`ALIGN`].
+    pub slot: usize,
+}
+
+impl Geometry {
+    /// The bytes of the whole region.
+    pub fn bytes(self) -> usize {
+        self.slots_at() + self.channels * self.ranks * 2 * self.slot
+    }
+
+    pub(super) fn control_at(self, channel: usize, rank: usize) -> usize {
+        size_of::<Failure>() + (channel * self.ranks + rank) * size_of::<Control>()
+    }
+
+    pub(super) fn slots_at(self) -> usize {
+        self.control_at(self.channels, 0).next_multiple_of(4096)
+    }
+
+    pub(super) fn slot_at(self, channel: usize, rank: usize, parity: usize) -> usize {
+        self.slots_at() + ((channel * self.ranks + rank) * 2 + parity) * self.slot
+    }
+}
+
+/// One rank's flags in one channel, each on a cache line of its own with what is said along with it: who waits for the flag
+/// gets both at once, and disturbs nobody else.
+#[repr(C)]
+#[derive(Default)]
+pub(super) struct Control {
+    pub packed: Line<[Note; 2]>,
+    /// Whether the lane's driver found all ranks agreed, by step parity.
+    pub reduced: Line<[AtomicU32; 2]>,
+    /// Whether the rank will make no further steps.
+    pub unpacked: Line<AtomicU32>,
+}
+
+/// A flag, and what its owner writes down right before it raises it.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(super) struct Line<T> {
+    pub flag: Flag,
+    pub says: T,
+}
+
+impl Control {
+    pub fn flags(&self) -> [&Flag; 3] {
+        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag]
+    }
+}
+
+/// What a rank says with `Packed`, by step parity.
+#[repr(C)]
+#[derive(Default)]
+pub(super) struct Note {
+    /// The call's.
+    pub signature: AtomicU64,
+    /// Whether the slot holds the places of the rank's tensors instead of their content.
+    pub direct: AtomicU32,
+}
+
+/// The first failure of the team on this host. State: 0 none, 1 being written, 2 complete.
+#[repr(C, align(64))]
+pub(super) struct Failure {
+    pub state: AtomicU32,
+    pub code: AtomicI32,
+    pub len: AtomicU32,
+    pub text: [AtomicU8; FAILURE_TEXT],
+}
+
+#[cfg(loom)]
+impl Geometry {
+    /// Makes the model's control blocks, for which zero bytes are not enough, in a new region, and watches its slots.
+    pub fn prepare(self, region: &dyn Memory) {
+        let base = region.base();
+        // SAFETY: the region is new, and as long as `bytes` says; the blocks hold nothing that has to be dropped.
+        unsafe {
+            base.cast::<Failure>().write(Failure {
+                state: AtomicU32::new(0),
+                code: AtomicI32::new(0),
+                len: AtomicU32::new(0),
+                text: std::array::from_fn(|_| AtomicU8::new(0)),
+            });
+            for block in 0..self.channels * self.ranks {
+                base.add(self.control_at(0, block)).cast::<Control>().write(Control::default());
+            }
+        }
+        let base = base.addr();
+        super::sync::watch(base + self.slots_at()..base + self.bytes());
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::plan::ALIGN;
+
+    #[test]
+    fn nothing_overlaps() {
+        let geometry = Geometry { ranks: 3, channels: 2, slot: 128 };
+        let mut ranges = vec![(0, size_of::<Failure>())];
+        for channel in 0..2 {
+            for rank in 0..3 {
+                let at = geometry.control_at(channel, rank);
+                ranges.push((at, at + size_of::<Control>()));
+                for parity in 0..2 {
+                    let at = geometry.slot_at(channel, rank, parity);
+                    ranges.push((at, at + geometry.slot));
+                }
+            }
+        }
+        ranges.sort_unstable();
+        assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
+        assert_eq!(ranges.last().unwrap().1, geometry.bytes());
+        assert!(ranges.iter().all(|range| range.0.is_multiple_of(ALIGN)));
+    }
+}
