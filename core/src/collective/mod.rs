@@ -19,12 +19,14 @@ mod explain;
 mod job;
 pub mod lineup;
 mod rounds;
+mod short;
 
-pub use channel::{Channel, Shown};
+pub use channel::Channel;
 pub(crate) use cluster::Cluster;
 pub use cluster::{Algorithm, Choice};
 pub use explain::Account;
 pub use job::{Carrier, Job, Op};
+pub use short::Shown;
 
 use std::ops::Range;
 
