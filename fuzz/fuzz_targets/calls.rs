@@ -4,18 +4,7 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 
 use arbitrary::Arbitrary;
-use dl_comm_core::capi;
-
-/// `dl_comm_buffer_t`.
-#[repr(C)]
-struct CBuffer {
-    src: *const c_void,
-    dst: *mut c_void,
-    length: usize,
-    dtype: c_int,
-    ndim: c_int,
-    shape: *const i64,
-}
+use dl_comm_core::capi::{self, CBuffer};
 
 /// `DL_COMM_ERROR_INTERNAL`.
 const INTERNAL: c_int = -9;
@@ -173,18 +162,13 @@ impl Call {
             match self {
                 Call::Average(places, team, text) => {
                     let (list, text) = (lists(places), name(text));
-                    capi::dl_comm_average(
-                        list.buffers.as_ptr().cast(),
-                        list.buffers.len(),
-                        team.number(),
-                        pointer(&text),
-                    )
+                    capi::dl_comm_average(list.buffers.as_ptr(), list.buffers.len(), team.number(), pointer(&text))
                 }
                 Call::AverageTowers(places, ntowers, team, text, timeout) => {
                     let (list, text) = (lists(places), name(text));
                     let ntowers = usize::from(ntowers % 5);
                     let count = list.buffers.len() / ntowers.max(1);
-                    let buffers = list.buffers.as_ptr().cast();
+                    let buffers = list.buffers.as_ptr();
                     capi::dl_comm_average_towers(buffers, count, ntowers, team.number(), pointer(&text), *timeout)
                 }
                 Call::NoList(count, ntowers, team) => {
@@ -196,12 +180,12 @@ impl Call {
                 }
                 Call::Broadcast(places, root, text, timeout) => {
                     let (list, text) = (lists(places), name(text));
-                    let buffers = list.buffers.as_ptr().cast();
+                    let buffers = list.buffers.as_ptr();
                     capi::dl_comm_broadcast_buffers(buffers, list.buffers.len(), *root, pointer(&text), *timeout)
                 }
                 Call::Match(places, verbose) => {
                     let list = lists(places);
-                    let buffers = list.buffers.as_ptr().cast();
+                    let buffers = list.buffers.as_ptr();
                     capi::dl_comm_check_buffers_match(buffers, list.buffers.len(), c_int::from(*verbose))
                 }
                 Call::Gradients(towers, team) => {

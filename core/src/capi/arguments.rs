@@ -10,16 +10,22 @@ use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// `dl_comm_buffer_t` of `dl_comm.h`.
+/// `dl_comm_buffer_t` of `dl_comm.h`, which has the contract.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CBuffer {
-    src: *const c_void,
-    dst: *mut c_void,
-    length: usize,
-    dtype: c_int,
-    ndim: c_int,
-    shape: *const i64,
+    /// Read from here.
+    pub src: *const c_void,
+    /// Written to here.
+    pub dst: *mut c_void,
+    /// The number of elements.
+    pub length: usize,
+    /// The code of the element type.
+    pub dtype: c_int,
+    /// The number of extents in `shape`.
+    pub ndim: c_int,
+    /// The extents, or null.
+    pub shape: *const i64,
 }
 
 /// A number as C functions return it.
