@@ -1,6 +1,6 @@
-//! Builds the C test programs and the TensorFlow op library through the top-level CMakeLists.txt, against the installed
-//! package, and declares TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the package;
-//! `tests/run.sh` sets it.
+//! Builds the C test programs, the fake CUDA driver and the TensorFlow op library through the top-level CMakeLists.txt,
+//! against the installed package, and declares TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the
+//! package; `tests/run.sh` sets it. Builds the CUDA kernels for the CPU, too, which need no package.
 
 use std::env;
 use std::error::Error;
@@ -10,9 +10,18 @@ use std::process::Command;
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-env-changed=DL_COMM_TEST_PYTHON");
-    for source in ["../CMakeLists.txt", "../tf_ops", "../tests/c", "../core/include", "../examples/c_average"] {
+    for source in [
+        "../CMakeLists.txt",
+        "../tf_ops",
+        "../tests/c",
+        "../tests/fake_cuda",
+        "../core/src/transport/cuda/kernels.cu",
+        "../core/include",
+        "../examples/c_average",
+    ] {
         println!("cargo:rerun-if-changed={source}");
     }
+    build_kernels_twin()?;
     let python = env::var("DL_COMM_TEST_PYTHON")
         .map_err(|_| "set DL_COMM_TEST_PYTHON to a Python that has dl_comm installed, as tests/run.sh does")?;
     let package = ask(&python, "import dl_comm._paths as p; print(p.PACKAGE)")?;
@@ -45,6 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (name, value) in [
         ("PYTHON", python.clone()),
         ("TF_OPS", format!("{}/libdl_comm_tf.so", built.display())),
+        ("FAKE_CUDA", format!("{}/fake_cuda", built.display())),
         ("NINE_FUNCTIONS", format!("{}/nine_functions", built.display())),
         ("C_AVERAGE", format!("{}/build/average", example.display())),
         ("PKG_CONFIG_DIR", format!("{package}/pkgconfig")),
@@ -56,6 +66,25 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("cargo:rustc-link-search=native={folder}");
         println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{folder},--allow-shlib-undefined");
     }
+    Ok(())
+}
+
+/// As a static library that `rust/cuda_kernels.rs` names.
+fn build_kernels_twin() -> Result<(), Box<dyn Error>> {
+    for source in ["rust/cuda_kernels_twin.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels.cu"] {
+        println!("cargo:rerun-if-changed={source}");
+    }
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .file("rust/cuda_kernels_twin.cc")
+        .opt_level(2)
+        .flag("-ffp-contract=off")
+        .warnings(true)
+        .warnings_into_errors(true)
+        .cargo_metadata(false)
+        .try_compile("dl_comm_kernels_twin")?;
+    println!("cargo:rustc-link-search=native={}", env::var("OUT_DIR")?);
     Ok(())
 }
 

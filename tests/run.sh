@@ -16,6 +16,8 @@ export MPICC="${MPICC:-$venv/bin/mpicc}" PYO3_PYTHON="$venv/bin/python" DL_COMM_
 LIBCLANG_PATH="${LIBCLANG_PATH:-$(python -c 'import clang; print(clang.__path__[0])')/native}"
 BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
 export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
+# What set-up installs is there: a test that misses it fails.
+export DL_COMM_TEST_EVERYTHING=1
 # Op libraries built here are this checkout's, and are found fresh.
 export DL_COMM_CACHE="$PWD/build/cache"
 
@@ -26,7 +28,7 @@ step "format and lint: Python, C++"
 ruff check python tests examples benchmarks
 ruff format --check python tests examples benchmarks
 mypy
-git ls-files '*.c' '*.cc' '*.h' | xargs clang-format --dry-run --Werror
+git ls-files '*.c' '*.cc' '*.cu' '*.h' | xargs clang-format --dry-run --Werror
 
 step "op libraries"
 python -m dl_comm.build

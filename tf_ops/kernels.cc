@@ -1,8 +1,12 @@
-// The kernels of the ops of ops.cc, for tensors in host memory.
+// The kernels of the ops of ops.cc, for tensors in host memory and, where TensorFlow's headers allow, in that of a GPU.
 //
 // The kernels are asynchronous: they hand the tensors to the core and return, so that no thread of TensorFlow waits for
 // another rank. A thread of the team then writes the results and calls `done`. A step that TensorFlow cancels waits for
 // its running calls, which end at the core's deadline at the latest: the peers still use the memory.
+//
+// On a GPU `done` comes when the core has made TensorFlow's compute stream wait for the results, which may be long
+// before they are there. That is right: whatever uses the results, or memory that TensorFlow takes back from the
+// inputs, is put on that stream later (copies to the host and to other GPUs wait for it), and so runs after them.
 
 #include <cstdint>
 #include <cstring>
@@ -14,6 +18,7 @@
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tf_ops/convert.h"
+#include "tf_ops/gpu.h"
 
 namespace dl_comm {
 namespace {
@@ -91,11 +96,15 @@ class CollectiveKernel : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
+    Place where;
+    OP_REQUIRES_OK_ASYNC(context, place(context, where), done);
+    const bool on_host = where.device < 0;
     const int count = context->num_inputs();
     TensorList list(count);
     auto results = std::make_shared<TensorResults>();
     results->outputs.resize(count);
-    const bool copies = needs_copies();
+    // Not on a GPU: what changes the inputs later is on the stream behind the call.
+    const bool copies = on_host && needs_copies();
     for (int i = 0; i < count; ++i) {
       const tensorflow::Tensor& input = context->input(i);
       tensorflow::Tensor& output = results->outputs[i];
@@ -108,13 +117,18 @@ class CollectiveKernel : public AsyncOpKernel {
     }
     const std::string instance = iteration(context->frame_iter());
     auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
-    submit({instance.data(), instance.size()}, list, std::move(completion), std::move(results));
+    // The core mixes results of several calls in host memory only, and refuses calls of a GPU where it would have to.
+    submit(where, {instance.data(), instance.size()}, list, std::move(completion),
+           on_host ? std::move(results) : nullptr);
   }
 
  protected:
+  // Sets `where` to where the tensors are, which is host memory as it comes.
+  virtual absl::Status place(OpKernelContext*, Place&) const { return absl::OkStatus(); }
+
   // Hands the call to the core, which copies the texts, and returns without waiting; afterwards `this` may be gone.
-  virtual void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
-                      std::shared_ptr<Results> results) = 0;
+  virtual void submit(const Place& where, rust::Str instance, const TensorList& list,
+                      std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) = 0;
 
   // Whether the call may return before the inputs have been read: their memory may change then, that of reference
   // variables and of arrays that a session was fed with.
@@ -125,7 +139,7 @@ class CollectiveKernel : public AsyncOpKernel {
   float timeout_ = -1;
 };
 
-class GradientsKernel final : public CollectiveKernel {
+class GradientsKernel : public CollectiveKernel {
  public:
   explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
@@ -138,7 +152,7 @@ class GradientsKernel final : public CollectiveKernel {
  protected:
   bool needs_copies() const override { return carries(team_, static_cast<std::uint64_t>(owner_)); }
 
-  void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
+  void submit(const Place& where, rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
               std::shared_ptr<Results> results) override {
     Average call;
     call.team = team_;
@@ -152,6 +166,8 @@ class GradientsKernel final : public CollectiveKernel {
     call.timed = timed_;
     call.blocks = false;
     call.timeout = timeout_;
+    call.device = where.device;
+    call.stream = where.stream;
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
   }
@@ -164,14 +180,14 @@ class GradientsKernel final : public CollectiveKernel {
   bool timed_ = true;
 };
 
-class BroadcastKernel final : public CollectiveKernel {
+class BroadcastKernel : public CollectiveKernel {
  public:
   explicit BroadcastKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("root", &root_));
   }
 
  protected:
-  void submit(rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
+  void submit(const Place& where, rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
               std::shared_ptr<Results>) override {
     const std::string name = call_name_ + std::string(instance);
     Broadcast what;
@@ -180,6 +196,8 @@ class BroadcastKernel final : public CollectiveKernel {
     what.labels = {labels_.data(), labels_.size()};
     what.blocks = false;
     what.timeout = timeout_;
+    what.device = where.device;
+    what.stream = where.stream;
     broadcast(what, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
               std::move(completion));
   }
@@ -203,8 +221,31 @@ REGISTER_KERNEL_BUILDER(Name("DlCommGradients").Device(tensorflow::DEVICE_CPU), 
 REGISTER_KERNEL_BUILDER(Name("DlCommBroadcast").Device(tensorflow::DEVICE_CPU), BroadcastKernel);
 REGISTER_KERNEL_BUILDER(Name("DlCommCoreId").Device(tensorflow::DEVICE_CPU), CoreIdKernel);
 
+#ifdef DL_COMM_TF_GPU
+// A kernel for tensors in the memory of a GPU. It has no HostMemory arguments, for int32 neither, which TensorFlow's
+// own kernels keep on the host: one list has tensors of all types, and TensorFlow brings each of them where a kernel
+// wants it.
+template <class Kernel>
+class OnGpu final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+ protected:
+  absl::Status place(OpKernelContext* context, Place& where) const override { return place_on_gpu(context, where); }
+};
+
+REGISTER_KERNEL_BUILDER(Name("DlCommGradients").Device(tensorflow::DEVICE_GPU), OnGpu<GradientsKernel>);
+REGISTER_KERNEL_BUILDER(Name("DlCommBroadcast").Device(tensorflow::DEVICE_GPU), OnGpu<BroadcastKernel>);
+REGISTER_KERNEL_BUILDER(Name("DlCommCoreId").Device(tensorflow::DEVICE_GPU).HostMemory("core_id"), CoreIdKernel);
+#endif
+
 }  // namespace
 }  // namespace dl_comm
 
-// The core's number, for callers without a TensorFlow session.
+// For callers without a TensorFlow session: the core's number.
 extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
+
+// And whether coming averages of an owner on a team may return before they have ended, which host memory alone allows.
+extern "C" __attribute__((visibility("default"))) bool dl_comm_ops_carries(int32_t team, uint64_t owner) {
+  return dl_comm::carries(team, owner);
+}

@@ -1,11 +1,12 @@
-// The ops torch.ops.dl_comm.*: averages and broadcasts of lists of CPU tensors.
+// The ops torch.ops.dl_comm.*: averages and broadcasts of lists of tensors, in host memory or in that of a GPU.
 //
-// An op checks its tensors, hands them to the core and waits (average_start does not). torch calls ops without the GIL,
-// so waiting stops no Python thread. Errors are RuntimeErrors with the text "dl_comm error <code>: <message>", which
-// dl_comm.torch turns into dl_comm.CommError and its subclasses. The fake kernels and the gradient of `average` are in
-// python/dl_comm/torch/_ops.py.
+// An op checks its tensors, hands them to the core and waits (average_start does not). On a GPU that is until the core
+// has enqueued its work: torch's current stream then waits for the result, the host does not. torch calls ops without
+// the GIL, so waiting stops no Python thread. Errors are RuntimeErrors with the text "dl_comm error <code>: <message>",
+// which dl_comm.torch turns into dl_comm.CommError and its subclasses. The fake kernels and the gradient of `average`
+// are in python/dl_comm/torch/_ops.py.
 //
-// Every kernel is registered for all devices, so that a tensor that is not on the CPU gets our own words.
+// Every kernel is registered for all devices, so that a tensor of another kind gets our own words.
 //
 // Thread rule: ops may be called from any thread; calls of one team run in the order in which they were made.
 #include <torch/csrc/stable/library.h>
@@ -31,8 +32,10 @@ constexpr int64_t kPart = 1;  // a further part of the step that the call before
 constexpr int64_t kKeep = 2;  // nobody else uses the tensors from now on: the core may keep them past the call
 
 // Describes an average to the core; `call` outlives the result.
-Average description(const Arguments& call, std::size_t towers, uint64_t owner, bool part, bool timed) {
+Average description(const Arguments& call, Place place, std::size_t towers, uint64_t owner, bool part, bool timed) {
   Average average;
+  average.device = place.device;
+  average.stream = place.stream;
   average.team = call.number;
   average.towers = towers;
   average.name = {call.name.data(), call.name.size()};
@@ -48,7 +51,8 @@ Average description(const Arguments& call, std::size_t towers, uint64_t owner, b
 
 std::shared_ptr<Ticket> start_average(const Average& call, const Views& views, Tensors keep,
                                       std::shared_ptr<Results> results, std::shared_ptr<Clock> clock = nullptr) {
-  auto ticket = std::make_shared<Ticket>(std::move(keep), call.timed ? -1 : call.team, std::move(clock));
+  const int32_t counted_on = call.timed ? -1 : call.team;
+  auto ticket = std::make_shared<Ticket>(std::move(keep), views.place(), counted_on, std::move(clock));
   average(call, views.tensors(), views.shapes(), completion_of(ticket), std::move(results));
   return ticket;
 }
@@ -65,16 +69,19 @@ Views in_place(const Arguments& call) {
 
 void average_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
-  Average average = description(call, 1, 0, false, true);
+  const Views views = in_place(call);
+  Average average = description(call, views.place(), 1, 0, false, true);
   average.timeout = to<double>(stack[4]);
-  start_average(average, in_place(call), call.tensors, nullptr)->wait();
+  start_average(average, views, call.tensors, nullptr)->wait();
 }
 
 void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const Views views = in_place(call);
-  const auto ticket = std::make_shared<Ticket>(call.tensors, -1);
+  const auto ticket = std::make_shared<Ticket>(call.tensors, views.place(), -1);
   Broadcast what;
+  what.device = views.place().device;
+  what.stream = views.place().stream;
   what.root = call.number;
   what.name = {call.name.data(), call.name.size()};
   what.labels = {call.labels.data(), call.labels.size()};
@@ -103,8 +110,8 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
       views.add(keep.back(), results.back());
     }
   }
-  auto kept = copies ? std::make_shared<TensorResults>(results) : nullptr;
-  Average average = description(call, towers, 0, false, true);
+  auto kept = copies ? std::make_shared<TensorResults>(results, views.place()) : nullptr;
+  Average average = description(call, views.place(), towers, 0, false, true);
   average.timeout = to<double>(stack[5]);
   const auto ticket = start_average(average, views, std::move(keep), std::move(kept));
   const Tensors returned = ticket->wait().tensors;
@@ -115,9 +122,9 @@ void average_start(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto flags = to<int64_t>(stack[4]);
   const auto owner = static_cast<uint64_t>(to<int64_t>(stack[5]));
-  auto kept = (flags & kKeep) != 0 ? std::make_shared<TensorResults>(call.tensors) : nullptr;
-  const Average average = description(call, 1, owner, (flags & kPart) != 0, false);
   const Views views = in_place(call);
+  auto kept = (flags & kKeep) != 0 ? std::make_shared<TensorResults>(call.tensors, views.place()) : nullptr;
+  const Average average = description(call, views.place(), 1, owner, (flags & kPart) != 0, false);
   stack[0] = from(enroll(start_average(average, views, call.tensors, std::move(kept), clock_of(owner))));
 }
 
@@ -140,6 +147,10 @@ void forget_call(StableIValue* stack, uint64_t, uint64_t) { forget(to<int64_t>(s
 
 void busy_seconds(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(take_busy(static_cast<uint64_t>(to<int64_t>(stack[0]))));
+}
+
+void use_stream_source(StableIValue* stack, uint64_t, uint64_t) {
+  use_streams(reinterpret_cast<StreamSource>(static_cast<std::uintptr_t>(to<int64_t>(stack[0]))));
 }
 
 void identity_of_core(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(static_cast<int64_t>(core_id())); }
@@ -171,6 +182,8 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   library.def("forget(int number) -> ()");
   // The seconds in which calls of average_start of `owner` were under way, since this was asked last.
   library.def("busy(int owner) -> float");
+  // Sets the function that tells of torch's streams on GPUs: dl_comm_current_stream of the library for CUDA.
+  library.def("use_streams(int function) -> ()");
   // The same number for all who share one core in this process.
   library.def("core_id() -> int");
 }
@@ -186,5 +199,6 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("carries", &team_carries);
   library.impl("discard", &discard_means);
   library.impl("busy", &busy_seconds);
+  library.impl("use_streams", &use_stream_source);
   library.impl("core_id", &identity_of_core);
 }

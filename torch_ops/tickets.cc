@@ -77,7 +77,9 @@ std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses)
       ::torch::stable::zero_(zeros.back());
       addresses.push_back(reinterpret_cast<std::size_t>(zeros.back().mutable_data_ptr()));
     }
-    return std::make_shared<TensorResults>(std::move(zeros));
+    // Who uses them does so on another stream than this thread's, on which they were made.
+    if (place.device >= 0) order(place.device, now(place).stream, place.stream);
+    return std::make_shared<TensorResults>(std::move(zeros), place);
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -113,6 +115,14 @@ Outcome Ticket::wait() {
     if (counted_on_ >= 0) add_waited(counted_on_, waited.count());
   }
   if (code_ != 0) throw failure(code_, message_);
+  // The stream of the call sees the result; the one that is current here may be another.
+  if (place_.device >= 0) {
+    try {
+      order(place_.device, place_.stream, now(place_).stream);
+    } catch (const rust::Error& error) {
+      throw failure(-7, error.what());
+    }
+  }
   if (!results) return {};
   auto& have = static_cast<TensorResults&>(*results);  // by `kind`, no other library's results come here
   return {std::move(have.tensors), have.own_share, have.share};

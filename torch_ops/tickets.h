@@ -13,19 +13,23 @@
 
 #include "clock.h"
 #include "dl_comm_core/src/ffi.rs.h"
+#include "place.h"
 
 namespace dl_comm::torch_ops {
 
 // The memory of a call that may return before its average has ended: tensors that nobody else uses.
 class TensorResults final : public Results {
  public:
-  explicit TensorResults(std::vector<::torch::stable::Tensor> tensors) : tensors(std::move(tensors)) {}
+  TensorResults(std::vector<::torch::stable::Tensor> tensors, Place place)
+      : tensors(std::move(tensors)), place(place) {}
 
   std::size_t kind() const noexcept override;
   void settle(double own, double here) const noexcept override;
   std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override;
 
   std::vector<::torch::stable::Tensor> tensors;
+  // Where they are, and who uses them.
+  const Place place;
   // What `settle` has set.
   mutable double own_share = 0;
   mutable double share = 1;
@@ -47,15 +51,17 @@ class Ticket {
  public:
   // `counted_on`: the team that is told how long `wait` has blocked; -1 for calls whose time the core takes.
   // `clock`, if any, runs from here to the end of the call, which must be started.
-  Ticket(std::vector<::torch::stable::Tensor> tensors, int32_t counted_on, std::shared_ptr<Clock> clock = nullptr)
-      : tensors_(std::move(tensors)), counted_on_(counted_on), clock_(std::move(clock)) {
+  Ticket(std::vector<::torch::stable::Tensor> tensors, Place place, int32_t counted_on,
+         std::shared_ptr<Clock> clock = nullptr)
+      : tensors_(std::move(tensors)), place_(place), counted_on_(counted_on), clock_(std::move(clock)) {
     if (clock_) clock_->begin();
   }
 
   void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
   bool finished() const noexcept;
 
-  // Blocks until the call has ended. Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
+  // Blocks until the call has ended, on a GPU until torch's current stream will see the result.
+  // Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
   Outcome wait();
 
  private:
@@ -66,6 +72,7 @@ class Ticket {
   std::string message_;
   std::shared_ptr<Results> results_;
   std::vector<::torch::stable::Tensor> tensors_;
+  const Place place_;
   const int32_t counted_on_;
   std::shared_ptr<Clock> clock_;
 };

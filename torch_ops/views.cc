@@ -49,9 +49,15 @@ Views::Views(std::size_t count, const std::string& labels) : labels_(labels) {
   shapes_.reserve(4 * count + 1);
 }
 
-void Views::expect_dense(const Tensor& tensor) const {
+void Views::expect_dense(const Tensor& tensor) {
   if (!tensor.defined()) throw failure(-1, name(), " is undefined");
-  if (!tensor.is_cpu()) throw failure(-1, name(), " is not in host memory: this build takes CPU tensors only");
+  const auto place = place_of(tensor);
+  if (!place) throw failure(-1, name(), " is neither in host memory nor in that of a CUDA device");
+  if (placed_ && place->device != place_.device) {
+    throw failure(-1, name(), " is on another device than those before it: average them apart");
+  }
+  place_ = *place;
+  placed_ = true;
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   if (layout != aoti_torch_layout_strided()) throw failure(-1, name(), " is not dense: call .to_dense() first");

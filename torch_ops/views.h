@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dl_comm_core/src/ffi.rs.h"
+#include "place.h"
 
 namespace dl_comm::torch_ops {
 
@@ -22,8 +23,8 @@ class Views {
   Views(std::size_t count, const std::string& labels);
 
   // Throws std::runtime_error "dl_comm error -1: ..." unless the tensor, which is to be added next, is a dense one in
-  // host memory.
-  void expect_dense(const Tensor& tensor) const;
+  // host memory, or in that of the GPU in which those before it are.
+  void expect_dense(const Tensor& tensor);
 
   // Adds a dense tensor that is read and written in place.
   // Throws std::runtime_error (error -1 or -2) when it is not contiguous, or of an element type that the core lacks.
@@ -35,12 +36,17 @@ class Views {
   rust::Slice<const TensorView> tensors() const;
   rust::Slice<const int64_t> shapes() const;
 
+  // Where the tensors are, and the stream on which they were made: torch's current one.
+  Place place() const { return place_; }
+
  private:
   std::string name() const;
 
   const std::string& labels_;
   std::vector<TensorView> tensors_;
   std::vector<int64_t> shapes_;
+  Place place_;
+  bool placed_ = false;
 };
 
 }  // namespace dl_comm::torch_ops

@@ -134,6 +134,34 @@ int dl_comm_config_team(int team, int trans_alg, int ksteps, int max_steps, int 
 int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name,
                               double timeout);
 
+/* ---- Tensors in the memory of a GPU ------------------------------------------------------------------------------
+ * The CUDA driver, NVRTC and NCCL are loaded at the first call that needs them; DL_COMM_ERROR_SYSTEM tells what is
+ * missing. docs/gpu.md has the ways that the data takes. */
+
+/* Where tensors are: the number of the GPU in this process, and the stream (a CUstream or cudaStream_t, NULL for the
+ * default one) on which they were made and will be used. */
+typedef struct dl_comm_device {
+  int device;
+  void* stream;
+} dl_comm_device_t;
+
+/* dl_comm_average and dl_comm_broadcast_buffers for tensors of `device` (NULL, or a negative number: of the host).
+ * They start when what is on the stream at the time of the call is done, and return when what is put on the stream from
+ * then on will see the result: neither waits for the GPU. A failure that comes after that ends the team. A team has one
+ * GPU on each rank; its schedule must not have non-blocking calls. A stream that is being captured into a CUDA graph is
+ * refused (DL_COMM_ERROR_STATE). dl_comm_gradients and dl_comm_broadcast tell a GPU's memory by its address and
+ * take its default stream. Collective. */
+int dl_comm_average_on(const dl_comm_device_t* device, const dl_comm_buffer_t* buffers, size_t count, int team,
+                       const char* name, double timeout);
+int dl_comm_broadcast_on(const dl_comm_device_t* device, const dl_comm_buffer_t* buffers, size_t count, int root,
+                         const char* name, double timeout);
+
+/* Returns the number of GPUs that this process sees. Not collective. */
+int dl_comm_gpu_count(void);
+
+/* Returns the number of the GPU whose memory this is, -1 for host memory. Not collective. */
+int dl_comm_gpu_of(const void* memory);
+
 /* Returns 0 when the tensors (`src`) hold the same bits on all ranks, else 1, the same on every rank; with `verbose`
  * every rank that differs from rank 0 prints which tensor does. Collective. */
 int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, int verbose);
@@ -213,9 +241,11 @@ const char* dl_comm_version(void);
  *   DL_COMM_* variables, in their units) or "settings_error".
  * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank", "host",
  *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device"), "teams" (a list: "id", "threads",
- *   "prec_level", "slot_bytes", "lanes") and, on several hosts, "network" (what was measured between them, in seconds:
- *   "latency_s" of a message, "message_s" for each further one at once, "byte_s").
- * Names may be added. */
+ *   "prec_level", "slot_bytes", "lanes", and "gpu": null, or, after the first call on the memory of a GPU,
+ *   "path" ("nccl", "ipc", "staged" or "alone"), "why" it is no better one, "wait" (of "ipc": "stream" or "host", who
+ *   waits for the other ranks), "gpu", "gpu_name", "gpu_uuid", "mps", "device_bytes" that the team took, "nccl") and,
+ * on several hosts, "network" (what was measured between them, in seconds: "latency_s" of a message, "message_s" for
+ * each further one at once, "byte_s"). Names may be added. */
 int dl_comm_describe(char* text, size_t capacity);
 
 #ifdef __cplusplus

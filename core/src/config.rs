@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::affinity::Affinity;
 use crate::collective::Choice;
+use crate::collective::device::{DeviceSettings, Wanted};
 use crate::error::{Error, Result};
 use crate::schedule::Cooldown;
 
@@ -37,6 +38,8 @@ pub struct Config {
     pub dump_dir: DumpDir,
     /// `DL_COMM_TIMELINE`: the folder of the timeline; none when empty.
     pub timeline: String,
+    /// `DL_COMM_GPU_PATH`, `DL_COMM_PIPELINE_CHUNK_KB`, `DL_COMM_NUM_CUDA_STREAMS`: how calls on device memory are carried.
+    pub device: DeviceSettings,
 }
 
 /// Where dumps go.
@@ -66,6 +69,7 @@ impl Default for Config {
             network: String::new(),
             dump_dir: DumpDir::Temporary,
             timeline: String::new(),
+            device: DeviceSettings::default(),
         }
     }
 }
@@ -129,6 +133,11 @@ impl Config {
                 Some(text) => DumpDir::Here(text),
             },
             timeline: get("DL_COMM_TIMELINE").unwrap_or_default(),
+            device: DeviceSettings {
+                path: get("DL_COMM_GPU_PATH").map_or(Ok(defaults.device.path), |name| Wanted::parse(&name))?,
+                chunk: integer("DL_COMM_PIPELINE_CHUNK_KB", 4, 1 << 18, defaults.device.chunk >> 10)? << 10,
+                streams: integer("DL_COMM_NUM_CUDA_STREAMS", 1, 64, defaults.device.streams)?,
+            },
         })
     }
 }
@@ -157,6 +166,9 @@ mod tests {
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
         assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, Choice::Always(Algorithm::Ring));
         assert_eq!(with("DL_COMM_MATCH_S", "0").unwrap().match_within, Duration::ZERO);
+        assert_eq!(with("DL_COMM_GPU_PATH", "ipc").unwrap().device.path, Wanted::Ipc);
+        assert_eq!(with("DL_COMM_PIPELINE_CHUNK_KB", "64").unwrap().device.chunk, 65536);
+        assert_eq!(with("DL_COMM_NUM_CUDA_STREAMS", "3").unwrap().device.streams, 3);
         assert_eq!(with("DL_COMM_DUMP_DIR", "none").unwrap().dump_dir, DumpDir::Nowhere);
         assert_eq!(with("DL_COMM_DUMP_DIR", "/x").unwrap().dump_dir, DumpDir::Here("/x".into()));
     }
@@ -174,6 +186,9 @@ mod tests {
             ("DL_COMM_ALGORITHM", "fastest"),
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
+            ("DL_COMM_GPU_PATH", "fast"),
+            ("DL_COMM_PIPELINE_CHUNK_KB", "1"),
+            ("DL_COMM_NUM_CUDA_STREAMS", "0"),
         ] {
             let error = with(name, value).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains(value), "{error}");

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::affinity::Affinity;
 use crate::collective::Carrier;
+use crate::collective::device::DeviceSettings;
 use crate::config::{Config, DumpDir};
 use crate::error::Result;
 use crate::global::{self, Overview};
@@ -48,7 +49,7 @@ pub fn describe() -> Result<String> {
             all["network"] = json!({"latency_s": latency, "message_s": message, "byte_s": byte});
         }
         let lanes = topology.lanes();
-        all["teams"] = overview.teams.iter().map(|carrier| team(carrier, lanes)).collect();
+        all["teams"] = overview.teams.iter().map(|(carrier, gpus)| team(carrier, gpus.as_ref(), lanes)).collect();
     }
     Ok(all.to_string())
 }
@@ -82,13 +83,14 @@ fn ranks(overview: &Overview) -> Value {
     overview.places.iter().enumerate().map(place).collect()
 }
 
-fn team(carrier: &Carrier, lanes: usize) -> Value {
+fn team(carrier: &Carrier, gpus: Option<&Value>, lanes: usize) -> Value {
     json!({
         "id": carrier.team,
         "threads": carrier.channels,
         "prec_level": i32::from(carrier.precise),
         "slot_bytes": carrier.slot,
         "lanes": lanes,
+        "gpu": gpus,
     })
 }
 
@@ -109,6 +111,7 @@ fn variables(config: &Config) -> Map<String, Value> {
         network,
         dump_dir,
         timeline,
+        device: DeviceSettings { path, chunk, streams },
     } = config;
     let seconds = |limit: &Option<Duration>| json!(limit.map_or(0.0, |limit| limit.as_secs_f64()));
     let affinity = match affinity {
@@ -139,6 +142,9 @@ fn variables(config: &Config) -> Map<String, Value> {
         ("DL_COMM_NETWORK", json!(network)),
         ("DL_COMM_DUMP_DIR", json!(dump_dir)),
         ("DL_COMM_TIMELINE", json!(timeline)),
+        ("DL_COMM_GPU_PATH", json!(path.name())),
+        ("DL_COMM_PIPELINE_CHUNK_KB", json!(chunk >> 10)),
+        ("DL_COMM_NUM_CUDA_STREAMS", json!(streams)),
     ];
     settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }

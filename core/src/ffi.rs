@@ -5,10 +5,12 @@
 //! Thread rule: everything may be called from any thread and returns without waiting for a peer.
 
 use crate::buffer::{Buffer, Tensor};
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
 use crate::team::{Done, Limit, Parcel, Request};
+use crate::transport::cuda;
 
 #[cxx::bridge(namespace = "dl_comm")]
 #[allow(missing_docs, clippy::missing_safety_doc)]
@@ -44,7 +46,8 @@ mod bridge {
     /// it, which the team's schedule has counted. A `separate` call gets its own mean and the one before apart, if
     /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits. A call that
     /// `blocks` keeps its thread from making another one before it has ended. `timeout` is in seconds: 0 for none, negative
-    /// for the team's.
+    /// for the team's. The tensors are in the memory of GPU `device`, made and used on `stream` (a `cudaStream_t`), or, where
+    /// that is negative, in host memory; on a GPU the completion comes when `stream` will see the result.
     struct Average<'a> {
         team: i32,
         towers: usize,
@@ -57,6 +60,8 @@ mod bridge {
         timed: bool,
         blocks: bool,
         timeout: f64,
+        device: i32,
+        stream: usize,
     }
 
     /// What a broadcast from rank `root` is beside its tensors; the rest as for an average.
@@ -66,6 +71,8 @@ mod bridge {
         labels: &'a str,
         blocks: bool,
         timeout: f64,
+        device: i32,
+        stream: usize,
     }
 
     unsafe extern "C++" {
@@ -108,6 +115,9 @@ mod bridge {
             shapes: &[i64],
             completion: UniquePtr<Completion>,
         );
+
+        /// Lets stream `later` of GPU `device` wait for all that is on `stream` now.
+        fn order(device: i32, stream: usize, later: usize) -> Result<()>;
 
         /// The same number for all who share one core in this process.
         fn core_id() -> usize;
@@ -228,6 +238,7 @@ unsafe fn average(
         let request = request(call.name, call.labels, completion).instance(call.instance);
         let request = request.owned_by(call.owner).part(call.part).separate(call.separate).timed(call.timed);
         let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
+        let request = request.on(device(call.device, call.stream));
         let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
         global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -263,8 +274,17 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
     face(|| {
         let request = request(call.name, call.labels, completion);
         let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
+        let request = request.on(device(call.device, call.stream));
         global::broadcast(call.root, request, || translate(tensors, shapes));
     });
+}
+
+fn device(ordinal: i32, stream: usize) -> Option<Device> {
+    (ordinal >= 0).then_some(Device { ordinal, stream })
+}
+
+fn order(device: i32, stream: usize, later: usize) -> Result<()> {
+    guard(|| cuda::order(Device { ordinal: device, stream }, later))
 }
 
 fn core_id() -> usize {

@@ -6,7 +6,7 @@
 //! - [`team`]: queues, threads, the life of a call;
 //! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
-//! - ground: [`dtype`], [`buffer`], [`plan`], [`reduce`], `blend`, [`stream_copy`], [`schedule`], [`topology`], [`affinity`],
+//! - ground: [`dtype`], [`buffer`], [`device`], [`plan`], [`reduce`], `blend`, [`stream_copy`], [`schedule`], [`topology`], [`affinity`],
 //!   [`config`], [`error`], [`trace`] and [`timeline`] (where the time goes).
 //!
 //! `docs/architecture.md` follows one gradient through them.
@@ -21,6 +21,7 @@ pub mod capi;
 pub mod collective;
 pub mod config;
 pub mod describe;
+pub mod device;
 pub mod dtype;
 pub mod dump;
 pub mod error;

@@ -97,6 +97,17 @@ impl Plan {
         Plan { tensors: placed, groups, total, chunk }
     }
 
+    /// The same layout in chunks of `chunk` bytes, a positive multiple of [`ALIGN`].
+    pub fn recut(self, chunk: usize) -> Plan {
+        debug_assert!(chunk > 0 && chunk.is_multiple_of(ALIGN));
+        Plan { chunk, ..self }
+    }
+
+    /// A plan of nothing.
+    pub fn without_data(&self) -> Plan {
+        Plan { tensors: Vec::new(), groups: Vec::new(), total: 0, chunk: self.chunk }
+    }
+
     /// The bytes of all chunks together.
     pub fn total(&self) -> usize {
         self.total
@@ -126,7 +137,16 @@ impl Plan {
     /// end), by ascending offset. Offsets count from the chunk's start.
     pub fn pieces(&self, index: usize, part: Range<usize>) -> impl Iterator<Item = Piece> {
         let origin = self.range(index).start;
-        let range = origin + part.start..origin + part.end;
+        self.pieces_from(origin, origin + part.start..origin + part.end)
+    }
+
+    /// The parts of tensors in `range` of all bytes (cut as for [`Plan::pieces`]), whatever the chunks. Offsets count from the
+    /// start of the first chunk.
+    pub fn pieces_of_all(&self, range: Range<usize>) -> impl Iterator<Item = Piece> {
+        self.pieces_from(0, range)
+    }
+
+    fn pieces_from(&self, origin: usize, range: Range<usize>) -> impl Iterator<Item = Piece> {
         let first = self.tensors.partition_point(|placed| placed.end <= range.start);
         let within = self.tensors[first..].iter().take_while({
             let (end, range) = (range.end, range.clone());

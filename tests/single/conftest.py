@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,17 @@ def script(tmp_path: Path) -> Callable[..., Finished]:
         return launch(ranks, [sys.executable, str(path)], timeout, env)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a libcuda.so.1 and a libnccl.so.2 that need no GPU, for LD_LIBRARY_PATH."""
+    source, build = Path(__file__).parent.parent / "fake_cuda", tmp_path_factory.mktemp("fake_cuda")
+    for command in (["cmake", "-S", str(source), "-B", str(build)], ["cmake", "--build", str(build)]):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+    yield build / "lib"
+    # The files of processes that were killed, or aborted.
+    for file in Path("/dev/shm").glob("fake_*.*.*"):
+        if not Path("/proc", file.name.split(".")[1]).exists():
+            file.unlink(missing_ok=True)

@@ -61,6 +61,61 @@ def test_graphs_may_be_built_before_init_but_not_run(tmp_path):
     assert "fine" in run(tmp_path, 1, BEFORE_INIT)
 
 
+KERNELS = """
+from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+from dl_comm.tensorflow import _ops
+
+_ops.library()
+for op in ("DlCommGradients", "DlCommBroadcast", "DlCommCoreId"):
+    kernels = {kernel.device_type: kernel for kernel in get_registered_kernels_for_op(op).kernel}
+    assert set(kernels) == {"CPU", "GPU"}, (op, kernels)
+    # One list has all types, and none of its tensors has to come to the host.
+    assert not kernels["GPU"].constraint, kernels["GPU"]
+    expected = ["core_id"] if op == "DlCommCoreId" else []
+    assert list(kernels["GPU"].host_memory_arg) == expected, kernels["GPU"]
+print("fine")
+"""
+
+
+def test_every_op_has_a_kernel_for_gpus(tmp_path):
+    assert "fine" in run(tmp_path, 1, KERNELS)
+
+
+PLACES = """
+import sys
+import tensorflow as tf
+import dl_comm as mc
+from dl_comm.tensorflow import _ops
+
+assert not _ops._has_gpus()  # as on every machine without
+_ops._has_gpus = lambda: True
+built_with = sys.argv[1]
+tf.test.is_built_with_cuda = lambda: built_with == "cuda"
+mc.init(1, 2)
+
+def places():
+    with tf.Graph().as_default():
+        x = tf.constant([2.0])
+        made = mc.gradients([x], 0), mc.gradients([x], 1), mc.gradients([[x], [x]], 1)[0], mc.broadcast([x], 0)
+        return [tensors[0].op.device for tensors in made]
+
+host = "/device:CPU:0"
+assert places() == (["", "", host, ""] if built_with == "cuda" else [host] * 4), places()
+mc.config_team(0, 0, 2, 10, 0, 0)  # 8 of 10 calls do not block
+assert places() == ([host, "", host, ""] if built_with == "cuda" else [host] * 4), places()
+x = tf.constant([2.0])
+assert sum(float(mc.gradients([x], 0)[0][0]) for _ in range(11)) == 22
+assert places() == (["", "", host, ""] if built_with == "cuda" else [host] * 4), places()
+mc.finalize()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("built_with", ["cuda", "rocm"])
+def test_beside_gpus_only_what_the_core_takes_there_is_left_to_tensorflow(tmp_path, built_with):
+    assert "fine" in run(tmp_path, 1, PLACES, built_with)
+
+
 ONE_THREAD = """
 import os, sys, time
 import numpy as np

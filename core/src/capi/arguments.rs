@@ -7,8 +7,10 @@ use std::{ptr, slice};
 use smallvec::SmallVec;
 
 use crate::buffer::{Buffer, Tensor, View};
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::transport::cuda;
 
 /// `dl_comm_buffer_t` of `dl_comm.h`, which has the contract.
 #[repr(C)]
@@ -26,6 +28,41 @@ pub struct CBuffer {
     pub ndim: c_int,
     /// The extents, or null.
     pub shape: *const i64,
+}
+
+/// `dl_comm_device_t` of `dl_comm.h`, which has the contract.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CDevice {
+    /// The number of the GPU.
+    pub device: c_int,
+    /// Its stream.
+    pub stream: *mut c_void,
+}
+
+/// Where tensors are; `None` for host memory.
+///
+/// # Safety
+/// `device` is NULL or valid.
+pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
+    // SAFETY: the caller's promise.
+    let device = unsafe { device.as_ref() }?;
+    (device.device >= 0).then(|| Device { ordinal: device.device, stream: device.stream.addr() })
+}
+
+/// The GPU whose memory the tensors are in, with its default stream; `None` for those of the host.
+///
+/// # Errors
+/// [`Error::Invalid`] when they are in several.
+pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
+    let mut tensors = towers.iter().flatten().filter(|tensor| !tensor.buffer.is_empty());
+    let owner = |tensor: &Tensor| cuda::owner_of(tensor.buffer.written().addr());
+    // Who has memory of a GPU has loaded the driver.
+    let Some(first) = tensors.next().filter(|_| cuda::is_loaded()).map(owner) else { return Ok(None) };
+    if tensors.any(|tensor| owner(tensor) != first) {
+        return Err(Error::Invalid("the tensors are in the memory of different devices; average them apart".into()));
+    }
+    Ok(first.map(|ordinal| Device { ordinal, stream: 0 }))
 }
 
 /// A number as C functions return it.

@@ -8,15 +8,16 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
 
-use arguments::{Views, give, number, tensors, text, towers, views};
+use arguments::{Views, device, device_of, give, number, tensors, text, towers, views};
 
-pub use arguments::CBuffer;
+pub use arguments::{CBuffer, CDevice};
 
 use crate::describe::describe;
 use crate::error::{Error, Result, guard};
 use crate::global;
 use crate::schedule::{Arguments, Cooldown};
 use crate::team::Limit;
+use crate::transport::cuda;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -93,8 +94,12 @@ pub unsafe extern "C" fn dl_comm_gradients(
 ) -> c_int {
     done(|| {
         // SAFETY: the caller's promise.
-        let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
+        let mut towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
         global::ensure_team(teamID, None)?;
+        if let (Some(device), 1) = (device_of(&towers)?, towers.len()) {
+            // SAFETY: as above.
+            return unsafe { global::average_on(device, teamID, "", Limit::Team, towers.remove(0)) };
+        }
         // SAFETY: as above.
         unsafe { global::average_and_wait(teamID, "", Limit::Team, towers) }
     })
@@ -116,7 +121,8 @@ pub unsafe extern "C" fn dl_comm_broadcast(
     done(|| {
         // SAFETY: the caller's promise.
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
-        global::wait("", |request| global::broadcast_towers(root, request, || Ok(towers)))
+        let device = device_of(&towers)?;
+        global::wait("", |request| global::broadcast_towers(root, request.on(device), || Ok(towers)))
     })
 }
 
@@ -341,6 +347,66 @@ pub unsafe extern "C" fn dl_comm_broadcast_buffers(
         let limit = Limit::from_seconds(timeout);
         global::wait(&name, |request| global::broadcast(root, request.within(limit), || Ok(tensors)))
     })
+}
+
+/// `dl_comm_average_on` of `dl_comm.h`.
+///
+/// # Safety
+/// `device` is NULL or valid; the rest as for [`dl_comm_average`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_average_on(
+    device: *const CDevice,
+    buffers: *const CBuffer,
+    count: usize,
+    team: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let Some(device) = (unsafe { self::device(device) }) else {
+        // SAFETY: as above.
+        return unsafe { dl_comm_average_towers(buffers, count, 1, team, name, timeout) };
+    };
+    done(|| {
+        // SAFETY: as above.
+        unsafe {
+            let tensors = tensors(buffers, count)?;
+            global::average_on(device, team, &text(name), Limit::from_seconds(timeout), tensors)
+        }
+    })
+}
+
+/// `dl_comm_broadcast_on` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average_on`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast_on(
+    device: *const CDevice,
+    buffers: *const CBuffer,
+    count: usize,
+    root: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let (device, tensors, name) = unsafe { (self::device(device), tensors(buffers, count)?, text(name)) };
+        let limit = Limit::from_seconds(timeout);
+        global::wait(&name, |request| global::broadcast(root, request.within(limit).on(device), || Ok(tensors)))
+    })
+}
+
+/// `dl_comm_gpu_count` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_gpu_count() -> c_int {
+    face(|| number(cuda::count()?))
+}
+
+/// `dl_comm_gpu_of` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_gpu_of(memory: *const c_void) -> c_int {
+    guard(|| Ok(cuda::owner_of(memory.addr()))).ok().flatten().unwrap_or(-1)
 }
 
 /// `dl_comm_check_buffers_match` of `dl_comm.h`.

@@ -1,14 +1,16 @@
 //! One collective call as every rank describes it: operation, tensors, layout on the wire, signature.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::plan::{ALIGN, Plan};
+use crate::plan::{ALIGN, Plan, Run};
 use crate::reduce::Reduction;
+use crate::transport::cuda::Producer;
 
 /// What a call does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +79,7 @@ pub struct Job {
     name: String,
     labels: String,
     place: String,
+    producer: Option<Arc<Producer>>,
 }
 
 /// The least bytes of a chunk: below this a second channel costs more than it brings.
@@ -115,7 +118,18 @@ impl Job {
         };
         let plan = Plan::new(&lengths, wire_size, chunk);
         let name = name.to_owned();
-        let mut job = Job { op, plan, signature: 0, list: 0, towers, carrier, name, labels, place: String::new() };
+        let mut job = Job {
+            op,
+            plan,
+            signature: 0,
+            list: 0,
+            towers,
+            carrier,
+            name,
+            labels,
+            place: String::new(),
+            producer: None,
+        };
         job.list = job.sign();
         job.name += instance;
         job.signature = if instance.is_empty() { job.list } else { job.sign() };
@@ -129,6 +143,68 @@ impl Job {
             self.signature = xxh3_64_with_seed(&left.to_le_bytes(), self.signature);
         }
         self.place = place;
+    }
+
+    /// Makes it a call on device memory that `producer` makes and awaits, in chunks of at most `chunk` bytes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for several towers: a process with a GPU has one.
+    pub fn on_device(self, producer: Arc<Producer>, chunk: usize) -> Result<Job> {
+        if self.towers.len() > 1 {
+            return Err(Error::Invalid(format!(
+                "there are {} towers of GPU tensors; run a process for each GPU, or average the towers first",
+                self.towers.len()
+            )));
+        }
+        let chunk = chunk.min(self.carrier.slot).next_multiple_of(ALIGN);
+        let signature = xxh3_64_with_seed(b"device", self.signature);
+        Ok(Job { plan: self.plan.recut(chunk), signature, producer: Some(producer), ..self })
+    }
+
+    /// Who makes and awaits the tensors of a call on device memory.
+    pub fn producer(&self) -> Option<&Arc<Producer>> {
+        self.producer.as_ref()
+    }
+
+    /// The same call without its data: what ranks see of each other's calls on device memory before anything moves.
+    pub fn header(&self) -> Job {
+        Job { op: Op::Barrier, plan: self.plan.without_data(), towers: Vec::new(), producer: None, ..self.clone() }
+    }
+
+    /// Chunk `chunk` of a call on device memory as a call on host memory, whose bytes are at `memory`.
+    pub fn staged(&self, chunk: usize, memory: *mut u8) -> Job {
+        let run = |run: Run| {
+            let count = run.bytes.len() / run.dtype.size();
+            Tensor::new(Buffer::in_place(memory.wrapping_add(run.bytes.start), count, run.dtype), &[])
+        };
+        let len = self.plan.chunk_len(chunk);
+        let tensors: Vec<Tensor> = self.plan.runs(chunk, 0..len).map(run).collect();
+        let lengths: Vec<(DType, usize)> =
+            tensors.iter().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
+        let signature = xxh3_64_with_seed(&(chunk as u64).to_le_bytes(), self.signature);
+        let carrier = Carrier { channels: 1, ..self.carrier };
+        Job {
+            op: self.op,
+            plan: Plan::new(&lengths, DType::size, self.carrier.slot),
+            signature,
+            list: signature,
+            towers: vec![tensors],
+            carrier,
+            name: self.name.clone(),
+            labels: String::new(),
+            place: String::new(),
+            producer: None,
+        }
+    }
+
+    /// Whether every tensor is written where it is read.
+    pub fn is_in_place(&self) -> bool {
+        self.towers.iter().flatten().all(|tensor| tensor.buffer.is_in_place())
+    }
+
+    /// Whether floating point is added up in float64.
+    pub fn is_precise(&self) -> bool {
+        self.carrier.precise
     }
 
     /// Where the results are written: the tensors of all towers.
@@ -178,7 +254,7 @@ impl Job {
 
     /// Whether [`Job::rebind`] may make other calls of it: its words and its signature tell of nothing but what that compares.
     pub fn is_repeatable(&self) -> bool {
-        self.signature == self.list && self.labels.is_empty() && self.place.is_empty()
+        self.producer.is_none() && self.signature == self.list && self.labels.is_empty() && self.place.is_empty()
     }
 
     /// Makes this job the same call on other memory, if `name` and `views` are those of its only tower; false, and nothing
@@ -225,12 +301,13 @@ impl Job {
             -1 => String::new(),
             id => format!(" on team {id}"),
         };
+        let team = if self.producer.is_some() { team + " on a GPU" } else { team };
         match self.op {
             Op::Average if self.towers.len() > 1 => {
                 format!("average{name}{team} over {} towers", self.towers.len())
             }
             Op::Average => format!("average{name}{team}"),
-            Op::Broadcast { root } => format!("broadcast{name} from rank {root}"),
+            Op::Broadcast { root } => format!("broadcast{name} from rank {root}{team}"),
             Op::Barrier => "barrier".to_owned(),
         }
     }

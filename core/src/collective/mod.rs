@@ -14,6 +14,7 @@ mod barrier;
 mod broadcast;
 mod channel;
 mod cluster;
+pub mod device;
 mod direct;
 mod explain;
 mod job;

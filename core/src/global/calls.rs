@@ -8,6 +8,7 @@ use super::check_fork;
 use super::teams::{CONTROL, carries, team};
 use crate::buffer::{Tensor, View};
 use crate::collective::Op;
+use crate::device::Device;
 use crate::error::{Error, Result, guard};
 use crate::team::{self, Limit, Parcel, Request, Stage, Team};
 
@@ -100,6 +101,17 @@ pub unsafe fn average_and_wait(id: i32, name: &str, limit: Limit, towers: Vec<Ve
     // SAFETY: the caller's promise; a result is nobody else's any more.
     unsafe { result.copy_to(&towers) };
     Ok(())
+}
+
+/// Averages a list of tensors in device memory, and waits until the device's stream will see the result.
+///
+/// # Errors
+/// The outcome.
+///
+/// # Safety
+/// The memory of `tensors` is valid, and nobody but what is on the stream before and after the call uses it.
+pub unsafe fn average_on(device: Device, id: i32, name: &str, limit: Limit, tensors: Vec<Tensor>) -> Result<()> {
+    wait(name, |request| average(id, request.within(limit).on(Some(device)), || Ok(vec![tensors])))
 }
 
 /// Starts the broadcast of a list of tensors from rank `root`.

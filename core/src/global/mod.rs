@@ -8,7 +8,7 @@ mod memory;
 mod teams;
 mod tell;
 
-pub use calls::{average, average_and_wait, average_list, barrier, broadcast, broadcast_towers, wait};
+pub use calls::{average, average_and_wait, average_list, average_on, barrier, broadcast, broadcast_towers, wait};
 pub use compare::buffers_match;
 pub use memory::{alloc, free};
 pub use teams::{

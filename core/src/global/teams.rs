@@ -68,8 +68,8 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
     let algorithm = config.algorithm;
     let shape = TeamShape { id, threads, prec_level, slot, algorithm };
     let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
-    let Config { timeout, stall_warn, match_within, .. } = config;
-    let settings = Settings { id, precise: prec_level == 1, algorithm, timeout, stall_warn, match_within };
+    let Config { timeout, stall_warn, match_within, device, .. } = config;
+    let settings = Settings { id, precise: prec_level == 1, algorithm, timeout, stall_warn, match_within, device };
     let on_alarm = Arc::clone(&dumper);
     let alarm = Arc::new(move |words: &str| on_alarm.alarm(words));
     let team = Arc::new(Team::start(endpoint, settings, cpus.as_deref(), alarm)?);

@@ -68,8 +68,8 @@ pub struct Overview {
     pub places: Arc<[RankPlace]>,
     /// What was measured of the network between the hosts, while started, where there are several.
     pub network: Option<Network>,
-    /// The teams, by number, while started.
-    pub teams: Vec<Carrier>,
+    /// The teams, by number, while started, and what is known of their GPUs.
+    pub teams: Vec<(Carrier, Option<serde_json::Value>)>,
 }
 
 /// What there is to tell of this process, in every state.
@@ -89,7 +89,7 @@ pub fn overview() -> Result<Overview> {
                 told.config = Some(session.config.clone());
                 told.topology = Some(Arc::clone(&session.topology));
                 told.places = Arc::clone(&session.places);
-                told.teams = session.teams.values().map(|team| team.carrier()).collect();
+                told.teams = session.teams.values().map(|team| (team.carrier(), team.gpus())).collect();
             }
         }
         Ok(told)

@@ -9,6 +9,7 @@ use super::callers::ThreadId;
 use super::pipeline::Parcel;
 use super::record::{self, Record};
 use crate::collective::Job;
+use crate::device::Device;
 use crate::error::{Error, Result};
 
 /// What to do when a call has ended: with the parcel that holds the result, or `None` when that is where the call's own
@@ -42,6 +43,7 @@ pub struct Request {
     pub(super) timed: bool,
     pub(super) blocks: bool,
     pub(super) timeout: Limit,
+    pub(super) device: Option<Device>,
 }
 
 /// The deadline of a call.
@@ -80,6 +82,7 @@ impl Request {
             timed: true,
             blocks: false,
             timeout: Limit::Team,
+            device: None,
         }
     }
 
@@ -92,6 +95,11 @@ impl Request {
     /// Gives the call a deadline of its own.
     pub fn within(self, timeout: Limit) -> Request {
         Request { timeout, ..self }
+    }
+
+    /// Says that the tensors are in device memory, made and used on a stream of it.
+    pub fn on(self, device: Option<Device>) -> Request {
+        Request { device, ..self }
     }
 
     /// Adds the name, which all ranks must agree on, and the tensors' names (a line each, may be empty) for messages.

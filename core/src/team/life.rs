@@ -1,6 +1,6 @@
 //! How a team begins and ends: what its calls are carried by, and its threads.
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -59,6 +59,8 @@ impl Team {
             callers: Callers::default(),
             matched: AtomicU64::new(0),
             timeout: AtomicU64::new(0),
+            gpus: OnceLock::new(),
+            device_bytes: AtomicUsize::new(0),
         });
         shared.set_timeout(settings.timeout);
         let mut threads = Vec::new();
@@ -72,6 +74,7 @@ impl Team {
                 index,
                 rank,
                 channel: Channel::new(topology, node.channel(index)).with(cluster),
+                stager: None,
             };
             if index == 0 {
                 lead = Some(worker);
@@ -114,7 +117,7 @@ impl Team {
         self.shared.node.leave();
     }
 
-    /// Lets go of what leads to other hosts, after [`Team::stop`].
+    /// Lets go of what leads to other hosts, and of GPUs, after [`Team::stop`].
     pub fn let_go(&self) {
         self.seat.let_go();
     }

@@ -12,6 +12,7 @@ mod account;
 mod call;
 mod callers;
 mod delivery;
+mod device;
 mod ledger;
 mod life;
 mod pipeline;
@@ -20,12 +21,13 @@ mod short;
 mod stage;
 mod worker;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 pub use call::{Done, Limit, Request, outcome};
@@ -34,7 +36,9 @@ pub use record::Totals;
 pub use stage::{Pool, Stage};
 
 use crate::buffer::{Tensor, View};
+use crate::collective::device::DeviceSettings;
 use crate::collective::{Carrier, Choice, Job, Op, Shown};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::schedule::{Schedule, Verbosity};
 use crate::timeline;
@@ -63,6 +67,8 @@ pub struct Settings {
     /// How long ranks that hold different calls wait for a counterpart to be submitted; a thirtieth of it where every
     /// caller waits for its call already.
     pub match_within: Duration,
+    /// How calls on device memory are carried.
+    pub device: DeviceSettings,
 }
 
 /// Told, in words, of what a team's user should look into: a stall, and the failure that ended it.
@@ -97,6 +103,10 @@ struct Shared {
     matched: AtomicU64,
     /// The deadline of calls in nanoseconds; 0 for none.
     timeout: AtomicU64,
+    /// What is known of the way that calls on device memory take, after the first.
+    gpus: OnceLock<Value>,
+    /// The bytes of device memory that the team has taken.
+    device_bytes: AtomicUsize,
 }
 
 impl Shared {
@@ -178,8 +188,8 @@ impl Team {
     /// # Safety
     /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: Request) {
-        let Request { done, name, instance, labels, blocks, timeout, .. } = request;
-        match self.job(op, towers, &name, &instance, labels) {
+        let Request { done, name, instance, labels, blocks, timeout, device, .. } = request;
+        match self.job(op, towers, &name, &instance, labels, device) {
             Ok(job) => self.run(self.place(job, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
             Err(error) => done(Err(error)),
         }
@@ -193,8 +203,10 @@ impl Team {
     /// after `done` was called.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: Request) {
         let waiting_since = request.timed.then(Instant::now);
-        let Request { done, name, instance, labels, parcel, owner, part, separate, blocks, timeout, .. } = request;
-        let mut job = match self.job(Op::Average, towers, &name, &instance, labels) {
+        let Request { done, name, instance, labels, parcel, owner, part, separate, blocks, timeout, device, .. } =
+            request;
+        let job = self.job(Op::Average, towers, &name, &instance, labels, device);
+        let mut job = match job.and_then(|job| self.check_schedule(job, owner, separate && parcel.is_some())) {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
         };
@@ -252,10 +264,22 @@ impl Team {
         self.carrier.team >= 0
     }
 
-    fn job(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str, instance: &str, labels: String) -> Result<Job> {
-        match self.shared.failure() {
-            Some(error) => Err(error),
-            None => Job::new(op, towers, name, instance, labels, self.carrier),
+    fn job(
+        &self,
+        op: Op,
+        towers: Vec<Vec<Tensor>>,
+        name: &str,
+        instance: &str,
+        labels: String,
+        device: Option<Device>,
+    ) -> Result<Job> {
+        if let Some(error) = self.shared.failure() {
+            return Err(error);
+        }
+        let job = Job::new(op, towers, name, instance, labels, self.carrier)?;
+        match device {
+            None => Ok(job),
+            Some(device) => self.on_device(job, device),
         }
     }
 

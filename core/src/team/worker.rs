@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 use super::Shared;
 use super::call::Call;
 use super::callers::ThreadId;
+use super::device::OnDevice;
 use super::short::{Begun, Templates};
 use crate::buffer::View;
+use crate::collective::device::Stager;
 use crate::collective::lineup::{Age, Decision, List, Pending};
 use crate::collective::{Account, Channel, Job, Op, Shown};
 use crate::error::{Error, Result, guard};
@@ -33,6 +35,8 @@ pub(super) struct Worker {
     pub index: usize,
     pub rank: usize,
     pub channel: Channel,
+    /// For calls on device memory that go through the host, once there was one.
+    pub stager: Option<Stager>,
 }
 
 /// What the team's calls go through, one after the other.
@@ -49,6 +53,8 @@ struct Lead {
     /// A call that its caller could not carry out, because the ranks called different things. It comes before all others.
     left: Option<Arc<Call>>,
     templates: Templates,
+    /// For calls on device memory, once there was one.
+    device: Option<OnDevice>,
     closed: bool,
 }
 
@@ -141,7 +147,7 @@ impl Queue<'_> {
 impl Seat {
     /// A seat with channel 0 and the threads that help.
     pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Call>>>) -> Seat {
-        let lead = Lead { worker, helpers, left: None, templates: Templates::default(), closed: false };
+        let lead = Lead { worker, helpers, left: None, templates: Templates::default(), device: None, closed: false };
         Seat { lead: Mutex::new(lead), queued: AtomicUsize::new(0) }
     }
 
@@ -184,9 +190,12 @@ impl Seat {
         }
     }
 
-    /// Lets go of channel 0's way to other hosts; the helpers' have gone with their threads.
+    /// Lets go of channel 0's way to other hosts, and of GPUs; the helpers' have gone with their threads.
     pub fn let_go(&self) {
-        self.lock().worker.channel.leave_hosts();
+        let mut lead = self.lock();
+        lead.worker.channel.leave_hosts();
+        lead.worker.stager = None;
+        lead.device = None;
     }
 
     fn lock(&self) -> MutexGuard<'_, Lead> {
@@ -275,7 +284,11 @@ impl Lead {
     /// The first chunk of `call`; false when the ranks called different things.
     fn first(&mut self, call: &Arc<Call>, at_once: bool) -> Result<bool> {
         call.record.start(at_once);
-        self.worker.attempt(call, |channel, call, patience| channel.first(&call.job, patience))
+        self.worker.attempt(call, |channel, call, patience| match call.job.producer() {
+            None => channel.first(&call.job, patience),
+            // Nothing of the data moves before all ranks are known to have called the same.
+            Some(_) => channel.first(&call.job.header(), patience),
+        })
     }
 
     /// Keeps the job of `call` for short calls like it, if it is one.
@@ -288,9 +301,13 @@ impl Lead {
 
     /// Carries out what is left of a call that the ranks have matched.
     fn spread(&mut self, call: &Arc<Call>) -> Result<()> {
-        let Lead { worker, helpers, .. } = self;
+        let Lead { worker, helpers, device, .. } = self;
         call.record.matched(worker.shared.match_one());
-        if call.job.plan.chunks() == 1 {
+        if call.job.producer().is_some() {
+            if OnDevice::carry(device, worker, call)? {
+                return Ok(());
+            }
+        } else if call.job.plan.chunks() == 1 {
             return Ok(());
         }
         call.direct.store(worker.channel.is_direct(), Ordering::Relaxed);
@@ -317,6 +334,9 @@ impl Worker {
 
     /// The chunks of this thread but the first of all.
     fn share(&mut self, call: &Arc<Call>) -> Result<()> {
+        if call.job.producer().is_some() {
+            return self.share_on_device(call);
+        }
         let (index, channels) = (self.index, call.job.channels());
         self.attempt(call, |channel, call, patience| {
             let chunks = (index..call.job.plan.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
@@ -396,7 +416,7 @@ impl Worker {
     }
 
     /// Runs `work` unless the team has failed; ends the team when its failure leaves the ranks out of step.
-    fn attempt<T>(
+    pub fn attempt<T>(
         &mut self,
         call: &Arc<Call>,
         work: impl FnOnce(&mut Channel, &Call, &Patience<'_>) -> Result<T>,

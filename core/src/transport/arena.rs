@@ -17,6 +17,7 @@ use rustix::io::retry_on_intr;
 
 use super::space::{Held, SLAB, SMALL, Space};
 use crate::error::{Error, Result};
+use crate::say::say;
 
 /// Memory that the ranks of a host see in each other: how one rank names a place to the others.
 pub trait Shared: Send + Sync {
@@ -28,6 +29,20 @@ pub trait Shared: Send + Sync {
 
     /// Another rank may still write to memory that was named: from now on none is used again.
     fn retire(&self) {}
+
+    /// `len` zero bytes that the other ranks see, at a page's start when they are more than 2048.
+    ///
+    /// # Errors
+    /// [`Error::System`] when there is no such memory.
+    fn take(&self, len: usize) -> Result<*mut u8> {
+        Err(Error::System(format!("there are no {len} bytes of shared memory")))
+    }
+
+    /// Gives back what [`Shared::take`] returned.
+    ///
+    /// # Safety
+    /// Nobody uses the memory any more.
+    unsafe fn give(&self, _memory: *mut u8) {}
 }
 
 /// The arenas of the ranks of a host, as one of them sees them.
@@ -138,5 +153,16 @@ impl Shared for Arenas {
 
     fn retire(&self) {
         self.retired.store(true, Ordering::Relaxed);
+    }
+
+    fn take(&self, len: usize) -> Result<*mut u8> {
+        self.alloc(len)
+    }
+
+    unsafe fn give(&self, memory: *mut u8) {
+        // SAFETY: the caller's promise. What is not from here stays where it is.
+        if let Err(error) = unsafe { self.free(memory) } {
+            say(&error.to_string());
+        }
     }
 }

@@ -1,10 +1,11 @@
-//! What carries bytes: memory shared by the ranks of a host ([`node`], made by [`shm`] or [`threads`]) and messages
-//! between hosts ([`Link`], by [`mpi`] or [`threads`]). Collectives name neither.
+//! What carries bytes: memory shared by the ranks of a host ([`node`], made by [`shm`] or [`threads`]), messages between
+//! hosts ([`Link`], by [`mpi`] or [`threads`]), and GPUs ([`cuda`]). Collectives name neither of the first two.
 //!
 //! Every wait here spins briefly, then sleeps, and asks its [`Patience`] now and then whether to go on.
 
 pub mod alert;
 pub mod arena;
+pub mod cuda;
 pub mod flag;
 pub mod hosts;
 mod layout;

@@ -108,6 +108,11 @@ impl Node {
         self.shared.as_deref()
     }
 
+    /// The same, for who keeps it.
+    pub fn shared_memory(&self) -> Option<Arc<dyn Shared>> {
+        self.shared.clone()
+    }
+
     /// Channel `channel` of `node`.
     pub fn channel(self: &Arc<Node>, channel: usize) -> NodeChannel {
         assert!(channel < self.geometry.channels, "channel {channel} of {}", self.geometry.channels);

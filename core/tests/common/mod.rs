@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::device::DeviceSettings;
 use dl_comm_core::collective::{Choice, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
@@ -74,6 +75,7 @@ impl World {
             timeout: Some(self.timeout),
             stall_warn: None,
             match_within: self.match_within,
+            device: DeviceSettings::default(),
         };
         let quiet: Alarm = Arc::new(|_| {});
         thread::scope(|scope| {

@@ -13,6 +13,7 @@ Thread rule: everything here may be called from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -21,6 +22,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -29,6 +31,7 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
+from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._process import CONTROL_TEAM, seconds
 
@@ -62,6 +65,8 @@ def library() -> Any:
     path = _path()
     loaded = tf.load_op_library(path)
     _load.check_one_core(path, _core_id_of(path))
+    if _has_gpus():
+        preload()
     return loaded
 
 
@@ -123,13 +128,14 @@ def broadcast(
     values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]
     _refuse_xla()
     base = name or "broadcast"
-    results = library().dl_comm_broadcast(
-        [tf.bitcast(value, tf.uint8) if value.dtype in _AS_BYTES else value for value in values],
-        root=operator.index(root),
-        timeout=seconds(timeout),
-        call_name=_call_name(base, CONTROL_TEAM),
-        labels=_labels(given),
-    )
+    with _placement(on_host=False):
+        results = library().dl_comm_broadcast(
+            [tf.bitcast(value, tf.uint8) if value.dtype in _AS_BYTES else value for value in values],
+            root=operator.index(root),
+            timeout=seconds(timeout),
+            call_name=_call_name(base, CONTROL_TEAM),
+            labels=_labels(given),
+        )
     return [
         tf.bitcast(result, value.dtype) if value.dtype in _AS_BYTES else result
         for result, value in zip(results, values, strict=True)
@@ -219,19 +225,21 @@ def _gradients(
 ) -> list[tf.Tensor]:
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
-    return list(
-        library().dl_comm_gradients(
-            tensors,
-            team=team,
-            towers=towers,
-            timeout=timeout,
-            owner=_scope() if owner is None else owner,
-            part=part,
-            timed=timed,
-            call_name=_call_name(base, team),
-            labels=_labels(given[: len(given) // towers]) if labels is None else labels,
+    owner = _scope() if owner is None else owner
+    with _placement(on_host=towers > 1 or _carries(team, owner)):
+        return list(
+            library().dl_comm_gradients(
+                tensors,
+                team=team,
+                towers=towers,
+                timeout=timeout,
+                owner=owner,
+                part=part,
+                timed=timed,
+                call_name=_call_name(base, team),
+                labels=_labels(given[: len(given) // towers]) if labels is None else labels,
+            )
         )
-    )
 
 
 def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
@@ -253,6 +261,26 @@ tf.no_gradient("DlCommBroadcast")
 tf.no_gradient("DlCommCoreId")
 
 
+def _placement(on_host: bool) -> AbstractContextManager[Any]:
+    """Give where an op belongs: wherever TensorFlow puts it, or in host memory, to which TensorFlow copies its tensors.
+
+    `on_host`: The core takes such a call in host memory only. So it does all calls where the GPUs are not CUDA's.
+    """
+    if _has_gpus() and (on_host or not tf.test.is_built_with_cuda()):
+        return cast(AbstractContextManager[Any], tf.device("CPU:0"))
+    return contextlib.nullcontext()
+
+
+@functools.cache
+def _has_gpus() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def _carries(team: int, owner: int) -> bool:
+    """Whether coming averages may return what calls before them have started: the team has such a schedule."""
+    return _has_gpus() and bool(_carries_function()(team, owner))
+
+
 @functools.cache
 def _path() -> str:
     return _load.ops_library("tensorflow")
@@ -262,6 +290,15 @@ def _core_id_of(path: str) -> int:
     function = ctypes.CDLL(path).dl_comm_ops_core_id
     function.restype = ctypes.c_size_t
     return int(function())
+
+
+@functools.cache
+def _carries_function() -> Any:
+    library()  # TensorFlow finds no ops in a library that it is not the first to load
+    function = ctypes.CDLL(_path()).dl_comm_ops_carries
+    function.argtypes = (ctypes.c_int32, ctypes.c_uint64)
+    function.restype = ctypes.c_bool
+    return function
 
 
 def _listed(tensors: Iterable[Any]) -> list[Any]:

@@ -1,0 +1,225 @@
+//! The work of kernels: pieces of tensors cut into items, and the memory in which a GPU finds them.
+//!
+//! The lists are made in host memory that stays, and uploaded before the kernels that read them; a few places are used in
+//! turn, so that the host need not wait for the GPU.
+//! Thread rule: one user at a time.
+
+use std::sync::Arc;
+
+use super::await_event;
+use crate::buffer::Tensor;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::plan::Piece;
+use crate::transport::Patience;
+use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Item, Stream, Work};
+
+/// Elements of one type that one kernel takes.
+struct Group {
+    dtype: DType,
+    items: std::ops::Range<usize>,
+}
+
+/// Work for kernels, of equally many sources and targets in each piece.
+#[derive(Default)]
+pub(super) struct Batch {
+    items: Vec<Item>,
+    sources: Vec<Address>,
+    targets: Vec<Address>,
+    groups: Vec<Group>,
+    pieces: u32,
+    /// How many sources and targets a piece has.
+    shape: (usize, usize),
+}
+
+impl Batch {
+    /// Starts anew, for pieces with so many sources and targets.
+    pub fn start(&mut self, sources: usize, targets: usize) {
+        self.shape = (sources, targets);
+        self.items.clear();
+        self.sources.clear();
+        self.targets.clear();
+        self.groups.clear();
+        self.pieces = 0;
+    }
+
+    /// Adds `count` elements of `dtype` that begin at these addresses.
+    pub fn add(
+        &mut self,
+        dtype: DType,
+        count: usize,
+        sources: impl IntoIterator<Item = Address>,
+        targets: impl IntoIterator<Item = Address>,
+    ) {
+        self.sources.extend(sources);
+        self.targets.extend(targets);
+        let start = self.items.len();
+        for first in (0..count).step_by(Item::LONGEST) {
+            let count = (count - first).min(Item::LONGEST) as u32;
+            self.items.push(Item { first: first as u64, piece: self.pieces, count });
+        }
+        self.pieces += 1;
+        let end = self.items.len();
+        match self.groups.last_mut() {
+            Some(group) if group.dtype == dtype => group.items.end = end,
+            _ => self.groups.push(Group { dtype, items: start..end }),
+        }
+    }
+
+    /// Starts anew with copies of `pieces` of `tensors` to `memory`, where they lie as on the wire, or, `back`, from there.
+    pub fn copies(&mut self, pieces: impl Iterator<Item = Piece>, tensors: &[Tensor], memory: Address, back: bool) {
+        self.start(1, 1);
+        for piece in pieces {
+            let buffer = &tensors[piece.tensor].buffer;
+            let size = buffer.dtype().size();
+            let (read, written) = buffer.spans();
+            let start = if back { written.start } else { read.start };
+            let (tensor, there) = ((start + piece.first * size) as Address, memory + piece.offset as Address);
+            let (from, to) = if back { (there, tensor) } else { (tensor, there) };
+            self.add(DType::U8, piece.count * size, [from], [to]);
+        }
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    fn bytes(&self) -> usize {
+        self.items.len() * size_of::<Item>() + (self.sources.len() + self.targets.len()) * size_of::<Address>()
+    }
+}
+
+/// Places of the table, used in turn.
+const PLACES: usize = 4;
+/// What a place has at least.
+const LEAST: usize = 64 << 10;
+
+/// A place for the lists of a batch.
+struct Place {
+    host: HostMemory,
+    device: DeviceMemory,
+    /// When the kernels that read it are done.
+    free: Option<Event>,
+}
+
+/// Where GPUs find batches.
+pub(super) struct Table {
+    context: Arc<Context>,
+    places: Vec<Place>,
+    next: usize,
+}
+
+impl Table {
+    /// A table that takes memory when it is used.
+    pub fn new(context: &Arc<Context>) -> Table {
+        Table { context: Arc::clone(context), places: Vec::new(), next: 0 }
+    }
+
+    /// The bytes of device memory that it has.
+    pub fn held(&self) -> usize {
+        self.places.iter().map(|place| place.device.len()).sum()
+    }
+
+    /// Uploads `batch` and calls `launch` with each part of the work.
+    ///
+    /// # Errors
+    /// Those of the driver and of `launch`, and when the patience ends.
+    pub fn run(
+        &mut self,
+        batch: &Batch,
+        divisor: u32,
+        stream: &Stream,
+        patience: &Patience<'_>,
+        mut launch: impl FnMut(DType, &Work) -> Result<()>,
+    ) -> Result<()> {
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let place = self.place(batch.bytes(), patience)?;
+        let lists: [(*const u8, usize); 3] = [
+            (batch.items.as_ptr().cast(), size_of_val(&batch.items[..])),
+            (batch.sources.as_ptr().cast(), size_of_val(&batch.sources[..])),
+            (batch.targets.as_ptr().cast(), size_of_val(&batch.targets[..])),
+        ];
+        let mut starts = [0; 3];
+        let mut at = 0;
+        for (start, (list, len)) in starts.iter_mut().zip(lists) {
+            // SAFETY: the place is as long as all lists, and no kernel reads it any more.
+            unsafe { place.host.memory().add(at).copy_from_nonoverlapping(list, len) };
+            *start = place.device.address() + at as u64;
+            at += len;
+        }
+        // SAFETY: both have so many bytes, and stay until the event below has come.
+        unsafe { stream.upload(place.device.address(), place.host.memory(), at) }?;
+        let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+        for group in &batch.groups {
+            let work = Work {
+                items: starts[0] + (group.items.start * size_of::<Item>()) as u64,
+                sources: starts[1],
+                targets: starts[2],
+                nitems: number(group.items.len()),
+                nsources: number(batch.shape.0),
+                ntargets: number(batch.shape.1),
+                divisor,
+            };
+            launch(group.dtype, &work)?;
+        }
+        place.free = Some(stream.record()?);
+        Ok(())
+    }
+
+    /// Uploads a batch of copies, and starts them.
+    ///
+    /// # Errors
+    /// Those of the driver, and when the patience ends.
+    ///
+    /// # Safety
+    /// The memory is valid until the copies are done, and nobody else's.
+    pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, patience: &Patience<'_>) -> Result<()> {
+        let context = Arc::clone(&self.context);
+        let kernels = context.kernels()?;
+        // SAFETY: the caller's promise.
+        self.run(batch, 1, stream, patience, |_, work| unsafe { kernels.copy(work, stream) })
+    }
+
+    fn place(&mut self, bytes: usize, patience: &Patience<'_>) -> Result<&mut Place> {
+        let index = self.next % PLACES;
+        self.next = index + 1;
+        if let Some(event) = self.places.get_mut(index).and_then(|place| place.free.take()) {
+            await_event(&event, patience)?;
+        }
+        if self.places.get(index).is_none_or(|place| place.host.len() < bytes) {
+            let len = bytes.max(LEAST).next_power_of_two();
+            let host = HostMemory::new(&self.context, len)?;
+            let place = Place { host, device: DeviceMemory::new(&self.context, len)?, free: None };
+            if index < self.places.len() {
+                self.places[index] = place;
+            } else {
+                self.places.push(place);
+            }
+        }
+        Ok(&mut self.places[index])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_pieces_become_items_and_types_become_groups() {
+        let mut batch = Batch::default();
+        batch.start(2, 1);
+        batch.add(DType::F32, 2 * Item::LONGEST + 1, [1, 2], [3]);
+        batch.add(DType::F32, 5, [4, 5], [6]);
+        batch.add(DType::I8, 1, [7, 8], [9]);
+        let items: Vec<(u64, u32, u32)> = batch.items.iter().map(|item| (item.first, item.piece, item.count)).collect();
+        let long = Item::LONGEST as u32;
+        assert_eq!(items, [(0, 0, long), (long.into(), 0, long), (2 * u64::from(long), 0, 1), (0, 1, 5), (0, 2, 1)]);
+        assert_eq!(batch.groups.iter().map(|group| group.items.clone()).collect::<Vec<_>>(), [0..4, 4..5]);
+        assert_eq!((&batch.sources[..], &batch.targets[..]), (&[1, 2, 4, 5, 7, 8][..], &[3, 6, 9][..]));
+        batch.start(1, 1);
+        assert!(batch.is_empty() && batch.bytes() == 0);
+    }
+}

@@ -1,0 +1,236 @@
+//! Calls on device memory: the same team, the same matching, other ways for the data.
+//!
+//! A call begins as every other does, with a step in which the ranks see each other's signatures; nothing of its data is in
+//! it. Then it takes the team's path ([`path`]), on which the ranks agree at the first such call:
+//! - each rank its own GPU and NCCL there: NCCL ([`ring`]);
+//! - the ranks of one host, by memory that they see in each other ([`direct`]);
+//! - else through host memory, in chunks, by the averages of the host ([`staged`]).
+//!
+//! The host enqueues and does not wait: a call ends for its caller when the caller's stream will see the result.
+//! Thread rule: [`Gpus`] is the lead's; a [`Stager`] is one thread's.
+
+mod batch;
+mod direct;
+mod notes;
+mod path;
+mod peers;
+mod ring;
+mod staged;
+
+pub use path::{Path, Wait, Wanted};
+pub use staged::Stager;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::rounds::{self, Told};
+use super::{Channel, Job};
+use crate::error::{Error, Result};
+use crate::transport::Patience;
+use crate::transport::cuda::{Address, Context, Event, Stream, nccl_version};
+use direct::Direct;
+use path::Facts;
+use ring::Ring;
+
+/// How calls on device memory are carried, as the environment says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceSettings {
+    /// `DL_COMM_GPU_PATH`.
+    pub path: Wanted,
+    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: what goes between host and GPU at a time.
+    pub chunk: usize,
+    /// `DL_COMM_NUM_CUDA_STREAMS`: a thread's streams for each direction.
+    pub streams: usize,
+}
+
+impl Default for DeviceSettings {
+    fn default() -> DeviceSettings {
+        DeviceSettings { path: Wanted::Auto, chunk: 256 << 10, streams: 1 }
+    }
+}
+
+/// What a team has for calls on device memory, once it has had one.
+pub struct Gpus {
+    context: Arc<Context>,
+    path: Path,
+    why: String,
+    way: Way,
+}
+
+enum Way {
+    Alone(Stream),
+    Ring(Box<Ring>),
+    Direct(Box<Direct>),
+    Staged,
+}
+
+/// What came of a call.
+pub enum Carried {
+    /// It is enqueued; all is done when the event comes.
+    Enqueued(Event),
+    /// It has to go through host memory, on all ranks.
+    ThroughHost,
+}
+
+impl Gpus {
+    /// Finds the path of a team with the other ranks, all of which have made `job`.
+    ///
+    /// # Errors
+    /// [`Error::System`], the same on all ranks, when one of them cannot use its GPU, or not in the way that was asked for;
+    /// those of the transports.
+    pub fn new(channel: &mut Channel, job: &Job, settings: DeviceSettings, patience: &Patience<'_>) -> Result<Gpus> {
+        let producer = job.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))?;
+        let context = Arc::clone(producer.context());
+        let facts = Facts::gather(&context);
+        let topology = Arc::clone(&channel.topology);
+        let decide = |told: &Told| path::decide(told, settings.path, &topology).encode();
+        let text = rounds::round(channel, &facts.encode(), patience, decide)?;
+        let decision = path::Decision::decode(&text)?;
+        let made = match decision.path {
+            Path::Alone => Ok(Way::Alone(Stream::new(&context)?)),
+            Path::Staged => Ok(Way::Staged),
+            Path::Nccl => Ok(Way::Ring(Box::new(Ring::new(channel, &context, patience)?))),
+            Path::Ipc(wait) => {
+                Direct::new(channel, &context, wait, patience)?.map(|direct| Way::Direct(Box::new(direct)))
+            }
+        };
+        let (path, why, way) = match made {
+            Ok(way) => (decision.path, decision.why, way),
+            // All ranks know of it.
+            Err(why) if settings.path == Wanted::Auto => (Path::Staged, why, Way::Staged),
+            Err(why) => return Err(Error::Invalid(format!("DL_COMM_GPU_PATH is ipc, but {why}"))),
+        };
+        Ok(Gpus { context, path, why, way })
+    }
+
+    /// What `dl_comm_describe` tells of it.
+    pub fn about(&self) -> Value {
+        let wait = match self.path {
+            Path::Ipc(Wait::Stream) => Some("stream"),
+            Path::Ipc(Wait::Host) => Some("host"),
+            _ => None,
+        };
+        json!({
+            "path": self.path.name(),
+            "why": self.why,
+            "wait": wait,
+            "gpu": self.context.ordinal(),
+            "gpu_name": self.context.name(),
+            "gpu_uuid": self.context.uuid(),
+            "mps": mps(),
+            "nccl": nccl_version().ok().filter(|_| self.path == Path::Nccl),
+        })
+    }
+
+    /// The bytes of device memory that it has taken.
+    pub fn held(&self) -> usize {
+        match &self.way {
+            Way::Direct(direct) => direct.held(),
+            Way::Ring(ring) => ring.held(),
+            Way::Alone(_) | Way::Staged => 0,
+        }
+    }
+
+    /// Carries out `job`, on which the ranks agree, as far as this thread can alone.
+    ///
+    /// # Errors
+    /// Those of the driver and of the transports: the ranks are then out of step.
+    pub fn carry(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
+        let _entered = self.context.enter()?;
+        match &mut self.way {
+            Way::Alone(stream) => alone(job, stream).map(Carried::Enqueued),
+            Way::Ring(ring) => ring.carry(job, patience),
+            Way::Direct(direct) => direct.carry(channel, job, patience),
+            Way::Staged => Ok(Carried::ThroughHost),
+        }
+    }
+
+    /// What lets the GPU of this rank go on after a failure of another: a closure for the thread that watches over calls.
+    pub fn rescue(&self) -> Arc<dyn Fn() + Send + Sync> {
+        match &self.way {
+            Way::Ring(ring) => ring.rescue(),
+            Way::Direct(direct) => direct.rescue(),
+            Way::Alone(_) | Way::Staged => Arc::new(|| {}),
+        }
+    }
+}
+
+/// Whether NVIDIA's Multi-Process Service runs, under which the kernels of ranks that share a GPU run side by side instead of by
+/// turns. The ways are the same: no kernel waits for another process.
+fn mps() -> bool {
+    let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    std::path::Path::new(&folder).join("control").exists()
+}
+
+/// The average over one rank.
+fn alone(job: &Job, stream: &Stream) -> Result<Event> {
+    around(job, stream, || {
+        for tensor in job.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
+            let (read, written) = tensor.buffer.spans();
+            // SAFETY: the memory is the call's.
+            unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
+        }
+        Ok(())
+    })
+}
+
+/// Enqueues what `body` does on `stream` between what the call's tensors wait for and what waits for them.
+fn around(job: &Job, stream: &Stream, body: impl FnOnce() -> Result<()>) -> Result<Event> {
+    let producer = job.producer().ok_or_else(|| Error::Internal("a call on host memory has no stream".into()))?;
+    stream.wait(producer.ready())?;
+    body()?;
+    let end = stream.record()?;
+    producer.resume_after(&end)?;
+    Ok(end)
+}
+
+/// Looks at the GPU that often before it sleeps.
+const LOOKS: u32 = 200;
+/// The longest sleep between two looks.
+const NAP: Duration = Duration::from_millis(1);
+
+/// Waits on the host until `event` has come.
+///
+/// # Errors
+/// Those of the driver, and when the patience ends.
+pub(super) fn await_event(event: &Event, patience: &Patience<'_>) -> Result<()> {
+    poll(|| event.has_come(), &|| "the GPU".to_owned(), patience)
+}
+
+/// Waits until `done` says so, for `whom`.
+fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &Patience<'_>) -> Result<()> {
+    let mut looks = 0;
+    let mut nap = Duration::from_micros(20);
+    let mut asked = Instant::now();
+    while !done()? {
+        looks += 1;
+        if looks < LOOKS {
+            std::hint::spin_loop();
+            continue;
+        }
+        std::thread::sleep(nap);
+        nap = (nap * 2).min(NAP);
+        if asked.elapsed() > NAP {
+            patience.check(Duration::ZERO, whom)?;
+            asked = Instant::now();
+        }
+    }
+    Ok(())
+}
+
+/// How long the end of a team waits for what its GPU is at.
+const LAST: Duration = Duration::from_secs(5);
+
+/// Whether `done` says so within `time`.
+fn within(time: Duration, done: impl Fn() -> bool) -> bool {
+    let since = Instant::now();
+    while !done() {
+        if since.elapsed() > time {
+            return false;
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    true
+}

@@ -1,0 +1,174 @@
+//! Calls by NCCL, where every rank has a GPU of its own: one communicator for each team, the tensors of a call in one group, small
+//! ones fused in a bucket before, the division in the reduction. NCCL chooses the order of addition, and adds float16 and bfloat16 up as they are: the bits
+//! depend on the number of ranks and on its version (`DL_COMM_GPU_PATH` chooses another path). What NCCL would do in
+//! other ways than the core, means of integers and float64 accumulators, goes through the host.
+//! Thread rule: used by one thread; the closure of [`Ring::rescue`] may run on any.
+
+use std::sync::Arc;
+
+use super::super::{Channel, Job, Op, rounds};
+use super::batch::{Batch, Table};
+use super::{Carried, LAST, poll, within};
+use crate::buffer::{Buffer, Tensor};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::plan::{Plan, Run};
+use crate::transport::Patience;
+use crate::transport::cuda::{Address, Communicator, Context, DeviceMemory, Stream, UniqueId};
+
+/// Tensors up to so many bytes are fused, if there are more than [`FEW`] of them: an operation of NCCL's own costs more.
+const SMALL: usize = 256 << 10;
+/// So many operations of their own cost no more than the copies of a fusion.
+const FEW: usize = 4;
+/// The bytes of the bucket.
+const BUCKET: usize = 16 << 20;
+
+/// What a rank has for calls by NCCL.
+pub(super) struct Ring {
+    stream: Stream,
+    communicator: Arc<Communicator>,
+    /// For the fusion, once there was one.
+    bucket: Option<DeviceMemory>,
+    batch: Batch,
+    table: Table,
+}
+
+impl Ring {
+    /// Makes the communicator of a team, by an id that rank 0 makes and tells the others.
+    ///
+    /// # Errors
+    /// Those of NCCL and of the transports, and when the patience ends.
+    pub fn new(channel: &mut Channel, context: &Arc<Context>, patience: &Patience<'_>) -> Result<Ring> {
+        let _entered = context.enter()?;
+        let (rank, size) = (channel.topology.rank(), channel.topology.size());
+        let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
+        let text = mine.as_ref().map_or(String::new(), UniqueId::to_text);
+        let told = rounds::round(channel, &text, patience, |told| told[0].1.clone())?;
+        let id = mine.and_then(|_| {
+            UniqueId::from_text(&told).ok_or_else(|| Error::System("NCCL on rank 0 cannot make an id".into()))
+        })?;
+        let communicator = Communicator::start(size, id, rank)?;
+        poll(|| communicator.is_ready(), &|| "the other ranks in NCCL".to_owned(), patience)?;
+        Ok(Ring {
+            stream: Stream::new(context)?,
+            communicator: Arc::new(communicator),
+            bucket: None,
+            batch: Batch::default(),
+            table: Table::new(context),
+        })
+    }
+
+    /// Carries out a call on which all ranks agree.
+    ///
+    /// # Errors
+    /// Those of NCCL, and when the patience ends.
+    pub fn carry(&mut self, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
+        let float = |dtype| matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+        let fits = |dtype| float(dtype) && (!job.is_precise() || dtype == DType::F64);
+        if job.op == Op::Average && !job.tensors(0).iter().all(|tensor| fits(tensor.buffer.dtype())) {
+            return Ok(Carried::ThroughHost);
+        }
+        let size = |index: usize| job.tensors(0)[index].buffer.spans().0.len();
+        let (mut small, mut large): (Vec<usize>, Vec<usize>) =
+            job.plan.tensors().partition(|&index| size(index) <= SMALL);
+        // The copies need kernels.
+        if small.len() <= FEW || self.stream.context().kernels().is_err() {
+            large.append(&mut small);
+        }
+        let producer = job.producer().map(Arc::clone).ok_or_else(|| Error::Internal("a call has no stream".into()))?;
+        self.stream.wait(producer.ready())?;
+        self.group(job.op, large.iter().map(|&index| Part::of(&job.tensors(0)[index].buffer)), patience)?;
+        self.fused(job, &small, patience)?;
+        let end = self.stream.record()?;
+        producer.resume_after(&end)?;
+        Ok(Carried::Enqueued(end))
+    }
+
+    /// The bytes of device memory that it has taken.
+    pub fn held(&self) -> usize {
+        self.table.held() + self.bucket.as_ref().map_or(0, DeviceMemory::len)
+    }
+
+    /// Carries the tensors `small` in the bucket, as many at a time as it holds.
+    fn fused(&mut self, job: &Job, small: &[usize], patience: &Patience<'_>) -> Result<()> {
+        if small.is_empty() {
+            return Ok(());
+        }
+        let tensors: Vec<Tensor> = small.iter().map(|&index| job.tensors(0)[index].clone()).collect();
+        let lengths: Vec<(DType, usize)> =
+            tensors.iter().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
+        let plan = Plan::new(&lengths, DType::size, BUCKET);
+        if self.bucket.is_none() {
+            self.bucket = Some(DeviceMemory::new(self.stream.context(), BUCKET)?);
+        }
+        let bucket = self.bucket.as_ref().map_or(0, DeviceMemory::address);
+        for chunk in 0..plan.chunks() {
+            let all = 0..plan.chunk_len(chunk);
+            self.batch.copies(plan.pieces(chunk, all.clone()), &tensors, bucket, false);
+            // SAFETY: the tensors are the call's, and the bucket is the stream's.
+            unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
+            let part = |run: Run| {
+                let at = bucket + run.bytes.start as Address;
+                Part { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
+            };
+            self.group(job.op, plan.runs(chunk, all.clone()).map(part), patience)?;
+            self.batch.copies(plan.pieces(chunk, all), &tensors, bucket, true);
+            // SAFETY: as above.
+            unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
+        }
+        Ok(())
+    }
+
+    /// Starts the operations for these parts as one.
+    fn group(&self, op: Op, parts: impl Iterator<Item = Part>, patience: &Patience<'_>) -> Result<()> {
+        let Ring { stream, communicator, .. } = self;
+        communicator.grouped(|group| {
+            for Part { from, to, count, dtype } in parts {
+                // SAFETY: the memory is the call's, or the bucket's, until the stream has passed.
+                unsafe {
+                    match op {
+                        Op::Average => group.average(from, to, count, dtype, stream),
+                        Op::Broadcast { root } => group.broadcast(from, to, count * dtype.size(), root, stream),
+                        Op::Barrier => Ok(()),
+                    }
+                }?;
+            }
+            Ok(())
+        })?;
+        poll(|| communicator.is_ready(), &|| "NCCL".to_owned(), patience)
+    }
+
+    /// Ends the communicator, and with it what waits for a rank that was lost.
+    pub fn rescue(&self) -> Arc<dyn Fn() + Send + Sync> {
+        let communicator = Arc::clone(&self.communicator);
+        Arc::new(move || communicator.abort())
+    }
+}
+
+impl Drop for Ring {
+    /// The others may still need what this rank has enqueued for them.
+    fn drop(&mut self) {
+        let Ok(_entered) = self.stream.context().enter() else { return };
+        let ended = || self.stream.record().is_ok_and(|event| within(LAST, || event.has_come().unwrap_or(true)));
+        let done = || within(LAST, || self.communicator.is_ready().unwrap_or(true));
+        if ended() && self.communicator.finish().is_ok() && done() {
+            self.communicator.destroy();
+        }
+        // What could not be ended so is aborted, with the communicator itself.
+    }
+}
+
+/// What one operation of NCCL works on.
+struct Part {
+    from: Address,
+    to: Address,
+    count: usize,
+    dtype: DType,
+}
+
+impl Part {
+    fn of(buffer: &Buffer) -> Part {
+        let (read, written) = buffer.spans();
+        Part { from: read.start as Address, to: written.start as Address, count: buffer.len(), dtype: buffer.dtype() }
+    }
+}

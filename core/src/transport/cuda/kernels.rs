@@ -1,0 +1,276 @@
+//! The kernels of `kernels.cu`, compiled at run time for the GPU that is there, and how they are started.
+//!
+//! Thread rule: may be used from any thread in whose context they are.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr;
+
+use cudarc::driver::sys;
+use cudarc::nvrtc::sys as nvrtc;
+
+use super::Address;
+use super::context::Context;
+use super::driver::check;
+use super::stream::Stream;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+const SOURCE: &str = include_str!("kernels.cu");
+
+/// The kernels, as in `DL_COMM_KERNELS` of the source.
+const NAMES: [&CStr; 12] = [
+    c"average_f32",
+    c"average_f64",
+    c"average_f16",
+    c"average_bf16",
+    c"average_i8",
+    c"average_u8",
+    c"average_i32",
+    c"average_i64",
+    c"average_f32_precise",
+    c"average_f16_precise",
+    c"average_bf16_precise",
+    c"copy_bytes",
+];
+
+/// Threads of a block.
+const THREADS: u32 = 512;
+/// Blocks for each multiprocessor.
+const BLOCKS: u32 = 4;
+
+/// Elements `first .. first + count` of piece `piece`, for one block. At most [`Item::LONGEST`] of them.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Item {
+    /// The first element.
+    pub first: u64,
+    /// The piece, a place in the lists of addresses.
+    pub piece: u32,
+    /// How many elements.
+    pub count: u32,
+}
+
+impl Item {
+    /// The most elements of an item.
+    pub const LONGEST: usize = 32 << 10;
+}
+
+/// What a kernel gets: `Work` of the source.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// [`Item`]s, in device memory, as are the two lists of addresses.
+    pub items: Address,
+    /// For each piece, where it begins in each source.
+    pub sources: Address,
+    /// For each piece, where it begins in each target.
+    pub targets: Address,
+    /// The number of items.
+    pub nitems: u32,
+    /// The number of sources.
+    pub nsources: u32,
+    /// The number of targets.
+    pub ntargets: u32,
+    /// What the sum is divided by.
+    pub divisor: u32,
+}
+
+/// The kernels for one kind of GPU, loaded into a context.
+pub struct Kernels {
+    functions: Vec<sys::CUfunction>,
+}
+
+// SAFETY: handles of the driver may be used from any thread.
+unsafe impl Send for Kernels {}
+// SAFETY: as above.
+unsafe impl Sync for Kernels {}
+
+impl Kernels {
+    /// Compiles the kernels for GPUs of `capability` and loads them into the current context.
+    pub(super) fn compile((major, minor): (i32, i32)) -> Result<Kernels> {
+        let image = Program::new()?.image(major * 10 + minor)?;
+        let mut module = ptr::null_mut();
+        // SAFETY: an image of NVRTC's, ended by NUL where it is text.
+        check("loading the kernels", unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) })?;
+        let find = |name: &&CStr| {
+            let mut function = ptr::null_mut();
+            // SAFETY: the module is loaded, and stays.
+            let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
+            check("finding a kernel", code).map(|()| function)
+        };
+        Ok(Kernels { functions: NAMES.iter().map(find).collect::<Result<_>>()? })
+    }
+
+    /// Averages elements of `dtype`, in float64 when `precise`, by `work`, of which each element is `sources` added up and
+    /// divided.
+    ///
+    /// # Errors
+    /// [`Error::System`]; [`Error::Internal`] for bool, which has no mean.
+    ///
+    /// # Safety
+    /// What `work` tells of is valid device memory until the kernel is done, and nobody else's.
+    pub unsafe fn average(&self, dtype: DType, precise: bool, work: &Work, stream: &Stream) -> Result<()> {
+        let index = match (dtype, precise) {
+            (DType::F32, false) => 0,
+            (DType::F64, _) => 1,
+            (DType::F16, false) => 2,
+            (DType::BF16, false) => 3,
+            (DType::I8, _) => 4,
+            (DType::U8, _) => 5,
+            (DType::I32, _) => 6,
+            (DType::I64, _) => 7,
+            (DType::F32, true) => 8,
+            (DType::F16, true) => 9,
+            (DType::BF16, true) => 10,
+            (DType::Bool, _) => return Err(Error::Internal("bool has no mean".into())),
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(index, work, stream) }
+    }
+
+    /// Copies by `work`, of which elements are bytes and there is one source.
+    ///
+    /// # Errors
+    /// [`Error::System`]
+    ///
+    /// # Safety
+    /// As for [`Kernels::average`].
+    pub unsafe fn copy(&self, work: &Work, stream: &Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(11, work, stream) }
+    }
+
+    unsafe fn launch(&self, index: usize, work: &Work, stream: &Stream) -> Result<()> {
+        if work.nitems == 0 {
+            return Ok(());
+        }
+        let blocks = work.nitems.min(blocks(stream.context()));
+        let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
+        // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                self.functions[index],
+                blocks,
+                1,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                stream.raw(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check("starting a kernel", code)
+    }
+}
+
+fn blocks(context: &Context) -> u32 {
+    context.processors().max(1) * BLOCKS
+}
+
+/// A program of NVRTC.
+struct Program(nvrtc::nvrtcProgram);
+
+impl Program {
+    fn new() -> Result<Program> {
+        // SAFETY: looks for the library, nothing else.
+        if !unsafe { nvrtc::is_culib_present() } {
+            return Err(Error::System(
+                "NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found; 'pip install nvidia-cuda-nvrtc' \
+                 brings it"
+                    .into(),
+            ));
+        }
+        let source = CString::new(SOURCE).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))?;
+        let mut program = ptr::null_mut();
+        // SAFETY: texts ended by NUL; there are no headers.
+        let code = unsafe {
+            nvrtc::nvrtcCreateProgram(
+                &raw mut program,
+                source.as_ptr(),
+                c"dl_comm.cu".as_ptr(),
+                0,
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        };
+        compiled("making a program of the kernels", code)?;
+        Ok(Program(program))
+    }
+
+    /// Machine code for `architecture`, or, where NVRTC does not know it, PTX for the newest before it.
+    fn image(&self, architecture: i32) -> Result<Vec<u8>> {
+        let known = known_architectures()?;
+        let target = if known.contains(&architecture) {
+            format!("--gpu-architecture=sm_{architecture}")
+        } else {
+            let below = known.iter().filter(|&&known| known < architecture).max();
+            let below = below.ok_or_else(|| {
+                Error::System(format!(
+                    "this NVRTC compiles for newer GPUs only, not for compute capability {architecture}"
+                ))
+            })?;
+            format!("--gpu-architecture=compute_{below}")
+        };
+        let options: Vec<CString> =
+            [&target, "--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"]
+                .iter()
+                .filter_map(|&option| CString::new(option).ok())
+                .collect();
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let count = c_int::try_from(pointers.len()).unwrap_or(0);
+        // SAFETY: texts ended by NUL, as many as said.
+        let code = unsafe { nvrtc::nvrtcCompileProgram(self.0, count, pointers.as_ptr()) };
+        compiled("compiling the kernels", code).map_err(|error| Error::System(format!("{error}\n{}", self.log())))?;
+        if known.contains(&architecture) {
+            self.bytes(nvrtc::nvrtcGetCUBINSize, nvrtc::nvrtcGetCUBIN)
+        } else {
+            self.bytes(nvrtc::nvrtcGetPTXSize, nvrtc::nvrtcGetPTX)
+        }
+    }
+
+    fn log(&self) -> String {
+        let bytes = self.bytes(nvrtc::nvrtcGetProgramLogSize, nvrtc::nvrtcGetProgramLog);
+        String::from_utf8_lossy(&bytes.unwrap_or_default()).trim_end_matches('\0').to_owned()
+    }
+
+    fn bytes(
+        &self,
+        size: unsafe fn(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult,
+        get: unsafe fn(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult,
+    ) -> Result<Vec<u8>> {
+        let mut len = 0;
+        // SAFETY: the program is alive, the place valid.
+        compiled("asking for the kernels", unsafe { size(self.0, &raw mut len) })?;
+        let mut bytes = vec![0u8; len];
+        // SAFETY: as many bytes as asked for.
+        compiled("taking the kernels", unsafe { get(self.0, bytes.as_mut_ptr().cast()) })?;
+        Ok(bytes)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, and used no more.
+        unsafe { nvrtc::nvrtcDestroyProgram(&raw mut self.0) };
+    }
+}
+
+fn known_architectures() -> Result<Vec<i32>> {
+    let mut count = 0;
+    // SAFETY: the place is valid.
+    compiled("asking NVRTC", unsafe { nvrtc::nvrtcGetNumSupportedArchs(&raw mut count) })?;
+    let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
+    // SAFETY: as many numbers as asked for.
+    compiled("asking NVRTC", unsafe { nvrtc::nvrtcGetSupportedArchs(known.as_mut_ptr()) })?;
+    Ok(known)
+}
+
+fn compiled(what: &str, code: nvrtc::nvrtcResult) -> Result<()> {
+    if code == nvrtc::nvrtcResult::NVRTC_SUCCESS {
+        return Ok(());
+    }
+    Err(Error::System(format!("NVRTC: {what}: {code:?}")))
+}

@@ -1,0 +1,25 @@
+//! GPUs: contexts, streams and events, memory that other processes see, kernels. The only place that names CUDA.
+//!
+//! The driver, NVRTC and NCCL are loaded when the first call on device memory is made; nothing of CUDA is needed to build or
+//! to import, and what is missing is an error that says so. Nothing here synchronises a device: order is made by events on
+//! streams, and by numbers that streams write to and wait for in host memory.
+//! Thread rule: as each type says; handles of the driver may be used from any thread.
+
+mod context;
+mod driver;
+mod ipc;
+mod kernels;
+mod nccl;
+mod pinned;
+mod stream;
+
+pub use context::{Context, Entered};
+pub use driver::{count, local_devices, start};
+pub use ipc::{Export, Exports, Imports};
+pub use kernels::{Item, Kernels, Work};
+pub use nccl::{Communicator, UniqueId, version as nccl_version};
+pub use pinned::{DeviceMemory, HostMemory, Pinned, is_loaded, owner_of};
+pub use stream::{Event, Producer, RawStream, Stream, order};
+
+/// An address in device memory.
+pub type Address = u64;

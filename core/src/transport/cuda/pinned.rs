@@ -1,0 +1,203 @@
+//! Memory for transfers: host memory that a GPU can reach, and device memory of the core's own.
+//!
+//! Thread rule: may be used from any thread in whose context it is.
+
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::Address;
+use super::context::Context;
+use super::driver::{check, start};
+use crate::error::Result;
+
+/// Host memory that is pinned and mapped for a GPU as long as this lives. The memory itself is somebody else's.
+pub struct Pinned {
+    context: Arc<Context>,
+    memory: *mut u8,
+    address: Address,
+}
+
+// SAFETY: an address, and a handle that may be used from any thread.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Pins `len` bytes at `memory`, which is a multiple of the page's size.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::System`], for memory that is pinned already too.
+    ///
+    /// # Safety
+    /// The memory outlives this.
+    pub unsafe fn new(context: &Arc<Context>, memory: *mut u8, len: usize) -> Result<Pinned> {
+        let _entered = context.enter()?;
+        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the caller's promise.
+        check("pinning host memory", unsafe { sys::cuMemHostRegister_v2(memory.cast(), len, flags) })?;
+        let mut address = 0;
+        // SAFETY: the memory is registered; the place is valid.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, memory.cast(), 0) };
+        let pinned = Pinned { context: Arc::clone(context), memory, address };
+        check("mapping host memory", code)?;
+        Ok(pinned)
+    }
+
+    /// Where the host sees it.
+    pub fn memory(&self) -> *mut u8 {
+        self.memory
+    }
+
+    /// Where the GPU sees it.
+    pub fn address(&self) -> Address {
+        self.address
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: registered by `new`.
+            unsafe { sys::cuMemHostUnregister(self.memory.cast()) };
+        }
+    }
+}
+
+/// Device memory of the core's own.
+pub struct DeviceMemory {
+    context: Arc<Context>,
+    address: Address,
+    len: usize,
+}
+
+impl DeviceMemory {
+    /// `len` bytes, more than none.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::System`]
+    pub fn new(context: &Arc<Context>, len: usize) -> Result<DeviceMemory> {
+        let _entered = context.enter()?;
+        let mut address = 0;
+        // SAFETY: the place is valid.
+        check(&format!("taking {len} bytes of a GPU's memory"), unsafe { sys::cuMemAlloc_v2(&raw mut address, len) })?;
+        Ok(DeviceMemory { context: Arc::clone(context), address, len })
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> Address {
+        self.address
+    }
+
+    /// The number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: from `new`; the owner drops it when nothing enqueued uses it any more.
+            unsafe { sys::cuMemFree_v2(self.address) };
+        }
+    }
+}
+
+/// Whether the process has loaded the driver's library; nothing is loaded for that.
+pub fn is_loaded() -> bool {
+    // SAFETY: looks for the library among those that are loaded.
+    let loaded = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if !loaded.is_null() {
+        // SAFETY: gives back what was just taken.
+        unsafe { libc::dlclose(loaded) };
+    }
+    !loaded.is_null()
+}
+
+/// The GPU whose memory is at `address`; `None` for host memory, and where no GPU is in use.
+pub fn owner_of(address: usize) -> Option<i32> {
+    if !is_loaded() || start().is_err() {
+        return None;
+    }
+    let mut kind = 0u32;
+    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    // SAFETY: the place holds what the attribute is.
+    let code = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, address as Address) };
+    if code != sys::CUresult::CUDA_SUCCESS || kind != sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 {
+        return None;
+    }
+    let mut ordinal = 0i32;
+    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    // SAFETY: as above.
+    let code = unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address as Address) };
+    (code == sys::CUresult::CUDA_SUCCESS).then_some(ordinal)
+}
+
+/// A page-aligned piece of host memory of the process's own, pinned.
+pub struct HostMemory {
+    context: Arc<Context>,
+    memory: *mut u8,
+    address: Address,
+    len: usize,
+}
+
+// SAFETY: as for `Pinned`.
+unsafe impl Send for HostMemory {}
+// SAFETY: as for `Pinned`.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    /// `len` bytes, more than none.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::System`]
+    pub fn new(context: &Arc<Context>, len: usize) -> Result<HostMemory> {
+        let _entered = context.enter()?;
+        let mut memory = ptr::null_mut();
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: the place is valid.
+        check("taking pinned host memory", unsafe { sys::cuMemHostAlloc(&raw mut memory, len, flags) })?;
+        let mut address = 0;
+        // SAFETY: the memory is mapped; the place is valid.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, memory, 0) };
+        let taken = HostMemory { context: Arc::clone(context), memory: memory.cast(), address, len };
+        check("mapping host memory", code)?;
+        Ok(taken)
+    }
+
+    /// Where it is.
+    pub fn memory(&self) -> *mut u8 {
+        self.memory
+    }
+
+    /// Where the GPU sees it.
+    pub fn address(&self) -> Address {
+        self.address
+    }
+
+    /// The number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: from `new`; the owner drops it when nothing enqueued uses it any more.
+            unsafe { sys::cuMemFreeHost(self.memory.cast()) };
+        }
+    }
+}

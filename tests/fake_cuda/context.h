@@ -1,0 +1,39 @@
+// Devices and their primary contexts; which context is current in a thread.
+//
+// Contexts are never freed. Thread rule: everything may be called from any thread; the stack of current contexts is the
+// calling thread's own.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "cuda_api.h"
+
+namespace fake {
+
+class Stream;
+
+// The primary context of a device. `lock` guards what stands below it.
+struct Context {
+  int device = 0;
+  CUcontext handle = nullptr;
+  std::mutex lock;
+  int retained = 0;
+  // The devices whose memory its kernels may touch, beside its own.
+  std::set<int> peers;
+  // The stream that is 0 and 1, and the one that is 2; made at their first use.
+  std::shared_ptr<Stream> special[2];
+};
+
+// CUDA_SUCCESS after cuInit in this process (not in one forked from it), else CUDA_ERROR_NOT_INITIALIZED.
+CUresult need_init();
+// Also refuses a number that is no device's.
+CUresult need_device(CUdevice device);
+// Also gives the calling thread's current context; refuses when there is none, or when it is released.
+CUresult need_context(Context** context);
+
+int device_count();
+CUuuid device_uuid(int device);
+
+}  // namespace fake

@@ -1,0 +1,17 @@
+// What tests may ask about the past of this process; see fake_cuda_counters in exports.h.
+#pragma once
+
+#include <atomic>
+
+namespace fake {
+
+struct Counters {
+  std::atomic<long> allocations{0};
+  std::atomic<long> bytes{0};
+  std::atomic<long> launches{0};
+  std::atomic<long> copies{0};
+};
+
+Counters& counters();
+
+}  // namespace fake

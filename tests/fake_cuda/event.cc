@@ -1,0 +1,89 @@
+// cuEvent* and cuStreamWaitEvent.
+//
+// A record gives the event a new mark; who waits for the event, or asks, means the mark that it has at that moment. An
+// event that was never recorded has passed.
+#include "die.h"
+#include "stream.h"
+
+using namespace fake;
+
+namespace {
+
+struct Event {
+  explicit Event(Context* context) : context(context) {}
+
+  Context* const context;
+  std::mutex mutex;
+  // Null until the first record; guarded by `mutex`.
+  std::shared_ptr<Mark> mark;
+
+  std::shared_ptr<Mark> latest() {
+    const std::lock_guard lock(mutex);
+    return mark;
+  }
+};
+
+Handles<Event, CUevent>& events() { return immortal<Handles<Event, CUevent>>(); }
+
+CUresult need_event(CUevent handle, std::shared_ptr<Event>* event) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  *event = events().find(handle);
+  return *event != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+}  // namespace
+
+FAKE_API CUresult cuEventCreate(CUevent* handle, unsigned flags) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (handle == nullptr || flags > 7) return CUDA_ERROR_INVALID_VALUE;
+  if ((flags & CU_EVENT_INTERPROCESS) != 0) return CUDA_ERROR_NOT_SUPPORTED;
+  *handle = events().add(std::make_shared<Event>(context));
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuEventDestroy_v2(CUevent handle) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  return events().remove(handle) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+FAKE_API CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
+  std::shared_ptr<Event> event;
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_event(handle, &event)) return refused;
+  if (const CUresult refused = need_stream(stream_handle, &stream)) return refused;
+  if (event->context != stream->context) return CUDA_ERROR_INVALID_HANDLE;
+  const std::lock_guard lock(event->mutex);
+  const auto mark = std::make_shared<Mark>();
+  if (const CUresult refused = stream->push([mark] { mark->pass(); })) return refused;
+  event->mark = mark;
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuEventQuery(CUevent handle) {
+  std::shared_ptr<Event> event;
+  if (const CUresult refused = need_event(handle, &event)) return refused;
+  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  const auto mark = event->latest();
+  return mark == nullptr || mark->passed() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+FAKE_API CUresult cuEventSynchronize(CUevent handle) {
+  std::shared_ptr<Event> event;
+  if (const CUresult refused = need_event(handle, &event)) return refused;
+  if (const auto mark = event->latest()) mark->wait();
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned flags) {
+  std::shared_ptr<Event> event;
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_event(handle, &event)) return refused;
+  if (const CUresult refused = need_stream(stream_handle, &stream)) return refused;
+  if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
+  const auto mark = event->latest();
+  if (mark == nullptr) return CUDA_SUCCESS;
+  return stream->push([mark] { mark->wait(); });
+}

@@ -1,0 +1,29 @@
+// See exports.h.
+#include "exports.h"
+
+#include "counters.h"
+#include "die.h"
+#include "memory.h"
+#include "stream.h"
+
+fake::Counters& fake::counters() { return immortal<Counters>(); }
+
+using namespace fake;
+
+FAKE_API CUresult fake_cuda_enqueue(CUstream handle, void (*function)(void*), void* argument) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  return stream->push([function, argument] { function(argument); });
+}
+
+FAKE_API void* fake_cuda_host_address(CUdeviceptr address, std::size_t bytes, const char* what) {
+  if (bytes > 0) device_memory(address, bytes, what);
+  return host_of(address);
+}
+
+FAKE_API void fake_cuda_counters(long out[4]) {
+  out[0] = counters().allocations;
+  out[1] = counters().bytes;
+  out[2] = counters().launches;
+  out[3] = counters().copies;
+}

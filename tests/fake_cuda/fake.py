@@ -1,0 +1,159 @@
+"""The fake's two libraries through ctypes: the few words that its test programs need.
+
+Whoever imports this has LD_LIBRARY_PATH set to the fake's folder, as the core's users in tests have. A process that
+forks does so before it calls ``start``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import struct
+from collections.abc import Callable
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
+from multiprocessing.connection import Connection
+from typing import Any
+
+cuda: Any = ctypes.CDLL("libcuda.so.1")
+nccl: Any = ctypes.CDLL("libnccl.so.2")
+
+TYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"]
+KERNELS = [*(f"average_{name}" for name in TYPES), "copy_bytes"]
+PTX = ".version 8.0\n" + "".join(f".visible .entry {name} (\n.param .b8 work[40]\n)\n{{ ret; }}\n" for name in KERNELS)
+
+
+class Handle(ctypes.Structure):
+    """An IPC handle."""
+
+    _fields_ = [("reserved", c_ubyte * 64)]
+
+
+class UniqueId(ctypes.Structure):
+    """What NCCL's ranks find each other by."""
+
+    _fields_ = [("internal", c_ubyte * 128)]
+
+
+class Config(ctypes.Structure):
+    """The head of NCCL's configuration."""
+
+    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
+
+
+class Work(ctypes.Structure):
+    """A launch of a kernel."""
+
+    _fields_ = [(name, c_ulonglong) for name in ("items", "sources", "targets")] + [
+        (name, c_uint) for name in ("nitems", "nsources", "ntargets", "divisor")
+    ]
+
+
+def big(value: int) -> c_ulonglong:
+    return c_ulonglong(value)
+
+
+def ok(result: int) -> None:
+    """Fails unless a call went well."""
+    assert result == 0, f"error {result}"
+
+
+def start(device: int = 0) -> None:
+    """Makes a device's context current."""
+    ok(cuda.cuInit(0))
+    context = c_void_p()
+    ok(cuda.cuDevicePrimaryCtxRetain(byref(context), device))
+    ok(cuda.cuCtxSetCurrent(context))
+
+
+def alloc(size: int) -> int:
+    """Device memory."""
+    address = c_ulonglong()
+    ok(cuda.cuMemAlloc_v2(byref(address), c_size_t(size)))
+    return address.value
+
+
+def upload(data: bytes) -> int:
+    """Device memory with this in it."""
+    address = alloc(len(data))
+    ok(cuda.cuMemcpyHtoD_v2(big(address), data, c_size_t(len(data))))
+    return address
+
+
+def download(address: int, size: int) -> bytes:
+    """What device memory has, once all on stream 0 has run."""
+    data = ctypes.create_string_buffer(size)
+    ok(cuda.cuMemcpyDtoH_v2(data, big(address), c_size_t(size)))
+    return data.raw
+
+
+def pinned(size: int) -> int:
+    """Pinned memory of the host."""
+    host = c_void_p()
+    ok(cuda.cuMemHostAlloc(byref(host), c_size_t(size), 0))
+    assert host.value
+    return host.value
+
+
+def stream() -> c_void_p:
+    made = c_void_p()
+    ok(cuda.cuStreamCreate(byref(made), 1))
+    return made
+
+
+def event() -> c_void_p:
+    made = c_void_p()
+    ok(cuda.cuEventCreate(byref(made), 2))
+    return made
+
+
+def function(name: str) -> c_void_p:
+    """A kernel."""
+    module, found = c_void_p(), c_void_p()
+    ok(cuda.cuModuleLoadDataEx(byref(module), PTX.encode(), 0, None, None))
+    ok(cuda.cuModuleGetFunction(byref(found), module, name.encode()))
+    return found
+
+
+def launch(kernel: c_void_p, work: Work, on: c_void_p | None = None, grid: int = 2, block: int = 64) -> int:
+    """Launches a kernel; returns what the driver says."""
+    parameters = (c_void_p * 1)(ctypes.addressof(work))
+    return int(cuda.cuLaunchKernel(kernel, grid, 1, 1, block, 1, 1, 0, on, parameters, None))
+
+
+def average(sources: list[int], targets: list[int], count: int, divisor: int) -> Work:
+    """The work of averaging one piece. Its tables are never freed."""
+    return Work(
+        upload(struct.pack("QII", 0, 0, count)),
+        upload(struct.pack(f"{len(sources)}Q", *sources)),
+        upload(struct.pack(f"{len(targets)}Q", *targets)),
+        1,
+        len(sources),
+        len(targets),
+        divisor,
+    )
+
+
+def counters() -> list[int]:
+    """Allocations so far, bytes allocated, kernels launched, copies made."""
+    out = (ctypes.c_long * 4)()
+    cuda.fake_cuda_counters(out)
+    return list(out)
+
+
+def together(ranks: int, body: Callable[[int, list[Connection]], None]) -> None:
+    """Runs ``body(rank, pipes)`` in processes of their own; of rank 0 the pipes lead to the others, of others to 0."""
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe() for _ in range(1, ranks)]
+    ends = [[near for near, _ in pipes]] + [[far] for _, far in pipes]
+
+    def program(rank: int) -> None:
+        body(rank, ends[rank])
+        # Runs what the libraries do at exit, which multiprocessing leaves out.
+        ctypes.CDLL(None).exit(0)
+
+    processes = [fork.Process(target=program, args=(rank,)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * ranks

@@ -1,0 +1,18 @@
+// What NVRTC knows by itself, for kernels.cu on the host; FAKE_CUDA_KERNELS, or its place here, is included after it.
+//
+// Addresses of device memory are those of the host plus 1 << 60, so that a kernel that uses one without at() crashes.
+// Thread rule: where a thread of a kernel is, is the calling thread's own.
+#pragma once
+
+#include "twin.h"
+
+#define __global__
+#define __device__
+#define __forceinline__ inline __attribute__((always_inline))
+
+static thread_local fake::Index blockIdx, threadIdx, gridDim, blockDim;
+
+template <class T>
+T* at(unsigned long long address) {
+  return reinterpret_cast<T*>(address - (1ull << 60));
+}

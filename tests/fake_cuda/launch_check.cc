@@ -1,0 +1,71 @@
+// See launch_check.h.
+#include "launch_check.h"
+
+#include "die.h"
+
+namespace fake {
+namespace {
+
+class Check {
+ public:
+  Check(const Twin& twin, const Work& work, Context& context) : twin_(twin), work_(work), context_(context) {}
+
+  std::vector<Held> run() {
+    if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", twin_.name);
+    if (twin_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
+    if (work_.nitems > 0) touch("items", work_.items, sizeof(Item) * work_.nitems, 8);
+    for (unsigned i = 0; i < work_.nitems; ++i) {
+      const Item item = reinterpret_cast<const Item*>(host_of(work_.items))[i];
+      if (item.count > kMostOfItem) die("%s: item %u has %u elements", twin_.name, i, item.count);
+      elements("a source", work_.sources, work_.nsources, item);
+      elements("a target", work_.targets, work_.ntargets, item);
+    }
+    return std::move(held_);
+  }
+
+ private:
+  // The elements of an item in all its sources, or targets.
+  void elements(const char* what, CUdeviceptr addresses, unsigned number, const Item& item) {
+    if (number == 0) return;
+    const CUdeviceptr row = addresses + sizeof(CUdeviceptr) * item.piece * number;
+    touch("the table of addresses", row, sizeof(CUdeviceptr) * number, 8);
+    for (unsigned i = 0; i < number; ++i) {
+      const CUdeviceptr first = reinterpret_cast<const CUdeviceptr*>(host_of(row))[i] + item.first * twin_.size;
+      if (item.count > 0) touch(what, first, std::size_t{twin_.size} * item.count, twin_.size);
+    }
+  }
+
+  void touch(const char* what, CUdeviceptr address, std::size_t bytes, unsigned alignment) {
+    if (address % alignment != 0) die("%s: %s at %#llx is no multiple of %u", twin_.name, what, address, alignment);
+    for (const Held& region : held_) {
+      const CUdeviceptr offset = address - region->address();
+      if (offset < region->bytes && bytes <= region->bytes - offset) return;
+    }
+    const std::string words = std::string(twin_.name) + ", " + what;
+    Held region = device_memory(address, bytes, words.c_str());
+    if (!may_touch(*region)) {
+      die("%s: %#llx is memory of device %d, to which device %d has no access", words.c_str(), address, region->device,
+          context_.device);
+    }
+    held_.push_back(std::move(region));
+  }
+
+  bool may_touch(const Region& region) {
+    if (region.pinned() || region.context == &context_) return true;
+    const std::lock_guard lock(context_.lock);
+    return context_.peers.count(region.device) != 0;
+  }
+
+  const Twin& twin_;
+  const Work& work_;
+  Context& context_;
+  std::vector<Held> held_;
+};
+
+}  // namespace
+
+std::vector<Held> check_launch(const Twin& twin, const Work& work, Context& context) {
+  return Check(twin, work, context).run();
+}
+
+}  // namespace fake

@@ -1,0 +1,103 @@
+// cuMemAlloc, cuMemFree and questions about addresses.
+//
+// The real cuMemFree waits for the device; this one does not: who frees memory that is still to be used is aborted when
+// the operation runs, as nobody may count on such a wait.
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+
+#include "counters.h"
+#include "die.h"
+#include "memory.h"
+#include "stream.h"
+
+using namespace fake;
+
+namespace {
+
+// A range that is known under this address, be it a device's or the host's.
+Held known(CUdeviceptr address) {
+  if (address >= kOffset) return find_region(address - kOffset, 1);
+  Held region = find_region(address, 1);
+  return region != nullptr && region->pinned() ? region : nullptr;
+}
+
+}  // namespace
+
+FAKE_API CUresult cuMemAlloc_v2(CUdeviceptr* address, std::size_t bytes) {
+  static std::atomic<long> count{0};
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (bytes > kDeviceBytes - bytes_in_use(context->device)) return CUDA_ERROR_OUT_OF_MEMORY;
+  const std::string file = kFilePrefix + std::to_string(getpid()) + "." + std::to_string(++count);
+  char* start = map_file(file, bytes, true);
+  if (start == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  auto region = std::make_shared<Region>();
+  region->start = number_of(start);
+  region->bytes = bytes;
+  region->device = context->device;
+  region->context = context;
+  region->file = file;
+  if (!add_region(region))
+    die("cuMemAlloc: the new memory lies in a range that is registered, which its owner has unmapped");
+  ++counters().allocations;
+  counters().bytes += static_cast<long>(bytes);
+  *address = region->address();
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuMemFree_v2(CUdeviceptr address) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (address == 0) return CUDA_SUCCESS;
+  const Held region = remove_region(address - kOffset, Kind::kDevice);
+  if (region == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  unlink_file(region->file);
+  counters().bytes -= static_cast<long>(region->bytes);
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (free != nullptr) *free = kDeviceBytes - bytes_in_use(context->device);
+  if (total != nullptr) *total = kDeviceBytes;
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* size, CUdeviceptr address) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
+  if (region == nullptr) return CUDA_ERROR_NOT_FOUND;
+  if (base != nullptr) *base = region->address();
+  if (size != nullptr) *size = region->bytes;
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuPointerGetAttribute(void* out, CUpointer_attribute attribute, CUdeviceptr address) {
+  if (const CUresult refused = need_init()) return refused;
+  const Held region = known(address);
+  if (out == nullptr || region == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+      *static_cast<CUcontext*>(out) = region->context->handle;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+      *static_cast<CUmemorytype*>(out) = region->pinned() ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+      *static_cast<unsigned long long*>(out) = region->id;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+      *static_cast<int*>(out) = region->device;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+      *static_cast<int*>(out) = region->kind == Kind::kDevice && setting("FAKE_CUDA_NO_IPC", 0) == 0;
+      return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
+}

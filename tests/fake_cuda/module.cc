@@ -1,0 +1,117 @@
+// cuModule* and cuLaunchKernel. A module is the text of its PTX; a kernel of it is run as its twin (twin.h), which
+// there must be.
+#include <cctype>
+#include <map>
+#include <string>
+
+#include "counters.h"
+#include "die.h"
+#include "launch_check.h"
+#include "stream.h"
+
+using namespace fake;
+
+namespace {
+
+struct Function {
+  Context* context;
+  const Twin* twin;
+};
+
+struct Module {
+  Context* context;
+  std::string ptx;
+  std::mutex mutex;
+  // By name; guarded by `mutex`.
+  std::map<std::string, CUfunction> functions;
+};
+
+Handles<Module, CUmodule>& modules() { return immortal<Handles<Module, CUmodule>>(); }
+Handles<Function, CUfunction>& functions() { return immortal<Handles<Function, CUfunction>>(); }
+
+std::size_t skip_space(const std::string& text, std::size_t at) {
+  while (at < text.size() && std::isspace(static_cast<unsigned char>(text[at]))) ++at;
+  return at;
+}
+
+// Whether the PTX has ".entry NAME(", with any space between.
+bool has_entry(const std::string& ptx, const std::string& name) {
+  const std::string word = ".entry";
+  for (std::size_t at = ptx.find(word); at != std::string::npos; at = ptx.find(word, at + 1)) {
+    const std::size_t start = skip_space(ptx, at + word.size());
+    if (ptx.compare(start, name.size(), name) != 0) continue;
+    const std::size_t end = skip_space(ptx, start + name.size());
+    if (end < ptx.size() && ptx[end] == '(') return true;
+  }
+  return false;
+}
+
+bool sane(Index size, unsigned most_y_and_z) {
+  return size.x > 0 && size.y > 0 && size.z > 0 && size.y <= most_y_and_z && size.z <= most_y_and_z;
+}
+
+}  // namespace
+
+FAKE_API CUresult cuModuleLoadData(CUmodule* handle, const void* image) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (handle == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const auto module = std::make_shared<Module>();
+  module->context = context;
+  module->ptx = static_cast<const char*>(image);
+  if (module->ptx.find(".entry") == std::string::npos) return CUDA_ERROR_INVALID_IMAGE;
+  *handle = modules().add(module);
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuModuleLoadDataEx(CUmodule* handle, const void* image, unsigned, int*, void**) {
+  return cuModuleLoadData(handle, image);
+}
+
+FAKE_API CUresult cuModuleGetFunction(CUfunction* handle, CUmodule module_handle, const char* name) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (handle == nullptr || name == nullptr || *name == '\0') return CUDA_ERROR_INVALID_VALUE;
+  const auto module = modules().find(module_handle);
+  if (module == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  const Twin* twin = find_twin(name);
+  if (twin == nullptr || !has_entry(module->ptx, name)) return CUDA_ERROR_NOT_FOUND;
+  const std::lock_guard lock(module->mutex);
+  CUfunction& function = module->functions[name];
+  if (function == nullptr) function = functions().add(std::make_shared<Function>(Function{module->context, twin}));
+  *handle = function;
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuModuleUnload(CUmodule handle) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  const auto module = modules().remove(handle);
+  if (module == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  const std::lock_guard lock(module->mutex);
+  for (const auto& [name, function] : module->functions) functions().remove(function);
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                 unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream_handle,
+                                 void** parameters, void** extra) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(stream_handle, &stream)) return refused;
+  const auto function = functions().find(handle);
+  if (function == nullptr || function->context != stream->context) return CUDA_ERROR_INVALID_HANDLE;
+  const Index grid = {grid_x, grid_y, grid_z}, block = {block_x, block_y, block_z};
+  const Twin* twin = function->twin;
+  if (!sane(grid, 65535) || !sane(block, 1024) || grid_x > 0x7fffffff || block_x > 1024 || shared_bytes > 48 << 10 ||
+      block_x * block_y * block_z > twin->threads || parameters == nullptr || parameters[0] == nullptr ||
+      extra != nullptr) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  const Work work = *static_cast<const Work*>(parameters[0]);
+  const CUresult refused = stream->push([twin, work, grid, block, context = stream->context] {
+    const std::vector<Held> held = check_launch(*twin, work, *context);
+    twin->run(work, grid, block);
+  });
+  if (refused == CUDA_SUCCESS) ++counters().launches;
+  return refused;
+}

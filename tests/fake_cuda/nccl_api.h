@@ -1,0 +1,54 @@
+// The little of NCCL's interface that the fake has, declared here: no NCCL headers are on the machines it is for.
+//
+// Names, numbers and layouts are those of the real library (2.28).
+#pragma once
+
+#include <climits>
+#include <cstddef>
+
+#include "cuda_api.h"
+
+enum ncclResult_t : int {
+  ncclSuccess = 0,
+  ncclUnhandledCudaError = 1,
+  ncclSystemError = 2,
+  ncclInternalError = 3,
+  ncclInvalidArgument = 4,
+  ncclInvalidUsage = 5,
+  ncclRemoteError = 6,
+  ncclInProgress = 7,
+};
+
+enum ncclDataType_t : int {
+  ncclInt8 = 0,
+  ncclUint8 = 1,
+  ncclInt32 = 2,
+  ncclInt64 = 4,
+  ncclFloat16 = 6,
+  ncclFloat32 = 7,
+  ncclFloat64 = 8,
+  ncclBfloat16 = 9,
+};
+
+// Higher ones are handles of operations that a caller has made.
+using ncclRedOp_t = int;
+constexpr ncclRedOp_t ncclSum = 0;
+constexpr ncclRedOp_t ncclAvg = 4;
+constexpr ncclRedOp_t ncclNumOps = 5;
+
+enum ncclScalarResidence_t : int { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 };
+
+struct ncclUniqueId {
+  char internal[128];
+};
+
+constexpr unsigned kNcclConfigMagic = 0xcafebeef;
+// How it begins; `size` is that of the caller's, which may have more.
+struct ncclConfig_t {
+  std::size_t size;
+  unsigned magic;
+  unsigned version;
+  int blocking;
+};
+
+using ncclComm_t = struct ncclComm*;

@@ -1,0 +1,124 @@
+// See nccl_comm.h.
+#include "nccl_comm.h"
+
+#include <cstring>
+#include <thread>
+
+#include "exports.h"
+
+namespace fake {
+
+Handles<Comm, ncclComm_t>& comms() { return immortal<Handles<Comm, ncclComm_t>>(); }
+
+void Comm::start(std::vector<Job> jobs) {
+  CUcontext context = nullptr;
+  if (cuCtxGetCurrent(&context) != CUDA_SUCCESS) die("NCCL: the process was forked from one that had called cuInit");
+  {
+    const std::lock_guard guard(mutex_);
+    state_ = ncclInProgress;
+  }
+  std::thread([self = shared_from_this(), jobs = std::move(jobs), context] {
+    if (cuCtxSetCurrent(context) != CUDA_SUCCESS) die("NCCL: the caller's context cannot be made current");
+    dawdle();
+    ncclResult_t result = ncclSuccess;
+    for (const Job& job : jobs) {
+      if (result == ncclSuccess) result = job();
+    }
+    const std::lock_guard guard(self->mutex_);
+    self->state_ = result;
+    self->changed_.notify_all();
+  }).detach();
+}
+
+ncclResult_t Comm::wait() {
+  std::unique_lock guard(mutex_);
+  changed_.wait(guard, [this] { return state_ != ncclInProgress; });
+  return state_;
+}
+
+ncclResult_t Comm::state() {
+  const std::lock_guard guard(mutex_);
+  return state_;
+}
+
+ncclResult_t Comm::join(const std::string& name, const CUuuid& uuid) {
+  if (!segment.open(name)) return failed(ncclSystemError, "there is no communicator " + name + " to join");
+  if (!segment.arrive(rank, nranks, uuid)) {
+    return failed(ncclInvalidUsage, "rank " + std::to_string(rank) + " is taken, or ranks differ in their number");
+  }
+  if (!segment.wait_for_all([this] { return aborted(); })) return failed(ncclInternalError, "aborted during the init");
+  int one = 0, other = 0;
+  if (!segment.find_shared_device(&one, &other)) return ncclSuccess;
+  return failed(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(one) + " and rank " +
+                                      std::to_string(other) + " are on the same device");
+}
+
+bool Comm::drain() {
+  for (int round = 0; finished < issued; nap(round)) {
+    if (aborted()) return false;
+  }
+  return true;
+}
+
+namespace {
+
+struct Words {
+  std::mutex mutex;
+  std::string last;
+};
+
+Words& words() { return immortal<Words>(); }
+
+}  // namespace
+
+ncclResult_t failed(ncclResult_t result, const std::string& text) {
+  const std::lock_guard lock(words().mutex);
+  words().last = text;
+  return result;
+}
+
+ncclResult_t need_ready(ncclComm_t handle, std::shared_ptr<Comm>* comm) {
+  *comm = comms().find(handle);
+  if (*comm == nullptr) return failed(ncclInvalidArgument, "this is no communicator");
+  switch (const ncclResult_t state = (*comm)->state()) {
+    case ncclSuccess:
+      return ncclSuccess;
+    case ncclInProgress:
+      return failed(ncclInvalidArgument, "the communicator is used before its previous call has come to an end");
+    default:
+      return state;
+  }
+}
+
+}  // namespace fake
+
+using namespace fake;
+
+FAKE_API const char* ncclGetLastError(ncclComm_t) {
+  thread_local std::string copy;
+  const std::lock_guard lock(words().mutex);
+  copy = words().last;
+  return copy.c_str();
+}
+
+FAKE_API const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess:
+      return "no error";
+    case ncclUnhandledCudaError:
+      return "unhandled cuda error";
+    case ncclSystemError:
+      return "unhandled system error";
+    case ncclInternalError:
+      return "internal error";
+    case ncclInvalidArgument:
+      return "invalid argument";
+    case ncclInvalidUsage:
+      return "invalid usage";
+    case ncclRemoteError:
+      return "remote process exited or there was a network error";
+    case ncclInProgress:
+      return "NCCL operation in progress";
+  }
+  return "unknown result code";
+}

@@ -1,0 +1,134 @@
+// See nccl_segment.h.
+#include "nccl_segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <mutex>
+#include <set>
+
+#include "die.h"
+
+namespace fake {
+namespace {
+
+constexpr const char* kPrefix = "fake_nccl.";
+
+// The names of the segments that this process has made. Some may be unlinked by now.
+struct Made {
+  std::mutex mutex;
+  std::set<std::pair<pid_t, std::string>> names;
+};
+
+Made& made() { return immortal<Made>(); }
+
+__attribute__((destructor)) void unlink_all() {
+  const std::lock_guard lock(made().mutex);
+  for (const auto& [pid, name] : made().names) {
+    if (pid == getpid()) shm_unlink(name.c_str());
+  }
+}
+
+}  // namespace
+
+std::string Segment::create() {
+  static std::atomic<int> count{0};
+  remove_stale(kPrefix);
+  const std::string name = std::string("/") + kPrefix + std::to_string(getpid()) + "." + std::to_string(++count);
+  const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (fd < 0) return "";
+  const bool sized = ftruncate(fd, kBytes) == 0;
+  close(fd);
+  if (!sized) {
+    shm_unlink(name.c_str());
+    return "";
+  }
+  const std::lock_guard lock(made().mutex);
+  made().names.emplace(getpid(), name);
+  return name;
+}
+
+bool Segment::open(const std::string& name) {
+  const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0600);
+  if (fd < 0) return false;
+  void* start = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  close(fd);
+  if (start == MAP_FAILED) return false;
+  name_ = name;
+  header_ = static_cast<Header*>(start);
+  return true;
+}
+
+Segment::~Segment() {
+  if (header_ != nullptr) munmap(header_, kBytes);
+}
+
+bool Segment::arrive(int rank, int nranks, const CUuuid& device) {
+  int agreed = 0;
+  if (!header_->nranks.compare_exchange_strong(agreed, nranks) && agreed != nranks) return false;
+  rank_ = rank;
+  nranks_ = nranks;
+  Place& place = header_->places[rank];
+  if (place.taken.exchange(true)) return false;
+  place.device = device;
+  if (++header_->arrived == nranks) shm_unlink(name_.c_str());
+  return true;
+}
+
+bool Segment::wait_for_all(const GiveUp& give_up) {
+  for (int round = 0; header_->arrived < nranks_; nap(round)) {
+    if (give_up()) return false;
+  }
+  return true;
+}
+
+bool Segment::find_shared_device(int* one, int* other) const {
+  for (*one = 0; *one < nranks_; ++*one) {
+    for (*other = *one + 1; *other < nranks_; ++*other) {
+      const CUuuid &a = header_->places[*one].device, &b = header_->places[*other].device;
+      if (std::memcmp(a.bytes, b.bytes, sizeof a.bytes) == 0) return true;
+    }
+  }
+  return false;
+}
+
+char* Segment::fill(const GiveUp& give_up) {
+  for (int rank = 0, round = 0; rank < nranks_; ++rank) {
+    for (; header_->places[rank].read < step_; nap(round)) {
+      if (give_up()) return nullptr;
+    }
+  }
+  ++step_;
+  return const_cast<char*>(buffer(rank_));
+}
+
+bool Segment::post(const Task& task, const GiveUp& give_up) {
+  header_->places[rank_].task = task;
+  header_->places[rank_].posted = step_;
+  for (int rank = 0, round = 0; rank < nranks_; ++rank) {
+    for (; header_->places[rank].posted < step_; nap(round)) {
+      if (give_up()) return false;
+    }
+    check_same(task, header_->places[rank].task, rank_, rank);
+  }
+  return true;
+}
+
+void Segment::check_same(const Task& own, const Task& other, int own_rank, int other_rank) {
+  if (std::memcmp(&own, &other, sizeof own) == 0) return;
+  die("NCCL operation %llu: rank %d has kind %d, count %llu, dtype %d, op %d, root %d, but rank %d has operation %llu, "
+      "kind %d, count %llu, dtype %d, op %d, root %d",
+      static_cast<unsigned long long>(own.number), own_rank, own.kind, static_cast<unsigned long long>(own.count),
+      own.dtype, own.op, own.root, other_rank, static_cast<unsigned long long>(other.number), other.kind,
+      static_cast<unsigned long long>(other.count), other.dtype, other.op, other.root);
+}
+
+const char* Segment::buffer(int rank) const {
+  return reinterpret_cast<const char*>(header_) + kHeaderBytes + static_cast<std::size_t>(rank) * kChunk;
+}
+
+void Segment::done() { header_->places[rank_].read = step_; }
+
+}  // namespace fake

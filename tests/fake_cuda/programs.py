@@ -1,0 +1,360 @@
+"""What tests/single/test_fake_cuda.py runs, each program in a process of its own: ``python programs.py NAME``.
+
+A program checks the fake, and says nothing when all is well; those whose names start with ``dies_`` are to be aborted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import time
+from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fake import (
+    PTX,
+    Handle,
+    Work,
+    alloc,
+    average,
+    big,
+    counters,
+    cuda,
+    download,
+    event,
+    function,
+    launch,
+    ok,
+    pinned,
+    start,
+    stream,
+    together,
+    upload,
+)
+
+MIB = 1 << 20
+
+
+def errors() -> None:
+    value, context = c_int(), c_void_p()
+    ok(cuda.cuDriverGetVersion(byref(value)))
+    assert value.value == 13000
+    assert cuda.cuDeviceGetCount(byref(value)) == 3
+    assert cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_size_t(1)) == 3
+    ok(cuda.cuInit(0))
+    assert cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_size_t(1)) == 201
+    assert cuda.cuDeviceGet(byref(value), 1) == 101
+    ok(cuda.cuDevicePrimaryCtxRetain(byref(context), 0))
+    ok(cuda.cuCtxPushCurrent_v2(context))
+    assert cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_size_t(1 << 40)) == 2
+    assert cuda.cuStreamQuery(c_void_p(4711)) == 400
+    for attribute, expected in ((75, 9), (76, 0), (16, 4), (1, 1024), (92, 1), (121, 1), (122, 1)):
+        ok(cuda.cuDeviceGetAttribute(byref(value), attribute, 0))
+        assert value.value == expected, attribute
+    name = ctypes.c_char_p()
+    ok(cuda.cuGetErrorName(600, byref(name)))
+    assert name.value == b"CUDA_ERROR_NOT_READY"
+    assert cuda.cuGetErrorName(12345, byref(name)) == 1
+    # A module's text, and what the fake has, must both have the kernel.
+    module, found = c_void_p(), c_void_p()
+    ok(cuda.cuModuleLoadData(byref(module), PTX.replace("average_i8", "average_i9").encode()))
+    assert cuda.cuModuleGetFunction(byref(found), module, b"average_i8") == 500
+    assert cuda.cuModuleGetFunction(byref(found), module, b"average_i9") == 500
+    ok(cuda.cuModuleGetFunction(byref(found), module, b"average_u8"))
+    ok(cuda.cuModuleUnload(module))
+    assert launch(found, Work()) == 400
+    # A forked process has not called cuInit.
+    if os.fork() == 0:
+        os._exit(cuda.cuMemGetInfo_v2(None, None))
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+
+
+def settings() -> None:
+    """Needs FAKE_CUDA_DEVICES=2 FAKE_CUDA_NO_IPC=1 FAKE_CUDA_NO_MEMOPS=1 FAKE_CUDA_DRIVER=12020."""
+    value = c_int()
+    ok(cuda.cuDriverGetVersion(byref(value)))
+    assert value.value == 12020
+    start(1)
+    ok(cuda.cuDeviceGetCount(byref(value)))
+    assert value.value == 2
+    ok(cuda.cuDeviceGetAttribute(byref(value), 92, 1))
+    assert value.value == 0
+    memory = alloc(4)
+    assert cuda.cuIpcGetMemHandle(byref(Handle()), big(memory)) == 801
+    assert cuda.cuStreamWriteValue32_v2(None, big(memory), 1, 0) == 801
+    ok(cuda.cuPointerGetAttribute(byref(value), 9, big(memory)))
+    assert value.value == 1
+
+
+def no_device() -> None:
+    """Needs FAKE_CUDA_DEVICES=0."""
+    assert cuda.cuInit(0) == 100
+
+
+def pointers() -> None:
+    start()
+    memory, other, host = alloc(100), alloc(100), pinned(100)
+    kind, identity, base, size = c_uint(), c_ulonglong(), c_ulonglong(), c_size_t()
+
+    def identity_of(address: int) -> int:
+        ok(cuda.cuPointerGetAttribute(byref(identity), 7, big(address)))
+        return identity.value
+
+    for address, expected in ((memory, 2), (memory + 99, 2), (host, 1), (host + (1 << 60), 1)):
+        ok(cuda.cuPointerGetAttribute(byref(kind), 2, big(address)))
+        assert kind.value == expected
+    local = ctypes.create_string_buffer(100)
+    assert cuda.cuPointerGetAttribute(byref(kind), 2, big(ctypes.addressof(local))) == 1
+    assert cuda.cuPointerGetAttribute(byref(kind), 2, big(memory + 100)) == 1
+    assert cuda.cuPointerGetAttribute(byref(kind), 3, big(memory)) == 1
+    ok(cuda.cuMemGetAddressRange_v2(byref(base), byref(size), big(memory + 7)))
+    assert (base.value, size.value) == (memory, 100)
+    first = identity_of(memory)
+    assert first not in (identity_of(other), identity_of(host))
+    assert first == identity_of(memory + 50)
+    ok(cuda.cuMemFree_v2(big(memory)))
+    assert cuda.cuMemFree_v2(big(memory)) == 1
+    assert identity_of(alloc(100)) != first
+    ok(cuda.cuMemHostRegister_v2(local, c_size_t(100), 0))
+    assert cuda.cuMemHostRegister_v2(local, c_size_t(1), 0) == 712
+    ok(cuda.cuMemHostGetDevicePointer_v2(byref(base), ctypes.byref(local, 3), 0))
+    assert base.value == ctypes.addressof(local) + 3 + (1 << 60)
+    ok(cuda.cuMemHostUnregister(local))
+    assert cuda.cuMemHostUnregister(local) == 713
+    assert cuda.cuMemHostRegister_v2(c_void_p(4096), c_size_t(100), 0) == 1, "nothing is there"
+
+
+def kernels() -> None:
+    start()
+    cases: dict[str, tuple[str, list[float], list[float], list[float]]] = {
+        "average_f32": ("f", [1.5, 2, 6], [2.5, 4, -6], [2, 3, 0]),
+        "average_f64": ("d", [1.5], [2.5], [2]),
+        "average_f16": ("e", [1.5, 65504], [2.5, 65504], [2, 65504]),
+        "average_f16_precise": ("e", [1.5], [2.5], [2]),
+        "average_i8": ("b", [-128, 3, -3], [-128, 4, -4], [-128, 3, -3]),
+        "average_u8": ("B", [255, 3], [255, 4], [255, 3]),
+        "average_i32": ("i", [2**31 - 1], [2**31 - 3], [2**31 - 2]),
+        "average_i64": ("q", [2**63 - 1], [2**63 - 1], [2**63 - 1]),
+    }
+    for name, (code, one, two, mean) in cases.items():
+        sources = [upload(struct.pack(f"{len(one)}{code}", *values)) for values in (one, two)]
+        ok(launch(function(name), average(sources, sources[:1], len(one), 2)))
+        size = struct.calcsize(code) * len(one)
+        assert struct.unpack(f"{len(one)}{code}", download(sources[0], size)) == tuple(mean), name
+    data = os.urandom(10007)
+    targets = [alloc(len(data)), alloc(len(data))]
+    ok(launch(function("copy_bytes"), average([upload(data)], targets, len(data), 1), grid=3, block=512))
+    assert [download(target, len(data)) for target in targets] == [data, data]
+    assert launch(function("copy_bytes"), Work(), block=1024) == 1
+
+
+def count() -> None:
+    start()
+    before, host, on = counters(), pinned(8), stream()
+    memory = alloc(1000)
+    ok(cuda.cuMemcpyHtoDAsync_v2(big(memory), c_void_p(host), c_size_t(8), on))
+    ok(launch(function("copy_bytes"), average([memory], [memory + 500], 8, 1), on))
+    ok(cuda.cuStreamSynchronize(on))
+    ok(cuda.cuMemFree_v2(big(memory)))
+    # Three small tables went to the device for the launch.
+    assert [now - then for now, then in zip(counters(), before, strict=True)] == [4, 32, 1, 4]
+
+
+def events() -> None:
+    """Two streams that take turns, ordered by events alone. Good with any FAKE_CUDA_DELAY_US."""
+    start()
+    count, one, two, there, back = 1000, stream(), stream(), event(), event()
+    ok(cuda.cuStreamWaitEvent(two, there, 0))
+    ok(cuda.cuEventSynchronize(there))
+    ok(cuda.cuEventQuery(there))
+    host, result, middle, device = pinned(4 * count), pinned(4 * count), alloc(4 * count), alloc(4 * count)
+    source = (ctypes.c_float * count).from_address(host)
+    kernel, work = function("average_f32"), average([device], [middle], count, 2)
+    for turn in range(1, 20):
+        source[:] = [float(turn)] * count
+        ok(cuda.cuMemcpyHtoDAsync_v2(big(device), c_void_p(host), c_size_t(4 * count), one))
+        ok(cuda.cuEventRecord(there, one))
+        ok(cuda.cuStreamWaitEvent(two, there, 0))
+        # The wait means the record above, not this later one, which waits for the wait.
+        ok(cuda.cuStreamWaitEvent(one, back, 0))
+        ok(launch(kernel, work, two))
+        ok(cuda.cuEventRecord(back, two))
+        ok(cuda.cuStreamWaitEvent(one, back, 0))
+        ok(cuda.cuEventRecord(there, one))
+        ok(cuda.cuMemcpyDtoHAsync_v2(c_void_p(result), big(middle), c_size_t(4 * count), one))
+        ok(cuda.cuStreamSynchronize(one))
+        ok(cuda.cuStreamQuery(one))
+        ok(cuda.cuEventQuery(there))
+        assert (ctypes.c_float * count).from_address(result)[:] == [turn / 2] * count
+    status = c_int()
+    ok(cuda.cuStreamBeginCapture_v2(one, 0))
+    ok(cuda.cuStreamIsCapturing(one, byref(status)))
+    assert status.value == 1
+    assert cuda.cuEventRecord(there, one) == 900
+    ok(cuda.cuStreamEndCapture(one, byref(c_void_p())))
+    ok(cuda.cuStreamDestroy_v2(one))
+    assert cuda.cuStreamSynchronize(one) == 400
+
+
+def asynchronous() -> None:
+    """A call returns before its operation has run."""
+    start()
+    flag, on, mark = upload(bytes(4)), stream(), event()
+    ok(cuda.cuStreamWaitValue32_v2(on, big(flag), 1, 0))
+    ok(cuda.cuEventRecord(mark, on))
+    time.sleep(0.05)
+    assert cuda.cuStreamQuery(on) == 600
+    assert cuda.cuEventQuery(mark) == 600
+    ok(cuda.cuStreamWriteValue32_v2(c_void_p(2), big(flag), 1, 0))
+    ok(cuda.cuEventSynchronize(mark))
+    # GEQ goes round: what is 2^31 or more ahead is behind.
+    for value, wanted in ((0x80000003, 2), (0xFFFFFFF0, 5)):
+        ok(cuda.cuStreamWriteValue32_v2(None, big(flag), value, 0))
+        ok(cuda.cuStreamSynchronize(None))
+        ok(cuda.cuStreamWaitValue32_v2(on, big(flag), wanted, 0))
+        time.sleep(0.02)
+        assert cuda.cuStreamQuery(on) == 600
+        ok(cuda.cuStreamWriteValue32_v2(None, big(flag), wanted + 5, 0))
+        ok(cuda.cuStreamSynchronize(on))
+
+
+def _ipc_rank(rank: int, pipes: list[Connection]) -> None:
+    """Rank 0 owns memory and two flags, rank 1 works on them; each waits for the other by values in streams alone."""
+    start(rank)
+    data, on, (pipe,) = bytes(range(256)) * (MIB // 256), stream(), pipes
+    size, host, handle, flags = c_size_t(MIB), pinned(MIB), Handle(), c_ulonglong()
+    if rank == 0:
+        memory = alloc(MIB + 8)
+        flags = big(memory + MIB)
+        ok(cuda.cuMemsetD8Async(flags, 0, c_size_t(8), on))
+        ok(cuda.cuStreamSynchronize(on))
+        ok(cuda.cuIpcGetMemHandle(byref(handle), big(memory + 5)))
+        assert cuda.cuIpcOpenMemHandle_v2(byref(c_ulonglong()), handle, 1) == 201
+        pipe.send(bytes(handle))
+        pipe.recv()
+        ctypes.memmove(host, data, MIB)
+        for turn in range(1, 6):
+            ok(cuda.cuMemcpyHtoDAsync_v2(big(memory), c_void_p(host), size, on))
+            ok(cuda.cuStreamWriteValue32_v2(on, flags, turn, 0))
+            ok(cuda.cuStreamWaitValue32_v2(on, big(flags.value + 4), turn, 1))
+        ok(cuda.cuMemcpyDtoHAsync_v2(c_void_p(host), big(memory), size, on))
+        ok(cuda.cuStreamSynchronize(on))
+        assert ctypes.string_at(host, MIB) == b"\7" * MIB
+        pipe.recv()
+        ok(cuda.cuMemFree_v2(big(memory)))
+        pipe.send("freed")
+        return
+    handle = Handle.from_buffer_copy(pipe.recv())
+    opened, again = c_ulonglong(), c_ulonglong()
+    ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
+    ok(cuda.cuIpcOpenMemHandle_v2(byref(again), handle, 1))
+    assert opened.value == again.value
+    kind = c_int()
+    ok(cuda.cuPointerGetAttribute(byref(kind), 9, opened))
+    assert kind.value == 0
+    flags = big(opened.value + MIB)
+    mine, targets = alloc(MIB), []
+    pipe.send("ready")
+    for turn in range(1, 6):
+        targets.append(pinned(MIB))
+        ok(cuda.cuStreamWaitValue32_v2(on, flags, turn, 0))
+        ok(cuda.cuMemcpyDtoDAsync_v2(big(mine), opened, size, on))
+        ok(cuda.cuMemcpyDtoHAsync_v2(c_void_p(targets[-1]), big(mine), size, on))
+        ok(cuda.cuMemsetD8Async(opened, 7, size, on))
+        ok(cuda.cuStreamWriteValue32_v2(on, big(flags.value + 4), turn, 0))
+    ok(cuda.cuStreamSynchronize(on))
+    assert [ctypes.string_at(target, MIB) == data for target in targets] == [True] * 5
+    ok(cuda.cuIpcCloseMemHandle(opened))
+    ok(cuda.cuIpcCloseMemHandle(opened))
+    assert cuda.cuIpcCloseMemHandle(opened) == 1
+    pipe.send("done")
+    pipe.recv()
+    assert cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1) == 1
+
+
+def ipc() -> None:
+    """Needs FAKE_CUDA_DEVICES=2."""
+    together(2, _ipc_rank)
+
+
+def stale() -> None:
+    """What a killed process leaves behind goes at the next start; what a live one has stays."""
+    child = os.fork()
+    if child == 0:
+        start()
+        alloc(10)
+        os.kill(os.getpid(), 9)
+    os.wait()
+    left = list(Path("/dev/shm").glob(f"fake_cuda.{child}.*"))
+    assert len(left) == 1
+    start()
+    assert not left[0].exists()
+    alloc(10)
+    assert len(list(Path("/dev/shm").glob(f"fake_cuda.{os.getpid()}.*"))) == 1
+
+
+def dies_host_access() -> None:
+    start()
+    ctypes.string_at(alloc(10), 1)
+
+
+def dies_unpinned() -> None:
+    start()
+    host = ctypes.create_string_buffer(10)
+    cuda.cuMemcpyHtoDAsync_v2(big(alloc(10)), host, c_size_t(10), None)
+
+
+def dies_beyond_memory() -> None:
+    start()
+    cuda.cuMemsetD8Async(big(alloc(10)), 0, c_size_t(11), None)
+
+
+def dies_freed_in_use() -> None:
+    start()
+    flag, memory, on = upload(bytes(4)), alloc(10), stream()
+    ok(cuda.cuStreamWaitValue32_v2(on, big(flag), 1, 1))
+    ok(cuda.cuMemsetD8Async(big(memory), 0, c_size_t(10), on))
+    ok(cuda.cuMemFree_v2(big(memory)))
+    ok(cuda.cuStreamWriteValue32_v2(None, big(flag), 1, 0))
+    cuda.cuStreamSynchronize(on)
+
+
+def dies_kernel_beyond_memory() -> None:
+    start()
+    sources = [upload(bytes(400)), upload(bytes(396))]
+    ok(launch(function("average_f32"), average(sources, sources[:1], 100, 2)))
+    cuda.cuStreamSynchronize(None)
+
+
+def dies_synchronize() -> None:
+    start()
+    cuda.cuCtxSynchronize()
+
+
+def dies_peer() -> None:
+    """Needs FAKE_CUDA_DEVICES=2."""
+    start(1)
+    source = upload(bytes(40))
+    other = c_void_p()
+    ok(cuda.cuCtxGetCurrent(byref(other)))
+    start(0)
+    ok(launch(function("copy_bytes"), average([upload(bytes(40))], [alloc(40)], 40, 1)))
+    ok(cuda.cuStreamSynchronize(None))
+    ok(cuda.cuCtxEnablePeerAccess(other, 0))
+    assert cuda.cuCtxEnablePeerAccess(other, 0) == 704
+    ok(launch(function("copy_bytes"), average([source], [alloc(40)], 40, 1)))
+    ok(cuda.cuStreamSynchronize(None))
+    start(1)
+    target = alloc(40)
+    start(0)
+    source = alloc(40)
+    start(1)
+    ok(launch(function("copy_bytes"), average([source], [target], 40, 1)))
+    cuda.cuStreamSynchronize(None)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

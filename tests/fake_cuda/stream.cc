@@ -1,0 +1,83 @@
+// See stream.h.
+#include "stream.h"
+
+#include <thread>
+#include <utility>
+
+#include "die.h"
+
+namespace fake {
+
+void Mark::pass() {
+  const std::lock_guard lock(mutex_);
+  passed_ = true;
+  changed_.notify_all();
+}
+
+void Mark::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return passed_; });
+}
+
+bool Mark::passed() {
+  const std::lock_guard lock(mutex_);
+  return passed_;
+}
+
+CUresult Stream::push(std::function<void()> operation) {
+  const std::lock_guard lock(mutex_);
+  if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (!std::exchange(started_, true)) std::thread([self = shared_from_this()] { self->work(); }).detach();
+  queue_.push_back(std::move(operation));
+  ++pushed_;
+  changed_.notify_all();
+  return CUDA_SUCCESS;
+}
+
+CUresult Stream::finish() {
+  std::unique_lock lock(mutex_);
+  if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  changed_.wait(lock, [this, last = pushed_] { return finished_ >= last; });
+  return CUDA_SUCCESS;
+}
+
+CUresult Stream::query() {
+  const std::lock_guard lock(mutex_);
+  if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  return finished_ == pushed_ ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+void Stream::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+}
+
+bool Stream::capturing() {
+  const std::lock_guard lock(mutex_);
+  return capturing_;
+}
+
+bool Stream::set_capturing(bool capturing) {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(capturing_, capturing) != capturing;
+}
+
+void Stream::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    std::function<void()> operation = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    dawdle();
+    operation();
+    operation = nullptr;  // what it holds goes before anybody hears that it has run
+    lock.lock();
+    ++finished_;
+    changed_.notify_all();
+  }
+}
+
+}  // namespace fake

@@ -1,0 +1,119 @@
+// cuStream*, but for those on values in memory (values.cc) and on events (event.cc).
+#include <atomic>
+#include <utility>
+
+#include "die.h"
+#include "stream.h"
+
+namespace fake {
+namespace {
+
+constexpr int kGlobalCapture = 0;
+std::atomic<int> global_captures{0};
+thread_local int capture_mode = kGlobalCapture;
+
+Handles<Stream, CUstream>& streams() { return immortal<Handles<Stream, CUstream>>(); }
+
+// Which of the context's own streams a handle is, -1 for none of them. 0 and 1 are one stream, as in the driver.
+int special(CUstream handle) {
+  switch (reinterpret_cast<std::uintptr_t>(handle)) {
+    case 0:
+    case 1:
+      return 0;
+    case 2:
+      return 1;
+    default:
+      return -1;
+  }
+}
+
+}  // namespace
+
+bool capture_forbids() { return global_captures > 0 && capture_mode == kGlobalCapture; }
+
+CUresult need_stream(CUstream handle, std::shared_ptr<Stream>* stream) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  const int own = special(handle);
+  if (own < 0) {
+    *stream = streams().find(handle);
+    return *stream != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  }
+  const std::lock_guard lock(context->lock);
+  if (context->special[own] == nullptr) context->special[own] = std::make_shared<Stream>(context);
+  *stream = context->special[own];
+  return CUDA_SUCCESS;
+}
+
+}  // namespace fake
+
+using namespace fake;
+
+FAKE_API CUresult cuStreamCreateWithPriority(CUstream* handle, unsigned flags, int) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (handle == nullptr || flags > CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
+  *handle = streams().add(std::make_shared<Stream>(context));
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuStreamCreate(CUstream* handle, unsigned flags) {
+  return cuStreamCreateWithPriority(handle, flags, 0);
+}
+
+FAKE_API CUresult cuStreamDestroy_v2(CUstream handle) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  const std::shared_ptr<Stream> stream = streams().remove(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  stream->close();
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuStreamSynchronize(CUstream handle) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  return stream->finish();
+}
+
+FAKE_API CUresult cuStreamQuery(CUstream handle) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  return stream->query();
+}
+
+FAKE_API CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *status = stream->capturing() ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
+// Only the status is there: what comes to the stream meanwhile is refused, not recorded.
+FAKE_API CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  if (mode < 0 || mode > 2) return CUDA_ERROR_INVALID_VALUE;
+  if (special(handle) == 0) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (!stream->set_capturing(true)) return CUDA_ERROR_ILLEGAL_STATE;
+  if (mode == kGlobalCapture) ++global_captures;
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *graph = nullptr;
+  if (!stream->set_capturing(false)) return CUDA_ERROR_ILLEGAL_STATE;
+  // Captures of other modes are not counted; the tests' are of the global one.
+  if (global_captures > 0) --global_captures;
+  return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (mode == nullptr || *mode < 0 || *mode > 2) return CUDA_ERROR_INVALID_VALUE;
+  std::swap(*mode, capture_mode);
+  return CUDA_SUCCESS;
+}

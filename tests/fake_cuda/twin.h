@@ -1,0 +1,38 @@
+// The kernels of the core as functions of the host: what a launch of the fake runs.
+#pragma once
+
+#include <string>
+
+namespace fake {
+
+// What a kernel is given, as kernels.cu has it (kernels_twin.cc compares the sizes). Addresses are device addresses.
+struct Item {
+  unsigned long long first;
+  unsigned piece, count;
+};
+struct Work {
+  unsigned long long items, sources, targets;
+  unsigned nitems, nsources, ntargets, divisor;
+};
+
+// The most elements of an item.
+constexpr unsigned kMostOfItem = 32768;
+
+struct Index {
+  unsigned x, y, z;
+};
+
+struct Twin {
+  const char* name;
+  // The size of an element.
+  unsigned size;
+  // The most threads of a block.
+  unsigned threads;
+  // All threads of all blocks, one after the other.
+  void (*run)(const Work& work, Index grid, Index block);
+};
+
+// Null when there is none.
+const Twin* find_twin(const std::string& name);
+
+}  // namespace fake

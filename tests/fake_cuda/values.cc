@@ -1,0 +1,44 @@
+// cuStreamWriteValue32 and cuStreamWaitValue32: words in memory that streams of several processes speak through.
+#include "die.h"
+#include "memory.h"
+#include "stream.h"
+
+using namespace fake;
+
+namespace {
+
+bool forbidden() { return setting("FAKE_CUDA_NO_MEMOPS", 0) != 0; }
+
+unsigned* word_at(CUdeviceptr address) { return reinterpret_cast<unsigned*>(host_of(address)); }
+
+}  // namespace
+
+FAKE_API CUresult cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr address, unsigned value, unsigned flags) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  if (forbidden()) return CUDA_ERROR_NOT_SUPPORTED;
+  if (address % 4 != 0 || flags > CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER) return CUDA_ERROR_INVALID_VALUE;
+  device_memory(address, 4, "cuStreamWriteValue32");
+  return stream->push([address, value] {
+    const Held region = device_memory(address, 4, "cuStreamWriteValue32");
+    __atomic_store_n(word_at(address), value, __ATOMIC_SEQ_CST);
+  });
+}
+
+FAKE_API CUresult cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address, unsigned value, unsigned flags) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  if (forbidden()) return CUDA_ERROR_NOT_SUPPORTED;
+  const unsigned condition = flags & ~CU_STREAM_WAIT_VALUE_FLUSH;
+  if (address % 4 != 0 || condition > CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
+  device_memory(address, 4, "cuStreamWaitValue32");
+  return stream->push([address, value, condition] {
+    const Held region = device_memory(address, 4, "cuStreamWaitValue32");
+    for (int round = 0;;) {
+      const unsigned found = __atomic_load_n(word_at(address), __ATOMIC_SEQ_CST);
+      const bool met = condition == CU_STREAM_WAIT_VALUE_EQ ? found == value : static_cast<int>(found - value) >= 0;
+      if (met) return;
+      nap(round);
+    }
+  });
+}

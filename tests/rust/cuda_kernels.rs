@@ -1,0 +1,371 @@
+//! The CUDA kernels, compiled for the CPU (`cuda_kernels_twin.cc`), give the bits of the core's own reduction.
+#![allow(missing_docs, clippy::expect_used)]
+
+use std::ffi::CString;
+
+use dl_comm_core::dtype::DType;
+use dl_comm_core::reduce::Reduction;
+use proptest::prelude::*;
+
+/// What the twin adds to a host address; see there.
+const DEVICE: u64 = 1 << 60;
+/// Bytes before and after every buffer, which stay as they are.
+const GUARD: usize = 64;
+const GUARDED: u8 = 0xa5;
+
+#[repr(C)]
+struct Item {
+    first: u64,
+    piece: u32,
+    count: u32,
+}
+
+#[repr(C)]
+struct Work {
+    items: u64,
+    sources: u64,
+    targets: u64,
+    nitems: u32,
+    nsources: u32,
+    ntargets: u32,
+    divisor: u32,
+}
+
+#[link(name = "dl_comm_kernels_twin", kind = "static")]
+#[link(name = "stdc++")]
+unsafe extern "C" {
+    fn dl_comm_twin_launch(name: *const std::ffi::c_char, work: *const Work, blocks: u32, threads: u32) -> bool;
+}
+
+/// The twin has one set of indices.
+static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+fn device<T>(data: &[T]) -> u64 {
+    data.as_ptr() as u64 + DEVICE
+}
+
+/// Elements at a certain distance from a multiple of 16 bytes.
+#[derive(Clone)]
+struct Buffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Buffer {
+    fn new(content: &[u8], misaligned: usize) -> Buffer {
+        let mut bytes = vec![GUARDED; content.len() + 2 * GUARD + 32];
+        let start = GUARD + (bytes[GUARD..].as_ptr() as usize).wrapping_neg() % 16 + misaligned;
+        bytes[start..start + content.len()].copy_from_slice(content);
+        Buffer { bytes, start, len: content.len() }
+    }
+    fn content(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+    fn address(&self) -> u64 {
+        device(self.content())
+    }
+    fn guards_are_whole(&self) -> bool {
+        let (before, after) = (&self.bytes[..self.start], &self.bytes[self.start + self.len..]);
+        before.iter().chain(after).all(|byte| *byte == GUARDED)
+    }
+}
+
+/// A tensor, or a part of one: `sources[source]`, `targets[target]`; or a target is one of the sources.
+struct Piece {
+    sources: Vec<Buffer>,
+    targets: Vec<Target>,
+    count: usize,
+}
+
+enum Target {
+    Source(usize),
+    Apart(Buffer),
+}
+
+impl Piece {
+    fn target(&self, target: usize) -> &Buffer {
+        match &self.targets[target] {
+            Target::Source(source) => &self.sources[*source],
+            Target::Apart(buffer) => buffer,
+        }
+    }
+}
+
+/// How a launch is cut up.
+#[derive(Debug, Clone)]
+struct Cut {
+    items: Vec<u32>,
+    blocks: u32,
+    threads: u32,
+}
+
+/// The pieces in items, whose sizes are taken from `cut` over and over; the last piece first.
+fn items(pieces: &[Piece], cut: &Cut) -> Vec<Item> {
+    let mut sizes = cut.items.iter().cycle();
+    let mut items = Vec::new();
+    for (piece, Piece { count, .. }) in pieces.iter().enumerate().rev() {
+        let mut first = 0;
+        while first < *count {
+            let size = (*sizes.next().expect("a cycle") as usize).min(count - first);
+            items.push(Item { first: first as u64, piece: piece as u32, count: size as u32 });
+            first += size;
+        }
+    }
+    items
+}
+
+fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
+    let items = items(pieces, cut);
+    let (nsources, ntargets) = (pieces[0].sources.len(), pieces[0].targets.len());
+    let sources: Vec<u64> = pieces.iter().flat_map(|piece| piece.sources.iter().map(Buffer::address)).collect();
+    let targets: Vec<u64> =
+        pieces.iter().flat_map(|piece| (0..ntargets).map(|target| piece.target(target).address())).collect();
+    let work = Work {
+        items: device(&items),
+        sources: device(&sources),
+        targets: device(&targets),
+        nitems: items.len() as u32,
+        nsources: nsources as u32,
+        ntargets: ntargets as u32,
+        divisor,
+    };
+    let name = CString::new(name).expect("no NUL");
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    // SAFETY: the tables and the pieces' memory outlive the call, and items do not overlap.
+    let found = unsafe { dl_comm_twin_launch(name.as_ptr(), &raw const work, cut.blocks, cut.threads) };
+    assert!(found, "there is no kernel {name:?}");
+}
+
+/// What the core makes of the sources.
+fn mean(reduction: Reduction, sources: &[Buffer], count: usize, divisor: u32) -> Vec<u8> {
+    let sources: Vec<*const u8> = sources.iter().map(|source| source.content().as_ptr()).collect();
+    let mut out = vec![0; count * reduction.dtype.size()];
+    // SAFETY: all have `count` elements.
+    unsafe { reduction.mean(&sources, &[out.as_mut_ptr()], count, divisor) };
+    out
+}
+
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+/// The same bits, or a NaN for a NaN: its sign and payload are the processor's, but for bfloat16.
+fn same(dtype: DType, got: u64, wanted: u64) -> bool {
+    let nan = |bits: u64| match dtype {
+        DType::F16 => bits & 0x7fff > 0x7c00,
+        DType::F32 => bits & 0x7fff_ffff > 0x7f80_0000,
+        DType::F64 => bits & (u64::MAX >> 1) > 0x7ff0 << 48,
+        _ => false,
+    };
+    got == wanted || nan(got) && nan(wanted)
+}
+
+/// A stream of 64-bit numbers (splitmix64).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+
+    /// An element: any bits, a number at some limit, or one of those that often come together, so that sums are finite.
+    fn element(&mut self, dtype: DType) -> u64 {
+        let (bits, kind) = (self.next(), self.next());
+        let limit = |limits: &[u64]| limits[(kind >> 32) as usize % limits.len()];
+        let sign = bits >> 63;
+        match (kind % 4, dtype) {
+            (0, _) => bits,
+            (1, DType::F16) => {
+                limit(&[0x7c00, 0xfc00, 0x7e00, 0x7d01, 0x7bff, 0xfbff, 0x400, 0x3ff, 1, 0x8001, 0, 0x8000])
+            }
+            (1, DType::BF16) => {
+                limit(&[0x7f80, 0xff80, 0x7fc0, 0x7f81, 0x7f7f, 0xff7f, 0x80, 0x7f, 1, 0x8001, 0, 0x8000])
+            }
+            (1, DType::F32) => {
+                let upper = [0x7f80 << 16, 0x7fc0 << 16, 0x7fa0 << 16, 0x7f7f_ffff, 0x80 << 16, 0x7f_ffff, 1, 0];
+                sign << 31 | limit(&upper)
+            }
+            (1, DType::F64) => {
+                let upper =
+                    [0x7ff0 << 48, 0x7ff8 << 48, 0x7ff4 << 48, (0x7ff0 << 48) - 1, 1 << 52, (1 << 52) - 1, 1, 0];
+                sign << 63 | limit(&upper)
+            }
+            // Finite, from 2^-9 to 2^7 or so.
+            (_, DType::F16) => sign << 15 | ((6 << 10) + bits % (16 << 10)),
+            (_, DType::BF16) => sign << 15 | ((118 << 7) + bits % (16 << 7)),
+            (_, DType::F32) => sign << 31 | ((118 << 23) + bits % (16 << 23)),
+            (_, DType::F64) => sign << 63 | ((1014 << 52) + bits % (16 << 52)),
+            (1, _) => {
+                let top = 1u64 << (8 * dtype.size() - 1);
+                limit(&[top, top, top - 1, top - 1, top + 1, 0, 1, u64::MAX])
+            }
+            (_, _) => (bits as i64 >> 49) as u64,
+        }
+    }
+
+    fn elements(&mut self, dtype: DType, count: usize) -> Vec<u8> {
+        let size = dtype.size();
+        (0..count).flat_map(|_| self.element(dtype).to_le_bytes().into_iter().take(size)).collect()
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    seed: u64,
+    counts: Vec<usize>,
+    nsources: usize,
+    ntargets: usize,
+    divisor: u32,
+    /// How far buffers are from multiples of 16 bytes: not, all as far, all as far but for a multiple of 4, at random.
+    alignment: u8,
+    cut: Cut,
+}
+
+/// Pieces of random elements of size `unit`; some targets are sources.
+fn pieces(case: &Case, random: &mut Random, dtype: DType) -> Vec<Piece> {
+    let size = dtype.size();
+    let common = random.below(16 / size) * size;
+    let mut piece = |count: usize| {
+        let misaligned = |random: &mut Random| match case.alignment {
+            0 => 0,
+            1 => common,
+            2 => (common + 4 * random.below(4)) / size * size % 16,
+            _ => random.below(16 / size) * size,
+        };
+        let sources: Vec<Buffer> = (0..case.nsources)
+            .map(|_| {
+                let elements = random.elements(dtype, count);
+                Buffer::new(&elements, misaligned(random))
+            })
+            .collect();
+        let in_place = random.below(2 * case.nsources);
+        let target = |target: usize| match (in_place + target, random.below(2)) {
+            // Each source once at most.
+            (source, 0) if source < case.nsources => Target::Source(source),
+            _ => Target::Apart(Buffer::new(&vec![0x11; count * size], misaligned(random))),
+        };
+        Piece { sources, targets: (0..case.ntargets).map(target).collect(), count }
+    };
+    case.counts.iter().map(|count| piece(*count)).collect()
+}
+
+fn check(name: &str, reduction: Reduction, case: &Case) {
+    let (dtype, size) = (reduction.dtype, reduction.dtype.size());
+    let pieces = pieces(case, &mut Random(case.seed), dtype);
+    let wanted: Vec<Vec<u8>> =
+        pieces.iter().map(|piece| mean(reduction, &piece.sources, piece.count, case.divisor)).collect();
+    let before: Vec<Vec<Buffer>> = pieces.iter().map(|piece| piece.sources.clone()).collect();
+    launch(name, &pieces, case.divisor, &case.cut);
+    for ((piece, wanted), before) in pieces.iter().zip(&wanted).zip(&before) {
+        for target in 0..case.ntargets {
+            let got = piece.target(target).content();
+            for (i, (got, wanted)) in got.chunks(size).zip(wanted.chunks(size)).enumerate() {
+                let (got, wanted) = (number(got), number(wanted));
+                assert!(
+                    same(dtype, got, wanted),
+                    "{name}: element {i} of target {target} is {got:#x}, not {wanted:#x}"
+                );
+            }
+            assert!(piece.target(target).guards_are_whole(), "{name}: target {target} was written outside");
+        }
+        for (source, (now, before)) in piece.sources.iter().zip(before).enumerate() {
+            let target = piece.targets.iter().any(|target| matches!(target, Target::Source(s) if *s == source));
+            assert!(target || now.content() == before.content(), "{name}: source {source} was written");
+        }
+    }
+}
+
+const KERNELS: [(&str, DType, bool); 11] = [
+    ("average_f32", DType::F32, false),
+    ("average_f64", DType::F64, false),
+    ("average_f16", DType::F16, false),
+    ("average_bf16", DType::BF16, false),
+    ("average_i8", DType::I8, false),
+    ("average_u8", DType::U8, false),
+    ("average_i32", DType::I32, false),
+    ("average_i64", DType::I64, false),
+    ("average_f32_precise", DType::F32, true),
+    ("average_f16_precise", DType::F16, true),
+    ("average_bf16_precise", DType::BF16, true),
+];
+
+fn cases() -> impl Strategy<Value = Case> {
+    let divisor = prop_oneof![6 => 1u32..=17, 1 => 1u32..=i32::MAX as u32, 1 => Just(i32::MAX as u32)];
+    let cut = (prop::collection::vec(1u32..3000, 1..4), 1u32..5, prop::sample::select(vec![1u32, 7, 32, 96, 256]))
+        .prop_map(|(items, blocks, threads)| Cut { items, blocks, threads });
+    let shape = (prop::collection::vec(0usize..5000, 1..4), 1usize..=9, 1usize..=4);
+    (any::<u64>(), shape, divisor, 0u8..4, cut).prop_map(
+        |(seed, (counts, nsources, ntargets), divisor, alignment, cut)| Case {
+            seed,
+            counts,
+            nsources,
+            ntargets,
+            divisor,
+            alignment,
+            cut,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn the_kernels_give_the_bits_of_the_core(case in cases()) {
+        for (name, dtype, precise) in KERNELS {
+            check(name, Reduction { dtype, precise, wide: false }, &case);
+        }
+    }
+
+    /// The mean of one source of bytes over 1 is a copy.
+    #[test]
+    fn bytes_are_copied(case in cases()) {
+        let copy = Case { nsources: 1, divisor: 1, ..case };
+        check("copy_bytes", Reduction { dtype: DType::U8, precise: false, wide: false }, &copy);
+    }
+}
+
+/// Full items, in blocks of the size that the core takes: several vectors are under way in each thread.
+#[test]
+fn full_items_are_averaged() {
+    let cut = Cut { items: vec![32768], blocks: 2, threads: 512 };
+    for nsources in [1, 2, 3, 4, 8, 9] {
+        for (name, dtype, precise) in KERNELS {
+            let case = Case {
+                seed: 7,
+                counts: vec![2 * 32768 + 5],
+                nsources,
+                ntargets: 2,
+                divisor: nsources as u32,
+                alignment: 1,
+                cut: cut.clone(),
+            };
+            check(name, Reduction { dtype, precise, wide: false }, &case);
+        }
+    }
+}
+
+/// Every float16 and bfloat16, on its own: their conversions both ways.
+#[test]
+fn every_two_byte_float_survives() {
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    let cut = Cut { items: vec![32768], blocks: 1, threads: 64 };
+    for (name, dtype, precise) in KERNELS.into_iter().filter(|(_, dtype, _)| dtype.size() == 2) {
+        let source = Buffer::new(&all, 0);
+        let reduction = Reduction { dtype, precise, wide: false };
+        let wanted = mean(reduction, std::slice::from_ref(&source), 1 << 16, 1);
+        let target = Target::Apart(Buffer::new(&vec![0; all.len()], 0));
+        let pieces = [Piece { sources: vec![source], targets: vec![target], count: 1 << 16 }];
+        launch(name, &pieces, 1, &cut);
+        for (i, (got, wanted)) in pieces[0].target(0).content().chunks(2).zip(wanted.chunks(2)).enumerate() {
+            assert_eq!(number(got), number(wanted), "{name}: {i:#x}");
+        }
+    }
+}

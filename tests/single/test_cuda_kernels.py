@@ -1,0 +1,87 @@
+"""The CUDA kernels compile for every GPU that they are for, without a word, into what they are meant to become.
+
+What they compute is tested in ``tests/rust/cuda_kernels.rs``. This needs no GPU, but NVRTC: version 13 comes with
+torch, version 12, the last one for compute capabilities 7.0 and 7.2, with the ``test`` extra.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nvrtc import Compiled, Failed, NotInstalled, Nvrtc
+
+SOURCE = Path(__file__).parents[2] / "core/src/transport/cuda/kernels.cu"
+OPTIONS = ["--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"]
+LIBRARIES = {"12": "cuda_nvrtc/lib/libnvrtc.so.12", "13": "cu13/lib/libnvrtc.so.13"}
+# The oldest one that each version compiles for, and one that both do.
+NEEDED = {"12": {70, 72, 90}, "13": {75, 90}}
+# Version 12 says so of 7.0 and 7.2, whatever the options.
+DEPRECATED = re.compile(r"nvrtc: warning: Architectures prior to \S+ are deprecated .*")
+
+
+@pytest.fixture(params=sorted(LIBRARIES))
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def nvrtc(version: str) -> Nvrtc:
+    try:
+        return Nvrtc(LIBRARIES[version])
+    except NotInstalled as absent:
+        if os.environ.get("DL_COMM_TEST_EVERYTHING"):
+            raise
+        pytest.skip(f"needs NVRTC {version}: {absent}")
+
+
+def kernels() -> list[str]:
+    """What the list at the end of the source names."""
+    listed = SOURCE.read_text().split("#define DL_COMM_KERNELS(X)")[1]
+    return re.findall(r"X\((\w+)\)", listed)
+
+
+def bodies(ptx: str) -> dict[str, str]:
+    """The PTX of every kernel, by name."""
+    parts = re.split(r"\.entry\s+(\w+)\s*\(", ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def compiled(nvrtc: Nvrtc, architecture: str) -> Compiled:
+    result = nvrtc.compile(SOURCE.read_text(), "kernels.cu", [f"--gpu-architecture={architecture}", *OPTIONS])
+    said = DEPRECATED.sub("", result.log).strip()
+    assert not said, f"{architecture}: {said}"
+    assert sorted(bodies(result.ptx)) == sorted(kernels()), architecture
+    return result
+
+
+def test_the_kernels_compile_for_every_gpu(nvrtc: Nvrtc, version: str) -> None:
+    architectures = [number for number in nvrtc.architectures() if number >= 70]
+    assert set(architectures) >= NEEDED[version]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for result in threads.map(lambda number: compiled(nvrtc, f"sm_{number}"), architectures):
+            assert result.cubin
+
+
+def test_the_ptx_is_what_it_is_meant_to_be(nvrtc: Nvrtc) -> None:
+    result = compiled(nvrtc, "compute_80")
+    assert not result.cubin
+    for name, ptx in bodies(result.ptx).items():
+        # 16 bytes at a time; four vectors (two of two sources) are loaded before anything is stored.
+        moves = re.findall(r"(ld\.global\.cs|st\.global)\.v4\.u32", ptx)
+        assert "LLLLSS" in "".join("L" if move.startswith("ld") else "S" for move in moves), name
+        # In registers: an array whose index is not known to the compiler would be in (local) memory.
+        assert ".local" not in ptx, name
+        # Rounded as on the CPU.
+        assert not re.search(r"\b(fma|mad)\.\w*\.?f\d\d|\.ftz|\.approx|div\.full", ptx), name
+    for name in ("average_f32", "average_f16", "average_bf16"):
+        assert "div.rn.f32" in bodies(result.ptx)[name], name
+
+
+def test_a_source_that_does_not_compile_says_why(nvrtc: Nvrtc) -> None:
+    with pytest.raises(Failed, match=r"wrong\.cu\(1\): error: .*nothing"):
+        nvrtc.compile('extern "C" __global__ void wrong() { nothing; }', "wrong.cu", ["--gpu-architecture=compute_80"])

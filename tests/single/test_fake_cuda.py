@@ -1,0 +1,95 @@
+"""The stand-in for the CUDA driver and NCCL (tests/fake_cuda), which the GPU tests of the core stand on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "fake_cuda"
+PATIENCE = 60
+
+
+def _leftovers() -> set[str]:
+    """The fake's files of processes that have ended; other tests on this machine may have files too."""
+    names = {name for name in os.listdir("/dev/shm") if name.startswith("fake_")}
+    return {name for name in names if not Path("/proc", name.split(".")[1]).exists()}
+
+
+def _run(fake_cuda: Path, program: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    file, name = program.split("/")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_CUDA_")}
+    return subprocess.run(
+        [sys.executable, str(FOLDER / file), name],
+        env={**env, "LD_LIBRARY_PATH": str(fake_cuda), **settings},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+TWO = {"FAKE_CUDA_DEVICES": "2"}
+SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
+
+
+@pytest.mark.parametrize(
+    ("program", "settings"),
+    [
+        ("programs.py/errors", {}),
+        (
+            "programs.py/settings",
+            {**TWO, "FAKE_CUDA_NO_IPC": "1", "FAKE_CUDA_NO_MEMOPS": "1", "FAKE_CUDA_DRIVER": "12020"},
+        ),
+        ("programs.py/no_device", {"FAKE_CUDA_DEVICES": "0"}),
+        ("programs.py/pointers", {}),
+        ("programs.py/kernels", {}),
+        ("programs.py/count", {}),
+        ("programs.py/events", {}),
+        ("programs.py/events", SLOW),
+        ("programs.py/asynchronous", {}),
+        ("programs.py/ipc", TWO),
+        ("programs.py/ipc", {**TWO, **SLOW}),
+        ("programs.py/stale", {}),
+        ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3"}),
+        ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3", **SLOW}),
+        ("nccl_programs.py/patient", TWO),
+        ("nccl_programs.py/patient", {**TWO, "FAKE_CUDA_DELAY_US": "50000"}),
+        ("nccl_programs.py/same_device", TWO),
+        ("nccl_programs.py/threads", TWO),
+    ],
+)
+def test_the_fake_does_as_the_real_one(fake_cuda: Path, program: str, settings: dict[str, str]) -> None:
+    before = _leftovers()
+    done = _run(fake_cuda, program, settings)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert _leftovers() <= before
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "words"),
+    [
+        ("programs.py/dies_host_access", {}, None),
+        ("programs.py/dies_unpinned", {}, "cuMemcpyHtoDAsync, source: 10 bytes at 0x"),
+        ("programs.py/dies_beyond_memory", {}, "cuMemsetD8Async: 11 bytes at 0x"),
+        ("programs.py/dies_freed_in_use", {}, "cuMemsetD8Async: 10 bytes at 0x"),
+        ("programs.py/dies_kernel_beyond_memory", {}, "average_f32, a source: 400 bytes at 0x"),
+        ("programs.py/dies_synchronize", {}, "cuCtxSynchronize was called"),
+        ("programs.py/dies_peer", TWO, "to which device 1 has no access"),
+        ("nccl_programs.py/dies_differ", TWO, "count 2, dtype 7"),
+    ],
+)
+def test_what_a_gpu_would_punish_is_an_abort(
+    fake_cuda: Path, program: str, settings: dict[str, str], words: str | None
+) -> None:
+    done = _run(fake_cuda, program, settings)
+    assert done.returncode != 0
+    if words is None:
+        assert done.returncode == -11, "memory of a device is no memory of the host"
+    else:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("fake_cuda: ")]
+        assert lines, done.stderr
+        assert all(words in line for line in lines)
