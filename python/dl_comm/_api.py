@@ -8,7 +8,7 @@ from __future__ import annotations
 from dl_comm import _process, timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
-from dl_comm._diagnosis import dump, stats
+from dl_comm._diagnosis import dump, stats, topology
 from dl_comm._dl_comm import __version__, core_id
 from dl_comm._errors import (
     ArgumentError,
@@ -85,6 +85,7 @@ __all__ = [
     "size",
     "stats",
     "timeline",
+    "topology",
     "training",
     "write_on_rank0",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dl_comm import _dl_comm
+from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._process import CONTROL_TEAM, seconds
 
@@ -27,7 +27,8 @@ def gradients(
     """The mean of every tensor over all ranks. Collective.
 
     Args:
-        tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, or of torch tensors;
+        tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, of torch tensors, or of
+            arrays in the memory of a GPU that have ``__cuda_array_interface__`` (CuPy, Numba; no towers);
             float16, bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks. Or,
             for a process with several replicas of the model, a list of such lists, alike, one for each replica (tower):
             the mean is then over all towers of all ranks.
@@ -35,7 +36,7 @@ def gradients(
         name: What the ranks must agree on besides types and shapes; it stands in error messages. On a team with a
             schedule it tells lists of the same types and shapes apart, of two networks say.
         timeout: The longest that the call may take, in seconds (0 for no limit), instead of the team's.
-        out: NumPy only: the arrays that get the means, instead of new ones; alike, and in one list (or lists by tower).
+        out: Arrays only: those that get the means, instead of new ones; alike, and in one list (or lists by tower).
             ``out=tensors`` averages in place.
 
     Returns:
@@ -66,6 +67,10 @@ def gradients(
         return list(framework.gradients(given, team, name=name, timeout=timeout))
     if team < 0:
         raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    if not plain and _cuda_arrays.are_all(flat):
+        if towers is not None:
+            raise ArgumentError("arrays of a GPU come as one list; run a process for each GPU")
+        return _cuda_arrays.gradients(flat, team, name, limit, None if out is None else list(out))
     means: list[Any]
     if out is None:
         means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
@@ -128,6 +133,8 @@ def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = 
     framework = _framework(tensors)
     if framework is not None:
         return list(framework.broadcast(tensors, root, timeout=timeout))
+    if _cuda_arrays.are_all(tensors):
+        return _cuda_arrays.broadcast(tensors, root, limit)
     _dl_comm.broadcast(tensors, root, None, limit)
     return tensors
 

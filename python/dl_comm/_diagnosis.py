@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dl_comm import _dl_comm
+from dl_comm._errors import StateError
 
 
 def stats() -> dict[str, Any]:
@@ -31,6 +32,35 @@ def stats() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(_dl_comm.stats())
     found["teams"] = {int(team): numbers for team, numbers in found["teams"].items()}
     return found
+
+
+def topology() -> dict[str, Any]:
+    """Where the ranks are, and how each team carries its calls.
+
+    For each team, ``gpu`` is None until it has had a call on tensors in a GPU's memory; then ``path`` is "nccl", "ipc"
+    (kernels on memory that the ranks of a host see in each other), "staged" (through host memory) or "alone" (one
+    rank), ``why`` tells why it is no better one, ``wait`` who waits for the other ranks ("stream" or "host", of "ipc"),
+    ``gpu``, ``gpu_name`` and ``gpu_uuid`` which GPU it is, ``mps`` whether NVIDIA's Multi-Process Service runs, and
+    ``device_bytes`` how much of its memory the team has taken.
+
+    Returns:
+        ``rank``, ``size``, ``hosts``, ``local_rank``, ``local_size``, ``ranks`` (a list: ``rank``, ``host``,
+        ``local_rank``, ``pid``) and ``teams`` (by number, -1 for broadcasts, barriers and metrics: ``threads``,
+        ``prec_level``, ``gpu``).
+
+    Raises:
+        StateError: ``init_mpi`` was not called, or ``finalize`` was.
+
+    Local; may be called from any thread at any time.
+    """
+    told: dict[str, Any] = json.loads(_dl_comm.describe())
+    _dl_comm.rank()  # raises before init
+    if told["state"] != "started":
+        raise StateError("dl_comm was finalised; its teams are gone")
+    kept = ("rank", "size", "hosts", "local_rank", "local_size")
+    ranks = [{key: rank[key] for key in ("rank", "host", "local_rank", "pid")} for rank in told["ranks"]]
+    teams = {team["id"]: {key: team[key] for key in ("threads", "prec_level", "gpu")} for team in told["teams"]}
+    return {**{key: told[key] for key in kept}, "ranks": ranks, "teams": teams}
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path:

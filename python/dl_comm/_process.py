@@ -32,7 +32,14 @@ def init_mpi() -> None:
     _dl_comm.init_mpi()
 
 
-def init(nthread_per_team: int | None = None, nteams: int = 1, msglen: int = 0, framework: str | None = None) -> None:
+def init(
+    nthread_per_team: int | None = None,
+    nteams: int = 1,
+    msglen: int = 0,
+    framework: str | None = None,
+    *,
+    pin_gpu: bool = False,
+) -> None:
     """Starts dl_comm. Collective, with the same arguments on all ranks.
 
     Args:
@@ -42,9 +49,13 @@ def init(nthread_per_team: int | None = None, nteams: int = 1, msglen: int = 0, 
         msglen: Number of elements that will be averaged together. A hint; any length works.
         framework: ``"tensorflow"``, ``"keras"`` or ``"torch"`` loads that framework's operations now (and builds them
             where that was not done) instead of at their first use; None and ``"numpy"`` need none.
+        pin_gpu: Leaves each rank one GPU, those of a host by turns; more ranks than GPUs share them, which rank 0 of
+            the host says. To be called before anything uses CUDA: the process then sees that GPU only, as GPU 0. (In
+            a process where torch has used CUDA already, its current device is set.) Without GPUs nothing happens.
 
     Raises:
         ArgumentError: An argument is out of range.
+        StateError: ``pin_gpu`` comes after TensorFlow has used its GPUs.
         CommError: MPI, memory or threads are not to be had.
 
     Calling it again creates the teams that are missing.
@@ -54,6 +65,11 @@ def init(nthread_per_team: int | None = None, nteams: int = 1, msglen: int = 0, 
     threads = 0 if nthread_per_team is None else _whole("nthread_per_team", nthread_per_team, 1)
     teams = _whole("nteams", nteams, 1)
     _whole("msglen", msglen, 0, 2**63)
+    if pin_gpu:
+        from dl_comm._gpus import pin
+
+        _dl_comm.init_mpi()
+        pin()
     _dl_comm.init()
     for team in range(teams):
         _dl_comm.ensure_team(team, threads)

@@ -4,6 +4,7 @@
 
 mod api;
 mod arrays;
+mod device;
 
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -14,7 +15,7 @@ use arrays::Buffers;
 
 type Array<'py> = Bound<'py, PyAny>;
 
-fn c_name(name: Option<&Bound<'_, PyString>>) -> PyResult<CString> {
+pub(crate) fn c_name(name: Option<&Bound<'_, PyString>>) -> PyResult<CString> {
     let name = name.map_or(Ok(String::new()), |name| name.extract())?;
     Ok(CString::new(name)?)
 }
@@ -271,6 +272,10 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // SAFETY: a static string.
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
     for function in [
+        wrap_pyfunction!(device::average_on, module)?,
+        wrap_pyfunction!(device::broadcast_on, module)?,
+        wrap_pyfunction!(device::gpu_count, module)?,
+        wrap_pyfunction!(device::gpu_of, module)?,
         wrap_pyfunction!(alloc, module)?,
         wrap_pyfunction!(average, module)?,
         wrap_pyfunction!(broadcast, module)?,

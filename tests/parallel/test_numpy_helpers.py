@@ -201,6 +201,10 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     assert {-1, 0, 1} <= teams.keys()
     slot = told["settings"]["DL_COMM_CHUNK_KB"] << 10
     lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.hosts()))
-    assert teams[0] == {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "lanes": lanes}
+    expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "lanes": lanes, "gpu": None}
+    assert teams[0] == expected
+    known = mc.topology()
+    assert known["teams"][0] == {"threads": 2, "prec_level": 0, "gpu": None}
+    assert (known["rank"], [place["pid"] for place in known["ranks"]][rank]) == (rank, os.getpid())
     assert told["settings"]["DL_COMM_TIMEOUT_S"] == float(os.environ["DL_COMM_TIMEOUT_S"])
     assert told["mpi"]["thread_level"].startswith("MPI_THREAD_")

@@ -1,4 +1,4 @@
-"""GPUs, CUDA and NCCL: what is there. dl_comm takes tensors in host memory for now, so that nothing here is needed."""
+"""GPUs, CUDA, NVRTC and NCCL: what is there. Averages of tensors in host memory need nothing of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gpu:
             told = self._probe.result()
         except Failed as error:
             return [Check("gpu", "CUDA", "warn", f"looking for CUDA {error}", {"error": str(error)})]
-        return [self._cuda(told), _nccl(told)]
+        return [self._cuda(told), _nvrtc(told), _nccl(told)]
 
     def _cuda(self, told: dict[str, Any]) -> Check:
         facts = {"devices": 0, **told, "gpus": [], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
@@ -44,10 +44,25 @@ class Gpu:
         if facts["gpus"]:
             text = f"nvidia-smi shows GPUs ({'; '.join(names)}), but the driver's library fails: {told['cuda_error']}"
             return Check("gpu", "CUDA", "warn", text, facts)
+        if "cannot open shared object" not in told["cuda_error"]:
+            return Check("gpu", "CUDA", "warn", f"there is a driver, but: {told['cuda_error']}", facts)
         return Check("gpu", "CUDA", "ok", "no GPU in reach (averages are of tensors in host memory)", facts)
+
+
+def _nvrtc(told: dict[str, Any]) -> Check:
+    if "nvrtc" in told:
+        return Check("gpu", "NVRTC", "ok", f"{told['nvrtc']}, {told['nvrtc_library']}", told)
+    if told.get("devices"):
+        text = "not found: ranks that share a GPU average through the host; 'pip install nvidia-cuda-nvrtc' brings it"
+        return Check("gpu", "NVRTC", "warn", text, told)
+    return Check("gpu", "NVRTC", "ok", "not found (not needed without a GPU)", told)
 
 
 def _nccl(told: dict[str, Any]) -> Check:
     if "nccl" in told:
-        return Check("gpu", "NCCL", "ok", f"{told['nccl']}, {told['nccl_library']} (not used)", told)
-    return Check("gpu", "NCCL", "ok", "not found (not needed)", told)
+        text = f"{told['nccl']}, {told['nccl_library']} (used where each rank has a GPU of its own)"
+        return Check("gpu", "NCCL", "ok", text, told)
+    if told.get("devices"):
+        text = "not found: ranks with GPUs of their own average by CUDA IPC or through the host"
+        return Check("gpu", "NCCL", "warn", text, told)
+    return Check("gpu", "NCCL", "ok", "not found (not needed without a GPU)", told)

@@ -43,8 +43,11 @@ def mpi4py() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The CUDA driver and NCCL, as the dynamic loader finds them, and NCCL of this Python's packages."""
-    told: dict[str, Any] = {}
+    """The CUDA driver, NVRTC and NCCL, as the core finds them: by the loader, or in this Python's packages."""
+    from dl_comm import _dl_comm
+    from dl_comm._cuda import preload
+
+    told: dict[str, Any] = {"packaged": list(preload())}
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -57,23 +60,39 @@ def gpu() -> dict[str, Any]:
         else:
             cuda.cuDriverGetVersion(ctypes.byref(number))
             told["cuda_driver_api"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
-            cuda.cuDeviceGetCount(ctypes.byref(number))
-            told["devices"] = number.value
-    packaged = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/nccl/lib/libnccl.so.2")]
-    for name in ("libnccl.so.2", *packaged):
-        try:
-            nccl = ctypes.CDLL(name)
-        except OSError as error:
-            told["nccl_error"] = str(error)
-            continue
+            try:
+                told["devices"] = _dl_comm.gpu_count()
+            except Exception as error:
+                told["cuda_error"] = str(error)
+    told |= _nvrtc()
+    try:
+        nccl = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        told["nccl_error"] = str(error)
+    else:
         number = ctypes.c_int()
         nccl.ncclGetVersion(ctypes.byref(number))
         # NCCL 2.9 and later: major * 10000 + minor * 100 + patch (nccl.h, NCCL_VERSION).
         told["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-        told["nccl_library"] = name
-        told.pop("nccl_error", None)
-        break
+        told["nccl_library"] = _file_of("libnccl.so")
     return told
+
+
+def _nvrtc() -> dict[str, Any]:
+    for name in ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            nvrtc = ctypes.CDLL(name)
+        except OSError:
+            continue
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return {"nvrtc": f"{major.value}.{minor.value}", "nvrtc_library": _file_of("libnvrtc.so")}
+    return {"nvrtc_error": "libnvrtc.so is not found"}
+
+
+def _file_of(name: str) -> str | None:
+    lines = (line.split() for line in _MAPS.read_text().splitlines())
+    return next((line[-1] for line in lines if f"/{name}" in line[-1]), None)
 
 
 def alone() -> dict[str, Any]:

@@ -72,6 +72,7 @@ def _run(options: Options) -> int:
         "output_dir": str(options.output_dir) if options.output_dir else None,
         # srun binds as the site has it configured.
         "bound": options.bind in ("core", "numa") or (launcher.kind == "srun" and options.bind is None),
+        "pin_gpu": options.pin_gpu,
         "local": options.ppn or -(-(job.ranks or 1) // max(1, len(hosts))),
     }
     # The words of --mpi-args may name hosts that are not known here.

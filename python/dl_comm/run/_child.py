@@ -27,12 +27,14 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 # Each launcher's own come first: Slurm's are also set in the shell of a job.
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
 TAIL_LINES = 30
@@ -73,9 +75,40 @@ def main() -> NoReturn:
     os._exit(128 + end["signal"] if end["signal"] else end["status"])
 
 
+def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs that a process with this environment would see, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Found without CUDA, which would look at that variable for the last time.
+    """
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
+    numbers = (file.name.removeprefix("nvidia") for file in devices.glob("nvidia[0-9]*"))
+    # CUDA counts what is there from 0, whatever the devices' numbers are.
+    return [str(i) for i in range(sum(number.isdecimal() for number in numbers))]
+
+
+def one_gpu(environ: Mapping[str, str], job: dict[str, Any]) -> dict[str, str]:
+    """The variable that leaves a rank the GPU of its turn; nothing where there is none, or no local rank is told."""
+    local = next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdecimal()), None)
+    gpus = visible_gpus(environ)
+    if local is None or not gpus:
+        if local in (None, 0):
+            why = "there is no GPU" if not gpus else "the launcher does not tell local ranks"
+            print(f"dl-comm-run: --pin-gpu does nothing on {socket.gethostname()}: {why}", file=sys.stderr)
+        return {}
+    size = next((int(environ[name]) for name in LOCAL_SIZES if environ.get(name, "").isdecimal()), job["local"])
+    if local == 0 and size > len(gpus):
+        shared = "a GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        print(f"dl-comm-run: {size} ranks share {shared} on {socket.gethostname()}", file=sys.stderr)
+    return {"CUDA_VISIBLE_DEVICES": gpus[local % len(gpus)]}
+
+
 def environment(job: dict[str, Any]) -> dict[str, str]:
     """The program's environment: lines come as they are written, and a fatal signal leaves Python's stack."""
     found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
+    if job.get("pin_gpu"):
+        found |= one_gpu(found, job)
     if "OMP_NUM_THREADS" not in found:
         local = next((int(found[name]) for name in LOCAL_SIZES if found.get(name, "").isdecimal()), job["local"])
         allowed = len(os.sched_getaffinity(0))

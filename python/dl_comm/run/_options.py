@@ -35,6 +35,7 @@ class Options:
     environment: Mapping[str, str] = field(default_factory=dict)
     omp_threads: int | None = None
     bind: str | None = None
+    pin_gpu: bool = False
     network: str | None = None
     launcher: str | None = None
     mpiexec: str | None = None
@@ -93,6 +94,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
         environment=environment,
         omp_threads=given.omp_threads,
         bind=given.bind,
+        pin_gpu=given.pin_gpu,
         network=given.network,
         launcher=given.launcher,
         mpiexec=given.mpiexec,
@@ -154,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--env-file", action="append", default=[], metavar="FILE", help="variables, a VAR=VALUE a line")
     what.add_argument("--omp-threads", type=int, metavar="N", help="OMP_NUM_THREADS; default: a host's cores / ranks")
     what.add_argument("--bind", choices=("core", "numa", "none"), help="what each rank is bound to (default: none)")
+    what.add_argument("--pin-gpu", action="store_true", help="each rank sees one GPU, by turns")
     what.add_argument("--network", metavar="IFACE", help="the interface between hosts, for example eth0")
     shown = parser.add_argument_group("output; by default rank 0's, and what the others write to stderr")
     shown.add_argument("--all-output", action="store_true", help="show what all ranks write")

@@ -1,0 +1,99 @@
+"""Arrays of CuPy, Numba and others in the memory of a GPU: what has ``__cuda_array_interface__`` (version 2 or 3).
+
+A call starts when what is on the arrays' stream is done, and what is put on the stream after it sees the result. The
+stream is the one that the arrays name; the default one of the GPU where they name none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dl_comm import _dl_comm
+from dl_comm._cuda import preload
+from dl_comm._errors import ArgumentError, DTypeError
+
+_TYPES = {"<f2": 0, "<f4": 2, "<f8": 3, "|i1": 4, "|u1": 5, "<i4": 6, "<i8": 7, "|b1": 8}
+
+
+def are_all(arrays: list[Any]) -> bool:
+    """Whether all of these are in a GPU's memory.
+
+    Raises ArgumentError when only some are.
+    """
+    on_device = [hasattr(array, "__cuda_array_interface__") for array in arrays]
+    if any(on_device) and not all(on_device):
+        raise ArgumentError("some of the arrays are in the memory of a GPU and some are not; average them apart")
+    return all(on_device)
+
+
+def gradients(arrays: list[Any], team: int, name: str | None, limit: float, out: list[Any] | None) -> list[Any]:
+    """The means over all ranks, in ``out``, or in new arrays of the arrays' own library."""
+    means = [_like(array) for array in arrays] if out is None else out
+    device, stream, places = _places(arrays, means)
+    _dl_comm.average_on(device, stream, places, team, name, limit)
+    return means
+
+
+def broadcast(arrays: list[Any], root: int, limit: float) -> list[Any]:
+    """The arrays, with the values of rank ``root``."""
+    device, stream, places = _places(arrays, arrays)
+    _dl_comm.broadcast_on(device, stream, places, root, None, limit)
+    return arrays
+
+
+def _like(array: Any) -> Any:
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__().empty_like(array)
+    raise ArgumentError(f"dl_comm cannot make arrays like a {type(array).__name__}; pass out=, arrays for the means")
+
+
+def _places(sources: list[Any], targets: list[Any]) -> tuple[int, int, list[tuple[int, int, int, int, list[int]]]]:
+    """The GPU, the stream, and for each array where it is read, where written, its length, type and shape."""
+    preload()
+    if len(sources) != len(targets):
+        raise ArgumentError(f"out holds {len(targets)} arrays; it must be like the {len(sources)} tensors")
+    device, places = -1, []
+    streams: set[int] = set()
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        here, there = _interface(source, index), _interface(target, index)
+        if (here["shape"], here["typestr"]) != (there["shape"], there["typestr"]):
+            raise ArgumentError(f"array {index}: source and destination differ")
+        if there["data"][1]:
+            raise ArgumentError(f"array {index} is read-only; pass a copy of it")
+        shape = [int(extent) for extent in here["shape"]]
+        length = 1
+        for extent in shape:
+            length *= extent
+        for interface in (here, there) if length else ():
+            owner = _dl_comm.gpu_of(interface["data"][0])
+            if owner != device and device >= 0:
+                raise ArgumentError(f"array {index} is on GPU {owner}, what is before it on GPU {device}")
+            device = owner
+        streams |= {stream for stream in (here.get("stream"), there.get("stream")) if stream is not None}
+        code = _TYPES.get(here["typestr"])
+        if code is None:
+            raise DTypeError(f"array {index} has the element type {here['typestr']}, which dl_comm does not have")
+        places.append((int(here["data"][0]), int(there["data"][0]), length, code, shape))
+    if device < 0:
+        raise ArgumentError("the arrays are empty, or their memory is no GPU's that this process uses")
+    if len(streams) > 1:
+        raise ArgumentError("the arrays are on different streams; average them apart, or use them on one stream")
+    return device, streams.pop() if streams else 0, places
+
+
+def _interface(array: Any, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = array.__cuda_array_interface__
+    if found.get("strides") is not None and not _is_dense(found):
+        raise ArgumentError(f"array {index} is not C-contiguous; pass a contiguous copy of it")
+    if found.get("mask") is not None:
+        raise ArgumentError(f"array {index} has a mask, which has no mean")
+    return found
+
+
+def _is_dense(interface: dict[str, Any]) -> bool:
+    step = int(interface["typestr"][2:])
+    for extent, stride in zip(reversed(interface["shape"]), reversed(interface["strides"]), strict=True):
+        if extent != 1 and stride != step:
+            return False
+        step *= extent
+    return True

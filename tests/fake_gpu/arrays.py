@@ -1,0 +1,107 @@
+"""Arrays in the memory of the stand-in for a GPU, as CuPy would have them: allocated, filled and read by the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+
+_cuda = ctypes.CDLL("libcuda.so.1")
+_context: list[ctypes.c_void_p] = []
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_naps: list[object] = []
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function of the driver, in the context of GPU 0 (or that of ``use``)."""
+    code = getattr(_cuda, name)(*arguments)
+    assert code == 0, f"{name}: error {code}"
+
+
+def use(ordinal: int) -> None:
+    """Makes GPU ``ordinal`` the current one of this thread."""
+    call("cuInit", 0)
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+    call("cuCtxSetCurrent", context)
+    _context[:] = [context]
+
+
+def counters() -> list[int]:
+    """Allocations made so far, bytes allocated now, kernels launched, copies made, by this process."""
+    numbers = (ctypes.c_long * 4)()
+    _cuda.fake_cuda_counters(numbers)
+    return list(numbers)
+
+
+class Stream:
+    """A stream."""
+
+    def __init__(self) -> None:
+        self.handle = ctypes.c_void_p()
+        call("cuStreamCreate", ctypes.byref(self.handle), 1)
+
+    def sleep(self, milliseconds: int) -> None:
+        """Keeps the stream busy."""
+        nap = _HOST_FUNCTION(lambda _: time.sleep(milliseconds / 1000))
+        _naps.append(nap)
+        code = _cuda.fake_cuda_enqueue(self.handle, nap, None)
+        assert code == 0
+
+    def capture(self, begins: bool) -> None:
+        """Begins to capture the stream into a graph, or ends it."""
+        if begins:
+            call("cuStreamBeginCapture_v2", self.handle, 0)
+        else:
+            call("cuStreamEndCapture", self.handle, ctypes.byref(ctypes.c_void_p()))
+
+
+class Array:
+    """An array on the current GPU, with the values of a NumPy array, which are put there on its stream."""
+
+    def __init__(self, values: np.ndarray, stream: Stream | None = None) -> None:
+        self.host = np.ascontiguousarray(values)
+        self.stream = stream
+        self.address = ctypes.c_ulonglong()
+        call("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(max(self.host.nbytes, 1)))
+        self._pinned = ctypes.c_void_p()
+        call("cuMemHostAlloc", ctypes.byref(self._pinned), ctypes.c_size_t(max(self.host.nbytes, 1)), 0)
+        self.put(self.host)
+
+    def put(self, values: np.ndarray) -> None:
+        """Puts these values there, in the order of the stream."""
+        raw = np.ascontiguousarray(values)
+        ctypes.memmove(self._pinned, raw.ctypes.data, raw.nbytes)
+        call("cuMemcpyHtoDAsync_v2", self.address, self._pinned, ctypes.c_size_t(raw.nbytes), self._handle)
+
+    def get(self) -> np.ndarray:
+        """The values when all on the stream is done."""
+        size = ctypes.c_size_t(self.host.nbytes)
+        call("cuMemcpyDtoHAsync_v2", self._pinned, self.address, size, self._handle)
+        call("cuStreamSynchronize", self._handle)
+        found = np.empty_like(self.host)
+        ctypes.memmove(found.ctypes.data, self._pinned, found.nbytes)
+        return found
+
+    def free(self) -> None:
+        """Gives the memory back, when all on the stream is done."""
+        call("cuStreamSynchronize", self._handle)
+        call("cuMemFree_v2", self.address)
+        call("cuMemFreeHost", self._pinned)
+
+    @property
+    def _handle(self) -> ctypes.c_void_p:
+        return self.stream.handle if self.stream else ctypes.c_void_p(0)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.host.shape,
+            "typestr": self.host.dtype.str,
+            "data": (self.address.value, False),
+            "version": 3,
+            "strides": None,
+            "stream": self.stream.handle.value if self.stream else None,
+        }

@@ -1,0 +1,227 @@
+"""Averages and broadcasts of arrays in a GPU's memory, on the stand-in for one; run on some ranks by test_device.py.
+
+``PATH_EXPECTED`` names the path that the calls are to take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from arrays import Array, Stream, counters, use
+
+import dl_comm
+
+DTYPES = ["f2", "f4", "f8", "i1", "u1", "i4", "i8"]
+LENGTHS = [1, 5, 1000, 65536, 65537, 300001]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job() -> Iterator[None]:
+    count = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
+    dl_comm.init(nteams=2)
+    use(dl_comm.local_rank() % count)
+    yield
+    dl_comm.finalize()
+
+
+def values(length: int, dtype: str, rank: int) -> np.ndarray:
+    """Numbers that the ranks' sums hold exactly, some of them negative."""
+    numbers = np.arange(length) % 23 - 7 * rank
+    return (np.abs(numbers) if dtype == "u1" else numbers).astype(dtype)
+
+
+def mean(length: int, dtype: str) -> np.ndarray:
+    """The mean as the core makes it of the same arrays in host memory."""
+    on_host = values(length, dtype, dl_comm.rank())
+    return dl_comm.gradients([on_host])[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_means_have_the_bits_of_those_in_host_memory(dtype: str, length: int) -> None:
+    array = Array(values(length, dtype, dl_comm.rank()), Stream())
+    dl_comm.gradients([array], out=[array])
+    found, expected = array.get(), mean(length, dtype)
+    if path() == "nccl" and dtype in ("f2", "f4", "f8"):  # which divides before it adds
+        np.testing.assert_allclose(found, expected, rtol=5e-3 if dtype == "f2" else 1e-6, atol=2e-2)
+    else:
+        np.testing.assert_array_equal(found, expected)
+    array.free()
+
+
+def path() -> str:
+    return str(dl_comm.topology()["teams"][0]["gpu"]["path"])
+
+
+def test_the_path_is_the_expected_one() -> None:
+    told = dl_comm.topology()["teams"][0]["gpu"]
+    assert told["path"] == os.environ["PATH_EXPECTED"] if dl_comm.size() > 1 else "alone"
+    assert told["gpu_name"] == "Fake GPU"
+    assert told["why"] or told["path"] in ("nccl", "alone")
+    assert dl_comm.topology()["teams"][1]["gpu"] is None
+
+
+def test_lists_of_many_arrays_of_several_types_out_of_place() -> None:
+    stream = Stream()
+    shapes = [(i % 7, 3) if i % 5 else () for i in range(200)] + [(300, 301)]
+    ranks = [values(int(np.prod(s)), DTYPES[i % 7], dl_comm.rank()).reshape(s) for i, s in enumerate(shapes)]
+    sources = [Array(each, stream) for each in ranks]
+    targets = [Array(np.zeros_like(each), stream) for each in ranks]
+    dl_comm.gradients(sources, out=targets, name="many")
+    expected = dl_comm.gradients(ranks, name="many")
+    for source, target, before, after in zip(sources, targets, ranks, expected, strict=True):
+        np.testing.assert_allclose(target.get(), after, rtol=5e-3 if before.dtype == np.float16 else 1e-6, atol=2e-2)
+        np.testing.assert_array_equal(source.get(), before)
+        source.free()
+        target.free()
+
+
+@pytest.mark.parametrize("length", [3, 500000])
+def test_broadcasts_from_every_rank(length: int) -> None:
+    for root in range(dl_comm.size()):
+        arrays = [Array(np.full(length, dl_comm.rank(), kind), Stream()) for kind in ("f4", "?", "i8")]
+        for array in arrays[:1] + arrays[2:]:
+            dl_comm.broadcast([array], root)
+            assert (array.get() == root).all()
+        dl_comm.broadcast([arrays[1]], root)
+        assert (arrays[1].get() == bool(root)).all()
+        for array in arrays:
+            array.free()
+
+
+def test_the_order_of_the_stream_is_kept_without_any_waiting() -> None:
+    array = Array(np.zeros(100000, "f4"), Stream())
+    for step in range(20):
+        array.put(np.full(100000, step + dl_comm.rank(), "f4"))
+        dl_comm.gradients([array], out=[array])
+    middle = (dl_comm.size() - 1) / 2
+    np.testing.assert_allclose(array.get(), 19 + middle)
+    array.free()
+
+
+def test_memory_that_is_freed_and_taken_anew_is_found_again() -> None:
+    for step in range(12):
+        array = Array(np.full(200000 + 1000 * (step % 3), step + dl_comm.rank(), "f4"), Stream())
+        dl_comm.gradients([array], out=[array])
+        np.testing.assert_allclose(array.get(), step + (dl_comm.size() - 1) / 2)
+        array.free()
+
+
+def test_teams_work_side_by_side() -> None:
+    failures: list[BaseException] = []
+
+    def work(team: int) -> None:
+        try:
+            use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
+            for length in (100, 90000, 7, 200000):
+                array = Array(np.full(length, team + dl_comm.rank(), "f4"), Stream())
+                for _ in range(3):
+                    dl_comm.gradients([array], team, out=[array])
+                np.testing.assert_allclose(array.get(), team + (dl_comm.size() - 1) / 2)
+                array.free()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(team,)) for team in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_calls_take_no_memory_once_they_are_warm() -> None:
+    array, small = Array(np.ones(400000, "f4"), Stream()), Array(np.ones(9, "f4"), Stream())
+    for _ in range(6):
+        dl_comm.gradients([array], out=[array])
+        dl_comm.gradients([small], out=[small])
+    before = counters()[:2]
+    for _ in range(10):
+        dl_comm.gradients([array], out=[array])
+        dl_comm.gradients([small], out=[small])
+    assert counters()[:2] == before
+    array.free()
+    small.free()
+
+
+@pytest.mark.skipif("dl_comm.size() == 1")
+def test_what_differs_between_ranks_is_told_and_nothing_moves() -> None:
+    array = Array(np.full(8 + dl_comm.rank(), dl_comm.rank(), "f4"), Stream())
+    with pytest.raises(dl_comm.MismatchError, match="on a GPU"):
+        dl_comm.gradients([array], out=[array], name="odd")
+    assert (array.get() == dl_comm.rank()).all()
+    # One rank's tensor in host memory is a difference too.
+    on_host = np.ones(4, "f4")
+    four = on_host if dl_comm.rank() == 0 else Array(on_host, Stream())
+    with pytest.raises(dl_comm.MismatchError):
+        dl_comm.gradients([four], out=[four], name="mixed")
+    again = Array(np.full(8, dl_comm.rank(), "f4"), Stream())
+    dl_comm.gradients([again], out=[again])
+    np.testing.assert_allclose(again.get(), (dl_comm.size() - 1) / 2)
+
+
+def test_bad_input_is_refused_and_the_next_call_works() -> None:
+    array, other = Array(np.ones(4, "f4"), Stream()), Array(np.ones(5, "f4"), Stream())
+    with pytest.raises(dl_comm.ArgumentError, match="source and destination differ"):
+        dl_comm.gradients([array], out=[other])
+    with pytest.raises(dl_comm.ArgumentError, match="some of the arrays"):
+        dl_comm.gradients([array, np.ones(3)])
+    with pytest.raises(dl_comm.ArgumentError, match="pass out="):
+        dl_comm.gradients([array])
+    with pytest.raises(dl_comm.ArgumentError, match="one list"):
+        dl_comm.gradients([[array], [other]], out=[[array], [other]])
+    with pytest.raises(dl_comm.ArgumentError, match="share memory"):
+        dl_comm.gradients([array, array], out=[array, array])
+    with pytest.raises(dl_comm.ArgumentError, match="different streams"):
+        dl_comm.gradients([array, other], out=[array, other])
+    odd = Array(np.ones(3, "c8"), Stream())
+    with pytest.raises(dl_comm.DTypeError, match="<c8"):
+        dl_comm.gradients([odd], out=[odd])
+    dl_comm.gradients([array], out=[array])
+    assert (array.get() == 1).all()
+
+
+def test_a_stream_under_capture_is_refused() -> None:
+    array = Array(np.ones(4, "f4"), Stream())
+    array.get()
+    array.stream.capture(True)
+    with pytest.raises(dl_comm.StateError, match="CUDA graph"):
+        dl_comm.gradients([array], out=[array])
+    array.stream.capture(False)
+    dl_comm.gradients([array], out=[array])
+    assert (array.get() == 1).all()
+
+
+def test_a_capture_by_the_program_while_an_average_is_under_way_harms_neither() -> None:
+    array, other = Array(np.full(70000, dl_comm.rank(), "f4"), Stream()), Stream()
+    array.stream.sleep(200)
+    dl_comm.gradients([array], out=[array])
+    other.capture(True)
+    time.sleep(0.4)
+    other.capture(False)
+    np.testing.assert_allclose(array.get(), (dl_comm.size() - 1) / 2)
+    dl_comm.gradients([array], out=[array])
+    array.free()
+
+
+def test_the_default_stream_of_each_thread_is_refused() -> None:
+    array = Array(np.ones(4, "f4"), Stream())
+    array.stream.handle = ctypes.c_void_p(2)
+    with pytest.raises(dl_comm.ArgumentError, match="per-thread"):
+        dl_comm.gradients([array], out=[array])
+
+
+def test_a_schedule_that_does_not_block_is_refused() -> None:
+    array = Array(np.ones(4, "f4"), Stream())
+    dl_comm.config_team(1, 0, 0, 100)
+    with pytest.raises(dl_comm.ArgumentError, match="non-blocking"):
+        dl_comm.gradients([array], 1, out=[array])
+    dl_comm.config_team(1, 0, 100, 100)
+    dl_comm.gradients([array], 1, out=[array])
+    assert (array.get() == 1).all()

@@ -1,0 +1,222 @@
+"""The paths of calls on device memory, on a stand-in for the CUDA driver and NCCL: results on 1 to 3 ranks, failures.
+
+What this shows is the core's own logic: matching, places, orders of streams, kernels' arithmetic. What a GPU does with
+it is shown by tests/gpu, where there is one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import Finished, ending_together, launch
+
+FOLDER = Path(__file__).parent.parent / "fake_gpu"
+SLOW = {"FAKE_CUDA_DELAY_US": "300"}
+# The settings by which ranks come to a path.
+PATHS = {
+    "ipc": {},
+    "ipc, the host waits": {"FAKE_CUDA_NO_MEMOPS": "1"},
+    "ipc between GPUs": {"FAKE_CUDA_DEVICES": "3", "DL_COMM_GPU_PATH": "ipc"},
+    "staged": {"FAKE_CUDA_NO_IPC": "1"},
+    "staged in small chunks": {
+        "DL_COMM_GPU_PATH": "staged",
+        "DL_COMM_PIPELINE_CHUNK_KB": "16",
+        "DL_COMM_NUM_CUDA_STREAMS": "2",
+    },
+    "nccl": {"FAKE_CUDA_DEVICES": "3"},
+}
+
+
+def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **settings: str) -> Finished:
+    env = {"LD_LIBRARY_PATH": str(fake_cuda), "PYTHONPATH": str(FOLDER), **settings}
+    return launch(ranks, [sys.executable, *command], timeout, env)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "path"), [(1, "ipc"), (2, "ipc"), *((3, path) for path in PATHS)], ids=lambda value: str(value)
+)
+def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
+    settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path.split()[0].strip(",")}
+    command = ["-m", "pytest", "-x", "-q", str(FOLDER / "test_arrays.py")]
+    finished = start(fake_cuda, ranks, command, 200, **settings)
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+
+
+LOST = """
+import os, sys, time
+import numpy as np
+from arrays import Array, Stream, use
+import dl_comm
+
+dl_comm.init()
+use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
+array = Array(np.ones(int(sys.argv[1]), "f4"), Stream())
+dl_comm.gradients([array], out=[array])  # the way is found
+array.get()
+if dl_comm.rank() == 1:
+    # What it has enqueued is not done when it ends.
+    array.stream.sleep(1000)
+    if sys.argv[2] == "in":
+        dl_comm.gradients([array], out=[array])
+    os.kill(os.getpid(), 9)
+since = time.monotonic()
+try:
+    dl_comm.gradients([array], out=[array])
+    array.get()  # the stream goes on
+    dl_comm.gradients([array], out=[array])
+    print("no error")
+except dl_comm.PeerLostError as error:
+    print("told:", error)
+array.get()
+print("seconds:", int(time.monotonic() - since))
+dl_comm.finalize()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "when", "length"),
+    [
+        ("ipc", "before", 100),
+        ("ipc", "in", 100),
+        ("ipc", "in", 200000),
+        ("staged", "in", 200000),
+        ("nccl", "before", 200000),
+        ("nccl", "in", 100),
+    ],
+)
+def test_a_lost_rank_is_told_and_the_stream_goes_on(
+    fake_cuda: Path, tmp_path: Path, path: str, when: str, length: int
+) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    command = ending_together([sys.executable, str(script), str(length), when], tmp_path, 2)
+    env = {"LD_LIBRARY_PATH": str(fake_cuda), "PYTHONPATH": str(FOLDER), **PATHS[path]}
+    finished = launch(2, command, 100, env)
+    assert not finished.timed_out, finished.output
+    assert "told:" in finished.output, finished.output
+    assert "rank 1" in finished.output
+    assert "ended" in finished.output, finished.output
+
+
+LATE = """
+import numpy as np, os, time
+from arrays import Array, Stream, use
+import dl_comm
+
+dl_comm.init()
+use(0)
+array = Array(np.ones(100, "f4"), Stream())
+dl_comm.gradients([array], out=[array])  # which may compile the kernels
+dl_comm.set_timeout(2)
+if dl_comm.rank() == 1:
+    array.stream.sleep(8000)  # the GPU is late, not the rank
+try:
+    dl_comm.gradients([array], out=[array])
+    array.get()
+    time.sleep(0.2)
+    dl_comm.gradients([array], out=[array])
+    print("no error")
+except dl_comm.TimeoutError as error:
+    print("told:", error)
+"""
+
+
+def test_a_gpu_that_is_late_is_told_at_the_deadline(fake_cuda: Path, tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    finished = start(fake_cuda, 2, [str(script)], 60)
+    assert not finished.timed_out, finished.output
+    assert "told:" in finished.output, finished.output
+    assert "on the GPU after" in finished.output, finished.output
+
+
+REFUSED = """
+import ctypes, sys
+import dl_comm
+from dl_comm._dl_comm import average_on
+
+dl_comm.init()
+try:
+    average_on(0, 0, [(4096, 4096, 4, 2, [4])], 0)
+    print("no error")
+except dl_comm.CommError as error:
+    print("told:", error)
+print(dl_comm.gradients([__import__("numpy").ones(2)]))
+"""
+
+
+def test_without_a_driver_the_error_says_so_and_the_rest_works(tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    finished = launch(1, [sys.executable, str(script)], 60)
+    assert "told:" in finished.output, finished.output
+    assert "libcuda.so.1" in finished.output
+    assert "1., 1." in finished.output
+    assert "panic" not in finished.output
+
+
+def test_a_driver_without_gpus_or_functions_is_told(fake_cuda: Path, tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    finished = start(fake_cuda, 1, [str(script)], 60, FAKE_CUDA_DEVICES="0")
+    assert "told:" in finished.output, finished.output
+    assert "1., 1." in finished.output
+    # A library of that name that is none.
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    source = tmp_path / "none.c"
+    source.write_text("int cuInit(unsigned flags) { return (int)flags; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(empty / "libcuda.so.1"), str(source)], check=True)
+    finished = start(empty, 1, [str(script)], 60)
+    assert "too old" in finished.output, finished.output
+    assert "1., 1." in finished.output
+    assert "panic" not in finished.output
+
+
+@pytest.mark.parametrize(("wanted", "why"), [("nccl", "share a GPU"), ("ipc", "cannot be shown")])
+def test_a_path_that_cannot_be_had_is_refused_with_the_reason(
+    fake_cuda: Path, tmp_path: Path, wanted: str, why: str
+) -> None:
+    script = tmp_path / "wanted.py"
+    script.write_text(
+        "import numpy as np, dl_comm\n"
+        "from arrays import Array, use\n"
+        "dl_comm.init(); use(0)\n"
+        "array = Array(np.ones(4, 'f4'))\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        dl_comm.gradients([array], out=[array])\n"
+        "    except dl_comm.ArgumentError as error:\n"
+        "        print('told:', error)\n"
+        "print(dl_comm.gradients([np.ones(2)]))\n"
+    )
+    finished = start(fake_cuda, 2, [str(script)], 60, DL_COMM_GPU_PATH=wanted, FAKE_CUDA_NO_IPC="1")
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("told:") == 4, finished.output
+    assert why in finished.output, finished.output
+
+
+def test_the_doctor_tells_of_gpus_and_of_drivers_that_will_not_do(fake_cuda: Path, tmp_path: Path) -> None:
+    def lines(folder: Path, **settings: str) -> str:
+        command = ["-m", "dl_comm.doctor", "--quick"]
+        return start(folder, 1, command, 100, **settings).output
+
+    told = lines(fake_cuda, FAKE_CUDA_DEVICES="2")
+    assert "driver for CUDA 13.0, 2 GPUs" in told, told
+    assert "used where each rank has a GPU of its own" in told, told
+    old = tmp_path / "old"
+    old.mkdir()
+    source = tmp_path / "old.c"
+    source.write_text(
+        "int cuInit(unsigned f) { return (int)f; } int cuDriverGetVersion(int* v) { *v = 9000; return 0; }"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(old / "libcuda.so.1"), str(source)], check=True)
+    told = lines(old)
+    assert "too old" in told, told
+    assert "panic" not in told
