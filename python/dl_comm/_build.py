@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,15 +26,38 @@ from dl_comm._paths import CORE, PACKAGE, SOURCES
 
 _LIBRARY = {"torch": "libdl_comm_torch.so", "tensorflow": "libdl_comm_tf.so"}
 _OPTION = {"torch": "TORCH", "tensorflow": "TF"}
+_TORCH_CUDA = "libdl_comm_torch_cuda.so"
+_STABLE_TORCH = (2, 10)
+"""The oldest torch that has what the library uses: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
 
 
 def packaged_library(framework: str) -> Path | None:
-    """The library that was built at install, if it was built for the framework version that is installed now."""
+    """The library that was built at install, if it serves the framework that is installed now.
+
+    TensorFlow's is for the one version that it was built for. torch's uses the stable ABI, so it is for every version
+    from ``_STABLE_TORCH`` on; a torch with CUDA needs the library for CUDA too, which a build for one without lacks.
+    """
     library = PACKAGE / _LIBRARY[framework]
     built_for = PACKAGE / f"{_LIBRARY[framework]}.built-for"
-    if library.exists() and built_for.exists() and built_for.read_text().strip() == framework_version(framework):
-        return library
-    return None
+    if not library.exists() or not built_for.exists():
+        return None
+    if framework == "torch":
+        serves = _stable(framework_version("torch")) and ((PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda())
+    else:
+        serves = built_for.read_text().strip() == framework_version(framework)
+    return library if serves else None
+
+
+def _stable(version: str) -> bool:
+    """Whether this torch (``torch-2.11.0+cu130``) has the stable ABI that the library was compiled for."""
+    found = re.search(r"-(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) >= _STABLE_TORCH
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA; torch is not imported for that."""
+    found = importlib.util.find_spec("torch")
+    return bool(found and found.origin and (Path(found.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
 
 def cache_dir() -> Path:
@@ -120,8 +145,10 @@ def _build(framework: str, folder: Path) -> None:
         _run(configure, framework)
         _run([_tool("cmake"), "--build", build], framework)
         _run([_tool("cmake"), "--install", build], framework)
-        # A rename is atomic: another process sees the whole library or none.
-        os.replace(f"{build}/out/{_LIBRARY[framework]}", folder / _LIBRARY[framework])
+        # A rename is atomic: another process sees the whole library or none. The one that others look for comes last.
+        libraries = sorted(Path(build, "out").glob("*.so"), key=lambda library: library.name == _LIBRARY[framework])
+        for library in libraries:
+            os.replace(library, folder / library.name)
 
 
 def _tool(name: str, required: bool = True) -> str:

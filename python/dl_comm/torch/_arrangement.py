@@ -64,18 +64,21 @@ class Arrangement:
         if self._ordered:
             backwards.sort(key=lambda pair: self._places[pair[1]])
         splits: dict[tuple[int, ...], int] = {}
-        for size in self._sizes:
-            splits.setdefault(tuple(len(part) for part in split(backwards, _bytes, size)), size)
+        # What a step takes on a GPU the host does not see: no trials.
+        sizes = self._sizes if all(parameter.device.type == "cpu" for _, parameter in backwards) else self._sizes[:1]
+        for size in sizes:
+            splits.setdefault(tuple(len(part) for part in _cut(backwards, size)), size)
         if all(len(lengths) < 2 for lengths in splits):
             self._ordered = True  # there is nothing to find out
         elif self._ordered and not self._times and len(splits) > 1:
             self._trials = list(splits.values())
             self._size = self._trials[0]
             self._times = {size: [] for size in self._trials}
-        self._plan = [parameter for _, parameter in backwards]
+        parts = _cut(backwards, self._size)
+        self._plan = [parameter for part in parts for _, parameter in part]
         self._came.clear()
         self._last, self._warm = None, False
-        return list(split(backwards, _bytes, self._size))
+        return parts
 
     def came(self, place: int) -> None:
         """Take note that the gradient of parameter number `place` of the plan is ready."""
@@ -135,6 +138,17 @@ class Arrangement:
         self._last = seconds if self._warm else None
         self._warm = True
         self._came.clear()
+
+
+def _cut(named: Named, size: int) -> list[Named]:
+    """Cut parameters into buckets of about `size` bytes, each of one device; the order within a device stays."""
+    return [part for pairs in by_device(named) for part in split(pairs, _bytes, size)]
+
+
+def by_device(named: Named) -> list[Named]:
+    """Tell parameters apart by the device that they are on, in the order in which the devices come first."""
+    devices = dict.fromkeys(parameter.device for _, parameter in named)
+    return [[pair for pair in named if pair[1].device == device] for device in devices]
 
 
 def _bytes(pair: tuple[str, torch.Tensor]) -> int:

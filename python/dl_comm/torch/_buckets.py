@@ -27,7 +27,7 @@ import dl_comm
 from dl_comm import ArgumentError, StateError
 from dl_comm._process import new_owner
 from dl_comm.torch import _ops
-from dl_comm.torch._arrangement import Arrangement, Named
+from dl_comm.torch._arrangement import Arrangement, Named, by_device
 from dl_comm.torch._gradient import Gradient, knows_uses, move, standing
 from dl_comm.torch._views import NO_MEMORY, Views, can_hold
 
@@ -80,6 +80,7 @@ class Bucket:
         self.parameters = [parameter for _, parameter in named]
         self.lent = False  # the team may keep what the last call was given
         self._late = begun
+        self._on_gpu = self.parameters[0].device.type != "cpu"  # as are all of a bucket
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
         # One tensor elsewhere makes the core copy all that are averaged with it, so it is all or none.
         self._as_views = as_views and not begun and all(map(can_hold, self.parameters))
@@ -94,12 +95,19 @@ class Bucket:
         self.waiting = len(self.parameters)
         self.waited = 0.0  # seconds
         self._call: int | None = None
+        self._note: int | None = None  # of `_used`, where it goes by itself
+        self._streams: set[Any] = set()  # on which backward has made the gradients
         self._sent: list[Gradient] = []
         self._used = torch.empty(0)
         places = [None] * len(self.parameters) if self._memory is None else self._memory.tensors
         each = enumerate(zip(self.parameters, places, strict=True))
         # A gradient in its place is averaged there, whoever else refers to it.
         self._standing = {i: None if p.grad is place else standing(p) for i, (p, place) in each}
+
+    def came(self) -> None:
+        """Take note that backward has made a gradient, on the stream that is current."""
+        if self._on_gpu:
+            self._streams.add(torch.cuda.current_stream(self.parameters[0].device))
 
     def settle(self, i: int) -> None:
         """Move the gradient of parameter `i`, which backward has made or added to, to its place in shared memory.
@@ -116,6 +124,10 @@ class Bucket:
 
     def start(self, team: int, call_name: str, owner: int, sparse_as_dense: bool) -> None:
         """Start the average of the gradients that are there, with zeros for the others."""
+        if self._on_gpu:
+            current = torch.cuda.current_stream(self.parameters[0].device)
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
         # A bucket that is there for this step only has no next call to leave anything to.
         self.lent = lent = not self._late and _ops.carries(team, owner)
         memory = self._views() if not lent else self._memory
@@ -132,7 +144,16 @@ class Bucket:
             self._used = memory.used.copy_(self._used)
         flags = (_ops.PART if self.index > 0 else 0) | (_ops.KEEP if self.lent else 0)
         wires = [*self._wires(), self._used]
-        self._call = _ops.average_start(wires, team, call_name, self._labels, flags, owner)
+        if self._on_gpu and not lent:
+            # Read on the host, which would have to wait for the GPU: it goes by itself.
+            wires.pop()
+        elif self._on_gpu:
+            wires[-1] = self._used = self._used.to(wires[0].device)
+        with self._beside():
+            self._call = _ops.average_start(wires, team, call_name, self._labels, flags, owner)
+        if self._on_gpu and not lent:
+            label = "(which parameters have a gradient)"
+            self._note = _ops.start_note(self._used, team, f"{call_name}.used", label, owner)
 
     def finish(self, discarding: bool, owed: Owed) -> None:
         """Wait for the average, if it was started, and put it where the gradients are.
@@ -145,11 +166,16 @@ class Bucket:
         call, self._call = self._call, None
         if call is None:
             return
+        note, self._note = self._note, None
         before: list[torch.Tensor] = []
         own, share = 1.0, 0.0
         try:
             since = perf_counter()
-            before, own, share = _ops.wait(call)
+            try:
+                before, own, share = _ops.wait(call)
+            finally:
+                if note is not None:
+                    _ops.wait_note(note)
             self.waited = perf_counter() - since
             for gradient in self._sent:
                 gradient.expect_unchanged(discarding)
@@ -180,7 +206,7 @@ class Bucket:
             return
         blanks = zip(self.names, self.parameters, strict=True)
         self._sent = [Gradient(name, _blank(parameter), None, False) for name, parameter in blanks]
-        wires = [*self._wires(), torch.zeros(len(self._sent))]
+        wires = [*self._wires(), torch.zeros(len(self._sent), device=self.parameters[0].device)]
         _ops.wait(_ops.average_start(wires, team, call_name, self._labels, _ops.PART, owner))
         self._owe(wires, 1.0, owed)
         self.lent = False
@@ -188,11 +214,30 @@ class Bucket:
     def drop(self) -> None:
         """Do not wait for a call that is under way; the gradients that it will write to are no more the parameters'."""
         call, self._call = self._call, None
+        note, self._note = self._note, None
+        if note is not None:
+            _ops.forget_note(note)
         if call is not None:
+            if self._on_gpu:
+                beside = _stream_beside(self.parameters[0].device)
+                for wire in self._wires():
+                    wire.record_stream(beside)  # their memory is not another tensor's before the average has ended
             _ops.forget(call)
             self._memory = None
             for gradient in self._sent:
                 gradient.abandon()
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """On a GPU: a stream beside backward's, on which the average of what backward has made so far starts.
+
+        Whoever starts a call has its stream wait for the result: backward's must not.
+        """
+        if not self._on_gpu:
+            return contextlib.nullcontext()
+        device = self.parameters[0].device
+        beside = _stream_beside(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(beside)
 
     def _views(self) -> Views | None:
         if self._memory is None and self._as_views:
@@ -220,6 +265,12 @@ class Bucket:
 
     def _wires(self) -> list[torch.Tensor]:
         return [gradient.wire for gradient in self._sent]
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> Any:
+    """The stream of this GPU on which averages start."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _blank(parameter: torch.Tensor) -> torch.Tensor:
@@ -339,7 +390,9 @@ class Averager:
         planned = {id(parameter) for _, parameter in self._plan}
         # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
         late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
-        buckets = [*self._buckets, *([Bucket(len(self._buckets), late, len(self._plan), begun=True)] if late else [])]
+        buckets = list(self._buckets)
+        for part in by_device(late):
+            buckets.append(Bucket(len(buckets), part, len(self._plan), begun=True))
         strays = [name for name, parameter in self._strays if not parameter.requires_grad]
         self._strays.clear()
         failure: Exception | None = None
@@ -414,6 +467,7 @@ class Averager:
         if self._local:
             return
         self.busy = True
+        bucket.came()
         self._arrangement.came(bucket.first + i)
         bucket.passes[i] += 1
         if bucket.passes[i] < self._passes:

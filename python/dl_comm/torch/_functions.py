@@ -33,9 +33,11 @@ def gradients(
     `name` is checked to be the same on all ranks; on a team with a schedule it tells lists of equal shapes apart.
     `timeout` is the longest that the call may take, in seconds (0 for no limit), instead of the team's.
 
-    The results are new, contiguous CPU tensors of the same shapes and dtypes: float16, bfloat16, float32, float64,
-    int8, uint8, int32 or int64, where a mean of integers rounds toward zero. Differentiable, and understood by
-    `torch.compile`: the gradient of a mean is the mean of the ranks' gradients, which makes backward collective too.
+    The results are new, contiguous tensors of the same shapes and dtypes, on the same device: float16, bfloat16,
+    float32, float64, int8, uint8, int32 or int64, where a mean of integers rounds toward zero. All tensors of a call
+    are on one device; on a GPU the results are there for what torch's current stream does next. Differentiable, and
+    understood by `torch.compile`: the gradient of a mean is the mean of the ranks' gradients, which makes backward
+    collective too.
 
     Raises `dl_comm.ArgumentError` (a ValueError), `DTypeError` (a TypeError), `StateError` (before `init`) and
     `MismatchError` (the ranks called different things); the next call works.
@@ -148,8 +150,11 @@ def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_
     with torch.no_grad():
         tensors = _tensors([tensor.detach() for _, tensor in named])
         dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
-        labels = "\n".join(name for name, _ in named)
-        _ops.broadcast_in_place([_known(tensor) for tensor in dense], root, call_name, labels)
+        # A call is on one device; the ranks come to the kinds of devices in the same order, whatever their numbers.
+        for kind in sorted({tensor.device.type for tensor in dense}):
+            these = [i for i, tensor in enumerate(dense) if tensor.device.type == kind]
+            labels = "\n".join(named[i][0] for i in these)
+            _ops.broadcast_in_place([_known(dense[i]) for i in these], root, call_name, labels)
         for tensor, copy in zip(tensors, dense, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
@@ -185,11 +190,12 @@ def _pair(entry: Any) -> tuple[str, torch.Tensor]:
 
 
 class _Slot:
-    """Where a tensor stands in a state: its shape and dtype."""
+    """Where a tensor stands in a state: its shape, dtype, and kind of device, of which each rank has its own."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
+        self.device = tensor.device.type
 
 
 def _without_tensors(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
@@ -205,7 +211,7 @@ def _without_tensors(value: Any, path: str, tensors: list[tuple[str, torch.Tenso
 
 def _with_tensors(value: Any, tensors: list[tuple[str, torch.Tensor]]) -> Any:
     if isinstance(value, _Slot):
-        tensors.append(("", torch.empty(value.shape, dtype=value.dtype)))
+        tensors.append(("", torch.empty(value.shape, dtype=value.dtype, device=value.device)))
         return tensors[-1][1]
     if isinstance(value, dict):
         return {key: _with_tensors(item, tensors) for key, item in value.items()}

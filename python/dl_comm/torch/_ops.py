@@ -1,23 +1,41 @@
 """The op library for PyTorch: loads it, completes its ops for the compiler and autograd, and wraps them.
 
+Tensors are in host memory or in that of a GPU, all of one call in the same. On a GPU an op is done when torch's current
+stream will see the result; the host does not wait for that.
+
 The wrappers raise `dl_comm.CommError` and its subclasses. They may be
 called from any thread; those that wait do so without the GIL.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dl_comm import _load
+from dl_comm import _cuda, _load
 from dl_comm._errors import translate
 
 _path = _load.ops_library("torch")
 torch.ops.load_library(_path)  # type: ignore[no-untyped-call]
 _ops = torch.ops.dl_comm
 _load.check_one_core(_path, _ops.core_id())
+
+
+def _use_cuda() -> None:
+    """Tell the ops where torch keeps its streams, if it was built with CUDA."""
+    library = Path(_path).with_name("libdl_comm_torch_cuda.so")
+    if torch.version.cuda is None or not library.exists():
+        return
+    _cuda.preload()
+    function = ctypes.CDLL(str(library)).dl_comm_current_stream
+    _ops.use_streams(ctypes.cast(function, ctypes.c_void_p).value)
+
+
+_use_cuda()
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,7 +60,7 @@ TEAMS = -1.0
 
 
 def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
-    """Replace contiguous CPU tensors by their means over all ranks; return when that is done."""
+    """Replace contiguous tensors by their means over all ranks; return when that is done."""
     with torch.no_grad():
         _call(_ops.average_, list(tensors), team, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
@@ -51,12 +69,12 @@ def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", t
 def average_new(
     tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = TEAMS
 ) -> list[torch.Tensor]:
-    """Return the means of CPU tensors over all ranks (and `towers` in the list) as new tensors; differentiable."""
+    """Return the means of tensors over all ranks (and `towers` in the list) as new tensors; differentiable."""
     return list(_call(_ops.average, list(tensors), team, name, labels, towers, timeout))
 
 
 def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
-    """Replace contiguous CPU tensors by those of rank `root`; return when that is done."""
+    """Replace contiguous tensors by those of rank `root`; return when that is done."""
     with torch.no_grad():
         _call(_ops.broadcast_, list(tensors), root, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
