@@ -12,7 +12,7 @@ from typing import Any
 
 import benchmarks.allreduce as package
 from benchmarks.allreduce.cases import ITEM_BYTES, LATENCY_SIZES, MODELS, SIZES, Case, buffers, latencies, models
-from benchmarks.allreduce.contenders import CONTENDERS, FACES, Averaging
+from benchmarks.allreduce.contenders import CONTENDERS, CUDA_CONTENDERS, FACES, Averaging
 from benchmarks.allreduce.lists import LISTS
 from benchmarks.allreduce.orchestrate import Bench, Options
 from benchmarks.allreduce.plot import draw
@@ -22,6 +22,8 @@ from benchmarks.common import options as common
 from benchmarks.common.tools import Tools
 
 ROOT = Path(__file__).parents[2]
+DEVICES = {"cpu": CONTENDERS, "cuda": CUDA_CONTENDERS}
+NAMES = list(dict.fromkeys(contender.name for contenders in DEVICES.values() for contender in contenders))
 KINDS = ("buffer", "latency", "list")
 QUICK: dict[str, Any] = {
     "ranks": [2],
@@ -43,18 +45,26 @@ FULL: dict[str, Any] = {
     "turn_s": Options.turn_s,
     "latency_s": Options.latency_s,
 }
+# What differs on a GPU.
+CUDA: dict[str, Any] = {
+    "ranks": [2, 4],
+    "sizes": [1 << 10, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20, 1 << 30],
+    "latency_sizes": [4 << 10],
+    "lists": ["resnet50", "gpt2_small"],
+}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; those that were not given are FULL's or QUICK's."""
     parser = common.parser(package, "allreduce", Options.deadline_s)
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the tensors are (cpu)")
     parser.add_argument("--ranks", nargs="+", type=int, help="processes on this host (2 3 4)")
     parser.add_argument("--sizes", nargs="+", type=_bytes, help="of single buffers, such as 64, 4K, 8M")
     parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=["f32", "bf16", "f16", "f64"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is measured (all)")
     parser.add_argument("--latency-sizes", nargs="+", type=_bytes, help="of buffers with percentiles (64 4K)")
     parser.add_argument("--lists", nargs="+", choices=LISTS, help=f"lists of tensors ({' '.join(MODELS)})")
-    parser.add_argument("--only", nargs="+", choices=[contender.name for contender in CONTENDERS], help="these alone")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="these alone")
     parser.add_argument("--face", nargs="+", choices=FACES, help="of dl_comm's faces, these alone")
     parser.add_argument("--rounds", type=int, help="turns of each contender in each case (3)")
     parser.add_argument("--most", type=int, help="the most timed iterations of a turn")
@@ -62,7 +72,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency-s", type=float, help="the same where percentiles are taken (0.5)")
     parser.add_argument("--openmpi", type=Path, help="prefix of an Open MPI 5, of which bin/mpicc and bin/mpirun are")
     options = parser.parse_args(words)
-    common.complete(options, QUICK if options.quick else FULL)
+    full = FULL if options.device == "cpu" else {**FULL, **CUDA}
+    common.complete(options, QUICK if options.quick else full)
     if min(options.ranks) < 1 or min([*options.sizes, *options.latency_sizes, options.rounds]) < 1:
         parser.error("ranks, sizes and rounds are numbers from 1")
     return options
@@ -72,7 +83,7 @@ def chosen(options: argparse.Namespace) -> list[Averaging]:
     """The contenders that `--only` and `--face` leave."""
     return [
         contender
-        for contender in CONTENDERS
+        for contender in DEVICES[options.device]
         if (not options.only or contender.name in options.only)
         and (not options.face or not contender.face or contender.face in options.face)
     ]

@@ -24,6 +24,8 @@ class Averager(ABC):
 
     rank: int
     ranks: int
+    averages = True
+    """Whether the results are means: a limit only moves memory."""
 
     def refusal(self, dtype: str) -> str | None:
         """Why there is no average of this type, or None."""

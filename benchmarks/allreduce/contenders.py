@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.allreduce.build import compile_program, spin_library
-from benchmarks.common.contenders import Contender, Start, gloo, mpich
+from benchmarks.common.contenders import Contender, Start, gloo, mpich, unlaunched
 from benchmarks.common.jobs import Launch
 from benchmarks.common.tools import Missing, Tools, mpich_program, package, program
 
@@ -101,6 +101,39 @@ def torch_gloo(tools: Tools, ranks: int) -> Launch:
     return gloo(ranks, python_command("gloo"), environment(tools, ranks))
 
 
+def cuda_ours(path: str) -> Start:
+    """dl_comm on tensors of a GPU, by this path."""
+
+    def start(tools: Tools, ranks: int) -> Launch:
+        package("dl_comm")
+        package("torch")
+        return _mpich(tools, ranks, python_command("cuda"), {"DL_COMM_GPU_PATH": path})
+
+    return start
+
+
+def cuda_gloo(tools: Tools, ranks: int) -> Launch:
+    """torch.distributed's gloo on tensors of a GPU."""
+    package("torch")
+    return gloo(ranks, python_command("cuda-gloo"), environment(tools, ranks))
+
+
+def cuda_alone(averager: str) -> Start:
+    """A contender that needs no launcher."""
+
+    def start(tools: Tools, ranks: int) -> Launch:
+        package("torch")
+        return unlaunched(ranks, python_command(averager), environment(tools, ranks))
+
+    return start
+
+
+def cuda_mpi4py(tools: Tools, ranks: int) -> Launch:
+    """mpi4py on the MPICH, on tensors of a GPU."""
+    package("mpi4py")
+    return _mpich(tools, ranks, python_command("cuda-mpi4py"), _mpi4py(tools.mpich))
+
+
 def _mpich(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str] | None = None) -> Launch:
     return mpich(tools, ranks, command, environment(tools, ranks) | dict(extra or {}))
 
@@ -149,5 +182,16 @@ CONTENDERS = (
     Averaging("openmpi", "peer", "Open MPI, C", c_openmpi, ways=PEER_WAYS),
     Averaging("openmpi-mpi4py", "peer", "Open MPI, mpi4py", mpi4py_openmpi, ways=PEER_WAYS),
 )
+CUDA_CONTENDERS = (
+    Averaging("limit-copy", "limit", "limit: the GPU's copy, 2pN / B", cuda_alone("cuda-limit-copy")),
+    Averaging("limit-pinned", "copy", "pinned copies both ways at once", cuda_alone("cuda-limit-pinned")),
+    Averaging("nccl", "ours", "dl_comm, NCCL", cuda_ours("nccl"), "torch"),
+    Averaging("ipc", "ours", "dl_comm, CUDA IPC", cuda_ours("ipc"), "torch"),
+    Averaging("staged", "ours", "dl_comm, through the host", cuda_ours("staged"), "torch"),
+    Averaging("torch-nccl", "peer", "torch.distributed, NCCL", cuda_alone("cuda-nccl"), ways=("each",)),
+    Averaging("torch-gloo", "peer", "torch.distributed, gloo", cuda_gloo, ways=("each",)),
+    Averaging("mpich-host", "peer", "MPICH, mpi4py through the host", cuda_mpi4py, ways=("each",)),
+)
+"""Those of `--device cuda`."""
 FACES = tuple(dict.fromkeys(contender.face for contender in CONTENDERS if contender.face))
 """The values of `--face`."""

@@ -70,6 +70,21 @@ def test_allreduce(tmp_path: Path) -> None:
     assert "fastest peer" in finished.output
 
 
+def test_allreduce_on_a_gpu_as_far_as_it_goes_without_one(tmp_path: Path) -> None:
+    """The contenders of `--device cuda`, on tensors in host memory."""
+    command = [sys.executable, "-m", "benchmarks.allreduce", "--quick", "--device", "cuda", "--sizes", "65540"]
+    command += ["--dtypes", "f32", "--out", str(tmp_path)]
+    environment = {**QUIET, "PYTHONPATH": str(BENCHMARKS.parent), "BENCH_DEVICE": "cpu"}
+    finished = run(command, 200, environment)
+    report = json.loads((tmp_path / "allreduce.json").read_text())
+    assert [entry["contender"] for entry in report["left_out"]] == ["torch-nccl"], finished.output
+    for case in report["cases"]:
+        contenders = {result["contender"]: result for result in case["results"].values()}
+        assert set(contenders) == {"limit-copy", "limit-pinned", "nccl", "ipc", "staged", "torch-gloo", "mpich-host"}
+        for name, result in contenders.items():
+            assert (result["checked"] > 0) == (not name.startswith("limit")), (name, result)
+
+
 def test_who_is_too_slow_gets_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time in a case is spent; and none with longer buffers after a turn that did not end."""
     orchestrate, jobs = (_module(monkeypatch, name) for name in ("allreduce.orchestrate", "common.jobs"))
