@@ -9,6 +9,7 @@ import argparse
 import gzip
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,20 @@ class Data:
     test_labels: Labels
 
 
-def arguments(description: str, lr: float = 0.05) -> argparse.Namespace:
-    """Read the command line of an example; `lr` is the example's default learning rate for one rank."""
+def arguments(description: str, lr: float = 0.05, devices: Sequence[str] = ()) -> argparse.Namespace:
+    """Read the command line of an example.
+
+    `lr` is the example's default learning rate for one rank; `devices` are those it can be told to train on.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data-dir", help="folder with the four MNIST files, gzipped or not")
     parser.add_argument("--epochs", type=_positive, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=_positive, default=64, help="images a step on each rank")
     parser.add_argument("--lr", type=float, default=lr, help="learning rate for one rank; multiplied by their number")
     parser.add_argument("--checkpoint", help="file that rank 0 writes the trained weights to")
+    if devices:
+        text = "what each rank trains on; None is a GPU where torch finds one"
+        parser.add_argument("--device", choices=devices, help=text)
     return parser.parse_args()
 
 

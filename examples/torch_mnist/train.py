@@ -1,6 +1,8 @@
 """MNIST with PyTorch on several processes: a small convolutional network.
 
 mpiexec -n 2 python examples/torch_mnist/train.py --data-dir DIR
+
+Where torch finds GPUs the ranks of a host take them in turn; --device cpu leaves them alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import dl_comm as mc
 import dl_comm.torch as cdl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from mnist import Progress, arguments, load, shard, steps
+from mnist import Images, Labels, Progress, arguments, load, shard, steps
 
 
 class Network(nn.Sequential):
@@ -51,19 +53,38 @@ def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tu
     return cdl.average(loss, "loss").item(), cdl.average(accuracy, "accuracy").item()
 
 
+def on_device(images: Images, labels: Labels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images [N, 1, 28, 28] and labels as tensors of `device`."""
+    return torch.from_numpy(images).unsqueeze(1).to(device), torch.from_numpy(labels).to(device)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the device of this rank, as `--device` says, and make it torch's current one."""
+    if (name or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SystemExit("--device is cuda, but torch finds no GPU")
+    device = torch.device("cuda", mc.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def main() -> int:
     """Train, and return the exit status."""
-    args = arguments("MNIST with PyTorch on several processes", lr=0.02)
+    args = arguments("MNIST with PyTorch on several processes", lr=0.02, devices=("cpu", "cuda"))
     mc.init(nthread_per_team=2, nteams=1)
     rank, size = mc.get_rank(), mc.get_nranks()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // mc.local_size()))
+    device = choose_device(args.device)
     torch.manual_seed(rank)  # different on purpose: the broadcast makes the weights equal
 
     data = load(args.data_dir, verbose=rank == 0)
+    if rank == 0:
+        print(f"training on {device.type}")
     epoch_steps = steps(data.train_images, size, args.batch_size)
     total = epoch_steps * args.epochs
 
-    model = Network()
+    model = Network().to(device)
     cdl.broadcast_parameters(model, root=0)
     optimizer = cdl.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.lr * size, momentum=0.9), named_parameters=model.named_parameters()
@@ -76,7 +97,7 @@ def main() -> int:
     progress = Progress(rank == 0, total)
     for epoch in range(args.epochs):
         mine = shard(data.train_images, data.train_labels, rank, size, epoch)
-        images, labels = torch.from_numpy(mine[0]).unsqueeze(1), torch.from_numpy(mine[1])
+        images, labels = on_device(*mine, device)
         for i in range(epoch_steps):
             batch = slice(i * args.batch_size, (i + 1) * args.batch_size)
             optimizer.zero_grad()
@@ -87,10 +108,10 @@ def main() -> int:
             progress.update(epoch * epoch_steps + i + 1, loss.item())
 
     mine = shard(data.test_images, data.test_labels, rank, size, epoch=0)
-    test_loss, accuracy = evaluate(model, torch.from_numpy(mine[0]).unsqueeze(1), torch.from_numpy(mine[1]))
+    test_loss, accuracy = evaluate(model, *on_device(*mine, device))
     if rank == 0 and args.checkpoint:
         torch.save(model.state_dict(), args.checkpoint)
-    different = mc.check_buffers_match([p.detach().numpy() for p in model.parameters()], 1)
+    different = mc.check_buffers_match([p.detach() for p in model.parameters()], 1)
     mc.finalize()
     if different:
         return 1
