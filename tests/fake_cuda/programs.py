@@ -51,7 +51,7 @@ def errors() -> None:
     ok(cuda.cuCtxPushCurrent_v2(context))
     assert cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_size_t(1 << 40)) == 2
     assert cuda.cuStreamQuery(c_void_p(4711)) == 400
-    for attribute, expected in ((75, 9), (76, 0), (16, 4), (1, 1024), (92, 1), (121, 1), (122, 1)):
+    for attribute, expected in ((75, 9), (76, 1), (16, 4), (1, 1024), (92, 1), (121, 1), (122, 1)):
         ok(cuda.cuDeviceGetAttribute(byref(value), attribute, 0))
         assert value.value == expected, attribute
     name = ctypes.c_char_p()
