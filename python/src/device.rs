@@ -1,10 +1,12 @@
 //! Arrays in the memory of a GPU, as `dl_comm._cuda_arrays` takes them apart: addresses, lengths, element types, shapes.
 
+use std::ffi::c_char;
+
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
+use crate::api::call;
 use crate::api::ffi::{self, dl_comm_buffer_t, dl_comm_device_t};
-use crate::api::{self, call};
 use crate::c_name;
 
 /// Where an array is read and written, how many elements it has, of which type, and its shape.
@@ -30,16 +32,16 @@ impl Call {
         Ok(Call { device: dl_comm_device_t { device, stream: std::ptr::without_provenance_mut(stream) }, buffers })
     }
 
-    fn device(&self) -> *const dl_comm_device_t {
-        &raw const self.device
-    }
-
-    fn buffers(&self) -> *const dl_comm_buffer_t {
-        self.buffers.as_ptr()
-    }
-
-    fn len(&self) -> usize {
-        self.buffers.len()
+    /// Calls `function` of the C API with the GPU, the buffers, their number and the name.
+    fn run(
+        &self,
+        py: Python<'_>,
+        name: Option<&Bound<'_, PyString>>,
+        function: impl Fn(*const dl_comm_device_t, *const dl_comm_buffer_t, usize, *const c_char) -> i32 + Send + Sync,
+    ) -> PyResult<()> {
+        let name = c_name(name)?;
+        call(py, || function(&raw const self.device, self.buffers.as_ptr(), self.buffers.len(), name.as_ptr()))?;
+        Ok(())
     }
 }
 
@@ -55,13 +57,10 @@ pub fn average_on(
     name: Option<&Bound<'_, PyString>>,
     timeout: f64,
 ) -> PyResult<()> {
-    let name = c_name(name)?;
-    let told = Call::new(device, stream, &places)?;
-    // SAFETY: the arrays are held by the caller; the list outlives the call.
-    call(py, || unsafe {
-        api::ffi::dl_comm_average_on(told.device(), told.buffers(), told.len(), team, name.as_ptr(), timeout)
-    })?;
-    Ok(())
+    Call::new(device, stream, &places)?.run(py, name, |device, buffers, count, name| {
+        // SAFETY: the arrays are held by the caller; the list and the name outlive the call.
+        unsafe { ffi::dl_comm_average_on(device, buffers, count, team, name, timeout) }
+    })
 }
 
 /// Copies the arrays of rank `root` into those of all ranks, in the order of `stream`.
@@ -76,13 +75,10 @@ pub fn broadcast_on(
     name: Option<&Bound<'_, PyString>>,
     timeout: f64,
 ) -> PyResult<()> {
-    let name = c_name(name)?;
-    let told = Call::new(device, stream, &places)?;
-    // SAFETY: as for `average_on`.
-    call(py, || unsafe {
-        api::ffi::dl_comm_broadcast_on(told.device(), told.buffers(), told.len(), root, name.as_ptr(), timeout)
-    })?;
-    Ok(())
+    Call::new(device, stream, &places)?.run(py, name, |device, buffers, count, name| {
+        // SAFETY: the arrays are held by the caller; the list and the name outlive the call.
+        unsafe { ffi::dl_comm_broadcast_on(device, buffers, count, root, name, timeout) }
+    })
 }
 
 /// The number of GPUs that this process sees.

@@ -341,12 +341,8 @@ pub unsafe extern "C" fn dl_comm_broadcast_buffers(
     name: *const c_char,
     timeout: f64,
 ) -> c_int {
-    done(|| {
-        // SAFETY: the caller's promise.
-        let (tensors, name) = unsafe { (tensors(buffers, count)?, text(name)) };
-        let limit = Limit::from_seconds(timeout);
-        global::wait(&name, |request| global::broadcast(root, request.within(limit), || Ok(tensors)))
-    })
+    // SAFETY: the caller's promise.
+    unsafe { dl_comm_broadcast_on(ptr::null(), buffers, count, root, name, timeout) }
 }
 
 /// `dl_comm_average_on` of `dl_comm.h`.

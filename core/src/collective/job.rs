@@ -101,8 +101,7 @@ impl Job {
     ) -> Result<Job> {
         check(op, &towers, &labels, carrier.ranks)?;
         let wide = op == Op::Average && towers.len() > 1;
-        let lengths: Vec<(DType, usize)> =
-            towers.first().into_iter().flatten().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
+        let lengths = lengths(towers.first().map_or(&[], Vec::as_slice));
         let wire_size = |dtype| Reduction { dtype, precise: carrier.precise, wide }.wire_size();
         let bytes = |&(dtype, len): &(DType, usize)| len.checked_mul(wire_size(dtype));
         let total = lengths.iter().try_fold(0usize, |total, tensor| total.checked_add(bytes(tensor)?));
@@ -179,8 +178,7 @@ impl Job {
         };
         let len = self.plan.chunk_len(chunk);
         let tensors: Vec<Tensor> = self.plan.runs(chunk, 0..len).map(run).collect();
-        let lengths: Vec<(DType, usize)> =
-            tensors.iter().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
+        let lengths = lengths(&tensors);
         let signature = xxh3_64_with_seed(&(chunk as u64).to_le_bytes(), self.signature);
         let carrier = Carrier { channels: 1, ..self.carrier };
         Job {
@@ -361,6 +359,11 @@ impl Job {
         }
         hash.digest()
     }
+}
+
+/// What [`Plan::new`] takes of tensors.
+pub(super) fn lengths(tensors: &[Tensor]) -> Vec<(DType, usize)> {
+    tensors.iter().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect()
 }
 
 /// A tensor's position and name.

@@ -118,7 +118,7 @@ impl Table {
 
     /// The bytes of device memory that it has.
     pub fn held(&self) -> usize {
-        self.places.iter().map(|place| place.device.len()).sum()
+        self.places.iter().map(|place| place.device.bytes()).sum()
     }
 
     /// Uploads `batch` and calls `launch` with each part of the work.
@@ -189,7 +189,7 @@ impl Table {
         if let Some(event) = self.places.get_mut(index).and_then(|place| place.free.take()) {
             await_event(&event, patience)?;
         }
-        if self.places.get(index).is_none_or(|place| place.host.len() < bytes) {
+        if self.places.get(index).is_none_or(|place| place.host.bytes() < bytes) {
             let len = bytes.max(LEAST).next_power_of_two();
             let host = HostMemory::new(&self.context, len)?;
             let place = Place { host, device: DeviceMemory::new(&self.context, len)?, free: None };

@@ -19,7 +19,7 @@ use super::batch::{Batch, Table};
 use super::notes::{most, tell};
 use super::path::Wait;
 use super::peers::{Flags, Note, Own, PAGE, handle, words};
-use super::{Carried, LAST, around, await_event, within};
+use super::{Carried, LAST, await_event, begin, end, has_ended, within};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::plan::slice;
@@ -134,7 +134,7 @@ impl Direct {
 
     /// The bytes of device memory that this rank has taken.
     pub fn held(&self) -> usize {
-        self.bounce.len() + self.table.held()
+        self.bounce.bytes() + self.table.held()
     }
 
     /// Lets the streams of all ranks go on after one was lost.
@@ -150,7 +150,8 @@ impl Direct {
     pub fn carry(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
         let total = job.plan.total();
         if total == 0 {
-            return around(job, &self.stream, || Ok(())).map(Carried::Enqueued);
+            begin(job, &self.stream)?;
+            return end(job, &self.stream).map(Carried::Enqueued);
         }
         if total <= SHOT {
             return self.one_shot(channel, job, patience).map(Carried::Enqueued);
@@ -166,8 +167,7 @@ impl Direct {
         let total = job.plan.total();
         let root = root(job, channel);
         let brings = root.is_none_or(|root| root == self.me);
-        let producer = job.producer().map(Arc::clone).ok_or_else(no_stream)?;
-        self.stream.wait(producer.ready())?;
+        begin(job, &self.stream)?;
         if brings {
             let pieces = job.plan.pieces_of_all(0..total);
             self.batch.copies(pieces, job.tensors(0), self.bounce.address() + at, false);
@@ -189,9 +189,7 @@ impl Direct {
             }
             self.launch(job, patience)?;
         }
-        let end = self.stream.record()?;
-        producer.resume_after(&end)?;
-        Ok(end)
+        end(job, &self.stream)
     }
 
     /// Every rank writes its slice of the mean to the tensors of all. False when the tensors of a rank are in memory that
@@ -250,14 +248,11 @@ impl Direct {
             };
             add(&mut self.batch, job.op, buffer.dtype(), piece.count, sources, targets);
         }
-        let producer = job.producer().map(Arc::clone).ok_or_else(no_stream)?;
-        self.stream.wait(producer.ready())?;
+        begin(job, &self.stream)?;
         self.meet(channel, patience)?;
         self.launch(job, patience)?;
         self.meet(channel, patience)?;
-        let end = self.stream.record()?;
-        producer.resume_after(&end)?;
-        Ok(Carried::Enqueued(end))
+        end(job, &self.stream).map(Carried::Enqueued)
     }
 
     /// Starts the kernels of the batch for `job`.
@@ -350,19 +345,14 @@ fn add(
     }
 }
 
-fn no_stream() -> Error {
-    Error::Internal("a call on host memory has no stream".into())
-}
-
 impl Drop for Direct {
     /// Memory that others have open goes when nobody is at work on it: when this rank's stream has done with theirs, and all
     /// others have come here too, or are gone.
     fn drop(&mut self) {
         let Ok(_entered) = self.context.enter() else { return };
-        let ended = || self.stream.record().is_ok_and(|event| within(LAST, || event.has_come().unwrap_or(true)));
-        if !ended() {
+        if !has_ended(&self.stream) {
             self.flags.release();
-            let _or_never = ended();
+            let _or_never = has_ended(&self.stream);
         }
         let last = self.flags.step.load(Ordering::Relaxed).wrapping_add(1);
         // What was released stays far ahead: others may wait for more than the last meeting to which this rank came.

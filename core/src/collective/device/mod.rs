@@ -29,7 +29,7 @@ use super::rounds::{self, Told};
 use super::{Channel, Job};
 use crate::error::{Error, Result};
 use crate::transport::Patience;
-use crate::transport::cuda::{Address, Context, Event, Stream, nccl_version};
+use crate::transport::cuda::{Address, Context, Event, Producer, Stream, nccl_version};
 use direct::Direct;
 use path::Facts;
 use ring::Ring;
@@ -81,8 +81,7 @@ impl Gpus {
     /// [`Error::System`], the same on all ranks, when one of them cannot use its GPU, or not in the way that was asked for;
     /// those of the transports.
     pub fn new(channel: &mut Channel, job: &Job, settings: DeviceSettings, patience: &Patience<'_>) -> Result<Gpus> {
-        let producer = job.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))?;
-        let context = Arc::clone(producer.context());
+        let context = Arc::clone(producer(job)?.context());
         let facts = Facts::gather(&context);
         let topology = Arc::clone(&channel.topology);
         let decide = |told: &Told| path::decide(told, settings.path, &topology).encode();
@@ -166,23 +165,29 @@ fn mps() -> bool {
 
 /// The average over one rank.
 fn alone(job: &Job, stream: &Stream) -> Result<Event> {
-    around(job, stream, || {
-        for tensor in job.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
-            let (read, written) = tensor.buffer.spans();
-            // SAFETY: the memory is the call's.
-            unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
-        }
-        Ok(())
-    })
+    begin(job, stream)?;
+    for tensor in job.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
+        let (read, written) = tensor.buffer.spans();
+        // SAFETY: the memory is the call's.
+        unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
+    }
+    end(job, stream)
 }
 
-/// Enqueues what `body` does on `stream` between what the call's tensors wait for and what waits for them.
-fn around(job: &Job, stream: &Stream, body: impl FnOnce() -> Result<()>) -> Result<Event> {
-    let producer = job.producer().ok_or_else(|| Error::Internal("a call on host memory has no stream".into()))?;
-    stream.wait(producer.ready())?;
-    body()?;
+/// Who makes and awaits the tensors of `job`, which is on device memory.
+fn producer(job: &Job) -> Result<&Arc<Producer>> {
+    job.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))
+}
+
+/// Lets `stream` wait for what the call's tensors wait for.
+fn begin(job: &Job, stream: &Stream) -> Result<()> {
+    stream.wait(producer(job)?.ready())
+}
+
+/// Lets what waits for the call's tensors wait for what `stream` has been given.
+fn end(job: &Job, stream: &Stream) -> Result<Event> {
     let end = stream.record()?;
-    producer.resume_after(&end)?;
+    producer(job)?.resume_after(&end)?;
     Ok(end)
 }
 
@@ -233,4 +238,9 @@ fn within(time: Duration, done: impl Fn() -> bool) -> bool {
         std::thread::sleep(Duration::from_micros(100));
     }
     true
+}
+
+/// Whether `stream` has done all that it was given, or does so soon.
+fn has_ended(stream: &Stream) -> bool {
+    stream.record().is_ok_and(|event| within(LAST, || event.has_come().unwrap_or(true)))
 }

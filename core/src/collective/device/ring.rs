@@ -1,14 +1,15 @@
 //! Calls by NCCL, where every rank has a GPU of its own: one communicator for each team, the tensors of a call in one group, small
-//! ones fused in a bucket before, the division in the reduction. NCCL chooses the order of addition, and adds float16 and bfloat16 up as they are: the bits
-//! depend on the number of ranks and on its version (`DL_COMM_GPU_PATH` chooses another path). What NCCL would do in
-//! other ways than the core, means of integers and float64 accumulators, goes through the host.
+//! ones fused in a bucket before, the division in the reduction. NCCL chooses the order of addition, and adds float16 and
+//! bfloat16 up as they are: the bits depend on the number of ranks and on its version (`DL_COMM_GPU_PATH` chooses another path).
+//! What NCCL would do in other ways than the core, means of integers and float64 accumulators, goes through the host.
 //! Thread rule: used by one thread; the closure of [`Ring::rescue`] may run on any.
 
 use std::sync::Arc;
 
+use super::super::job::lengths;
 use super::super::{Channel, Job, Op, rounds};
 use super::batch::{Batch, Table};
-use super::{Carried, LAST, poll, within};
+use super::{Carried, LAST, begin, end, has_ended, poll, within};
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -75,18 +76,15 @@ impl Ring {
         if small.len() <= FEW || self.stream.context().kernels().is_err() {
             large.append(&mut small);
         }
-        let producer = job.producer().map(Arc::clone).ok_or_else(|| Error::Internal("a call has no stream".into()))?;
-        self.stream.wait(producer.ready())?;
+        begin(job, &self.stream)?;
         self.group(job.op, large.iter().map(|&index| Part::of(&job.tensors(0)[index].buffer)), patience)?;
         self.fused(job, &small, patience)?;
-        let end = self.stream.record()?;
-        producer.resume_after(&end)?;
-        Ok(Carried::Enqueued(end))
+        end(job, &self.stream).map(Carried::Enqueued)
     }
 
     /// The bytes of device memory that it has taken.
     pub fn held(&self) -> usize {
-        self.table.held() + self.bucket.as_ref().map_or(0, DeviceMemory::len)
+        self.table.held() + self.bucket.as_ref().map_or(0, DeviceMemory::bytes)
     }
 
     /// Carries the tensors `small` in the bucket, as many at a time as it holds.
@@ -95,9 +93,7 @@ impl Ring {
             return Ok(());
         }
         let tensors: Vec<Tensor> = small.iter().map(|&index| job.tensors(0)[index].clone()).collect();
-        let lengths: Vec<(DType, usize)> =
-            tensors.iter().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect();
-        let plan = Plan::new(&lengths, DType::size, BUCKET);
+        let plan = Plan::new(&lengths(&tensors), DType::size, BUCKET);
         if self.bucket.is_none() {
             self.bucket = Some(DeviceMemory::new(self.stream.context(), BUCKET)?);
         }
@@ -149,9 +145,8 @@ impl Drop for Ring {
     /// The others may still need what this rank has enqueued for them.
     fn drop(&mut self) {
         let Ok(_entered) = self.stream.context().enter() else { return };
-        let ended = || self.stream.record().is_ok_and(|event| within(LAST, || event.has_come().unwrap_or(true)));
         let done = || within(LAST, || self.communicator.is_ready().unwrap_or(true));
-        if ended() && self.communicator.finish().is_ok() && done() {
+        if has_ended(&self.stream) && self.communicator.finish().is_ok() && done() {
             self.communicator.destroy();
         }
         // What could not be ended so is aborted, with the communicator itself.

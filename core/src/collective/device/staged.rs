@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use super::super::{Channel, Job, Op};
 use super::batch::{Batch, Table};
-use super::{DeviceSettings, LAST, await_event, within};
+use super::{DeviceSettings, LAST, await_event, begin, end, within};
 use crate::error::{Error, Result};
 use crate::transport::Patience;
 use crate::transport::arena::Shared;
-use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Pinned, Producer, Stream};
+use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Pinned, Stream};
 
 /// Chunks that are on their way down before their turn.
 const AHEAD: usize = 4;
@@ -48,21 +48,24 @@ unsafe impl Send for Memory {}
 
 impl Memory {
     fn new(channel: &Channel, context: &Arc<Context>, len: usize) -> Result<Memory> {
-        let Some(shared) = channel.node.node().shared_memory() else {
-            return HostMemory::new(context, len).map(Memory::Own);
-        };
-        // Pages, of which pieces that are too small for one would share some.
-        let Ok(memory) = shared.take(len.max(4096)) else { return HostMemory::new(context, len).map(Memory::Own) };
-        let mut taken = Memory::Shared { pinned: None, memory, shared };
-        if let Memory::Shared { pinned, .. } = &mut taken {
-            // SAFETY: it is given back when it is not pinned any more.
-            *pinned = unsafe { Pinned::new(context, memory, len.max(4096)) }.ok();
-            if pinned.is_none() {
-                // Memory of a file system that is none of memory, say: the average copies then.
-                return HostMemory::new(context, len).map(Memory::Own);
-            }
+        match Memory::shared(channel, context, len) {
+            Some(shared) => Ok(shared),
+            None => HostMemory::new(context, len).map(Memory::Own),
         }
-        Ok(taken)
+    }
+
+    /// `None` where there is none, or it cannot be pinned (memory of a file system that is none of memory, say): the average
+    /// copies then.
+    fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<Memory> {
+        let shared = channel.node.node().shared_memory()?;
+        // Pages, of which pieces that are too small for one would share some.
+        let len = len.max(4096);
+        let memory = shared.take(len).ok()?;
+        // SAFETY: it is given back when it is not pinned any more.
+        let pinned = unsafe { Pinned::new(context, memory, len) }.ok();
+        let pins = pinned.is_some();
+        // Without a pin it is given back here.
+        Some(Memory::Shared { pinned, memory, shared }).filter(|_| pins)
     }
 
     fn start(&self) -> *mut u8 {
@@ -128,11 +131,10 @@ impl Stager {
     ) -> Result<()> {
         let context = Arc::clone(&self.context);
         let _entered = context.enter()?;
-        let producer = job.producer().ok_or_else(|| Error::Internal("a call on host memory has no stream".into()))?;
-        let done = self.carry_all(channel, job, producer, chunks.collect(), patience);
+        let done = self.carry_all(channel, job, chunks.collect(), patience);
         // After a failure too: copies may be on their way to tensors that the caller then frees.
         for stream in self.up.iter().chain(&self.down) {
-            producer.resume_after(&stream.record()?)?;
+            end(job, stream)?;
         }
         done
     }
@@ -141,13 +143,11 @@ impl Stager {
         &mut self,
         channel: &mut Channel,
         job: &Job,
-        producer: &Producer,
         chunks: Vec<usize>,
         patience: &Patience<'_>,
     ) -> Result<()> {
-        self.down.iter().try_for_each(|stream| stream.wait(producer.ready()))?;
         // What goes up overwrites what the tensors' makers may still read.
-        self.up.iter().try_for_each(|stream| stream.wait(producer.ready()))?;
+        self.down.iter().chain(&self.up).try_for_each(|stream| begin(job, stream))?;
         let rank = channel.topology.rank();
         let (brings, takes) = match job.op {
             Op::Broadcast { root } => (root == rank, root != rank || !job.is_in_place()),

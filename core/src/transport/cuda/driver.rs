@@ -7,12 +7,12 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 
+use super::Address;
 use crate::error::{Error, Result, guard};
 
 /// The functions that the core calls. One that is missing means a driver older than any that PyTorch or TensorFlow still take.
-const NEEDED: [&str; 41] = [
+const NEEDED: [&str; 40] = [
     "cuInit",
-    "cuDriverGetVersion",
     "cuGetErrorName",
     "cuGetErrorString",
     "cuDeviceGetCount",
@@ -116,12 +116,16 @@ pub fn count() -> Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// The names of the GPUs that this process sees, by ordinal.
+/// What the driver tells of the memory at `address`, or the code with which it does not: that of the host has none.
 ///
-/// # Errors
-/// As for [`start`].
-pub fn local_devices() -> Result<Vec<String>> {
-    (0..count()?)
-        .map(|ordinal| super::Context::of(i32::try_from(ordinal).unwrap_or(0)).map(|it| it.name().to_owned()))
-        .collect()
+/// # Safety
+/// The attribute is a number of this type.
+pub unsafe fn attribute_of<T: Default>(
+    address: Address,
+    attribute: sys::CUpointer_attribute,
+) -> std::result::Result<T, sys::CUresult> {
+    let mut value = T::default();
+    // SAFETY: the place holds what the attribute is, as the caller promises.
+    let code = unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) };
+    if code == sys::CUresult::CUDA_SUCCESS { Ok(value) } else { Err(code) }
 }

@@ -13,7 +13,7 @@ use cudarc::driver::sys;
 
 use super::Address;
 use super::context::Context;
-use super::driver::check;
+use super::driver::{attribute_of, check};
 use crate::error::{Error, Result};
 
 /// Bits of a place that tell how far it is from the start of its export.
@@ -125,11 +125,9 @@ impl Exports {
 
 /// The driver's number for the allocation that has `address`.
 fn id_of(address: Address) -> Result<u64> {
-    let mut id = 0;
-    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID;
-    // SAFETY: the place holds what the attribute is.
-    let code = unsafe { sys::cuPointerGetAttribute((&raw mut id).cast(), attribute, address) };
-    check("asking whose memory a tensor is in", code).map(|()| id)
+    // SAFETY: the attribute is such a number.
+    let id = unsafe { attribute_of(address, sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID) };
+    id.or_else(|code| check("asking whose memory a tensor is in", code).map(|()| 0))
 }
 
 /// The allocations of one other process that this one sees.

@@ -14,7 +14,7 @@ mod pinned;
 mod stream;
 
 pub use context::{Context, Entered};
-pub use driver::{count, local_devices, start};
+pub use driver::count;
 pub use ipc::{Export, Exports, Imports};
 pub use kernels::{Item, Kernels, Work};
 pub use nccl::{Communicator, UniqueId, version as nccl_version};

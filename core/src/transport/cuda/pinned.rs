@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 
 use super::Address;
 use super::context::Context;
-use super::driver::{check, start};
+use super::driver::{attribute_of, check, start};
 use crate::error::Result;
 
 /// Host memory that is pinned and mapped for a GPU as long as this lives. The memory itself is somebody else's.
@@ -37,11 +37,8 @@ impl Pinned {
         let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the caller's promise.
         check("pinning host memory", unsafe { sys::cuMemHostRegister_v2(memory.cast(), len, flags) })?;
-        let mut address = 0;
-        // SAFETY: the memory is registered; the place is valid.
-        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, memory.cast(), 0) };
-        let pinned = Pinned { context: Arc::clone(context), memory, address };
-        check("mapping host memory", code)?;
+        let mut pinned = Pinned { context: Arc::clone(context), memory, address: 0 };
+        pinned.address = address_of(memory)?;
         Ok(pinned)
     }
 
@@ -63,6 +60,14 @@ impl Drop for Pinned {
             unsafe { sys::cuMemHostUnregister(self.memory.cast()) };
         }
     }
+}
+
+/// Where the GPU sees pinned memory.
+fn address_of(memory: *mut u8) -> Result<Address> {
+    let mut address = 0;
+    // SAFETY: the place is valid; the driver knows the memory.
+    let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, memory.cast(), 0) };
+    check("mapping host memory", code).map(|()| address)
 }
 
 /// Device memory of the core's own.
@@ -90,14 +95,9 @@ impl DeviceMemory {
         self.address
     }
 
-    /// The number of bytes.
-    pub fn len(&self) -> usize {
+    /// How many bytes it has.
+    pub fn bytes(&self) -> usize {
         self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 }
 
@@ -126,18 +126,14 @@ pub fn owner_of(address: usize) -> Option<i32> {
     if !is_loaded() || start().is_err() {
         return None;
     }
-    let mut kind = 0u32;
-    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-    // SAFETY: the place holds what the attribute is.
-    let code = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, address as Address) };
-    if code != sys::CUresult::CUDA_SUCCESS || kind != sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 {
+    type Attribute = sys::CUpointer_attribute;
+    // SAFETY: the attribute is such a number.
+    let kind = unsafe { attribute_of(address as Address, Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) };
+    if kind != Ok(sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32) {
         return None;
     }
-    let mut ordinal = 0i32;
-    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
     // SAFETY: as above.
-    let code = unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address as Address) };
-    (code == sys::CUresult::CUDA_SUCCESS).then_some(ordinal)
+    unsafe { attribute_of(address as Address, Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) }.ok()
 }
 
 /// A page-aligned piece of host memory of the process's own, pinned.
@@ -164,11 +160,8 @@ impl HostMemory {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the place is valid.
         check("taking pinned host memory", unsafe { sys::cuMemHostAlloc(&raw mut memory, len, flags) })?;
-        let mut address = 0;
-        // SAFETY: the memory is mapped; the place is valid.
-        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, memory, 0) };
-        let taken = HostMemory { context: Arc::clone(context), memory: memory.cast(), address, len };
-        check("mapping host memory", code)?;
+        let mut taken = HostMemory { context: Arc::clone(context), memory: memory.cast(), address: 0, len };
+        taken.address = address_of(taken.memory)?;
         Ok(taken)
     }
 
@@ -182,14 +175,9 @@ impl HostMemory {
         self.address
     }
 
-    /// The number of bytes.
-    pub fn len(&self) -> usize {
+    /// How many bytes it has.
+    pub fn bytes(&self) -> usize {
         self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 }
 
