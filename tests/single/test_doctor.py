@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dl_comm.doctor._alone import _two_ranks
 from dl_comm.doctor._checks import numbers_of, ranges_text
 from dl_comm.doctor._launcher import launch_of, without_launcher
 from dl_comm.doctor._network import _address
@@ -61,6 +62,24 @@ def test_alone_it_finds_everything_and_starts_two_ranks() -> None:
         check = found(told, "frameworks", framework)
         assert check["verdict"] != "bad"
         assert not check["facts"]["installed"] or check["facts"]["import_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("prints", "verdict", "words"),
+    [
+        ('{"healthy": true, "groups": {}}', "warn", "ended with status 9: Killed (signal 9), after its report"),
+        ("rank 1 said this", "bad", "gave no report and ended with status 9: Killed (signal 9)"),
+    ],
+)
+def test_two_ranks_of_which_one_is_killed(tmp_path: Path, prints: str, verdict: str, words: str) -> None:
+    mpiexec = tmp_path / "mpiexec"
+    lines = [prints, "=   EXIT CODE: 9", "Killed (signal 9)", "Please see the FAQ page for debugging suggestions"]
+    mpiexec.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + "exit 9\n")
+    mpiexec.chmod(0o755)
+    (check,) = _two_ranks(str(mpiexec), quick=True)
+    assert check.verdict == verdict
+    assert words in check.text
+    assert "EXIT CODE" in check.facts["output"]
 
 
 def test_on_two_ranks_one_of_them_reports() -> None:

@@ -20,6 +20,8 @@ _OVERSUBSCRIBE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
+_MOST_OUTPUT = 4000  # characters of what failed ranks printed
+
 
 def run(as_json: bool, quick: bool, starts: bool) -> int:
     """Checks and reports; returns the exit status. ``starts``: whether to start two ranks."""
@@ -42,12 +44,18 @@ def _two_ranks(mpiexec: str, quick: bool) -> list[Check]:
     """Starts this program on two ranks with the mpiexec beside the interpreter, and takes over what it finds."""
     command = [mpiexec, "-n", "2", sys.executable, "-m", "dl_comm.doctor", "--json", "--ranks-only"]
     try:
-        started = Process([*command, *["--quick"] * quick], JOB_LIMIT_S + LIMIT_S, _OVERSUBSCRIBE)
-        text = started.result(codes=(0, 1))
-        found = json.loads(next(line for line in text.splitlines() if line.startswith('{"healthy"')))
-    except (Failed, StopIteration) as error:
-        words = str(error) or "ended without a report"
-        return [Check("ranks", "two ranks", "bad", f"{mpiexec} -n 2 {words}", {"command": command})]
-    checks = [Check(**check) for group in found["groups"].values() for check in group]
+        ended = Process([*command, *["--quick"] * quick], JOB_LIMIT_S + LIMIT_S, _OVERSUBSCRIBE).end()
+    except Failed as error:
+        return [Check("ranks", "two ranks", "bad", f"{mpiexec} -n 2 {error}", {"command": command})]
+    told = next((line for line in ended.text.splitlines() if line.startswith('{"healthy"')), None)
+    if told is None:
+        text = f"{mpiexec} -n 2 gave no report and {ended.words()}"
+        facts = {"command": command, "output": ended.text[-_MOST_OUTPUT:]}
+        return [Check("ranks", "two ranks", "bad", text, facts)]
+    checks = [Check(**check) for group in json.loads(told)["groups"].values() for check in group]
+    if ended.code not in (0, 1):
+        text = f"{mpiexec} -n 2 {ended.words()}, after its report: a rank was ended before it was through"
+        facts = {"command": command, "output": ended.text.replace(told, "")[-_MOST_OUTPUT:]}
+        return [Check("ranks", "two ranks", "warn", text, facts), *checks]
     text = f"none was launched, so this started two with {mpiexec} (--no-launch prevents)"
     return [Check("ranks", "two ranks", "ok", text, {"command": command}), *checks]

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,30 @@ LIMIT_S = 90.0
 """How long a probe may take; a first import of a large framework from a slow file system takes its time."""
 
 
+# What MPICH's mpiexec says below the line in which it tells how a rank ended.
+_BOILERPLATE = ("=", "This typically refers to a problem", "Please see the FAQ page")
+
+
 class Failed(Exception):
     """A probe or a program did not do it; the text says how it ended and its last words."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        code: Its exit status; negative: the signal that killed it.
+        text: What it printed.
+    """
+
+    code: int
+    text: str
+
+    def words(self) -> str:
+        """The end and the last words."""
+        how = f"was killed by signal {-self.code}" if self.code < 0 else f"ended with status {self.code}"
+        return f"{how}{_last_words(self.text)}"
 
 
 class Process:
@@ -48,11 +71,11 @@ class Process:
         except OSError as error:
             self._error = error
 
-    def result(self, codes: Sequence[int] = (0,)) -> str:
-        """Waits for the end, and returns what was printed.
+    def end(self) -> Ended:
+        """Waits for the end.
 
         Raises:
-            Failed: It was not started, ended with another status than ``codes``, or ran into its limit.
+            Failed: It was not started, or ran into its limit.
         """
         with self._output:
             if self._error is not None:
@@ -70,11 +93,18 @@ class Process:
             text = self._output.read().decode(errors="replace")
         if late:
             raise Failed(f"did not end within {self._limit:.0f} s{_last_words(text)}")
-        code = self._process.returncode
-        if code not in codes:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-            raise Failed(f"{how}{_last_words(text)}")
-        return text
+        return Ended(self._process.returncode, text)
+
+    def result(self) -> str:
+        """Waits for the end, and returns what was printed.
+
+        Raises:
+            Failed: As ``end``, and when it ended with another status than 0.
+        """
+        ended = self.end()
+        if ended.code:
+            raise Failed(ended.words())
+        return ended.text
 
 
 class Probe:
@@ -104,5 +134,5 @@ def _environment() -> dict[str, str]:
 
 
 def _last_words(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_BOILERPLATE)]
     return f": {lines[-1][:400]}" if lines else ""
