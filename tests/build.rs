@@ -15,7 +15,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "../tf_ops",
         "../tests/c",
         "../tests/fake_cuda",
-        "../core/src/transport/cuda/kernels.cu",
+        "../core/src/transport/cuda/kernels",
         "../core/include",
         "../examples/c_average",
     ] {
@@ -71,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// As a static library that `rust/cuda_kernels.rs` names.
 fn build_kernels_twin() -> Result<(), Box<dyn Error>> {
-    for source in ["rust/cuda_kernels_twin.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels.cu"] {
+    for source in ["rust/cuda_kernels_twin.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"] {
         println!("cargo:rerun-if-changed={source}");
     }
     cc::Build::new()

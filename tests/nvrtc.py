@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,16 +57,16 @@ class Nvrtc:
         self._call("nvrtcGetSupportedArchs", numbers)
         return list(numbers)
 
-    def compile(self, source: str, name: str, options: list[str]) -> Compiled:
-        """Compiles ``source``; raises :class:`Failed` with the log when it does not compile."""
+    def compile(self, source: str, name: str, options: list[str], headers: Mapping[str, str] | None = None) -> Compiled:
+        """Compiles ``source``, which includes ``headers`` by name; raises :class:`Failed` with the log."""
         program = ctypes.c_void_p()
+        names, texts = _texts(headers or {}), _texts((headers or {}).values())
+        create = "nvrtcCreateProgram"
         self._call(
-            "nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), ctypes.c_int(0), None, None
+            create, ctypes.byref(program), source.encode(), name.encode(), ctypes.c_int(len(names)), texts, names
         )
         try:
-            encoded = [option.encode() for option in options]
-            array = (ctypes.c_char_p * len(encoded))(*encoded)
-            code = self._library.nvrtcCompileProgram(program, ctypes.c_int(len(encoded)), array)
+            code = self._library.nvrtcCompileProgram(program, ctypes.c_int(len(options)), _texts(options))
             log = self._text(program, "ProgramLog").strip()
             if code != 0:
                 raise Failed(f"{self._library.nvrtcGetErrorString(code).decode()}\n{log}")
@@ -84,3 +85,8 @@ class Nvrtc:
 
     def _text(self, program: ctypes.c_void_p, what: str) -> str:
         return self._bytes(program, what).rstrip(b"\0").decode()
+
+
+def _texts(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)

@@ -28,7 +28,7 @@ step "format and lint: Python, C++"
 ruff check python tests examples benchmarks
 ruff format --check python tests examples benchmarks
 mypy
-git ls-files '*.c' '*.cc' '*.cu' '*.h' | xargs clang-format --dry-run --Werror
+git ls-files '*.c' '*.cc' '*.cu' '*.cuh' '*.h' | xargs clang-format --dry-run --Werror
 
 step "op libraries"
 python -m dl_comm.build

@@ -1,4 +1,4 @@
-// What NVRTC knows by itself, for kernels.cu on the host; FAKE_CUDA_KERNELS, or its place here, is included after it.
+// What NVRTC knows by itself, for the kernels on the host, which are included after it.
 //
 // Addresses of device memory are those of the host plus 1 << 60, so that a kernel that uses one without at() crashes.
 // Thread rule: where a thread of a kernel is, is the calling thread's own.

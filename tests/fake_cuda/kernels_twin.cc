@@ -1,17 +1,17 @@
 // Compiles the kernels of the core for the host, and lists them.
 //
-// FAKE_CUDA_KERNELS is the path of kernels.cu. Thread rule: as in kernels_shim.h.
+// The folder of means.cu and sums.cu is in the include path. Thread rule: as in kernels_shim.h.
 #include <cstring>
 
 #include "kernels_shim.h"
+#include "means.cu"
+#include "sums.cu"
 #include "twin.h"
-
-#include FAKE_CUDA_KERNELS
 
 namespace fake {
 namespace {
 
-static_assert(sizeof(Work) == sizeof(::Work) && sizeof(Item) == sizeof(::Item), "twin.h is behind kernels.cu");
+static_assert(sizeof(Work) == sizeof(::Work) && sizeof(Item) == sizeof(::Item), "twin.h is behind memory.cuh");
 
 template <void kKernel(::Work)>
 void run(const Work& work, Index grid, Index block) {
@@ -43,8 +43,8 @@ constexpr unsigned size_of(const char* name) {
 }
 static_assert(size_of("average_bf16_precise") == 2 && size_of("average_i64") == 8 && size_of("copy_bytes") == 1);
 
-#define DL_COMM_TWIN(name) {#name, size_of(#name), kMaxThreads, run<::name>},
-constexpr Twin kTwins[] = {DL_COMM_KERNELS(DL_COMM_TWIN)};
+#define DL_COMM_TWIN(name, made) {#name, size_of(#name), made, kMaxThreads, run<::name>},
+constexpr Twin kTwins[] = {DL_COMM_MEANS(DL_COMM_TWIN) DL_COMM_SUMS(DL_COMM_TWIN)};
 
 }  // namespace
 

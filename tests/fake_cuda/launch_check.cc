@@ -17,21 +17,21 @@ class Check {
     for (unsigned i = 0; i < work_.nitems; ++i) {
       const Item item = reinterpret_cast<const Item*>(host_of(work_.items))[i];
       if (item.count > kMostOfItem) die("%s: item %u has %u elements", twin_.name, i, item.count);
-      elements("a source", work_.sources, work_.nsources, item);
-      elements("a target", work_.targets, work_.ntargets, item);
+      elements("a source", work_.sources, work_.nsources, item, twin_.size);
+      elements("a target", work_.targets, work_.ntargets, item, twin_.made);
     }
     return std::move(held_);
   }
 
  private:
-  // The elements of an item in all its sources, or targets.
-  void elements(const char* what, CUdeviceptr addresses, unsigned number, const Item& item) {
+  // The elements of an item in all its sources, or targets, of `size` bytes each.
+  void elements(const char* what, CUdeviceptr addresses, unsigned number, const Item& item, unsigned size) {
     if (number == 0) return;
     const CUdeviceptr row = addresses + sizeof(CUdeviceptr) * item.piece * number;
     touch("the table of addresses", row, sizeof(CUdeviceptr) * number, 8);
     for (unsigned i = 0; i < number; ++i) {
-      const CUdeviceptr first = reinterpret_cast<const CUdeviceptr*>(host_of(row))[i] + item.first * twin_.size;
-      if (item.count > 0) touch(what, first, std::size_t{twin_.size} * item.count, twin_.size);
+      const CUdeviceptr first = reinterpret_cast<const CUdeviceptr*>(host_of(row))[i] + item.first * size;
+      if (item.count > 0) touch(what, first, std::size_t{size} * item.count, size);
     }
   }
 

@@ -5,7 +5,7 @@
 
 namespace fake {
 
-// What a kernel is given, as kernels.cu has it (kernels_twin.cc compares the sizes). Addresses are device addresses.
+// What a kernel is given, as memory.cuh has it (kernels_twin.cc compares the sizes). Addresses are device addresses.
 struct Item {
   unsigned long long first;
   unsigned piece, count;
@@ -24,8 +24,8 @@ struct Index {
 
 struct Twin {
   const char* name;
-  // The size of an element.
-  unsigned size;
+  // The size of an element, and of what is made of it.
+  unsigned size, made;
   // The most threads of a block.
   unsigned threads;
   // All threads of all blocks, one after the other.

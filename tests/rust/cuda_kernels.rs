@@ -332,6 +332,55 @@ proptest! {
     }
 }
 
+const SUMS: [(&str, DType, bool); 11] = [
+    ("average_f32", DType::F32, false),
+    ("average_f64", DType::F64, false),
+    ("sum_f16", DType::F16, false),
+    ("sum_bf16", DType::BF16, false),
+    ("sum_i8", DType::I8, false),
+    ("sum_u8", DType::U8, false),
+    ("sum_i32", DType::I32, false),
+    ("sum_i64", DType::I64, false),
+    ("sum_f32_precise", DType::F32, true),
+    ("sum_f16_precise", DType::F16, true),
+    ("sum_bf16_precise", DType::BF16, true),
+];
+
+/// The sums, which are in the type that the core adds up in.
+fn check_sums(name: &str, reduction: Reduction, case: &Case) {
+    let (dtype, size) = (reduction.dtype, reduction.acc_size());
+    let mut pieces = pieces(case, &mut Random(case.seed), dtype);
+    for piece in &mut pieces {
+        piece.targets = vec![Target::Apart(Buffer::new(&vec![0x11; piece.count * size], 0))];
+    }
+    launch(name, &pieces, 1, &case.cut);
+    for piece in &pieces {
+        let sources: Vec<*const u8> = piece.sources.iter().map(|source| source.content().as_ptr()).collect();
+        let mut wanted = vec![0; piece.count * size];
+        // SAFETY: all have `count` elements, and the sums their room.
+        unsafe { reduction.sum(&sources, wanted.as_mut_ptr(), piece.count) };
+        let got = piece.target(0);
+        for (i, (got, wanted)) in got.content().chunks(size).zip(wanted.chunks(size)).enumerate() {
+            let float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+            let nan_of = if size == 8 { DType::F64 } else { DType::F32 };
+            let alike = got == wanted || float && same(nan_of, number(got), number(wanted));
+            assert!(alike, "{name}: element {i} is {got:x?}, not {wanted:x?}");
+        }
+        assert!(got.guards_are_whole(), "{name}: the target was written outside");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn the_sums_have_the_bits_of_the_core(case in cases()) {
+        for (name, dtype, precise) in SUMS {
+            check_sums(name, Reduction { dtype, precise, wide: false }, &case);
+        }
+    }
+}
+
 /// Full items, in blocks of the size that the core takes: several vectors are under way in each thread.
 #[test]
 fn full_items_are_averaged() {

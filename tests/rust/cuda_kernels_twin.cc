@@ -1,4 +1,4 @@
-// The twin of the CUDA kernels for tests/rust/cuda_kernels.rs: core/src/transport/cuda/kernels.cu compiled for the CPU.
+// The twin of the CUDA kernels for tests/rust/cuda_kernels.rs: core/src/transport/cuda/kernels compiled for the CPU.
 // The threads of a launch run one after the other.
 //
 // Thread rule: one launch at a time. The caller owns all memory.
@@ -6,20 +6,30 @@
 
 #include "../fake_cuda/kernels_shim.h"
 // The shim comes first.
-#include "../../core/src/transport/cuda/kernels.cu"
+#include "../../core/src/transport/cuda/kernels/means.cu"
+#include "../../core/src/transport/cuda/kernels/sums.cu"
+
+namespace {
+
+struct Kernel {
+  std::string_view name;
+  void (*run)(Work);
+};
+#define DL_COMM_LISTED(name, size) {#name, name},
+constexpr Kernel kKernels[] = {DL_COMM_MEANS(DL_COMM_LISTED) DL_COMM_SUMS(DL_COMM_LISTED)};
+
+}  // namespace
 
 // Runs a kernel; false when there is none of that name.
 extern "C" bool dl_comm_twin_launch(const char* name, const Work* work, unsigned blocks, unsigned threads) {
-  void (*kernel)(Work) = nullptr;
-#define DL_COMM_FIND(candidate) \
-  if (std::string_view(name) == #candidate) kernel = candidate;
-  DL_COMM_KERNELS(DL_COMM_FIND)
-#undef DL_COMM_FIND
-  if (kernel == nullptr) return false;
-  gridDim.x = blocks;
-  blockDim.x = threads;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(*work);
+  for (const Kernel& kernel : kKernels) {
+    if (kernel.name != name) continue;
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel.run(*work);
+    }
+    return true;
   }
-  return true;
+  return false;
 }

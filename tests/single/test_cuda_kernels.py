@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from nvrtc import Compiled, Failed, NotInstalled, Nvrtc
 
-SOURCE = Path(__file__).parents[2] / "core/src/transport/cuda/kernels.cu"
+FOLDER = Path(__file__).parents[2] / "core/src/transport/cuda/kernels"
+HEADERS = {path.name: path.read_text() for path in FOLDER.glob("*.cuh")}
+SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 OPTIONS = ["--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"]
 LIBRARIES = {"12": "cuda_nvrtc/lib/libnvrtc.so.12", "13": "cu13/lib/libnvrtc.so.13"}
 # The oldest one that each version compiles for, and one that both do.
@@ -39,10 +42,10 @@ def nvrtc(version: str) -> Nvrtc:
         pytest.skip(f"needs NVRTC {version}: {absent}")
 
 
-def kernels() -> list[str]:
+def kernels(source: str) -> list[str]:
     """What the list at the end of the source names."""
-    listed = SOURCE.read_text().split("#define DL_COMM_KERNELS(X)")[1]
-    return re.findall(r"X\((\w+)\)", listed)
+    listed = re.split(r"#define DL_COMM_\w+\(X\)", (FOLDER / source).read_text())[1]
+    return re.findall(r"X\((\w+), \d+\)", listed)
 
 
 def bodies(ptx: str) -> dict[str, str]:
@@ -51,35 +54,47 @@ def bodies(ptx: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def compiled(nvrtc: Nvrtc, architecture: str) -> Compiled:
-    result = nvrtc.compile(SOURCE.read_text(), "kernels.cu", [f"--gpu-architecture={architecture}", *OPTIONS])
+def compiled(nvrtc: Nvrtc, source: str, architecture: str) -> Compiled:
+    options = [f"--gpu-architecture={architecture}", *OPTIONS]
+    result = nvrtc.compile((FOLDER / source).read_text(), source, options, HEADERS)
     said = DEPRECATED.sub("", result.log).strip()
     assert not said, f"{architecture}: {said}"
-    assert sorted(bodies(result.ptx)) == sorted(kernels()), architecture
+    assert sorted(bodies(result.ptx)) == sorted(kernels(source)), architecture
     return result
 
 
 def test_the_kernels_compile_for_every_gpu(nvrtc: Nvrtc, version: str) -> None:
     architectures = [number for number in nvrtc.architectures() if number >= 70]
     assert set(architectures) >= NEEDED[version]
+    names = [f"sm_{number}" for number in architectures]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for result in threads.map(lambda number: compiled(nvrtc, f"sm_{number}"), architectures):
+        for result in threads.map(lambda each: compiled(nvrtc, *each), product(SOURCES, names)):
             assert result.cubin
 
 
+def assert_exact_in_registers(name: str, ptx: str) -> None:
+    # An array whose index is not known to the compiler would be in (local) memory.
+    assert ".local" not in ptx, name
+    # Rounded as on the CPU.
+    assert not re.search(r"\b(fma|mad)\.\w*\.?f\d\d|\.ftz|\.approx|div\.full", ptx), name
+
+
 def test_the_ptx_is_what_it_is_meant_to_be(nvrtc: Nvrtc) -> None:
-    result = compiled(nvrtc, "compute_80")
+    result = compiled(nvrtc, "means.cu", "compute_80")
     assert not result.cubin
     for name, ptx in bodies(result.ptx).items():
         # 16 bytes at a time; four vectors (two of two sources) are loaded before anything is stored.
         moves = re.findall(r"(ld\.global\.cs|st\.global)\.v4\.u32", ptx)
         assert "LLLLSS" in "".join("L" if move.startswith("ld") else "S" for move in moves), name
-        # In registers: an array whose index is not known to the compiler would be in (local) memory.
-        assert ".local" not in ptx, name
-        # Rounded as on the CPU.
-        assert not re.search(r"\b(fma|mad)\.\w*\.?f\d\d|\.ftz|\.approx|div\.full", ptx), name
+        assert_exact_in_registers(name, ptx)
     for name in ("average_f32", "average_f16", "average_bf16"):
         assert "div.rn.f32" in bodies(result.ptx)[name], name
+
+
+def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:
+    for name, ptx in bodies(compiled(nvrtc, "sums.cu", "compute_80").ptx).items():
+        assert "st.global.v4.u32" in ptx, name
+        assert_exact_in_registers(name, ptx)
 
 
 def test_a_source_that_does_not_compile_says_why(nvrtc: Nvrtc) -> None:

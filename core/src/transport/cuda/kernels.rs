@@ -1,9 +1,10 @@
-//! The kernels of `kernels.cu`, compiled at run time for the GPU that is there, and how they are started.
+//! The kernels of `kernels/`, compiled at run time for the GPU that is there, and how they are started.
 //!
 //! Thread rule: may be used from any thread in whose context they are.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
+use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 use cudarc::nvrtc::sys as nvrtc;
@@ -15,23 +16,52 @@ use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-const SOURCE: &str = include_str!("kernels.cu");
+/// A source, and the kernels that it makes.
+struct Source {
+    text: &'static str,
+    kernels: &'static [&'static CStr],
+}
 
-/// The kernels, as in `DL_COMM_KERNELS` of the source.
-const NAMES: [&CStr; 12] = [
-    c"average_f32",
-    c"average_f64",
-    c"average_f16",
-    c"average_bf16",
-    c"average_i8",
-    c"average_u8",
-    c"average_i32",
-    c"average_i64",
-    c"average_f32_precise",
-    c"average_f16_precise",
-    c"average_bf16_precise",
-    c"copy_bytes",
+/// What the sources include, by name.
+const HEADERS: [(&CStr, &str); 3] = [
+    (c"memory.cuh", include_str!("kernels/memory.cuh")),
+    (c"types.cuh", include_str!("kernels/types.cuh")),
+    (c"total.cuh", include_str!("kernels/total.cuh")),
 ];
+
+const MEANS: Source = Source {
+    text: include_str!("kernels/means.cu"),
+    kernels: &[
+        c"average_f32",
+        c"average_f64",
+        c"average_f16",
+        c"average_bf16",
+        c"average_i8",
+        c"average_u8",
+        c"average_i32",
+        c"average_i64",
+        c"average_f32_precise",
+        c"average_f16_precise",
+        c"average_bf16_precise",
+        c"copy_bytes",
+    ],
+};
+
+/// Compiled when the first call needs one.
+const SUMS: Source = Source {
+    text: include_str!("kernels/sums.cu"),
+    kernels: &[
+        c"sum_f16",
+        c"sum_bf16",
+        c"sum_i8",
+        c"sum_u8",
+        c"sum_i32",
+        c"sum_i64",
+        c"sum_f32_precise",
+        c"sum_f16_precise",
+        c"sum_bf16_precise",
+    ],
+};
 
 /// Threads of a block.
 const THREADS: u32 = 512;
@@ -77,8 +107,12 @@ pub struct Work {
 
 /// The kernels for one kind of GPU, loaded into a context.
 pub struct Kernels {
-    functions: Vec<sys::CUfunction>,
+    capability: (i32, i32),
+    means: Vec<Function>,
+    sums: OnceLock<Result<Vec<Function>>>,
 }
+
+type Function = sys::CUfunction;
 
 // SAFETY: handles of the driver may be used from any thread.
 unsafe impl Send for Kernels {}
@@ -87,18 +121,8 @@ unsafe impl Sync for Kernels {}
 
 impl Kernels {
     /// Compiles the kernels for GPUs of `capability` and loads them into the current context.
-    pub(super) fn compile((major, minor): (i32, i32)) -> Result<Kernels> {
-        let image = Program::new()?.image(major * 10 + minor)?;
-        let mut module = ptr::null_mut();
-        // SAFETY: an image of NVRTC's, ended by NUL where it is text.
-        check("loading the kernels", unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) })?;
-        let find = |name: &&CStr| {
-            let mut function = ptr::null_mut();
-            // SAFETY: the module is loaded, and stays.
-            let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
-            check("finding a kernel", code).map(|()| function)
-        };
-        Ok(Kernels { functions: NAMES.iter().map(find).collect::<Result<_>>()? })
+    pub(super) fn compile(capability: (i32, i32)) -> Result<Kernels> {
+        Ok(Kernels { capability, means: load(capability, &MEANS)?, sums: OnceLock::new() })
     }
 
     /// Averages elements of `dtype`, in float64 when `precise`, by `work`, of which each element is `sources` added up and
@@ -125,7 +149,36 @@ impl Kernels {
             (DType::Bool, _) => return Err(Error::Internal("bool has no mean".into())),
         };
         // SAFETY: the caller's promise.
-        unsafe { self.launch(index, work, stream) }
+        unsafe { launch(self.means[index], work, stream) }
+    }
+
+    /// Adds elements of `dtype` up by `work`, which has one target of [`crate::reduce::Reduction::acc_size`] bytes for an
+    /// element, and leaves them as they are. The first call may compile kernels.
+    ///
+    /// # Errors
+    /// As for [`Kernels::average`].
+    ///
+    /// # Safety
+    /// As for [`Kernels::average`]; the stream's context is the current one.
+    pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &Work, stream: &Stream) -> Result<()> {
+        let index = match (dtype, precise) {
+            // SAFETY: the caller's promise.
+            (DType::F32, false) | (DType::F64, _) => return unsafe { self.average(dtype, precise, work, stream) },
+            (DType::F16, false) => 0,
+            (DType::BF16, false) => 1,
+            (DType::I8, _) => 2,
+            (DType::U8, _) => 3,
+            (DType::I32, _) => 4,
+            (DType::I64, _) => 5,
+            (DType::F32, true) => 6,
+            (DType::F16, true) => 7,
+            (DType::BF16, true) => 8,
+            (DType::Bool, _) => return Err(Error::Internal("bool has no sum".into())),
+        };
+        let sums = self.sums.get_or_init(|| load(self.capability, &SUMS));
+        let function = sums.as_ref().map_err(Error::clone)?[index];
+        // SAFETY: the caller's promise.
+        unsafe { launch(function, work, stream) }
     }
 
     /// Copies by `work`, of which elements are bytes and there is one source.
@@ -137,33 +190,50 @@ impl Kernels {
     /// As for [`Kernels::average`].
     pub unsafe fn copy(&self, work: &Work, stream: &Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(11, work, stream) }
+        unsafe { launch(self.means[11], work, stream) }
     }
+}
 
-    unsafe fn launch(&self, index: usize, work: &Work, stream: &Stream) -> Result<()> {
-        if work.nitems == 0 {
-            return Ok(());
-        }
-        let blocks = work.nitems.min(blocks(stream.context()));
-        let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
-        // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
-        let code = unsafe {
-            sys::cuLaunchKernel(
-                self.functions[index],
-                blocks,
-                1,
-                1,
-                THREADS,
-                1,
-                1,
-                0,
-                stream.raw(),
-                parameters.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        };
-        check("starting a kernel", code)
+/// Compiles a source for GPUs of `capability`, and loads its kernels into the current context.
+fn load((major, minor): (i32, i32), source: &Source) -> Result<Vec<Function>> {
+    let image = Program::new(source.text)?.image(major * 10 + minor)?;
+    let mut module = ptr::null_mut();
+    // SAFETY: an image of NVRTC's, ended by NUL where it is text.
+    check("loading the kernels", unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) })?;
+    let find = |name: &&CStr| {
+        let mut function = ptr::null_mut();
+        // SAFETY: the module is loaded, and stays.
+        let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
+        check("finding a kernel", code).map(|()| function)
+    };
+    source.kernels.iter().map(find).collect()
+}
+
+/// # Safety
+/// As for [`Kernels::average`].
+unsafe fn launch(function: Function, work: &Work, stream: &Stream) -> Result<()> {
+    if work.nitems == 0 {
+        return Ok(());
     }
+    let blocks = work.nitems.min(blocks(stream.context()));
+    let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
+    // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
+    let code = unsafe {
+        sys::cuLaunchKernel(
+            function,
+            blocks,
+            1,
+            1,
+            THREADS,
+            1,
+            1,
+            0,
+            stream.raw(),
+            parameters.as_mut_ptr(),
+            ptr::null_mut(),
+        )
+    };
+    check("starting a kernel", code)
 }
 
 fn blocks(context: &Context) -> u32 {
@@ -174,7 +244,7 @@ fn blocks(context: &Context) -> u32 {
 struct Program(nvrtc::nvrtcProgram);
 
 impl Program {
-    fn new() -> Result<Program> {
+    fn new(source: &str) -> Result<Program> {
         // SAFETY: looks for the library, nothing else.
         if !unsafe { nvrtc::is_culib_present() } {
             return Err(Error::System(
@@ -183,17 +253,22 @@ impl Program {
                     .into(),
             ));
         }
-        let source = CString::new(SOURCE).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))?;
+        let ended =
+            |text: &str| CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()));
+        let source = ended(source)?;
+        let texts: Vec<CString> = HEADERS.iter().map(|(_, text)| ended(text)).collect::<Result<_>>()?;
+        let headers: Vec<*const c_char> = texts.iter().map(|text| text.as_ptr()).collect();
+        let names = HEADERS.map(|(name, _)| name.as_ptr());
         let mut program = ptr::null_mut();
-        // SAFETY: texts ended by NUL; there are no headers.
+        // SAFETY: texts ended by NUL, and as many names as headers.
         let code = unsafe {
             nvrtc::nvrtcCreateProgram(
                 &raw mut program,
                 source.as_ptr(),
                 c"dl_comm.cu".as_ptr(),
-                0,
-                ptr::null_mut(),
-                ptr::null_mut(),
+                HEADERS.len() as c_int,
+                headers.as_ptr(),
+                names.as_ptr(),
             )
         };
         compiled("making a program of the kernels", code)?;

@@ -1,0 +1,49 @@
+// The kernels that add elements up and leave the sums as they are, for calls that go on between hosts. A launch has one
+// target, and no divisor. (The sum of float32 in float32 is its mean with divisor 1, as is that of float64.)
+#include "total.cuh"
+
+namespace {
+
+// Adds up an item, 16 bytes of sums at a time where the sources can be loaded so, else one by one.
+template <class S>
+__device__ __forceinline__ void sum_item(const Place& place, Address target, unsigned count) {
+  constexpr unsigned kSum = sizeof(typename S::Acc), kElements = 16 / kSum, kBytes = kElements * S::kSize;
+  Address places = 0;
+  KEEP_LOOP for (unsigned s = 0; s < place.nsources; ++s) places |= place.source(s);
+  const unsigned whole = places % kBytes == 0 && target % 16 == 0 ? count / kElements * kElements : 0;
+  KEEP_LOOP for (unsigned i = threadIdx.x * kElements; i < whole; i += blockDim.x * kElements) {
+    store<16>(target + i * kSum, total_of<S, kBytes>(place, i * S::kSize).wide());
+  }
+  KEEP_LOOP for (unsigned i = whole + threadIdx.x; i < count; i += blockDim.x) {
+    store<kSum>(target + i * kSum, total_of<S, S::kSize>(place, i * S::kSize).wide());
+  }
+}
+
+// What a thread does.
+template <class S>
+__device__ __forceinline__ void sum(const Work& work) {
+  KEEP_LOOP for (unsigned i = blockIdx.x; i < work.nitems; i += gridDim.x) {
+    const Item item = at<const Item>(work.items)[i];
+    const Address target = load_address(work.targets + sizeof(Address) * item.piece);
+    sum_item<S>(place_of<S>(work, item), target + item.first * sizeof(typename S::Acc), item.count);
+  }
+}
+
+}  // namespace
+
+DL_COMM_KERNEL(sum_f16, sum, F16)
+DL_COMM_KERNEL(sum_bf16, sum, BF16)
+DL_COMM_KERNEL(sum_i8, sum, I8)
+DL_COMM_KERNEL(sum_u8, sum, U8)
+DL_COMM_KERNEL(sum_i32, sum, I32)
+DL_COMM_KERNEL(sum_i64, sum, I64)
+DL_COMM_KERNEL(sum_f32_precise, sum, F32Precise)
+DL_COMM_KERNEL(sum_f16_precise, sum, F16Precise)
+DL_COMM_KERNEL(sum_bf16_precise, sum, BF16Precise)
+
+// Calls X with the name of every kernel, and the size of what it writes for an element.
+// clang-format off
+#define DL_COMM_SUMS(X) \
+  X(sum_f16, 4) X(sum_bf16, 4) X(sum_i8, 4) X(sum_u8, 4) X(sum_i32, 8) X(sum_i64, 16) X(sum_f32_precise, 8) \
+  X(sum_f16_precise, 8) X(sum_bf16_precise, 8)
+// clang-format on

@@ -1,0 +1,270 @@
+// The types of elements: their sums, their conversions, and the division of their sums.
+#pragma once
+
+#include "memory.cuh"
+
+namespace {
+
+// The same bits as another type. (A union: it is the one way that every NVRTC and g++ have.)
+template <class To, class From>
+__device__ __forceinline__ To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "one has as many bits as the other");
+  const union {
+    From from;
+    To to;
+  } bits = {from};
+  return bits.to;
+}
+
+// An element's bits, in as many words as it takes.
+template <unsigned kSize>
+struct BitsOf {
+  using Type = unsigned;
+};
+template <>
+struct BitsOf<8> {
+  using Type = unsigned long long;
+};
+
+// The bits of element `i` of a vector. The upper ones are 0.
+template <unsigned kSize, unsigned kBytes>
+__device__ __forceinline__ typename BitsOf<kSize>::Type element(const Vector<kBytes>& v, unsigned i) {
+  if constexpr (kSize == 8) {
+    return v.word[2 * i] | static_cast<unsigned long long>(v.word[2 * i + 1]) << 32;
+  } else if constexpr (kSize == 4) {
+    return v.word[i];
+  } else {
+    const unsigned bit = 8 * kSize * i;
+    return v.word[bit / 32] >> bit % 32 & ((1u << 8 * kSize) - 1);
+  }
+}
+
+// Sets element `i` of a vector, which is 0 so far; the upper bits are 0.
+template <unsigned kSize, unsigned kBytes>
+__device__ __forceinline__ void set_element(Vector<kBytes>& v, unsigned i, typename BitsOf<kSize>::Type bits) {
+  if constexpr (kSize == 8) {
+    v.word[2 * i] = static_cast<unsigned>(bits);
+    v.word[2 * i + 1] = static_cast<unsigned>(bits >> 32);
+  } else if constexpr (kSize == 4) {
+    v.word[i] = bits;
+  } else {
+    const unsigned bit = 8 * kSize * i;
+    v.word[bit / 32] |= bits << bit % 32;
+  }
+}
+
+// Conversions, all exact or to the nearest, ties to even, but for the last. The twin converts float16 as convert.rs of
+// core/src/reduce does, which says why. A GPU's own conversions differ from that in NaN that its arithmetic does not
+// give: it has one NaN, 0x7fffffff in float32, and both make 0x7fff of that.
+
+constexpr unsigned kSign = 1u << 31;
+constexpr unsigned kInfinity = 0xffu << 23;
+
+__device__ __forceinline__ float f16_to_f32(unsigned half) {
+#ifdef __CUDACC_RTC__
+  float single;
+  asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(single) : "r"(half));
+  return single;
+#else
+  const unsigned smallest = (127u - 14) << 23, magnitude = (half & 0x7fff) << 13;
+  const unsigned rebiased = magnitude + (112u << 23), special = rebiased + (112u << 23);
+  const unsigned subnormal = bits_as<unsigned>(bits_as<float>(magnitude + smallest) - bits_as<float>(smallest));
+  const unsigned finite = magnitude < 0x400u << 13 ? subnormal : rebiased;
+  return bits_as<float>((magnitude >= 0x7c00u << 13 ? special : finite) | (half & 0x8000) << 16);
+#endif
+}
+
+__device__ __forceinline__ unsigned f32_to_f16(float single) {
+#ifdef __CUDACC_RTC__
+  unsigned half;
+  asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(half) : "f"(single));
+  return half;
+#else
+  const unsigned bits = bits_as<unsigned>(single), sign = bits & kSign, magnitude = bits ^ sign;
+  const unsigned normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const unsigned subnormal = bits_as<unsigned>(bits_as<float>(magnitude) + 0.5f) - bits_as<unsigned>(0.5f);
+  const unsigned finite = magnitude < (127u - 14) << 23 ? subnormal : normal;
+  const unsigned special = magnitude > kInfinity ? 0x7e00 | (magnitude >> 13 & 0x3ff) : 0x7c00;
+  return (magnitude >= (127u + 16) << 23 ? special : finite) | sign >> 16;
+#endif
+}
+
+__device__ __forceinline__ float bf16_to_f32(unsigned half) { return bits_as<float>(half << 16); }
+
+// (A GPU's own conversion gives another NaN, and not all GPUs have one.)
+__device__ __forceinline__ unsigned f32_to_bf16(float single) {
+  const unsigned bits = bits_as<unsigned>(single);
+  const unsigned rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (bits & ~kSign) > kInfinity ? 0x7fc0 : rounded;
+}
+
+// Rounded to odd: an inexact result is that of the two neighbours whose last bit is one. Rounding that to a type with
+// two bits less or fewer gives what rounding the float64 to it at once gives.
+__device__ __forceinline__ float f64_to_odd_f32(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = nearest;
+  const bool away = (back < 0 ? -back : back) > (value < 0 ? -value : value);
+  const unsigned bits = bits_as<unsigned>(nearest);
+  return back == value ? nearest : bits_as<float>((bits - away) | 1);
+}
+
+// Division of sums by the same number over and over.
+
+// Floating point: a product with the reciprocal where that is exact, and has the same bits.
+template <class Acc>
+struct FloatDivider {
+  Acc divisor, reciprocal;
+  bool exact;
+
+  __device__ __forceinline__ explicit FloatDivider(unsigned by)
+      : divisor(static_cast<Acc>(by)), reciprocal(1 / divisor), exact((by & (by - 1)) == 0) {}
+
+  template <unsigned kCount>
+  __device__ __forceinline__ void divide(Acc (&sums)[kCount]) const {
+    if (exact) {
+      UNROLL for (Acc& sum : sums) sum *= reciprocal;
+    } else {
+      UNROLL for (Acc& sum : sums) sum /= divisor;
+    }
+  }
+};
+
+// Non-negative integers below 2^31, by a multiplication and a shift. With 2^(shift - 1) < by <= 2^shift, the factor is
+// above 2^(31 + shift) / by, by 1 at most. So `n * factor` is above 2^(31 + shift) * n / by, by n at most. To reach the
+// next integer times 2^(31 + shift) it would take 2^(31 + shift) / by, which is 2^31 or more. (Granlund and Montgomery,
+// "Division by invariant integers using multiplication", 1994.)
+struct Divider31 {
+  unsigned factor, shift;
+
+  __device__ __forceinline__ explicit Divider31(unsigned by) : shift(0) {
+    while (1u << shift < by) ++shift;
+    factor = static_cast<unsigned>((1ull << (31 + shift)) / by) + 1;
+  }
+  __device__ __forceinline__ unsigned quotient(unsigned n) const {
+    return static_cast<unsigned>(static_cast<unsigned long long>(2 * n) * factor >> 32) >> shift;
+  }
+};
+
+// The same below 2^63.
+struct Divider63 {
+  unsigned long long factor;
+  unsigned by, shift;
+
+  __device__ __forceinline__ explicit Divider63(unsigned by) : by(by), shift(0) {
+    while (1u << shift < by) ++shift;
+    // 2^(63 + shift) / by, in two steps of 32 bits.
+    const unsigned long long power = 1ull << (31 + shift);
+    factor = (power / by << 32) + ((power % by << 32) / by) + 1;
+  }
+  __device__ __forceinline__ unsigned long long quotient(unsigned long long n) const {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(2 * n) * factor >> 64) >> shift;
+  }
+  // The lower 64 bits of the quotient of a number below 2^96, in steps of 32 bits.
+  __device__ __forceinline__ unsigned long long quotient(unsigned __int128 n) const {
+    if (n >> 63 == 0) return quotient(static_cast<unsigned long long>(n));
+    unsigned long long result = 0, rest = 0;
+    UNROLL for (int digit = 64; digit >= 0; digit -= 32) {
+      rest = rest << 32 | static_cast<unsigned>(n >> digit);
+      const unsigned long long next = quotient(rest);
+      rest -= next * by;
+      result = result << 32 | next;
+    }
+    return result;
+  }
+};
+
+// Integers, toward zero.
+template <class Acc, class Magnitude, class Divider>
+struct IntegerDivider {
+  Divider divider;
+
+  __device__ __forceinline__ explicit IntegerDivider(unsigned by) : divider(by) {}
+
+  template <unsigned kCount>
+  __device__ __forceinline__ void divide(Acc (&sums)[kCount]) const {
+    UNROLL for (Acc& sum : sums) {
+      const bool negative = sum < 0;
+      const Magnitude magnitude = static_cast<Magnitude>(sum);
+      const Acc quotient = static_cast<Acc>(divider.quotient(negative ? 0 - magnitude : magnitude));
+      sum = negative ? -quotient : quotient;
+    }
+  }
+};
+
+// The types: the size of an element, what sums are kept in, what a sum of nothing is (so that adding it changes
+// nothing, the sign of zero included), and the conversions.
+
+template <class Float>
+struct FloatSum {
+  using Acc = Float;
+  using Divider = FloatDivider<Float>;
+  static constexpr Acc kNothing = -0.0f;
+};
+struct F32 : FloatSum<float> {
+  static constexpr unsigned kSize = 4;
+  __device__ __forceinline__ static Acc widen(unsigned bits) { return bits_as<float>(bits); }
+  __device__ __forceinline__ static unsigned narrow(Acc sum) { return bits_as<unsigned>(sum); }
+};
+struct F64 : FloatSum<double> {
+  static constexpr unsigned kSize = 8;
+  __device__ __forceinline__ static Acc widen(unsigned long long bits) { return bits_as<double>(bits); }
+  __device__ __forceinline__ static unsigned long long narrow(Acc sum) { return bits_as<unsigned long long>(sum); }
+};
+struct F16 : FloatSum<float> {
+  static constexpr unsigned kSize = 2;
+  __device__ __forceinline__ static Acc widen(unsigned bits) { return f16_to_f32(bits); }
+  __device__ __forceinline__ static unsigned narrow(Acc sum) { return f32_to_f16(sum); }
+};
+struct BF16 : FloatSum<float> {
+  static constexpr unsigned kSize = 2;
+  __device__ __forceinline__ static Acc widen(unsigned bits) { return bf16_to_f32(bits); }
+  __device__ __forceinline__ static unsigned narrow(Acc sum) { return f32_to_bf16(sum); }
+};
+struct F32Precise : FloatSum<double> {
+  static constexpr unsigned kSize = 4;
+  __device__ __forceinline__ static Acc widen(unsigned bits) { return bits_as<float>(bits); }
+  __device__ __forceinline__ static unsigned narrow(Acc sum) { return bits_as<unsigned>(static_cast<float>(sum)); }
+};
+struct F16Precise : FloatSum<double> {
+  static constexpr unsigned kSize = 2;
+  __device__ __forceinline__ static Acc widen(unsigned bits) { return f16_to_f32(bits); }
+  __device__ __forceinline__ static unsigned narrow(Acc sum) { return f32_to_f16(f64_to_odd_f32(sum)); }
+};
+struct BF16Precise : FloatSum<double> {
+  static constexpr unsigned kSize = 2;
+  __device__ __forceinline__ static Acc widen(unsigned bits) { return bf16_to_f32(bits); }
+  __device__ __forceinline__ static unsigned narrow(Acc sum) { return f32_to_bf16(f64_to_odd_f32(sum)); }
+};
+
+// What the dividers need: a sum of 8-bit integers is below 2^31 for 2^23 sources, that of 32-bit ones below 2^63 for
+// any number of them, and that of 64-bit ones below 2^96.
+template <class Element, class Sum, class Magnitude, class By>
+struct Integer {
+  using Acc = Sum;
+  using Divider = IntegerDivider<Sum, Magnitude, By>;
+  static constexpr unsigned kSize = sizeof(Element);
+  static constexpr Acc kNothing = 0;
+  using Bits = typename BitsOf<kSize>::Type;
+  __device__ __forceinline__ static Acc widen(Bits bits) { return static_cast<Element>(bits); }
+  __device__ __forceinline__ static Bits narrow(Acc sum) {
+    return static_cast<Bits>(sum) & (~Bits(0) >> 8 * (sizeof(Bits) - kSize));
+  }
+};
+using I8 = Integer<signed char, int, unsigned, Divider31>;
+using U8 = Integer<unsigned char, int, unsigned, Divider31>;
+using I32 = Integer<int, long long, unsigned long long, Divider63>;
+using I64 = Integer<long long, __int128, unsigned __int128, Divider63>;
+
+// Bytes, which are copied from one source as they are.
+struct Bytes {
+  struct Divider {
+    __device__ __forceinline__ explicit Divider(unsigned) {}
+  };
+  static constexpr unsigned kSize = 1;
+};
+template <class S>
+constexpr bool kCopies = false;
+template <>
+constexpr bool kCopies<Bytes> = true;
+
+}  // namespace
