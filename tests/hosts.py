@@ -76,11 +76,16 @@ class Hosts:
         shutil.rmtree(self._state, ignore_errors=True)
 
     def launch(
-        self, per_host: int, command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None
+        self,
+        per_host: int | Sequence[int],
+        command: Sequence[str],
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
     ) -> Finished:
-        """Runs ``command`` on ``per_host`` ranks of every host, with MPICH's mpiexec."""
-        slots = ",".join(f"{name}:{per_host}" for name in self.names)
-        count = str(per_host * len(self.names))
+        """Runs ``command`` on ``per_host`` ranks of every host, or so many of each, with MPICH's mpiexec."""
+        counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
+        slots = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
+        count = str(sum(counts))
         return self.run([*mpiexec(), *self.ssh.split(), "-hosts", slots, "-n", count, *command], timeout, env)
 
     @property

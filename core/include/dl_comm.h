@@ -242,10 +242,10 @@ const char* dl_comm_version(void);
  * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank", "host",
  *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device"), "teams" (a list: "id", "threads",
  *   "prec_level", "slot_bytes", "lanes", and "gpu": null, or, after the first call on the memory of a GPU,
- *   "path" ("nccl", "ipc", "staged" or "alone"), "why" it is no better one, "wait" (of "ipc": "stream" or "host", who
- *   waits for the other ranks), "gpu", "gpu_name", "gpu_uuid", "mps", "device_bytes" that the team took, "nccl") and,
- * on several hosts, "network" (what was measured between them, in seconds: "latency_s" of a message, "message_s" for
- * each further one at once, "byte_s"). Names may be added. */
+ *   "path" ("nccl", "ipc", "ipc+staged", "staged" or "alone"), "why" it is no better one, "wait" (of the two with
+ *   "ipc": "stream" or "host", who waits for the other ranks), "gpu", "gpu_name", "gpu_uuid", "mps", "device_bytes"
+ * that the team took, "nccl") and, on several hosts, "network" (what was measured between them, in seconds: "latency_s"
+ * of a message, "message_s" for each further one at once, "byte_s"). Names may be added. */
 int dl_comm_describe(char* text, size_t capacity);
 
 #ifdef __cplusplus

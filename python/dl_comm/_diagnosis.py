@@ -38,8 +38,9 @@ def topology() -> dict[str, Any]:
     """Where the ranks are, and how each team carries its calls.
 
     For each team, ``gpu`` is None until it has had a call on tensors in a GPU's memory; then ``path`` is "nccl", "ipc"
-    (kernels on memory that the ranks of a host see in each other), "staged" (through host memory) or "alone" (one
-    rank), ``why`` tells why it is no better one, ``wait`` who waits for the other ranks ("stream" or "host", of "ipc"),
+    (kernels on memory that the ranks of a host see in each other), "ipc+staged" (the same within each of several
+    hosts, and slices through host memory between them), "staged" (through host memory) or "alone" (one rank), ``why``
+    tells why it is no better one, ``wait`` who waits for the other ranks ("stream" or "host", of the two with "ipc"),
     ``gpu``, ``gpu_name`` and ``gpu_uuid`` which GPU it is, ``mps`` whether NVIDIA's Multi-Process Service runs, and
     ``device_bytes`` how much of its memory the team has taken.
 

@@ -82,6 +82,21 @@ def test_lists_of_many_arrays_of_several_types_out_of_place() -> None:
         target.free()
 
 
+@pytest.mark.parametrize("precise", [0, 1])
+def test_sums_are_rounded_as_those_of_host_memory(precise: int) -> None:
+    if path() == "nccl":
+        pytest.skip("NCCL has an order, and roundings, of its own")
+    dl_comm.create_team(2 + precise, prec_level=precise)
+    random = np.random.default_rng(dl_comm.rank())
+    on_host = [random.normal(size=9001 + i).astype(("f2", "f4", "f4", "i1", "f2", "f8")[i % 6]) for i in range(30)]
+    stream = Stream()
+    arrays = [Array(each, stream) for each in on_host]
+    dl_comm.gradients(arrays, 2 + precise, out=arrays)
+    for array, expected in zip(arrays, dl_comm.gradients(on_host, 2 + precise), strict=True):
+        np.testing.assert_array_equal(array.get(), expected)
+        array.free()
+
+
 @pytest.mark.parametrize("length", [3, 500000])
 def test_broadcasts_from_every_rank(length: int) -> None:
     for root in range(dl_comm.size()):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests dl_comm on the GPUs of this machine:  tests/gpu/run.sh [WHEELS [PART...]]
 # WHEELS is a folder made by tests/gpu/wheel.sh, installed beside this Python for the run only; - is what is installed
-# already. Parts: auto ipc staged nccl (averages by that path), faults, mnist, memcheck, benchmark; all by default.
+# already. Parts: auto ipc staged nccl (averages by that path), hosts, faults, mnist, memcheck, benchmark; all by default.
 # PYTHON (python3) needs torch and NumPy; RANKS are the numbers of ranks ("1 2 3 4"); OUT gets the log (gpu_out).
 # DL_COMM_TEST_DEVICE=cpu runs the same tests on host memory. Ends with a line for each step, and with 1 if one failed.
 set -uo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 wheels=${1:--}
 shift $(($# > 0))
 parts=("$@")
-[ $# -gt 0 ] || parts=(auto ipc staged nccl faults mnist memcheck benchmark)
+[ $# -gt 0 ] || parts=(auto ipc staged nccl hosts faults mnist memcheck benchmark)
 export OUT=${OUT:-$PWD/gpu_out}
 python=${PYTHON:-python3}
 ranks=(${RANKS:-1 2 3 4})
@@ -18,7 +18,7 @@ device=${DL_COMM_TEST_DEVICE:-cuda}
 on_ranks=(tests/gpu/test_gpu_{average,calls,streams,training}.py)
 for part in "${parts[@]}"; do
   case $part in
-    auto | ipc | staged | nccl | faults | mnist | memcheck | benchmark) ;;
+    auto | ipc | staged | nccl | hosts | faults | mnist | memcheck | benchmark) ;;
     *) echo "run.sh: no part $part" >&2; exit 2 ;;
   esac
 done
@@ -82,6 +82,16 @@ by_path() { # PATH: the tests of averages
   done
 }
 
+hosts() { # the averages on 4 ranks, two of which have another host name: ipc within the two, slices between them
+  local inside='if [ $((PMI_RANK / 2)) = 1 ]; then exec unshare --uts sh -c "hostname another; exec \"\$@\"" sh "$@"; fi; exec "$@"'
+  if ! unshare --uts true 2>/dev/null; then
+    leave_out hosts "this process may not give ranks another host name"
+    return
+  fi
+  DL_COMM_GPU_PATH=ipc step "two hosts, 4 ranks" "$python" tests/launch.py 4 300 bash -c "$inside" bash \
+    "$python" -m pytest -q --tb=short --maxfail=5 tests/gpu/test_gpu_average.py
+}
+
 alone() { # SECONDS FILE: tests that start ranks themselves
   timeout -k 10 "$1" "$python" -m pytest -q --tb=short "$2"
 }
@@ -125,6 +135,7 @@ print("GPUs", torch.cuda.device_count(), "dl_comm", dl_comm.__file__, "operation
 for part in "${parts[@]}"; do
   case $part in
     auto | ipc | staged | nccl) by_path "$part" ;;
+    hosts) hosts ;;
     faults)
       for path in ipc staged; do DL_COMM_GPU_PATH=$path step "faults by $path" alone 280 tests/gpu/test_gpu_faults.py; done
       [ "$gpus" -lt 2 ] || DL_COMM_GPU_PATH=nccl step "faults by nccl" alone 280 tests/gpu/test_gpu_faults.py

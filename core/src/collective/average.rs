@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::{Collective, Job, Lane, Part, PerRank};
+use super::{Between, Collective, Job, Lane, Part, PerRank};
 use crate::plan::ALIGN;
 use crate::reduce::Reduction;
 use crate::topology::Topology;
@@ -74,7 +74,9 @@ impl Collective for Average {
             }
         }
     }
+}
 
+impl Between for Average {
     fn carried(&self, job: &Job, chunk: usize, piece: Range<usize>) -> usize {
         parts(job, chunk, piece).last().map_or(0, |part| part.end())
     }
@@ -108,23 +110,24 @@ impl Collective for Average {
 }
 
 /// Elements of one type in a host's part of a piece.
-struct Elements {
-    reduction: Reduction,
-    count: usize,
+pub(super) struct Elements {
+    pub reduction: Reduction,
+    pub count: usize,
     /// Where they are in the chunk.
-    wire: usize,
+    pub wire: usize,
     /// Where their accumulators are in the part.
-    at: usize,
+    pub at: usize,
 }
 
 impl Elements {
     /// Where the next ones' accumulators are.
-    fn end(&self) -> usize {
+    pub fn end(&self) -> usize {
         self.at + (self.count * self.reduction.acc_size()).next_multiple_of(ALIGN)
     }
 }
 
-fn parts(job: &Job, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = Elements> {
+/// What a host's part of `piece` consists of.
+pub(super) fn parts(job: &Job, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = Elements> {
     let mut at = 0;
     job.plan.runs(chunk, piece).map(move |run| {
         let reduction = job.reduction(run.dtype);

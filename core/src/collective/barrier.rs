@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Collective, Job, Lane, Part};
+use super::{Between, Collective, Job, Lane, Part};
 use crate::topology::Topology;
 
 pub(super) struct Barrier;
@@ -17,7 +17,9 @@ impl Collective for Barrier {
     unsafe fn take(&self, _job: &Job, _lane: &Lane<'_>) {}
 
     unsafe fn combine(&self, _job: &Job, _lane: &Lane<'_>, _slice: Range<usize>) {}
+}
 
+impl Between for Barrier {
     fn carried(&self, _job: &Job, _chunk: usize, _piece: Range<usize>) -> usize {
         0
     }

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::{Collective, Job, Lane, Op, Part};
+use super::{Between, Collective, Job, Lane, Op, Part};
 use crate::topology::Topology;
 
 pub(super) struct Broadcast;
@@ -52,7 +52,9 @@ impl Collective for Broadcast {
             }
         }
     }
+}
 
+impl Between for Broadcast {
     fn carried(&self, _job: &Job, _chunk: usize, piece: Range<usize>) -> usize {
         piece.len()
     }

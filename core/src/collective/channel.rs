@@ -322,7 +322,7 @@ impl Channel {
                 (Some(flight), Some(cluster)) => cluster.finish(&slice, flight, patience)?,
                 _ => {
                     if agreed_here {
-                        combine(slice);
+                        combine(&slice);
                     }
                     agreed_here
                 }
@@ -406,7 +406,7 @@ fn lost(job: &Job, chunk: usize) -> Error {
 }
 
 /// The bytes of a chunk that a lane brings to an end.
-fn lane_slice(topology: &Topology, job: &Job, chunk: usize, lane: usize) -> Range<usize> {
+pub(super) fn lane_slice(topology: &Topology, job: &Job, chunk: usize, lane: usize) -> Range<usize> {
     slice(0..job.plan.chunk_len(chunk), lane, topology.lanes())
 }
 
@@ -424,9 +424,9 @@ fn slice_of<'a>(
 }
 
 /// A lane's work on one host, once all have packed: completes its slice in its own slot.
-fn combine(Slice { collective, job, lane, bytes, .. }: Slice<'_>) {
+fn combine(Slice { job, lane, bytes, .. }: &Slice<'_>) {
     lane.slots.iter().for_each(|&slot| sync::reads(slot.wrapping_add(bytes.start), bytes.len()));
     sync::writes(lane.own().wrapping_add(bytes.start), bytes.len());
     // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
-    unsafe { collective.combine(job, &lane, bytes) };
+    unsafe { job.op.collective().combine(job, lane, bytes.clone()) };
 }

@@ -36,7 +36,7 @@ use smallvec::SmallVec;
 use crate::topology::Topology;
 
 /// What tells the collectives apart. All ranges are bytes of the chunk; slots are as in [`crate::transport::node`].
-pub(crate) trait Collective: Sync {
+pub(crate) trait Collective: Between {
     /// Copies what this rank brings to `part` of chunk `chunk` into its slot.
     ///
     /// # Safety
@@ -60,27 +60,30 @@ pub(crate) trait Collective: Sync {
     /// # Safety
     /// All slots are read-only, and the rank's tensors are the call's.
     unsafe fn take(&self, job: &Job, lane: &Lane<'_>);
+}
 
-    /// Between hosts: the bytes that a host's part of `piece` takes; that of two pieces side by side is as long as theirs.
+/// What the lanes of a host do with other hosts: what [`cluster`] needs of a collective. All ranges are bytes of the chunk.
+pub(crate) trait Between: Sync {
+    /// The bytes that a host's part of `piece` takes; that of two pieces side by side is as long as theirs.
     fn carried(&self, job: &Job, chunk: usize, piece: Range<usize>) -> usize;
 
-    /// Between hosts: writes this host's part of `piece`; false when it has none.
+    /// Writes this host's part of `piece`; false when it has none.
     ///
     /// # Safety
-    /// As for `combine`.
+    /// The slice of all slots that `piece` is in is this lane's.
     unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool;
 
-    /// Between hosts: makes one part of two of the same `piece`, `low` being that of the hosts that come first; nothing when
+    /// Makes one part of two of the same `piece`, `low` being that of the hosts that come first; nothing when
     /// neither is there.
     ///
     /// # Safety
     /// The parts are valid for what they carry, as is `out`, which is one of them or overlaps neither.
     unsafe fn merge(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part, out: *mut u8);
 
-    /// Between hosts: completes `piece` into this lane's slot from the last two parts.
+    /// Completes `piece` into this lane's slot from the last two parts.
     ///
     /// # Safety
-    /// As for `combine` and `merge`.
+    /// As for `contribute` and `merge`.
     unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part);
 }
 

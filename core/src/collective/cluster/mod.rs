@@ -20,7 +20,7 @@ mod tree;
 use std::ops::Range;
 use std::ptr;
 
-use super::{Collective, Job, Lane, Part};
+use super::{Between, Job, Lane, Part};
 use crate::error::Result;
 use crate::plan::{HEADER, slice};
 use crate::topology::Topology;
@@ -53,7 +53,7 @@ pub(super) struct Flight {
 /// What is to be done with a slice.
 pub(super) struct Slice<'a> {
     /// How.
-    pub collective: &'static dyn Collective,
+    pub collective: &'a dyn Between,
     /// The call.
     pub job: &'a Job,
     /// The lane, on this host.

@@ -4,13 +4,16 @@
 //! it. Then it takes the team's path ([`path`]), on which the ranks agree at the first such call:
 //! - each rank its own GPU and NCCL there: NCCL ([`ring`]);
 //! - the ranks of one host, by memory that they see in each other ([`direct`]);
+//! - the ranks of several hosts the same way within a host, and in slices through host memory between hosts ([`across`]);
 //! - else through host memory, in chunks, by the averages of the host ([`staged`]).
 //!
 //! The host enqueues and does not wait: a call ends for its caller when the caller's stream will see the result.
 //! Thread rule: [`Gpus`] is the lead's; a [`Stager`] is one thread's.
 
+mod across;
 mod batch;
 mod direct;
+mod neighbours;
 mod notes;
 mod path;
 mod peers;
@@ -26,11 +29,15 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::rounds::{self, Told};
-use super::{Channel, Job};
+use super::{Channel, Job, Op};
 use crate::error::{Error, Result};
+use crate::plan::ALIGN;
+use crate::topology::Topology;
 use crate::transport::Patience;
 use crate::transport::cuda::{Address, Context, Event, Producer, Stream, nccl_version};
+use across::Across;
 use direct::Direct;
+use neighbours::Neighbours;
 use path::Facts;
 use ring::Ring;
 
@@ -63,6 +70,7 @@ enum Way {
     Alone(Stream),
     Ring(Box<Ring>),
     Direct(Box<Direct>),
+    Across(Box<Across>),
     Staged,
 }
 
@@ -91,8 +99,15 @@ impl Gpus {
             Path::Alone => Ok(Way::Alone(Stream::new(&context)?)),
             Path::Staged => Ok(Way::Staged),
             Path::Nccl => Ok(Way::Ring(Box::new(Ring::new(channel, &context, patience)?))),
-            Path::Ipc(wait) => {
-                Direct::new(channel, &context, wait, patience)?.map(|direct| Way::Direct(Box::new(direct)))
+            Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, patience)?
+                .map(|near| Way::Direct(Box::new(Direct::new(near)))),
+            Path::Across(wait) => {
+                let chunk = settings.chunk.next_multiple_of(ALIGN);
+                let bounce = (across::PLACES * chunk).max(direct::BOUNCE);
+                match Neighbours::new(channel, &context, wait, bounce, patience)? {
+                    Ok(near) => Ok(Way::Across(Box::new(Across::new(near, &topology, chunk)?))),
+                    Err(why) => Err(why),
+                }
             }
         };
         let (path, why, way) = match made {
@@ -107,8 +122,8 @@ impl Gpus {
     /// What `dl_comm_describe` tells of it.
     pub fn about(&self) -> Value {
         let wait = match self.path {
-            Path::Ipc(Wait::Stream) => Some("stream"),
-            Path::Ipc(Wait::Host) => Some("host"),
+            Path::Ipc(Wait::Stream) | Path::Across(Wait::Stream) => Some("stream"),
+            Path::Ipc(Wait::Host) | Path::Across(Wait::Host) => Some("host"),
             _ => None,
         };
         json!({
@@ -127,6 +142,7 @@ impl Gpus {
     pub fn held(&self) -> usize {
         match &self.way {
             Way::Direct(direct) => direct.held(),
+            Way::Across(across) => across.held(),
             Way::Ring(ring) => ring.held(),
             Way::Alone(_) | Way::Staged => 0,
         }
@@ -142,6 +158,7 @@ impl Gpus {
             Way::Alone(stream) => alone(job, stream).map(Carried::Enqueued),
             Way::Ring(ring) => ring.carry(job, patience),
             Way::Direct(direct) => direct.carry(channel, job, patience),
+            Way::Across(across) => across.carry(channel, job, patience),
             Way::Staged => Ok(Carried::ThroughHost),
         }
     }
@@ -151,6 +168,7 @@ impl Gpus {
         match &self.way {
             Way::Ring(ring) => ring.rescue(),
             Way::Direct(direct) => direct.rescue(),
+            Way::Across(across) => across.rescue(),
             Way::Alone(_) | Way::Staged => Arc::new(|| {}),
         }
     }
@@ -189,6 +207,16 @@ fn end(job: &Job, stream: &Stream) -> Result<Event> {
     let end = stream.record()?;
     producer(job)?.resume_after(&end)?;
     Ok(end)
+}
+
+/// The local rank on this host that a broadcast is from.
+fn root(job: &Job, topology: &Topology) -> Option<usize> {
+    match job.op {
+        Op::Broadcast { root } => {
+            topology.place(root).filter(|(host, _)| *host == topology.host()).map(|(_, local)| local)
+        }
+        Op::Average | Op::Barrier => None,
+    }
 }
 
 /// Looks at the GPU that often before it sleeps.

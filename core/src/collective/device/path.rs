@@ -30,6 +30,8 @@ pub enum Path {
     Nccl,
     /// Kernels on memory that the ranks of a host see in each other.
     Ipc(Wait),
+    /// The same within each host, and through host memory between them.
+    Across(Wait),
     /// Through host memory.
     Staged,
 }
@@ -41,6 +43,7 @@ impl Path {
             Path::Alone => "alone",
             Path::Nccl => "nccl",
             Path::Ipc(_) => "ipc",
+            Path::Across(_) => "ipc+staged",
             Path::Staged => "staged",
         }
     }
@@ -53,7 +56,7 @@ pub enum Wanted {
     Auto,
     /// This one, or an error.
     Nccl,
-    /// This one, or an error.
+    /// This one within each host, or an error.
     Ipc,
     /// This one.
     Staged,
@@ -143,7 +146,7 @@ pub(super) struct Decision {
 
 impl Decision {
     pub fn encode(&self) -> String {
-        let wait = matches!(self.path, Path::Ipc(Wait::Host));
+        let wait = matches!(self.path, Path::Ipc(Wait::Host) | Path::Across(Wait::Host));
         json!([self.path.name(), wait, self.why, self.refused]).to_string()
     }
 
@@ -155,10 +158,12 @@ impl Decision {
         if let Some(refused) = words(3) {
             return Err(Error::Invalid(refused));
         }
+        let wait = if value[1] == true { Wait::Host } else { Wait::Stream };
         let path = match value[0].as_str() {
             Some("alone") => Path::Alone,
             Some("nccl") => Path::Nccl,
-            Some("ipc") => Path::Ipc(if value[1] == true { Wait::Host } else { Wait::Stream }),
+            Some("ipc") => Path::Ipc(wait),
+            Some("ipc+staged") => Path::Across(wait),
             Some("staged") => Path::Staged,
             _ => return Err(Error::Internal("what the ranks told of their GPUs is not legible".into())),
         };
@@ -184,13 +189,14 @@ pub(super) fn decide(told: &Told, wanted: Wanted, topology: &Topology) -> Decisi
         refused: Some(format!("DL_COMM_GPU_PATH is {name}, but {why}")),
         ..decided(Path::Staged, "")
     };
+    let kernels = |wait| if topology.hosts() > 1 { Path::Across(wait) } else { Path::Ipc(wait) };
     match (wanted, nccl, ipc) {
         (Wanted::Staged, _, _) => decided(Path::Staged, "DL_COMM_GPU_PATH asks for it"),
         (Wanted::Nccl, Some(why), _) => refuse("nccl", &why),
         (Wanted::Nccl | Wanted::Auto, None, _) => decided(Path::Nccl, ""),
         (Wanted::Ipc, _, Err(why)) => refuse("ipc", &why),
-        (Wanted::Ipc, _, Ok(wait)) => decided(Path::Ipc(wait), "DL_COMM_GPU_PATH asks for it"),
-        (Wanted::Auto, Some(why), Ok(wait)) => decided(Path::Ipc(wait), &format!("not nccl: {why}")),
+        (Wanted::Ipc, _, Ok(wait)) => decided(kernels(wait), "DL_COMM_GPU_PATH asks for it"),
+        (Wanted::Auto, Some(why), Ok(wait)) => decided(kernels(wait), &format!("not nccl: {why}")),
         (Wanted::Auto, Some(no_nccl), Err(no_ipc)) => {
             decided(Path::Staged, &format!("not nccl: {no_nccl}; not ipc: {no_ipc}"))
         }
@@ -219,8 +225,8 @@ fn no_nccl(facts: &[Facts]) -> Option<String> {
 
 /// Who waits where the ranks see each other's memory, or why they do not.
 fn no_ipc(facts: &[Facts], topology: &Topology) -> std::result::Result<Wait, String> {
-    if topology.hosts() > 1 {
-        return Err(format!("the ranks are on {} hosts", topology.hosts()));
+    if topology.hosts() > 1 && topology.hosts() == topology.size() {
+        return Err("every rank is on a host of its own".into());
     }
     let mut all = Wait::Stream;
     for (rank, fact) in facts.iter().enumerate() {
@@ -263,6 +269,18 @@ mod tests {
     }
 
     #[test]
+    fn between_hosts_go_slices_where_hosts_have_several_ranks() {
+        let shared = [fact("a"), fact("a"), fact("b")];
+        assert_eq!(decision(&shared, &[0, 0, 1], Wanted::Auto).path, Path::Across(Wait::Stream));
+        assert_eq!(decision(&shared, &[0, 0, 1], Wanted::Ipc).path, Path::Across(Wait::Stream));
+        assert_eq!(decision(&shared, &[0, 0, 1], Wanted::Staged).path, Path::Staged);
+        let host = Facts { ipc: Ok(Wait::Host), ..fact("b") };
+        assert_eq!(decision(&[fact("a"), fact("a"), host], &[0, 0, 1], Wanted::Auto).path, Path::Across(Wait::Host));
+        let alone = decision(&[fact("a"), fact("b")], &[0, 1], Wanted::Auto);
+        assert_eq!(alone.path, Path::Nccl);
+    }
+
+    #[test]
     fn what_one_rank_lacks_nobody_uses() {
         let lacking = Facts { nccl: Err("no library".into()), ..fact("b") };
         let decided = decision(&[fact("a"), lacking.clone()], &[0, 0], Wanted::Auto);
@@ -285,7 +303,7 @@ mod tests {
         let error = Decision::decode(&decision(&shared, &[0, 0], Wanted::Nccl).encode()).unwrap_err();
         assert!(error.to_string().contains("DL_COMM_GPU_PATH is nccl, but ranks 0 and 1 share a GPU"), "{error}");
         let error = Decision::decode(&decision(&shared, &[0, 1], Wanted::Ipc).encode()).unwrap_err();
-        assert!(error.to_string().contains("2 hosts"), "{error}");
+        assert!(error.to_string().contains("a host of its own"), "{error}");
         assert!(Wanted::parse("fast").is_err());
         assert!(Wanted::ALL.into_iter().all(|wanted| Wanted::parse(wanted.name()) == Ok(wanted)));
     }
