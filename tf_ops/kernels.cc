@@ -4,9 +4,9 @@
 // another rank. A thread of the team then writes the results and calls `done`. A step that TensorFlow cancels waits for
 // its running calls, which end at the core's deadline at the latest: the peers still use the memory.
 //
-// On a GPU `done` comes when the core has made TensorFlow's compute stream wait for the results, which may be long
-// before they are there. That is right: whatever uses the results, or memory that TensorFlow takes back from the
-// inputs, is put on that stream later (copies to the host and to other GPUs wait for it), and so runs after them.
+// On a GPU `done` comes when the results are there: a thread of the team looks for that, as TensorFlow's event manager
+// would. A call begins after what is on TensorFlow's compute stream when it is made, and that stream does not wait for
+// it: it goes on with the rest of backward. The context keeps inputs and results until `done`.
 
 #include <cstdint>
 #include <cstring>
@@ -103,7 +103,7 @@ class CollectiveKernel : public AsyncOpKernel {
     TensorList list(count);
     auto results = std::make_shared<TensorResults>();
     results->outputs.resize(count);
-    // Not on a GPU: what changes the inputs later is on the stream behind the call.
+    // Not on a GPU, where the core refuses calls that return before they have ended.
     const bool copies = on_host && needs_copies();
     for (int i = 0; i < count; ++i) {
       const tensorflow::Tensor& input = context->input(i);
@@ -168,6 +168,7 @@ class GradientsKernel : public CollectiveKernel {
     call.timeout = timeout_;
     call.device = where.device;
     call.stream = where.stream;
+    call.waits = true;  // so that what follows on the stream, the rest of backward, goes on
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
   }
@@ -198,6 +199,7 @@ class BroadcastKernel : public CollectiveKernel {
     what.timeout = timeout_;
     what.device = where.device;
     what.stream = where.stream;
+    what.waits = true;
     broadcast(what, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
               std::move(completion));
   }

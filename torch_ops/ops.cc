@@ -36,6 +36,7 @@ Average description(const Arguments& call, Place place, std::size_t towers, uint
   Average average;
   average.device = place.device;
   average.stream = place.stream;
+  average.waits = false;
   average.team = call.number;
   average.towers = towers;
   average.name = {call.name.data(), call.name.size()};

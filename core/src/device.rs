@@ -7,4 +7,7 @@ pub struct Device {
     pub ordinal: i32,
     /// The driver's handle of the stream (a `CUstream`, which a `cudaStream_t` is); 0 for the default one.
     pub stream: usize,
+    /// Whether the call ends when the results are there, instead of when the stream will see them: then the stream goes on
+    /// meanwhile.
+    pub waits: bool,
 }

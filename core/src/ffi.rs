@@ -47,7 +47,8 @@ mod bridge {
     /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits. A call that
     /// `blocks` keeps its thread from making another one before it has ended. `timeout` is in seconds: 0 for none, negative
     /// for the team's. The tensors are in the memory of GPU `device`, made and used on `stream` (a `cudaStream_t`), or, where
-    /// that is negative, in host memory; on a GPU the completion comes when `stream` will see the result.
+    /// that is negative, in host memory; on a GPU the completion comes when `stream` will see the result, or, for a call that
+    /// `waits`, when it is there, and `stream` goes on meanwhile.
     struct Average<'a> {
         team: i32,
         towers: usize,
@@ -62,6 +63,7 @@ mod bridge {
         timeout: f64,
         device: i32,
         stream: usize,
+        waits: bool,
     }
 
     /// What a broadcast from rank `root` is beside its tensors; the rest as for an average.
@@ -73,6 +75,7 @@ mod bridge {
         timeout: f64,
         device: i32,
         stream: usize,
+        waits: bool,
     }
 
     unsafe extern "C++" {
@@ -238,7 +241,7 @@ unsafe fn average(
         let request = request(call.name, call.labels, completion).instance(call.instance);
         let request = request.owned_by(call.owner).part(call.part).separate(call.separate).timed(call.timed);
         let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
-        let request = request.on(device(call.device, call.stream));
+        let request = request.on(device(call.device, call.stream, call.waits));
         let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
         global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -274,17 +277,17 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
     face(|| {
         let request = request(call.name, call.labels, completion);
         let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
-        let request = request.on(device(call.device, call.stream));
+        let request = request.on(device(call.device, call.stream, call.waits));
         global::broadcast(call.root, request, || translate(tensors, shapes));
     });
 }
 
-fn device(ordinal: i32, stream: usize) -> Option<Device> {
-    (ordinal >= 0).then_some(Device { ordinal, stream })
+fn device(ordinal: i32, stream: usize, waits: bool) -> Option<Device> {
+    (ordinal >= 0).then_some(Device { ordinal, stream, waits })
 }
 
 fn order(device: i32, stream: usize, later: usize) -> Result<()> {
-    guard(|| cuda::order(Device { ordinal: device, stream }, later))
+    guard(|| cuda::order(device, stream, later))
 }
 
 fn core_id() -> usize {

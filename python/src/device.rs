@@ -29,7 +29,10 @@ impl Call {
             Ok(dl_comm_buffer_t { src, dst, length: *length, dtype: *dtype, ndim, shape: shape.as_ptr() })
         };
         let buffers = places.iter().map(buffer).collect::<PyResult<_>>()?;
-        Ok(Call { device: dl_comm_device_t { device, stream: std::ptr::without_provenance_mut(stream) }, buffers })
+        Ok(Call {
+            device: dl_comm_device_t { device, stream: std::ptr::without_provenance_mut(stream), waits: 0 },
+            buffers,
+        })
     }
 
     /// Calls `function` of the C API with the GPU, the buffers, their number and the name.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from arrays import Array, Stream, counters, use
+from arrays import Array, Stream, average_and_wait, counters, use
 
 import dl_comm
 
@@ -117,6 +117,26 @@ def test_the_order_of_the_stream_is_kept_without_any_waiting() -> None:
         dl_comm.gradients([array], out=[array])
     middle = (dl_comm.size() - 1) / 2
     np.testing.assert_allclose(array.get(), 19 + middle)
+    array.free()
+
+
+@pytest.mark.parametrize("length", [1000, 300000])
+def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(length: int) -> None:
+    array = Array(np.full(length, dl_comm.rank(), "f4"), Stream())
+    array.get()
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(average_and_wait(array, b"waits")))
+    dl_comm.barrier()
+    if dl_comm.rank() > 0:
+        time.sleep(0.5)  # so that rank 0 waits for the others
+    thread.start()
+    if dl_comm.rank() == 0 and dl_comm.size() > 1:
+        time.sleep(0.2)
+        assert thread.is_alive()
+        assert array.stream.is_idle()
+    thread.join()
+    assert codes == [0]
+    assert (array.peek() == (dl_comm.size() - 1) / 2).all()
     array.free()
 
 

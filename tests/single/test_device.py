@@ -6,6 +6,7 @@ it is shown by tests/gpu, where there is one.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from launch import Finished, ending_together, launch
 
 FOLDER = Path(__file__).parent.parent / "fake_gpu"
+PEER_LOST = -6  # DL_COMM_ERROR_PEER_LOST
 SLOW = {"FAKE_CUDA_DELAY_US": "300"}
 # The settings by which ranks come to a path.
 PATHS = {
@@ -101,6 +103,39 @@ def test_a_lost_rank_is_told_and_the_stream_goes_on(
     assert not finished.timed_out, finished.output
     assert "told:" in finished.output, finished.output
     assert "rank 1" in finished.output
+    assert "ended" in finished.output, finished.output
+
+
+WAITING = """
+import os, threading, time
+import numpy as np
+from arrays import Array, Stream, average_and_wait, use
+import dl_comm
+
+dl_comm.init()
+use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
+array = Array(np.ones(200000, "f4"), Stream())
+print("code:", average_and_wait(array, b"first"))
+if dl_comm.rank() == 1:
+    array.stream.sleep(5000)
+    threading.Thread(target=average_and_wait, args=(array, b"second"), daemon=True).start()
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+print("code:", average_and_wait(array, b"second"))
+dl_comm.finalize()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("path", ["ipc", "staged", "nccl"])
+def test_a_call_that_waits_ends_when_a_rank_is_lost(fake_cuda: Path, tmp_path: Path, path: str) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    command = ending_together([sys.executable, str(script)], tmp_path, 2)
+    env = {"LD_LIBRARY_PATH": str(fake_cuda), "PYTHONPATH": str(FOLDER), **PATHS[path]}
+    finished = launch(2, command, 100, env)
+    assert not finished.timed_out, finished.output
+    assert sorted(re.findall(r"code: (\S+)", finished.output)) == [str(PEER_LOST), "0", "0"], finished.output
     assert "ended" in finished.output, finished.output
 
 

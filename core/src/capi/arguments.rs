@@ -38,6 +38,8 @@ pub struct CDevice {
     pub device: c_int,
     /// Its stream.
     pub stream: *mut c_void,
+    /// Whether the call returns when the results are there.
+    pub waits: c_int,
 }
 
 /// Where tensors are; `None` for host memory.
@@ -47,7 +49,11 @@ pub struct CDevice {
 pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
     // SAFETY: the caller's promise.
     let device = unsafe { device.as_ref() }?;
-    (device.device >= 0).then(|| Device { ordinal: device.device, stream: device.stream.addr() })
+    (device.device >= 0).then(|| Device {
+        ordinal: device.device,
+        stream: device.stream.addr(),
+        waits: device.waits != 0,
+    })
 }
 
 /// The GPU whose memory the tensors are in, with its default stream; `None` for those of the host.
@@ -62,7 +68,7 @@ pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
     if tensors.any(|tensor| owner(tensor) != first) {
         return Err(Error::Invalid("the tensors are in the memory of different devices; average them apart".into()));
     }
-    Ok(first.map(|ordinal| Device { ordinal, stream: 0 }))
+    Ok(first.map(|ordinal| Device { ordinal, stream: 0, waits: false }))
 }
 
 /// A number as C functions return it.

@@ -1,15 +1,15 @@
 //! Calls on device memory in a team: their checks, their way through the team's threads, and a watch over what was enqueued.
 //!
-//! Such a call ends for its caller when it is enqueued, which may be long before its GPU has done it. A thread of its own
-//! watches over it until then: when a rank is lost or the deadline passes meanwhile, it ends the team and lets the GPU's
-//! streams go on, so that nothing on them waits for ever.
+//! Such a call ends for its caller when it is enqueued, which may be long before its GPU has done it, or, if it waits, when its
+//! GPU has. A thread of its own watches over it until then: when a rank is lost or the deadline passes meanwhile, it ends
+//! the team and lets the GPU's streams go on, so that nothing on them waits for ever.
 //! Thread rule: [`OnDevice`] is in the seat; a [`Stager`] is its worker's.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -17,12 +17,13 @@ use super::call::Call;
 use super::worker::Worker;
 use super::{Shared, Team};
 use crate::collective::Job;
-use crate::collective::device::{Carried, Gpus, Stager};
+use crate::collective::device::{Carried, Gpus, LAST, Stager};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
 use crate::transport::cuda::{Event, Producer};
 
-/// The longest sleep of the watch between two looks.
+/// The longest sleep of the watch between two looks; while a caller waits, and else.
+const SHORT_NAP: Duration = Duration::from_micros(200);
 const NAP: Duration = Duration::from_millis(10);
 
 impl Team {
@@ -74,6 +75,32 @@ struct Watched {
     end: Event,
 }
 
+impl Watched {
+    /// A part of a call that waits ends with this.
+    fn new(call: &Arc<Call>, end: Event) -> Watched {
+        let watched = Watched { call: Arc::clone(call), end };
+        if watched.waits() {
+            call.split(1);
+        }
+        watched
+    }
+
+    fn waits(&self) -> bool {
+        self.call.job.producer().is_some_and(|producer| producer.waits())
+    }
+
+    /// Whether the GPU has done it, or cannot tell.
+    fn has_ended(&self) -> bool {
+        self.end.context().enter().and_then(|_entered| self.end.has_come()).unwrap_or(true)
+    }
+
+    fn finish(self, result: Result<()>) {
+        if self.waits() {
+            self.call.finish(result);
+        }
+    }
+}
+
 impl OnDevice {
     /// Carries out a call on which the ranks agree; false when it has to go through the host, by all threads. At the first
     /// one, all ranks agree on the way.
@@ -87,10 +114,11 @@ impl OnDevice {
         let carried = worker.attempt(call, |channel, _, patience| {
             let carried = gpus.carry(channel, &call.job, patience).map_err(out_of_step)?;
             let Carried::Enqueued(end) = carried else { return Ok(false) };
-            let watched = watched.as_ref().map(|watched| watched.send(Watched { call: Arc::clone(call), end }));
+            let Some(watched) = watched else { return Err(nobody_watches()) };
             // The watch ends after this.
-            if watched.is_none_or(|sent| sent.is_err()) {
-                return Err(Error::Internal("nobody watches".into()));
+            if let Err(unsent) = watched.send(Watched::new(call, end)) {
+                unsent.0.finish(Err(nobody_watches()));
+                return Err(nobody_watches());
             }
             Ok(true)
         });
@@ -117,6 +145,10 @@ impl OnDevice {
     }
 }
 
+fn nobody_watches() -> Error {
+    Error::Internal("nobody watches over the GPU".into())
+}
+
 /// An error of this rank alone, after the ranks have agreed on a call: the others are at work on it, so it ends the team,
 /// whatever it is.
 fn out_of_step(error: Error) -> Error {
@@ -134,8 +166,10 @@ impl Drop for OnDevice {
 
 /// Looks after calls until they have come to their end on the GPU.
 fn watch(shared: &Arc<Shared>, calls: &Receiver<Watched>, rescue: &dyn Fn()) {
-    while let Ok(Watched { call, end }) = calls.recv() {
-        let mut nap = Duration::from_micros(200);
+    while let Ok(watched) = calls.recv() {
+        let mut nap = Duration::from_micros(20);
+        let longest = if watched.waits() { SHORT_NAP } else { NAP };
+        let Watched { call, end } = &watched;
         let entered = end.context().enter();
         let failed = loop {
             if let Err(error) = &entered {
@@ -146,26 +180,39 @@ fn watch(shared: &Arc<Shared>, calls: &Receiver<Watched>, rescue: &dyn Fn()) {
                 Ok(false) => {}
                 Err(error) => break Some(error),
             }
-            if let Some(error) = shared.failure().or_else(|| shared.node.lost()).or_else(|| overdue(&call)) {
+            if let Some(error) = shared.failure().or_else(|| shared.node.lost()).or_else(|| overdue(call)) {
                 break Some(error);
             }
             std::thread::sleep(nap);
-            nap = (2 * nap).min(NAP);
+            nap = (2 * nap).min(longest);
         };
-        if let Some(error) = failed {
-            shared.fail(&error);
-            return let_go(calls, rescue);
-        }
+        drop(entered);
+        let Some(error) = failed else {
+            watched.finish(Ok(()));
+            continue;
+        };
+        shared.fail(&error);
+        return let_go(watched, calls, rescue, &error);
     }
 }
 
 /// After a failure: lets the GPU's streams go on until the team ends, again and again, because one of them may undo it for
 /// others. How long they take is not known: what a program has enqueued before comes first.
-fn let_go(calls: &Receiver<Watched>, rescue: &dyn Fn()) {
+fn let_go(failed: Watched, calls: &Receiver<Watched>, rescue: &dyn Fn(), error: &Error) {
+    let since = Instant::now();
+    let mut left = vec![failed];
     loop {
         rescue();
-        if let Err(RecvTimeoutError::Disconnected) = calls.recv_timeout(NAP) {
-            return;
+        // The tensors are their caller's again when the GPU is at work on them no more.
+        let over = |watched: &Watched| since.elapsed() > LAST || watched.has_ended();
+        let (ended, going): (Vec<_>, Vec<_>) = left.into_iter().partition(over);
+        ended.into_iter().for_each(|watched| watched.finish(Err(error.clone())));
+        left = going;
+        match calls.recv_timeout(NAP) {
+            Ok(watched) => left.push(watched),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) if left.is_empty() => return,
+            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(NAP),
         }
     }
 }

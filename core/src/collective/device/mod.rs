@@ -253,8 +253,8 @@ fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &P
     Ok(())
 }
 
-/// How long the end of a team waits for what its GPU is at.
-const LAST: Duration = Duration::from_secs(5);
+/// How long the end of a team, or of a call that has failed, waits for what its GPU is at.
+pub(crate) const LAST: Duration = Duration::from_secs(5);
 
 /// Whether `done` says so within `time`.
 fn within(time: Duration, done: impl Fn() -> bool) -> bool {

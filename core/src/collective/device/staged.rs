@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::super::{Channel, Job, Op};
 use super::batch::{Batch, Table};
-use super::{DeviceSettings, LAST, await_event, begin, end, within};
+use super::{DeviceSettings, LAST, await_event, begin, end, producer, within};
 use crate::error::{Error, Result};
 use crate::transport::Patience;
 use crate::transport::arena::Shared;
@@ -133,10 +133,18 @@ impl Stager {
         let _entered = context.enter()?;
         let done = self.carry_all(channel, job, chunks.collect(), patience);
         // After a failure too: copies may be on their way to tensors that the caller then frees.
-        for stream in self.up.iter().chain(&self.down) {
-            end(job, stream)?;
+        let ends: Vec<Event> =
+            self.up.iter().chain(&self.down).map(|stream| end(job, stream)).collect::<Result<_>>()?;
+        if !producer(job)?.waits() {
+            return done;
         }
-        done
+        match done {
+            Ok(()) => ends.iter().try_for_each(|end| await_event(end, patience)),
+            Err(error) => {
+                within(LAST, || ends.iter().all(|end| end.has_come().unwrap_or(true)));
+                Err(error)
+            }
+        }
     }
 
     fn carry_all(

@@ -215,6 +215,7 @@ fn wait(stream: sys::CUstream, event: &Event) -> Result<()> {
 pub struct Producer {
     context: Arc<Context>,
     stream: RawStream,
+    waits: bool,
     ready: Event,
 }
 
@@ -245,7 +246,7 @@ impl Producer {
             ));
         }
         let ready = record(&context, raw)?;
-        Ok(Producer { context: Arc::clone(&context), stream: device.stream, ready })
+        Ok(Producer { context: Arc::clone(&context), stream: device.stream, waits: device.waits, ready })
     }
 
     /// The context.
@@ -258,25 +259,33 @@ impl Producer {
         &self.ready
     }
 
-    /// Lets the caller's stream wait for `event`, after which the tensors hold the result.
+    /// Whether the call ends with the result, for which the stream does not wait.
+    pub fn waits(&self) -> bool {
+        self.waits
+    }
+
+    /// Lets the caller's stream wait for `event`, after which the tensors hold the result; nothing for a call that waits itself.
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn resume_after(&self, event: &Event) -> Result<()> {
+        if self.waits {
+            return Ok(());
+        }
         wait(self.stream as sys::CUstream, event)
     }
 }
 
-/// Lets stream `later` of `device` wait for all that is enqueued on `device`'s own now.
+/// Lets stream `later` of GPU `ordinal` wait for all that is enqueued on `stream` now.
 ///
 /// # Errors
 /// [`Error::System`]
-pub fn order(device: Device, later: RawStream) -> Result<()> {
-    if device.stream == later {
+pub fn order(ordinal: i32, stream: RawStream, later: RawStream) -> Result<()> {
+    if stream == later {
         return Ok(());
     }
-    let context = Context::of(device.ordinal)?;
+    let context = Context::of(ordinal)?;
     let _entered = context.enter()?;
-    let event = record(&context, device.stream as sys::CUstream)?;
+    let event = record(&context, stream as sys::CUstream)?;
     wait(later as sys::CUstream, &event)
 }
