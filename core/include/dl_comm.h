@@ -149,10 +149,11 @@ typedef struct dl_comm_device {
 
 /* dl_comm_average and dl_comm_broadcast_buffers for tensors of `device` (NULL, or a negative number: of the host).
  * They start when what is on the stream at the time of the call is done, and return when what is put on the stream from
- * then on will see the result: neither waits for the GPU, unless the device says so. A failure that comes after that
- * ends the team. A team has one GPU on each rank; its schedule must not have non-blocking calls. A stream that is being
- * captured into a CUDA graph is refused (DL_COMM_ERROR_STATE). dl_comm_gradients and dl_comm_broadcast tell a GPU's
- * memory by its address and take its default stream. Collective. */
+ * then on will see the result: neither waits for the GPU, unless the device says so or the data goes through host
+ * memory. A failure that comes after that ends the team. A team has one GPU on each rank; its schedule must not have
+ * non-blocking calls. A stream that is being captured into a CUDA graph is refused (DL_COMM_ERROR_STATE).
+ * dl_comm_gradients and dl_comm_broadcast tell a GPU's memory by its address and take its default stream. Collective.
+ */
 int dl_comm_average_on(const dl_comm_device_t* device, const dl_comm_buffer_t* buffers, size_t count, int team,
                        const char* name, double timeout);
 int dl_comm_broadcast_on(const dl_comm_device_t* device, const dl_comm_buffer_t* buffers, size_t count, int root,

@@ -10,6 +10,7 @@
 
 use std::mem;
 
+use rustix::process::getpid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::error::{Error, Result};
@@ -157,6 +158,16 @@ pub fn bind(cpu: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu);
     sched_setaffinity(None, &set).map_err(|error| Error::system(format!("binding a thread to processor {cpu}"), error))
+}
+
+/// Lets the calling thread, which may have got the processors of the thread that started it, run where the first thread of the
+/// process may.
+///
+/// # Errors
+/// [`Error::System`]
+pub fn unbind() -> Result<()> {
+    let set = sched_getaffinity(Some(getpid())).and_then(|set| sched_setaffinity(None, &set));
+    set.map_err(|error| Error::system("letting a thread run where the process may", error))
 }
 
 /// `struct sched_attr` of sched_setattr(2), in its first version.

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-import dl_comm
 
 _cuda = ctypes.CDLL("libcuda.so.1")
 _context: list[ctypes.c_void_p] = []
@@ -120,27 +116,3 @@ class Array:
             "strides": None,
             "stream": self.stream.handle.value if self.stream else None,
         }
-
-
-def average_and_wait(array: Array, name: bytes) -> int:
-    """The average as TensorFlow's kernels make it: it ends with the result, and the stream goes on meanwhile."""
-
-    class Buffer(ctypes.Structure):
-        _fields_ = (
-            ("src", ctypes.c_ulonglong),
-            ("dst", ctypes.c_ulonglong),
-            ("length", ctypes.c_size_t),
-            ("dtype", ctypes.c_int),
-            ("ndim", ctypes.c_int),
-            ("shape", ctypes.c_void_p),
-        )
-
-    class Device(ctypes.Structure):
-        _fields_ = (("device", ctypes.c_int), ("stream", ctypes.c_void_p), ("waits", ctypes.c_int))
-
-    core = ctypes.CDLL(str(Path(dl_comm.__file__).with_name("libdl_comm.so.0")))
-    address, float32 = array.address.value, 2
-    buffer = Buffer(address, address, array.host.size, float32, 0, None)
-    gpu = dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
-    device = Device(gpu, array.stream.handle, 1)
-    return int(core.dl_comm_average_on(ctypes.byref(device), ctypes.byref(buffer), 1, 0, name, ctypes.c_double(-1)))

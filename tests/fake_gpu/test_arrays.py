@@ -13,19 +13,20 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from arrays import Array, Stream, average_and_wait, counters, use
+from arrays import Array, Stream, counters, use
 
 import dl_comm
+from average_and_wait import average_and_wait
 
 DTYPES = ["f2", "f4", "f8", "i1", "u1", "i4", "i8"]
+GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 LENGTHS = [1, 5, 1000, 65536, 65537, 300001]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def job() -> Iterator[None]:
-    count = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
     dl_comm.init(nteams=2)
-    use(dl_comm.local_rank() % count)
+    use(dl_comm.local_rank() % GPUS)
     yield
     dl_comm.finalize()
 
@@ -125,7 +126,8 @@ def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(length: i
     array = Array(np.full(length, dl_comm.rank(), "f4"), Stream())
     array.get()
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(average_and_wait(array, b"waits")))
+    call = (array.address.value, length, dl_comm.local_rank() % GPUS, array.stream.handle.value, "waits")
+    thread = threading.Thread(target=lambda: codes.append(average_and_wait(*call)))
     dl_comm.barrier()
     if dl_comm.rank() > 0:
         time.sleep(0.5)  # so that rank 0 waits for the others
@@ -153,7 +155,7 @@ def test_teams_work_side_by_side() -> None:
 
     def work(team: int) -> None:
         try:
-            use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
+            use(dl_comm.local_rank() % GPUS)
             for length in (100, 90000, 7, 200000):
                 array = Array(np.full(length, team + dl_comm.rank(), "f4"), Stream())
                 for _ in range(3):

@@ -15,6 +15,7 @@ import torch
 
 import dl_comm as mc
 import dl_comm.torch as cdl
+from average_and_wait import average_and_wait
 from dl_comm.torch import _ops
 from job import Job
 from values import assert_mean, of_rank
@@ -171,6 +172,30 @@ def test_the_host_does_not_wait(job: Job) -> None:
     (mean,) = cdl.gradients([data], 0)
     assert not done.query()
     assert bool((mean == 1).all())
+
+
+@pytest.mark.parametrize("count", [1000, 1_000_000])
+def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(job: Job, count: int) -> None:
+    if not job.on_gpu:
+        pytest.skip("needs a GPU")
+    data = torch.full((count,), float(job.rank), device=job.device)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    call = (data.data_ptr(), count, job.device.index, stream.cuda_stream, "waits")
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(average_and_wait(*call)))
+    mc.barrier()
+    if job.rank > 0:
+        time.sleep(0.5)  # so that rank 0 waits for the others
+    thread.start()
+    if job.rank == 0 and job.size > 1:
+        time.sleep(0.2)
+        assert thread.is_alive()
+        assert stream.query()
+    thread.join()
+    assert codes == [0]
+    # On a stream that waits for nothing.
+    assert bool((data == job.middle).all())
 
 
 class TestGraphs:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launch import Finished, ending_together, launch
+from stand_in import PROGRAMS, environment
 
-FOLDER = Path(__file__).parent.parent / "fake_gpu"
 PEER_LOST = -6  # DL_COMM_ERROR_PEER_LOST
 SLOW = {"FAKE_CUDA_DELAY_US": "300"}
 # The settings by which ranks come to a path.
@@ -34,7 +34,7 @@ PATHS = {
 
 
 def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **settings: str) -> Finished:
-    env = {"LD_LIBRARY_PATH": str(fake_cuda), "PYTHONPATH": str(FOLDER), **settings}
+    env = {**environment(fake_cuda), **settings}
     return launch(ranks, [sys.executable, *command], timeout, env)
 
 
@@ -43,7 +43,7 @@ def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **set
 )
 def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
     settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path.split()[0].strip(",")}
-    command = ["-m", "pytest", "-x", "-q", str(FOLDER / "test_arrays.py")]
+    command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_arrays.py")]
     finished = start(fake_cuda, ranks, command, 200, **settings)
     assert finished.returncode == 0, finished.output
     assert not finished.left
@@ -98,7 +98,7 @@ def test_a_lost_rank_is_told_and_the_stream_goes_on(
     script = tmp_path / "lost.py"
     script.write_text(LOST)
     command = ending_together([sys.executable, str(script), str(length), when], tmp_path, 2)
-    env = {"LD_LIBRARY_PATH": str(fake_cuda), "PYTHONPATH": str(FOLDER), **PATHS[path]}
+    env = {**environment(fake_cuda), **PATHS[path]}
     finished = launch(2, command, 100, env)
     assert not finished.timed_out, finished.output
     assert "told:" in finished.output, finished.output
@@ -109,19 +109,22 @@ def test_a_lost_rank_is_told_and_the_stream_goes_on(
 WAITING = """
 import os, threading, time
 import numpy as np
-from arrays import Array, Stream, average_and_wait, use
+from arrays import Array, Stream, use
+from average_and_wait import average_and_wait
 import dl_comm
 
 dl_comm.init()
-use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
+GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
+use(dl_comm.local_rank() % GPUS)
 array = Array(np.ones(200000, "f4"), Stream())
-print("code:", average_and_wait(array, b"first"))
+call = (array.address.value, 200000, dl_comm.local_rank() % GPUS, array.stream.handle.value)
+print(f"code: {average_and_wait(*call, 'first')}\\n", end="")
 if dl_comm.rank() == 1:
     array.stream.sleep(5000)
-    threading.Thread(target=average_and_wait, args=(array, b"second"), daemon=True).start()
+    threading.Thread(target=average_and_wait, args=(*call, "second"), daemon=True).start()
     time.sleep(0.5)
     os.kill(os.getpid(), 9)
-print("code:", average_and_wait(array, b"second"))
+print(f"code: {average_and_wait(*call, 'second')}\\n", end="")
 dl_comm.finalize()
 print("ended")
 """
@@ -132,7 +135,7 @@ def test_a_call_that_waits_ends_when_a_rank_is_lost(fake_cuda: Path, tmp_path: P
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     command = ending_together([sys.executable, str(script)], tmp_path, 2)
-    env = {"LD_LIBRARY_PATH": str(fake_cuda), "PYTHONPATH": str(FOLDER), **PATHS[path]}
+    env = {**environment(fake_cuda), **PATHS[path]}
     finished = launch(2, command, 100, env)
     assert not finished.timed_out, finished.output
     assert sorted(re.findall(r"code: (\S+)", finished.output)) == [str(PEER_LOST), "0", "0"], finished.output
@@ -235,6 +238,24 @@ def test_a_path_that_cannot_be_had_is_refused_with_the_reason(
     assert finished.returncode == 0, finished.output
     assert finished.output.count("told:") == 4, finished.output
     assert why in finished.output, finished.output
+
+
+@pytest.mark.parametrize("name", ["DL_COMM_GPU_PATH", "DL_COMM_PIPELINE_CHUNK_KB"])
+def test_settings_that_differ_between_ranks_are_told(tmp_path: Path, name: str) -> None:
+    script = tmp_path / "differs.py"
+    script.write_text(
+        "import os\n"
+        f"value = {{'DL_COMM_GPU_PATH': 'staged', 'DL_COMM_PIPELINE_CHUNK_KB': '64'}}['{name}']\n"
+        f"if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1': os.environ['{name}'] = value\n"
+        "import dl_comm\n"
+        "try:\n"
+        "    dl_comm.init()\n"
+        "except dl_comm.MismatchError as error:\n"
+        "    print(f'told: {error}\\n', end='')\n"
+    )
+    finished = launch(2, [sys.executable, str(script)], 60)
+    assert finished.output.count("told:") == 2, finished.output
+    assert "gpu_" in finished.output, finished.output
 
 
 def test_the_doctor_tells_of_gpus_and_of_drivers_that_will_not_do(fake_cuda: Path, tmp_path: Path) -> None:

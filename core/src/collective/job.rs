@@ -144,7 +144,8 @@ impl Job {
         self.place = place;
     }
 
-    /// Makes it a call on device memory that `producer` makes and awaits, in chunks of at most `chunk` bytes.
+    /// Makes it a call on device memory that `producer` makes and awaits, in chunks of at most `chunk` bytes, a
+    /// multiple of [`ALIGN`] and no more than a slot has.
     ///
     /// # Errors
     /// [`Error::Invalid`] for several towers: a process with a GPU has one.
@@ -155,7 +156,6 @@ impl Job {
                 self.towers.len()
             )));
         }
-        let chunk = chunk.min(self.carrier.slot).next_multiple_of(ALIGN);
         let signature = xxh3_64_with_seed(b"device", self.signature);
         Ok(Job { plan: self.plan.recut(chunk), signature, producer: Some(producer), ..self })
     }
@@ -167,7 +167,18 @@ impl Job {
 
     /// The same call without its data: what ranks see of each other's calls on device memory before anything moves.
     pub fn header(&self) -> Job {
-        Job { op: Op::Barrier, plan: self.plan.without_data(), towers: Vec::new(), producer: None, ..self.clone() }
+        Job {
+            op: Op::Barrier,
+            plan: self.plan.without_data(),
+            signature: self.signature,
+            list: self.list,
+            towers: Vec::new(),
+            carrier: self.carrier,
+            name: self.name.clone(),
+            labels: String::new(),
+            place: self.place.clone(),
+            producer: None,
+        }
     }
 
     /// Chunk `chunk` of a call on device memory as a call on host memory, whose bytes are at `memory`.

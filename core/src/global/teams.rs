@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::{State, config, is_initialized, not_started, started, topology, write};
 use crate::affinity::{self, Place};
+use crate::collective::device::DeviceSettings;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::plan::ALIGN;
@@ -66,9 +67,11 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
     };
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
     let algorithm = config.algorithm;
-    let shape = TeamShape { id, threads, prec_level, slot, algorithm };
+    let chunk = config.device.chunk.min(slot).next_multiple_of(ALIGN);
+    let device = DeviceSettings { chunk, ..config.device };
+    let shape = TeamShape { id, threads, prec_level, slot, algorithm, gpu_path: device.path, gpu_chunk: chunk };
     let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
-    let Config { timeout, stall_warn, match_within, device, .. } = config;
+    let Config { timeout, stall_warn, match_within, .. } = config;
     let settings = Settings { id, precise: prec_level == 1, algorithm, timeout, stall_warn, match_within, device };
     let on_alarm = Arc::clone(&dumper);
     let alarm = Arc::new(move |words: &str| on_alarm.alarm(words));

@@ -16,10 +16,12 @@ use serde_json::Value;
 use super::call::Call;
 use super::worker::Worker;
 use super::{Shared, Team};
+use crate::affinity::unbind;
 use crate::collective::Job;
 use crate::collective::device::{Carried, Gpus, LAST, Stager};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
+use crate::say::say;
 use crate::transport::cuda::{Event, Producer};
 
 /// The longest sleep of the watch between two looks; while a caller waits, and else.
@@ -114,17 +116,15 @@ impl OnDevice {
         let carried = worker.attempt(call, |channel, _, patience| {
             let carried = gpus.carry(channel, &call.job, patience).map_err(out_of_step)?;
             let Carried::Enqueued(end) = carried else { return Ok(false) };
-            let Some(watched) = watched else { return Err(nobody_watches()) };
-            // The watch ends after this.
-            if let Err(unsent) = watched.send(Watched::new(call, end)) {
-                unsent.0.finish(Err(nobody_watches()));
-                return Err(nobody_watches());
-            }
-            Ok(true)
+            watch_over(watched.as_ref(), call, end).map(|()| true)
         });
         worker.shared.device_bytes.store(gpus.held(), Ordering::Relaxed);
         if carried.is_err() {
             gpus.rescue()();
+            // Part of it may be enqueued: the tensors are their caller's again when the GPU is at work on them no more.
+            if let Some(end) = gpus.end(&call.job) {
+                watch_over(watched.as_ref(), call, end)?;
+            }
         }
         carried
     }
@@ -138,15 +138,26 @@ impl OnDevice {
         let (shared, rescue) = (Arc::clone(&worker.shared), gpus.rescue());
         let builder = Builder::new().name(format!("dlcomm-{}.gpu", worker.shared.settings.id));
         let watch = worker.attempt(call, |_, _, _| {
-            let spawned = builder.spawn(move || watch(&shared, &receiver, &*rescue));
+            let spawned = builder.spawn(move || {
+                if let Err(error) = unbind() {
+                    say(&error.to_string());
+                }
+                watch(&shared, &receiver, &*rescue);
+            });
             spawned.map_err(|error| Error::system("starting a thread", error))
         })?;
         Ok(OnDevice { gpus, watched: Some(sender), watch: Some(watch) })
     }
 }
 
-fn nobody_watches() -> Error {
-    Error::Internal("nobody watches over the GPU".into())
+/// Gives a call to the watch, which ends after who gives it.
+fn watch_over(watched: Option<&Sender<Watched>>, call: &Arc<Call>, end: Event) -> Result<()> {
+    let nobody = || Error::Internal("nobody watches over the GPU".into());
+    let sent = watched.ok_or_else(nobody)?.send(Watched::new(call, end));
+    sent.map_err(|unsent| {
+        unsent.0.finish(Err(nobody()));
+        nobody()
+    })
 }
 
 /// An error of this rank alone, after the ranks have agreed on a call: the others are at work on it, so it ends the team,
@@ -159,7 +170,7 @@ impl Drop for OnDevice {
     fn drop(&mut self) {
         drop(self.watched.take());
         if self.watch.take().is_some_and(|watch| watch.join().is_err()) {
-            crate::say::say("the watch over a team's GPU panicked");
+            say("the watch over a team's GPU panicked");
         }
     }
 }
@@ -243,6 +254,12 @@ impl Worker {
             let chunks = (index..call.job.plan.chunks()).step_by(channels);
             stager.carry(channel, &call.job, chunks, patience).map_err(out_of_step)
         });
+        // Once all have been told.
+        if let (Err(_), Some(stager)) = (&done, &stager)
+            && call.job.producer().is_some_and(|producer| producer.waits())
+        {
+            stager.rest();
+        }
         self.stager = stager;
         done
     }

@@ -22,9 +22,10 @@ use super::neighbours::Neighbours;
 use super::{Carried, await_event, begin, end, root};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::plan::{slice, widest};
 use crate::topology::Topology;
 use crate::transport::Patience;
-use crate::transport::cuda::{Address, Event, HostMemory, Work};
+use crate::transport::cuda::{Address, Context, Event, HostMemory, Stream, Work};
 
 /// Chunks that are added up before their turn on the network, at most.
 const AHEAD: usize = 3;
@@ -38,10 +39,10 @@ struct Stage {
 }
 
 /// What the driver of a lane has.
-struct Driver {
+pub(super) struct Driver {
     lane: usize,
     /// The sums of this host, `room` bytes for each place.
-    sums: Option<HostMemory>,
+    sums: HostMemory,
     room: usize,
     /// The means, a chunk for each place.
     means: HostMemory,
@@ -67,19 +68,15 @@ pub(super) struct Across {
 
 impl Across {
     /// For ranks whose memory is open to each other, each with a bounce of [`PLACES`] chunks of `chunk` bytes.
-    ///
-    /// # Errors
-    /// [`Error::System`]
-    pub fn new(near: Neighbours, topology: &Topology, chunk: usize) -> Result<Across> {
-        let driver = |lane| {
-            let means = HostMemory::new(&near.context, PLACES * chunk)?;
-            let (free, summed, flights) = Default::default();
-            Ok(Driver { lane, sums: None, room: 0, means, free, summed, flights })
-        };
-        let driver = topology.lane().map(driver).transpose()?;
+    pub fn new(near: Neighbours, driver: Option<Driver>, chunk: usize) -> Across {
         let stage = || Stage { batch: Batch::default(), table: Table::new(&near.context) };
         let [pack, add, spread, unpack] = [(); 4].map(|()| stage());
-        Ok(Across { near, driver, chunk, pack, add, spread, unpack })
+        Across { near, driver, chunk, pack, add, spread, unpack }
+    }
+
+    /// What everything is enqueued on.
+    pub fn stream(&self) -> &Stream {
+        &self.near.stream
     }
 
     /// The bytes of device memory that this rank has taken.
@@ -109,10 +106,8 @@ impl Across {
         let chunks = job.plan.chunks();
         let ahead = AHEAD.min(chunks);
         let topology = Arc::clone(&channel.topology);
-        let call = Call { job, topology: &topology, root: root(job, &topology), first_step: channel.step };
-        if let Some(driver) = &mut self.driver {
-            driver.prepare(&self.near, &call)?;
-        }
+        let call =
+            Call { job, topology: &topology, root: root(job, &topology), first_step: channel.step.wrapping_add(1) };
         for turn in 0..chunks + ahead {
             let (comes, goes) = (Some(turn).filter(|&turn| turn < chunks), turn.checked_sub(ahead));
             if let Some(chunk) = goes {
@@ -145,7 +140,7 @@ impl Across {
             return Ok(());
         }
         let place = self.places(chunk)[self.near.me];
-        self.pack.batch.copies(call.pieces(chunk), call.job.tensors(0), place, false);
+        self.pack.batch.copies(call.pieces(chunk), call.job.tensors(0), self.chunk, place, false);
         // SAFETY: the tensors are the call's; the place is this rank's until the ranks meet.
         unsafe { self.pack.table.copy(&self.pack.batch, &self.near.stream, patience) }
     }
@@ -156,7 +151,7 @@ impl Across {
             return Ok(());
         }
         let place = self.places(chunk)[self.near.me];
-        self.unpack.batch.copies(call.pieces(chunk), call.job.tensors(0), place, true);
+        self.unpack.batch.copies(call.pieces(chunk), call.job.tensors(0), self.chunk, place, true);
         // SAFETY: as for `pack`; all lanes have written the place before the ranks met.
         unsafe { self.unpack.table.copy(&self.unpack.batch, &self.near.stream, patience) }
     }
@@ -170,7 +165,7 @@ impl Across {
         match call.job.op {
             Op::Average => {
                 let to = driver.sums_address(chunk);
-                batch.start(self.near.bounces.len(), 1);
+                batch.start(self.near.bounces.len(), 1, slice.len());
                 for part in parts(call.job, chunk, slice) {
                     let sources = places.iter().map(|place| place + part.wire as Address);
                     batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
@@ -186,7 +181,7 @@ impl Across {
                 let Some(root) = call.root else { return Ok(()) };
                 let to = driver.means.address() + (chunk % PLACES * self.chunk) as Address;
                 let start = slice.start as Address;
-                batch.start(1, 1);
+                batch.start(1, 1, slice.len());
                 batch.add(DType::U8, slice.len(), [places[root] + start], [to + start]);
                 // SAFETY: as above; what was in the means' place has been read, by this stream.
                 unsafe { table.copy(batch, stream, patience) }?;
@@ -205,8 +200,8 @@ impl Across {
         patience: &Patience<'_>,
     ) -> Result<()> {
         let (Some(driver), Some(cluster)) = (&mut self.driver, &mut channel.cluster) else { return Ok(()) };
-        for chunk in (chunk..call.job.plan.chunks()).take(2) {
-            let place = chunk % PLACES;
+        for next in (chunk..call.job.plan.chunks()).take(2) {
+            let place = next % PLACES;
             if driver.flights[place].is_some() {
                 continue;
             }
@@ -214,7 +209,7 @@ impl Across {
                 await_event(&event, patience)?;
             }
             let flight =
-                driver.with_slice(call, chunk, self.chunk, |slice| cluster.start(slice, true, true, patience))?;
+                driver.with_slice(call, next, self.chunk, |slice| cluster.start(slice, true, true, patience))?;
             driver.flights[place] = Some(flight);
         }
         let lost = || Error::Internal(format!("the hosts lost step in chunk {chunk} of {}", call.job.title()));
@@ -231,7 +226,7 @@ impl Across {
         let start = slice.start as Address;
         let from = driver.means.address() + (chunk % PLACES * self.chunk) as Address;
         let Stage { batch, table } = &mut self.spread;
-        batch.start(1, self.near.bounces.len());
+        batch.start(1, self.near.bounces.len(), slice.len());
         batch.add(DType::U8, slice.len(), [from + start], places.iter().map(|place| place + start));
         // SAFETY: this slice of the bounces is this lane's between the meetings.
         unsafe { table.copy(batch, &self.near.stream, patience) }?;
@@ -241,23 +236,22 @@ impl Across {
 }
 
 impl Driver {
-    /// Takes the memory that the sums of the call need.
-    fn prepare(&mut self, near: &Neighbours, call: &Call<'_>) -> Result<()> {
-        let length = |chunk| match call.job.op {
-            Op::Average => Average.carried(call.job, chunk, call.slice(chunk, self.lane)),
-            Op::Broadcast { .. } | Op::Barrier => 0,
-        };
-        let room = (0..call.job.plan.chunks()).map(length).max().unwrap_or(0);
-        if room > self.room {
-            // The host has waited for whatever was written to the old ones.
-            self.sums = Some(HostMemory::new(&near.context, PLACES * room)?);
-            self.room = room;
-        }
-        Ok(())
+    /// For calls in chunks of `chunk` bytes, which may be averages of all types; `None` for a rank that drives no lane.
+    ///
+    /// # Errors
+    /// [`Error::System`]
+    pub fn new(context: &Arc<Context>, topology: &Topology, chunk: usize) -> Result<Option<Driver>> {
+        let Some(lane) = topology.lane() else { return Ok(None) };
+        let _entered = context.enter()?;
+        context.kernels()?.load_sums()?;
+        let room = widest(slice(0..chunk, topology.lanes() - 1, topology.lanes()).len());
+        let (sums, means) = (HostMemory::new(context, PLACES * room)?, HostMemory::new(context, PLACES * chunk)?);
+        let (free, summed, flights) = Default::default();
+        Ok(Some(Driver { lane, sums, room, means, free, summed, flights }))
     }
 
     fn sums_address(&self, chunk: usize) -> Address {
-        self.sums.as_ref().map_or(0, HostMemory::address) + (chunk % PLACES * self.room) as Address
+        self.sums.address() + (chunk % PLACES * self.room) as Address
     }
 
     /// Calls `work` with what the network is to do with the own slice of `chunk`.
@@ -274,11 +268,11 @@ impl Driver {
         let means = self.means.memory().wrapping_add(place * len);
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
         let lane = Lane { topology: call.topology, chunk, slots: &slots };
-        let sums = self.sums.as_ref().map(|sums| sums.memory().wrapping_add(place * self.room).cast_const());
-        let summed = sums.map(|sums| Summed { sums, slice: bytes.clone() });
-        let collective: &dyn Between = match (&summed, call.job.op) {
-            (Some(summed), Op::Average) => summed,
-            (_, op) => op.collective(),
+        let sums = self.sums.memory().wrapping_add(place * self.room);
+        let summed = Summed { sums, slice: bytes.clone() };
+        let collective: &dyn Between = match call.job.op {
+            Op::Average => &summed,
+            op => op.collective(),
         };
         // The same on all hosts, and another one for each chunk under way.
         let step = call.first_step.wrapping_add(chunk as u32);
@@ -316,7 +310,7 @@ impl Call<'_> {
 
 /// An average whose sums over the ranks of this host are there.
 struct Summed {
-    /// As [`parts`] of the slice lays them out.
+    /// Of the slice, as [`parts`] lays them out.
     sums: *const u8,
     slice: Range<usize>,
 }
@@ -330,24 +324,10 @@ impl Between for Summed {
     }
 
     unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
-        let mut whole = parts(job, lane.chunk, self.slice.clone());
-        let mut from = whole.next();
-        for part in parts(job, lane.chunk, piece) {
-            // The run of the slice that the part is in, or is.
-            let run = loop {
-                match from.take() {
-                    Some(run) if run.wire + run.count * run.reduction.wire_size() > part.wire => break run,
-                    Some(_) => from = whole.next(),
-                    None => return false,
-                }
-            };
-            let size = run.reduction.acc_size();
-            let skipped = (part.wire - run.wire) / run.reduction.wire_size();
-            let to = &mut out[part.at..][..part.count * size];
-            // SAFETY: the sums of the whole slice are there, and nobody writes to them.
-            unsafe { self.sums.add(run.at + skipped * size).copy_to_nonoverlapping(to.as_mut_ptr(), to.len()) };
-            from = Some(run);
-        }
+        let skipped = Average.carried(job, lane.chunk, self.slice.start..piece.start);
+        let out = &mut out[..Average.carried(job, lane.chunk, piece)];
+        // SAFETY: the sums of the whole slice are there, and nobody writes to them; those of pieces lie side by side.
+        unsafe { self.sums.add(skipped).copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
         true
     }
 

@@ -30,12 +30,20 @@ pub(super) struct Batch {
     pieces: u32,
     /// How many sources and targets a piece has.
     shape: (usize, usize),
+    /// The most bytes of an item.
+    item: usize,
 }
 
+/// What a block moves at least at a time, in bytes: a vector for each of its threads.
+const LEAST_ITEM: usize = 8 << 10;
+/// As many items as keep a GPU busy.
+const ITEMS: usize = 512;
+
 impl Batch {
-    /// Starts anew, for pieces with so many sources and targets.
-    pub fn start(&mut self, sources: usize, targets: usize) {
+    /// Starts anew, for pieces with so many sources and targets, of `bytes` together.
+    pub fn start(&mut self, sources: usize, targets: usize, bytes: usize) {
         self.shape = (sources, targets);
+        self.item = (bytes / ITEMS).next_multiple_of(LEAST_ITEM).max(LEAST_ITEM);
         self.items.clear();
         self.sources.clear();
         self.targets.clear();
@@ -54,8 +62,9 @@ impl Batch {
         self.sources.extend(sources);
         self.targets.extend(targets);
         let start = self.items.len();
-        for first in (0..count).step_by(Item::LONGEST) {
-            let count = (count - first).min(Item::LONGEST) as u32;
+        let longest = (self.item / dtype.size()).min(Item::LONGEST);
+        for first in (0..count).step_by(longest) {
+            let count = (count - first).min(longest) as u32;
             self.items.push(Item { first: first as u64, piece: self.pieces, count });
         }
         self.pieces += 1;
@@ -66,9 +75,17 @@ impl Batch {
         }
     }
 
-    /// Starts anew with copies of `pieces` of `tensors` to `memory`, where they lie as on the wire, or, `back`, from there.
-    pub fn copies(&mut self, pieces: impl Iterator<Item = Piece>, tensors: &[Tensor], memory: Address, back: bool) {
-        self.start(1, 1);
+    /// Starts anew with copies of `pieces` of `tensors`, of `bytes` together, to `memory`, where they lie as on the wire, or,
+    /// `back`, from there.
+    pub fn copies(
+        &mut self,
+        pieces: impl Iterator<Item = Piece>,
+        tensors: &[Tensor],
+        bytes: usize,
+        memory: Address,
+        back: bool,
+    ) {
+        self.start(1, 1, bytes);
         for piece in pieces {
             let buffer = &tensors[piece.tensor].buffer;
             let size = buffer.dtype().size();
@@ -210,7 +227,7 @@ mod tests {
     #[test]
     fn long_pieces_become_items_and_types_become_groups() {
         let mut batch = Batch::default();
-        batch.start(2, 1);
+        batch.start(2, 1, 1 << 30);
         batch.add(DType::F32, 2 * Item::LONGEST + 1, [1, 2], [3]);
         batch.add(DType::F32, 5, [4, 5], [6]);
         batch.add(DType::I8, 1, [7, 8], [9]);
@@ -219,7 +236,15 @@ mod tests {
         assert_eq!(items, [(0, 0, long), (long.into(), 0, long), (2 * u64::from(long), 0, 1), (0, 1, 5), (0, 2, 1)]);
         assert_eq!(batch.groups.iter().map(|group| group.items.clone()).collect::<Vec<_>>(), [0..4, 4..5]);
         assert_eq!((&batch.sources[..], &batch.targets[..]), (&[1, 2, 4, 5, 7, 8][..], &[3, 6, 9][..]));
-        batch.start(1, 1);
+        // A short call is cut up too, so that it has blocks.
+        batch.start(1, 1, 64 << 10);
+        batch.add(DType::BF16, 32 << 10, [1], [3]);
+        batch.add(DType::U8, 1, [1], [3]);
+        assert_eq!(
+            batch.items.iter().map(|item| item.count).collect::<Vec<_>>(),
+            [[4096; 8].as_slice(), &[1]].concat()
+        );
+        batch.start(1, 1, 0);
         assert!(batch.is_empty() && batch.bytes() == 0);
     }
 }

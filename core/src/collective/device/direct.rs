@@ -18,7 +18,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::plan::slice;
 use crate::transport::Patience;
-use crate::transport::cuda::{Address, Event, Work};
+use crate::transport::cuda::{Address, Event, Stream, Work};
 
 /// The numbers that an export takes in a note.
 const EXPORT: usize = 9;
@@ -41,6 +41,11 @@ impl Direct {
     pub fn new(near: Neighbours) -> Direct {
         let table = Table::new(&near.context);
         Direct { near, shots: 0, batch: Batch::default(), table }
+    }
+
+    /// What everything is enqueued on.
+    pub fn stream(&self) -> &Stream {
+        &self.near.stream
     }
 
     /// The bytes of device memory that this rank has taken.
@@ -80,7 +85,7 @@ impl Direct {
         begin(job, &self.near.stream)?;
         if brings {
             let pieces = job.plan.pieces_of_all(0..total);
-            self.batch.copies(pieces, job.tensors(0), self.near.bounces[self.near.me] + at, false);
+            self.batch.copies(pieces, job.tensors(0), total, self.near.bounces[self.near.me] + at, false);
             // SAFETY: the tensors are the call's, and the bounce is free, as told above.
             unsafe { self.table.copy(&self.batch, &self.near.stream, patience) }?;
         }
@@ -90,7 +95,7 @@ impl Direct {
                 Some(root) => &self.near.bounces[root..=root],
                 None => &self.near.bounces[..],
             };
-            self.batch.start(bounces.len(), 1);
+            self.batch.start(bounces.len(), 1, total);
             for piece in job.plan.pieces_of_all(0..total) {
                 let buffer = &job.tensors(0)[piece.tensor].buffer;
                 let sources = bounces.iter().map(|bounce| bounce + at + piece.offset as u64);
@@ -130,7 +135,7 @@ impl Direct {
             Some(_) => 0..total,
         };
         let (sources, targets) = if root.is_some() { (1, 1) } else { (ranks, ranks) };
-        self.batch.start(sources, targets);
+        self.batch.start(sources, targets, part.len());
         for piece in job.plan.pieces_of_all(part) {
             let buffer = &job.tensors(0)[piece.tensor].buffer;
             let skip = (piece.first * buffer.dtype().size()) as u64;

@@ -7,7 +7,8 @@
 //! - the ranks of several hosts the same way within a host, and in slices through host memory between hosts ([`across`]);
 //! - else through host memory, in chunks, by the averages of the host ([`staged`]).
 //!
-//! The host enqueues and does not wait: a call ends for its caller when the caller's stream will see the result.
+//! Where nothing goes through the host, it enqueues and does not wait: a call ends for its caller when the caller's stream will
+//! see the result. [`across`] and [`staged`] wait for the GPU to come to each chunk.
 //! Thread rule: [`Gpus`] is the lead's; a [`Stager`] is one thread's.
 
 mod across;
@@ -31,11 +32,10 @@ use serde_json::{Value, json};
 use super::rounds::{self, Told};
 use super::{Channel, Job, Op};
 use crate::error::{Error, Result};
-use crate::plan::ALIGN;
 use crate::topology::Topology;
 use crate::transport::Patience;
 use crate::transport::cuda::{Address, Context, Event, Producer, Stream, nccl_version};
-use across::Across;
+use across::{Across, Driver};
 use direct::Direct;
 use neighbours::Neighbours;
 use path::Facts;
@@ -46,7 +46,8 @@ use ring::Ring;
 pub struct DeviceSettings {
     /// `DL_COMM_GPU_PATH`.
     pub path: Wanted,
-    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: what goes between host and GPU at a time.
+    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: what goes between host and GPU at a time. For a team a multiple of
+    /// [`crate::plan::ALIGN`], and no more than a slot has.
     pub chunk: usize,
     /// `DL_COMM_NUM_CUDA_STREAMS`: a thread's streams for each direction.
     pub streams: usize,
@@ -99,15 +100,13 @@ impl Gpus {
             Path::Alone => Ok(Way::Alone(Stream::new(&context)?)),
             Path::Staged => Ok(Way::Staged),
             Path::Nccl => Ok(Way::Ring(Box::new(Ring::new(channel, &context, patience)?))),
-            Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, patience)?
-                .map(|near| Way::Direct(Box::new(Direct::new(near)))),
+            Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, Ok(()), patience)?
+                .map(|(near, ())| Way::Direct(Box::new(Direct::new(near)))),
             Path::Across(wait) => {
-                let chunk = settings.chunk.next_multiple_of(ALIGN);
-                let bounce = (across::PLACES * chunk).max(direct::BOUNCE);
-                match Neighbours::new(channel, &context, wait, bounce, patience)? {
-                    Ok(near) => Ok(Way::Across(Box::new(Across::new(near, &topology, chunk)?))),
-                    Err(why) => Err(why),
-                }
+                let driver = Driver::new(&context, &topology, settings.chunk);
+                let bounce = (across::PLACES * settings.chunk).max(direct::BOUNCE);
+                Neighbours::new(channel, &context, wait, bounce, driver, patience)?
+                    .map(|(near, driver)| Way::Across(Box::new(Across::new(near, driver, settings.chunk))))
             }
         };
         let (path, why, way) = match made {
@@ -161,6 +160,20 @@ impl Gpus {
             Way::Across(across) => across.carry(channel, job, patience),
             Way::Staged => Ok(Carried::ThroughHost),
         }
+    }
+
+    /// The end of what this thread has enqueued so far, for which what waits for the tensors of `job` then waits; `None` where
+    /// the GPU does not tell any more, and when other threads carry such calls.
+    pub fn end(&self, job: &Job) -> Option<Event> {
+        let stream = match &self.way {
+            Way::Alone(stream) => stream,
+            Way::Ring(ring) => ring.stream(),
+            Way::Direct(direct) => direct.stream(),
+            Way::Across(across) => across.stream(),
+            Way::Staged => return None,
+        };
+        let _entered = self.context.enter().ok()?;
+        end(job, stream).ok()
     }
 
     /// What lets the GPU of this rank go on after a failure of another: a closure for the thread that watches over calls.

@@ -35,35 +35,42 @@ pub(super) struct Neighbours {
 }
 
 impl Neighbours {
-    /// Opens the ranks' memory to each other, each with a bounce of `bytes`. Where that fails on one of them, on whatever
-    /// host, all get to know why.
+    /// Opens the ranks' memory to each other, each with a bounce of `bytes`, and gives `more` back with it. Where one of them, on
+    /// whatever host, has failed in that or in `more`, all get to know why.
     ///
     /// # Errors
     /// Those of the transports.
-    pub fn new(
+    pub fn new<M>(
         channel: &mut Channel,
         context: &Arc<Context>,
         wait: Wait,
         bytes: usize,
+        more: Result<M>,
         patience: &Patience<'_>,
-    ) -> Result<std::result::Result<Neighbours, String>> {
+    ) -> Result<std::result::Result<(Neighbours, M), String>> {
         let _entered = context.enter()?;
-        let own = Own::new(channel, context, bytes);
+        let own = more.and_then(|more| Ok((Own::new(channel, context, bytes)?, more)));
         let mine: Vec<u64> = match &own {
-            Ok(own) => [own.place].into_iter().chain(words(&own.export.handle)).collect(),
+            Ok((own, _)) => [own.place].into_iter().chain(words(&own.export.handle)).collect(),
             Err(_) => Vec::new(),
         };
         let me = channel.topology.local_rank();
-        let open = |told: &[&[u64]]| Ok(own.and_then(|own| Neighbours::open(context, wait, me, own, told)));
-        let made = tell(channel, &mine, patience, open)?;
+        let made = tell(channel, &mine, patience, |told| {
+            Ok(own.and_then(|(own, more)| Ok((Neighbours::open(context, wait, me, own, told)?, more))))
+        })?;
         let why = made.as_ref().err().map_or(String::new(), |error| error.detail().to_owned());
         let why = rounds::round(channel, &why, patience, |told| {
             let failed = told.iter().find(|(_, why)| !why.is_empty());
             failed.map_or(String::new(), |(rank, why)| format!("rank {rank}: {why}"))
         })?;
         Ok(match made {
-            Ok(neighbours) if why.is_empty() => Ok(neighbours),
-            _ => Err(why),
+            Ok(opened) if why.is_empty() => Ok(opened),
+            Ok((near, _)) => {
+                // Some of the others may not be there to wait for.
+                near.flags.release();
+                Err(why)
+            }
+            Err(_) => Err(why),
         })
     }
 

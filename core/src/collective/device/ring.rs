@@ -82,6 +82,11 @@ impl Ring {
         end(job, &self.stream).map(Carried::Enqueued)
     }
 
+    /// What everything is enqueued on.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// The bytes of device memory that it has taken.
     pub fn held(&self) -> usize {
         self.table.held() + self.bucket.as_ref().map_or(0, DeviceMemory::bytes)
@@ -100,7 +105,7 @@ impl Ring {
         let bucket = self.bucket.as_ref().map_or(0, DeviceMemory::address);
         for chunk in 0..plan.chunks() {
             let all = 0..plan.chunk_len(chunk);
-            self.batch.copies(plan.pieces(chunk, all.clone()), &tensors, bucket, false);
+            self.batch.copies(plan.pieces(chunk, all.clone()), &tensors, all.len(), bucket, false);
             // SAFETY: the tensors are the call's, and the bucket is the stream's.
             unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
             let part = |run: Run| {
@@ -108,7 +113,8 @@ impl Ring {
                 Part { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
             };
             self.group(job.op, plan.runs(chunk, all.clone()).map(part), patience)?;
-            self.batch.copies(plan.pieces(chunk, all), &tensors, bucket, true);
+            let bytes = all.len();
+            self.batch.copies(plan.pieces(chunk, all), &tensors, bytes, bucket, true);
             // SAFETY: as above.
             unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
         }

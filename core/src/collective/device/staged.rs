@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::super::{Channel, Job, Op};
 use super::batch::{Batch, Table};
-use super::{DeviceSettings, LAST, await_event, begin, end, producer, within};
+use super::{DeviceSettings, LAST, await_event, begin, end, has_ended, producer, within};
 use crate::error::{Error, Result};
 use crate::transport::Patience;
 use crate::transport::arena::Shared;
@@ -135,15 +135,16 @@ impl Stager {
         // After a failure too: copies may be on their way to tensors that the caller then frees.
         let ends: Vec<Event> =
             self.up.iter().chain(&self.down).map(|stream| end(job, stream)).collect::<Result<_>>()?;
-        if !producer(job)?.waits() {
-            return done;
+        if done.is_ok() && producer(job)?.waits() {
+            return ends.iter().try_for_each(|end| await_event(end, patience));
         }
-        match done {
-            Ok(()) => ends.iter().try_for_each(|end| await_event(end, patience)),
-            Err(error) => {
-                within(LAST, || ends.iter().all(|end| end.has_come().unwrap_or(true)));
-                Err(error)
-            }
+        done
+    }
+
+    /// After a failure: waits a while until nothing is on its way.
+    pub fn rest(&self) {
+        if let Ok(_entered) = self.context.enter() {
+            let _or_not = self.up.iter().chain(&self.down).all(has_ended);
         }
     }
 
@@ -223,7 +224,7 @@ impl Stager {
         match &mut self.packer {
             Some(Packer { memory, batch, table }) if packs => {
                 let packed = memory.address() + (turn % PLACES * self.settings.chunk) as Address;
-                batch.copies(pieces(), job.tensors(0), packed, way == Way::Up);
+                batch.copies(pieces(), job.tensors(0), len, packed, way == Way::Up);
                 // SAFETY: as above; the packed chunk is this turn's, as its place is.
                 let pack = |table: &mut Table| unsafe { table.copy(batch, stream, patience) };
                 match way {

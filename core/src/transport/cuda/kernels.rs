@@ -175,10 +175,22 @@ impl Kernels {
             (DType::BF16, true) => 8,
             (DType::Bool, _) => return Err(Error::Internal("bool has no sum".into())),
         };
-        let sums = self.sums.get_or_init(|| load(self.capability, &SUMS));
-        let function = sums.as_ref().map_err(Error::clone)?[index];
+        let function = self.sums()?[index];
         // SAFETY: the caller's promise.
         unsafe { launch(function, work, stream) }
+    }
+
+    /// Compiles the sums and loads them into the current context, unless that was done.
+    ///
+    /// # Errors
+    /// [`Error::System`]
+    pub fn load_sums(&self) -> Result<()> {
+        self.sums().map(|_| ())
+    }
+
+    fn sums(&self) -> Result<&[Function]> {
+        let sums = self.sums.get_or_init(|| load(self.capability, &SUMS));
+        sums.as_deref().map_err(Error::clone)
     }
 
     /// Copies by `work`, of which elements are bytes and there is one source.

@@ -18,6 +18,7 @@ use super::places::{self, RankPlace, fields, record};
 use super::probe;
 use crate::affinity::{self, Bounds};
 use crate::collective::Choice;
+use crate::collective::device::Wanted;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::plan::mail_bytes;
@@ -51,6 +52,10 @@ pub struct TeamShape {
     pub slot: usize,
     /// How it averages between hosts.
     pub algorithm: Choice,
+    /// The way that was asked for calls on device memory.
+    pub gpu_path: Wanted,
+    /// Bytes of a chunk of such calls.
+    pub gpu_chunk: usize,
 }
 
 /// The processes of the job.
