@@ -27,6 +27,10 @@ import numpy as np  # noqa: E402
 
 import dl_comm as mc  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from sightings import Sightings  # noqa: E402
+
 PAUSE = 1.5
 
 
@@ -57,23 +61,7 @@ class Rank:
         mc.init(nthread_per_team=2, nteams=1)
         self.rank, self.size = mc.get_rank(), mc.get_nranks()
         self.odd = self.rank == self.size - 1
-        self._file = folder / f"rank{self.rank}.json"
-        self.seen: list[dict[str, Any]] = []
-
-    def see(self, case: str, call: Callable[[], Any]) -> None:
-        """Runs ``call`` and notes what came of it: an error, or that there was none."""
-        start = time.monotonic()
-        error = text = ""
-        try:
-            call()
-        except Exception as raised:  # noqa: BLE001 - to be told
-            error, text = type(raised).__name__, str(raised)
-        took = time.monotonic() - start
-        self.seen.append({"case": case, "error": error, "text": text, "seconds": took})
-        # All or nothing: the launcher may kill this rank at any time.
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.seen))
-        partial.replace(self._file)
+        self.see = Sightings(folder / f"rank{self.rank}.json").see
 
     def mean(self, name: str | None = None) -> None:
         """An average that must be right."""

@@ -71,7 +71,8 @@ class Job:
         return finished
 
     def seen(self, rank: int) -> dict[str, dict[str, Any]]:
-        return {each["case"]: each for each in json.loads((self.folder / f"rank{rank}.json").read_text())}
+        seen: dict[str, dict[str, Any]] = json.loads((self.folder / f"rank{rank}.json").read_text())
+        return seen
 
     def others(self) -> list[dict[str, dict[str, Any]]]:
         return [self.seen(rank) for rank in range(self.size) if rank != self.odd]

@@ -7,14 +7,11 @@ reads what was written.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,6 +20,10 @@ import torch
 import dl_comm as mc
 import dl_comm.torch as cdl
 from job import Job
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from sightings import Sightings  # noqa: E402
 
 SHORT, LONG = 1000, 3_000_000
 """Elements of averages: by one shot, and by two."""
@@ -36,26 +37,11 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         mc.init(nthread_per_team=2, nteams=1)
         self.job = Job.here()
-        self._file = folder / f"rank{self.job.rank}.json"
-        self.seen: dict[str, dict[str, Any]] = {}
+        self.see = Sightings(folder / f"rank{self.job.rank}.json").see
         for count in (SHORT, LONG):
             self.see(f"before {count}", lambda count=count: self.mean(count))
         print(f"rank {self.job.rank}: {self.job.gpu()}", flush=True)
         mc.barrier()
-
-    def see(self, what: str, call: Callable[[], Any]) -> None:
-        """Runs ``call`` and notes what came of it, and when: an error, or that there was none."""
-        start = time.monotonic()
-        error = text = ""
-        try:
-            call()
-        except Exception as raised:  # noqa: BLE001 - to be told
-            error, text = type(raised).__name__, str(raised)
-        self.seen[what] = {"error": error, "text": text, "seconds": time.monotonic() - start}
-        # All or nothing: this rank may be killed at any time.
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.seen))
-        partial.replace(self._file)
 
     def mean(self, count: int) -> None:
         """An average that must be right, looked at."""
