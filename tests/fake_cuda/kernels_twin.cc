@@ -32,19 +32,10 @@ void run(const Work& work, Index grid, Index block) {
   }
 }
 
-// By the name: what follows the first '_' is the type, "bytes" for what is not averaged.
-constexpr unsigned size_of(const char* name) {
-  while (*name != '_') ++name;
-  unsigned bits = 0;
-  for (; *name != '\0' && (bits == 0 || (*name >= '0' && *name <= '9')); ++name) {
-    if (*name >= '0' && *name <= '9') bits = 10 * bits + static_cast<unsigned>(*name - '0');
-  }
-  return bits == 0 ? 1 : bits / 8;
-}
-static_assert(size_of("average_bf16_precise") == 2 && size_of("average_i64") == 8 && size_of("copy_bytes") == 1);
-
-#define DL_COMM_TWIN(name, made) {#name, size_of(#name), made, kMaxThreads, run<::name>},
-constexpr Twin kTwins[] = {DL_COMM_MEANS(DL_COMM_TWIN) DL_COMM_SUMS(DL_COMM_TWIN)};
+#define DL_COMM_TWIN_MEAN(type, S) {"average_" #type, S::kSize, S::kSize, kMaxThreads, run<::average_##type>},
+#define DL_COMM_TWIN_SUM(type, S) {"sum_" #type, S::kSize, sizeof(S::Acc), kMaxThreads, run<::sum_##type>},
+constexpr Twin kTwins[] = {DL_COMM_TYPES(DL_COMM_TWIN_MEAN) DL_COMM_TYPES(DL_COMM_TWIN_SUM){
+    "copy_bytes", Bytes::kSize, Bytes::kSize, kMaxThreads, run<::copy_bytes>}};
 
 }  // namespace
 

@@ -333,8 +333,8 @@ proptest! {
 }
 
 const SUMS: [(&str, DType, bool); 11] = [
-    ("average_f32", DType::F32, false),
-    ("average_f64", DType::F64, false),
+    ("sum_f32", DType::F32, false),
+    ("sum_f64", DType::F64, false),
     ("sum_f16", DType::F16, false),
     ("sum_bf16", DType::BF16, false),
     ("sum_i8", DType::I8, false),

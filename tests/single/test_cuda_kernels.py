@@ -43,9 +43,14 @@ def nvrtc(version: str) -> Nvrtc:
 
 
 def kernels(source: str) -> list[str]:
-    """What the list at the end of the source names."""
-    listed = re.split(r"#define DL_COMM_\w+\(X\)", (FOLDER / source).read_text())[1]
-    return re.findall(r"X\((\w+), \d+\)", listed)
+    """What the list of types makes of the source."""
+    types = re.findall(r"X\((\w+), \w+\)", HEADERS["types.cuh"].split("#define DL_COMM_TYPES(X)")[1])
+    assert len(types) == 11
+    return (
+        [f"average_{each}" for each in types] + ["copy_bytes"]
+        if source == "means.cu"
+        else [f"sum_{each}" for each in types]
+    )
 
 
 def bodies(ptx: str) -> dict[str, str]:

@@ -44,8 +44,9 @@ pub(super) struct Driver {
     /// The sums of this host, `room` bytes for each place.
     sums: HostMemory,
     room: usize,
-    /// The means, a chunk for each place.
+    /// The means, a chunk (of so many bytes) for each place.
     means: HostMemory,
+    chunk: usize,
     /// When nothing reads the means of a place any more.
     free: [Option<Event>; PLACES],
     /// When the sums of a place are there.
@@ -179,7 +180,7 @@ impl Across {
             }
             Op::Broadcast { .. } | Op::Barrier => {
                 let Some(root) = call.root else { return Ok(()) };
-                let to = driver.means.address() + (chunk % PLACES * self.chunk) as Address;
+                let to = driver.means_address(chunk);
                 let start = slice.start as Address;
                 batch.start(1, 1, slice.len());
                 batch.add(DType::U8, slice.len(), [places[root] + start], [to + start]);
@@ -208,13 +209,12 @@ impl Across {
             for event in [driver.summed[place].take(), driver.free[place].take()].into_iter().flatten() {
                 await_event(&event, patience)?;
             }
-            let flight =
-                driver.with_slice(call, next, self.chunk, |slice| cluster.start(slice, true, true, patience))?;
+            let flight = driver.with_slice(call, next, |slice| cluster.start(slice, true, true, patience))?;
             driver.flights[place] = Some(flight);
         }
         let lost = || Error::Internal(format!("the hosts lost step in chunk {chunk} of {}", call.job.title()));
         let flight = driver.flights[chunk % PLACES].take().ok_or_else(lost)?;
-        let agreed = driver.with_slice(call, chunk, self.chunk, |slice| cluster.finish(slice, flight, patience))?;
+        let agreed = driver.with_slice(call, chunk, |slice| cluster.finish(slice, flight, patience))?;
         if agreed { Ok(()) } else { Err(lost()) }
     }
 
@@ -224,7 +224,7 @@ impl Across {
         let Some(driver) = &mut self.driver else { return Ok(()) };
         let slice = call.slice(chunk, driver.lane);
         let start = slice.start as Address;
-        let from = driver.means.address() + (chunk % PLACES * self.chunk) as Address;
+        let from = driver.means_address(chunk);
         let Stage { batch, table } = &mut self.spread;
         batch.start(1, self.near.bounces.len(), slice.len());
         batch.add(DType::U8, slice.len(), [from + start], places.iter().map(|place| place + start));
@@ -247,25 +247,23 @@ impl Driver {
         let room = widest(slice(0..chunk, topology.lanes() - 1, topology.lanes()).len());
         let (sums, means) = (HostMemory::new(context, PLACES * room)?, HostMemory::new(context, PLACES * chunk)?);
         let (free, summed, flights) = Default::default();
-        Ok(Some(Driver { lane, sums, room, means, free, summed, flights }))
+        Ok(Some(Driver { lane, sums, room, means, chunk, free, summed, flights }))
     }
 
     fn sums_address(&self, chunk: usize) -> Address {
         self.sums.address() + (chunk % PLACES * self.room) as Address
     }
 
+    fn means_address(&self, chunk: usize) -> Address {
+        self.means.address() + (chunk % PLACES * self.chunk) as Address
+    }
+
     /// Calls `work` with what the network is to do with the own slice of `chunk`.
-    fn with_slice<T>(
-        &self,
-        call: &Call<'_>,
-        chunk: usize,
-        len: usize,
-        work: impl FnOnce(&Slice<'_>) -> Result<T>,
-    ) -> Result<T> {
+    fn with_slice<T>(&self, call: &Call<'_>, chunk: usize, work: impl FnOnce(&Slice<'_>) -> Result<T>) -> Result<T> {
         let place = chunk % PLACES;
         let bytes = call.slice(chunk, self.lane);
         // Everything that a lane looks for in a slot, its own or another's, is with the means.
-        let means = self.means.memory().wrapping_add(place * len);
+        let means = self.means.memory().wrapping_add(place * self.chunk);
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
         let lane = Lane { topology: call.topology, chunk, slots: &slots };
         let sums = self.sums.memory().wrapping_add(place * self.room);

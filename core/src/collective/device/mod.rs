@@ -120,11 +120,10 @@ impl Gpus {
 
     /// What `dl_comm_describe` tells of it.
     pub fn about(&self) -> Value {
-        let wait = match self.path {
-            Path::Ipc(Wait::Stream) | Path::Across(Wait::Stream) => Some("stream"),
-            Path::Ipc(Wait::Host) | Path::Across(Wait::Host) => Some("host"),
-            _ => None,
-        };
+        let wait = self.path.wait().map(|wait| match wait {
+            Wait::Stream => "stream",
+            Wait::Host => "host",
+        });
         json!({
             "path": self.path.name(),
             "why": self.why,

@@ -47,6 +47,14 @@ impl Path {
             Path::Staged => "staged",
         }
     }
+
+    /// Who waits, where kernels work on memory of several ranks.
+    pub fn wait(self) -> Option<Wait> {
+        match self {
+            Path::Ipc(wait) | Path::Across(wait) => Some(wait),
+            Path::Alone | Path::Nccl | Path::Staged => None,
+        }
+    }
 }
 
 /// What the environment asks for.
@@ -146,7 +154,7 @@ pub(super) struct Decision {
 
 impl Decision {
     pub fn encode(&self) -> String {
-        let wait = matches!(self.path, Path::Ipc(Wait::Host) | Path::Across(Wait::Host));
+        let wait = self.path.wait() == Some(Wait::Host);
         json!([self.path.name(), wait, self.why, self.refused]).to_string()
     }
 

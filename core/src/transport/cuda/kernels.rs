@@ -16,12 +16,6 @@ use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// A source, and the kernels that it makes.
-struct Source {
-    text: &'static str,
-    kernels: &'static [&'static CStr],
-}
-
 /// What the sources include, by name.
 const HEADERS: [(&CStr, &str); 3] = [
     (c"memory.cuh", include_str!("kernels/memory.cuh")),
@@ -29,39 +23,31 @@ const HEADERS: [(&CStr, &str); 3] = [
     (c"total.cuh", include_str!("kernels/total.cuh")),
 ];
 
-const MEANS: Source = Source {
-    text: include_str!("kernels/means.cu"),
-    kernels: &[
-        c"average_f32",
-        c"average_f64",
-        c"average_f16",
-        c"average_bf16",
-        c"average_i8",
-        c"average_u8",
-        c"average_i32",
-        c"average_i64",
-        c"average_f32_precise",
-        c"average_f16_precise",
-        c"average_bf16_precise",
-        c"copy_bytes",
-    ],
-};
-
+const MEANS: &str = include_str!("kernels/means.cu");
 /// Compiled when the first call needs one.
-const SUMS: Source = Source {
-    text: include_str!("kernels/sums.cu"),
-    kernels: &[
-        c"sum_f16",
-        c"sum_bf16",
-        c"sum_i8",
-        c"sum_u8",
-        c"sum_i32",
-        c"sum_i64",
-        c"sum_f32_precise",
-        c"sum_f16_precise",
-        c"sum_bf16_precise",
-    ],
-};
+const SUMS: &str = include_str!("kernels/sums.cu");
+
+/// The types, as in `DL_COMM_TYPES` of the headers.
+const TYPES: [&str; 11] =
+    ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"];
+
+/// The place of elements of `dtype` among the types, added up in float64 when `precise`.
+fn place(dtype: DType, precise: bool) -> Result<usize> {
+    Ok(match (dtype, precise) {
+        (DType::F32, false) => 0,
+        (DType::F64, _) => 1,
+        (DType::F16, false) => 2,
+        (DType::BF16, false) => 3,
+        (DType::I8, _) => 4,
+        (DType::U8, _) => 5,
+        (DType::I32, _) => 6,
+        (DType::I64, _) => 7,
+        (DType::F32, true) => 8,
+        (DType::F16, true) => 9,
+        (DType::BF16, true) => 10,
+        (DType::Bool, _) => return Err(Error::Internal("bool has no mean".into())),
+    })
+}
 
 /// Threads of a block.
 const THREADS: u32 = 512;
@@ -108,7 +94,9 @@ pub struct Work {
 /// The kernels for one kind of GPU, loaded into a context.
 pub struct Kernels {
     capability: (i32, i32),
+    /// By type.
     means: Vec<Function>,
+    copy: Function,
     sums: OnceLock<Result<Vec<Function>>>,
 }
 
@@ -122,7 +110,9 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     /// Compiles the kernels for GPUs of `capability` and loads them into the current context.
     pub(super) fn compile(capability: (i32, i32)) -> Result<Kernels> {
-        Ok(Kernels { capability, means: load(capability, &MEANS)?, sums: OnceLock::new() })
+        let mut means = load(capability, MEANS, "average", &["copy_bytes"])?;
+        let copy = means.pop().ok_or_else(|| Error::Internal("no kernel was asked for".into()))?;
+        Ok(Kernels { capability, means, copy, sums: OnceLock::new() })
     }
 
     /// Averages elements of `dtype`, in float64 when `precise`, by `work`, of which each element is `sources` added up and
@@ -134,22 +124,8 @@ impl Kernels {
     /// # Safety
     /// What `work` tells of is valid device memory until the kernel is done, and nobody else's.
     pub unsafe fn average(&self, dtype: DType, precise: bool, work: &Work, stream: &Stream) -> Result<()> {
-        let index = match (dtype, precise) {
-            (DType::F32, false) => 0,
-            (DType::F64, _) => 1,
-            (DType::F16, false) => 2,
-            (DType::BF16, false) => 3,
-            (DType::I8, _) => 4,
-            (DType::U8, _) => 5,
-            (DType::I32, _) => 6,
-            (DType::I64, _) => 7,
-            (DType::F32, true) => 8,
-            (DType::F16, true) => 9,
-            (DType::BF16, true) => 10,
-            (DType::Bool, _) => return Err(Error::Internal("bool has no mean".into())),
-        };
         // SAFETY: the caller's promise.
-        unsafe { launch(self.means[index], work, stream) }
+        unsafe { launch(self.means[place(dtype, precise)?], work, stream) }
     }
 
     /// Adds elements of `dtype` up by `work`, which has one target of [`crate::reduce::Reduction::acc_size`] bytes for an
@@ -161,21 +137,7 @@ impl Kernels {
     /// # Safety
     /// As for [`Kernels::average`]; the stream's context is the current one.
     pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &Work, stream: &Stream) -> Result<()> {
-        let index = match (dtype, precise) {
-            // SAFETY: the caller's promise.
-            (DType::F32, false) | (DType::F64, _) => return unsafe { self.average(dtype, precise, work, stream) },
-            (DType::F16, false) => 0,
-            (DType::BF16, false) => 1,
-            (DType::I8, _) => 2,
-            (DType::U8, _) => 3,
-            (DType::I32, _) => 4,
-            (DType::I64, _) => 5,
-            (DType::F32, true) => 6,
-            (DType::F16, true) => 7,
-            (DType::BF16, true) => 8,
-            (DType::Bool, _) => return Err(Error::Internal("bool has no sum".into())),
-        };
-        let function = self.sums()?[index];
+        let function = self.sums()?[place(dtype, precise)?];
         // SAFETY: the caller's promise.
         unsafe { launch(function, work, stream) }
     }
@@ -189,7 +151,7 @@ impl Kernels {
     }
 
     fn sums(&self) -> Result<&[Function]> {
-        let sums = self.sums.get_or_init(|| load(self.capability, &SUMS));
+        let sums = self.sums.get_or_init(|| load(self.capability, SUMS, "sum", &[]));
         sums.as_deref().map_err(Error::clone)
     }
 
@@ -202,23 +164,26 @@ impl Kernels {
     /// As for [`Kernels::average`].
     pub unsafe fn copy(&self, work: &Work, stream: &Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { launch(self.means[11], work, stream) }
+        unsafe { launch(self.copy, work, stream) }
     }
 }
 
-/// Compiles a source for GPUs of `capability`, and loads its kernels into the current context.
-fn load((major, minor): (i32, i32), source: &Source) -> Result<Vec<Function>> {
-    let image = Program::new(source.text)?.image(major * 10 + minor)?;
+/// Compiles a source for GPUs of `capability`, and loads its kernels into the current context: what it does (`what`) for each
+/// type, and `more`.
+fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> Result<Vec<Function>> {
+    let image = Program::new(source)?.image(major * 10 + minor)?;
     let mut module = ptr::null_mut();
     // SAFETY: an image of NVRTC's, ended by NUL where it is text.
     check("loading the kernels", unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) })?;
-    let find = |name: &&CStr| {
+    let find = |name: String| {
+        let name = ended(&name)?;
         let mut function = ptr::null_mut();
         // SAFETY: the module is loaded, and stays.
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
         check("finding a kernel", code).map(|()| function)
     };
-    source.kernels.iter().map(find).collect()
+    let names = TYPES.iter().map(|dtype| format!("{what}_{dtype}"));
+    names.chain(more.iter().map(|&name| name.to_owned())).map(find).collect()
 }
 
 /// # Safety
@@ -250,6 +215,10 @@ unsafe fn launch(function: Function, work: &Work, stream: &Stream) -> Result<()>
 
 fn blocks(context: &Context) -> u32 {
     context.processors().max(1) * BLOCKS
+}
+
+fn ended(text: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))
 }
 
 /// A program of NVRTC.

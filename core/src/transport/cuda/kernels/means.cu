@@ -104,23 +104,6 @@ __device__ __forceinline__ void average(const Work& work) {
 
 }  // namespace
 
-DL_COMM_KERNEL(average_f32, average, F32)
-DL_COMM_KERNEL(average_f64, average, F64)
-DL_COMM_KERNEL(average_f16, average, F16)
-DL_COMM_KERNEL(average_bf16, average, BF16)
-DL_COMM_KERNEL(average_i8, average, I8)
-DL_COMM_KERNEL(average_u8, average, U8)
-DL_COMM_KERNEL(average_i32, average, I32)
-DL_COMM_KERNEL(average_i64, average, I64)
-DL_COMM_KERNEL(average_f32_precise, average, F32Precise)
-DL_COMM_KERNEL(average_f16_precise, average, F16Precise)
-DL_COMM_KERNEL(average_bf16_precise, average, BF16Precise)
+#define DL_COMM_MEAN(type, S) DL_COMM_KERNEL(average_##type, average, S)
+DL_COMM_TYPES(DL_COMM_MEAN)
 DL_COMM_KERNEL(copy_bytes, average, Bytes)
-
-// Calls X with the name of every kernel, and the size of what it writes for an element.
-// clang-format off
-#define DL_COMM_MEANS(X) \
-  X(average_f32, 4) X(average_f64, 8) X(average_f16, 2) X(average_bf16, 2) X(average_i8, 1) X(average_u8, 1) \
-  X(average_i32, 4) X(average_i64, 8) X(average_f32_precise, 4) X(average_f16_precise, 2) X(average_bf16_precise, 2) \
-  X(copy_bytes, 1)
-// clang-format on

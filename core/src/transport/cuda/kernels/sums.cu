@@ -1,5 +1,5 @@
 // The kernels that add elements up and leave the sums as they are, for calls that go on between hosts. A launch has one
-// target, and no divisor. (The sum of float32 in float32 is its mean with divisor 1, as is that of float64.)
+// target, and no divisor.
 #include "total.cuh"
 
 namespace {
@@ -31,19 +31,5 @@ __device__ __forceinline__ void sum(const Work& work) {
 
 }  // namespace
 
-DL_COMM_KERNEL(sum_f16, sum, F16)
-DL_COMM_KERNEL(sum_bf16, sum, BF16)
-DL_COMM_KERNEL(sum_i8, sum, I8)
-DL_COMM_KERNEL(sum_u8, sum, U8)
-DL_COMM_KERNEL(sum_i32, sum, I32)
-DL_COMM_KERNEL(sum_i64, sum, I64)
-DL_COMM_KERNEL(sum_f32_precise, sum, F32Precise)
-DL_COMM_KERNEL(sum_f16_precise, sum, F16Precise)
-DL_COMM_KERNEL(sum_bf16_precise, sum, BF16Precise)
-
-// Calls X with the name of every kernel, and the size of what it writes for an element.
-// clang-format off
-#define DL_COMM_SUMS(X) \
-  X(sum_f16, 4) X(sum_bf16, 4) X(sum_i8, 4) X(sum_u8, 4) X(sum_i32, 8) X(sum_i64, 16) X(sum_f32_precise, 8) \
-  X(sum_f16_precise, 8) X(sum_bf16_precise, 8)
-// clang-format on
+#define DL_COMM_SUM(type, S) DL_COMM_KERNEL(sum_##type, sum, S)
+DL_COMM_TYPES(DL_COMM_SUM)

@@ -268,3 +268,17 @@ template <>
 constexpr bool kCopies<Bytes> = true;
 
 }  // namespace
+
+// Calls X with the name of every type that has a mean, and the type.
+#define DL_COMM_TYPES(X)     \
+  X(f32, F32)                \
+  X(f64, F64)                \
+  X(f16, F16)                \
+  X(bf16, BF16)              \
+  X(i8, I8)                  \
+  X(u8, U8)                  \
+  X(i32, I32)                \
+  X(i64, I64)                \
+  X(f32_precise, F32Precise) \
+  X(f16_precise, F16Precise) \
+  X(bf16_precise, BF16Precise)
