@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up a virtual environment with dl_comm, built from this checkout:  examples/setup.sh [EXTRA...]
-# Extras are those of pyproject.toml: torch tensorflow examples test. The environment is .venv, or $DL_COMM_VENV; it is
+# Extras are those of pyproject.toml: torch tensorflow tf1 examples test. The environment is .venv, or $DL_COMM_VENV; it is
 # made with python3, or $PYTHON. Running it again brings it up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +12,10 @@ lacks() {
   exit 1
 }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || lacks "Python 3.10 or later is needed (PYTHON names it)"
-command -v cargo >/dev/null || [ -x "$HOME/.cargo/bin/cargo" ] || lacks "a Rust toolchain is needed: https://rustup.rs"
+cargo=$(command -v cargo || echo "$HOME/.cargo/bin/cargo")
+[ -x "$cargo" ] || lacks "a Rust toolchain is needed: https://rustup.rs"
+# rustup's cargo is there also when it has no toolchain to run.
+said=$("$cargo" --version 2>&1) || lacks "a Rust toolchain is needed, but $cargo does not run: ${said%%$'\n'*} (rustup default stable)"
 command -v "${CXX:-c++}" >/dev/null || lacks "a C++ compiler is needed, for instance g++"
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -21,4 +24,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 extras=$(IFS=,; echo "$*")
 echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time takes some minutes)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check ".${extras:+[$extras]}"
+pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip ".${extras:+[$extras]}"
+# It asks for the distribution tensorflow, in whose place tensorflow-cpu does.
+case " $* " in *" test "*) pip --no-deps "tf_keras>=2.16" ;; esac

@@ -67,7 +67,8 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
             stdin=subprocess.DEVNULL,
             stdout=None if echo else output,
             stderr=None if echo else subprocess.STDOUT,
-            env={**os.environ, **(env or {}), _MARK: mark},
+            # What a rank has printed is there when it is killed.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), _MARK: mark},
             start_new_session=True,
         )
         timed_out = False

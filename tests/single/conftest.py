@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import hosts  # noqa: E402
 from launch import Finished, launch  # noqa: E402
 
 
@@ -24,6 +25,15 @@ def script(tmp_path: Path) -> Callable[..., Finished]:
         return launch(ranks, [sys.executable, str(path)], timeout, env)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[hosts.Hosts]:
+    """Two hosts of network namespaces."""
+    if not hosts.possible():
+        pytest.skip("needs root and iproute2 to make network namespaces")
+    with hosts.Hosts(2) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import launch
+from launch import launch, run
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 NAMES = ["numpy_mnist", "torch_mnist", "tf_mnist", "tf1_mnist", "estimator_mnist", "keras_mnist"]
 MNIST = os.environ.get("DL_COMM_TEST_MNIST")
 
@@ -53,3 +54,38 @@ def test_example_on_bundled_digits(name: str, tmp_path: Path, monkeypatch: pytes
 def test_example_on_mnist(name: str, ranks: int) -> None:
     reached, output = accuracy(name, ranks, "--data-dir", str(MNIST), "--epochs", "2")
     assert reached >= 0.97, output
+
+
+def test_setup_says_at_once_that_cargo_does_not_run(tmp_path: Path) -> None:
+    """A rustup without a default toolchain."""
+    cargo = tmp_path / "bin/cargo"
+    cargo.parent.mkdir()
+    cargo.write_text("#!/bin/sh\necho 'error: rustup could not choose a version of cargo to run' >&2\nexit 1\n")
+    cargo.chmod(0o755)
+    env = {
+        "PATH": f"{cargo.parent}:{os.environ['PATH']}",
+        "DL_COMM_VENV": str(tmp_path / "venv"),
+        "PYTHON": sys.executable,
+    }
+    finished = run([str(ROOT / "examples/setup.sh")], 60, env)
+    assert finished.returncode == 1
+    (line,) = finished.output.splitlines()
+    assert "could not choose a version of cargo" in line
+    assert "rustup default stable" in line
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_gate_does_not_see_what_the_shell_has_set(tmp_path: Path) -> None:
+    """It is stopped where it would set up, which is the first thing that it does."""
+    tree = tmp_path / "tree"
+    for name in ("tests/run.sh", "examples/setup.sh"):
+        (tree / name).parent.mkdir(parents=True)
+    (tree / "tests/run.sh").write_text((ROOT / "tests/run.sh").read_text())
+    (tree / "examples/setup.sh").write_text("#!/bin/sh\nenv\nexit 1\n")
+    (tree / "examples/setup.sh").chmod(0o755)
+    (tree / "tests/run.sh").chmod(0o755)
+    extra = {"PYTHONPATH": "/nowhere", "DL_COMM_TIMEOUT_S": "7", "PYTHONUNBUFFERED": "1", "MPICC": "/some/mpicc"}
+    seen = run([str(tree / "tests/run.sh")], 60, extra).output
+    assert "MPICC=/some/mpicc" in seen
+    assert f"HOME={os.environ['HOME']}" in seen
+    assert not [name for name in extra if name != "MPICC" and f"{name}=" in seen], seen
