@@ -108,7 +108,17 @@ Outcome Ticket::wait() {
   {
     const auto since = std::chrono::steady_clock::now();
     std::unique_lock<std::mutex> lock(mutex_);
-    ended_.wait(lock, [this] { return finished_; });
+    const auto ended = [this] { return finished_; };
+    constexpr std::chrono::milliseconds kLook{100};
+    if (!ended_.wait_for(lock, kLook, ended)) {
+      const auto long_wait = begin_wait();
+      do {
+        // Handlers of signals run here, which may take time.
+        lock.unlock();
+        long_wait->look();
+        lock.lock();
+      } while (!ended_.wait_for(lock, kLook, ended));
+    }
     own.swap(tensors_);
     results.swap(results_);
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;

@@ -34,7 +34,7 @@ typedef enum dlDataType {
 /* Error codes. */
 #define DL_COMM_ERROR_INVALID (-1)   /* an argument is wrong */
 #define DL_COMM_ERROR_DTYPE (-2)     /* the element type has no meaning for the operation */
-#define DL_COMM_ERROR_STATE (-3)     /* not initialised, finalised already, or called in a forked child */
+#define DL_COMM_ERROR_STATE (-3)     /* not initialised, finalised already, or called in a helper */
 #define DL_COMM_ERROR_MISMATCH (-4)  /* the ranks called different things */
 #define DL_COMM_ERROR_TIMEOUT (-5)   /* the deadline passed */
 #define DL_COMM_ERROR_PEER_LOST (-6) /* a process of the job ended */
@@ -51,7 +51,8 @@ int dl_comm_init_mpi(void);
 int dl_comm_init(void);
 
 /* Ends every team, and MPI where dl_comm brought it up. May be called twice. Collective: it waits for the other ranks,
- * up to the deadline of DL_COMM_TIMEOUT_S, after which it leaves MPI as it is. */
+ * up to the deadline of DL_COMM_TIMEOUT_S, after which it leaves MPI as it is, and the process will not end with
+ * status 0. */
 int dl_comm_finalize(void);
 
 /* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1); `prec_level` 0 adds float16, bfloat16
@@ -186,12 +187,28 @@ int dl_comm_barrier_within(double timeout);
  * team of broadcast and barrier. Local: the ranks need not agree on it. */
 int dl_comm_set_timeout(int team, double seconds);
 
-/* Ends the use of dl_comm after a failure: the other ranks of the host get an error soon, and MPI is left as it is, so
- * that the launcher ends the job. Not collective. */
-int dl_comm_abandon(void);
+/* Ends the use of dl_comm after a failure: the other ranks get an error soon, which says `why` (UTF-8, one line; NULL for
+ * nothing), and MPI is left as it is, so that the launcher ends the job. Not collective. */
+int dl_comm_abandon(const char* why);
 
 /* Returns 1 when dl_comm_init succeeded and dl_comm_finalize was not called, else 0. */
 int dl_comm_is_initialized(void);
+
+/* Sets a function that the main thread calls about ten times a second while it waits in a call; NULL sets none. When it
+ * returns a number other than 0, the call ends with DL_COMM_ERROR_PEER_LOST, and so do the calls that wait for it on
+ * the other ranks. It must not call functions of this file. For languages that run the handlers of signals at points of
+ * their own. */
+void dl_comm_set_signal_check(int (*check)(void));
+
+/* dl_comm_init, and the teams from 0 to `nteams` - 1 that do not exist, with `nthreads` threads each (0: as many as
+ * DL_COMM_DEFAULT_NTHREADS says). Ranks that ask for different numbers get DL_COMM_ERROR_MISMATCH. Collective. */
+int dl_comm_init_teams(int nteams, int nthreads);
+
+/* Returns 1 in a helper of a rank: a process that a rank has forked, or started without a launcher. dl_comm_get_rank,
+ * dl_comm_get_nranks, dl_comm_localrank, dl_comm_get_local_nranks and dl_comm_get_nhosts answer there as in the rank;
+ * dl_comm_init_mpi, dl_comm_init and dl_comm_finalize do nothing; what communicates is a DL_COMM_ERROR_STATE. Else 0.
+ */
+int dl_comm_is_helper(void);
 
 /* dl_comm_create_team with the precision of DL_COMM_DEFAULT_PREC_LEVEL, and, when `nthreads_in_team` is 0, the threads
  * of DL_COMM_DEFAULT_NTHREADS, unless the team exists already. Collective when it does not. */
@@ -218,6 +235,10 @@ int dl_comm_stats(char* text, size_t capacity);
  * says) for `python -m dl_comm.blame`; gives the file's path. Not collective. */
 int dl_comm_dump(const char* folder, char* path, size_t capacity);
 
+/* For the stacks of an interpreter in dumps ("stacks"): from now on a thread that writes a dump sends itself `signal`,
+ * whose handler writes text to the open file `fd`, at its position. Python's faulthandler.register does. Local. */
+int dl_comm_stacks_from(int signal, int fd);
+
 /* Records what every thread of dl_comm does in this rank, into a file in `folder`, until dl_comm_timeline_stop or
  * dl_comm_finalize; `python -m dl_comm.timeline` reads the files of all ranks. DL_COMM_TIMELINE does so from the start.
  * Not collective. */
@@ -240,7 +261,9 @@ const char* dl_comm_version(void);
  * bytes with the NUL. Returns the length of the whole without the NUL, as snprintf does: ask with (NULL, 0), then with
  * one byte more than that, and again when the answer has grown.
  * - Always: "version", "library" (the file of libdl_comm), "mpi" ("library_version", "standard", "library" (its file),
- *   "initialized", "finalized", "thread_level"), "state" ("fresh", "started", "finalized"), and "settings" (the
+ *   "initialized", "finalized", "thread_level"), "state" ("fresh", "started", "finalized"), "variables" (the
+ *   names of all environment variables), "unknown_variables" (those that are set, begin with DL_COMM_ and are none of
+ *   them, each with the nearest name or null), and "settings" (the
  *   DL_COMM_* variables, in their units) or "settings_error".
  * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank", "host",
  *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device"), "teams" (a list: "id", "threads",

@@ -30,6 +30,8 @@ pub struct Config {
     pub affinity: Affinity,
     /// `DL_COMM_COOLDOWN`: what a negative `ksteps` of `config_team` counts, `after` or `last`.
     pub cooldown: Cooldown,
+    /// `DL_COMM_ALONE`: 1 makes the process a job of its own, whatever launcher or rank has started it.
+    pub alone: bool,
     /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
     pub shm_dir: String,
     /// `DL_COMM_NETWORK`: the interface on which hosts watch each other; any when empty.
@@ -65,6 +67,7 @@ impl Default for Config {
             algorithm: Choice::Auto,
             affinity: Affinity::None,
             cooldown: Cooldown::After,
+            alone: false,
             shm_dir: "/dev/shm".into(),
             network: String::new(),
             dump_dir: DumpDir::Temporary,
@@ -125,6 +128,7 @@ impl Config {
                     return Err(Error::Invalid(format!("DL_COMM_COOLDOWN is '{text}'; set it to 'after' or 'last'")));
                 }
             },
+            alone: integer("DL_COMM_ALONE", 0, 1, 0)? == 1,
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
             network: get("DL_COMM_NETWORK").unwrap_or_default(),
             dump_dir: match get("DL_COMM_DUMP_DIR") {
@@ -186,6 +190,7 @@ mod tests {
             ("DL_COMM_ALGORITHM", "fastest"),
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
+            ("DL_COMM_ALONE", "yes"),
             ("DL_COMM_GPU_PATH", "fast"),
             ("DL_COMM_PIPELINE_CHUNK_KB", "1"),
             ("DL_COMM_NUM_CUDA_STREAMS", "0"),

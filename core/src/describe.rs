@@ -17,6 +17,7 @@ use crate::global::{self, Overview};
 use crate::schedule::Cooldown;
 use crate::transport::Network;
 use crate::transport::mpi::{About, RankPlace, about};
+use crate::variables;
 
 /// The JSON object that `dl_comm.h` describes.
 ///
@@ -34,8 +35,11 @@ pub fn describe() -> Result<String> {
         "mpi": library(&mpi, file_at(&maps, mpi.anchor)),
         "state": overview.state,
     });
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    all["variables"] = json!(variables::KNOWN);
+    all["unknown_variables"] = variables::unknown(names).into_iter().collect();
     match settings {
-        Ok(settings) => all["settings"] = Value::Object(variables(&settings)),
+        Ok(settings) => all["settings"] = Value::Object(by_variable(&settings)),
         Err(error) => all["settings_error"] = Value::String(error.to_string()),
     }
     if let Some(topology) = &overview.topology {
@@ -96,7 +100,7 @@ fn team(carrier: &Carrier, gpus: Option<&Value>, lanes: usize) -> Value {
 
 /// The settings by the names of their variables, in the variables' units. Takes `Config` apart, so that a new setting
 /// cannot be forgotten here.
-fn variables(config: &Config) -> Map<String, Value> {
+fn by_variable(config: &Config) -> Map<String, Value> {
     let Config {
         default_nthreads,
         default_prec_level,
@@ -107,6 +111,7 @@ fn variables(config: &Config) -> Map<String, Value> {
         algorithm,
         affinity,
         cooldown,
+        alone,
         shm_dir,
         network,
         dump_dir,
@@ -138,6 +143,7 @@ fn variables(config: &Config) -> Map<String, Value> {
         ("DL_COMM_ALGORITHM", json!(algorithm.name())),
         ("DL_COMM_AFFINITY", json!(affinity)),
         ("DL_COMM_COOLDOWN", json!(cooldown)),
+        ("DL_COMM_ALONE", json!(i32::from(*alone))),
         ("DL_COMM_SHM_DIR", json!(shm_dir)),
         ("DL_COMM_NETWORK", json!(network)),
         ("DL_COMM_DUMP_DIR", json!(dump_dir)),
@@ -180,7 +186,7 @@ mod tests {
 
     #[test]
     fn settings_have_the_units_of_their_variables() {
-        let all = variables(&Config {
+        let all = by_variable(&Config {
             timeout: None,
             stall_warn: Some(Duration::from_millis(500)),
             chunk_bytes: 64 << 10,
@@ -195,7 +201,7 @@ mod tests {
         // What it tells can be set again.
         let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let again = Config::from_lookup(|name| all.get(name).map(text)).unwrap();
-        assert_eq!(variables(&again), all);
+        assert_eq!(by_variable(&again), all);
     }
 
     #[test]

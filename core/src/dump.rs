@@ -3,13 +3,11 @@
 //!
 //! Thread rule: a [`Dumper`] may be used from any thread; one file is written at a time.
 
-use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
@@ -17,9 +15,14 @@ use signal_hook::iterator::{Handle, Signals};
 
 use crate::config::DumpDir;
 use crate::error::{Error, Result};
+use crate::folder::{Folder, Found};
 use crate::say::say;
+use crate::stacks;
 use crate::team::Team;
 use crate::transport::mpi::RankPlace;
+
+/// How long dumps stay that nobody has removed.
+const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Writes this rank's dumps.
 pub struct Dumper {
@@ -61,33 +64,65 @@ impl Dumper {
     /// [`Error::System`]
     pub fn write(&self, reason: &str, folder: Option<&str>) -> Result<PathBuf> {
         let _turn = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let folder = match (folder, &self.folder) {
-            (Some(folder), _) => PathBuf::from(folder),
-            (None, DumpDir::Here(folder)) => PathBuf::from(folder),
+        let name = format!("rank{}.json", self.rank);
+        let opened = match (folder, &self.folder) {
+            (Some(folder), _) => Folder::named(Path::new(folder)),
+            (None, DumpDir::Here(folder)) => Folder::named(Path::new(folder)),
             (None, _) => self.temporary(),
         };
-        let path = folder.join(format!("rank{}.json", self.rank));
-        let failed =
-            |error: std::io::Error| Error::system(format!("writing the last calls to {}", path.display()), error);
-        let first = make(&folder).map_err(failed)?;
-        // Complete or not there: it may be read while the job runs.
-        let partial = folder.join(format!(".rank{}.partial", self.rank));
-        let text = format!("{:#}\n", self.content(reason));
-        fs::write(&partial, text).and_then(|()| fs::rename(&partial, &path)).map_err(failed)?;
-        if first {
-            let folder = folder.display();
+        let (folder, found) = opened.map_err(|error| {
+            let wanted = folder.map_or_else(|| self.wanted(), str::to_owned);
+            Error::system(format!("writing the last calls to {wanted}/{name}"), error)
+        })?;
+        let path = folder.path().join(&name);
+        folder
+            .write(&name, format!("{:#}\n", self.content(reason)).as_bytes())
+            .map_err(|error| Error::system(format!("writing the last calls to {}", path.display()), error))?;
+        if found == Found::New {
+            let folder = folder.path().display();
             say(&format!("the last calls of each rank are in {folder}; python -m dl_comm.blame {folder} reads them"));
         }
         Ok(path)
     }
 
-    fn temporary(&self) -> PathBuf {
-        let user = rustix::process::getuid().as_raw();
-        std::env::temp_dir().join(format!("dl_comm-{user}")).join(self.job())
+    /// What the user may change to have dumps elsewhere.
+    fn wanted(&self) -> String {
+        match &self.folder {
+            DumpDir::Here(folder) => format!("DL_COMM_DUMP_DIR={folder}"),
+            _ => "in TMPDIR; DL_COMM_DUMP_DIR names another place".into(),
+        }
+    }
+
+    /// Removes what jobs have left a week ago in this user's folder under that for temporary files.
+    pub fn clean(&self) {
+        let Ok(mine) = Folder::named(&std::env::temp_dir()).and_then(|(base, _)| base.existing(&usual())) else {
+            return;
+        };
+        for entry in std::fs::read_dir(mine.path()).into_iter().flatten().flatten() {
+            let modified = entry.metadata().and_then(|about| about.modified());
+            if modified.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > KEPT)) {
+                // The folder is this user's alone. What cannot be removed stays, for the doctor to name.
+                let _removed = std::fs::remove_dir_all(entry.path());
+            }
+        }
+    }
+
+    /// The job's folder under that for temporary files. Anybody can make a folder of the usual name there, but not one of
+    /// this job's, which is a secret until it is made.
+    fn temporary(&self) -> std::io::Result<(Folder, Found)> {
+        let (base, _) = Folder::named(&std::env::temp_dir())?;
+        let usual = usual();
+        let mine = match base.private(&usual) {
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                base.private(&format!("{usual}-{}", self.job()))
+            }
+            other => other,
+        };
+        mine?.0.private(&self.job())
     }
 
     /// Tells the job from others; not all of its key, which is a secret.
-    fn job(&self) -> String {
+    pub fn job(&self) -> String {
         format!("{:012x}", self.key & 0xffff_ffff_ffff)
     }
 
@@ -103,21 +138,15 @@ impl Dumper {
             "rank": self.rank,
             "size": self.places.len(),
             "ranks": self.places.iter().enumerate().map(place).collect::<Vec<_>>(),
+            "stacks": stacks::take(),
             "teams": teams.iter().map(|team| team.dump()).collect::<Vec<_>>(),
         })
     }
 }
 
-/// Makes `folder` and what it is in, for this user only; whether it was not there.
-fn make(folder: &Path) -> std::io::Result<bool> {
-    if let Some(parent) = folder.parent() {
-        DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
-    }
-    match DirBuilder::new().mode(0o700).create(folder) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
-        Err(error) => Err(error),
-    }
+/// The folder of this user's dumps.
+fn usual() -> String {
+    format!("dl_comm-{}", rustix::process::geteuid().as_raw())
 }
 
 /// Writes a dump whenever SIGUSR1 comes, until it is dropped. MPICH's launcher sends that signal too, to the ranks that
@@ -159,6 +188,7 @@ impl Drop for OnSignal {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     #[test]

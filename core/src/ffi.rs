@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::global;
-use crate::team::{Done, Limit, Parcel, Request};
+use crate::team::{Blocked, Done, Limit, Parcel, Request};
 use crate::transport::cuda;
 
 #[cxx::bridge(namespace = "dl_comm")]
@@ -110,6 +110,16 @@ mod bridge {
 
         /// Counts the seconds that a caller has waited for a call that is not timed.
         fn add_waited(team: i32, seconds: f64);
+
+        /// This thread waits for a call that it has started, as long as there is one of these. Made by waits that take long:
+        /// where the ranks wait for each other, the core must know who waits.
+        type LongWait;
+
+        /// Begins a long wait.
+        fn begin_wait() -> Box<LongWait>;
+
+        /// Looks for signals, ten times a second say; after one that ends the wait, calls that are under way end soon.
+        fn look(self: &LongWait);
 
         /// Starts the broadcast of `tensors` from a rank.
         unsafe fn broadcast(
@@ -280,6 +290,25 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
         let request = request.on(device(call.device, call.stream, call.waits));
         global::broadcast(call.root, request, || translate(tensors, shapes));
     });
+}
+
+/// See the bridge.
+struct LongWait {
+    _blocked: Option<Blocked>,
+}
+
+fn begin_wait() -> Box<LongWait> {
+    Box::new(LongWait { _blocked: guard(|| Ok(global::blocked())).ok().flatten() })
+}
+
+impl LongWait {
+    fn look(&self) {
+        // A panic of the language's function is the language's.
+        let _looked = guard(|| {
+            global::look_for_signals();
+            Ok(())
+        });
+    }
 }
 
 fn device(ordinal: i32, stream: usize, waits: bool) -> Option<Device> {

@@ -8,8 +8,8 @@
 //! Source of the format: "Trace Event Format" of the Chromium project.
 
 use std::cell::Cell;
-use std::fs::{File, create_dir_all};
-use std::io::{BufWriter, Write};
+use std::fs::File;
+use std::io::{BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
+use crate::folder::Folder;
 use crate::say::say;
 use crate::trace::monotonic;
 
@@ -58,28 +59,48 @@ pub fn is_on() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// Starts a file in `folder`, which is made when it is not there, for rank `rank`, known as `title`.
+/// Starts a file in `folder`, which is made when it is not there, for rank `rank` of job `job`, known as `title`. Where
+/// another job has left a file of that name, this one goes into a folder of the job in it.
 ///
 /// # Errors
 /// [`Error::System`]; [`Error::State`] when a timeline is on.
-pub fn start(folder: &str, rank: usize, title: &str) -> Result<()> {
+pub fn start(folder: &str, rank: usize, title: &str, job: &str) -> Result<()> {
     static NUMBER: AtomicU64 = AtomicU64::new(1);
     let mut slot = writer();
     if slot.is_some() {
         return Err(Error::State("a timeline is being recorded already; stop it first".into()));
     }
-    let path = Path::new(folder).join(format!("rank{rank}.trace.json"));
+    let name = format!("rank{rank}.trace.json");
+    let mut folder = Path::new(folder).to_owned();
+    if is_of_another(&folder.join(&name), job) {
+        folder.push(job);
+    }
+    let path = folder.join(&name);
     let failed = |error: std::io::Error| Error::system(format!("writing the timeline {}", path.display()), error);
-    create_dir_all(folder).map_err(failed)?;
-    let file = BufWriter::new(File::create(&path).map_err(failed)?);
+    let (opened, _) = Folder::named(&folder).map_err(failed)?;
+    let file = BufWriter::new(opened.create(&name).map_err(failed)?);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let mut writer = Writer { file, rank, number, flushed: Instant::now() };
     writer.file.write_all(b"[\n").map_err(failed)?;
-    writer.write(&json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": title}}));
+    writer.write(&json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": title, "job": job}}));
     writer.write(&json!({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}));
+    // Other jobs look for it.
+    writer.file.flush().map_err(failed)?;
     *slot = Some(writer);
     ON.store(true, Ordering::Relaxed);
     Ok(())
+}
+
+/// Whether a file is there that job `job` has not written: its first lines would say so.
+fn is_of_another(path: &Path, job: &str) -> bool {
+    let mut head = Vec::new();
+    match File::open(path) {
+        Ok(file) => match file.take(4096).read_to_end(&mut head) {
+            Ok(_) => !String::from_utf8_lossy(&head).contains(&format!("\"job\":\"{job}\"")),
+            Err(_) => true,
+        },
+        Err(error) => error.kind() != ErrorKind::NotFound,
+    }
 }
 
 /// Ends the file. Nothing happens when there is none.
@@ -148,14 +169,21 @@ mod tests {
     fn a_file_has_what_happened() {
         let folder = std::env::temp_dir().join(format!("dl_comm_timeline_{}", std::process::id()));
         let text = folder.to_string_lossy().into_owned();
-        assert!(matches!(start("/proc/nowhere", 0, "x"), Err(Error::System(_))));
-        start(&text, 3, "rank 3").unwrap();
-        assert!(matches!(start(&text, 3, "rank 3"), Err(Error::State(_))));
+        assert!(matches!(start("/proc/nowhere", 0, "x", "a"), Err(Error::System(_))));
+        start(&text, 3, "rank 3", "b").unwrap();
+        stop();
+        let other = std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap();
+        start(&text, 3, "rank 3", "a").unwrap();
+        stop();
+        // The same job again: the same file.
+        start(&text, 3, "rank 3", "a").unwrap();
+        assert_eq!(std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap(), other);
+        assert!(matches!(start(&text, 3, "rank 3", "a"), Err(Error::State(_))));
         let from = Instant::now();
         span("phase", "odd \"name\"", from, from + Duration::from_millis(2), &[("late", "rank 1".into())]);
         stop();
         stop();
-        let file = std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap();
+        let file = std::fs::read_to_string(folder.join("a/rank3.trace.json")).unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
         let events: Vec<Value> = serde_json::from_str(&file).unwrap();
         let span = events.iter().find(|event| event["name"] == "odd \"name\"").unwrap();

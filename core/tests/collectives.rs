@@ -42,6 +42,26 @@ fn worlds() -> impl Iterator<Item = World> {
     })
 }
 
+/// Short calls raise one flag of three. However many of them come, a longer call after them still waits for its data.
+#[test]
+fn a_phase_of_short_calls_does_not_outrun_the_counters() {
+    for hosts in [&[2][..], &[3], &[1, 1]] {
+        let world = World { threads: 2, ..World::new(hosts) };
+        world.run(|rank| {
+            for phase in [1usize, 100, 127, 128, 129, 250, 256, 300] {
+                for call in 0..phase {
+                    let value = (rank.rank + call % 5) as f32;
+                    let mean = (call % 5) as f32 + (rank.size - 1) as f32 / 2.0;
+                    expect(rank, vec![value; 3], &[mean; 3]);
+                }
+                let long: Vec<f32> = (0..9000).map(|index| (index % 100 + rank.rank) as f32).collect();
+                let mean = |index: usize| (index % 100) as f32 + (rank.size - 1) as f32 / 2.0;
+                expect(rank, long, &(0..9000).map(mean).collect::<Vec<_>>());
+            }
+        });
+    }
+}
+
 fn expect<T: Element>(rank: &Rank, mut data: Vec<T>, expected: &[T]) {
     rank.average(vec![tensor(&mut data)]).unwrap();
     assert_eq!(data, expected, "rank {} of {}", rank.rank, rank.size);

@@ -62,6 +62,91 @@ fn calls_that_differ_are_named_on_every_rank() {
     }
 }
 
+/// Ranks that wait for each other in different teams learn of it, all of them, on one host and on several; both teams then
+/// go on.
+#[test]
+fn ranks_that_wait_for_each_other_in_different_teams_are_a_mismatch() {
+    for hosts in [&[2][..], &[3], &[5]] {
+        World::new(hosts).run_teams(2, |teams| {
+            let odd = teams[0].rank == teams[0].size - 1;
+            for round in 1..4 {
+                for team in teams {
+                    team.average(vec![tensor(&mut [1f32; 40_000])]).unwrap();
+                }
+                let mut data = [teams[0].rank as f32; 3];
+                let (team, name) = if odd { (&teams[1], "loss") } else { (&teams[0], "gradients") };
+                let error = team.call(Op::Average, vec![vec![tensor(&mut data)]], name).unwrap_err();
+                let Error::Mismatch(text) = &error else { panic!("{error}") };
+                let words = [
+                    "average 'gradients' on team 0".to_owned(),
+                    "average 'loss' on team 1".to_owned(),
+                    format!("has made {round} call{} on team {}", if round == 1 { "" } else { "s" }, i32::from(odd)),
+                ];
+                assert!(words.iter().all(|words| text.contains(words)), "{text}");
+                assert_eq!(data, [teams[0].rank as f32; 3]);
+            }
+        });
+    }
+}
+
+/// A rank that computes for a while between its calls is no mismatch, whatever the others wait for.
+#[test]
+fn a_slow_rank_is_no_mismatch() {
+    let world = World { match_within: Duration::from_millis(60), ..World::new(&[3]) };
+    world.run_teams(2, |teams| {
+        for _ in 0..3 {
+            // Rank 0 waits in team 0 and rank 1 in team 1, for another thread of rank 0; rank 2 is late in both.
+            std::thread::scope(|scope| {
+                let calls = teams.iter().map(|team| {
+                    let late = if team.rank == 2 { 400 } else { 0 };
+                    scope.spawn(move || {
+                        std::thread::sleep(Duration::from_millis(late));
+                        team.average(vec![tensor(&mut [1f32])]).unwrap();
+                    })
+                });
+                calls.collect::<Vec<_>>().into_iter().for_each(|call| call.join().unwrap());
+            });
+            // Rank 1 waits for rank 2 in team 1, and only then comes to team 0.
+            let order = if teams[0].rank == 0 { [0] } else { [1] };
+            let early = teams[0].rank == 0;
+            if early {
+                std::thread::scope(|scope| {
+                    scope.spawn(|| teams[order[0]].average(vec![tensor(&mut [1f32])]).unwrap());
+                    std::thread::sleep(Duration::from_millis(300));
+                    teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
+                });
+            } else {
+                std::thread::sleep(Duration::from_millis(if teams[0].rank == 2 { 500 } else { 0 }));
+                teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
+                std::thread::sleep(Duration::from_millis(200));
+                teams[0].average(vec![tensor(&mut [1f32])]).unwrap();
+            }
+        }
+    });
+}
+
+/// A call that nobody waits for, a rank that waits for another one in the next team, and that one, which comes late: when it
+/// does, nothing is given up in the moment before the ranks meet.
+#[test]
+fn a_rank_that_comes_late_finds_what_has_waited_for_it() {
+    let world = World { match_within: Duration::from_secs(6), ..World::new(&[2]) };
+    world.run_teams(2, |teams| {
+        for delay in (0..40).map(|step| 190 + 8 * step) {
+            let mut data = [teams[0].rank as f32; 3];
+            if teams[0].rank == 0 {
+                let forgotten = teams[0].start(Op::Average, vec![vec![tensor(&mut data)]], "forgotten");
+                std::thread::sleep(Duration::from_millis(delay));
+                teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
+                forgotten.recv().unwrap().unwrap();
+            } else {
+                teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
+                teams[0].call(Op::Average, vec![vec![tensor(&mut data)]], "forgotten").unwrap();
+            }
+            assert_eq!(data, [0.5; 3]);
+        }
+    });
+}
+
 /// The same for calls of one chunk that are not short, of tensors that the ranks see in each other: nobody writes to them, so
 /// nobody waits for that.
 #[test]

@@ -18,6 +18,7 @@ use dl_comm_core::transport::flag::Flag;
 use dl_comm_core::transport::memory::Aligned;
 use dl_comm_core::transport::node::{Geometry, Node, Peer, Watch};
 use dl_comm_core::transport::patience::Asked;
+use dl_comm_core::transport::step::START;
 use dl_comm_core::transport::{NodeChannel, Patience, Phase};
 use loom::thread::{Builder, JoinHandle};
 
@@ -110,14 +111,13 @@ fn three_ranks_take_two_steps() {
     explore(Some(1), || averages(3, 2));
 }
 
-/// Short calls, which take one exchange, before and after one of several chunks, on slots that they share.
-#[test]
-fn short_calls_mix_with_long_ones() {
-    explore(Some(2), || {
+/// Two ranks make calls of so many chunks, one after the other.
+fn calls(preemptions: usize, chunks: &'static [usize]) {
+    explore(Some(preemptions), move || {
         let rank = |(rank, node): (usize, Arc<Node>)| {
             spawn(move || {
                 let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
-                for (call, chunks) in [1, 2, 1, 1].into_iter().enumerate() {
+                for (call, &chunks) in chunks.iter().enumerate() {
                     let mut data = vec![(rank + call) as f32; chunks * FLOATS];
                     let job = average(&mut data, 2, "");
                     assert_eq!(job.plan.chunks(), chunks);
@@ -132,6 +132,18 @@ fn short_calls_mix_with_long_ones() {
         let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
     });
+}
+
+/// Short calls, which take one exchange, before and after one of several chunks, on slots that they share.
+#[test]
+fn short_calls_mix_with_long_ones() {
+    calls(2, &[1, 2, 1, 1]);
+}
+
+/// So many short calls that the flags they leave alone would seem to be ahead, and a long one that waits for these.
+#[test]
+fn a_phase_of_short_calls_does_not_outrun_the_counters() {
+    calls(1, &[1, 1, 1, 1, 1, 1, 1, 1, 1, 2]);
 }
 
 /// Both ranks find out that they called different things, and the channel can be used again.
@@ -172,11 +184,11 @@ fn raises(targets: &'static [u32]) {
     let flag = Arc::new(Flag::default());
     let wait = |&target: &u32| {
         let flag = Arc::clone(&flag);
-        spawn(move || flag.sleep(target, &mut || Ok(())).unwrap())
+        spawn(move || flag.sleep(START.wrapping_add(target), &mut || Ok(())).unwrap())
     };
     let waiters: Vec<_> = targets.iter().map(wait).collect();
-    flag.raise(1);
-    flag.raise(2);
+    flag.raise(START.wrapping_add(1));
+    flag.raise(START.wrapping_add(2));
     waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
 }
 
@@ -187,9 +199,12 @@ fn a_raise_wakes_every_sleeper() {
     explore(Some(2), || raises(&[1, 2]));
 }
 
-/// Waits for `Packed` of both ranks in step 1.
+/// The first step.
+const FIRST: u32 = START.wrapping_add(1);
+
+/// Waits for `Packed` of both ranks in the first step.
 fn wait_packed(channel: &NodeChannel) -> Result<()> {
-    patiently(channel.node(), |patience| channel.wait(Phase::Packed, 1, 2, patience))
+    patiently(channel.node(), |patience| channel.wait(Phase::Packed, FIRST, 2, patience))
 }
 
 /// Of two failures at once one is told, whole, to all who wait; it ends their wait by the next nap.
@@ -221,12 +236,12 @@ fn who_leaves_after_its_step_is_not_lost() {
             let nodes = nodes(2);
             let (mine, other) = (nodes[0].channel(0), nodes[1].channel(0));
             let waiter = spawn(move || {
-                mine.raise(Phase::Packed, 1);
+                mine.raise(Phase::Packed, FIRST);
                 let result = wait_packed(&mine);
                 assert_eq!(result.is_ok(), packs, "{result:?}");
             });
             if packs {
-                other.raise(Phase::Packed, 1);
+                other.raise(Phase::Packed, FIRST);
             }
             nodes[1].leave();
             nodes[0].end_naps();

@@ -1,8 +1,11 @@
 /* The four calls in C: every process brings two tensors, and gets their means over all processes, in place.
  * Two replicas ("towers") of a model in each process are averaged in the same call.
  *
- * Build:  cmake -B build -Ddl_comm_DIR=$(python -c 'import dl_comm; print(dl_comm.get_cmake_dir())') && cmake --build
- * build Run:    mpiexec -n 2 build/average
+ * Build and run:
+ *
+ *     cmake -B build -Ddl_comm_DIR=$(python -c 'import dl_comm; print(dl_comm.get_cmake_dir())')
+ *     cmake --build build
+ *     mpiexec -n 2 build/average
  */
 #include <dl_comm.h>
 #include <stdio.h>
@@ -43,7 +46,7 @@ int main(void) {
     ntensors[tower] = TENSORS;
   }
 
-  /* Before training: everybody starts from the biases of process 0. */
+  /* Before training: everybody starts from the tensors of process 0. Then the weights differ again. */
   check(dl_comm_broadcast(all_tensors, all_lengths, all_dtypes, ntensors, 1, 0), "dl_comm_broadcast");
   for (int i = 0; i < WEIGHTS; ++i) weights[0][i] = (float)(TOWERS * rank);
 

@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use dl_comm_core::collective::lineup::{Age, Decision, List, Pending, decide, decode, encode};
+use dl_comm_core::collective::lineup::{Age, Decision, List, Outlook, Pending, decide, decode, encode};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -32,7 +32,8 @@ impl Rank {
 
     /// What the others hear of it.
     fn list(&self) -> List {
-        let told = encode(&List { calls: self.waiting.clone(), settled: self.coming.is_empty() });
+        let outlook = if self.coming.is_empty() { Outlook::Settled } else { Outlook::Open };
+        let told = encode(&List { calls: self.waiting.clone(), outlook, quiet: self.coming.is_empty() });
         decode(&told).expect("an encoded list is legible")
     }
 
@@ -104,7 +105,7 @@ fuzz_target!(|input: Input| {
                     place.map(|place| rank.waiting.remove(place));
                 }
             }
-            Decision::Wait => {}
+            Decision::Wait(_) => {}
         }
     }
     assert!(ranks.iter().all(|rank| rank.waiting.is_empty() && rank.coming.is_empty()), "it ends");

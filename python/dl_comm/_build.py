@@ -2,6 +2,9 @@
 
 Libraries that were built after the install live in a cache, in a folder named by what they depend on: framework and its
 version, Python, dl_comm and its core. Ranks that start together build once: one holds a lock, the others wait for it.
+
+What is in the cache is loaded into the process, so it is checked before: that nobody else can have put it there, and
+that it is whole (size and hash, which the build has noted).
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +32,8 @@ from dl_comm._paths import CORE, PACKAGE, SOURCES
 _LIBRARY = {"torch": "libdl_comm_torch.so", "tensorflow": "libdl_comm_tf.so"}
 _OPTION = {"torch": "TORCH", "tensorflow": "TF"}
 _TORCH_CUDA = "libdl_comm_torch_cuda.so"
+_NOTED = "built.json"
+"""In a folder of the cache: the size and the hash of each library. Written last."""
 _STABLE_TORCH = (2, 10)
 """The oldest torch that has what the library uses: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
 
@@ -68,8 +75,8 @@ def cache_dir() -> Path:
 
 def existing_library(framework: str) -> Path | None:
     """The library for the framework version that is installed now, if it was built already; builds nothing."""
-    cached = cache_dir() / _key(framework) / _LIBRARY[framework]
-    return packaged_library(framework) or (cached if cached.exists() else None)
+    folder = cache_dir() / _key(framework)
+    return packaged_library(framework) or (folder / _LIBRARY[framework] if _whole(folder) else None)
 
 
 def cached_library(framework: str, force: bool = False) -> Path:
@@ -80,12 +87,16 @@ def cached_library(framework: str, force: bool = False) -> Path:
     """
     folder = cache_dir() / _key(framework)
     library = folder / _LIBRARY[framework]
-    if library.exists() and not force:
-        return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _refuse_strangers(folder)
+        if _whole(folder) and not force:
+            return library
         with _locked(folder / "lock"):
-            if force or not library.exists():
+            if force or not _whole(folder):
+                if (folder / _NOTED).exists() and not force:
+                    print(f"dl_comm: {folder} is damaged", file=sys.stderr)
                 for leftover in folder.glob("build.*"):  # of a build that was killed; we hold the lock
                     shutil.rmtree(leftover)
                 _build(framework, folder)
@@ -105,6 +116,37 @@ def _key(framework: str) -> str:
     core.update(str(PACKAGE).encode())
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return f"{framework_version(framework)}-{python}-dl_comm-{__version__}-{core.hexdigest()[:16]}"
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Makes sure that only this user, root, or who installed dl_comm can have put something into ``folder``.
+
+    Raises:
+        ImportError: Another user could; the text says what to do.
+    """
+    trusted = {os.geteuid(), 0, PACKAGE.stat().st_uid}
+    for place, others in ((folder.parent, stat.S_IWOTH), (folder, stat.S_IWGRP | stat.S_IWOTH)):
+        about = place.lstat() if place == folder else place.stat()
+        sticky = place != folder and about.st_mode & stat.S_ISVTX
+        if about.st_uid not in trusted or (about.st_mode & others and not sticky) or not stat.S_ISDIR(about.st_mode):
+            raise ImportError(
+                f"dl_comm does not load operations from {place}: another user can write there; set DL_COMM_CACHE to a "
+                "folder of yours, or remove this one"
+            )
+
+
+def _whole(folder: Path) -> bool:
+    """Whether the libraries in ``folder`` are as they were built: a full disk, or a copy cut short, leaves others."""
+    try:
+        noted = json.loads((folder / _NOTED).read_bytes())
+        return bool(noted) and all(_about(folder / name) == about for name, about in noted.items())
+    except (OSError, ValueError, AttributeError):  # not there, or damaged itself
+        return False
+
+
+def _about(library: Path) -> list[int | str]:
+    content = library.read_bytes()
+    return [len(content), hashlib.sha256(content).hexdigest()]
 
 
 @contextlib.contextmanager
@@ -145,10 +187,12 @@ def _build(framework: str, folder: Path) -> None:
         _run(configure, framework)
         _run([_tool("cmake"), "--build", build], framework)
         _run([_tool("cmake"), "--install", build], framework)
-        # A rename is atomic: another process sees the whole library or none. The one that others look for comes last.
-        libraries = sorted(Path(build, "out").glob("*.so"), key=lambda library: library.name == _LIBRARY[framework])
-        for library in libraries:
-            os.replace(library, folder / library.name)
+        libraries = sorted(Path(build, "out").glob("*.so"))
+        noted = Path(build, _NOTED)
+        noted.write_text(json.dumps({library.name: _about(library) for library in libraries}))
+        # A rename is atomic. What others look for comes last.
+        for file in (*libraries, noted):
+            os.replace(file, folder / file.name)
 
 
 def _tool(name: str, required: bool = True) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._process import CONTROL_TEAM, seconds
+from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
 _ARRAYS = {np.ndarray}
 
@@ -45,14 +45,18 @@ def gradients(
         results; the graph may be built before ``init``. On a team with a schedule (``config_team``): what that says.
 
     Raises:
-        ArgumentError: The list is empty or holds None, an array is not contiguous, there is no such team.
-        DTypeError: An element type has no mean.
+        ArgumentError: The list is empty, holds None or a masked array, an array is not contiguous, ``out`` is unlike
+            the tensors, there is no such team.
+        DTypeError: An element type has no mean, or an entry is no array or tensor.
         MismatchError: The ranks called different things. Nothing was written, and the next call works.
         TimeoutError: The ranks that the message names did not come in time; the team refuses further calls.
         PeerLostError: A rank has ended; the team refuses further calls.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit = seconds(timeout)
+    team = checked_team(team)
+    if name is not None:
+        checked_name(name)
     # Most lists are of arrays, and short calls take less time than a closer look at them.
     plain = _are_arrays(tensors)
     towers: int | None = None
@@ -65,19 +69,19 @@ def gradients(
             raise ArgumentError("out is for NumPy arrays; the tensors of a framework get new ones")
         given = flat if towers is None else in_towers(flat, towers)
         return list(framework.gradients(given, team, name=name, timeout=timeout))
-    if team < 0:
-        raise ArgumentError(f"team {team} is out of range; teams go from 0")
     if not plain and _cuda_arrays.are_all(flat):
         if towers is not None:
             raise ArgumentError("arrays of a GPU come as one list; run a process for each GPU")
         return _cuda_arrays.gradients(flat, team, name, limit, None if out is None else list(out))
     means: list[Any]
     if out is None:
+        _refuse_masked(flat)
         means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
     elif out is tensors and plain:
         means = flat
     else:
-        out_towers, means = as_towers(out)
+        out_towers, means = as_towers(out, "out")
+        _refuse_masked([*flat, *means])
         if (out_towers, len(means)) != (towers, len(flat)):
             raise ArgumentError(f"out holds {len(means)} arrays; it must be like the {len(flat)} tensors")
     _dl_comm.average(flat, means, team, name, towers or 1, limit)
@@ -88,15 +92,23 @@ def _are_arrays(tensors: Any) -> bool:
     return type(tensors) is list and set(map(type, tensors)) == _ARRAYS
 
 
-def as_towers(tensors: Any) -> tuple[int | None, list[Any]]:
+def _refuse_masked(arrays: list[Any]) -> None:
+    for index, array in enumerate(arrays):
+        if isinstance(array, np.ma.MaskedArray):
+            raise ArgumentError(
+                f"array {index} is masked, and ranks may differ in their masks: average array.filled(0) and the mask"
+            )
+
+
+def as_towers(tensors: Any, argument: str = "gradients") -> tuple[int | None, list[Any]]:
     """How many towers ``tensors`` are (None: it is one list of tensors), and all their tensors in one list.
 
     Raises ArgumentError when a list is empty, holds None, or is longer than another, DTypeError when it is no list.
     """
-    listed = _listed(tensors, "gradients")
+    listed = _listed(tensors, argument)
     if not all(isinstance(tower, (list, tuple)) for tower in listed):
         return None, listed
-    towers = [_listed(tower, "gradients") for tower in listed]
+    towers = [_listed(tower, argument) for tower in listed]
     for index, tower in enumerate(towers):
         if len(tower) != len(towers[0]):
             raise ArgumentError(
@@ -120,21 +132,25 @@ def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = 
         timeout: As for ``gradients``.
 
     Returns:
-        NumPy: the same arrays, overwritten in place. TensorFlow: new tensors, which the caller assigns.
-        torch: new tensors.
+        NumPy and torch: the same arrays and tensors, overwritten in place. TensorFlow: new tensors, which variables
+        have been assigned; in a TF1 graph the caller assigns them.
 
     Raises:
-        ArgumentError: The list is empty or holds None, an array is not contiguous or read-only, ``root`` is no rank.
+        ArgumentError: The list is empty, holds None or a masked array, an array is not contiguous or read-only,
+            ``root`` is no rank.
+        DTypeError: An entry is no array or tensor, or of a type that cannot be sent.
         MismatchError: The ranks called different things.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit = seconds(timeout)
+    root = checked_root(root)
     tensors = _listed(tensors, "broadcast")
     framework = _framework(tensors)
     if framework is not None:
         return list(framework.broadcast(tensors, root, timeout=timeout))
     if _cuda_arrays.are_all(tensors):
         return _cuda_arrays.broadcast(tensors, root, limit)
+    _refuse_masked(tensors)
     _dl_comm.broadcast(tensors, root, None, limit)
     return tensors
 
@@ -144,21 +160,29 @@ def average(value: Any) -> Any:
 
     Args:
         value: A NumPy array, which is overwritten and returned; a TensorFlow or torch tensor, whose mean is a new
-            one; or a number, whose mean is returned as a float.
+            one; or a number, whose mean is returned as a float. Means of integers and bools are new arrays and tensors
+            of float64, which round nothing.
 
     Raises:
-        ArgumentError: The array is not contiguous or read-only.
+        ArgumentError: The array is not contiguous, read-only or masked.
+        DTypeError: It is no number, array or tensor, or its elements are no numbers.
         MismatchError: The ranks called different things.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     if isinstance(value, np.ndarray):
+        _refuse_masked([value])
+        if value.dtype.kind in "biu":
+            value = value.astype(np.float64)
         _dl_comm.average([value], [value], CONTROL_TEAM)
         return value
     framework = _framework([value])
     if framework is not None:
         return framework.average(value)
-    if isinstance(value, (bool, int, float, np.generic)):
-        array = np.array([value], dtype=np.float64)
+    if isinstance(value, (bool, int, float, np.generic)) and not np.iscomplexobj(value):
+        try:
+            array = np.array([value], dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise DTypeError(f"average needs a number, not {value!r}") from error
         _dl_comm.average([array], [array], CONTROL_TEAM)
         return float(array[0])
     raise DTypeError(f"average needs a number, an array or a tensor, not a {type(value).__name__}")
@@ -180,6 +204,7 @@ def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     arrays = [_on_host(array) for array in _listed(arrays, "check_buffers_match")]
+    _refuse_masked(arrays)
     return 0 if _dl_comm.buffers_match(arrays, bool(verbose)) else 1
 
 
@@ -188,8 +213,9 @@ def _on_host(tensor: Any) -> Any:
     if hasattr(tensor, "detach"):  # torch, which has types that NumPy lacks
         if tensor.is_meta or str(tensor.layout) != "torch.strided":
             raise ArgumentError("a tensor is not dense, or has no values; check_buffers_match compares dense ones")
-        tensor = tensor.detach().cpu().contiguous()
-        return (tensor if tensor.dim() else tensor.reshape(1)).view(importlib.import_module("torch").uint8).numpy()
+        # An empty tensor counts as contiguous whatever its strides, which `view` minds.
+        tensor = tensor.detach().cpu().contiguous() if tensor.numel() else tensor.new_empty(tensor.shape, device="cpu")
+        return (tensor if tensor.dim() else tensor.reshape(1)).view(sys.modules["torch"].uint8).numpy()
     if isinstance(tensor, np.generic):  # what a TensorFlow session returns for a scalar
         return np.asarray(tensor)
     return np.ascontiguousarray(tensor.numpy()) if hasattr(tensor, "numpy") else tensor
@@ -210,7 +236,13 @@ def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
 def _framework(tensors: list[Any]) -> ModuleType | None:
     """The face for these tensors, by their types; None is NumPy's. Imports no framework that the caller has not."""
     names = {type(tensor).__module__.partition(".")[0] for tensor in tensors}
-    for package, face in (("tensorflow", "tensorflow"), ("keras", "tensorflow"), ("torch", "torch")):
-        if package in names:
-            return importlib.import_module(f"dl_comm.{face}")
+    # Statements, not calls: AutoGraph warns of a function whose source it does not find, such as import_module.
+    if not names.isdisjoint(("tensorflow", "keras")):
+        from dl_comm import tensorflow
+
+        return tensorflow
+    if "torch" in names:
+        from dl_comm import torch
+
+        return torch
     return None

@@ -9,6 +9,9 @@ import re
 class CommError(RuntimeError):
     """Something went wrong in dl_comm; the base of all its exceptions."""
 
+    # By this AutoGraph knows that it can make the exception from a text. It raises a StagingError for all others.
+    __init__ = Exception.__init__
+
 
 class ArgumentError(CommError, ValueError):
     """An argument is wrong. Nothing was done; the next call works."""
@@ -19,7 +22,7 @@ class DTypeError(CommError, TypeError):
 
 
 class StateError(CommError):
-    """Called before ``init``, after ``finalize``, or in a forked child. Nothing was done."""
+    """Called before ``init``, after ``finalize``, or in a helper of a rank. Nothing was done."""
 
 
 class MismatchError(CommError):
@@ -48,10 +51,19 @@ _IN_TEXT = re.compile(r"dl_comm error (-\d+): (.*)", re.DOTALL)
 
 def from_code(code: int, message: str) -> CommError:
     """The exception for a ``DL_COMM_ERROR_*`` code of ``dl_comm.h``."""
-    return _BY_CODE.get(code, CommError)(message)
+    error: CommError = _BY_CODE.get(code, CommError)(message)
+    return error
 
 
 def translate(error: BaseException) -> BaseException:
-    """The exception that an op library put into the text of a framework's exception, else ``error`` itself."""
+    """The exception that an op library put into the text of a framework's exception, else ``error`` itself.
+
+    Where the handler of a signal has raised an exception meanwhile, that one.
+    """
+    from dl_comm import _dl_comm
+
+    raised = _dl_comm.raised_while_waiting()
+    if raised is not None:
+        return raised
     found = _IN_TEXT.search(str(error))
     return from_code(int(found.group(1)), found.group(2).strip()) if found else error

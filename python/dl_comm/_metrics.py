@@ -54,6 +54,8 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
 def _number(name: Any, value: Any) -> float:
     if not isinstance(name, str):
         raise DTypeError(f"the name of a metric is a string, not a {type(name).__name__}")
+    if isinstance(value, np.ma.MaskedArray):
+        raise DTypeError(f"metric {name!r} is masked; give a number, value.filled(0) for instance")
     try:
         # item() and numpy() take what np.asarray does not: bfloat16, torch's tensors that require gradients.
         for method in ("item", "numpy"):

@@ -7,6 +7,7 @@ import itertools
 import operator
 import os
 import sys
+import traceback
 import weakref
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._diagnosis import stats
-from dl_comm._errors import ArgumentError
+from dl_comm._errors import ArgumentError, DTypeError, translate
 
 _owners = itertools.count(1)
 CONTROL_TEAM = -1
@@ -28,8 +29,26 @@ def init_mpi() -> None:
     """Brings MPI up, or adopts an MPI that mpi4py or another library has brought up. Collective.
 
     Afterwards ranks and sizes are known; ``init`` does it where it was not done.
+
+    In a process that a rank has started or forked, such as a worker of a data loader, nothing happens: it is a helper
+    of the rank, knows its numbers, and what communicates raises StateError. Programs that the process starts do not
+    get the launcher's variables (``PMI_RANK`` and the like); ``docs/environment.md`` has ``DL_COMM_ALONE``.
+
+    Raises:
+        CommError: MPI cannot be brought up, or the launcher cannot be used: each process would train alone.
     """
     _dl_comm.init_mpi()
+    follow_environment()
+
+
+def follow_environment() -> None:
+    """Makes ``os.environ``, which children often get, show what the core has changed in the environment."""
+    now = _dl_comm.environment()
+    for name in [name for name in os.environb if name not in now]:
+        del os.environb[name]
+    mark = b"DL_COMM_HELPER_OF"
+    if mark in now:
+        os.environb[mark] = now[mark]
 
 
 def init(
@@ -55,24 +74,26 @@ def init(
 
     Raises:
         ArgumentError: An argument is out of range.
+        MismatchError: The ranks ask for different teams.
         StateError: ``pin_gpu`` comes after TensorFlow has used its GPUs.
-        CommError: MPI, memory or threads are not to be had.
+        TimeoutError: A rank did not come in time. (Where MPI itself waits for it, the process ends with status 1.)
+        CommError: MPI, memory or threads are not to be had, or the settings of a rank are wrong. All ranks get it.
 
-    Calling it again creates the teams that are missing.
+    Calling it again creates the teams that are missing. In a helper of a rank (see ``init_mpi``) nothing happens.
     """
     if framework not in _FRAMEWORKS:
         raise ArgumentError(f"framework is {framework!r}; it is one of {', '.join(map(repr, _FRAMEWORKS))}")
     threads = 0 if nthread_per_team is None else _whole("nthread_per_team", nthread_per_team, 1)
     teams = _whole("nteams", nteams, 1)
     _whole("msglen", msglen, 0, 2**63)
+    if _dl_comm.is_helper():
+        return
+    init_mpi()
     if pin_gpu:
         from dl_comm._gpus import pin
 
-        _dl_comm.init_mpi()
         pin()
-    _dl_comm.init()
-    for team in range(teams):
-        _dl_comm.ensure_team(team, threads)
+    _dl_comm.init_teams(teams, threads)
     if framework in ("tensorflow", "keras"):
         import dl_comm.tensorflow
     elif framework == "torch":
@@ -94,6 +115,36 @@ def _whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     if not least <= number <= most:
         raise ArgumentError(f"{name} is {value!r}; it is a whole number from {least} to {most}")
     return number
+
+
+def checked_team(team: Any) -> int:
+    """The number of a team as an int. Raises ArgumentError when it is none."""
+    return _number("team", team)
+
+
+def checked_root(root: Any) -> int:
+    """The rank that has the values, as an int. Raises ArgumentError for what is no rank, however many there are."""
+    return _number("rank", root, "root")
+
+
+def _number(what: str, value: Any, argument: str | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**31:
+        raise ArgumentError(f"{argument or what} {value!r} is out of range; {what}s go from 0")
+    return number
+
+
+def checked_name(name: Any) -> None:
+    """Raises DTypeError when the name of a call is not a text, ArgumentError when the core cannot take it."""
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise DTypeError(f"name is {name!r}; it is a text")
+    if "\0" in name or not name.isascii() and name.encode(errors="ignore").decode() != name:
+        raise ArgumentError(f"name is {name!r}; it is Unicode text without NUL characters")
 
 
 def config_team(
@@ -118,7 +169,8 @@ def config_team(
     Args:
         team: The team's number, from 0. A team that does not exist is created with the defaults of the environment.
         trans_alg: How phases change: 0 at once; 1 smoothly, over a twentieth of ``max_steps``, in which a rising share
-            of each average is left to the next call.
+            of each average is left to the next call. Scripts for the plugin pass other numbers, 16 for one, of which no
+            document says what they mean: they are taken as 1, and rank 0 prints a line that says so.
         ksteps: ``ksteps`` > 0: the first ``ksteps`` calls block (warm-up). ``ksteps`` >= ``max_steps``: all calls
             block. ``ksteps`` < 0: calls block at the end (cool-down), from where ``cooldown`` says. 0: none blocks but
             the last.
@@ -138,21 +190,24 @@ def config_team(
     """
     if cooldown not in _COOLDOWN:
         raise ArgumentError(f"cooldown is {cooldown!r}; it is 'after', 'last' or None")
+    transition = _whole("trans_alg", trans_alg, 0)
     _dl_comm.config_team(
         _whole("team", team, 0),
-        _whole("trans_alg", trans_alg, 0, 1),
+        min(transition, 1),
         _whole("ksteps", ksteps, -(2**31)),
         _whole("max_steps", max_steps, 0),
         _whole("verbosity", verbosity, 0, 2),
         _whole("perf_freq", perf_freq, 0),
         _COOLDOWN[cooldown],
     )
+    if transition > 1 and get_rank() == 0:
+        print(f"dl_comm: trans_alg {transition} of team {team} is taken as 1, a smooth transition", file=sys.stderr)
 
 
 def get_waited(team: int = 0) -> float:
     """For how many seconds this rank has waited for averages of the team: what ``config_team`` lets it print.
 
-    The time from a call to its result; for optimizers of torch the time in which ``step()`` is blocked. Raises
+    The time from a call to its result; for optimizers of torch the time in which backward or ``step()`` waits. Raises
     ArgumentError when there is no such team.
     """
     return _dl_comm.waited(_whole("team", team, 0))
@@ -193,13 +248,15 @@ def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:
         ArgumentError: A number is out of range, or the team exists.
         MismatchError: The ranks disagree.
     """
-    _dl_comm.create_team(team, nthreads, prec_level)
+    _dl_comm.create_team(checked_team(team), _whole("nthreads", nthreads, 1), _whole("prec_level", prec_level, 0, 1))
 
 
 def finalize() -> None:
     """Ends the teams, and MPI where dl_comm brought it up. Collective; calling it again does nothing.
 
-    Runs by itself at the end of the interpreter.
+    Waits for the other ranks, up to ``DL_COMM_TIMEOUT_S``, after a failure too: a launcher would end them with this
+    one. If they do not come, it says so in a line, and the status of the process will be 1 where it would be 0. Runs by
+    itself at the end of the interpreter.
     """
     _dl_comm.finalize()
 
@@ -293,7 +350,15 @@ def _at_exit(pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child: not its to end
     # The interpreter notes an uncaught exception there. The other ranks would wait for this one in vain.
-    if getattr(sys, "last_value", None) is not None:
-        _dl_comm.abandon()
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        _dl_comm.abandon(_first_line(translate(error)))
     else:
         _dl_comm.finalize()
+
+
+def _first_line(error: BaseException) -> str:
+    """The kind of an exception and the first line of its text, as at the end of a traceback."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    # A SyntaxError begins with its place, which is indented.
+    return next((line for line in lines if not line.startswith(" ")), "")

@@ -1,10 +1,10 @@
 //! NumPy arrays as buffers of the C API. Refuses what is not plain memory of a known element type.
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::api::ffi::{self, dl_comm_buffer_t};
+use crate::api::{argument_error, dtype_error};
 
 /// `NPY_ARRAY_WRITEABLE` and `NPY_ARRAY_ALIGNED` of NumPy's C API.
 const WRITEABLE: i32 = 0x0400;
@@ -31,9 +31,10 @@ unsafe impl Sync for Buffers {}
 
 impl Buffers {
     /// Buffers that are read from `sources` and written to `destinations`, which match one by one.
-    pub fn new(sources: &[Bound<'_, PyAny>], destinations: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
+    pub fn new(py: Python<'_>, sources: &[Bound<'_, PyAny>], destinations: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
         if sources.len() != destinations.len() {
-            return Err(PyValueError::new_err("as many destinations as sources are needed"));
+            let (given, wanted) = (destinations.len(), sources.len());
+            return Err(argument_error(py, format!("out holds {given} arrays; it must be like the {wanted} tensors")));
         }
         let mut shapes = Vec::with_capacity(sources.len());
         let mut buffers = Vec::with_capacity(sources.len());
@@ -42,7 +43,16 @@ impl Buffers {
             buffer.shape = shape.as_ptr();
             let (target, target_shape) = describe(destination, index, Access::Write)?;
             if target_shape != shape || target.dtype != buffer.dtype {
-                return Err(PyValueError::new_err(format!("array {index}: source and destination differ")));
+                return Err(argument_error(
+                    py,
+                    format!(
+                        "out: array {index} has the shape {} and type {}, tensor {index} {} and {}; they must be alike",
+                        tuple(&target_shape),
+                        destination.getattr("dtype")?,
+                        tuple(&shape),
+                        source.getattr("dtype")?
+                    ),
+                ));
             }
             buffer.dst = target.dst;
             buffers.push(buffer);
@@ -75,19 +85,28 @@ impl Buffers {
     }
 }
 
+/// A shape as Python writes it.
+fn tuple(shape: &[i64]) -> String {
+    let extents: Vec<String> = shape.iter().map(i64::to_string).collect();
+    format!("({}{})", extents.join(", "), if shape.len() == 1 { "," } else { "" })
+}
+
 fn describe(object: &Bound<'_, PyAny>, index: usize, access: Access) -> PyResult<(dl_comm_buffer_t, Box<[i64]>)> {
     let Ok(array) = object.cast::<PyUntypedArray>() else {
-        return Err(PyTypeError::new_err(format!(
-            "array {index} is a {}; numpy.ndarray is needed",
-            object.get_type().name()?
-        )));
+        let kind = object.get_type().fully_qualified_name()?;
+        return Err(dtype_error(object.py(), format!("array {index} is a {kind}; make it one: numpy.array(...)")));
     };
+    let py = object.py();
     let dtype = element_type(array, index)?;
+    let shape: Box<[i64]> = array.shape().iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
     if !array.is_c_contiguous() {
-        return Err(PyValueError::new_err(format!(
-            "array {index} of shape {:?} is not C-contiguous; pass numpy.ascontiguousarray(...) of it",
-            array.shape()
-        )));
+        return Err(argument_error(
+            py,
+            format!(
+                "array {index} of shape {} is not C-contiguous; pass numpy.ascontiguousarray(...) of it",
+                tuple(&shape)
+            ),
+        ));
     }
     // SAFETY: a live array.
     let (data, flags) = unsafe {
@@ -95,12 +114,11 @@ fn describe(object: &Bound<'_, PyAny>, index: usize, access: Access) -> PyResult
         ((*raw).fields.data.cast::<std::ffi::c_void>(), (*raw).fields.flags)
     };
     if flags & ALIGNED == 0 {
-        return Err(PyValueError::new_err(format!("array {index} is not aligned; pass a copy of it")));
+        return Err(argument_error(py, format!("array {index} is not aligned; pass a copy of it")));
     }
     if access == Access::Write && flags & WRITEABLE == 0 {
-        return Err(PyValueError::new_err(format!("array {index} is read-only; pass a copy of it")));
+        return Err(argument_error(py, format!("array {index} is read-only; pass a copy of it")));
     }
-    let shape: Box<[i64]> = array.shape().iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
     let ndim = i32::try_from(shape.len())?;
     let buffer = dl_comm_buffer_t { src: data, dst: data, length: array.len(), dtype, ndim, shape: std::ptr::null() };
     Ok((buffer, shape))
@@ -123,9 +141,7 @@ fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi
         _ => None,
     };
     code.filter(|_| native).ok_or_else(|| {
-        PyTypeError::new_err(format!(
-            "array {index} has the element type {descriptor}; float16, bfloat16, float32, float64, int8, uint8, int32, int64 \
-             and (broadcast only) bool are supported"
-        ))
+        let supported = "float16, bfloat16, float32, float64, int8, uint8, int32, int64 and (broadcast only) bool";
+        dtype_error(array.py(), format!("array {index} has the element type {descriptor}; {supported} are supported"))
     })
 }

@@ -7,17 +7,22 @@ mod arrays;
 mod device;
 
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyBytes, PyDict, PyString};
 use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
 
-use api::{call, text};
+use api::{argument_error, call, text};
 use arrays::Buffers;
 
 type Array<'py> = Bound<'py, PyAny>;
 
 pub(crate) fn c_name(name: Option<&Bound<'_, PyString>>) -> PyResult<CString> {
-    let name = name.map_or(Ok(String::new()), |name| name.extract())?;
-    Ok(CString::new(name)?)
+    let Some(name) = name else { return Ok(CString::default()) };
+    let text = name.extract::<String>().ok().and_then(|text| CString::new(text).ok());
+    text.ok_or_else(|| match name.repr() {
+        Ok(shown) => argument_error(name.py(), format!("name is {shown}; it is Unicode text without NUL characters")),
+        Err(error) => error,
+    })
 }
 
 /// Averages `sources` into `destinations` (which may be the same arrays) over all ranks; both are `towers` replicas of a list,
@@ -34,7 +39,7 @@ fn average(
     timeout: f64,
 ) -> PyResult<()> {
     let name = c_name(name)?;
-    let buffers = Buffers::new(&sources, &destinations)?;
+    let buffers = Buffers::new(py, &sources, &destinations)?;
     let count = buffers.len() / towers.max(1);
     // SAFETY: the arrays are held by the caller; the list outlives the call.
     call(py, || unsafe {
@@ -54,7 +59,7 @@ fn broadcast(
     timeout: f64,
 ) -> PyResult<()> {
     let name = c_name(name)?;
-    let buffers = Buffers::new(&arrays, &arrays)?;
+    let buffers = Buffers::new(py, &arrays, &arrays)?;
     // SAFETY: as for `average`.
     call(py, || unsafe {
         api::ffi::dl_comm_broadcast_buffers(buffers.as_ptr(), buffers.len(), root, name.as_ptr(), timeout)
@@ -93,6 +98,14 @@ fn barrier(py: Python<'_>, timeout: f64) -> PyResult<()> {
     Ok(())
 }
 
+/// Ends everything after a failure; the other ranks hear why.
+#[pyfunction]
+fn abandon(py: Python<'_>, why: &str) -> PyResult<i32> {
+    let why = CString::new(why.replace('\0', " "))?;
+    // SAFETY: a text that ends with NUL.
+    call(py, || unsafe { api::ffi::dl_comm_abandon(why.as_ptr()) })
+}
+
 /// Sets the deadline of coming calls on a team, in seconds; 0 for none.
 #[pyfunction]
 fn set_timeout(py: Python<'_>, team: i32, seconds: f64) -> PyResult<()> {
@@ -127,12 +140,8 @@ macro_rules! plain {
 plain! {
     /// Brings MPI up.
     init_mpi = dl_comm_init_mpi;
-    /// Brings everything up.
-    init = dl_comm_init;
     /// Ends everything.
     finalize = dl_comm_finalize;
-    /// Ends everything after a failure.
-    abandon = dl_comm_abandon;
     /// The rank.
     rank = dl_comm_get_rank;
     /// The number of ranks.
@@ -154,6 +163,38 @@ fn is_initialized() -> bool {
     unsafe { api::ffi::dl_comm_is_initialized() != 0 }
 }
 
+/// The handler of a signal writes stacks to a file, for dumps.
+#[pyfunction]
+fn stacks_from(py: Python<'_>, signal: i32, fd: i32) -> PyResult<()> {
+    // SAFETY: plain numbers.
+    call(py, || unsafe { api::ffi::dl_comm_stacks_from(signal, fd) })?;
+    Ok(())
+}
+
+/// Whether this process is a rank, or was one.
+#[pyfunction]
+fn is_up() -> bool {
+    // SAFETY: the function takes nothing and may be called at any time.
+    unsafe { api::ffi::dl_comm_get_rank() >= 0 && api::ffi::dl_comm_is_helper() == 0 }
+}
+
+/// Whether this process is a helper of a rank.
+#[pyfunction]
+fn is_helper() -> bool {
+    // SAFETY: the function takes nothing and may be called at any time.
+    unsafe { api::ffi::dl_comm_is_helper() != 0 }
+}
+
+/// The environment as it is. `os.environ` has what Python has found and changed, and nothing that the core has changed.
+#[pyfunction]
+fn environment(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let found = PyDict::new(py);
+    for (name, value) in std::env::vars_os() {
+        found.set_item(PyBytes::new(py, name.as_bytes()), PyBytes::new(py, value.as_bytes()))?;
+    }
+    Ok(found)
+}
+
 /// Creates a team.
 #[pyfunction]
 fn create_team(py: Python<'_>, id: i32, nthreads: i32, prec_level: i32) -> PyResult<()> {
@@ -162,11 +203,11 @@ fn create_team(py: Python<'_>, id: i32, nthreads: i32, prec_level: i32) -> PyRes
     Ok(())
 }
 
-/// Creates a team unless it exists.
+/// Brings everything up, and creates the teams below `nteams` that do not exist.
 #[pyfunction]
-fn ensure_team(py: Python<'_>, id: i32, nthreads: i32) -> PyResult<()> {
+fn init_teams(py: Python<'_>, nteams: i32, nthreads: i32) -> PyResult<()> {
     // SAFETY: plain numbers.
-    call(py, || unsafe { api::ffi::dl_comm_ensure_team(id, nthreads) })?;
+    call(py, || unsafe { api::ffi::dl_comm_init_teams(nteams, nthreads) })?;
     Ok(())
 }
 
@@ -266,9 +307,16 @@ fn describe(py: Python<'_>) -> PyResult<String> {
     given(py, |text| unsafe { api::ffi::dl_comm_describe(text.as_mut_ptr(), text.len()) })
 }
 
+/// What the handler of a signal has raised while a call waited, once; None for nothing.
+#[pyfunction]
+fn raised_while_waiting(py: Python<'_>) -> Option<Py<PyAny>> {
+    api::raised().map(|error| error.into_value(py).into_any())
+}
+
 /// The module.
 #[pymodule]
 fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    api::run_handlers_while_waiting();
     // SAFETY: a static string.
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
     for function in [
@@ -282,7 +330,6 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(free, module)?,
         wrap_pyfunction!(buffers_match, module)?,
         wrap_pyfunction!(init_mpi, module)?,
-        wrap_pyfunction!(init, module)?,
         wrap_pyfunction!(finalize, module)?,
         wrap_pyfunction!(abandon, module)?,
         wrap_pyfunction!(rank, module)?,
@@ -293,8 +340,12 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(barrier, module)?,
         wrap_pyfunction!(set_timeout, module)?,
         wrap_pyfunction!(is_initialized, module)?,
+        wrap_pyfunction!(stacks_from, module)?,
+        wrap_pyfunction!(is_up, module)?,
+        wrap_pyfunction!(is_helper, module)?,
+        wrap_pyfunction!(environment, module)?,
         wrap_pyfunction!(create_team, module)?,
-        wrap_pyfunction!(ensure_team, module)?,
+        wrap_pyfunction!(init_teams, module)?,
         wrap_pyfunction!(config_team, module)?,
         wrap_pyfunction!(release, module)?,
         wrap_pyfunction!(waited, module)?,
@@ -304,6 +355,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(timeline_stop, module)?,
         wrap_pyfunction!(core_id, module)?,
         wrap_pyfunction!(describe, module)?,
+        wrap_pyfunction!(raised_while_waiting, module)?,
     ] {
         module.add_function(function)?;
     }

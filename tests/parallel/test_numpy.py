@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -133,6 +134,70 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
             call(argument, 0)  # type: ignore[operator]
     (mean,) = mc.gradients([np.array([rank], np.float32)], 0)
     assert mean == mean_of_ranks(size)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda a: mc.gradients([a], "a"), mc.ArgumentError, "team 'a' is out of range; teams go from 0"),
+        (lambda a: mc.gradients([a], 2**40), mc.ArgumentError, f"team {2**40} is out of range"),
+        (lambda a: mc.gradients([a], name=5), mc.DTypeError, "name is 5; it is a text"),
+        (lambda a: mc.gradients([a], name="a\0b"), mc.ArgumentError, "name is .* without NUL"),
+        (lambda a: mc.gradients([a], name="\ud800"), mc.ArgumentError, "name is .* it is Unicode text"),
+        (lambda a: mc.gradients([a, np.float32(1)]), mc.DTypeError, r"array 1 is a numpy.float32; .*numpy.array\("),
+        (lambda a: mc.gradients([a, "x"]), mc.DTypeError, "array 1 is a str"),
+        (
+            lambda a: mc.gradients([a], out=[a[:2].copy()]),
+            mc.ArgumentError,
+            r"^out: array 0 .*\(2,\).*\(3,\) and float32",
+        ),
+        (lambda a: mc.gradients([a], out=[a.astype(np.int8)]), mc.ArgumentError, "^out: array 0 .*int8.*float32"),
+        (lambda a: mc.gradients([a], out=[a, a]), mc.ArgumentError, "out holds 2 arrays"),
+        (lambda a: mc.gradients([a], out=a), mc.DTypeError, "^out takes a list"),
+        (
+            lambda a: mc.gradients([np.ones((2, 3)).T]),
+            mc.ArgumentError,
+            r"array 0 of shape \(3, 2\) is not C-contiguous",
+        ),
+        (lambda a: mc.gradients([np.array(["x"])]), mc.DTypeError, "array 0 has the element type <U1"),
+        (lambda a: mc.gradients([np.ma.array(a, mask=[1, 0, 0])]), mc.ArgumentError, "array 0 is masked"),
+        (lambda a: mc.gradients([a], out=[np.ma.array(a)]), mc.ArgumentError, "masked"),
+        (lambda a: mc.broadcast([a, np.ma.array(a)]), mc.ArgumentError, "array 1 is masked"),
+        (lambda a: mc.average(np.ma.array(a)), mc.ArgumentError, "masked"),
+        (lambda a: mc.check_buffers_match([np.ma.array(a)]), mc.ArgumentError, "masked"),
+        (lambda a: mc.average_metrics({"m": np.ma.masked}), mc.DTypeError, "'m' is masked"),
+        (lambda a: mc.broadcast([a], "a"), mc.ArgumentError, "root 'a' is out of range; ranks go from 0"),
+        (lambda a: mc.broadcast([a], 1.5), mc.ArgumentError, "root 1.5"),
+        (lambda a: mc.average(np.complex64(1j)), mc.DTypeError, "average needs a number"),
+        (lambda a: mc.create_team("a"), mc.ArgumentError, "team 'a'"),
+        (lambda a: mc.create_team(70, nthreads="b"), mc.ArgumentError, "nthreads is 'b'"),
+    ],
+)
+def test_errors_are_ours_and_name_the_argument(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call(np.ones(3, np.float32))
+
+
+def test_teams_that_differ_between_ranks(rank: int, size: int) -> None:
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with pytest.raises(
+        mc.MismatchError, match=r"rank 0: .*create_team\(team=50, nthreads=1, prec_level=0\)"
+    ) as failure:
+        mc.create_team(50, nthreads=1 + rank)
+    assert "create_team(team=50, nthreads=2, prec_level=0)" in str(failure.value)
+    mc.create_team(50)
+
+
+def test_metrics_of_integers_are_not_rounded(rank: int, size: int) -> None:
+    for dtype in (np.int8, np.uint16, np.int32, np.int64, np.bool_):
+        given = np.array([rank % 2, 1]).astype(dtype)
+        mean = mc.average(given)
+        assert mean.dtype == np.float64
+        assert mean == pytest.approx([size // 2 / size, 1.0])
+    assert mc.average(np.int64(rank)) == mc.average(rank) == pytest.approx((size - 1) / 2)
+    single = np.array([rank], np.float32)
+    assert mc.average(single) is single
 
 
 def test_what_has_no_meaning_is_refused(rank: int, size: int) -> None:

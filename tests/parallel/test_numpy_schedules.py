@@ -62,9 +62,14 @@ def test_a_cool_down_begins_where_the_package_says(package: object, cooldown: st
         assert got == [m(0), 0.0, m(1, 2), m(3), m(4), m(5), m(6), m(7)]
 
 
-def test_a_smooth_transition_leaves_a_rising_share(rank: int, size: int) -> None:
+@pytest.mark.parametrize("trans_alg", [1, 16])
+def test_a_smooth_transition_leaves_a_rising_share(
+    trans_alg: int, rank: int, size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     # A window of 2 calls at both ends: the carries are 0, 1/2, 1, 1, ..., 1, 1/2, 0.
-    mc.config_team(TEAM, 1, 2, 12)
+    mc.config_team(TEAM, trans_alg, 2, 12)
+    line = f"dl_comm: trans_alg 16 of team {TEAM} is taken as 1, a smooth transition\n"
+    assert capfd.readouterr().err == (line if trans_alg == 16 and rank == 0 else "")
     got = means(12, rank, size)
     carries = [0, 0, 0, 0.5, 1, 1, 1, 1, 1, 1, 0.5, 0]
     before = [0, *carries[:-1]]
@@ -107,7 +112,7 @@ def test_integers_and_halves(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(-1, 0, 1, 1), (TEAM, 2, 1, 1), (TEAM, 0, 1, -1), (TEAM, 0, 1, 1, 3), (TEAM, 0, 1, 1, 1, -1), (TEAM, 0, 1.5, 1)],
+    [(-1, 0, 1, 1), (TEAM, -1, 1, 1), (TEAM, 0, 1, -1), (TEAM, 0, 1, 1, 3), (TEAM, 0, 1, 1, 1, -1), (TEAM, 0, 1.5, 1)],
 )
 def test_nonsense_is_refused(arguments: tuple[int, ...]) -> None:
     with pytest.raises(mc.ArgumentError):

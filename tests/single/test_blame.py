@@ -75,6 +75,18 @@ def test_a_rank_in_its_own_code(tmp_path: Path) -> None:
     )
 
 
+def test_the_stacks_of_a_dump_show_where_its_own_code_is(tmp_path: Path) -> None:
+    stacks = [
+        "Thread 0x1 (most recent call first):", '  File "/lib/queue.py", line 3 in get', "",
+        "Current thread 0x2 (most recent call first):",
+        '  File "/home/me/data.py", line 7 in load', '  File "/home/me/train.py", line 31 in <module>',
+    ]  # fmt: skip
+    dump(tmp_path, 0, {0: waiting([1])}, size=2)
+    dump(tmp_path, 1, {0: [call("done", 70, 1)]}, size=2, stacks=stacks)
+    (finding,) = verdict(tmp_path)
+    assert finding.text.endswith("its own code (data.py, line 7 in load, called from train.py, line 31 in <module>)")
+
+
 def test_the_last_call_is_that_of_the_highest_number(tmp_path: Path) -> None:
     dump(tmp_path, 0, {0: [call("done", 71, 1), *waiting([1])]}, size=2)
     dump(tmp_path, 1, {0: [call("done", 69.999, 1), call("done", 70, 2, "average on team 0")]}, size=2)
@@ -239,9 +251,9 @@ for _ in range(3): mc.gradients(gradients)
 """
 
 
-def job(script: Script, folder: Path, text: str, timeout: str = "300") -> Finished:
+def job(script: Script, folder: Path, text: str, timeout: str = "300", **settings: str) -> Finished:
     env = {"DL_COMM_DUMP_DIR": str(folder), "DL_COMM_STALL_WARN_S": "1", "DL_COMM_TIMEOUT_S": timeout}
-    return script(3, HEAD + text, 100, env)
+    return script(3, HEAD + text, 100, {**env, **settings})
 
 
 def test_a_real_rank_that_sleeps(script: Script, tmp_path: Path) -> None:
@@ -287,9 +299,17 @@ def test_real_ranks_that_disagree(script: Script, tmp_path: Path) -> None:
 
 
 def test_real_ranks_in_different_calls(script: Script, tmp_path: Path) -> None:
-    text = "try: mc.gradients(gradients) if rank else mc.barrier()\nexcept mc.CommError: mc.dump(folder)\n"
-    job(script, tmp_path / "dumps", text, timeout="4")
+    text = (
+        "try: mc.gradients(gradients) if rank else mc.barrier()\nexcept mc.CommError: mc.dump(folder), time.sleep(3)\n"
+    )
+    # The deadline comes before the ranks look whether they wait for each other.
+    job(script, tmp_path / "dumps", text, timeout="4", DL_COMM_MATCH_S="300")
     told = blame(tmp_path / "dumps")
     assert told.returncode == 1
     assert "has not called average on team 0 (tensor 0: float32[5, 2] and 2 more)" in told.output, told.output
     assert "it waits in barrier" in told.output, told.output
+    job(script, tmp_path / "more", text)
+    told = blame(tmp_path / "more")
+    assert told.returncode == 1
+    assert "rank 0: has made 3 calls on team 0, and waits in barrier" in told.output, told.output
+    assert "ranks 1, 2: has made 1 call on the control team, and waits in average on team 0" in told.output, told.output

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch import launch
+from launch import launch, run
 
 pytest.importorskip("torch")
 
@@ -29,7 +30,7 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     assert folder.name.startswith("torch-")
     # The library for CUDA is there when torch has CUDA.
     names = {path.name for path in folder.iterdir()}
-    assert names - {"libdl_comm_torch_cuda.so"} == {"libdl_comm_torch.so", "lock"}
+    assert names - {"libdl_comm_torch_cuda.so"} == {"libdl_comm_torch.so", "built.json", "lock"}
 
     again = subprocess.run(
         [sys.executable, "-m", "dl_comm.build", "torch"],
@@ -41,6 +42,19 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     )
     assert again.stdout.strip() == f"torch: {folder}/libdl_comm_torch.so"
     assert "building" not in again.stderr
+
+    use = [sys.executable, "-c", "import dl_comm.torch as dt; print('rank', dt.rank())"]
+    library = folder / "libdl_comm_torch.so"
+    os.truncate(library, library.stat().st_size // 2)
+    mended = run(use, 200, {"DL_COMM_CACHE": str(cache)})
+    assert re.search("is damaged(.*\n)*rank 0", mended.output), mended.output
+
+    for place in (folder, cache):
+        place.chmod(0o777)
+        refused = run(use, 100, {"DL_COMM_CACHE": str(cache)})
+        place.chmod(0o700)
+        assert f"does not load operations from {place}: another user can write there" in refused.output
+        assert refused.returncode == 1, refused.output
 
 
 def test_no_compiler_is_said(tmp_path: Path) -> None:

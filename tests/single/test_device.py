@@ -255,7 +255,7 @@ def test_settings_that_differ_between_ranks_are_told(tmp_path: Path, name: str) 
     )
     finished = launch(2, [sys.executable, str(script)], 60)
     assert finished.output.count("told:") == 2, finished.output
-    assert "gpu_" in finished.output, finished.output
+    assert "for GPUs" in finished.output, finished.output
 
 
 def test_the_doctor_tells_of_gpus_and_of_drivers_that_will_not_do(fake_cuda: Path, tmp_path: Path) -> None:

@@ -64,6 +64,18 @@ def test_alone_it_finds_everything_and_starts_two_ranks() -> None:
         assert not check["facts"]["installed"] or check["facts"]["import_s"] > 0
 
 
+def test_it_names_what_is_left_and_what_is_not_known(tmp_path: Path) -> None:
+    left = tmp_path / f"dl_comm.{7:032x}"
+    left.write_bytes(b"0")
+    env = {"DL_COMM_SHM_DIR": str(tmp_path), "DL_COMM_TIMEOUT": "5"}
+    told = report(run([*DOCTOR, "--json", "--quick"], 200, env))
+    check = found(told, "host", "left behind")
+    assert check["verdict"] == "warn"
+    assert str(left) in check["facts"]["segments"]
+    settings = found(told, "build", "settings")
+    assert (settings["verdict"], settings["facts"]["unknown"]) == ("warn", {"DL_COMM_TIMEOUT": "DL_COMM_TIMEOUT_S"})
+
+
 @pytest.mark.parametrize(
     ("prints", "verdict", "words"),
     [

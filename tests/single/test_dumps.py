@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch import Finished
+import pytest
+
+from launch import QUIET, Finished, launch, mpiexec, run
 
 Script = Callable[..., Finished]
 
@@ -33,3 +40,115 @@ def test_a_rank_that_has_not_noticed_a_failure_can_write_a_dump(script: Script, 
     for rank in range(2):
         (team,) = (t for t in json.loads((tmp_path / f"dumps/rank{rank}.json").read_text())["teams"] if t["team"] == 0)
         assert "was not complete after 0.5 s" in team["failure"]
+
+
+def test_a_dump_shows_where_python_is(tmp_path: Path) -> None:
+    """Also of a rank that holds the interpreter's lock."""
+    program = tmp_path / "script.py"
+    program.write_text(
+        "import ctypes, os, sys, time\nimport dl_comm as mc\nmc.init()\n"
+        "def sits_on_the_lock():\n"
+        "    until = time.monotonic() + 50\n"
+        "    while not os.path.exists(sys.argv[1]) and time.monotonic() < until:\n"
+        "        ctypes.PyDLL(None).sleep(1)\n"
+        "if mc.rank() == 1: sits_on_the_lock()\nmc.barrier()\n"
+        "time.sleep(1 - mc.rank())\n"
+        "if mc.rank() == 0: mc.dump()\nmc.barrier()\n"
+    )
+    asked_all = tmp_path / "asked"
+    command = [sys.executable, str(program), str(asked_all)]
+    job = threading.Thread(target=lambda: results.append(launch(2, command, 60, env)))
+    results: list[Finished] = []
+    env = {"DL_COMM_DUMP_DIR": str(tmp_path / "dumps"), "DL_COMM_STALL_WARN_S": "0"}
+    job.start()
+    until = time.monotonic() + 50
+    asked = ""
+    while "asked 2" not in asked and time.monotonic() < until:
+        asked = run([sys.executable, "-m", "dl_comm.run", "--dump", str(os.getpid())], 60).output
+    asked_all.touch()
+    job.join()
+    assert results[0].returncode == 0, results[0].output
+    stacks = [json.loads((tmp_path / f"dumps/rank{rank}.json").read_text())["stacks"] for rank in (0, 1)]
+    assert any("in barrier" in line or "in dump" in line for line in stacks[0]), stacks[0]
+    assert any("in sits_on_the_lock" in line for line in stacks[1]), stacks[1]
+
+
+def test_a_dump_does_not_go_where_somebody_else_wants_it(script: Script, tmp_path: Path) -> None:
+    """The usual folder has a name that anybody can guess."""
+    victim, usual = tmp_path / "victim", f"dl_comm-{os.geteuid()}"
+    victim.mkdir()
+    (tmp_path / usual).symlink_to(victim)
+    # An empty value counts as not set.
+    settings = {"TMPDIR": str(tmp_path), "DL_COMM_DUMP_DIR": ""}
+    finished = script(2, "import dl_comm as mc\nmc.init()\nprint('written', mc.dump(), flush=True)\n", env=settings)
+    assert finished.output.count("written") == 2, finished.output
+    assert not list(victim.iterdir())
+    (folder,) = tmp_path.glob(f"{usual}-*/*")
+    assert {path.name for path in folder.iterdir()} == {"rank0.json", "rank1.json"}
+    assert folder.stat().st_mode & 0o077 == folder.parent.stat().st_mode & 0o077 == 0
+
+
+def test_sigusr1_before_init_shows_the_stacks(tmp_path: Path) -> None:
+    program = tmp_path / "script.py"
+    program.write_text(
+        "import os, signal\nimport dl_comm\n"
+        "def read_the_data():\n    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "read_the_data()\nimport dl_comm as mc\nmc.init()\nos.kill(os.getpid(), signal.SIGUSR1)\nmc.barrier()\n"
+    )
+    finished = run([sys.executable, str(program)], 60, QUIET)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("SIGUSR1 before init()") == 1
+    assert "in read_the_data" in finished.output
+
+
+def test_old_dumps_go_with_the_next_start(script: Script, tmp_path: Path) -> None:
+    mine = tmp_path / f"dl_comm-{os.geteuid()}"
+    for name, days in (("old", 8), ("young", 1)):
+        (mine / name).mkdir(parents=True)
+        (mine / name / "rank0.json").touch()
+        os.utime(mine / name, (time.time() - days * 86400,) * 2)
+    mine.chmod(0o700)
+    finished = script(2, "import dl_comm as mc\nmc.init()\n", env={"TMPDIR": str(tmp_path)})
+    assert finished.returncode == 0, finished.output
+    assert [path.name for path in mine.iterdir()] == ["young"]
+
+
+WAITS = """
+import os, sys, time
+import dl_comm as mc
+mc.init()
+open(sys.argv[1] + str(mc.rank()), "w").close()
+until = time.monotonic() + 60
+mine = os.path.join(os.environ["DL_COMM_DUMP_DIR"], f"rank{mc.rank()}.json")
+while not os.path.exists(mine) and time.monotonic() < until: time.sleep(0.05)
+assert os.path.exists(mine)
+mc.barrier()
+"""
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable, "-m", "dl_comm.run"], mpiexec()])
+def test_the_ranks_of_a_job_are_asked_and_nothing_else(tmp_path: Path, launcher: list[str]) -> None:
+    """Each is in a shell, which the signal would end."""
+    program, ready = tmp_path / "train.py", tmp_path / "ready"
+    program.write_text(WAITS)
+    inner = f"{sys.executable} {program} {ready}; code=$?; echo train.py done; exit $code"
+    job = tmp_path / "job"
+    outer = f"echo $$ > {job}; exec {shlex.join([*launcher, '-n', '2', 'sh', '-c', inner])}"
+    results: list[Finished] = []
+    env = {"DL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    thread = threading.Thread(target=lambda: results.append(run(["sh", "-c", outer], 90, env)))
+    thread.start()
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready?"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    asked = run([sys.executable, "-m", "dl_comm.run", "--dump", job.read_text().strip()], 60)
+    thread.join()
+    assert asked.output.startswith("asked 2 rank(s)"), asked.output
+    assert results[0].returncode == 0, results[0].output
+    assert {path.name for path in (tmp_path / "dumps").iterdir()} == {"rank0.json", "rank1.json"}
+
+
+def test_a_job_that_is_not_there_is_said() -> None:
+    finished = run([sys.executable, "-m", "dl_comm.run", "--dump", str(os.getpid())], 60)
+    assert finished.returncode == 2
+    assert "no rank of dl_comm runs below process" in finished.output

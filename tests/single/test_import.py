@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -54,3 +55,10 @@ def test_the_stub_declares_what_the_module_has() -> None:
     assert declared == {name for name in dir(_dl_comm) if not name.startswith("__")}
     assert Path(dl_comm.__file__).with_name("py.typed").exists()
     assert set(dl_comm.__all__) <= set(dir(dl_comm))
+
+
+def test_the_version_can_be_asked_for() -> None:
+    command = [sys.executable, "-m", "dl_comm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith(f"dl_comm {version('dl_comm')}, built for ")
+    assert done.returncode == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,6 @@ def lost(what):
         print(f"told after {time.monotonic() - start:.0f} s: {error}", flush=True)
 """
 SETTINGS = {"DL_COMM_TIMEOUT_S": "60"}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[hosts.Hosts]:
-    if not hosts.possible():
-        pytest.skip("needs root and iproute2 to make network namespaces")
-    with hosts.Hosts(2) as made:
-        yield made
 
 
 def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finished:
@@ -87,20 +78,19 @@ def test_a_start_that_fails_on_one_rank_is_told_at_once(tmp_path: Path) -> None:
 start = time.monotonic()
 if os.environ.get("PMI_RANK") == "1":
     os.environ["DL_COMM_TIMELINE"] = "/proc/nowhere"
-    try:
-        mc.init()
-    except mc.CommError as error:
-        print(f"failed after {time.monotonic() - start:.0f} s: {error}", flush=True)
-        os._exit(1)
-lost(mc.init)
+try:
+    mc.init()
+except mc.CommError as error:
+    print(f"failed after {time.monotonic() - start:.0f} s: {error}", flush=True)
 """
     finished = on_ranks(body, tmp_path)
     found = re.search(r"failed after (\d+) s: .*/proc/nowhere", finished.output)
-    if not found and "told after" not in finished.output:
+    if not found and "failed after" not in finished.output:
         pytest.skip("the launcher does not tell the ranks by PMI_RANK")
     assert found, finished.output
     assert int(found[1]) < 30, finished.output
-    told(finished)
+    # The others get the same error, which names the rank.
+    assert finished.output.count("rank 1 on") == 2, finished.output
 
 
 def test_a_forked_child_leaves_the_timeline_of_its_parent_alone(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launch import Finished, launch
+from launch import Finished, launch, run
 
 Script = Callable[..., Finished]
 
@@ -27,9 +28,18 @@ def mean(value, team=0):
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind():  # noqa: ANN202
-    before = set(os.listdir("/dev/shm"))
+    def ours() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(("dl_comm", "mpich_shm"))}
+
+    before = ours()
     yield
-    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("dl_comm", "mpich_shm"))} == set()
+    left = ours() - before
+    until = time.monotonic() + 10
+    # Another job on this machine has names there while it starts.
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        left &= ours()
+    assert left == set()
 
 
 def test_mpi4py_first_and_after(script: Script) -> None:
@@ -99,6 +109,24 @@ def test_bad_environment_values_are_named(script: Script, name: str, value: str)
     )
     assert f"refused: {name} is '{value}'" in finished.output
     assert finished.returncode == 0, finished.output
+
+
+def test_a_variable_that_is_not_known_is_named_once(script: Script) -> None:
+    finished = script(2, HEAD + "mc.init()", env={"DL_COMM_TIMEUOT_S": "5"})
+    assert finished.returncode == 0
+    assert finished.output.count("DL_COMM_TIMEUOT_S (is DL_COMM_TIMEOUT_S meant?)") == 1, finished.output
+
+
+@pytest.mark.parametrize("name", ["DL_COMM_SHM_DIR", "DL_COMM_TIMELINE"])
+def test_a_folder_that_cannot_be_used_is_named_by_its_variable(script: Script, name: str) -> None:
+    text = HEAD + "try: mc.init()\nexcept mc.CommError as error: say('refused:', error)"
+    ranks = 2 if name == "DL_COMM_SHM_DIR" else 1  # one rank needs no shared memory
+    finished = script(ranks, text, env={name: "/proc/nowhere"})
+    lines = [line for line in finished.output.splitlines() if line.startswith("refused: ")]
+    assert len(lines) == ranks, finished.output
+    for line in lines:
+        assert name in line
+        assert "/proc/nowhere" in line
 
 
 def test_no_room_for_shared_memory_is_said(script: Script, tmp_path: Path) -> None:
@@ -178,12 +206,37 @@ def test_finalize_keeps_the_deadline(script: Script) -> None:
     assert "finalize was not complete after 1" in finished.output
 
 
-def test_the_launcher_of_another_mpi_is_noticed(script: Script) -> None:
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 processes"),
+        ({"PALS_SIZE": "2"}, "PALS started 2 processes"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun_rsh started 2 processes"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun started 2 processes"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "srun started 2 processes"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, "torchrun started 2 processes"),
+    ],
+)
+def test_a_launcher_that_cannot_be_used_is_refused(tmp_path: Path, env: dict[str, str], words: str) -> None:
     """Else every process would train alone, as rank 0 of 1."""
-    finished = script(
-        1, HEAD + "try: mc.init()\nexcept mc.CommError as error: say(error)", env={"OMPI_COMM_WORLD_SIZE": "2"}
+    program = tmp_path / "script.py"
+    program.write_text(
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: say(error)\nelse: say('size', mc.size())\n"
     )
-    assert "the launcher started 2 processes" in finished.output
+    refused = run([sys.executable, str(program)], 60, env)
+    assert words in refused.output
+    assert "DL_COMM_ALONE=1" in refused.output
+    alone = run([sys.executable, str(program)], 60, {**env, "DL_COMM_ALONE": "1"})
+    assert alone.output == "size 1\n"
+
+
+def test_a_shell_in_a_slurm_job_is_no_launcher(tmp_path: Path) -> None:
+    program = tmp_path / "script.py"
+    program.write_text(HEAD + "mc.init()\nsay('size', mc.size())\n")
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    finished = run([sys.executable, str(program)], 60, batch)
+    assert finished.output.endswith("size 1\n")
+    assert "the Slurm job has 4 tasks, but this process was started without srun" in finished.output
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -235,6 +236,20 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert told.returncode == 0, told.output
     assert "rank 2 came last" in told.output.splitlines()[3], told.output
     return folder
+
+
+def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    program = tmp_path / "script.py"
+    program.write_text("import dl_comm as mc\nmc.init()\nfor _ in range(4): mc.barrier()\n")
+    for ranks in (3, 2):
+        finished = launch(ranks, [sys.executable, str(program)], 60, {"DL_COMM_TIMELINE": str(tmp_path / "traces")})
+        assert finished.returncode == 0, finished.output
+    told = timeline(tmp_path / "traces")
+    assert told.returncode == 0, told.output
+    assert "2 ranks, " in told.output
+    (note,) = re.findall(r"another job is left out, 3 rank\(s\) of job (\w+), --job \1 reads it", told.output)
+    assert "3 ranks, " in timeline(tmp_path / "traces", "--job", note).output
+    assert "has no timeline of job x" in timeline(tmp_path / "traces", "--job", "x").output
 
 
 def test_a_real_slow_rank_is_blamed(slow: Path) -> None:

@@ -3,21 +3,24 @@
 #![allow(non_snake_case)]
 
 mod arguments;
+mod device;
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
 
-use arguments::{Views, device, device_of, give, number, tensors, text, towers, views};
+use arguments::{Views, device_of, give, number, tensors, text, towers, views};
 
 pub use arguments::{CBuffer, CDevice};
+pub use device::{dl_comm_average_on, dl_comm_broadcast_on, dl_comm_gpu_count, dl_comm_gpu_of};
 
 use crate::describe::describe;
 use crate::error::{Error, Result, guard};
 use crate::global;
 use crate::schedule::{Arguments, Cooldown};
+use crate::signals;
+use crate::stacks;
 use crate::team::Limit;
-use crate::transport::cuda;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -49,6 +52,12 @@ pub extern "C" fn dl_comm_init() -> c_int {
     done(global::init)
 }
 
+/// `dl_comm_init_teams` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_init_teams(nteams: c_int, nthreads: c_int) -> c_int {
+    done(|| global::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
+}
+
 /// `dl_comm_finalize` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_finalize() -> c_int {
@@ -56,9 +65,13 @@ pub extern "C" fn dl_comm_finalize() -> c_int {
 }
 
 /// `dl_comm_abandon` of `dl_comm.h`.
+///
+/// # Safety
+/// `why` is null or a text that ends with NUL.
 #[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_abandon() -> c_int {
-    done(|| global::abandon("the program failed"))
+pub unsafe extern "C" fn dl_comm_abandon(why: *const c_char) -> c_int {
+    // SAFETY: passed on.
+    done(|| global::abandon(&unsafe { text(why) }))
 }
 
 /// `dl_create_team` of `dl_comm.h`.
@@ -129,37 +142,43 @@ pub unsafe extern "C" fn dl_comm_broadcast(
 /// `dl_comm_get_rank` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_rank() -> c_int {
-    face(|| number(global::topology()?.rank()))
+    face(|| number(global::rank_info()?.rank))
 }
 
 /// `dl_comm_localrank` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_localrank() -> c_int {
-    face(|| number(global::topology()?.local_rank()))
+    face(|| number(global::rank_info()?.local_rank))
 }
 
 /// `dl_comm_get_nranks` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_nranks() -> c_int {
-    face(|| number(global::topology()?.size()))
+    face(|| number(global::rank_info()?.size))
 }
 
 /// `dl_comm_get_local_nranks` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_local_nranks() -> c_int {
-    face(|| number(global::topology()?.local_size()))
+    face(|| number(global::rank_info()?.local_size))
 }
 
 /// `dl_comm_get_nhosts` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_nhosts() -> c_int {
-    face(|| number(global::topology()?.hosts()))
+    face(|| number(global::rank_info()?.hosts))
 }
 
 /// `dl_comm_is_initialized` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_is_initialized() -> c_int {
     c_int::from(global::is_initialized())
+}
+
+/// `dl_comm_is_helper` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_is_helper() -> c_int {
+    c_int::from(global::is_helper())
 }
 
 /// `dl_comm_get_nteams` of `dl_comm.h`.
@@ -210,6 +229,15 @@ pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, 
     })
 }
 
+/// `dl_comm_stacks_from` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_stacks_from(signal: c_int, fd: c_int) -> c_int {
+    done(|| {
+        stacks::come_from(signal, fd);
+        Ok(())
+    })
+}
+
 /// `dl_comm_timeline_start` of `dl_comm.h`.
 ///
 /// # Safety
@@ -227,6 +255,12 @@ pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int 
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_timeline_stop() -> c_int {
     done(global::stop_timeline)
+}
+
+/// `dl_comm_set_signal_check` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_set_signal_check(check: Option<signals::Check>) {
+    signals::set_check(check);
 }
 
 /// `dl_comm_last_error` of `dl_comm.h`.
@@ -343,66 +377,6 @@ pub unsafe extern "C" fn dl_comm_broadcast_buffers(
 ) -> c_int {
     // SAFETY: the caller's promise.
     unsafe { dl_comm_broadcast_on(ptr::null(), buffers, count, root, name, timeout) }
-}
-
-/// `dl_comm_average_on` of `dl_comm.h`.
-///
-/// # Safety
-/// `device` is NULL or valid; the rest as for [`dl_comm_average`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_average_on(
-    device: *const CDevice,
-    buffers: *const CBuffer,
-    count: usize,
-    team: c_int,
-    name: *const c_char,
-    timeout: f64,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    let Some(device) = (unsafe { self::device(device) }) else {
-        // SAFETY: as above.
-        return unsafe { dl_comm_average_towers(buffers, count, 1, team, name, timeout) };
-    };
-    done(|| {
-        // SAFETY: as above.
-        unsafe {
-            let tensors = tensors(buffers, count)?;
-            global::average_on(device, team, &text(name), Limit::from_seconds(timeout), tensors)
-        }
-    })
-}
-
-/// `dl_comm_broadcast_on` of `dl_comm.h`.
-///
-/// # Safety
-/// As for [`dl_comm_average_on`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_broadcast_on(
-    device: *const CDevice,
-    buffers: *const CBuffer,
-    count: usize,
-    root: c_int,
-    name: *const c_char,
-    timeout: f64,
-) -> c_int {
-    done(|| {
-        // SAFETY: the caller's promise.
-        let (device, tensors, name) = unsafe { (self::device(device), tensors(buffers, count)?, text(name)) };
-        let limit = Limit::from_seconds(timeout);
-        global::wait(&name, |request| global::broadcast(root, request.within(limit).on(device), || Ok(tensors)))
-    })
-}
-
-/// `dl_comm_gpu_count` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_gpu_count() -> c_int {
-    face(|| number(cuda::count()?))
-}
-
-/// `dl_comm_gpu_of` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_gpu_of(memory: *const c_void) -> c_int {
-    guard(|| Ok(cuda::owner_of(memory.addr()))).ok().flatten().unwrap_or(-1)
 }
 
 /// `dl_comm_check_buffers_match` of `dl_comm.h`.

@@ -5,6 +5,7 @@
 //! Thread rule: used by one thread.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use crate::stream_copy::stream_copy;
 use crate::topology::Topology;
 use crate::trace::{Activity, Lap};
 use crate::transport::arena::Shared;
+use crate::transport::step::{REFRESH, START, reached};
 use crate::transport::sync;
 use crate::transport::{NodeChannel, Patience, Phase};
 
@@ -41,6 +43,8 @@ pub struct Channel {
     pub(super) free: u32,
     /// This rank has unpacked this step, whether or not it has raised its flag for it.
     pub(super) unpacked: u32,
+    /// This rank has raised all its flags for this step or a later one.
+    refreshed: u32,
     /// Whether the last call's tensors are visible to all ranks, and its chunks hold their places.
     direct: bool,
 }
@@ -67,7 +71,16 @@ struct Step {
 impl Channel {
     /// A channel over `node`, for the ranks of one host.
     pub fn new(topology: Arc<Topology>, node: NodeChannel) -> Channel {
-        Channel { topology, node, cluster: None, step: 0, free: 0, unpacked: 0, direct: false }
+        Channel {
+            topology,
+            node,
+            cluster: None,
+            step: START,
+            free: START,
+            unpacked: START,
+            refreshed: START,
+            direct: false,
+        }
     }
 
     /// The same channel with the way to the other hosts, where there are any and this rank drives a lane.
@@ -75,9 +88,13 @@ impl Channel {
         Channel { cluster, ..self }
     }
 
-    /// Lets go of the way to the other hosts; the channel carries no more calls.
-    pub(crate) fn leave_hosts(&mut self) {
-        self.cluster = None;
+    /// Lets go of the way to the other hosts; the channel carries no more calls. After a failure it stays as it is: to free a
+    /// communicator takes all ranks, of which some may not come.
+    pub(crate) fn leave_hosts(&mut self, failed: bool) {
+        let cluster = self.cluster.take();
+        if failed {
+            mem::forget(cluster);
+        }
     }
 
     /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
@@ -87,6 +104,7 @@ impl Channel {
     /// Those of the transports; the channel can then not be used any more.
     pub fn first(&mut self, job: &Job, patience: &Patience<'_>) -> Result<bool> {
         self.direct = false;
+        self.refresh();
         if job.is_short() {
             return self.exchange(job, patience);
         }
@@ -220,6 +238,17 @@ impl Channel {
         self.advance(patience)
     }
 
+    /// Raises the flags that short calls and calls that differ leave alone, before they fall so far behind that they seem to
+    /// be ahead. To be called between calls, when this rank has done with all steps so far.
+    #[inline]
+    pub(super) fn refresh(&mut self) {
+        if self.step.wrapping_sub(self.refreshed) >= REFRESH {
+            self.node.raise(Phase::Reduced, self.step);
+            self.node.raise(Phase::Unpacked, self.unpacked);
+            self.refreshed = self.step;
+        }
+    }
+
     pub(super) fn advance(&mut self, patience: &Patience<'_>) -> Result<u32> {
         let number = self.step.wrapping_add(1);
         if !self.is_free(number) {
@@ -233,7 +262,7 @@ impl Channel {
 
     /// Whether all ranks are known to have done with the slot of step `number`.
     pub(super) fn is_free(&self, number: u32) -> bool {
-        number.wrapping_sub(2).wrapping_sub(self.free).cast_signed() <= 0
+        reached(self.free, number.wrapping_sub(2))
     }
 
     /// This rank has taken what it wanted from step `number`.

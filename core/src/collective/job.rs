@@ -82,6 +82,9 @@ pub struct Job {
     producer: Option<Arc<Producer>>,
 }
 
+/// The name of what is no call.
+const ABSENT: &str = "\0absent";
+
 /// The least bytes of a chunk: below this a second channel costs more than it brings.
 const LEAST_CHUNK: usize = 64 << 10;
 
@@ -133,6 +136,24 @@ impl Job {
         job.name += instance;
         job.signature = if instance.is_empty() { job.list } else { job.sign() };
         Ok(job)
+    }
+
+    /// What a rank brings to a step for which it has no call: nothing, under a signature that no call has.
+    ///
+    /// # Errors
+    /// None; those of [`Job::new`].
+    pub fn absent(carrier: Carrier) -> Result<Job> {
+        Job::new(Op::Barrier, Vec::new(), ABSENT, "", String::new(), carrier)
+    }
+
+    /// Whether it was made by [`Job::absent`].
+    pub fn is_absent(&self) -> bool {
+        self.name == ABSENT
+    }
+
+    /// The number of its team.
+    pub fn team(&self) -> i32 {
+        self.carrier.team
     }
 
     /// Puts the call on a schedule, which the ranks must agree on: the share of its mean that it leaves to the next call,
@@ -317,7 +338,7 @@ impl Job {
             }
             Op::Average => format!("average{name}{team}"),
             Op::Broadcast { root } => format!("broadcast{name} from rank {root}{team}"),
-            Op::Barrier => "barrier".to_owned(),
+            Op::Barrier => format!("barrier{name}"),
         }
     }
 

@@ -7,7 +7,11 @@
 //! the same. So what has no counterpart waits for one to be submitted, until that is out of the question; then every rank
 //! gives up a call, with an error that says who called what:
 //! - soon, when all ranks have a call of one name, but not of one content ([`Age::Ripe`]);
-//! - when no rank expects a further call ([`List::settled`]), or one has waited long enough ([`Age::Stale`]): the oldest.
+//! - when no rank expects a further call ([`Outlook::Settled`]), or one has waited long enough ([`Age::Stale`]): the oldest.
+//!
+//! A rank that waits in another team takes part with an empty list: ranks that wait for each other in different teams find
+//! out here. Then nothing is given up while a rank waits nowhere or computes: it may be slow. That a team's own callers
+//! wait ([`List::quiet`]) is enough only among lists that all have calls.
 //!
 //! The optimistic way, in which equal signatures cost nothing and only different ones bring ranks here, is ours (the
 //! design's section 3.2); Horovod's coordinator (Sergeev and Del Balso, 2018) negotiates every tensor instead.
@@ -42,8 +46,73 @@ pub enum Age {
 pub struct List {
     /// Its calls, oldest first.
     pub calls: Vec<Pending>,
-    /// The rank expects no further call before one of these has ended.
-    pub settled: bool,
+    /// What more it expects.
+    pub outlook: Outlook,
+    /// Whether every thread that has called this team waits for one of these calls.
+    pub quiet: bool,
+}
+
+/// What further calls a rank expects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outlook {
+    /// It computes, or waits nowhere, and may submit a call at any time.
+    Busy,
+    /// It waits, here or in another team, and may submit more.
+    Open,
+    /// None before one of those that it waits for has ended.
+    Settled,
+    /// None at all: it has ended its team.
+    Closed,
+}
+
+/// What a rank that waits in vain is told of each rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standing {
+    /// Whether the rank waits in calls of this team.
+    pub calls: bool,
+    /// What more it expects.
+    pub outlook: Outlook,
+}
+
+impl Standing {
+    fn of(list: &List) -> Standing {
+        Standing { calls: !list.calls.is_empty(), outlook: list.outlook }
+    }
+
+    fn letter(self) -> char {
+        let letter = self.outlook.letter();
+        if self.calls { letter.to_ascii_uppercase() } else { letter }
+    }
+
+    fn decode(letter: char) -> Option<Standing> {
+        let outlook = Outlook::of(letter.to_ascii_lowercase())?;
+        Some(Standing { calls: letter.is_ascii_uppercase(), outlook })
+    }
+
+    /// What the rank does, in words.
+    pub fn words(self) -> &'static str {
+        match self {
+            Standing { calls: true, .. } => "waits in a different call",
+            Standing { outlook: Outlook::Busy, .. } => "has made no such call and computes",
+            Standing { outlook: Outlook::Open | Outlook::Settled, .. } => {
+                "has made no such call and waits in another team"
+            }
+            Standing { outlook: Outlook::Closed, .. } => "has made no such call and has called finalize",
+        }
+    }
+}
+
+impl Outlook {
+    const LETTERS: [(Outlook, char); 4] =
+        [(Outlook::Busy, 'b'), (Outlook::Open, 'o'), (Outlook::Settled, 's'), (Outlook::Closed, 'c')];
+
+    fn letter(self) -> char {
+        Outlook::LETTERS.iter().find(|(outlook, _)| *outlook == self).map_or('o', |(_, letter)| *letter)
+    }
+
+    fn of(letter: char) -> Option<Outlook> {
+        Outlook::LETTERS.iter().find(|(_, known)| *known == letter).map(|(outlook, _)| *outlook)
+    }
 }
 
 /// What all ranks do next.
@@ -53,8 +122,8 @@ pub enum Decision {
     Run(Vec<u64>),
     /// By rank, the position of the call that it gives up, if it gives one up: these do not match.
     GiveUp(Vec<Option<usize>>),
-    /// Look again when something new may have been submitted.
-    Wait,
+    /// Look again when something new may have been submitted. By rank, what there is now.
+    Wait(Vec<Standing>),
 }
 
 /// What follows from `lists`, by rank.
@@ -65,11 +134,16 @@ pub fn decide(lists: &[List]) -> Decision {
     if let Some(conflict) = conflict(lists) {
         return Decision::GiveUp(conflict);
     }
+    let gone = |list: &List| list.calls.is_empty() && list.outlook == Outlook::Closed;
     let stale = |list: &List| list.calls.iter().any(|call| call.age == Age::Stale);
-    if lists.iter().any(stale) || lists.iter().all(|list| list.settled) {
+    let several_teams = lists.iter().any(|list| list.calls.is_empty());
+    let settled =
+        |list: &List| matches!(list.outlook, Outlook::Settled | Outlook::Closed) || !several_teams && list.quiet;
+    let busy = several_teams && lists.iter().any(|list| list.outlook == Outlook::Busy);
+    if lists.iter().any(gone) || !busy && (lists.iter().any(stale) || lists.iter().all(settled)) {
         return Decision::GiveUp(lists.iter().map(|list| (!list.calls.is_empty()).then_some(0)).collect());
     }
-    Decision::Wait
+    Decision::Wait(lists.iter().map(Standing::of).collect())
 }
 
 /// How many calls, at least, all ranks have to take from the front of their lists to have the same ones.
@@ -115,7 +189,7 @@ const ENTRY: usize = 16 + 8 + 1;
 
 /// `list` as a text.
 pub fn encode(list: &List) -> String {
-    let mut text = String::from(if list.settled { "s" } else { "o" });
+    let mut text = format!("{}{}", list.outlook.letter(), if list.quiet { 'q' } else { '-' });
     for call in &list.calls {
         let mark = match call.age {
             Age::Fresh => '.',
@@ -129,7 +203,14 @@ pub fn encode(list: &List) -> String {
 
 /// The list that `text` tells; `None` when it tells none.
 pub fn decode(text: &str) -> Option<List> {
-    let rest = text.strip_prefix(['s', 'o'])?;
+    let mut letters = text.chars();
+    let outlook = letters.next().and_then(Outlook::of)?;
+    let quiet = match letters.next()? {
+        'q' => true,
+        '-' => false,
+        _ => return None,
+    };
+    let rest = letters.as_str();
     if !rest.is_ascii() || !rest.len().is_multiple_of(ENTRY) {
         return None;
     }
@@ -147,15 +228,17 @@ pub fn decode(text: &str) -> Option<List> {
         })
     };
     let calls = rest.as_bytes().chunks(ENTRY).map(entry).collect::<Option<Vec<_>>>()?;
-    Some(List { calls, settled: text.starts_with('s') })
+    Some(List { calls, outlook, quiet })
 }
 
 impl Decision {
     /// The decision as a text of at most `limit` bytes, as far as what is to be carried out goes: what does not fit is at the
-    /// front of all lists then, and follows next time.
+    /// front of all lists then, and follows next time. Of very many ranks that wait, the first are told.
     pub fn encode_within(mut self, limit: usize) -> String {
-        if let Decision::Run(order) = &mut self {
-            order.truncate((limit - 1) / 16);
+        match &mut self {
+            Decision::Run(order) => order.truncate((limit - 1) / 16),
+            Decision::Wait(standings) => standings.truncate(limit - 1),
+            Decision::GiveUp(_) => {}
         }
         self.encode()
     }
@@ -168,14 +251,14 @@ impl Decision {
                 let word = |place: &Option<usize>| place.map_or("-".to_owned(), |place| place.to_string());
                 format!("g{}", places.iter().map(word).collect::<Vec<_>>().join(" "))
             }
-            Decision::Wait => "w".to_owned(),
+            Decision::Wait(ranks) => format!("w{}", ranks.iter().map(|rank| rank.letter()).collect::<String>()),
         }
     }
 
     /// The decision that `text` tells; `None` when it tells none.
     pub fn decode(text: &str) -> Option<Decision> {
-        if text == "w" {
-            return Some(Decision::Wait);
+        if let Some(ranks) = text.strip_prefix('w') {
+            return ranks.chars().map(Standing::decode).collect::<Option<Vec<_>>>().map(Decision::Wait);
         }
         if let Some(order) = text.strip_prefix('r') {
             let signature = |entry| u64::from_str_radix(str::from_utf8(entry).ok()?, 16).ok();
@@ -194,7 +277,45 @@ mod tests {
 
     fn list(calls: &[u64], settled: bool) -> List {
         let call = |&signature: &u64| Pending { signature, key: 0, age: Age::Fresh };
-        List { calls: calls.iter().map(call).collect(), settled }
+        let outlook = if settled { Outlook::Settled } else { Outlook::Open };
+        List { calls: calls.iter().map(call).collect(), outlook, quiet: settled }
+    }
+
+    fn waits(lists: &[List]) -> bool {
+        matches!(decide(lists), Decision::Wait(_))
+    }
+
+    #[test]
+    fn who_waits_in_vain_hears_what_the_others_do() {
+        let with = |outlook| List { outlook, ..list(&[], false) };
+        let lists = [list(&[1], true), list(&[2], false), with(Outlook::Busy), with(Outlook::Open)];
+        let told = decide(&lists).encode_within(100);
+        let Some(Decision::Wait(ranks)) = Decision::decode(&told) else { panic!("{told}") };
+        let words: Vec<_> = ranks.iter().map(|rank| rank.words()).collect();
+        assert_eq!(words[0], "waits in a different call");
+        assert_eq!(words[1], words[0]);
+        assert_eq!(words[2], "has made no such call and computes");
+        assert_eq!(words[3], "has made no such call and waits in another team");
+    }
+
+    #[test]
+    fn a_rank_that_waits_elsewhere_is_a_mismatch_and_one_that_is_slow_is_not() {
+        let with = |outlook| List { outlook, ..list(&[], false) };
+        let given_up = Decision::GiveUp(vec![Some(0), None]);
+        assert_eq!(decide(&[list(&[1], true), with(Outlook::Settled)]), given_up);
+        assert_eq!(decide(&[list(&[1], false), with(Outlook::Closed)]), given_up);
+        assert!(waits(&[list(&[1], true), with(Outlook::Open)]));
+        assert!(waits(&[list(&[1], true), with(Outlook::Busy)]));
+        let mut old = list(&[1], false);
+        old.calls[0].age = Age::Stale;
+        assert!(waits(&[old.clone(), with(Outlook::Busy)]));
+        assert_eq!(decide(&[old.clone(), with(Outlook::Open)]), given_up);
+        let quiet = List { outlook: Outlook::Open, ..list(&[1], true) };
+        assert!(waits(&[quiet.clone(), with(Outlook::Settled)]), "a thread that calls other teams may call");
+        assert_eq!(decide(&[quiet, list(&[2], true)]), Decision::GiveUp(vec![Some(0), Some(0)]));
+        let computes = List { outlook: Outlook::Busy, ..old };
+        assert!(waits(&[computes.clone(), with(Outlook::Open)]));
+        assert_eq!(decide(&[computes, list(&[2], false)]), Decision::GiveUp(vec![Some(0), Some(0)]), "of one team");
     }
 
     #[test]
@@ -207,15 +328,15 @@ mod tests {
 
     #[test]
     fn nothing_is_skipped() {
-        assert_eq!(decide(&[list(&[1, 1], false), list(&[9, 1], false)]), Decision::Wait);
-        assert_eq!(decide(&[list(&[1], false), list(&[9, 1], false)]), Decision::Wait);
-        assert_eq!(decide(&[list(&[1, 1, 9], false), list(&[9, 1], false)]), Decision::Wait);
+        assert!(waits(&[list(&[1, 1], false), list(&[9, 1], false)]));
+        assert!(waits(&[list(&[1], false), list(&[9, 1], false)]));
+        assert!(waits(&[list(&[1, 1, 9], false), list(&[9, 1], false)]));
         assert_eq!(decide(&[list(&[1, 1, 9], false), list(&[9, 1, 1], false)]), Decision::Run(vec![1, 1, 9]));
     }
 
     #[test]
     fn what_lacks_a_counterpart_waits_until_nothing_more_is_expected() {
-        assert_eq!(decide(&[list(&[1, 2], true), list(&[2], false)]), Decision::Wait);
+        assert!(waits(&[list(&[1, 2], true), list(&[2], false)]));
         assert_eq!(decide(&[list(&[1, 2], true), list(&[2], true)]), Decision::GiveUp(vec![Some(0), Some(0)]));
         let mut lists = [list(&[9], false), list(&[1], false)];
         lists[0].calls[0].age = Age::Stale;
@@ -226,18 +347,23 @@ mod tests {
     fn one_name_with_two_contents_is_given_up_soon() {
         let call = |signature, key| Pending { signature, key, age: Age::Ripe };
         let mut lists = [
-            List { calls: vec![call(1, 10), call(2, 20)], settled: false },
-            List { calls: vec![call(3, 20)], settled: false },
+            List { calls: vec![call(1, 10), call(2, 20)], outlook: Outlook::Open, quiet: false },
+            List { calls: vec![call(3, 20)], outlook: Outlook::Open, quiet: false },
         ];
         assert_eq!(decide(&lists), Decision::GiveUp(vec![Some(1), Some(0)]));
         lists[1].calls[0].age = Age::Fresh;
-        assert_eq!(decide(&lists), Decision::Wait);
+        assert!(waits(&lists));
     }
 
     fn any_list() -> impl Strategy<Value = List> {
         let age = prop::sample::select(vec![Age::Fresh, Age::Fresh, Age::Fresh, Age::Ripe, Age::Stale]);
         let call = (0u64..6, 0u32..3, age).prop_map(|(signature, key, age)| Pending { signature, key, age });
-        (prop::collection::vec(call, 1..6), any::<bool>()).prop_map(|(calls, settled)| List { calls, settled })
+        let outlook = prop::sample::select(Outlook::LETTERS.map(|(outlook, _)| outlook).to_vec());
+        (prop::collection::vec(call, 0..6), outlook, any::<bool>()).prop_map(|(calls, outlook, quiet)| List {
+            calls,
+            outlook,
+            quiet,
+        })
     }
 
     proptest! {
@@ -247,7 +373,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_panics(text in "[rgwso0-9a-f!. é-]{0,60}") {
+        fn no_text_panics(text in "[rgwsobcq0-9a-f!. é-]{0,60}") {
             let _list = decode(&text);
             let _decision = Decision::decode(&text);
         }
@@ -269,12 +395,15 @@ mod tests {
                 }
                 Decision::GiveUp(places) => {
                     prop_assert_eq!(places.len(), lists.len());
-                    prop_assert!(places.iter().any(Option::is_some));
+                    prop_assert!(places.iter().any(Option::is_some) || lists.iter().all(|list| list.calls.is_empty()));
                     for (list, place) in lists.iter().zip(places) {
                         prop_assert!(place.is_none_or(|place| place < list.calls.len()));
                     }
                 }
-                Decision::Wait => prop_assert!(same_first(&lists).is_none()),
+                Decision::Wait(ranks) => {
+                    prop_assert!(same_first(&lists).is_none());
+                    prop_assert_eq!(ranks.len(), lists.len());
+                }
             }
         }
     }

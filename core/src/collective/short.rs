@@ -32,6 +32,7 @@ impl Channel {
     /// Begins a short call ([`Job::is_short`]) without waiting for longer than a look; `None`, and nothing is done, when
     /// ranks have not yet ended what came before.
     pub fn offer(&mut self, job: &Job) -> Option<Shown> {
+        self.refresh();
         let number = self.step.wrapping_add(1);
         self.is_free(number).then(|| {
             self.step = number;

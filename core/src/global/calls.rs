@@ -4,13 +4,14 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::check_fork;
 use super::teams::{CONTROL, carries, team};
+use super::{check_fork, started};
 use crate::buffer::{Tensor, View};
 use crate::collective::Op;
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
-use crate::team::{self, Limit, Parcel, Request, Stage, Team};
+use crate::signals;
+use crate::team::{self, Blocked, Limit, Parcel, Request, Stage, Team};
 
 fn submit(op: Op, id: i32, request: Request, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
     // The memory's validity is what the faces ask of their callers.
@@ -140,6 +141,27 @@ pub fn wait(name: &str, start: impl FnOnce(Request)) -> Result<()> {
     outcome(name, start).map(drop)
 }
 
+/// Ends the teams in which calls of this process have not ended: a signal has interrupted their caller.
+fn interrupt() {
+    // Without a session there is nothing to end.
+    let _ended = started(|session| {
+        session.siblings.interrupt();
+        Ok(())
+    });
+}
+
+/// What a caller holds that waits, outside of the core, for a call that it has started; `None` when nothing is up any more.
+pub fn blocked() -> Option<Blocked> {
+    started(|session| Ok(session.siblings.blocked())).ok()
+}
+
+/// Looks for signals for such a caller. When one wants the wait to end, the calls that are under way end soon, with an error.
+pub fn look_for_signals() {
+    if signals::interrupted() {
+        interrupt();
+    }
+}
+
 fn outcome(name: &str, start: impl FnOnce(Request)) -> Result<Option<Arc<dyn Parcel>>> {
-    team::outcome(|done| start(Request::new(done).named(name, "").blocking(true)))
+    team::outcome(interrupt, |done| start(Request::new(done).named(name, "").blocking(true)))
 }

@@ -4,22 +4,25 @@
 
 mod calls;
 mod compare;
+mod exit;
 mod memory;
 mod teams;
 mod tell;
 
-pub use calls::{average, average_and_wait, average_list, average_on, barrier, broadcast, broadcast_towers, wait};
+pub use calls::{
+    average, average_and_wait, average_list, average_on, barrier, blocked, broadcast, broadcast_towers,
+    look_for_signals, wait,
+};
 pub use compare::buffers_match;
 pub use memory::{alloc, free};
 pub use teams::{
-    CONTROL, MAX_TEAMS, add_waited, carries, config_team, create_team, discard, ensure_team, nteams, release,
-    set_timeout, waited,
+    CONTROL, MAX_TEAMS, add_waited, carries, config_team, create_team, discard, ensure_team, init_teams, nteams,
+    release, set_timeout, waited,
 };
 pub use tell::{Overview, dump, overview, start_timeline, stats, stop_timeline};
 
 use std::collections::BTreeMap;
 use std::process;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use teams::make_team;
@@ -28,12 +31,14 @@ use crate::config::Config;
 use crate::dump::{Dumper, OnSignal};
 use crate::error::{Error, Result};
 use crate::fork;
+use crate::helper::{self, RankInfo};
 use crate::say::say;
-use crate::team::{Team, report_waited};
+use crate::team::{Siblings, Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::Network;
-use crate::transport::mpi::{RankPlace, World};
+use crate::transport::mpi::{self, RankPlace, World};
+use crate::variables;
 
 /// What there is while dl_comm is up.
 struct Session {
@@ -43,6 +48,7 @@ struct Session {
     network: Option<Network>,
     config: Config,
     teams: BTreeMap<i32, Arc<Team>>,
+    siblings: Arc<Siblings>,
     dumper: Arc<Dumper>,
     /// For what it does as long as it is there.
     _on_signal: OnSignal,
@@ -57,27 +63,17 @@ enum State {
 
 static STATE: RwLock<State> = RwLock::new(State::Fresh);
 
-/// The process that started dl_comm; 0 before.
-static OWNER: AtomicU32 = AtomicU32::new(0);
-
 /// A number that differs between two cores in one process: the address of this one's state.
 pub fn core_id() -> usize {
     (&raw const STATE).addr()
 }
 
 fn check_fork() -> Result<()> {
-    if fork::is_child() {
-        let owner = OWNER.load(Ordering::Relaxed);
-        return Err(Error::State(format!(
-            "this process was forked from process {owner}, which uses dl_comm; a forked child cannot (start it afresh, \
-             for instance with the 'spawn' method)"
-        )));
-    }
-    Ok(())
+    if fork::is_child() { helper::refusal().map_or(Ok(()), Err) } else { Ok(()) }
 }
 
 fn not_started() -> Error {
-    Error::State("dl_comm is not initialised; call init() first".into())
+    helper::refusal().unwrap_or_else(|| Error::State("dl_comm is not initialised; call init() first".into()))
 }
 
 fn finalized() -> Error {
@@ -103,38 +99,49 @@ fn write<T>(change: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
     change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Brings MPI up, or adopts it. Nothing happens when that was done. Collective.
+/// Brings MPI up, or adopts it. Nothing happens when that was done, and in a helper of a rank. Collective.
 ///
 /// # Errors
 /// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
 pub fn init_mpi() -> Result<()> {
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
+    // Before anything takes a lock that a forked child would find held for ever.
+    fork::watch();
     write(|state| match state {
         State::Started(_) => Ok(()),
         State::Finalized(_) => Err(finalized()),
         State::Fresh => {
-            let config = Config::from_env()?;
-            let world = World::start(&config)?;
+            let world = World::start(Config::from_env())?;
+            let config = world.config().clone();
             if config.timeout.is_none() && world.topology().rank() == 0 {
                 say("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
-            OWNER.store(process::id(), Ordering::Relaxed);
-            fork::watch();
+            helper::mark(world.topology());
+            if world.topology().rank() == 0 {
+                let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+                variables::complaint(&variables::unknown(names)).iter().for_each(|text| say(text));
+            }
             let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
             let network = world.network();
             memory::keep(world.arenas());
             let rank = topology.rank();
             let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
+            if topology.local_rank() == 0 {
+                dumper.clean();
+            }
             let ready = || {
                 if !config.timeline.is_empty() {
-                    timeline::start(&config.timeline, rank, &places[rank].title(rank))?;
+                    timeline::start(&config.timeline, rank, &places[rank].title(rank), &dumper.job())
+                        .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
                 }
                 OnSignal::start(Arc::clone(&dumper))
             };
-            // The other ranks do not know of it: they would be waited for until the deadline.
-            let _on_signal = ready().inspect_err(|_| world.leave())?;
+            let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
             let world = Arc::new(Mutex::new(world));
-            let teams = BTreeMap::new();
-            let session = Session { world, topology, places, network, config, teams, dumper, _on_signal };
+            let (teams, siblings) = (BTreeMap::new(), Arc::new(Siblings::of_process()));
+            let session = Session { world, topology, places, network, config, teams, siblings, dumper, _on_signal };
             *state = State::Started(Box::new(session));
             Ok(())
         }
@@ -147,11 +154,11 @@ pub fn init_mpi() -> Result<()> {
 /// Those of [`init_mpi`] and of the making of a team.
 pub fn init() -> Result<()> {
     init_mpi()?;
-    if is_initialized() {
+    if is_initialized() || helper::refusal().is_some() {
         return Ok(());
     }
     let config = config()?;
-    make_team(CONTROL, config.default_nthreads, config.default_prec_level)
+    make_team(CONTROL, config.default_nthreads, config.default_prec_level, None)
 }
 
 /// Whether [`init`] has succeeded and [`finalize`] was not called.
@@ -165,6 +172,19 @@ pub fn is_initialized() -> bool {
 /// [`Error::State`] before [`init_mpi`] and after [`finalize`].
 pub fn config() -> Result<Config> {
     started(|session| Ok(session.config.clone()))
+}
+
+/// The numbers of this rank, or of that which this process helps. Known after [`finalize`] too.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`].
+pub fn rank_info() -> Result<RankInfo> {
+    helper::info().ok_or_else(not_started)
+}
+
+/// Whether this process is a helper of a rank: forked or started by it, and not by a launcher.
+pub fn is_helper() -> bool {
+    helper::refusal().is_some()
 }
 
 /// Where the ranks are. Known after [`finalize`] too.
@@ -181,8 +201,9 @@ pub fn topology() -> Result<Arc<Topology>> {
 
 /// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.
 ///
-/// A team that failed has told its callers; after that this still ends everything, but leaves MPI as it is, since the other
-/// ranks may never come to its end.
+/// It waits for the other ranks, up to the deadline, also after a failure: they may have work to do yet, which the launcher
+/// would end with them. Where they do not come, one line says so, MPI is left as it is, and the status of the process will
+/// not be 0.
 ///
 /// # Errors
 /// [`Error::State`] in a forked child.
@@ -190,13 +211,14 @@ pub fn finalize() -> Result<()> {
     end(None)
 }
 
-/// Ends the use of dl_comm after a failure elsewhere in the program: the ranks of this host hear of it, and MPI is left as
-/// it is, so that the launcher ends the job. Not collective.
+/// Ends the use of dl_comm after a failure elsewhere in the program: the other ranks hear of it, with the first line of
+/// `why`, and MPI is left as it is, so that the launcher ends the job. Not collective.
 ///
 /// # Errors
 /// [`Error::State`] in a forked child.
 pub fn abandon(why: &str) -> Result<()> {
-    end(Some(Error::PeerLost(format!("{why} on {}", process_name()))))
+    let why = why.lines().next().map_or_else(String::new, |line| format!(": {line}"));
+    end(Some(Error::PeerLost(format!("the program failed on {}{why}", process_name()))))
 }
 
 fn process_name() -> String {
@@ -218,10 +240,16 @@ fn report(teams: &BTreeMap<i32, Arc<Team>>, rank: usize) {
 }
 
 fn end(reason: Option<Error>) -> Result<()> {
-    check_fork()?;
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
     let ended = {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
-        let State::Started(session) = &*state else { return Ok(()) };
+        let State::Started(session) = &*state else {
+            // There is one without a session where its start has failed.
+            mpi::end();
+            return Ok(());
+        };
         let next = State::Finalized(Arc::clone(&session.topology));
         std::mem::replace(&mut *state, next)
     };
@@ -233,15 +261,25 @@ fn end(reason: Option<Error>) -> Result<()> {
     teams.values().for_each(|team| team.stop());
     timeline::stop();
     report(&teams, topology.rank());
-    let failed = teams.values().any(|team| team.failure().is_some());
-    if failed || reason.is_some() {
-        // A job that lost a rank would wait for it in MPI_Finalize for ever.
-        world.lock().unwrap_or_else(PoisonError::into_inner).leave();
+    let gathered = {
+        let world = world.lock().unwrap_or_else(PoisonError::into_inner);
+        match &reason {
+            Some(_) => {
+                world.leave();
+                Ok(())
+            }
+            None => world.gather(teams.values().find_map(|team| team.failure()).as_ref()),
+        }
+    };
+    if let Err(error) = gathered {
+        say(&format!("{error}; this process ends with a status other than 0"));
+        exit::fail();
     }
     // The teams' communicators go before MPI, the teams themselves when no thread remembers them any more.
     calls::forget_teams();
     teams.values().for_each(|team| team.let_go());
     drop(teams);
     drop(world);
+    mpi::end();
     Ok(())
 }

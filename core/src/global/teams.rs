@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::{State, config, is_initialized, not_started, started, topology, write};
+use super::{State, barrier, config, is_initialized, not_started, started, topology, wait, write};
 use crate::affinity::{self, Place};
 use crate::collective::device::DeviceSettings;
 use crate::config::Config;
@@ -30,8 +30,7 @@ pub fn create_team(id: i32, threads: i32, prec_level: i32) -> Result<()> {
     if !(0..MAX_TEAMS).contains(&id) {
         return Err(Error::Invalid(format!("team {id} is out of range; teams go from 0 to {}", MAX_TEAMS - 1)));
     }
-    let threads = usize::try_from(threads).ok().filter(|threads| (1..=256).contains(threads));
-    let threads = threads.ok_or_else(|| Error::Invalid("a team has from 1 to 256 threads".into()))?;
+    let threads = checked_threads(threads)?;
     let prec_level = match prec_level {
         0 => 0,
         1 => 1,
@@ -45,37 +44,69 @@ pub fn create_team(id: i32, threads: i32, prec_level: i32) -> Result<()> {
     if find_team(id)?.is_some() {
         return Err(Error::Invalid(format!("team {id} exists already")));
     }
-    make_team(id, threads, prec_level)
+    let call = format!("create_team(team={id}, nthreads={threads}, prec_level={prec_level})");
+    make_team(id, threads, prec_level, Some(&call))
 }
 
-pub(super) fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
+/// Brings everything up, and the teams below `count` that do not exist, with the default precision and the default number
+/// of threads unless `threads` tells. Collective.
+///
+/// # Errors
+/// Those of [`super::init`] and [`create_team`]; [`Error::Mismatch`] when the ranks ask for different teams.
+pub fn init_teams(count: i32, threads: Option<i32>) -> Result<()> {
+    if !(1..=MAX_TEAMS).contains(&count) {
+        return Err(Error::Invalid(format!("nteams is {count}; it is a number from 1 to {MAX_TEAMS}")));
+    }
+    super::init()?;
+    let config = config()?;
+    let threads = match threads {
+        None => config.default_nthreads,
+        Some(threads) => checked_threads(threads)?,
+    };
+    let missing: Vec<i32> = started(|session| Ok((0..count).filter(|id| !session.teams.contains_key(id)).collect()))?;
+    for (index, id) in missing.into_iter().enumerate() {
+        // One agreement for all: a rank that asks for fewer teams must not go on to other calls.
+        let call = (index == 0).then(|| format!("init(nteams={count}, nthread_per_team={threads})"));
+        make_team(id, threads, config.default_prec_level, call.as_deref())?;
+    }
+    Ok(())
+}
+
+fn checked_threads(threads: i32) -> Result<usize> {
+    let threads = usize::try_from(threads).ok().filter(|threads| (1..=256).contains(threads));
+    threads.ok_or_else(|| Error::Invalid("a team has from 1 to 256 threads".into()))
+}
+
+/// Makes team `id`, once the ranks have agreed on `call`, if that tells what they have called.
+pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&str>) -> Result<()> {
     let _turn = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if find_team(id)?.is_some() {
         return Ok(());
     }
+    if let Some(call) = call {
+        // Ranks that are elsewhere are found out as in any other call.
+        wait(call, barrier)?;
+    }
     let config = config()?;
-    let (world, dumper) = started(|session| Ok((Arc::clone(&session.world), Arc::clone(&session.dumper))))?;
-    let cpus = match usize::try_from(id) {
-        // Nothing to win for what is not part of training.
-        Err(_) => None,
-        Ok(team) => {
-            let topology = topology()?;
-            let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
-            let (allowed, online) = affinity::allowed()?;
-            affinity::assign(&config.affinity, Place { local_rank, local_size, team, threads }, &allowed, online)?
-        }
-    };
+    let (world, dumper, siblings) = started(|session| {
+        Ok((Arc::clone(&session.world), Arc::clone(&session.dumper), Arc::clone(&session.siblings)))
+    })?;
+    let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
     let algorithm = config.algorithm;
     let chunk = config.device.chunk.min(slot).next_multiple_of(ALIGN);
     let device = DeviceSettings { chunk, ..config.device };
     let shape = TeamShape { id, threads, prec_level, slot, algorithm, gpu_path: device.path, gpu_chunk: chunk };
-    let endpoint = world.lock().unwrap_or_else(PoisonError::into_inner).endpoint(shape)?;
+    let world = world.lock().unwrap_or_else(PoisonError::into_inner);
+    let endpoint = world.endpoint(shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let cpus = cpus?;
     let Config { timeout, stall_warn, match_within, .. } = config;
     let settings = Settings { id, precise: prec_level == 1, algorithm, timeout, stall_warn, match_within, device };
     let on_alarm = Arc::clone(&dumper);
     let alarm = Arc::new(move |words: &str| on_alarm.alarm(words));
-    let team = Arc::new(Team::start(endpoint, settings, cpus.as_deref(), alarm)?);
+    let team = Team::start(endpoint, settings, cpus.as_deref(), alarm, &siblings).map(Arc::new);
+    let team = world.confirm(&format!("the creation of team {id}"), team)?;
+    drop(world);
     dumper.add(&team);
     write(|state| match state {
         State::Started(session) => {
@@ -84,6 +115,16 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8) -> Result<()> {
         }
         _ => Err(not_started()),
     })
+}
+
+/// The processors of the team's threads, if they have some of their own.
+fn processors(config: &Config, id: i32, threads: usize) -> Result<Option<Vec<usize>>> {
+    // Nothing to win for what is not part of training.
+    let Ok(team) = usize::try_from(id) else { return Ok(None) };
+    let topology = topology()?;
+    let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
+    let (allowed, online) = affinity::allowed()?;
+    affinity::assign(&config.affinity, Place { local_rank, local_size, team, threads }, &allowed, online)
 }
 
 pub(super) fn find_team(id: i32) -> Result<Option<Arc<Team>>> {

@@ -26,11 +26,11 @@ pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
 /// # Errors
 /// As for [`dump`]; [`Error::State`] when one is being recorded.
 pub fn start_timeline(folder: &str) -> Result<()> {
-    let (rank, title) = started(|session| {
+    let (rank, title, job) = started(|session| {
         let rank = session.topology.rank();
-        Ok((rank, session.places[rank].title(rank)))
+        Ok((rank, session.places[rank].title(rank), session.dumper.job()))
     })?;
-    timeline::start(folder, rank, &title)
+    timeline::start(folder, rank, &title, &job)
 }
 
 /// Ends the timeline of this rank. Nothing happens when there is none.

@@ -1,33 +1,49 @@
 //! A call from its submission to its completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::callers::ThreadId;
 use super::pipeline::Parcel;
 use super::record::{self, Record};
 use crate::collective::Job;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::signals;
 
 /// What to do when a call has ended: with the parcel that holds the result, or `None` when that is where the call's own
 /// tensors are written. Runs on a thread of the team, or on the submitting thread when the call is refused or need not wait;
 /// it must not block, and may submit further calls.
 pub type Done = Box<dyn FnOnce(Result<Option<Arc<dyn Parcel>>>) + Send>;
 
-/// Calls `start` with something to tell an outcome to, and waits for that.
+/// How often a caller that waits looks for signals.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Calls `start` with something to give an outcome to, and waits for that. When a signal comes meanwhile that wants the wait
+/// to end, calls `interrupt`, after which the outcome must come soon.
 ///
 /// # Errors
 /// The outcome; [`Error::Internal`] when none comes any more.
-pub fn outcome<T: Send + 'static>(start: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>)) -> Result<T> {
+pub fn outcome<T: Send + 'static>(
+    interrupt: impl Fn(),
+    start: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>),
+) -> Result<T> {
     let (sender, receiver) = sync_channel(1);
     start(Box::new(move |result| {
         // The receiver is below, waiting.
         let _delivered = sender.send(result);
     }));
-    receiver.recv().unwrap_or_else(|_| Err(Error::Internal("a call was dropped without an outcome".into())))
+    loop {
+        match receiver.recv_timeout(LOOK) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Error::Internal("a call was dropped without an outcome".into()));
+            }
+            Err(RecvTimeoutError::Timeout) if signals::interrupted() => interrupt(),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
 }
 
 /// What goes with a call beside its tensors.
@@ -151,8 +167,6 @@ pub(super) type Ended = Box<dyn FnOnce(Result<()>) + Send>;
 /// A call that a team carries out.
 pub(super) struct Call {
     pub job: Job,
-    /// The thread that waits for it, if one does.
-    pub thread: Option<ThreadId>,
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
     /// What [`crate::collective::Channel::is_direct`] told after the first chunk.
@@ -168,14 +182,12 @@ impl Call {
     pub fn new(
         job: Job,
         ended: Ended,
-        thread: Option<ThreadId>,
         timeout: Option<Duration>,
         record: Arc<Record>,
         recorder: Arc<record::Shared>,
     ) -> Call {
         Call {
             job,
-            thread,
             timeout,
             warned: AtomicBool::new(false),
             direct: AtomicBool::new(false),
@@ -185,6 +197,17 @@ impl Call {
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((Some(ended), Ok(()))),
         }
+    }
+
+    /// What a rank brings to a step for which it has no call.
+    pub fn absent(job: Job, recorder: Arc<record::Shared>) -> Call {
+        let record = Arc::new(Record::detached(&job));
+        Call::new(job, Box::new(|_| {}), None, record, recorder)
+    }
+
+    /// Whether it is such a call.
+    pub fn is_absent(&self) -> bool {
+        self.job.is_absent()
     }
 
     /// Since when the ranks know that not all of them have it, and nothing before it could be carried out; now, if they

@@ -1,10 +1,10 @@
-//! Who calls a team: whether every thread that does waits in a call. Then no other call will come before one of these has
+//! Who calls a team: whether every thread that does waits for a call. Then no other call will come before one of these has
 //! ended, unless from a thread that has made none so far.
 //!
 //! Thread rule: may be used from any thread.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The kernel's number of a thread.
@@ -16,17 +16,11 @@ pub(super) struct Callers {
     known: Mutex<Vec<ThreadId>>,
     /// The caller of the last call, who needs no look at the list.
     last: AtomicI32,
-    /// Some calls did not make their thread wait.
-    open: AtomicBool,
 }
 
 impl Callers {
     /// Notes a call of this thread, which waits for the call (`blocks`) or goes on. Returns the thread if it waits.
     pub fn note(&self, blocks: bool) -> Option<ThreadId> {
-        if !blocks {
-            self.open.store(true, Ordering::Relaxed);
-            return None;
-        }
         let here = this_thread();
         if self.last.load(Ordering::Relaxed) != here {
             self.last.store(here, Ordering::Relaxed);
@@ -39,14 +33,11 @@ impl Callers {
                 known.push(here);
             }
         }
-        Some(here)
+        blocks.then_some(here)
     }
 
     /// Whether every thread that has called, and is alive, is among `waiting`. Looks at the system's list of threads.
     pub fn all_wait(&self, waiting: &[ThreadId]) -> bool {
-        if self.open.load(Ordering::Relaxed) {
-            return false;
-        }
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|&thread| lives(thread));
         known.iter().all(|thread| waiting.contains(thread))
@@ -57,7 +48,7 @@ fn lives(thread: ThreadId) -> bool {
     Path::new(&format!("/proc/self/task/{thread}")).exists()
 }
 
-fn this_thread() -> ThreadId {
+pub(super) fn this_thread() -> ThreadId {
     thread_local!(static HERE: ThreadId = rustix::thread::gettid().as_raw_nonzero().get());
     HERE.try_with(|here| *here).unwrap_or(0)
 }
@@ -90,8 +81,8 @@ mod tests {
         while !callers.all_wait(&[here]) {
             std::thread::yield_now();
         }
-        callers.note(false);
-        assert!(!callers.all_wait(&[here]));
+        assert_eq!(callers.note(false), None);
+        assert!(callers.all_wait(&[here]) && !callers.all_wait(&[]), "it may wait for the call later");
     }
 
     #[test]

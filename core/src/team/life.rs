@@ -8,8 +8,9 @@ use std::thread::{Builder, JoinHandle};
 use super::callers::Callers;
 use super::ledger::Ledger;
 use super::pipeline::Pipeline;
+use super::reconcile::{LONGEST_NAP, SOONER};
 use super::worker::{Seat, Worker};
-use super::{Alarm, Settings, Shared, Team};
+use super::{Alarm, Settings, Shared, Siblings, Team};
 use crate::affinity::{bind, hurry};
 use crate::collective::{Carrier, Channel, Cluster};
 use crate::error::{Error, Result};
@@ -34,11 +35,18 @@ fn short(geometry: Geometry) -> usize {
 
 impl Team {
     /// Starts a team with one thread for each channel of `endpoint`, thread i on processor `cpus[i]` if these are given.
+    /// `siblings` are the teams of the rank, to which this one is added.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
-    pub fn start(endpoint: Endpoint, settings: Settings, cpus: Option<&[usize]>, alarm: Alarm) -> Result<Team> {
-        let Endpoint { topology, node, links, network, crowded } = endpoint;
+    pub fn start(
+        endpoint: Endpoint,
+        settings: Settings,
+        cpus: Option<&[usize]>,
+        alarm: Alarm,
+        siblings: &Arc<Siblings>,
+    ) -> Result<Team> {
+        let Endpoint { topology, names, node, links, network, crowded } = endpoint;
         let carrier = Carrier {
             team: settings.id,
             ranks: topology.size(),
@@ -49,14 +57,23 @@ impl Team {
             precise: settings.precise,
         };
         let rank = topology.rank();
+        let (sender, notes) = channel();
         let shared = Arc::new(Shared {
             settings,
             node: Arc::clone(&node),
             several_hosts: topology.hosts() > 1,
+            rank,
+            names,
             failure: OnceLock::new(),
             alarm,
             recorder: Arc::default(),
             callers: Callers::default(),
+            siblings: Arc::clone(siblings),
+            queue: Mutex::new(Some(sender)),
+            long: (settings.match_within / SOONER).max(10 * LONGEST_NAP),
+            reconciles: AtomicBool::new(false),
+            attends: AtomicBool::new(false),
+            attended: AtomicU64::new(0),
             matched: AtomicU64::new(0),
             timeout: AtomicU64::new(0),
             gpus: OnceLock::new(),
@@ -73,6 +90,7 @@ impl Team {
                 shared: Arc::clone(&shared),
                 index,
                 rank,
+                carrier,
                 channel: Channel::new(topology, node.channel(index)).with(cluster),
                 stager: None,
             };
@@ -88,15 +106,14 @@ impl Team {
             return Err(Error::Invalid("a team needs at least one thread".into()));
         };
         let seat = Arc::new(Seat::new(worker, helpers));
-        let (sender, receiver) = channel();
         let served = Arc::clone(&seat);
-        threads.push(spawn(&settings, 0, cpus, move || served.serve(&receiver))?);
+        threads.push(spawn(&settings, 0, cpus, move || served.serve(&notes))?);
+        siblings.add(&shared);
         Ok(Team {
             shared,
             topology,
             carrier,
             seat,
-            queue: Mutex::new(Some(sender)),
             threads: Mutex::new(threads),
             pipeline: Arc::new(Mutex::new(Pipeline::new(rank))),
             plain: AtomicBool::new(true),
@@ -107,7 +124,7 @@ impl Team {
 
     /// Completes what is enqueued and ends the threads. Further calls are refused.
     pub fn stop(&self) {
-        drop(self.queue.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner).take());
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             if thread.join().is_err() {
@@ -119,7 +136,7 @@ impl Team {
 
     /// Lets go of what leads to other hosts, and of GPUs, after [`Team::stop`].
     pub fn let_go(&self) {
-        self.seat.let_go();
+        self.seat.let_go(self.shared.known_failure().is_some());
     }
 }
 

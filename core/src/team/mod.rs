@@ -13,11 +13,14 @@ mod call;
 mod callers;
 mod delivery;
 mod device;
+mod elsewhere;
 mod ledger;
 mod life;
 mod pipeline;
+mod reconcile;
 mod record;
 mod short;
+mod siblings;
 mod stage;
 mod worker;
 
@@ -33,6 +36,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use call::{Done, Limit, Request, outcome};
 pub use pipeline::Parcel;
 pub use record::Totals;
+pub use siblings::{Blocked, Siblings};
 pub use stage::{Pool, Stage};
 
 use crate::buffer::{Tensor, View};
@@ -41,6 +45,7 @@ use crate::collective::{Carrier, Choice, Job, Op, Shown};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::schedule::{Schedule, Verbosity};
+use crate::signals;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::Node;
@@ -80,7 +85,6 @@ pub struct Team {
     topology: Arc<Topology>,
     carrier: Carrier,
     seat: Arc<Seat>,
-    queue: Mutex<Option<Sender<Note>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     pipeline: Arc<Mutex<Pipeline>>,
     /// Whether all calls block and get their own mean, which no schedule needs to know.
@@ -95,10 +99,24 @@ struct Shared {
     node: Arc<Node>,
     /// Then threads wait for other hosts too, where the node does not look.
     several_hosts: bool,
+    rank: usize,
+    /// The names of all ranks.
+    names: Arc<[String]>,
     failure: OnceLock<Error>,
     alarm: Alarm,
     recorder: Arc<record::Shared>,
     callers: Callers,
+    siblings: Arc<Siblings>,
+    /// What the thread that leads is given; none when the team is about to end.
+    queue: Mutex<Option<Sender<Note>>>,
+    /// Calls have waited so long when they look whether the ranks wait for each other.
+    long: Duration,
+    /// Whether the lead is reconciling calls with the other ranks.
+    reconciles: AtomicBool,
+    /// Whether the lead takes part in a step without a call, and in what follows.
+    attends: AtomicBool,
+    /// The last step for which the lead was told to take part without a call.
+    attended: AtomicU64,
     /// The number of calls that all ranks have matched.
     matched: AtomicU64,
     /// The deadline of calls in nanoseconds; 0 for none.
@@ -135,6 +153,10 @@ impl Shared {
 
     /// The same without the alarm; false when the team had failed before.
     fn end(&self, error: &Error) -> bool {
+        // Other ranks may still be at work on memory that they see. Its owner may free it as soon as it hears of the failure.
+        if let Some(memory) = self.node.shared() {
+            memory.retire();
+        }
         let first = self.failure.set(error.clone()).is_ok();
         if first {
             self.node.fail(error);
@@ -142,9 +164,22 @@ impl Shared {
         first
     }
 
-    /// Why a wait for `head` should end before its own time: the team has failed, or a call behind it is out of time.
+    /// Why a wait for `head` should end before its own time: the team has failed, or a call behind it is out of time. Looks
+    /// also whether the ranks wait for each other in different teams.
     fn interrupted(&self, head: &Call) -> Option<Error> {
-        self.failure().or_else(|| if self.several_hosts { self.node.lost() } else { None }).or_else(|| {
+        if signals::interrupted() {
+            return Some(Error::PeerLost(format!("{} was interrupted by a signal on {}", head.job.title(), self.me())));
+        }
+        if head.is_absent() {
+            if self.closing() && !self.reconciles() {
+                return Some(Error::State("the team has ended".into()));
+            }
+        } else if head.record.submitted.elapsed() > self.long {
+            self.node.stall(self.node.step());
+            self.siblings.look(self);
+        }
+        let elsewhere = || if self.several_hosts { self.lost_elsewhere() } else { None };
+        self.failure().or_else(elsewhere).or_else(|| {
             let behind = self.recorder.overdue()?;
             Some(Error::Timeout(format!(
                 "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); it is behind {}, which waits for other ranks",
@@ -153,6 +188,55 @@ impl Shared {
                 head.job.title()
             )))
         })
+    }
+
+    /// The name of this rank.
+    fn me(&self) -> &str {
+        &self.names[self.rank]
+    }
+
+    /// A rank that this one would wait for in vain while it waits for another host, which may be one of that host.
+    fn lost_elsewhere(&self) -> Option<Error> {
+        let left = || {
+            let rank = self.node.departed()?;
+            let name = self.names.get(rank).cloned().unwrap_or_else(|| format!("rank {rank}"));
+            Some(Error::PeerLost(format!("{name} has called finalize")))
+        };
+        self.node.lost().or_else(left)
+    }
+
+    /// Sends the thread that leads a note; returns it when the team is about to end.
+    fn send(&self, note: Note) -> Option<Note> {
+        match &*self.queue.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(queue) => queue.send(note).err().map(|refused| refused.0),
+            None => Some(note),
+        }
+    }
+
+    fn closing(&self) -> bool {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    fn reconciles(&self) -> bool {
+        self.reconciles.load(Ordering::Acquire)
+    }
+
+    fn attends(&self) -> bool {
+        self.attends.load(Ordering::Acquire)
+    }
+
+    /// The step of channel 0 in which another rank waits long, and this one has not come to.
+    fn awaited_step(&self) -> Option<u32> {
+        self.node.stalled().filter(|&step| step == self.node.step().wrapping_add(1))
+    }
+
+    /// Lets the lead take part in a step in which other ranks wait long, once.
+    fn attend_stalled(&self) {
+        let Some(step) = self.awaited_step().map(|step| u64::from(step) + 1) else { return };
+        if self.attended.swap(step, Ordering::AcqRel) != step {
+            // A team that is about to end attends nothing any more.
+            let _refused = self.send(Note::Attend);
+        }
     }
 
     /// Counts a call that the ranks have matched; returns its place, from 1. For who has the seat.
@@ -249,10 +333,13 @@ impl Team {
             Err(error) => return Some(Err(error)),
         };
         let since = since.unwrap_or_else(Instant::now);
-        let result = outcome(|ended| {
-            let call = self.call(*job, true, timeout, ended);
-            self.carry(held, &call, Some(shown));
-        });
+        let result = outcome(
+            || self.shared.siblings.interrupt(),
+            |ended| {
+                let call = self.call(*job, true, timeout, ended);
+                self.carry(held, &call, Some(shown));
+            },
+        );
         if self.times_callers() {
             self.ledger.add(since.elapsed().as_secs_f64());
         }
@@ -276,6 +363,10 @@ impl Team {
         if let Some(error) = self.shared.failure() {
             return Err(error);
         }
+        if signals::checking() {
+            let words = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
+            return Err(Error::State(words.into()));
+        }
         let job = Job::new(op, towers, name, instance, labels, self.carrier)?;
         match device {
             None => Ok(job),
@@ -291,7 +382,7 @@ impl Team {
             return Some((held, call));
         }
         self.seat.enqueue();
-        if let Some(call) = self.send(Some(call)) {
+        if let Some(Note::Call(call)) = self.shared.send(Note::Call(call)) {
             call.finish(Err(Error::State("the team has ended".into())));
         }
         None
@@ -303,9 +394,9 @@ impl Team {
             Limit::Team => self.shared.timeout(),
             Limit::Own(timeout) => timeout,
         };
-        let record = self.shared.recorder.open(self.carrier.team, &job, timeout);
         let thread = self.shared.callers.note(blocks);
-        Arc::new(Call::new(job, ended, thread, timeout, record, Arc::clone(&self.shared.recorder)))
+        let record = self.shared.recorder.open(&job, timeout, thread);
+        Arc::new(Call::new(job, ended, timeout, record, Arc::clone(&self.shared.recorder)))
     }
 
     /// Carries out a call that is in its place, if that is not for the team's threads.
@@ -318,16 +409,7 @@ impl Team {
     fn carry(&self, held: Held<'_>, call: &Arc<Call>, shown: Option<Shown>) {
         if !held.carry(call, shown) {
             // Without a queue the team is about to end, and looks at the seat once more.
-            let _none = self.send(None);
-        }
-    }
-
-    /// Sends the thread that leads a note; returns the call when it has ended.
-    fn send(&self, note: Note) -> Note {
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*queue {
-            Some(queue) => queue.send(note).err().and_then(|refused| refused.0),
-            None => note,
+            let _none = self.shared.send(Note::Left);
         }
     }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
+use super::callers::ThreadId;
 use super::short::Kind;
 use crate::collective::Job;
 use crate::error::{Error, Result};
@@ -43,6 +44,8 @@ pub(super) struct Record {
     pub brief: Arc<Brief>,
     pub submitted: Instant,
     pub timeout: Option<Duration>,
+    /// The thread that waits for it, if one does.
+    pub thread: Option<ThreadId>,
     pub log: Log,
     /// Nanoseconds after the submission; 0 for not yet.
     started: AtomicU64,
@@ -63,10 +66,40 @@ impl Record {
             brief: Arc::clone(&kind.brief),
             submitted: since + Duration::from_nanos(ended.saturating_sub(took)),
             timeout: None,
+            thread: None,
             log: Log::new(team, number),
             started: AtomicU64::new(1),
             ended: AtomicU64::new(took),
             matched: AtomicU64::new(kind.place.load(Ordering::Relaxed)),
+            error: OnceLock::new(),
+        }
+    }
+
+    /// The record of a call that is in no ring and in no sum.
+    pub fn detached(job: &Job) -> Record {
+        Record::new(job.team(), 0, Arc::new(Brief::new(job)), job.signature, None, None)
+    }
+
+    /// The record of call `number`, which is submitted now.
+    fn new(
+        team: i32,
+        number: u64,
+        brief: Arc<Brief>,
+        signature: u64,
+        timeout: Option<Duration>,
+        thread: Option<ThreadId>,
+    ) -> Record {
+        Record {
+            number,
+            signature,
+            brief,
+            submitted: Instant::now(),
+            timeout,
+            thread,
+            log: Log::new(team, number),
+            started: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+            matched: AtomicU64::new(0),
             error: OnceLock::new(),
         }
     }
@@ -276,26 +309,14 @@ impl Shared {
     }
 
     /// Opens the record of a call that is submitted now.
-    pub fn open(&self, team: i32, job: &Job, timeout: Option<Duration>) -> Arc<Record> {
+    pub fn open(&self, job: &Job, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.kinds.len() > KINDS {
             recorder.kinds.clear();
         }
         let brief = recorder.kinds.entry(job.signature).or_insert_with(|| Arc::new(Brief::new(job)));
         let brief = Arc::clone(brief);
-        let number = self.number();
-        let fresh = Record {
-            number,
-            signature: job.signature,
-            brief,
-            submitted: Instant::now(),
-            timeout,
-            log: Log::new(team, number),
-            started: AtomicU64::new(0),
-            ended: AtomicU64::new(0),
-            matched: AtomicU64::new(0),
-            error: OnceLock::new(),
-        };
+        let fresh = Record::new(job.team(), self.number(), brief, job.signature, timeout, thread);
         // The memory of the oldest, where nobody has it any more.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
@@ -334,6 +355,12 @@ impl Shared {
         let late = |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
         let recorder = self.lock();
         recorder.strays.iter().chain(&recorder.ring).filter(waits).find(late).cloned()
+    }
+
+    /// The calls that have not ended.
+    pub fn pending(&self) -> Vec<Arc<Record>> {
+        let recorder = self.lock();
+        recorder.strays.iter().chain(&recorder.ring).filter(|record| record.ended().is_none()).cloned().collect()
     }
 
     /// The sums over all calls that have ended.
@@ -388,7 +415,7 @@ mod tests {
         let recorder = Shared::default();
         let mut data = [0f32; 16];
         for number in 0..KEPT as u64 + 10 {
-            let record = recorder.open(0, &job(&mut data, "a"), Some(Duration::ZERO));
+            let record = recorder.open(&job(&mut data, "a"), Some(Duration::ZERO), None);
             assert_eq!(record.number, number);
             assert!(recorder.overdue().is_some_and(|late| Arc::ptr_eq(&late, &record)));
             record.start(number % 2 == 0);
@@ -409,7 +436,7 @@ mod tests {
     fn a_short_call_is_told_with_the_time_of_its_end() {
         let recorder = Shared::default();
         let mut data = [0f32; 16];
-        let first = recorder.open(0, &job(&mut data, "a"), None);
+        let first = recorder.open(&job(&mut data, "a"), None, None);
         recorder.close(&first, &Ok(()));
         let kind = recorder.kind(&first);
         recorder.short(&kind, 2, Some(Instant::now()));
@@ -426,7 +453,7 @@ mod tests {
     fn many_kinds_of_calls_do_not_fill_the_memory() {
         let recorder = Shared::default();
         for kind in 0..3 * KINDS {
-            recorder.open(0, &job(&mut [0.0], &kind.to_string()), None);
+            recorder.open(&job(&mut [0.0], &kind.to_string()), None, None);
             assert!(recorder.lock().kinds.len() <= KINDS + 1);
         }
     }
@@ -443,7 +470,7 @@ mod tests {
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
-            let record = recorder.open(0, &job, None);
+            let record = recorder.open(&job, None, None);
             record.start(true);
             let mut lap = Lap::start(&record.log, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {

@@ -12,28 +12,23 @@ use std::time::{Duration, Instant};
 
 use super::Shared;
 use super::call::Call;
-use super::callers::ThreadId;
 use super::device::OnDevice;
+use super::elsewhere::Elsewhere;
 use super::short::{Begun, Templates};
 use crate::buffer::View;
 use crate::collective::device::Stager;
-use crate::collective::lineup::{Age, Decision, List, Pending};
-use crate::collective::{Account, Channel, Job, Op, Shown};
+use crate::collective::{Carrier, Channel, Job, Op, Shown};
 use crate::error::{Error, Result, guard};
 use crate::say::say;
 use crate::transport::Patience;
 use crate::transport::patience::Asked;
-
-/// The longest that the lead looks away from the other ranks while calls are lined up.
-const LONGEST_NAP: Duration = Duration::from_millis(20);
-/// How much sooner a call is given up when nothing else can come.
-const SOONER: u32 = 30;
 
 /// One thread of a team and its channel.
 pub(super) struct Worker {
     pub shared: Arc<Shared>,
     pub index: usize,
     pub rank: usize,
+    pub carrier: Carrier,
     pub channel: Channel,
     /// For calls on device memory that go through the host, once there was one.
     pub stager: Option<Stager>,
@@ -58,8 +53,15 @@ struct Lead {
     closed: bool,
 }
 
-/// Something for the thread that leads: a call, or, without one, a look at what was left in the seat.
-pub(super) type Note = Option<Arc<Call>>;
+/// Something for the thread that leads.
+pub(super) enum Note {
+    /// A call.
+    Call(Arc<Call>),
+    /// A call was left in the seat.
+    Left,
+    /// Other ranks wait long in a step for which there is no call here.
+    Attend,
+}
 
 /// The seat in the hands of a caller.
 pub(super) struct Held<'a> {
@@ -71,14 +73,16 @@ pub(super) struct Held<'a> {
 pub(super) type Rest = (Box<Job>, Shown);
 
 /// The calls that the lead has been given and not carried out.
-struct Queue<'a> {
+pub(super) struct Queue<'a> {
     receiver: &'a Receiver<Note>,
-    calls: VecDeque<Arc<Call>>,
+    pub calls: VecDeque<Arc<Call>>,
     /// When the last one came.
-    arrived: Instant,
+    pub arrived: Instant,
     /// Whether the lead had nothing to do when the first came.
     idle: bool,
-    closed: bool,
+    /// Other ranks wait long in a step.
+    attends: bool,
+    pub closed: bool,
 }
 
 impl Queue<'_> {
@@ -91,7 +95,7 @@ impl Queue<'_> {
                 self.receiver.recv()
             });
             match note {
-                Ok(note) => self.calls.extend(note),
+                Ok(note) => self.push(note),
                 Err(_) => return false,
             }
         }
@@ -99,10 +103,10 @@ impl Queue<'_> {
     }
 
     /// Takes what has been submitted.
-    fn take(&mut self) {
+    pub fn take(&mut self) {
         loop {
             match self.receiver.try_recv() {
-                Ok(call) => self.push(call),
+                Ok(note) => self.push(note),
                 Err(TryRecvError::Empty) => return,
                 Err(TryRecvError::Disconnected) => {
                     self.closed = true;
@@ -113,9 +117,9 @@ impl Queue<'_> {
     }
 
     /// Waits up to `nap` for a further call; whether one came.
-    fn nap(&mut self, nap: Duration) -> bool {
+    pub fn nap(&mut self, nap: Duration) -> bool {
         match self.receiver.recv_timeout(nap) {
-            Ok(call) => self.push(call),
+            Ok(note) => self.push(note),
             Err(RecvTimeoutError::Timeout) => return false,
             Err(RecvTimeoutError::Disconnected) => {
                 self.closed = true;
@@ -127,12 +131,16 @@ impl Queue<'_> {
     }
 
     fn push(&mut self, note: Note) {
-        self.calls.extend(note);
+        match note {
+            Note::Call(call) => self.calls.push_back(call),
+            Note::Left => {}
+            Note::Attend => self.attends = true,
+        }
         self.arrived = Instant::now();
     }
 
     /// Puts the calls with the signatures `order` first, in that order.
-    fn reorder(&mut self, order: &[u64]) {
+    pub fn reorder(&mut self, order: &[u64]) {
         let mut first = VecDeque::with_capacity(self.calls.len());
         for &signature in order {
             let place = self.calls.iter().position(|call| call.job.signature == signature);
@@ -171,7 +179,8 @@ impl Seat {
 
     /// Carries out the calls that `receiver` gets until it closes; then nobody takes the seat any more.
     pub fn serve(&self, receiver: &Receiver<Note>) {
-        let mut queue = Queue { receiver, calls: VecDeque::new(), arrived: Instant::now(), idle: true, closed: false };
+        let (calls, arrived) = (VecDeque::new(), Instant::now());
+        let mut queue = Queue { receiver, calls, arrived, idle: true, attends: false, closed: false };
         while queue.wait() {
             let ended = self.lock().turn(&mut queue);
             // The next caller finds the seat free.
@@ -191,9 +200,9 @@ impl Seat {
     }
 
     /// Lets go of channel 0's way to other hosts, and of GPUs; the helpers' have gone with their threads.
-    pub fn let_go(&self) {
+    pub fn let_go(&self, failed: bool) {
         let mut lead = self.lock();
-        lead.worker.channel.leave_hosts();
+        lead.worker.channel.leave_hosts(failed);
         lead.worker.stager = None;
         lead.device = None;
     }
@@ -263,22 +272,43 @@ impl Lead {
     fn turn(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
         if let Some(call) = self.left.take() {
             queue.calls.push_front(call);
-            return self.worker.line_up(queue);
+            return self.worker.line_up(queue, None, Elsewhere::new(&self.worker.shared));
         }
         // A note may tell of what was seen to before it was read.
-        let call = Arc::clone(queue.calls.front()?);
+        let attends = std::mem::take(&mut queue.attends);
+        let Some(call) = queue.calls.front().cloned() else {
+            return if attends { self.attend(queue) } else { None };
+        };
         match self.first(&call, queue.idle) {
             Ok(true) => {
                 queue.calls.pop_front();
                 let result = self.spread(&call);
                 Some((call, result))
             }
-            Ok(false) => self.worker.line_up(queue),
+            Ok(false) => self.worker.line_up(queue, None, Elsewhere::new(&self.worker.shared)),
             Err(error) => {
                 queue.calls.pop_front();
                 Some((call, Err(error)))
             }
         }
+    }
+
+    /// Takes part without a call in the step in which other ranks wait long, and in the reconciliation that follows.
+    fn attend(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
+        let shared = Arc::clone(&self.worker.shared);
+        shared.awaited_step()?;
+        // Before the others can see this rank: what follows on other teams is noticed.
+        shared.attends.store(true, Ordering::Release);
+        let elsewhere = Elsewhere::new(&shared);
+        let job = Job::absent(self.worker.carrier);
+        let absent = job.map(|job| Arc::new(Call::absent(job, Arc::clone(&shared.recorder))));
+        let ended = match absent.and_then(|absent| Ok((self.first(&absent, true)?, absent))) {
+            Ok((false, absent)) => self.worker.line_up(queue, Some(&absent), elsewhere),
+            // The others had no call either; or the team has failed, or ends.
+            Ok((true, _)) | Err(_) => None,
+        };
+        shared.attends.store(false, Ordering::Release);
+        ended
     }
 
     /// The first chunk of `call`; false when the ranks called different things.
@@ -344,77 +374,6 @@ impl Worker {
         })
     }
 
-    /// The ranks met with different calls: brings those that all have to the front of the queue, or gives one up, once it
-    /// is known which; returns a call of this rank that has ended so.
-    fn line_up(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
-        let mut nap = Duration::from_millis(1);
-        loop {
-            queue.take();
-            let list = self.list(queue);
-            let head = Arc::clone(&queue.calls[0]);
-            let decision = self.attempt(&head, |channel, _, patience| {
-                let decision = channel.line_up(&list, patience)?;
-                if decision == Decision::Wait {
-                    // The rounds themselves do not wait for what is missing.
-                    let counterpart = || "its counterpart on ranks that called something else".to_owned();
-                    patience.check(Duration::ZERO, &counterpart)?;
-                }
-                Ok(decision)
-            });
-            match decision {
-                Ok(Decision::Run(order)) => {
-                    queue.reorder(&order);
-                    return None;
-                }
-                Ok(Decision::GiveUp(places)) => return self.give_up(queue, places[self.rank]),
-                Ok(Decision::Wait) => {
-                    nap = if queue.nap(nap) { Duration::from_millis(1) } else { (2 * nap).min(LONGEST_NAP) };
-                }
-                Err(error) => {
-                    queue.calls.pop_front();
-                    return Some((head, Err(error)));
-                }
-            }
-        }
-    }
-
-    /// What this rank tells of its calls.
-    fn list(&self, queue: &Queue<'_>) -> List {
-        let shared = &self.shared;
-        // Before the deadline, so that what differs is told rather than that time is up.
-        let within = |call: &Call| {
-            call.timeout.map_or(shared.settings.match_within, |timeout| shared.settings.match_within.min(timeout / 3))
-        };
-        let pending = |call: &Arc<Call>| Pending {
-            signature: call.job.signature,
-            key: call.job.key(),
-            age: match call.alone_since().elapsed() {
-                alone if alone > within(call) => Age::Stale,
-                alone if alone > within(call) / SOONER => Age::Ripe,
-                _ => Age::Fresh,
-            },
-        };
-        let quiet = queue.arrived.max(queue.calls[0].alone_since()).elapsed();
-        let nothing_more = || {
-            let waiting: Vec<ThreadId> = queue.calls.iter().filter_map(|call| call.thread).collect();
-            queue.closed || (waiting.len() == queue.calls.len() && shared.callers.all_wait(&waiting))
-        };
-        let settled = quiet > within(&queue.calls[0]) / SOONER && nothing_more();
-        List { calls: queue.calls.iter().map(pending).collect(), settled }
-    }
-
-    /// Gives up the call at `place`, or, without one, hears about the calls that others give up.
-    fn give_up(&mut self, queue: &mut Queue<'_>, place: Option<usize>) -> Option<(Arc<Call>, Result<()>)> {
-        let head = Arc::clone(&queue.calls[0]);
-        let given_up = place.and_then(|place| queue.calls.remove(place));
-        let account = match &given_up {
-            Some(call) => Account::Call(&call.job),
-            None => Account::None(format!("nothing that matches; it waits for {}", head.job.title())),
-        };
-        let told = self.attempt::<()>(&head, |channel, _, patience| Err(channel.explain(&account, patience)));
-        Some((given_up?, told))
-    }
-
     /// Runs `work` unless the team has failed; ends the team when its failure leaves the ranks out of step.
     pub fn attempt<T>(
         &mut self,
@@ -439,10 +398,6 @@ impl Worker {
             && !error.is_recoverable()
         {
             shared.fail(error);
-            // Others may still be at work on memory that they see.
-            if let Some(memory) = shared.node.shared() {
-                memory.retire();
-            }
         }
         result
     }

@@ -8,7 +8,7 @@
 //! it; a host that goes silent is noticed by TCP's keepalive, within some seconds.
 //! Thread rule: an [`Alert`] may be used from any thread.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use super::hosts::{HostAddress, Listener, Peer, connect};
 use super::node::Node;
 use super::process::Process;
+use super::step::reached;
 use crate::error::{Error, Result};
 use crate::say::say;
 
@@ -58,6 +59,19 @@ impl Teams {
         }
     }
 
+    /// The steps in which ranks of this host wait long.
+    fn stalled(&self) -> Vec<(i32, u32)> {
+        self.nodes.iter().filter_map(|(team, node)| Some((*team, node.stalled()?))).collect()
+    }
+
+    /// The ranks of this host that make no further steps, and the last step of each.
+    fn left(&self) -> Vec<(i32, usize, u32)> {
+        let left = |(team, node): &(i32, Arc<Node>)| {
+            node.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
+        };
+        self.nodes.iter().flat_map(left).collect()
+    }
+
     fn failures(&self) -> Vec<(i32, Error)> {
         let failure = |(team, node): &(i32, Arc<Node>)| Some((*team, node.failure()?));
         self.nodes.iter().filter_map(failure).collect()
@@ -69,7 +83,7 @@ fn lock(teams: &Mutex<Teams>) -> std::sync::MutexGuard<'_, Teams> {
 }
 
 impl Alert {
-    /// Connects host `me` with its neighbours among `hosts`, and watches the local processes `pids` (named, without this
+    /// Connects host `me` with its neighbours among `hosts`, and watches the local `processes` (named, without this
     /// one). A neighbour that cannot be reached is told of and done without: its end is noticed at the deadline, or
     /// through others. Collective over the hosts.
     ///
@@ -80,19 +94,19 @@ impl Alert {
         me: usize,
         hosts: &[HostAddress],
         key: u128,
-        pids: Vec<(String, i32)>,
+        processes: Vec<(String, Arc<Process>)>,
     ) -> Result<Alert> {
         let peers = connect(&listener, me, hosts, key);
         let refused = |error: std::io::Error| Error::system("starting the alert between hosts", error);
         let (stop, stopped) = UnixStream::pair().map_err(refused)?;
         let teams = Arc::<Mutex<Teams>>::default();
-        let open = |(name, pid): (String, i32)| Process::open(pid).map(|process| (name, process));
         let watch = Watch {
             teams: Arc::clone(&teams),
             stopped,
             peers,
-            processes: pids.into_iter().filter_map(open).collect(),
+            processes,
             told: HashSet::new(),
+            stalled: HashMap::new(),
         };
         let thread = Builder::new().name("dlcomm-alert".into()).spawn(move || watch.run()).map_err(refused)?;
         Ok(Alert { teams, stop, leaves: false, thread: Some(thread) })
@@ -135,9 +149,11 @@ struct Watch {
     teams: Arc<Mutex<Teams>>,
     stopped: UnixStream,
     peers: Vec<Peer>,
-    processes: Vec<(String, Process)>,
+    processes: Vec<(String, Arc<Process>)>,
     /// The lines that were passed on.
     told: HashSet<String>,
+    /// By team, the last step that was passed on because somebody has waited long in it.
+    stalled: HashMap<i32, u32>,
 }
 
 impl Watch {
@@ -154,10 +170,17 @@ impl Watch {
                 None => true,
             });
             words.into_iter().for_each(|words| self.lost(words));
+            let stalled = lock(&self.teams).stalled();
+            stalled.into_iter().for_each(|(team, step)| self.pass_on_stall(team, step));
+            let left = lock(&self.teams).left();
+            for (team, rank, step) in left {
+                self.pass_on(&json!({"team": team, "left": rank, "step": step}));
+            }
             let failures = lock(&self.teams).failures();
             for (team, error) in failures {
                 self.pass_on(&json!({"team": team, "code": error.code(), "text": error.detail()}));
             }
+            self.peers.iter_mut().for_each(flush);
             let mut index = 0;
             while index < self.peers.len() {
                 match self.hear(index) {
@@ -183,7 +206,8 @@ impl Watch {
     /// Sleeps until something happens; whether it is time to end.
     fn sleep(&self) -> bool {
         let mut fds = vec![PollFd::new(&self.stopped, PollFlags::IN)];
-        fds.extend(self.peers.iter().map(|peer| PollFd::new(&*peer.stream, PollFlags::IN)));
+        let events = |peer: &Peer| if peer.unsent.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
+        fds.extend(self.peers.iter().map(|peer| PollFd::new(&*peer.stream, events(peer))));
         let ends = self.processes.iter().filter_map(|(_, process)| process.end());
         fds.extend(ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)));
         let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(LOOK.subsec_nanos()) };
@@ -198,6 +222,16 @@ impl Watch {
         self.pass_on(&json!({"team": null, "code": error.code(), "text": error.detail()}));
     }
 
+    /// Lets the ranks of all hosts know that somebody has waited long in a step of a team; no step before the last one.
+    fn pass_on_stall(&mut self, team: i32, step: u32) {
+        if self.stalled.get(&team).is_some_and(|&last| reached(last, step)) {
+            return;
+        }
+        self.stalled.insert(team, step);
+        lock(&self.teams).nodes.iter().filter(|(id, _)| *id == team).for_each(|(_, node)| node.stall(step));
+        self.send(&json!({"team": team, "stalled": step}));
+    }
+
     /// Tells the other hosts, once.
     fn pass_on(&mut self, message: &Value) {
         if self.told.insert(message.to_string()) {
@@ -207,44 +241,71 @@ impl Watch {
 
     fn send(&mut self, message: &Value) {
         let line = format!("{message}\n");
-        // A peer that does not take it is found out by its connection.
-        self.peers.iter_mut().for_each(|peer| drop((&*peer.stream).write_all(line.as_bytes())));
+        for peer in &mut self.peers {
+            peer.unsent.extend_from_slice(line.as_bytes());
+            flush(peer);
+        }
     }
 
     /// Takes what a peer has sent.
     fn hear(&mut self, index: usize) -> Heard {
         let mut bytes = [0; 4096];
-        let peer = &mut self.peers[index];
-        let ended = loop {
+        loop {
+            let peer = &mut self.peers[index];
             match (&*peer.stream).read(&mut bytes) {
-                Ok(0) => break true,
+                Ok(0) => return Heard::End,
                 Ok(count) => peer.partial.extend_from_slice(&bytes[..count]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break false,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Heard::All,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => break true,
+                Err(_) => return Heard::End,
             }
-            if peer.partial.len() > LONGEST {
-                break true;
+            // Line by line: many may come at once.
+            while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
+                let Ok(message) = serde_json::from_slice::<Value>(&line) else { return Heard::End };
+                if message["bye"] == true {
+                    return Heard::GoodBye;
+                }
+                self.apply(&message);
             }
-        };
-        while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
-            let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
-            let Ok(message) = serde_json::from_slice::<Value>(&line) else { return Heard::End };
-            if message["bye"] == true {
-                return Heard::GoodBye;
+            if self.peers[index].partial.len() > LONGEST {
+                return Heard::End;
             }
-            self.apply(&message);
         }
-        if ended { Heard::End } else { Heard::All }
     }
 
     /// Does what another host tells.
     fn apply(&mut self, message: &Value) {
+        let team = message["team"].as_i64().and_then(|team| i32::try_from(team).ok());
+        let stalled = message["stalled"].as_u64().and_then(|step| u32::try_from(step).ok());
+        if let (Some(team), Some(step)) = (team, stalled) {
+            return self.pass_on_stall(team, step);
+        }
+        let number = |name: &str| message[name].as_u64();
+        if let (Some(rank), Some(step)) = (number("left"), number("step").and_then(|step| u32::try_from(step).ok())) {
+            let rank = usize::try_from(rank).unwrap_or(usize::MAX);
+            let teams = lock(&self.teams);
+            teams.nodes.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, node)| node.depart(rank, step));
+            drop(teams);
+            return self.pass_on(message);
+        }
         let code = message["code"].as_i64().and_then(|code| i32::try_from(code).ok()).unwrap_or(-9);
         let text = message["text"].as_str().unwrap_or("another host failed").to_owned();
-        let team = message["team"].as_i64().and_then(|team| i32::try_from(team).ok());
         lock(&self.teams).fail(team, &Error::from_code(code, text));
         self.pass_on(message);
+    }
+}
+
+/// Sends as much of what a peer has not got as it takes now. A peer that takes nothing any more is found out by its
+/// connection.
+fn flush(peer: &mut Peer) {
+    while !peer.unsent.is_empty() {
+        match (&*peer.stream).write(&peer.unsent) {
+            Ok(count) => drop(peer.unsent.drain(..count)),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+            Err(_) => peer.unsent.clear(),
+        }
     }
 }
 
@@ -265,7 +326,8 @@ mod tests {
     use std::net::TcpListener;
     use std::time::Instant;
 
-    use crate::transport::threads;
+    use crate::transport::step::START;
+    use crate::transport::{Phase, threads};
 
     fn start(count: usize) -> Vec<(Alert, Arc<Node>)> {
         let listeners: Vec<Listener> = (0..count).map(|_| Listener::open("").unwrap()).collect();
@@ -322,13 +384,54 @@ mod tests {
     }
 
     #[test]
+    fn many_failures_at_once_end_no_other_team() {
+        let hosts = start(2);
+        let others: Vec<_> = (0..40).map(|_| threads::world(&[1], 1, 4096, false).unwrap().remove(0).node).collect();
+        let bystander = threads::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        hosts[1].0.watch(99, &bystander);
+        // All are seen in one look, and sent in one burst.
+        for (team, node) in (0..).zip(&others) {
+            node.fail(&Error::Timeout("\u{1}".repeat(1000)));
+            hosts[0].0.watch(team, node);
+        }
+        let seen = threads::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        hosts[1].0.watch(39, &seen);
+        wait_for(&seen);
+        std::thread::sleep(3 * LOOK);
+        assert_eq!(bystander.failure(), None);
+    }
+
+    #[test]
+    fn a_rank_that_has_left_and_one_that_waits_long_are_known_on_every_host() {
+        let hosts = start(5);
+        for (alert, node) in &hosts {
+            alert.watch(3, node);
+        }
+        let (early, late) = (START.wrapping_add(1), START.wrapping_add(2));
+        for (_, node) in &hosts[..4] {
+            node.channel(0).raise(Phase::Packed, late);
+        }
+        hosts[4].1.channel(0).raise(Phase::Packed, early);
+        hosts[0].1.stall(late);
+        hosts[4].1.leave();
+        let until = Instant::now() + Duration::from_secs(20);
+        while hosts[1..].iter().any(|(_, node)| node.stalled() != Some(late))
+            || hosts[..4].iter().any(|(_, node)| node.departed() != Some(4))
+        {
+            assert!(Instant::now() < until, "not every host knows");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(hosts[4].1.departed(), None, "it has its own steps");
+    }
+
+    #[test]
     fn a_connection_that_breaks_is_a_loss_for_all_teams() {
         let (listener, other) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
         let address = |name: &str, socket: &TcpListener| HostAddress {
             name: name.into(),
             addresses: vec![socket.local_addr().unwrap()],
         };
-        let hosts = [address("rank 0", &listener.socket), address("rank 3", &other)];
+        let hosts = [address("rank 0", &listener.sockets[0]), address("rank 3", &other)];
         let take = std::thread::spawn(move || {
             let (mut stream, _) = other.accept().unwrap();
             stream.read_exact(&mut [0; 24]).unwrap();

@@ -1,6 +1,6 @@
 //! A counter in shared memory that one rank raises and others wait for: spin, then sleep on a futex.
 //!
-//! Works between threads and between processes. Counters wrap; "reached" is by signed distance.
+//! Works between threads and between processes. Counters start and wrap as in [`super::step`].
 
 use std::hint;
 use std::sync::atomic::Ordering;
@@ -8,10 +8,11 @@ use std::thread;
 
 use rustix::io::Errno;
 
+use super::step::{START, reached};
 use super::sync::{AtomicU32, Word, fence};
 use crate::error::{Error, Result};
 
-/// One counter. All zero bytes are a valid flag at 0.
+/// One counter. All zero bytes are a valid flag at [`START`]: what is stored is the distance from there.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Flag {
@@ -29,7 +30,7 @@ impl Flag {
     /// Raises the counter; who sleeps is not woken before [`Flag::wake_sleepers`], which the caller calls before it sleeps
     /// itself or goes on to something else. In between it may look what others have done: the store need not have ended.
     pub fn raise_quietly(&self, value: u32) {
-        self.value.store(value, Ordering::Release);
+        self.value.store(value.wrapping_sub(START), Ordering::Release);
     }
 
     /// Wakes who sleeps, if anybody does.
@@ -43,7 +44,7 @@ impl Flag {
 
     /// What the one who raises it has raised it to.
     pub fn raised(&self) -> u32 {
-        self.value.load(Ordering::Relaxed)
+        self.value.load(Ordering::Relaxed).wrapping_add(START)
     }
 
     /// Wakes every sleeper, so that it asks its patience.
@@ -59,7 +60,7 @@ impl Flag {
 
     /// Whether the counter has come to `target`.
     pub fn reached(&self, target: u32) -> bool {
-        self.value.load(Ordering::Acquire).wrapping_sub(target).cast_signed() >= 0
+        reached(self.value.load(Ordering::Acquire).wrapping_add(START), target)
     }
 
     /// Looks up to `spins` times, and once more, whether the counter has come to `target`.
@@ -91,7 +92,7 @@ impl Flag {
     fn doze(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         loop {
             let seen = self.value.load(Ordering::SeqCst);
-            if seen.wrapping_sub(target).cast_signed() >= 0 {
+            if reached(seen.wrapping_add(START), target) {
                 return Ok(());
             }
             match self.value.nap(seen) {

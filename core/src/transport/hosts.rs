@@ -1,6 +1,6 @@
 //! How the hosts of a job find and reach each other for the alert ([`super::alert`]): the first rank of each listens, and
 //! connects with those of the hosts 1, 2, 4, ... before and after its own. Who connects, and who answers, must know the
-//! job's key, a random number that the ranks told each other through MPI.
+//! job's key, a random number that the ranks told each other through MPI ([`super::handshake`]).
 //! Thread rule: used by the thread that brings the job up.
 
 use std::collections::HashSet;
@@ -8,10 +8,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
 use rustix::net::sockopt;
 
+use super::handshake::{Unknown, hello};
 use super::private::Private;
 use crate::error::{Error, Result};
 use crate::say::say;
@@ -28,10 +27,9 @@ pub struct HostAddress {
     pub addresses: Vec<SocketAddr>,
 }
 
-/// What the first rank of a host has to offer before it knows the others.
+/// What the first rank of a host has to offer before it knows the others: a socket for each address.
 pub struct Listener {
-    pub(super) socket: TcpListener,
-    addresses: Vec<IpAddr>,
+    pub(super) sockets: Vec<TcpListener>,
 }
 
 impl Listener {
@@ -61,16 +59,25 @@ impl Listener {
             addresses = all.iter().map(if_addrs::Interface::ip).collect();
         }
         addresses.sort_by_key(IpAddr::is_ipv6);
-        // One socket for both families where the system has both.
-        let socket = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
-        let socket = socket.map_err(|error| Error::system("listening for other hosts", error))?;
-        Ok(Listener { socket, addresses })
+        // On these only: nobody else has to reach it. An address may not be ready, or be the kind that none can be bound to.
+        let (mut sockets, mut refused) = (Vec::new(), None);
+        for address in addresses {
+            match TcpListener::bind((address, 0)) {
+                Ok(socket) => sockets.push(socket),
+                Err(error) => refused = Some(error),
+            }
+        }
+        match refused {
+            Some(error) if sockets.is_empty() => {
+                Err(Error::system("listening for other hosts (DL_COMM_NETWORK chooses the interface)", error))
+            }
+            _ => Ok(Listener { sockets }),
+        }
     }
 
     /// Where it can be reached, separated by commas.
     pub fn address(&self) -> String {
-        let port = self.socket.local_addr().map_or(0, |address| address.port());
-        let words = self.addresses.iter().map(|&address| SocketAddr::new(address, port).to_string());
+        let words = self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string()));
         words.collect::<Vec<_>>().join(",")
     }
 }
@@ -95,6 +102,8 @@ pub(super) struct Peer {
     pub stream: Private,
     /// What has come of a line.
     pub partial: Vec<u8>,
+    /// What it has not taken yet.
+    pub unsent: Vec<u8>,
 }
 
 /// Connects to the neighbours with higher numbers, and takes the connections of those with lower ones.
@@ -110,11 +119,11 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
         }
     }
     let mut missing: HashSet<usize> = below.into_iter().collect();
+    let mut unknown = Unknown::default();
     while !missing.is_empty() {
-        let left = until.saturating_duration_since(Instant::now());
-        match take(listener, key, left) {
-            Ok(Some((host, stream))) if missing.remove(&host) => peers.extend(ready(stream, &hosts[host].name)),
-            // Somebody who is not of this job, or is not expected.
+        match unknown.next(&listener.sockets, key, until) {
+            Ok((host, stream)) if missing.remove(&host) => peers.extend(ready(stream, &hosts[host].name)),
+            // Not expected, or here already.
             Ok(_) => {}
             Err(error) => {
                 missing.iter().for_each(|&host| unwatched(&hosts[host].name, &error));
@@ -154,14 +163,10 @@ fn call(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Re
     loop {
         for address in &host.addresses {
             match TcpStream::connect_timeout(address, Duration::from_secs(2)) {
-                Ok(mut stream) => {
-                    let mut hello = key.to_le_bytes().to_vec();
-                    hello.extend((me as u64).to_le_bytes());
-                    match stream.write_all(&hello) {
-                        Ok(()) => return Ok(stream),
-                        Err(error) => last = error,
-                    }
-                }
+                Ok(mut stream) => match stream.write_all(&hello(key, me)) {
+                    Ok(()) => return Ok(stream),
+                    Err(error) => last = error,
+                },
                 Err(error) => last = error,
             }
         }
@@ -170,29 +175,6 @@ fn call(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Re
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-}
-
-/// The next connection within `left`, and the host that it says it comes from, if it knows the key.
-fn take(listener: &Listener, key: u128, left: Duration) -> std::io::Result<Option<(usize, TcpStream)>> {
-    let timeout = rustix::time::Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
-    match poll(&mut [PollFd::new(&listener.socket, PollFlags::IN)], Some(&timeout)) {
-        Ok(0) => return Err(ErrorKind::TimedOut.into()),
-        // A signal: there is time left to look again.
-        Err(Errno::INTR) => return Ok(None),
-        ready => drop(ready?),
-    }
-    let (mut stream, _) = listener.socket.accept()?;
-    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
-    let mut hello = [0; 24];
-    if stream.read_exact(&mut hello).is_err() || hello[..16] != key.to_le_bytes() {
-        return Ok(None);
-    }
-    if stream.write_all(&(!key).to_le_bytes()).is_err() {
-        return Ok(None);
-    }
-    let mut host = [0; 8];
-    host.copy_from_slice(&hello[16..]);
-    Ok(Some((usize::try_from(u64::from_le_bytes(host)).unwrap_or(usize::MAX), stream)))
 }
 
 /// A connection as the thread uses it.
@@ -208,7 +190,9 @@ fn ready(stream: TcpStream, name: &str) -> Option<Peer> {
         Ok(())
     };
     match set() {
-        Ok(()) => Some(Peer { name: name.to_owned(), stream: Private::new(stream), partial: Vec::new() }),
+        Ok(()) => {
+            Some(Peer { name: name.to_owned(), stream: Private::new(stream), partial: Vec::new(), unsent: Vec::new() })
+        }
         Err(error) => {
             unwatched(name, &error);
             None
@@ -220,7 +204,6 @@ fn ready(stream: TcpStream, name: &str) -> Option<Peer> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
 
     #[test]
     fn neighbours_are_mutual_and_reach_everybody() {
@@ -235,34 +218,12 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_does_not_end_the_wait_for_other_hosts() {
-        let handler = signal_hook::flag::register(signal_hook::consts::SIGUSR2, Arc::default()).unwrap();
-        let listener = Listener::open("").unwrap();
-        let (sender, receiver) = std::sync::mpsc::channel();
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(move || {
-                // SAFETY: always successful.
-                sender.send(unsafe { libc::pthread_self() }).unwrap();
-                take(&listener, 7, Duration::from_secs(20))
-            });
-            let thread = receiver.recv().unwrap();
-            while !waiter.is_finished() {
-                // SAFETY: the thread is not joined yet.
-                unsafe { libc::pthread_kill(thread, libc::SIGUSR2) };
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            assert!(waiter.join().unwrap().unwrap().is_none());
-        });
-        signal_hook::low_level::unregister(handler);
-    }
-
-    #[test]
-    fn a_stranger_is_not_heard() {
-        let listener = Listener::open("").unwrap();
-        let address: SocketAddr = listener.address().split(',').next().unwrap().parse().unwrap();
-        let mut stranger = TcpStream::connect(address).unwrap();
-        stranger.write_all(&[1; 24]).unwrap();
-        assert!(take(&listener, 7, Duration::from_secs(5)).unwrap().is_none());
+    fn it_listens_on_the_interface_that_is_named() {
+        let loopback = Listener::open("lo").unwrap();
+        assert!(loopback.sockets.iter().all(|socket| socket.local_addr().unwrap().ip().is_loopback()));
+        assert!(loopback.address().contains("127.0.0.1:"));
+        let any = Listener::open("").unwrap();
+        assert!(any.sockets.iter().all(|socket| !socket.local_addr().unwrap().ip().is_unspecified()));
         assert!(matches!(Listener::open("no-such-interface"), Err(Error::Invalid(text)) if text.contains("lo")));
     }
 }

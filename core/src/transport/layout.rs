@@ -47,7 +47,7 @@ impl Geometry {
     }
 
     pub(super) fn control_at(self, channel: usize, rank: usize) -> usize {
-        size_of::<Failure>() + (channel * self.ranks + rank) * size_of::<Control>()
+        size_of::<Head>() + (channel * self.ranks + rank) * size_of::<Control>()
     }
 
     pub(super) fn slots_at(self) -> usize {
@@ -95,6 +95,16 @@ pub(super) struct Note {
     pub direct: AtomicU32,
 }
 
+/// What is in a region once.
+#[repr(C, align(64))]
+pub(super) struct Head {
+    pub failure: Failure,
+    /// The last step that a rank has waited in for long, and a bit above it that there is one.
+    pub stalled: AtomicU64,
+    /// A rank of another host that makes no further steps, and its last one, under a bit that there is one.
+    pub departed: AtomicU64,
+}
+
 /// The first failure of the team on this host. State: 0 none, 1 being written, 2 complete.
 #[repr(C, align(64))]
 pub(super) struct Failure {
@@ -111,11 +121,15 @@ impl Geometry {
         let base = region.base();
         // SAFETY: the region is new, and as long as `bytes` says; the blocks hold nothing that has to be dropped.
         unsafe {
-            base.cast::<Failure>().write(Failure {
-                state: AtomicU32::new(0),
-                code: AtomicI32::new(0),
-                len: AtomicU32::new(0),
-                text: std::array::from_fn(|_| AtomicU8::new(0)),
+            base.cast::<Head>().write(Head {
+                failure: Failure {
+                    state: AtomicU32::new(0),
+                    code: AtomicI32::new(0),
+                    len: AtomicU32::new(0),
+                    text: std::array::from_fn(|_| AtomicU8::new(0)),
+                },
+                stalled: AtomicU64::new(0),
+                departed: AtomicU64::new(0),
             });
             for block in 0..self.channels * self.ranks {
                 base.add(self.control_at(0, block)).cast::<Control>().write(Control::default());
@@ -135,7 +149,7 @@ mod tests {
     #[test]
     fn nothing_overlaps() {
         let geometry = Geometry { ranks: 3, channels: 2, slot: 128 };
-        let mut ranges = vec![(0, size_of::<Failure>())];
+        let mut ranges = vec![(0, size_of::<Head>())];
         for channel in 0..2 {
             for rank in 0..3 {
                 let at = geometry.control_at(channel, rank);

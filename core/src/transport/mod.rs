@@ -7,6 +7,7 @@ pub mod alert;
 pub mod arena;
 pub mod cuda;
 pub mod flag;
+pub mod handshake;
 pub mod hosts;
 mod layout;
 pub mod memory;
@@ -18,6 +19,7 @@ pub mod private;
 pub mod process;
 pub mod shm;
 mod space;
+pub mod step;
 #[cfg_attr(loom, path = "model.rs")]
 pub mod sync;
 pub mod threads;
@@ -36,6 +38,8 @@ use crate::topology::Topology;
 pub struct Endpoint {
     /// Where the rank is.
     pub topology: Arc<Topology>,
+    /// The names of all ranks of the job, for messages.
+    pub names: Arc<[String]>,
     /// Its view of the host's memory.
     pub node: Arc<Node>,
     /// The link of each channel, for a rank that drives a lane where there are several hosts.

@@ -1,7 +1,7 @@
 //! The memory that the ranks of one host share, as a team uses it: per channel and rank three flags, notes, and two
 //! slots of data used in turn.
 //!
-//! A channel goes in steps, numbered from 1, the same on all ranks. In a step every rank fills its slot and raises
+//! A channel goes in steps, numbered alike on all ranks ([`super::step`]). In a step every rank fills its slot and raises
 //! `Packed`; the lanes combine their slices and raise `Reduced`; every rank takes the results and raises `Unpacked`. Step s
 //! uses slot s mod 2, so it may be packed when all have unpacked step s - 2.
 //! Who owns what: between its own `Unpacked` of step s - 2 and `Packed` of step s a rank owns its slot; between all `Packed`
@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 
 use super::arena::Shared;
 use super::flag::Flag;
-use super::layout::{Control, FAILURE_TEXT, Failure, Note};
+use super::layout::{Control, FAILURE_TEXT, Failure, Head, Note};
 use super::patience::Patience;
+use super::step::reached;
 use super::sync::AtomicU32;
 use crate::error::{Error, Result};
 use crate::plan::ALIGN;
@@ -27,6 +28,11 @@ pub use super::layout::{Geometry, Memory};
 
 /// How much longer a rank waits for a lane's driver than the driver for others.
 const LATER: Duration = Duration::from_millis(200);
+
+/// Tells a departed rank from none.
+const DEPARTED: u64 = 1 << 63;
+/// Tells a step from none.
+const STALLED: u64 = 1 << 32;
 
 /// What a rank has done in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,9 +147,54 @@ impl Node {
         unsafe { &*self.region.base.add(self.geometry.control_at(channel, rank)).cast::<Control>() }
     }
 
+    fn head(&self) -> &Head {
+        // SAFETY: as in `control`; it is at the start.
+        unsafe { &*self.region.base.cast::<Head>() }
+    }
+
     fn failure_block(&self) -> &Failure {
-        // SAFETY: as in `control`; the block is at the start.
-        unsafe { &*self.region.base.cast::<Failure>() }
+        &self.head().failure
+    }
+
+    /// The ranks of this host that make no further steps, by their numbers in the job, and the last step of each.
+    pub fn left(&self) -> Vec<(usize, u32)> {
+        let left = |&local: &usize| self.control(0, local).unpacked.says.load(Ordering::Acquire) == 1;
+        let last = |local: usize| (self.peers[local].rank, self.control(0, local).packed.flag.raised());
+        (0..self.geometry.ranks).filter(left).map(last).collect()
+    }
+
+    /// Tells the ranks of this host that rank `rank` of another one makes no further steps after `step`; the earliest
+    /// counts. Used by one process of the host.
+    pub fn depart(&self, rank: usize, step: u32) {
+        let departed = &self.head().departed;
+        let before = departed.load(Ordering::Relaxed);
+        if before & DEPARTED == 0 || !reached(step, before as u32) {
+            let rank = (rank as u64 & 0x7fff_ffff) << 32;
+            departed.store(DEPARTED | rank | u64::from(step), Ordering::Relaxed);
+        }
+    }
+
+    /// The rank of another host for which this rank's current step waits in vain, as it made its last step before.
+    pub fn departed(&self) -> Option<usize> {
+        let told = self.head().departed.load(Ordering::Relaxed);
+        let (rank, last) = ((told & !DEPARTED) >> 32, told as u32);
+        (told & DEPARTED != 0 && !reached(last, self.step())).then_some(rank as usize)
+    }
+
+    /// The step of channel 0 to which this rank has packed.
+    pub fn step(&self) -> u32 {
+        self.control(0, self.me).packed.flag.raised()
+    }
+
+    /// Tells the ranks of the host that somebody has waited long in step `step` of channel 0.
+    pub fn stall(&self, step: u32) {
+        self.head().stalled.store(STALLED | u64::from(step), Ordering::Relaxed);
+    }
+
+    /// The last step of which that was told.
+    pub fn stalled(&self) -> Option<u32> {
+        let told = self.head().stalled.load(Ordering::Relaxed);
+        (told & STALLED != 0).then_some((told & !STALLED) as u32)
     }
 
     /// Tells every rank of the host that the team has failed; the first to say so is heard.

@@ -3,6 +3,7 @@
 //! Thread rule: everything may be used from any thread.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -11,6 +12,8 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::node::Watch;
+use crate::error::{Error, Result};
+use crate::say::say;
 
 /// Another process, by its pidfd, which tells its end from the moment it happens.
 pub struct Process {
@@ -20,12 +23,17 @@ pub struct Process {
 }
 
 impl Process {
-    /// Opens the process `pid`; `None` when the system has no pidfds for us.
-    pub fn open(pid: i32) -> Option<Process> {
-        match pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()) {
-            Ok(fd) => Some(Process { pid, fd: Some(fd) }),
-            Err(Errno::SRCH) => Some(Process { pid, fd: None }),
-            Err(_) => None,
+    /// Opens the process `pid`; `None` where the system has no pidfds for us.
+    ///
+    /// # Errors
+    /// [`Error::System`] for want of descriptors or memory.
+    pub fn open(pid: i32) -> Result<Option<Process>> {
+        let Some(raw) = Pid::from_raw(pid) else { return Ok(None) };
+        match pidfd_open(raw, PidfdFlags::empty()) {
+            Ok(fd) => Ok(Some(Process { pid, fd: Some(fd) })),
+            Err(Errno::SRCH) => Ok(Some(Process { pid, fd: None })),
+            Err(Errno::NOSYS | Errno::PERM | Errno::INVAL) => Ok(None),
+            Err(error) => Err(Error::system(format!("watching process {pid} of this host"), error)),
         }
     }
 
@@ -86,20 +94,36 @@ fn exit_code(fd: &OwnedFd) -> Option<i32> {
     (done && info.mask & EXIT != 0).then_some(info.exit_code)
 }
 
-/// Watches the processes of a host's ranks.
+/// Watches the processes of a host's ranks, for all teams: one descriptor for each. The default watches none.
+#[derive(Default)]
 pub struct ProcessWatch {
-    peers: Vec<Option<Process>>,
+    peers: Vec<Option<Arc<Process>>>,
 }
 
 impl ProcessWatch {
-    /// Watches the processes `pids` (by local rank; `None` is not watched). A process that cannot be opened is not watched:
-    /// the deadline remains.
-    pub fn new(pids: &[Option<i32>]) -> ProcessWatch {
-        ProcessWatch { peers: pids.iter().map(|pid| pid.and_then(Process::open)).collect() }
+    /// Watches the processes `pids` (by local rank; `None` is not watched). Where the system has no pidfds, one line says
+    /// so, and the deadline remains.
+    ///
+    /// # Errors
+    /// Those of [`Process::open`].
+    pub fn new(pids: &[Option<i32>]) -> Result<ProcessWatch> {
+        let open = |pid: &Option<i32>| Ok(pid.map(Process::open).transpose()?.flatten().map(Arc::new));
+        let peers: Vec<Option<Arc<Process>>> = pids.iter().map(open).collect::<Result<_>>()?;
+        if peers.iter().zip(pids).any(|(peer, pid)| peer.is_none() && pid.is_some()) {
+            say(
+                "this system does not let a process watch others (pidfd_open): the end of a rank is noticed at the deadline",
+            );
+        }
+        Ok(ProcessWatch { peers })
+    }
+
+    /// The process of a rank, if it is watched.
+    pub fn process(&self, local_rank: usize) -> Option<Arc<Process>> {
+        self.peers.get(local_rank)?.clone()
     }
 }
 
-impl Watch for ProcessWatch {
+impl Watch for Arc<ProcessWatch> {
     fn lost(&self, local_rank: usize) -> Option<String> {
         self.peers.get(local_rank)?.as_ref()?.ended()
     }
@@ -115,7 +139,7 @@ mod tests {
     fn an_ended_process_is_noticed_and_how_it_ended() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let watch = ProcessWatch::new(&[Some(pid), None]);
+        let watch = Arc::new(ProcessWatch::new(&[Some(pid), None]).unwrap());
         assert_eq!(watch.lost(0), None);
         assert_eq!(watch.lost(1), None);
         child.kill().unwrap();
@@ -127,6 +151,6 @@ mod tests {
         let words = watch.lost(0).unwrap();
         let told = [format!("(pid {pid}) has ended: killed by signal 9"), format!("(pid {pid}) has ended")];
         assert!(told.contains(&words), "{words}");
-        assert!(ProcessWatch::new(&[Some(pid)]).lost(0).unwrap().contains("has ended"));
+        assert!(Arc::new(ProcessWatch::new(&[Some(pid)]).unwrap()).lost(0).unwrap().contains("has ended"));
     }
 }

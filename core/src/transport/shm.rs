@@ -41,7 +41,8 @@ fn reclaim(folder: &Path) {
         if !about.is_file() || about.uid() != me || !old {
             continue;
         }
-        let Ok(file) = OpenOptions::new().read(true).open(entry.path()) else { continue };
+        let opened = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(entry.path());
+        let Ok(file) = opened else { continue };
         if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() && std::fs::remove_file(entry.path()).is_ok()
         {
             say(&format!("removed {}, which a process that is gone has left", entry.path().display()));
@@ -139,7 +140,14 @@ pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)
 /// # Errors
 /// [`Error::System`]
 pub fn open(path: &Path) -> Result<MmapRaw> {
-    let open = || map(&OpenOptions::new().read(true).write(true).open(path)?);
+    let open = || {
+        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+        // In a folder where others may rename files, it might be theirs.
+        if file.metadata()?.uid() != rustix::process::geteuid().as_raw() {
+            return Err(std::io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user"));
+        }
+        map(&file)
+    };
     open().map_err(|error| failed("opening the shared memory", path, error))
 }
 
@@ -149,13 +157,9 @@ fn create_file(folder: &str) -> Result<(File, Name)> {
         .map_err(|error| Error::system("drawing a random name", error))?;
     reclaim(Path::new(folder));
     let path = Path::new(folder).join(format!("{PREFIX}{:032x}", u128::from_ne_bytes(key)));
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&path)
-        .map_err(|error| failed("creating the shared memory", &path, error))?;
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(|error| {
+        Error::system(format!("creating shared memory in {folder}, which DL_COMM_SHM_DIR may change"), error)
+    })?;
     // A file system without locks keeps what a crash leaves.
     let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
     let kept = file.try_clone().map_err(|error| failed("keeping the shared memory", &path, error))?;
@@ -226,10 +230,20 @@ mod tests {
     }
 
     #[test]
+    fn a_link_is_not_followed() {
+        let (_segment, name) = Segment::create("/dev/shm", 4096).unwrap();
+        let link = std::env::temp_dir().join(format!("dl_comm_shm_link_{}", std::process::id()));
+        std::os::unix::fs::symlink(name.path(), &link).unwrap();
+        assert!(Segment::open(name.path()).is_ok());
+        assert!(Segment::open(&link).is_err());
+        std::fs::remove_file(&link).unwrap();
+    }
+
+    #[test]
     fn a_folder_that_is_full_or_absent_is_an_error_that_says_so() {
         let huge = Segment::create("/dev/shm", 1 << 50).map(drop).unwrap_err().to_string();
         assert!(huge.contains("KiB") && huge.contains("DL_COMM_CHUNK_KB"), "{huge}");
         let absent = Segment::create("/nonexistent", 64).map(drop).unwrap_err().to_string();
-        assert!(absent.contains("/nonexistent"), "{absent}");
+        assert!(absent.contains("/nonexistent") && absent.contains("DL_COMM_SHM_DIR"), "{absent}");
     }
 }

@@ -68,6 +68,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
         let node = node.sharing(shares.then(|| Arc::new(Everything) as Arc<dyn Shared>));
         let links = std::mem::take(&mut links[rank]);
         Ok(Endpoint {
+            names: (0..keys.len()).map(|rank| format!("rank {rank}")).collect(),
             topology: Arc::new(topology),
             node: Arc::new(node),
             links,

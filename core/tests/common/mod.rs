@@ -12,16 +12,16 @@ use dl_comm_core::collective::device::DeviceSettings;
 use dl_comm_core::collective::{Choice, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
-use dl_comm_core::team::{Alarm, Limit, Request, Settings, Stage, Team};
+use dl_comm_core::team::{Alarm, Limit, Request, Settings, Siblings, Stage, Team};
 use dl_comm_core::transport::{Endpoint, threads};
 
-/// One rank of a test.
+/// One rank of a test, in one of its teams.
 pub struct Rank {
     /// Its number.
     pub rank: usize,
     /// The number of ranks.
     pub size: usize,
-    /// Its team.
+    /// The team.
     pub team: Team,
 }
 
@@ -66,10 +66,19 @@ impl World {
 
     /// Runs `body` on every rank; the first panic of a rank is the test's.
     pub fn run<T: Send>(&self, body: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
-        let endpoints = threads::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
-        let size = endpoints.len();
-        let settings = Settings {
-            id: 0,
+        self.run_teams(1, |teams| body(&teams[0]))
+    }
+
+    /// The same with `count` teams, numbered from 0; `body` gets the rank in each of them.
+    pub fn run_teams<T: Send>(&self, count: i32, body: impl Fn(&[Rank]) -> T + Sync) -> Vec<T> {
+        let size = self.hosts.iter().sum();
+        let world = |_| threads::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
+        let mut endpoints: Vec<Vec<Endpoint>> = (0..size).map(|_| Vec::new()).collect();
+        for world in (0..count).map(world) {
+            endpoints.iter_mut().zip(world).for_each(|(mine, endpoint)| mine.push(endpoint));
+        }
+        let settings = |id: i32| Settings {
+            id,
             precise: self.precise,
             algorithm: self.algorithm,
             timeout: Some(self.timeout),
@@ -82,11 +91,17 @@ impl World {
             let ranks: Vec<_> = endpoints
                 .into_iter()
                 .enumerate()
-                .map(|(rank, endpoint)| {
-                    let endpoint = Endpoint { crowded: self.crowded, ..endpoint };
-                    let (body, quiet) = (&body, Arc::clone(&quiet));
+                .map(|(rank, endpoints)| {
+                    let (body, quiet, settings) = (&body, &quiet, &settings);
                     scope.spawn(move || {
-                        body(&Rank { rank, size, team: Team::start(endpoint, settings, None, quiet).unwrap() })
+                        let siblings = Arc::new(Siblings::default());
+                        let team = |(id, endpoint): (i32, Endpoint)| {
+                            let endpoint = Endpoint { crowded: self.crowded, ..endpoint };
+                            let team = Team::start(endpoint, settings(id), None, Arc::clone(quiet), &siblings).unwrap();
+                            Rank { rank, size, team }
+                        };
+                        let teams: Vec<Rank> = (0..).zip(endpoints).map(team).collect();
+                        body(&teams)
                     })
                 })
                 .collect();

@@ -7,6 +7,7 @@ from: the newest job counts, and of each rank the newest dump. The format is tha
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,17 @@ class Dump:
     rank: int
     places: tuple[Place, ...]
     teams: dict[int, Team]
+    stacks: tuple[str, ...] = ()
+
+    @property
+    def place_in_code(self) -> list[str]:
+        """Where Python's main thread is, ``train.py, line 7 in load``, the innermost first; empty when not known."""
+        lines = list(self.stacks)
+        threads = [index for index, line in enumerate(lines) if line.lower().startswith(("thread ", "current thread "))]
+        # faulthandler writes the main thread last.
+        last = lines[threads[-1] :] if threads else []
+        frames = (re.match(r'  File "(.*)", line (\d+) in (.*)', line) for line in last)
+        return [f"{Path(found[1]).name}, line {found[2]} in {found[3]}" for found in frames if found]
 
     @property
     def calls(self) -> list[Call]:
@@ -174,7 +186,8 @@ def _dump(path: Path) -> Dump:
         raise ValueError("its ranks do not add up")
     teams = {int(team["team"]): _team(team) for team in content["teams"]}
     time, reason = float(content["time"]), str(content["reason"])
-    return Dump(path, str(content["job"]), reason, time, rank, places, teams)
+    stacks = tuple(map(str, content.get("stacks", ())))  # older dumps have none
+    return Dump(path, str(content["job"]), reason, time, rank, places, teams, stacks)
 
 
 def _team(team: dict[str, Any]) -> Team:

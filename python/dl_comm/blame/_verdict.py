@@ -175,7 +175,8 @@ def _why_not(job: Job, dump: Dump, wait: Wait) -> list[Finding]:
         return [_finding("other call", rank, wait, text)]
     wait = wait.until(dump.time)
     text = f"{_not_called(job, rank, wait)}; {_last(dump)}: it is in its own code"
-    return [_finding("not called", rank, wait, f"{text} ({_look(job, rank)})")]
+    place = ", called from ".join(dump.place_in_code[:3]) or _look(job, rank)
+    return [_finding("not called", rank, wait, f"{text} ({place})")]
 
 
 def _whom(call: Call) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import resource
 import tempfile
 from pathlib import Path
@@ -23,6 +25,7 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
     if folder != Path("/dev/shm"):
         # MPICH, Open MPI and the data loaders of torch make theirs there whatever dl_comm is told.
         checks.append(_shared_memory("/dev/shm", Path("/dev/shm"), 64 << 20, need="MPI and data loaders use it too"))
+    checks.append(_left_behind({folder, Path("/dev/shm")}, Path(tempfile.gettempdir())))
     return [*checks, _memlock(), _files(), _processors(local_ranks), _numa(), _kernel()]
 
 
@@ -52,6 +55,26 @@ def _shared_memory(name: str, folder: Path, needed: int, need: str = "the contro
     if facts.get("type", "tmpfs") not in _MEMORY_FILE_SYSTEMS:
         return Check("host", name, "warn", f"{text}: not in memory, so averages may wait for a disk; {help_}", facts)
     return Check("host", name, "ok", text, facts)
+
+
+def _left_behind(shared: set[Path], temporary: Path) -> Check:
+    """What processes that are gone have left, and the next start does not remove: it is young, or another user's."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            mapped |= set(re.findall(r" (/\S+/(?:dl_comm\.|mpich_shm_)\S+)", maps.read_text(errors="replace")))
+    segments = [path for folder in shared for name in ("dl_comm.*", "mpich_shm_*") for path in folder.glob(name)]
+    left = sorted(str(path) for path in segments if str(path) not in mapped and path.is_file())
+    dumps = sorted(str(path) for path in temporary.glob(f"dl_comm-{os.geteuid()}*/*"))
+    facts = {"segments": left, "dumps": dumps}
+    text = f"dumps of {len(dumps)} job(s) in {temporary}, kept for a week" if dumps else "nothing"
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        text += (
+            f"; shared memory that nobody here uses: {', '.join(left[:3])}{more} (of a job that starts now, or left)"
+        )
+        return Check("host", "left behind", "warn", text, facts)
+    return Check("host", "left behind", "ok", text, facts)
 
 
 def mount_of(folder: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _LAUNCHERS = (
 )
 
 # What a probe must not inherit: it is no part of the job.
-_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "SLURM_")
+_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "SLURM_", "DL_COMM_HELPER_OF")
 
 
 def launch_of(env: Mapping[str, str]) -> Launch | None:

@@ -16,6 +16,8 @@ __all__ = ["start", "stop"]
 def start(folder: str | os.PathLike[str]) -> None:
     """Starts the file ``rankN.trace.json`` of this rank in ``folder``, which is made when it is not there.
 
+    Where another job has left a file of that name, it goes into a folder of this job in ``folder``.
+
     Raises:
         CommError: The file cannot be written.
         StateError: A timeline is being recorded, ``init_mpi`` was not called, or ``finalize`` was.

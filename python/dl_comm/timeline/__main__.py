@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the files are (rank*.trace.json), also in sub-folders")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write one trace of all ranks, for Perfetto")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page about steps, late ranks and bandwidth")
+    parser.add_argument("--job", metavar="ID", help="which job, where several have written there (default: the last)")
     limits = parser.add_mutually_exclusive_group()
     limits.add_argument("--limit", type=float, metavar="GB/S", help="what the machine allows a rank, for the page")
     limits.add_argument(
@@ -35,7 +36,7 @@ def main() -> int:
     notes: list[str] = []
     try:
         limit = _limit(options.limit, options.doctor)
-        found = find(options.folder)
+        found = find(options.folder, options.job, notes.append)
         figures, recent = Figures(), Recent()
         for path in found.values():
             for event in events(path, notes.append):

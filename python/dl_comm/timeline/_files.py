@@ -20,22 +20,45 @@ class BadInput(Exception):
     """The folder has no timeline that can be read; the text says why."""
 
 
-def find(folder: Path) -> dict[int, Path]:
-    """The files in ``folder`` and the folders in it, by rank; of two for one rank the newer.
+def find(folder: Path, job: str | None = None, say: Say = lambda _: None) -> dict[int, Path]:
+    """The files of one job in ``folder`` and the folders in it, by rank; of two for one rank the newer.
+
+    Args:
+        folder: Where they are.
+        job: Which job; None: the one that has written last.
+        say: Told about the jobs that are left out.
 
     Raises:
-        BadInput: There is no folder, or no file in it.
+        BadInput: There is no folder, or no file in it, or none of that job.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
-    found: dict[int, Path] = {}
+    jobs: dict[str, dict[int, Path]] = {}
     for path in sorted(folder.rglob("rank*.trace.json"), key=lambda path: path.stat().st_mtime):
         rank = path.name.removeprefix("rank").removesuffix(".trace.json")
         if rank.isdigit():
-            found[int(rank)] = path
-    if not found:
+            name = _job(path)
+            # The one that was written to last comes last.
+            jobs[name] = {**jobs.pop(name, {}), int(rank): path}
+    if not jobs:
         raise BadInput(f"{folder} has no timeline (rank*.trace.json)")
-    return dict(sorted(found.items()))
+    if job is not None and job not in jobs:
+        raise BadInput(f"{folder} has no timeline of job {job}; there are {', '.join(filter(None, jobs))}")
+    chosen = list(jobs)[-1] if job is None else job
+    for other, files in jobs.items():
+        if other != chosen and job is None:
+            how = f"--job {other} reads it" if other else "the files are of an older version"
+            say(f"another job is left out, {len(files)} rank(s) {f'of job {other}, ' if other else ''}{how}")
+    return dict(sorted(jobs[chosen].items()))
+
+
+def _job(path: Path) -> str:
+    """The job that has written a file; empty in files of older versions."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        next(lines, "")
+        event = _event(next(lines, "").strip().rstrip(",")) or {"args": {}}
+    args = event["args"]
+    return str(args.get("job", "")) if isinstance(args, dict) else ""
 
 
 def events(path: Path, say: Say) -> Iterator[Event]:

@@ -1,7 +1,7 @@
 """Which parameter goes into which bucket: found out in the first rounds, the same on all ranks.
 
 The order is that in which the first backward of rank 0 has finished the gradients. The size of the buckets is the one
-of a few with which the time from a backward's first gradient to its last, and what `step()` had to wait, was shortest:
+of a few with which the time from a backward's first gradient to its last, and what its end had to wait, was shortest:
 each size has some rounds, of which the first does not count (its memory is new), and the median over the rounds of the
 mean over the ranks decides. Smaller buckets, which are more calls, must be clearly faster.
 

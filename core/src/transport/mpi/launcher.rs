@@ -1,59 +1,264 @@
 //! What is known of launchers and MPI libraries beyond the standard: whether a process that MPI thinks alone is part of a
-//! job, and what MPICH leaves behind when it is not finalised.
+//! job, by what a process knows its launcher, and what MPICH leaves behind when it is not finalised.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{Error, Result};
 use crate::say::say;
 
-/// The variables in which launchers tell their processes how many they are, and whether that is certain: Slurm's is also set
-/// in a shell in which one program is started without `srun`.
-const SIZES: [(&str, bool); 3] = [("OMPI_COMM_WORLD_SIZE", true), ("PMI_SIZE", true), ("SLURM_STEP_NUM_TASKS", false)];
+/// The variables in which launchers tell their processes how many they are, and the launcher where its name helps.
+/// Slurm's and torchrun's need a second look.
+const SIZES: [(&str, &str); 8] = [
+    ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+    ("PMI_SIZE", "a launcher that speaks PMI"),
+    ("PALS_SIZE", "Cray's PALS"),
+    ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun_rsh"),
+    ("MPI_LOCALNRANKS", "an mpiexec of MPICH's kind"),
+    ("JSM_NAMESPACE_SIZE", "jsrun"),
+    ("FLUX_JOB_SIZE", "Flux"),
+    ("SLURM_STEP_NUM_TASKS", "srun"),
+];
+/// What the names of MPICH's segments start with.
+const SEGMENT: &str = "mpich_shm_";
+/// How old a segment is at least that may have been left behind.
+const LEFT: Duration = Duration::from_secs(3600);
+/// Slurm numbers what are no steps of several tasks, a batch script or a shell of `salloc`, from here on.
+const SLURM_NO_STEP: u64 = 0xffff_fff0;
+/// How processes get to know their launcher: they differ when another one has started them.
+const IDENTITY: [&str; 19] = [
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMI_FD",
+    "PMI_PORT",
+    "PMIX_RANK",
+    "PMIX_NAMESPACE",
+    "OMPI_COMM_WORLD_RANK",
+    "PALS_APID",
+    "PALS_RANKID",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_JOB_ID",
+    "FLUX_TASK_RANK",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "TORCHELASTIC_RUN_ID",
+];
+/// The variables with which an MPI finds the launcher's process manager: good for one process only.
+const CONNECTION: [&str; 16] = [
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMI_FD",
+    "PMI_PORT",
+    "PMI_ID",
+    "PMI_JOBID",
+    "PMI_KVS",
+    "PMI_DOMAIN",
+    "PMI_SPAWNED",
+    "PMI_HOSTNAME",
+    "PMI_CONTROL_PORT",
+    "PMI_CONTROL_FD",
+    "PMI_SHARED_SECRET",
+    "PMI2_FD",
+    "PMI2_RANK",
+    "HYDI_CONTROL_FD",
+];
 
-/// Refuses, or warns, when MPI sees one process but the launcher started several: it is another MPI's launcher, and each
-/// process would train alone. `lookup` reads the environment.
+/// Refuses when MPI sees one process but the launcher started several: each would train alone. `lookup` reads the
+/// environment.
+///
+/// # Errors
+/// [`Error::Mpi`] with what to do.
 pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
-    for (variable, certain) in SIZES {
-        let Some(size) = lookup(variable).filter(|text| text.trim().parse::<usize>().is_ok_and(|size| size > 1)) else {
-            continue;
-        };
-        let text = format!(
-            "the launcher started {size} processes ({variable}), but MPI sees only this one: the launcher is of another MPI \
-             than the one that dl_comm was built with. Use the mpiexec beside the Python that has dl_comm, or build dl_comm \
-             for the launcher's MPI: MPICC=/path/to/mpicc pip install ..."
-        );
-        if certain {
-            return Err(Error::Mpi(text));
-        }
-        say(&text);
-        return Ok(());
+    let number = |name: &str| lookup(name).and_then(|text| text.trim().parse::<u64>().ok());
+    let several = |name: &str| number(name).filter(|&size| size > 1);
+    let way_out = "Where one process is what you want, set DL_COMM_ALONE=1";
+    let torchrun = lookup("TORCHELASTIC_RUN_ID").is_some();
+    if let Some(size) = several("WORLD_SIZE").filter(|_| torchrun || number("RANK").is_some()) {
+        let who = if torchrun { "torchrun" } else { "something that sets RANK and WORLD_SIZE" };
+        return Err(Error::Mpi(format!(
+            "{who} started {size} processes, but MPI sees only this one: each would train alone. Start them with dl-comm-run \
+             -n {size}, with the mpiexec beside the Python that has dl_comm, or with srun. {way_out}"
+        )));
+    }
+    let in_step = number("SLURM_STEP_ID").is_some_and(|step| step < SLURM_NO_STEP);
+    // Without a number of the step it is a batch script, which is task 0, or the first of several.
+    let later_task = number("SLURM_PROCID").is_some_and(|task| task > 0);
+    let started = SIZES.iter().find_map(|&(name, who)| {
+        let size = several(name)?;
+        (who != "srun" || in_step || later_task).then_some((name, who, size))
+    });
+    let started = started.or_else(|| {
+        let size = several("SLURM_NTASKS").filter(|_| later_task || (in_step && number("SLURM_PROCID").is_some()))?;
+        // A step of one task, in a job of several, is what somebody asked for.
+        (number("SLURM_STEP_NUM_TASKS") != Some(1)).then_some(("SLURM_NTASKS", "srun", size))
+    });
+    if let Some((name, who, size)) = started {
+        return Err(Error::Mpi(format!(
+            "{who} started {size} processes ({name}), but MPI sees only this one: each would train alone, since the launcher \
+             is of another MPI than the one that dl_comm was built with, or was not asked to bring MPI up (srun --mpi=pmi2 or \
+             pmix does). Use dl-comm-run or the mpiexec beside the Python that has dl_comm, or build dl_comm for the \
+             launcher's MPI: MPICC=/path/to/mpicc pip install ... {way_out}"
+        )));
+    }
+    if let Some(size) = several("SLURM_NTASKS").filter(|_| number("SLURM_STEP_NUM_TASKS") != Some(1)) {
+        say(&format!(
+            "the Slurm job has {size} tasks, but this process was started without srun and is alone: srun python ..., or \
+             dl-comm-run python ..., starts all of them (DL_COMM_ALONE=1 silences this)"
+        ));
     }
     Ok(())
+}
+
+/// Whether a launcher has started this process.
+pub fn launched(lookup: impl Fn(&str) -> Option<String>) -> bool {
+    ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID"].iter().any(|name| lookup(name).is_some())
+}
+
+/// A number for the launcher that `lookup` tells of: another launcher's processes have another one.
+pub fn identity(lookup: impl Fn(&str) -> Option<String>) -> u64 {
+    let values: Vec<String> = IDENTITY.iter().map(|name| lookup(name).unwrap_or_default()).collect();
+    xxh3_64(values.join("\n").as_bytes())
+}
+
+/// The variables of this process that only it may use, for MPI to find the launcher.
+pub fn connection() -> Vec<String> {
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    let ours = |name: &String| {
+        CONNECTION.contains(&name.as_str()) || (name.starts_with("PMIX_") && !name.starts_with("PMIX_MCA_"))
+    };
+    names.filter(ours).collect()
+}
+
+/// Makes sure that the connection to the launcher that the environment tells of is there: MPI would abort without.
+///
+/// # Errors
+/// [`Error::State`] with what to do.
+pub fn check_connection(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
+    let Some(number) = lookup("PMI_FD").and_then(|text| text.trim().parse::<i32>().ok()) else { return Ok(()) };
+    // SAFETY: asks about a number.
+    if unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0 {
+        return Ok(());
+    }
+    Err(Error::State(
+        "this process has the variables of a rank (PMI_FD), but not its connection to the launcher: a rank has started it \
+         before dl_comm was up there. It is a helper: call dl_comm in the rank itself, or set DL_COMM_ALONE=1 here"
+            .into(),
+    ))
+}
+
+/// Removes segments in `folder` that MPICH has left: this user's, old, and mapped by no process that can be seen. Processes of
+/// other containers cannot, but they have mapped theirs before they are that old, and keep them.
+pub fn reclaim_segments(folder: &Path) {
+    let me = rustix::process::geteuid().as_raw();
+    let left = |entry: &fs::DirEntry| {
+        let about = entry.metadata().ok().filter(|about| about.is_file() && about.uid() == me)?;
+        let old = about.modified().ok()?.elapsed().ok()? > LEFT;
+        (old && entry.file_name().to_str()?.starts_with(SEGMENT)).then(|| entry.path())
+    };
+    let found: Vec<PathBuf> =
+        fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|entry| left(&entry)).collect();
+    if found.is_empty() {
+        return;
+    }
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let maps: Vec<String> =
+        processes.filter_map(|process| fs::read_to_string(process.path().join("maps")).ok()).collect();
+    for path in found {
+        let name = path.to_string_lossy();
+        if !maps.iter().any(|maps| maps.contains(&*name)) && fs::remove_file(&path).is_ok() {
+            say(&format!("removed {name}, which a process of MPI that is gone has left"));
+        }
+    }
 }
 
 /// Removes the segments of shared memory that MPICH removes only in MPI_Finalize. Who has them mapped keeps them.
 pub fn remove_segments() {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let paths = maps.lines().filter_map(|line| line.split_whitespace().last());
-    for path in paths.filter(|path| path.starts_with("/dev/shm/mpich_shm_")) {
+    for path in paths.filter(|path| path.starts_with(&format!("/dev/shm/{SEGMENT}"))) {
         // Another rank may have removed it before.
         let _removed = fs::remove_file(path);
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
+    fn with(set: &[(&str, &str)]) -> Result<()> {
+        check_alone(|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
+    }
+
     #[test]
-    fn another_launcher_is_noticed() {
-        let with = |name: &'static str, value: &'static str| {
-            check_alone(move |asked| (asked == name).then(|| value.to_owned()))
-        };
-        assert!(matches!(with("OMPI_COMM_WORLD_SIZE", "2"), Err(Error::Mpi(text)) if text.contains("MPICC")));
-        assert!(with("PMI_SIZE", "2").is_err());
-        assert!(with("PMI_SIZE", "1").is_ok());
-        assert!(with("SLURM_STEP_NUM_TASKS", "4").is_ok());
-        assert!(with("HOME", "2").is_ok());
+    fn a_launcher_that_cannot_be_used_is_refused() {
+        for size in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS"] {
+            let text = with(&[(size, "2")]).unwrap_err().to_string();
+            assert!(text.contains("MPICC") && text.contains(size) && text.contains("DL_COMM_ALONE=1"), "{text}");
+            assert!(with(&[(size, "1")]).is_ok());
+        }
+        assert!(with(&[("HOME", "2")]).is_ok());
+    }
+
+    #[test]
+    fn torchrun_is_refused() {
+        let torchrun = [("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "4"), ("RANK", "1")];
+        let text = with(&torchrun).unwrap_err().to_string();
+        assert!(text.contains("torchrun started 4") && text.contains("dl-comm-run -n 4"), "{text}");
+        assert!(with(&torchrun[1..]).unwrap_err().to_string().contains("RANK and WORLD_SIZE"));
+        assert!(with(&[("WORLD_SIZE", "4")]).is_ok(), "a name that scripts use for other things");
+        assert!(with(&[("WORLD_SIZE", "1"), ("RANK", "0")]).is_ok());
+    }
+
+    #[test]
+    fn slurms_steps_are_told_from_its_shells() {
+        let (many, first, second) = (("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0"), ("SLURM_PROCID", "1"));
+        let (tasks, step) = (("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_STEP_ID", "0"));
+        for step in [&[many, first, tasks, step][..], &[many, second], &[many, first, step], &[tasks, second]] {
+            assert!(with(step).unwrap_err().to_string().contains("srun started 4"), "{step:?}");
+        }
+        let interactive = ("SLURM_STEP_ID", "4294967290");
+        let one = ("SLURM_STEP_NUM_TASKS", "1");
+        // A shell of salloc; a batch script; a shell of salloc that is a step of its own; srun -n 1 in a job of 4.
+        for shell in [&[many][..], &[many, first], &[many, first, interactive, tasks], &[many, first, step, one]] {
+            assert_eq!(with(shell), Ok(()), "{shell:?}");
+        }
+    }
+
+    #[test]
+    fn segments_that_nobody_has_go() {
+        let folder = std::env::temp_dir().join(format!("dl_comm_mpich_{}", std::process::id()));
+        fs::create_dir(&folder).unwrap();
+        let old = std::time::SystemTime::now() - LEFT * 2;
+        for name in ["mpich_shm_left", "mpich_shm_mapped", "mpich_shm_young", "other"] {
+            let file = fs::File::options().create_new(true).read(true).write(true).open(folder.join(name)).unwrap();
+            file.set_len(4096).unwrap();
+            if name != "mpich_shm_young" {
+                file.set_modified(old).unwrap();
+            }
+        }
+        let file = fs::File::options().read(true).write(true).open(folder.join("mpich_shm_mapped")).unwrap();
+        let map = memmap2::MmapRaw::map_raw(&file).unwrap();
+        reclaim_segments(&folder);
+        let there = |name: &str| folder.join(name).exists();
+        assert!(!there("mpich_shm_left"));
+        assert!(["mpich_shm_mapped", "mpich_shm_young", "other"].into_iter().all(there));
+        drop(map);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_connection_that_is_not_there_is_noticed() {
+        let fd = |value: &'static str| check_connection(move |name| (name == "PMI_FD").then(|| value.to_owned()));
+        assert!(check_connection(|_| None).is_ok() && fd("0").is_ok());
+        assert!(matches!(fd("1000000"), Err(Error::State(text)) if text.contains("helper")));
     }
 }

@@ -8,10 +8,14 @@ mod about;
 mod comm;
 mod launcher;
 mod link;
+mod own;
 mod places;
 mod probe;
+mod startup;
 mod world;
 
 pub use about::{About, about};
+pub use launcher::{connection, identity, launched};
+pub use own::end;
 pub use places::RankPlace;
 pub use world::{TeamShape, World};

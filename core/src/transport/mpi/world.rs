@@ -1,6 +1,7 @@
 //! The job: MPI brought up or adopted, the ranks' places, and the making of teams' endpoints.
 
 use std::cell::Cell;
+use std::fmt;
 use std::mem;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,20 +10,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mpi::Threading;
-use mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
 
 use super::comm::Comm;
 use super::launcher;
 use super::link::MpiLink;
 use super::places::{self, RankPlace, fields, record};
-use super::probe;
+use super::{own, probe};
 use crate::affinity::{self, Bounds};
 use crate::collective::Choice;
 use crate::collective::device::Wanted;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::helper;
 use crate::plan::mail_bytes;
 use crate::say::say;
+use crate::signals;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::trace::Log;
@@ -58,18 +60,29 @@ pub struct TeamShape {
     pub gpu_chunk: usize,
 }
 
+impl fmt::Display for TeamShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TeamShape { id, threads, prec_level, slot, algorithm, gpu_path, gpu_chunk } = self;
+        write!(
+            f,
+            "team {id} with {threads} threads, prec_level {prec_level}, slots of {slot} bytes, the algorithm {} between \
+             hosts, the path {} and chunks of {gpu_chunk} bytes for GPUs",
+            algorithm.name(),
+            gpu_path.name()
+        )
+    }
+}
+
 /// The processes of the job.
 pub struct World {
-    universe: Option<Universe>,
     /// A duplicate, so that nothing of ours meets the program's own messages. Gone first when all ends.
     comm: Option<Comm>,
     topology: Arc<Topology>,
-    names: Vec<String>,
+    names: Arc<[String]>,
     hosts: Vec<String>,
-    pids: Vec<Option<i32>>,
     places: Arc<[RankPlace]>,
     /// The other processes of this host.
-    neighbours: ProcessWatch,
+    neighbours: Arc<ProcessWatch>,
     /// A random number that all ranks have, and nobody else.
     key: u128,
     config: Config,
@@ -86,39 +99,37 @@ pub struct World {
 }
 
 impl World {
-    /// Brings MPI up, or adopts one that is up, and learns where the ranks are. Collective.
+    /// Brings MPI up, or adopts one that is up, and learns where the ranks are. Collective: a rank whose settings are wrong
+    /// takes part too, and all ranks get its error.
     ///
     /// # Errors
-    /// When MPI is finalized already, or grants too few threads for a job on several hosts.
-    pub fn start(config: &Config) -> Result<World> {
-        if is_finalized() {
-            return Err(Error::State("MPI is finalized already and cannot be started again in this process".into()));
+    /// Those of the settings of any rank. When MPI is finalized already, or grants too few threads for a job on several
+    /// hosts.
+    pub fn start(settings: Result<Config>) -> Result<World> {
+        let config = &settings.clone().unwrap_or_default();
+        if config.alone {
+            helper::leave_launcher();
         }
-        let (universe, threading) = match initialize_with_threading(Threading::Multiple) {
-            Some((universe, granted)) => (Some(universe), granted),
-            None => (None, threading_support()),
-        };
-        let adopted = universe.is_none();
+        launcher::check_connection(|name| std::env::var(name).ok())?;
+        let threading = own::start(config)?;
+        let adopted = !own::is_own();
         let found = patiently(config, "init_mpi", &|| None, |patience| {
             let comm = Comm::world().duplicate(patience)?;
             let places = places::tell(&comm, &config.shm_dir, patience)?;
             Ok((comm, places))
         });
-        let (comm, (places, key)) = match found {
-            Ok(found) => found,
-            Err(error) => {
-                // The other ranks may never come to the end of MPI.
-                mem::forget(universe);
-                return Err(error);
-            }
-        };
+        let (comm, (places, key)) = found.inspect_err(|_| own::leave())?;
         if !adopted {
             // All ranks are through with MPI's start.
             launcher::remove_segments();
+            launcher::reclaim_segments(Path::new("/dev/shm"));
         }
         let rank = comm.rank()?;
-        if places.len() == 1 && !adopted {
+        if places.len() == 1 && !config.alone {
             launcher::check_alone(|name| std::env::var(name).ok())?;
+        }
+        if places.len() == 1 {
+            settings.clone()?;
         }
         let homes: Vec<_> = places.iter().map(RankPlace::home).collect();
         let topology = Topology::new(rank, &homes);
@@ -136,21 +147,20 @@ impl World {
             format!("{} (ranks {})", places[topology.ranks_of(host)[0]].host, ranks.join(", "))
         };
         let hosts = (0..topology.hosts()).map(host_name).collect();
-        let names: Vec<String> =
+        let names: Arc<[String]> =
             places.iter().enumerate().map(|(rank, place)| format!("rank {rank} on {}", place.host)).collect();
         let pids: Vec<Option<i32>> =
             places.iter().map(|place| (place.pid_space == places[rank].pid_space).then_some(place.pid)).collect();
         let others: Vec<Option<i32>> =
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
+        let watch = ProcessWatch::new(&others).map(Arc::new);
         let mut world = World {
-            universe,
             comm: Some(comm),
             topology: Arc::new(topology),
             names,
             hosts,
-            pids,
             places: places.into(),
-            neighbours: ProcessWatch::new(&others),
+            neighbours: watch.clone().unwrap_or_default(),
             key,
             config: config.clone(),
             alert: None,
@@ -160,6 +170,14 @@ impl World {
             broken: OnceLock::new(),
             leaves: AtomicBool::new(false),
         };
+        let ready = settings.and(watch);
+        let counted = world.patiently("init_mpi", |patience| world.count_processors(ready.map(drop), patience));
+        world.processors = counted.inspect_err(|error| {
+            // Else all ranks have it, and may try again.
+            if !error.is_recoverable() {
+                world.leave();
+            }
+        })?;
         if world.topology.hosts() > 1 {
             let joined = world
                 .patiently("init_mpi", |patience| Ok((world.join_hosts(patience)?, world.measure_network(patience)?)));
@@ -171,8 +189,6 @@ impl World {
                 }
             }
         }
-        let counted = world.patiently("init_mpi", |patience| world.count_processors(patience));
-        world.processors = counted.inspect_err(|_| world.leave())?;
         let arenas = world.patiently("init_mpi", |patience| Ok(world.make_arenas(patience)))?;
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = arenas {
             world.leave();
@@ -182,10 +198,10 @@ impl World {
         Ok(world)
     }
 
-    /// The processors for each rank; the fewest of any host.
-    fn count_processors(&self, patience: &Patience<'_>) -> Result<usize> {
+    /// The processors for each rank; the fewest of any host. Fails on all ranks where one of them is not `ready`.
+    fn count_processors(&self, ready: Result<()>, patience: &Patience<'_>) -> Result<usize> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let mine = affinity::allowed().map(|(allowed, _)| Bounds::of(&allowed).encode());
+        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| Bounds::of(&allowed).encode());
         let told = self.agree(own, "", mine, patience)?;
         let bounds: Vec<Bounds> = told.iter().filter_map(|text| Bounds::decode(text)).collect();
         let of_host =
@@ -238,9 +254,10 @@ impl World {
             addresses: parts(leader).1.split(',').filter_map(|address| address.parse().ok()).collect(),
         };
         let hosts: Vec<HostAddress> = leaders.iter().map(host).collect();
-        let others = topology.local_ranks().iter().filter(|&&rank| rank != topology.rank());
-        let pids = others.filter_map(|&rank| Some((self.names[rank].clone(), self.pids[rank]?))).collect();
-        Alert::start(listener, topology.host(), &hosts, self.key, pids).map(Some)
+        let process =
+            |(local, &rank): (usize, &usize)| Some((self.names[rank].clone(), self.neighbours.process(local)?));
+        let processes = topology.local_ranks().iter().enumerate().filter_map(process).collect();
+        Alert::start(listener, topology.host(), &hosts, self.key, processes).map(Some)
     }
 
     /// Measures the network between neighbouring hosts; the slowest figures, on all ranks.
@@ -277,6 +294,9 @@ impl World {
     fn patiently<T>(&self, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
         let seen = Cell::new(None);
         let lost = || {
+            if signals::interrupted() {
+                return Some(Error::PeerLost(format!("{what} was interrupted by a signal")));
+            }
             let ranks = self.topology.local_ranks();
             let ended = |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.neighbours.lost(local)?));
             let elsewhere = || Some(self.alert.as_ref()?.lost()?.detail().to_owned());
@@ -289,43 +309,64 @@ impl World {
         patiently(&self.config, what, &lost, work)
     }
 
+    /// The settings of this process.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
     /// Where the ranks are.
     pub fn topology(&self) -> &Arc<Topology> {
         &self.topology
     }
 
     /// Makes what one team needs: a communicator of its own, shared memory on every host, links between the hosts.
+    /// Collective; a rank that is not `ready` takes part, and all ranks get its error.
+    ///
+    /// # Errors
+    /// The same on every rank: when the ranks disagree on the shape, or one of them is not ready or cannot get its memory. A
+    /// passed deadline leaves the ranks out of step: then no further team can be made.
+    pub fn endpoint(&self, shape: TeamShape, ready: Result<()>) -> Result<Endpoint> {
+        let what = format!("the creation of team {}", shape.id);
+        self.in_step(&what, |patience| self.make_endpoint(shape, ready, patience))
+    }
+
+    /// `outcome`, where it is good on all ranks; else the error of one of them on every rank. `what` names it in messages.
     /// Collective.
     ///
     /// # Errors
-    /// The same on every rank: when the ranks disagree on the shape, or one of them cannot get its memory. A passed deadline
-    /// leaves the ranks out of step: then no further team can be made.
-    pub fn endpoint(&self, shape: TeamShape) -> Result<Endpoint> {
+    /// As for [`World::endpoint`].
+    pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
+        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let mine = outcome.as_ref().map(|_| String::new()).map_err(Error::clone);
+        self.in_step(what, |patience| self.agree(own, "", mine, patience))?;
+        outcome
+    }
+
+    /// Runs collective `work`, after whose failure the ranks may be out of step.
+    fn in_step<T>(&self, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
         if let Some(error) = self.broken.get() {
             return Err(error.clone());
         }
-        let made = self
-            .patiently(&format!("the creation of team {}", shape.id), |patience| self.make_endpoint(shape, patience));
+        let made = self.patiently(what, work);
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = &made {
             let _first = self.broken.set(error.clone());
         }
         made
     }
 
-    fn make_endpoint(&self, shape: TeamShape, patience: &Patience<'_>) -> Result<Endpoint> {
+    fn make_endpoint(&self, shape: TeamShape, ready: Result<()>, patience: &Patience<'_>) -> Result<Endpoint> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let comm = Arc::new(own.duplicate(patience)?);
         let topology = &self.topology;
         let ranks = topology.local_size();
         let geometry = Geometry { ranks, channels: shape.threads, slot: shape.slot };
         let leads = topology.local_rank() == 0;
-        let created = if leads && ranks > 1 {
-            Segment::create(&self.config.shm_dir, geometry.bytes()).map(Some)
-        } else {
-            Ok(None)
-        };
+        let created = ready.and_then(|()| match leads && ranks > 1 {
+            true => Segment::create(&self.config.shm_dir, geometry.bytes()).map(Some),
+            false => Ok(None),
+        });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let told = self.agree(&comm, &format!("{shape:?}"), path.map_err(Error::clone), patience)?;
+        let told = self.agree(&comm, &shape.to_string(), path.map_err(Error::clone), patience)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn Memory>), Some(name)),
@@ -341,8 +382,7 @@ impl World {
 
         let peer = |&rank: &usize| Peer { rank, name: self.names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
-        let pids: Vec<Option<i32>> = topology.local_ranks().iter().map(|&rank| self.pids[rank]).collect();
-        let watch = Box::new(ProcessWatch::new(&pids));
+        let watch = Box::new(Arc::clone(&self.neighbours));
         let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn Shared>);
         let node = Node::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?.sharing(shared);
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
@@ -351,7 +391,8 @@ impl World {
             alert.watch(shape.id, &node);
         }
         let crowded = shape.threads > self.processors;
-        Ok(Endpoint { topology: Arc::clone(topology), node, links, network: self.network, crowded })
+        let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
+        Ok(Endpoint { topology, names, node, links, network: self.network, crowded })
     }
 
     /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
@@ -376,7 +417,8 @@ impl World {
             let [shape, code, text] = fields(bytes);
             let code = code.parse().unwrap_or(-9);
             if code != 0 {
-                return Err(Error::from_code(code, format!("{}: {text}", self.names[rank])));
+                let who = if records.len() > 1 { format!("{}: ", self.names[rank]) } else { String::new() };
+                return Err(Error::from_code(code, who + &text));
             }
             shapes.push(shape);
             texts.push(text);
@@ -392,26 +434,28 @@ impl World {
         self.leaves.store(true, Ordering::Relaxed);
     }
 
-    /// Waits, up to the deadline, until all ranks are here.
-    fn meet(&self) -> Result<()> {
-        let Some(comm) = &self.comm else { return Ok(()) };
-        self.patiently("finalize", |patience| comm.barrier(patience))
+    /// Before the end of MPI, if dl_comm started it: waits, up to the deadline, until all ranks are here. A launcher takes a
+    /// rank that ends without MPI_Finalize for the end of the job, and kills the others. `failure` is that of a team.
+    ///
+    /// # Errors
+    /// When a rank has ended or does not come; MPI is then left as it is.
+    pub fn gather(&self, failure: Option<&Error>) -> Result<()> {
+        let Some(comm) = self.comm.as_ref().filter(|_| own::is_own()) else { return Ok(()) };
+        // MPICH crashes in messages to a host on which a rank has ended.
+        let lost = failure.filter(|error| self.topology.hosts() > 1 && matches!(error, Error::PeerLost(_)));
+        let gathered = match self.broken.get().or(lost) {
+            Some(error) => Err(error.clone()),
+            None => self.patiently("finalize", |patience| comm.barrier(patience)),
+        };
+        gathered.inspect_err(|_| self.leave())
     }
 }
 
-/// Ends MPI if this world started it, once all ranks are here.
+/// Leaves MPI to [`own::end`], or for good.
 impl Drop for World {
     fn drop(&mut self) {
-        let mut leaves = self.leaves.load(Ordering::Relaxed) || self.broken.get().is_some();
-        if self.universe.is_some() && !leaves {
-            // MPI_Finalize itself has no deadline.
-            if let Err(error) = self.meet() {
-                say(&error.to_string());
-                leaves = true;
-            }
-        }
-        if leaves {
-            mem::forget(self.universe.take());
+        if self.leaves.load(Ordering::Relaxed) {
+            own::leave();
             mem::forget(self.comm.take());
             self.alert.iter_mut().for_each(Alert::leave);
         }

@@ -1,0 +1,70 @@
+//! The functions of the C API for tensors in the memory of a GPU.
+
+use std::ffi::{c_char, c_int, c_void};
+
+use super::arguments::{self, CBuffer, CDevice, number, tensors, text};
+use super::{dl_comm_average_towers, done, face};
+use crate::error::guard;
+use crate::global;
+use crate::team::Limit;
+use crate::transport::cuda;
+
+/// `dl_comm_average_on` of `dl_comm.h`.
+///
+/// # Safety
+/// `device` is NULL or valid; the rest as for [`dl_comm_average`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_average_on(
+    device: *const CDevice,
+    buffers: *const CBuffer,
+    count: usize,
+    team: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let Some(device) = (unsafe { arguments::device(device) }) else {
+        // SAFETY: as above.
+        return unsafe { dl_comm_average_towers(buffers, count, 1, team, name, timeout) };
+    };
+    done(|| {
+        // SAFETY: as above.
+        unsafe {
+            let tensors = tensors(buffers, count)?;
+            global::average_on(device, team, &text(name), Limit::from_seconds(timeout), tensors)
+        }
+    })
+}
+
+/// `dl_comm_broadcast_on` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average_on`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast_on(
+    device: *const CDevice,
+    buffers: *const CBuffer,
+    count: usize,
+    root: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    done(|| {
+        // SAFETY: the caller's promise.
+        let (device, tensors, name) = unsafe { (arguments::device(device), tensors(buffers, count)?, text(name)) };
+        let limit = Limit::from_seconds(timeout);
+        global::wait(&name, |request| global::broadcast(root, request.within(limit).on(device), || Ok(tensors)))
+    })
+}
+
+/// `dl_comm_gpu_count` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_gpu_count() -> c_int {
+    face(|| number(cuda::count()?))
+}
+
+/// `dl_comm_gpu_of` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_gpu_of(memory: *const c_void) -> c_int {
+    guard(|| Ok(cuda::owner_of(memory.addr()))).ok().flatten().unwrap_or(-1)
+}

@@ -1,0 +1,167 @@
+//! Folders that others may write to as well, such as `/tmp`: our files in them are made where no other user can have put a
+//! link, a file or a folder of theirs. Everything is opened relative to a folder that is open already.
+//!
+//! Thread rule: a [`Folder`] may be used from any thread.
+
+use std::fs::{DirBuilder, File};
+use std::io::{Error, ErrorKind, Result, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, mkdirat, openat, renameat, unlinkat};
+use rustix::io::Errno;
+
+/// A folder that is open.
+pub struct Folder {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+/// Whether a folder was there, or was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    /// It was there.
+    Old,
+    /// It was made.
+    New,
+}
+
+const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+
+impl Folder {
+    /// The folder that somebody has named, whoever it belongs to. It is made, for this user only, where it is not there.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn named(path: &Path) -> Result<(Folder, Found)> {
+        if let Some(parent) = path.parent() {
+            DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
+        }
+        let found = match DirBuilder::new().mode(0o700).create(path) {
+            Ok(()) => Found::New,
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Found::Old,
+            Err(error) => return Err(error),
+        };
+        let fd = openat(CWD, path, FOLDER, Mode::empty())?;
+        Ok((Folder { fd, path: path.to_owned() }, found))
+    }
+
+    /// Folder `name` in this one, which belongs to this user alone. It is made where it is not there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PermissionDenied`] when it is a link, no folder, another user's, or open to others; those of the system.
+    pub fn private(&self, name: &str) -> Result<(Folder, Found)> {
+        let found = match mkdirat(&self.fd, name, Mode::RWXU) {
+            Ok(()) => Found::New,
+            Err(Errno::EXIST) => Found::Old,
+            Err(error) => return Err(error.into()),
+        };
+        Ok((self.existing(name)?, found))
+    }
+
+    /// The same for a folder that is there.
+    ///
+    /// # Errors
+    /// Those of [`Folder::private`].
+    pub fn existing(&self, name: &str) -> Result<Folder> {
+        let path = self.path.join(name);
+        let refused = |why: &str| Error::new(ErrorKind::PermissionDenied, format!("{} {why}", path.display()));
+        let fd = match openat(&self.fd, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP | Errno::NOTDIR) => return Err(refused("is a link or no folder")),
+            Err(Errno::ACCESS) => return Err(refused("belongs to another user")),
+            Err(error) => return Err(error.into()),
+        };
+        let about = fstat(&fd)?;
+        if about.st_uid != rustix::process::geteuid().as_raw() {
+            return Err(refused("belongs to another user"));
+        }
+        if about.st_mode & 0o077 != 0 {
+            return Err(refused("is open to other users"));
+        }
+        Ok(Folder { fd, path })
+    }
+
+    /// Its path, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes file `name` anew. What has that name is removed first, and not followed.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn create(&self, name: &str) -> Result<File> {
+        match unlinkat(&self.fd, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(openat(&self.fd, name, flags, Mode::from_raw_mode(0o666))?.into())
+    }
+
+    /// Makes file `name` with this content. It is complete or not there: it may be read while the job runs.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn write(&self, name: &str, content: &[u8]) -> Result<()> {
+        let partial = format!(".{name}.{}", std::process::id());
+        self.create(&partial)?.write_all(content)?;
+        Ok(renameat(&self.fd, &partial, &self.fd, name)?)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+    fn scratch(name: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("dl_comm_folder_{name}_{}", std::process::id()));
+        let _none = fs::remove_dir_all(&path);
+        path
+    }
+
+    #[test]
+    fn what_others_could_have_made_is_refused() {
+        let path = scratch("refused");
+        let (folder, found) = Folder::named(&path).unwrap();
+        assert_eq!(found, Found::New);
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let (mine, found) = folder.private("mine").unwrap();
+        assert_eq!((found, mode(mine.path())), (Found::New, 0o700));
+        assert_eq!(folder.private("mine").unwrap().1, Found::Old);
+        symlink("mine", path.join("link")).unwrap();
+        fs::write(path.join("file"), "").unwrap();
+        fs::create_dir(path.join("open")).unwrap();
+        fs::set_permissions(path.join("open"), fs::Permissions::from_mode(0o777)).unwrap();
+        for name in ["link", "file", "open"] {
+            let error = folder.private(name).map(drop).unwrap_err();
+            assert!(error.kind() == ErrorKind::PermissionDenied && error.to_string().contains(name), "{error}");
+        }
+        if rustix::process::geteuid().is_root() {
+            chown(path.join("mine"), Some(65534), None).unwrap();
+            let error = folder.private("mine").map(drop).unwrap_err().to_string();
+            assert!(error.contains("another user"), "{error}");
+        }
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn links_are_replaced_and_not_followed() {
+        let path = scratch("links");
+        let (folder, _) = Folder::named(&path).unwrap();
+        let precious = path.join("precious");
+        fs::write(&precious, "kept").unwrap();
+        symlink(&precious, path.join("rank0.json")).unwrap();
+        symlink(&precious, path.join(format!(".rank0.json.{}", std::process::id()))).unwrap();
+        folder.write("rank0.json", b"new").unwrap();
+        assert_eq!(fs::read_to_string(&precious).unwrap(), "kept");
+        assert_eq!(fs::read_to_string(path.join("rank0.json")).unwrap(), "new");
+        assert!(fs::symlink_metadata(path.join("rank0.json")).unwrap().is_file());
+        fs::remove_dir_all(&path).unwrap();
+    }
+}

@@ -1,0 +1,192 @@
+//! A watch over calls of MPI that wait for all ranks without a deadline: its start and its end.
+//!
+//! The watch is a thread of a known name, by which the ranks of a host also see which of them have come to the call: the
+//! processes of a launcher have their rank in their environment (PMI_RANK).
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::say::say;
+
+/// The name of the thread.
+const NAME: &str = "dlcomm-start";
+
+/// Watches over a call from [`Watch::start`] until it is dropped.
+pub struct Watch {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    /// Watches over a call of `function` that starts now: after `warn` a line says whom it waits for, after `timeout` the
+    /// process ends with status 1.
+    ///
+    /// # Errors
+    /// [`Error::System`] when the system refuses a thread.
+    pub fn start(function: &'static str, warn: Option<Duration>, timeout: Option<Duration>) -> Result<Watch> {
+        let (stop, stopped) = channel::<()>();
+        let from = Instant::now();
+        let watch = move || {
+            let ended = |limit: Duration| {
+                let left = (from + limit).saturating_duration_since(Instant::now());
+                !matches!(stopped.recv_timeout(left), Err(RecvTimeoutError::Timeout))
+            };
+            if let Some(warn) = warn.filter(|warn| timeout.is_none_or(|timeout| *warn < timeout)) {
+                if ended(warn) {
+                    return;
+                }
+                say(&format!("{function} has waited {} s for {} (DL_COMM_STALL_WARN_S)", warn.as_secs_f64(), late()));
+            }
+            match timeout {
+                Some(timeout) if !ended(timeout) => {
+                    let waited = timeout.as_secs_f64();
+                    say(&format!(
+                        "{function} was not complete after {waited} s (DL_COMM_TIMEOUT_S); still waiting for {}; this \
+                         process ends with status 1",
+                        late()
+                    ));
+                    // SAFETY: ends the process without its exit handlers, which may wait for the thread that is stuck.
+                    unsafe { libc::_exit(1) };
+                }
+                Some(_) => {}
+                // Until it is dropped.
+                None => drop(stopped.recv()),
+            }
+        };
+        let thread = Builder::new().name(NAME.into()).spawn(watch);
+        let thread = thread.map_err(|error| Error::system("starting a thread", error))?;
+        Ok(Watch { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            say("the watch over MPI panicked");
+        }
+    }
+}
+
+/// A process, as /proc shows it.
+struct Process {
+    pid: i32,
+    parent: i32,
+    rank: Option<usize>,
+}
+
+/// Words about the ranks that have not come, as far as that can be known.
+fn late() -> String {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
+    let own = variables(std::process::id().cast_signed());
+    let count = |name: &str| own.get(name).and_then(|text| text.parse().ok()).or_else(|| number(name));
+    let (Some(size), local) = (count("PMI_SIZE"), count("MPI_LOCALNRANKS")) else {
+        return "the other ranks".to_owned();
+    };
+    let ranks = ranks_here(&processes());
+    let mut words: Vec<String> = Vec::new();
+    for (rank, pids) in &ranks {
+        if !pids.iter().any(|&pid| has_come(pid)) {
+            let pids = pids.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
+            words.push(format!("rank {rank} (pid {pids}), which has not called init"));
+        }
+    }
+    if local == Some(size) {
+        words.extend(
+            (0..size).filter(|rank| !ranks.contains_key(rank)).map(|rank| format!("rank {rank}, which has ended")),
+        );
+    }
+    match words.is_empty() {
+        true => "ranks of other hosts".to_owned(),
+        false => words.join(", "),
+    }
+}
+
+/// By rank, the processes that this process's launcher has started on this host, and their descendants.
+fn ranks_here(processes: &[Process]) -> BTreeMap<usize, Vec<i32>> {
+    let by_pid: HashMap<i32, &Process> = processes.iter().map(|process| (process.pid, process)).collect();
+    // The first ancestor that has no rank: the launcher's own process.
+    let launcher = |pid: i32| {
+        let mut process = by_pid.get(&pid)?;
+        while process.rank.is_some() {
+            process = by_pid.get(&process.parent)?;
+        }
+        Some(process.pid)
+    };
+    let mine = launcher(std::process::id().cast_signed());
+    let mut ranks: BTreeMap<usize, Vec<i32>> = BTreeMap::new();
+    for process in processes {
+        if let Some(rank) = process.rank
+            && mine.is_some()
+            && launcher(process.pid) == mine
+        {
+            ranks.entry(rank).or_default().push(process.pid);
+        }
+    }
+    ranks
+}
+
+/// The processes of this host whose environment this user may read.
+fn processes() -> Vec<Process> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let process = |pid: i32| {
+        let status = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name, the second field, may have anything in it but ends with the last parenthesis.
+        let mut fields = status.rsplit_once(')')?.1.split_whitespace();
+        let (state, parent) = (fields.next()?, fields.next()?.parse().ok()?);
+        let rank = variables(pid).get("PMI_RANK").and_then(|rank| rank.parse().ok());
+        (state != "Z").then_some(Process { pid, parent, rank })
+    };
+    entries.flatten().filter_map(|entry| process(entry.file_name().to_str()?.parse().ok()?)).collect()
+}
+
+/// The environment with which a process was started.
+fn variables(pid: i32) -> HashMap<String, String> {
+    let bytes = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let pairs = text.split('\0').filter_map(|entry| entry.split_once('='));
+    pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// Whether a thread of a process watches over a call.
+fn has_come(pid: i32) -> bool {
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    threads.flatten().any(|thread| fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.trim() == NAME))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_are_told_apart_by_launcher_and_rank() {
+        let me = std::process::id().cast_signed();
+        let process = |pid, parent, rank| Process { pid, parent, rank };
+        let ranks = ranks_here(&[
+            process(1, 0, None),
+            process(50, 1, None),
+            process(me, 50, Some(1)),
+            process(52, 50, Some(0)),
+            process(53, 52, Some(0)),
+            process(60, 1, None),
+            process(61, 60, Some(0)),
+        ]);
+        assert_eq!(ranks, BTreeMap::from([(0, vec![52, 53]), (1, vec![me])]));
+    }
+
+    #[test]
+    fn a_watch_is_seen_and_ends() {
+        let watch = Watch::start("a call", Some(Duration::from_secs(100)), None).unwrap();
+        let me = std::process::id().cast_signed();
+        while !has_come(me) {
+            std::thread::yield_now();
+        }
+        drop(watch);
+        assert!(processes().iter().any(|process| process.pid == me));
+    }
+}

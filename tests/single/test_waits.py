@@ -1,0 +1,361 @@
+"""Waits that can never end, and ends that others wait for: found out within seconds, by words that name both sides."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import Finished, ending_together, launch
+
+Script = Callable[..., Finished]
+PREAMBLE = """
+import os, signal, sys, time
+import numpy as np
+import dl_comm as mc
+
+def attempt(name, what):
+    start = time.monotonic()
+    try:
+        what()
+        error = "nothing"
+    except (mc.CommError, KeyboardInterrupt) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    print(f"<{name} after {time.monotonic() - start:.1f} s: {error}>", flush=True)
+
+def ones():
+    return [np.ones(3, np.float32)]
+"""
+# Far above the seconds in which a mismatch is found out, far below the deadline.
+SOON = 20
+
+
+@pytest.fixture(params=["one host", "two hosts"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finished]:
+    """Runs Python text on two ranks; ``together``: the launcher leaves them alone until both have ended."""
+    there = request.getfixturevalue("two") if request.param == "two hosts" else None
+
+    def start(body: str, together: bool = True, **env: str) -> Finished:
+        path = tmp_path / "script.py"
+        path.write_text(PREAMBLE + body)
+        command = [sys.executable, str(path), str(tmp_path)]
+        if together:
+            command = ending_together(command, tmp_path, 2)
+        env = {"DL_COMM_TIMEOUT_S": "100", **env}
+        finished = launch(2, command, 150, env) if there is None else there.launch(1, command, 150, env)
+        assert not finished.timed_out, finished.output
+        assert not finished.left, finished.left
+        return finished
+
+    return start
+
+
+def seen(finished: Finished, name: str, count: int) -> list[str]:
+    """What ``attempt`` has printed of ``name`` on ``count`` ranks, none of which took long."""
+    found = re.findall(rf"<{name} after (\d+)\.\d s: (.*?)>", finished.output, re.DOTALL)
+    assert len(found) == count, finished.output
+    assert all(int(seconds) < SOON for seconds, _ in found), finished.output
+    return [text for _, text in found]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        ("mc.gradients(ones(), 0, name='step')", "mc.barrier()", ["average 'step' on team 0", "barrier"]),
+        ("mc.gradients(ones(), 0, name='step')", "mc.average(1.5)", ["average 'step' on team 0", "average "]),
+        ("mc.gradients(ones(), 0, name='a')", "mc.gradients(ones(), 1, name='b')", ["'a' on team 0", "'b' on team 1"]),
+        ("mc.check_buffers_match(ones())", "mc.gradients(ones(), 0)", ["check_buffers_match", "average on team 0"]),
+        (
+            "mc.create_team(2)",
+            "mc.gradients(ones(), 0)",
+            ["create_team(team=2, nthreads=2, prec_level=0)", "average on team 0"],
+        ),
+    ],
+)
+def test_ranks_that_wait_in_different_teams(
+    run: Callable[..., Finished], here: str, there: str, words: list[str]
+) -> None:
+    finished = run(f"""
+mc.init(nteams=2)
+for _ in range(5):
+    mc.gradients(ones(), 0)
+attempt("wait", (lambda: {here}) if mc.get_rank() == 0 else (lambda: {there}))
+mc.gradients(ones(), 0)
+mc.barrier()
+print("goes on", flush=True)
+""")
+    assert finished.returncode == 0, finished.output
+    for text in seen(finished, "wait", 2):
+        assert text.startswith("MismatchError: "), text
+        assert all(word in text for word in words), text
+        assert "rank 0: " in text, text
+        assert "rank 1: " in text, text
+    assert "has made 5 calls on team 0" in finished.output, finished.output
+    assert finished.output.count("goes on") == 2, finished.output
+
+
+def test_a_mismatch_that_ends_the_script_is_a_mismatch_on_all_ranks(run: Callable[..., Finished]) -> None:
+    finished = run("""
+mc.init()
+mc.gradients(ones(), 0) if mc.get_rank() == 0 else mc.barrier()
+""")
+    assert finished.returncode != 0
+    # Lines of two ranks may come as one.
+    assert len(re.findall(r"dl_comm\S*MismatchError: the ranks called", finished.output)) == 2, finished.output
+
+
+def test_a_rank_that_computes_is_waited_for(run: Callable[..., Finished]) -> None:
+    finished = run(
+        """
+mc.init(nteams=2)
+import threading
+def other():
+    mc.gradients(ones(), 1, name="other")
+for _ in range(2):
+    thread = threading.Thread(target=other)
+    thread.start()
+    time.sleep(4 if mc.get_rank() == 1 else 0)
+    mc.gradients(ones(), 0, name="mine")
+    thread.join()
+    # Waits for a rank that itself waits for nobody.
+    if mc.get_rank() == 1:
+        time.sleep(4)
+    mc.barrier()
+print("all right", flush=True)
+""",
+        DL_COMM_MATCH_S="3",
+    )
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("all right") == 2, finished.output
+
+
+def test_torch_averages_and_metrics_that_differ(run: Callable[..., Finished]) -> None:
+    pytest.importorskip("torch")
+    finished = run("""
+import torch
+import dl_comm.torch as cdl
+torch.manual_seed(0)
+mc.init()
+model = torch.nn.Linear(3, 1)
+optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+for _ in range(5):
+    step()
+attempt("uneven", step if mc.get_rank() == 0 else (lambda: cdl.average(torch.ones(1), "loss")))
+""")
+    for text in seen(finished, "uneven", 2):
+        assert text.startswith("MismatchError: "), text
+        assert "SGD.0" in text, text
+        assert "loss" in text, text
+
+
+def test_keras_fit_with_other_numbers_of_steps(run: Callable[..., Finished]) -> None:
+    """The rank with fewer steps goes on to a metric. TensorFlow's threads are not seen to wait: MATCH_S counts."""
+    pytest.importorskip("keras", minversion="3.0")
+    finished = run(
+        """
+import keras
+import dl_comm.keras as dk
+mc.init(framework="keras")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+x, y = np.ones((24, 4)), np.ones((24, 1))
+def train(rows):
+    model.fit(x[:rows], y[:rows], batch_size=4, verbose=0)
+train(8)
+mc.barrier()
+start = time.monotonic()
+try:
+    train(24 if mc.get_rank() == 0 else 20)
+    mc.average(1.0)
+except Exception as error:
+    print(f"<fit after {time.monotonic() - start:.1f} s: {error}>", flush=True)
+""",
+        DL_COMM_MATCH_S="3",
+    )
+    for text in seen(finished, "fit", 2):
+        assert "the ranks called different things" in text, text
+        assert "average 'DistributedOptimizer'" in text, text
+    assert "rank 1: has made 7 calls on team 0, and waits in average" in finished.output, finished.output
+
+
+def test_a_deadline_tells_what_the_others_do(run: Callable[..., Finished]) -> None:
+    """One rank waits in another team while its main thread computes: no mismatch is certain before the deadline."""
+    finished = run("""
+import threading
+mc.init(nteams=2)
+if mc.get_rank() == 0:
+    attempt("late", lambda: mc.gradients(ones(), 0, timeout=6))
+else:
+    thread = threading.Thread(target=attempt, args=("other", lambda: mc.gradients(ones(), 1, timeout=8)))
+    thread.start()
+    while thread.is_alive():
+        sum(range(10**5))
+""")
+    (text,) = seen(finished, "late", 1)
+    assert text.startswith("TimeoutError: "), text
+    assert "rank 1 has made no such call and computes" in text, text
+
+
+def test_init_with_other_numbers_of_teams(run: Callable[..., Finished]) -> None:
+    finished = run("""
+attempt("init", lambda: mc.init(nteams=2 if os.environ["PMI_RANK"] == "0" else 1))
+""")
+    for text in seen(finished, "init", 2):
+        assert text.startswith("MismatchError: "), text
+        assert "init(nteams=2, nthread_per_team=2)" in text, text
+        assert "init(nteams=1, nthread_per_team=2)" in text, text
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("DL_COMM_TIMEOUT_S", "soon"), ("DL_COMM_AFFINITY", "4000,4001"), ("DL_COMM_TIMELINE", "/proc/nowhere")],
+)
+def test_settings_that_are_wrong_on_one_rank(run: Callable[..., Finished], variable: str, value: str) -> None:
+    finished = run(f"""
+if os.environ["PMI_RANK"] == "1":
+    os.environ["{variable}"] = "{value}"
+attempt("init", mc.init)
+os._exit(0)
+""")
+    for text in seen(finished, "init", 2):
+        assert "rank 1 on " in text, text
+        assert value in text or "4000" in text, text
+
+
+def test_a_rank_that_ends_early_in_good_order(run: Callable[..., Finished]) -> None:
+    """A call that waits for it is told; the launcher does not call that a success."""
+    body = """
+mc.init()
+mc.gradients(ones())
+if mc.get_rank() == 1:
+    sys.exit(0)
+start = time.monotonic()
+try:
+    mc.gradients(ones())
+finally:
+    print(f"<early after {time.monotonic() - start:.1f} s: ended>", flush=True)
+"""
+    for _ in range(3):
+        finished = run(body, together=False)
+        assert finished.returncode != 0, finished.output
+        seen(finished, "early", 1)
+        assert re.search(r"PeerLostError: rank 1 on \S+( \(pid \d+\))? has called finalize", finished.output)
+
+
+def test_after_a_caught_deadline_all_ranks_end_their_work(run: Callable[..., Finished], tmp_path: Path) -> None:
+    """The launcher takes a rank that ends without MPI for the end of the job: none does before the others are done."""
+    body = """
+mc.init()
+mc.set_timeout(2)
+mc.gradients(ones())
+late = mc.get_rank() == 1
+if late:
+    time.sleep(4)
+try:
+    mc.gradients(ones())
+except mc.TimeoutError:
+    pass
+if mc.get_rank() == 0:
+    time.sleep(3)
+    open(sys.argv[1] + "/model", "w").write("whole")
+"""
+    for _ in range(3):
+        (tmp_path / "model").unlink(missing_ok=True)
+        finished = run(body, together=False)
+        assert finished.returncode == 0, finished.output
+        assert (tmp_path / "model").read_text() == "whole", finished.output
+
+
+def test_a_rank_that_never_comes_to_finalize_makes_no_success(run: Callable[..., Finished]) -> None:
+    finished = run(
+        """
+mc.init()
+if mc.get_rank() == 1:
+    time.sleep(60)
+""",
+        together=False,
+        DL_COMM_TIMEOUT_S="3",
+    )
+    assert finished.returncode != 0, finished.output
+    assert "this process ends with a status other than 0" in finished.output, finished.output
+
+
+@pytest.mark.parametrize(("end", "words"), [("time.sleep(60)", "has not called init"), ("sys.exit(0)", "has ended")])
+def test_init_has_a_deadline(tmp_path: Path, end: str, words: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        PREAMBLE
+        + f"""
+if os.environ["PMI_RANK"] == "1":
+    {end}
+mc.init()
+"""
+    )
+    env = {"DL_COMM_TIMEOUT_S": "5", "DL_COMM_STALL_WARN_S": "2"}
+    finished = launch(2, [sys.executable, str(path)], 100, env)
+    assert not finished.timed_out, finished.output
+    assert finished.returncode != 0, finished.output
+    assert re.search(rf"MPI_Init has waited 2 s for rank 1.*{words}", finished.output), finished.output
+    assert re.search(rf"MPI_Init was not complete after 5 s.*rank 1.*{words}", finished.output), finished.output
+
+
+@pytest.mark.parametrize("call", ["mc.gradients(ones())", "mc.barrier()", "torch"])
+def test_ctrl_c_ends_a_wait(run: Callable[..., Finished], call: str) -> None:
+    """The rank that is interrupted gets KeyboardInterrupt, the others hear of it."""
+    if call == "torch":
+        pytest.importorskip("torch")
+        call = "cdl.average(torch.ones(1))"
+    finished = run(f"""
+import threading
+if "torch" in {call!r}:
+    import torch
+    import dl_comm.torch as cdl
+mc.init()
+mc.barrier()
+if mc.get_rank() == 0:
+    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+else:
+    time.sleep(3)
+attempt("wait", lambda: {call})
+attempt("again", lambda: {call})
+""")
+    interrupted, other = sorted(seen(finished, "wait", 2))
+    assert interrupted.startswith("KeyboardInterrupt"), finished.output
+    assert other.startswith("PeerLostError: "), other
+    assert "interrupted by a signal on rank 0" in other, other
+    assert all(text.startswith("PeerLostError: ") for text in seen(finished, "again", 2)), finished.output
+
+
+def test_handlers_of_signals_run_while_a_call_waits(run: Callable[..., Finished]) -> None:
+    finished = run("""
+import threading
+mc.init()
+came = []
+def handler(number, frame):
+    came.append(time.monotonic())
+    try:
+        mc.barrier()
+    except mc.StateError as error:
+        print("refused:", error, flush=True)
+signal.signal(signal.SIGTERM, handler)
+mc.barrier()
+start = time.monotonic()
+if mc.get_rank() == 0:
+    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+else:
+    time.sleep(5)
+mc.gradients(ones())
+if mc.get_rank() == 0:
+    print(f"<handler after {came[0] - start:.1f} s: ran>", flush=True)
+    assert came[0] - start < 4
+""")
+    assert finished.returncode == 0, finished.output
+    seen(finished, "handler", 1)
+    assert "refused: a handler of a signal called dl_comm" in finished.output, finished.output
