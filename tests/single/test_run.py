@@ -118,6 +118,24 @@ def test_the_first_failure_is_named(ranks: Runner, fault: str, status: int, word
     assert "rank(s) 0 " in summary
 
 
+def test_those_that_follow_print_a_line_each(ranks: Runner) -> None:
+    finished = ranks(MPI + "if rank == 1: raise ValueError('boom')\nmc.barrier()", "-n", "3", "--all-output")
+    before, verdict = finished.output.split("dl-comm-run: ", 1)
+    assert before.count("Traceback") == 1, before
+    for rank in (0, 2):
+        assert re.search(rf"^dl_comm: rank {rank} ends in .*script.py, line \d+: PeerLostError: .*rank 1", before, re.M)
+    assert verdict.startswith("rank 1 on ")
+
+
+def test_the_launchers_banner_is_left_out(ranks: Runner) -> None:
+    text = MPI + "sys.stdout.flush()\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(100)"
+    finished = ranks(text)
+    assert finished.output.splitlines()[0] == "hello from 0"
+    assert "BAD TERMINATION" not in finished.output
+    assert "=====" not in finished.output
+    assert "rank 1 on " in finished.output
+
+
 def test_a_failure_of_all_is_told_once(ranks: Runner) -> None:
     finished = ranks("raise ValueError('everywhere')")
     assert finished.returncode == 1

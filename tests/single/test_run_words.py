@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dl_comm.run._banner import Banner
 from dl_comm.run._find import BuiltFor, built_for
 from dl_comm.run._hosts import Host, parse_hostfile, parse_hosts, place, slurm
-from dl_comm.run._listener import Listener, Rank
+from dl_comm.run._listener import Rank
 from dl_comm.run._network import addresses, variables
 from dl_comm.run._report import outcome, spans
 from launch import Finished, run
@@ -182,19 +182,6 @@ def test_networks(tmp_path: Path) -> None:
     assert "127.0.0.1" not in addresses(["elsewhere.invalid"], None)
 
 
-def test_a_stranger_is_not_heard() -> None:
-    listener = Listener(only_here=True)
-    listener.start()
-    answers = []
-    for token in ("wrong", listener.token):
-        with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as caller:
-            caller.sendall(json.dumps({"token": token, "rank": 5, "host": "h"}).encode() + b"\n")
-            answers.append(caller.recv(16))
-    listener.close()
-    assert answers == [b"", b"ok\n"]
-    assert list(listener.ranks) == [5]
-
-
 def ended(rank: int, order: int | None, **end: object) -> Rank:
     told: dict[str, object] = {"tail": [], **end}
     if "killed" not in end:
@@ -240,3 +227,31 @@ def test_ends_without_a_failure_of_a_rank() -> None:
     assert judged(ended(0, 0, signal=15, asked=15), asked=15)[0] == 143
     assert "want of memory" in judged(ended(0, 0, signal=9, oom=True))[1]
     assert spans([4, 0, 2, 3]) == "0, 2-4"
+
+
+BANNER = (
+    "=" * 83
+    + "\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   EXIT CODE: 9\n"
+    + "=" * 83
+    + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+    + "Please see the FAQ page for debugging suggestions\n"
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_banner_is_taken_out_however_it_is_cut(size: int) -> None:
+    for text, rest in (
+        (f"loss 1\n{BANNER}", "loss 1\n"),
+        (f"{BANNER}more\n", "more\n"),
+        (BANNER.partition("YOUR APPLICATION TERMINATED")[0], ""),
+        ("=====\n==\n" + "=" * 83 + "\n=   BAD\n", None),
+        ("a" + BANNER, None),
+        ("progress: " + "=" * 83, None),
+        ("=" * 83, None),
+        ("=" * 83 + "\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n" + "x\n" * 5000, None),
+    ):
+        banner, shown = Banner(), b""
+        data = text.encode()
+        for start in range(0, len(data), size):
+            shown += banner.feed(data[start : start + size])
+        assert (shown + banner.rest()).decode() == (text if rest is None else rest)

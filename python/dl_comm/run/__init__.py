@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dl_comm.run._check import healthy
+from dl_comm.run._dump import dump
 from dl_comm.run._find import built_for, find
 from dl_comm.run._hosts import Host, allocation, place
 from dl_comm.run._launch import run, wrapped
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
+    if options.dump is not None:
+        print(dump(options.dump))
+        return 0
     launcher = find(options, os.environ, built_for())
     hosts, job = _job(options, launcher)
     settings = _environment(options)

@@ -37,12 +37,14 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
+TOKEN_BYTES = 32  # what a connection to the launcher begins with
 TAIL_LINES = 30
 LINE_BYTES = 2000
 SILENCE_S = 2.0  # how long to wait for more output, of processes it has left behind, once the program has ended
 FAILED_SILENCE_S = 0.3  # the same when it has failed: they are killed then
 ANSWER_S = 5.0  # and for the launcher's answer
 HELD_S = 0.1  # how long part of a line waits for the rest
+SIGNAL_THREAD = "dlcomm-signal"  # core/src/dump.rs names it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -182,6 +184,32 @@ def oom_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
+def below(pid: int) -> list[int]:
+    """Process ``pid`` and those that it has started, directly or not, on this host; the nearest first."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                # pid (name) state ppid: the name may have anything in it.
+                parent = int(Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def ranks_below(pid: int) -> list[int]:
+    """Those among them in which dl_comm is up: they have its thread that waits for SIGUSR1."""
+    found = []
+    for each in below(pid):
+        with contextlib.suppress(OSError):
+            threads = Path(f"/proc/{each}/task").iterdir()
+            if any((thread / "comm").read_text(errors="replace").strip() == SIGNAL_THREAD for thread in threads):
+                found.append(each)
+    return found
+
+
 class Stream:
     """One of the program's outputs: where it goes, and whether raw, by line, or by line with the rank before each."""
 
@@ -237,6 +265,8 @@ class Keeper:
         self.pid = 0
         self.end: dict[str, Any] = {"killed": True}
         self.launcher: socket.socket | None = None
+        self.heard = b""
+        self.answers = 0
 
     def run(self) -> None:
         """The keeper's life."""
@@ -248,7 +278,7 @@ class Keeper:
         self._connect()
         left = set(self.streams)
         with selectors.DefaultSelector() as selector:
-            for number in (*left, self.life):
+            for number in (*left, self.life, *([self.launcher.fileno()] if self.launcher else [])):
                 selector.register(number, selectors.EVENT_READ)
             alive = True
             while alive or left:
@@ -261,6 +291,10 @@ class Keeper:
                     for stream in held:
                         stream.flush()
                 for key, _events in ready:
+                    if self.launcher and key.fd == self.launcher.fileno():
+                        if not self._hear():
+                            selector.unregister(key.fd)
+                        continue
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fd)
@@ -336,24 +370,41 @@ class Keeper:
                 self.launcher = socket.create_connection((host, int(port)), timeout=ANSWER_S / 2)
             except OSError:
                 continue
-            if self._tell({"token": self.job["token"], "rank": self.rank, "host": socket.gethostname()}):
+            if self._tell({"rank": self.rank, "host": socket.gethostname()}, self.job["token"].encode()):
                 return
         self._say(f"cannot reach the launcher at {', '.join(self.job['report'])}: its summary will not have this rank")
 
-    def _tell(self, message: dict[str, Any]) -> bool:
-        """Sends a line to the launcher; whether it has answered."""
+    def _tell(self, message: dict[str, Any], before: bytes = b"") -> bool:
+        """Sends a line to the launcher, after the token where it is the first; whether it has answered."""
         if self.launcher is None:
             return False
         try:
             self.launcher.settimeout(ANSWER_S)
-            self.launcher.sendall(json.dumps(message).encode() + b"\n")
-            answered = self.launcher.recv(16) == b"ok\n"
+            self.launcher.sendall(before + json.dumps(message).encode() + b"\n")
+            before_it = self.answers
+            while self.answers == before_it and self._hear():
+                continue
+            answered = self.answers > before_it
         except OSError:
             answered = False
         if not answered:
             self.launcher.close()
             self.launcher = None
         return answered
+
+    def _hear(self) -> bool:
+        """Takes what the launcher says, an answer or a request for a dump; whether more may come."""
+        try:
+            data = self.launcher.recv(64) if self.launcher else b""
+        except ConnectionError:
+            data = b""
+        *lines, self.heard = (self.heard + data).split(b"\n")
+        self.answers += lines.count(b"ok")
+        if b"dump" in lines:
+            for pid in ranks_below(self.pid) if self.pid else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        return bool(data)
 
     def _say(self, text: str) -> None:
         os.write(2, f"dl-comm-run: rank {self.rank} on {socket.gethostname()}: {text}\n".encode())

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dl_comm.run._banner import copy_without_banner
 from dl_comm.run._listener import Listener
 from dl_comm.run._options import UsageError
 from dl_comm.run._report import Outcome, outcome
@@ -27,6 +28,7 @@ CHILD = Path(__file__).with_name("_child.py")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SI_KERNEL = 0x80  # asm-generic/siginfo.h: the kernel sent it, for a terminal's key
 _FORWARDED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+_OUTPUT_S = 2.0
 _STOPPING = _FORWARDED - {signal.SIGUSR1, signal.SIGUSR2}
 
 
@@ -49,24 +51,33 @@ def run(
         words: Its command line.
         env: Its environment.
         settings: For the ranks: ``show``, ``output_dir``, ``bound``, ``local``.
-        addresses: Where ranks reach this host.
+        addresses: Where ranks reach this host; the others of this host's are not listened on.
         size: The number of ranks, if known.
         grace: How many seconds after a rank has failed the others are stopped; 0: that is left to the launcher.
 
     Raises:
         UsageError: The launcher cannot be started.
     """
-    listener = Listener(only_here=list(addresses) == ["127.0.0.1"])
-    report = [f"{address}:{listener.port}" for address in addresses]
-    job = {**settings, "report": report, "token": listener.token, "size": size or 0}
-    text = base64.urlsafe_b64encode(json.dumps(job).encode()).decode()
     try:
-        process = _start(words, {**env, "DL_COMM_RUN": text})
+        listener = Listener(addresses)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {', '.join(addresses)}: {error.strerror}") from error
+    job = {**settings, "report": listener.addresses, "token": listener.token, "size": size or 0}
+    text = base64.urlsafe_b64encode(json.dumps(job).encode()).decode()
+    # What only some launchers print there is looked for in what all print.
+    out, to_launcher = os.pipe()
+    try:
+        process = _start(words, {**env, "DL_COMM_RUN": text}, to_launcher)
     except OSError as error:
         raise UsageError(f"cannot start {words[0]}: {error.strerror}") from error
+    finally:
+        os.close(to_launcher)
     asked: list[int] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     done = threading.Event()
+    # Threads that are started now leave the signals to the one that waits for them.
+    output = threading.Thread(target=copy_without_banner, args=(out, 1), daemon=True)
+    output.start()
     forwarder = threading.Thread(target=_forward, args=(process, asked, done), daemon=True)
     forwarder.start()
     listener.start()
@@ -74,10 +85,12 @@ def run(
     listener.close()
     done.set()
     forwarder.join()
+    # Until its end, unless somebody who outlives the launcher has it.
+    output.join(_OUTPUT_S)
     return outcome(listener.ranks, size, Path(words[0]).name, code, asked[0] if asked else None)
 
 
-def _start(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(words: Sequence[str], env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
     parent = os.getpid()
 
@@ -87,7 +100,7 @@ def _start(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]
             os._exit(1)
 
     sys.stdout.flush()
-    return subprocess.Popen(words, env=env, preexec_fn=prepare)
+    return subprocess.Popen(words, env=env, stdout=out, preexec_fn=prepare)
 
 
 def _wait(process: subprocess.Popen[bytes], listener: Listener, grace: float) -> int:

@@ -1,4 +1,7 @@
-"""Where the ranks tell how they end: a TCP port, a random token, a line of JSON each way. One thread of its own.
+"""Where the ranks tell how they end: TCP ports, a random token, a line of JSON each way. One thread of its own.
+
+Anybody who reaches a port may connect. So the token comes first, and nothing is read of a connection that has not sent
+it; such connections are few, and closed when they get old or something is short.
 
 A rank that has failed is answered a little later, and ends only then. So those that fail together, and those whose end
 another one has noticed first, come to tell before the launcher stops them.
@@ -7,18 +10,27 @@ another one has noticed first, come to tell before the launcher stops them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
+import resource
 import secrets
 import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from dl_comm.run._child import TOKEN_BYTES
 
 _LINE_LIMIT = 1 << 20
 _HOLD_S = 2.0  # less than the time that ranks wait for the answer
+_UNKNOWN_S = 5.0  # a rank sends its token at once
+_UNKNOWN = 256  # or a quarter of the descriptors that this process may have
+_RETRY_S = 0.2
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
@@ -37,34 +49,46 @@ class Rank:
     ended: float | None = None
 
 
-@dataclass
-class _Line:
-    """A connection, what came of a line, and whose it is."""
+@dataclass(eq=False)
+class _Connection:
+    """A connection, since when, what came of a line, whether it has sent the token, and whose it is."""
 
     socket: socket.socket
+    since: float = field(default_factory=time.monotonic)
     rest: bytes = b""
+    known: bool = False
     rank: Rank | None = None
 
 
 class Listener:
-    """Listens from the start to ``close``; any thread may ask for ``ranks`` after that."""
+    """Listens from the start to ``close``; any thread may ask for ``ranks`` after that.
 
-    def __init__(self, only_here: bool) -> None:
-        self.token = secrets.token_hex(16)
+    Args:
+        addresses: This host's IPv4 addresses on which to listen.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.ranks: dict[int, Rank] = {}
         self.failed_at: float | None = None  # when a rank first told of a bad end, by time.monotonic()
-        self._socket = socket.create_server(("127.0.0.1" if only_here else "", 0), backlog=1024)
-        self.port: int = self._socket.getsockname()[1]
+        self._sockets = [socket.create_server((address, 0), backlog=1024) for address in addresses]
+        self.addresses = ["{}:{}".format(*listening.getsockname()) for listening in self._sockets]
         self._selector = selectors.DefaultSelector()
-        self._open = 0
+        self._connections: dict[_Connection, None] = {}  # the oldest first
+        self._listens = False
+        self._retry_at = 0.0
         self._until: float | None = None
         self._ends = 0
-        self._held: list[_Line] = []
+        self._held: list[_Connection] = []
         self._thread = threading.Thread(target=self._serve, name="dl-comm-run listener", daemon=True)
 
     def start(self) -> None:
         """Begins to answer. Connections that came before wait until now."""
-        self._selector.register(self._socket, selectors.EVENT_READ)
+        for listening in self._sockets:
+            listening.setblocking(False)
+        # Each rank keeps a connection; the launcher was started before, and keeps the limit that it had.
+        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._thread.start()
 
     def close(self, patience: float = 8.0) -> None:
@@ -72,59 +96,126 @@ class Listener:
         self._until = time.monotonic() + patience
         self._thread.join()
         self._selector.close()
-        self._socket.close()
+        for opened in (*self._sockets, *(connection.socket for connection in self._connections)):
+            opened.close()
 
     def _serve(self) -> None:
-        while self._until is None or (self._open and time.monotonic() < self._until):
+        while self._until is None or (self._speaking() and time.monotonic() < self._until):
             self._release()
+            self._drop_old()
+            self._listen(time.monotonic() >= self._retry_at)
             for key, _events in self._selector.select(0.1):
-                if key.data is None:
-                    accepted, _address = self._socket.accept()
-                    self._selector.register(accepted, selectors.EVENT_READ, _Line(accepted))
-                    self._open += 1
-                elif not self._read(key.data):
-                    self._selector.unregister(key.fileobj)
-                    key.data.socket.close()
-                    self._open -= 1
+                if isinstance(key.data, _Connection):
+                    # An older event of this round may have closed it.
+                    if key.data in self._connections and not self._read(key.data):
+                        self._close(key.data)
+                else:
+                    self._accept(key.data)
 
-    def _read(self, line: _Line) -> bool:
+    def _speaking(self) -> bool:
+        return any(connection.known for connection in self._connections)
+
+    def _listen(self, listens: bool) -> None:
+        """Looks for new connections from now on, or no longer."""
+        if listens == self._listens:
+            return
+        for listening in self._sockets:
+            if listens:
+                self._selector.register(listening, selectors.EVENT_READ, listening)
+            else:
+                self._selector.unregister(listening)
+        self._listens = listens
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            accepted, _address = listening.accept()
+        except OSError as error:  # or it is gone again
+            if error.errno in _SHORT and not self._close_oldest():
+                self._retry_at = time.monotonic() + _RETRY_S
+                self._listen(False)
+            return
+        accepted.setblocking(False)
+        connection = _Connection(accepted)
+        self._connections[connection] = None
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        limit = min(_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        if sum(not connection.known for connection in self._connections) > limit:
+            self._close_oldest()
+
+    def _close_oldest(self) -> bool:
+        """Closes the oldest connection that has not sent the token; whether there was one."""
+        oldest = next((connection for connection in self._connections if not connection.known), None)
+        if oldest:
+            self._close(oldest)
+        return oldest is not None
+
+    def _drop_old(self) -> None:
+        limit = time.monotonic() - _UNKNOWN_S
+        for connection in [each for each in self._connections if not each.known and each.since < limit]:
+            self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        del self._connections[connection]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+    def _read(self, connection: _Connection) -> bool:
         """Takes what came; whether more may come."""
         try:
-            data = line.socket.recv(1 << 16)
-            line.rest += data
-            *messages, line.rest = line.rest.split(b"\n")
+            data = connection.socket.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:  # it is gone
+            return False
+        connection.rest += data
+        if not connection.known:
+            if len(connection.rest) < TOKEN_BYTES:
+                return bool(data)
+            token, connection.rest = connection.rest[:TOKEN_BYTES], connection.rest[TOKEN_BYTES:]
+            if not hmac.compare_digest(token, self.token.encode()):
+                return False
+            connection.known = True
+        *messages, connection.rest = connection.rest.split(b"\n")
+        try:
             for message in messages:
-                self._message(line, json.loads(message))
-                if line.rank and _bad(line.rank):
-                    self._held.append(line)
-                else:
-                    line.socket.sendall(b"ok\n")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False  # no rank of ours, or one that is gone
-        return bool(data) and len(line.rest) < _LINE_LIMIT
+                connection.socket.sendall(self._answer(connection, json.loads(message)))
+        # No rank of ours speaks like that, or it is gone.
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            return False
+        return bool(data) and len(connection.rest) < _LINE_LIMIT
 
-    def _message(self, line: _Line, message: dict[str, Any]) -> None:
-        if line.rank is None:
-            if not hmac.compare_digest(str(message["token"]), self.token):
-                raise ValueError("another job's")
-            line.rank = Rank(int(message["rank"]), str(message["host"]), time.monotonic())
-            self.ranks[line.rank.rank] = line.rank
-        else:
-            line.rank.end, line.rank.ended = message, time.monotonic()
-            line.rank.order = self._ends
-            self._ends += 1
-        if self.failed_at is None and _bad(line.rank):
-            self.failed_at = line.rank.ended
+    def _answer(self, connection: _Connection, message: dict[str, Any]) -> bytes:
+        """Takes a message; the answer, none yet for one that has failed."""
+        if "dump" in message:
+            return b"%d\n" % self._ask_for_dumps()
+        if connection.rank is None:
+            connection.rank = Rank(int(message["rank"]), str(message["host"]), time.monotonic())
+            self.ranks[connection.rank.rank] = connection.rank
+            return b"ok\n"
+        rank = connection.rank
+        rank.end, rank.ended, rank.order = dict(message), time.monotonic(), self._ends
+        self._ends += 1
+        if not (rank.end.get("status") or rank.end.get("signal")):
+            return b"ok\n"
+        self.failed_at = self.failed_at or rank.ended
+        self._held.append(connection)
+        return b""
+
+    def _ask_for_dumps(self) -> int:
+        """Hands the request on to the ranks that run; how many."""
+        asked = 0
+        for connection in self._connections:
+            if connection.rank and connection.rank.end is None:
+                with contextlib.suppress(OSError):  # it is gone
+                    connection.socket.sendall(b"dump\n")
+                    asked += 1
+        return asked
 
     def _release(self) -> None:
         """Answers those that failed, when they have waited or all have ended."""
         all_ended = all(rank.end for rank in self.ranks.values())
         if self._held and (all_ended or time.monotonic() > (self.failed_at or 0.0) + _HOLD_S):
-            for line in self._held:
+            for connection in self._held:
                 with contextlib.suppress(OSError):  # it was killed meanwhile
-                    line.socket.sendall(b"ok\n")
+                    connection.socket.sendall(b"ok\n")
             self._held.clear()
-
-
-def _bad(rank: Rank) -> bool:
-    return bool(rank.end and (rank.end.get("status") or rank.end.get("signal")))

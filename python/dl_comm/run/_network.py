@@ -37,16 +37,16 @@ def addresses(hosts: Iterable[str], interface: str | None, anywhere: bool = Fals
 
     Args:
         hosts: The names of the hosts; none: this one only.
-        interface: The one to come in by, if it was said.
+        interface: The one to come in by, if it was said: where it has an address here, no other counts.
         anywhere: There may be other hosts.
     """
     names = list(hosts)
     here = all(is_here(name) for name in names)
     if here and not anywhere:
         return ["127.0.0.1"]
-    found = [_address(interface)] if interface else []
-    found += [_towards(name) for name in names[:8]]
-    found += [_address(name) for _, name in socket.if_nameindex()]
+    named = _address(interface) if interface else None
+    found = [named] if named else [_towards(name) for name in names[:8]]
+    found += [] if named else [_address(name) for _, name in socket.if_nameindex()]
     others = [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
     return [*others, "127.0.0.1"] if here else others
 

@@ -45,6 +45,7 @@ class Options:
     grace: float = 10.0
     check: bool = False
     dry_run: bool = False
+    dump: int | None = None
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     """
     given = _parser().parse_args(arguments)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    if not command and not given.check:
+    if not command and not given.check and given.dump is None:
         raise UsageError("no program to run; for example: dl-comm-run -n 4 python train.py")
     if given.host and given.hostfile:
         raise UsageError("give the hosts by -H or by --hostfile, not by both")
@@ -104,6 +105,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
         grace=given.grace,
         check=given.check,
         dry_run=given.dry_run,
+        dump=given.dump,
     )
 
 
@@ -175,5 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--check", action="store_true", help="first run 'python -m dl_comm.doctor' on every host")
     how.add_argument("--dry-run", action="store_true", help="print the launcher's command line, start nothing")
+    how.add_argument(
+        "--dump", type=int, metavar="JOB", help="start nothing; the ranks of dl-comm-run's process JOB write a dump"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="PROGRAM", help="the program and its arguments")
     return parser

@@ -1,0 +1,64 @@
+"""What MPICH's launcher prints on stdout when a rank has failed, taken out: the verdict says more, and stands alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+
+_RULE = b"=" * 83 + b"\n"
+_FIRST = _RULE + b"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n"
+_BANNER = re.compile(
+    re.escape(_FIRST) + rb".*?" + re.escape(_RULE) + rb"(YOUR APPLICATION TERMINATED .*?debugging suggestions\n)?",
+    re.DOTALL,
+)
+_LONGEST = 1 << 12
+_HELD_S = 0.5  # how long what may be a banner waits for the rest
+
+
+class Banner:
+    """Takes the banner out of a stream of bytes. Pure."""
+
+    def __init__(self) -> None:
+        self.held = b""  # what may be, or begin, a banner
+        self._at_line = True  # whether what comes next begins a line
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes ``data``; what can be shown by now."""
+        text = self.held + data
+        starts = [0] if self._at_line else []
+        starts += [match.end() for match in re.finditer(rb"\n", text)]
+        for start in starts:
+            rest = text[start:]
+            if rest and (rest.startswith(_FIRST) or _FIRST.startswith(rest)) and len(rest) < _LONGEST:
+                self.held, self._at_line = rest, True
+                return text[:start]
+        self.held = b""
+        self._at_line = text.endswith(b"\n") or (self._at_line and not text)
+        return text
+
+    def rest(self) -> bytes:
+        """What is held, when nothing follows, without the banner."""
+        shown, self.held = _BANNER.sub(b"", self.held), b""
+        self._at_line = shown.endswith(b"\n") or not shown
+        return shown
+
+
+def copy_without_banner(source: int, target: int) -> None:
+    """Copies ``source`` to ``target`` until its end, without the banner. Once nobody reads any more, it only reads."""
+    banner, reads, more = Banner(), True, True
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        while more:
+            if banner.held and not selector.select(_HELD_S):
+                shown = banner.rest()
+            else:
+                data = os.read(source, 1 << 16)
+                more = bool(data)
+                shown = banner.feed(data) if data else banner.rest()
+            while shown and reads:
+                try:
+                    shown = shown[os.write(target, shown) :]
+                except OSError:
+                    reads = False
+    os.close(source)
