@@ -7,6 +7,7 @@ from typing import Any
 import dl_comm.torch as _torch
 from dl_comm.torch import *  # noqa: F403 - the same names
 from dl_comm.torch import __all__ as __all__
+from ml_comm import config_team as config_team
 
 
 def DistributedOptimizer(  # type: ignore[no-redef] # noqa: N802 (the name is the plugin's)

@@ -136,23 +136,28 @@ def test_a_batch_that_is_thrown_away(trans_alg: int, thrown: int, rank: int, siz
 
 
 def test_parameters_that_are_frozen_but_for_backward(rank: int, size: int) -> None:
-    """The step would apply this rank's own gradient; unfrozen until the step is done, they are averaged."""
-    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    optimizer = cdl.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0))
-    second.requires_grad_(False)
-    for step in range(4):
-        optimizer.zero_grad()
-        second.requires_grad_(True)
-        ((first + second) * (2.0**step + rank)).sum().backward()
-        if step == 1:
-            second.requires_grad_(False)
-            with pytest.raises(mc.StateError, match="group0.parameter1 got a gradient, but was frozen"):
-                optimizer.step()
-        else:
-            optimizer.step()
+    """They are averaged like all; where averages end with the step, they must be unfrozen until it is done."""
+    for nstep in (None, 4):
+        first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        optimizer = cdl.DistributedOptimizer(
+            torch.optim.SGD([first, second], lr=1.0), nstep=nstep, warmup=0.0, verb=0, team=TEAM + 1
+        )
         second.requires_grad_(False)
-    total = sum(2.0**step + (size - 1) / 2 for step in (0, 2, 3))
-    assert [first.tolist(), second.tolist()] == [[-total] * 2] * 2
+        for step in range(4):
+            optimizer.zero_grad()
+            second.requires_grad_(True)
+            ((first + second) * (2.0**step + rank)).sum().backward()
+            if step == 3:
+                second.requires_grad_(False)
+            if nstep is not None and step == 3:
+                with pytest.raises(mc.StateError, match="group0.parameter1 got a gradient, but was frozen"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            second.requires_grad_(False)
+        if nstep is None:
+            total = sum(2.0**step + (size - 1) / 2 for step in range(4))
+            assert [first.tolist(), second.tolist()] == [[-total] * 2] * 2
 
 
 def test_views_of_one_tensor_in_several_buckets(rank: int, size: int) -> None:

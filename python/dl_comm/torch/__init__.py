@@ -5,9 +5,8 @@
     cdl.broadcast_parameters(model)
     optimizer = cdl.DistributedOptimizer(optimizer)
 
-The rest of the training script stays as it is, but for what changes gradients between backward and `step()` (clipping,
-say), which needs `optimizer.synchronize()` first. Tensors are CPU tensors. Importing this module loads torch and the op
-library for it, which is built first where the installation has none.
+The rest of the training script stays as it is: after `backward()` gradients are averages, to read, clip and change.
+Importing this module loads torch and the op library for it, which is built first where the installation has none.
 """
 
 from __future__ import annotations
@@ -30,16 +29,20 @@ __all__ = [
     "Communication",
     "DistributedOptimizer",
     "average",
+    "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_buffers_match",
+    "config_team",
     "finalize",
     "get_localrank",
     "get_nranks",
     "get_rank",
     "gradients",
     "init",
+    "init_mpi",
     "load_checkpoint",
     "local_rank",
     "lr_scheduler",
@@ -49,7 +52,11 @@ __all__ = [
 ]
 
 init = _base.init
+init_mpi = _base.init_mpi
 finalize = _base.finalize
+barrier = _base.barrier
+check_buffers_match = _base.check_buffers_match
+config_team = _base.config_team
 
 
 def get_rank() -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import dl_comm
+from dl_comm import StateError
 from dl_comm.torch import _ops
 from dl_comm.torch._arrangement import Named
 from dl_comm.torch._gradient import Gradient, move, standing
@@ -41,6 +43,10 @@ class Owed:
         self._means.clear()
 
 
+# What follows the flags in `used`: the number of steps modulo this, one-hot, whose mean shows whether all agree.
+STEPS = 3
+
+
 class Bucket:
     """Parameters that one call averages, and the state of that call in this round (from one step to the next)."""
 
@@ -57,6 +63,7 @@ class Bucket:
         self._late = begun
         self._on_gpu = self.parameters[0].device.type != "cpu"  # as are all of a bucket
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
+        self._steps = 0
         # One tensor elsewhere makes the core copy all that are averaged with it, so it is all or none.
         self._as_views = as_views and not begun and all(map(can_hold, self.parameters))
         self._memory: Views | None = None
@@ -97,8 +104,8 @@ class Bucket:
         if place is not None:
             move(parameter, place)
 
-    def start(self, team: int, call_name: str, owner: int, sparse_as_dense: bool) -> None:
-        """Start the average of the gradients that are there, with zeros for the others."""
+    def start(self, team: int, call_name: str, owner: int, sparse_as_dense: bool, steps: int) -> None:
+        """Start the average of the gradients that are there, with zeros for the others, after so many steps."""
         if self._on_gpu:
             current = torch.cuda.current_stream(self.parameters[0].device)
             for stream in self._streams - {current}:
@@ -110,14 +117,17 @@ class Bucket:
         for i, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             place = None if memory is None else memory.place(i, parameter.grad)
             self._sent.append(Gradient(name, parameter, self._standing.get(i), sparse_as_dense, place, lent))
-        self._used = torch.tensor([float(not gradient.absent) for gradient in self._sent])
+        self._steps = steps
+        flags = [not gradient.absent for gradient in self._sent]
+        flags.extend(steps % STEPS == i for i in range(STEPS))
+        self._used = torch.tensor(flags, dtype=torch.float32)
         if lent:
             # The team keeps what it is given past this step, and gives other memory for it: gradients that come back to
             # one place would overwrite it. So they lie where autograd puts them as long as the schedule wants that.
             self._memory = None
         elif memory is not None:
             self._used = memory.used.copy_(self._used)
-        flags = (_ops.PART if self.index > 0 else 0) | (_ops.KEEP if self.lent else 0)
+        options = (_ops.PART if self.index > 0 else 0) | (_ops.KEEP if self.lent else 0)
         wires = [*self._wires(), self._used]
         if self._on_gpu and not lent:
             # Read on the host, which would have to wait for the GPU: it goes by itself.
@@ -125,7 +135,7 @@ class Bucket:
         elif self._on_gpu:
             wires[-1] = self._used = self._used.to(wires[0].device)
         with self._beside():
-            self._call = _ops.average_start(wires, team, call_name, self._labels, flags, owner)
+            self._call = _ops.average_start(wires, team, call_name, self._labels, options, owner)
         if self._on_gpu and not lent:
             label = "(which parameters have a gradient)"
             self._note = _ops.start_note(self._used, team, f"{call_name}.used", label, owner)
@@ -136,7 +146,7 @@ class Bucket:
         When the team gives the mean of an earlier step, that goes there, or, when there is no step to take it
         (`discarding`: the gradients may be gone, or this fails), is owed to the next one.
 
-        Raises StateError when gradients were changed meanwhile.
+        Raises StateError when gradients were changed meanwhile, or, on all ranks, when they differ in their steps.
         """
         call, self._call = self._call, None
         if call is None:
@@ -162,8 +172,16 @@ class Bucket:
             raise
         if not before:
             torch.autograd.graph.increment_version(self._wires())
-            for gradient, used in zip(self._sent, self._used.tolist(), strict=True):
+            *shares, at_0, at_1, at_2 = self._used.tolist()
+            for gradient, used in zip(self._sent, shares, strict=True):
                 gradient.finish(used > 0)
+            # The means are the same on all ranks, and so is what they find.
+            if max(at_0, at_1, at_2) < 1 - 0.5 / dl_comm.get_nranks():
+                raise StateError(
+                    f"the ranks have made different numbers of steps with this optimizer (this one {self._steps}), so "
+                    "that their parameters differ: call step() on all ranks or on none (decide by "
+                    "dl_comm.torch.average(loss), which is the same on all, not by this rank's loss)"
+                )
         elif discarding:
             self._owe(before, share, owed)
             self._replace(None for _ in self._sent)
@@ -181,7 +199,7 @@ class Bucket:
             return
         blanks = zip(self.names, self.parameters, strict=True)
         self._sent = [Gradient(name, _blank(parameter), None, False) for name, parameter in blanks]
-        wires = [*self._wires(), torch.zeros(len(self._sent), device=self.parameters[0].device)]
+        wires = [*self._wires(), torch.zeros(len(self._sent) + STEPS, device=self.parameters[0].device)]
         _ops.wait(_ops.average_start(wires, team, call_name, self._labels, _ops.PART, owner))
         self._owe(wires, 1.0, owed)
         self.lent = False
@@ -217,14 +235,14 @@ class Bucket:
     def _views(self) -> Views | None:
         if self._memory is None and self._as_views:
             try:
-                self._memory = Views(self.parameters)
+                self._memory = Views(self.parameters, len(self.parameters) + STEPS)
             except NO_MEMORY:
                 self._as_views = False  # the gradients lie where autograd puts them: slower, that is all
         return self._memory
 
     def _means(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The means of the parameters of which some rank had a gradient."""
-        used = results[-1].tolist()
+        used = results[-1].tolist()[:-STEPS]
         each = zip(self._sent, results[:-1], used, strict=True)
         return [gradient.tensor(mean) if is_used > 0 else None for gradient, mean, is_used in each]
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import numbers
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 
 import dl_comm
-from dl_comm import ArgumentError, DTypeError
+from dl_comm import ArgumentError, CommError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
-from dl_comm._process import CONTROL_TEAM, ensure_initialized, seconds
-from dl_comm._process import _whole as whole
+from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import overlaps, plain
 
@@ -42,28 +41,34 @@ def gradients(
     Raises `dl_comm.ArgumentError` (a ValueError), `DTypeError` (a TypeError), `StateError` (before `init`) and
     `MismatchError` (the ranks called different things); the next call works.
     """
-    if team < 0:
-        raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    team = checked_team(team)
+    checked_name(name)
     towers, flat = as_towers(tensors)
-    name = name or "gradients"
-    name.encode()  # torch's own error for a text that is no Unicode does not say so
-    means = _ops.average_new(_tensors(flat), team, name, towers=towers or 1, timeout=seconds(timeout))
+    means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
 
 
 def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float | None = None) -> list[torch.Tensor]:
-    """Return the values that `tensors` have on rank `root`, as new, contiguous tensors in their order.
+    """Give `tensors` the values that they have on rank `root`, in place, and return them.
 
-    dtypes, `timeout` and errors as in `gradients`, and bool.
+    In place of an expanded tensor, whose elements share memory, a new one is returned. dtypes, `timeout` and errors as
+    in `gradients`, and bool; after an error the tensors are unchanged.
     """
+    given = _tensors(tensors)
     # The operation refuses what is not strided.
-    detached = [tensor.detach() for tensor in _tensors(tensors)]
-    copies = [
-        tensor.clone(memory_format=torch.contiguous_format) if tensor.layout is torch.strided else tensor
-        for tensor in detached
+    into = [
+        tensor.detach().clone(memory_format=torch.contiguous_format)
+        if tensor.layout is torch.strided and overlaps(tensor)
+        else tensor.detach()
+        for tensor in given
     ]
-    _ops.broadcast_in_place(copies, whole("root", root, 0), "broadcast", timeout=seconds(timeout))
-    return copies
+    dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
+    _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
+    _copy_back(dense, into)
+    return [
+        copy if tensor.layout is torch.strided and overlaps(tensor) else tensor
+        for tensor, copy in zip(given, into, strict=True)
+    ]
 
 
 @overload
@@ -77,12 +82,17 @@ def average(value: float, name: str | None = None) -> float: ...
 def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tensor | float:
     """Return the mean of a metric over all ranks: of a tensor a new tensor, of a number a float.
 
-    `name` is checked to be the same on all ranks, and stands in error messages.
+    Means of integers and bools are float64, which rounds nothing. `name` is checked to be the same on all ranks, and
+    stands in error messages.
     """
     ensure_initialized()
+    checked_name(name)
     call_name, label = f"average.{name or ''}", name or ""
     if isinstance(value, torch.Tensor):
-        return _ops.average_new(_tensors([value]), CONTROL_TEAM, call_name, label)[0]
+        (tensor,) = _tensors([value])
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.float64)
+        return _ops.average_new([tensor], CONTROL_TEAM, call_name, label)[0]
     if not isinstance(value, numbers.Real):
         raise DTypeError(f"average needs a tensor or a number, not a {type(value).__name__}")
     boxed = torch.tensor([float(value)], dtype=torch.float64)
@@ -112,28 +122,54 @@ def broadcast_parameters(
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
-    """Return the object that rank `root` gives; what the other ranks give is ignored. The object is pickled."""
+    """Return the object that rank `root` gives; what the other ranks give is ignored. The object is pickled.
+
+    When it cannot be pickled, rank `root` gets pickle's exception, and the other ranks a CommError with its text.
+    """
     ensure_initialized()
+    return _from_root(lambda: value, checked_root(root), "broadcast_object")
+
+
+def _from_root(make: Callable[[], Any], root: int, call_name: str) -> Any:
+    """The object that `make` gives on rank `root`. An exception there becomes one on every rank."""
     mine = dl_comm.get_rank() == root
-    data = bytearray(pickle.dumps(value)) if mine else bytearray()
-    length = torch.tensor([len(data)], dtype=torch.int64)
-    _ops.broadcast_in_place([length], root, "broadcast_object.length")
-    content = torch.frombuffer(data, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
-    _ops.broadcast_in_place([content], root, "broadcast_object")
-    return value if mine else pickle.loads(content.numpy().tobytes())
+    value, failure, data = None, None, b""
+    if mine:
+        try:
+            value = make()
+            data = pickle.dumps(value)
+        except Exception as error:
+            failure = error
+            data = f"{type(error).__name__}: {error}".encode(errors="replace")
+    header = torch.tensor([len(data), failure is not None], dtype=torch.int64)
+    _ops.broadcast_in_place([header], root, f"{call_name}.length")
+    length, failed = header.tolist()
+    content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if mine else torch.empty(length, dtype=torch.uint8)
+    _ops.broadcast_in_place([content], root, call_name)
+    if failure is not None:
+        raise failure
+    text = content.numpy().tobytes()
+    if failed:
+        raise CommError(f"rank {root} could not pickle the object of {call_name}: {text.decode(errors='replace')}")
+    return value if mine else pickle.loads(text)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Give every rank the state of the optimizer of rank `root`: hyperparameters and what belongs to the parameters.
 
     State that a rank does not have yet is made, state that rank `root` does not have is dropped. Values other than
-    tensors are pickled. Raises ValueError when the parameter groups differ in number or size.
+    tensors are pickled, with errors as in `broadcast_object`. Raises ValueError when the parameter groups differ in
+    number or size.
     """
     ensure_initialized()
+    root = checked_root(root)
     mine = dl_comm.get_rank() == root
     tensors: list[tuple[str, torch.Tensor]] = []
-    outline = _without_tensors(optimizer.state_dict(), "optimizer", tensors) if mine else None
-    outline = broadcast_object(outline, root)
+
+    def outline_of_root() -> Any:
+        return _without_tensors(optimizer.state_dict(), "optimizer", tensors)
+
+    outline = _from_root(outline_of_root, root, "broadcast_optimizer_state.outline")
     state = optimizer.state_dict() if mine else _with_tensors(outline, tensors)
     if tensors:
         _broadcast_named(tensors, root, "broadcast_optimizer_state")
@@ -155,9 +191,14 @@ def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_
             these = [i for i, tensor in enumerate(dense) if tensor.device.type == kind]
             labels = "\n".join(named[i][0] for i in these)
             _ops.broadcast_in_place([_known(dense[i]) for i in these], root, call_name, labels)
-        for tensor, copy in zip(tensors, dense, strict=True):
-            if copy is not tensor:
-                tensor.copy_(copy)
+        _copy_back(dense, tensors)
+
+
+@torch.no_grad()
+def _copy_back(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    for copy, tensor in zip(copies, tensors, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 The memory rule. Autograd may give a parameter a gradient whose memory others use: a view of the gradient that nodes of
 the same backward have yet to read, of another parameter's, or of a tensor of the user's. So a gradient is averaged
 where it lies only when nothing else refers to its storage, which is so for nearly all: no copy, no second set of
-gradients, and references that a script holds to `p.grad` see the mean once `step()` has waited. Any other gradient is
+gradients, and references that hooks hold to `p.grad` see the mean after backward. Any other gradient is
 copied, and the copy takes its place as `p.grad` afterwards. (Results in separate memory for all would serve as well,
 but cost every step fresh pages or a second set of gradients.) The exception are gradients that stood before backward,
 such as parts of one flat tensor that the script has laid out: backward adds to them in place, and the mean goes there
@@ -76,9 +76,8 @@ class Gradient:
         if gradient is None and discarding:
             return
         raise StateError(
-            f"the gradient of {self._name} was changed while it was averaged, the gradients are invalid now: call "
-            "optimizer.synchronize() between backward() and whatever changes gradients (clipping, scaler.unscale_, "
-            "scaler.step)"
+            f"the gradient of {self._name} was changed while it was averaged, the gradients are invalid now: change "
+            "gradients after backward(), not in hooks; on a schedule that does not wait, after optimizer.synchronize()"
         )
 
     def finish(self, used: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -12,8 +13,8 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._buckets import bucket_bytes
-from dl_comm._process import start_team
-from dl_comm.torch import _functions, _ops, _scaler
+from dl_comm._process import checked_team, start_team
+from dl_comm.torch import _functions, _ops
 from dl_comm.torch._arrangement import Named
 from dl_comm.torch._buckets import Averager, Communication
 
@@ -30,12 +31,13 @@ class AveragingOptimizer(torch.optim.Optimizer):
     """
 
     def synchronize(self) -> None:
-        """Average the gradients now, so that they can be read or changed (clipped, say) ahead of `step()`; collective.
+        """Average the gradients unless backward has done so; then it does nothing.
 
-        `step()` does not average again then. Raises `dl_comm.CommError` when the average fails; the gradients are
-        invalid then.
+        Needed, and collective, before gradients are read or changed that no backward pass has averaged: those
+        accumulated in `no_sync()`, set by hand, or on a schedule that does not wait. `step()` does it by itself. Raises
+        `dl_comm.CommError` when the average fails; the gradients are invalid then.
         """
-        _averager(self).synchronize(_named(self), _frozen(self))
+        _averager(self).synchronize_rest()
 
     def communication(self) -> Communication:
         """Tell what the averages of the last step took on this rank, in seconds: exposed, and busy.
@@ -61,28 +63,54 @@ class AveragingOptimizer(torch.optim.Optimizer):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the plain optimizer does. An average that backward has started ends first.
+        """Clear the gradients, as the plain optimizer does. An average that is under way ends first.
 
-        Raises StateError when gradients were changed between backward and this call: the ranks may differ by then.
+        Raises StateError when gradients were changed while they were averaged (on a schedule that does not wait): the
+        ranks may differ by then.
         """
         averager = _averager(self)
         if averager.busy:
-            averager.synchronize(_named(self), _frozen(self), discarding=True)
+            averager.synchronize(discarding=True)
         averager.averaged = False
-        averager.watch(_named(self), _frozen(self))
+        averager.watch()
         super().zero_grad(set_to_none)
         averager.begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as the plain optimizer does; on all ranks alike."""
+        """Add a group of parameters, as the plain optimizer does, and give all ranks those of rank 0; collective.
+
+        With `DistributedOptimizer(..., broadcast=False)` the ranks keep their own. Raises ArgumentError when another
+        DistributedOptimizer has one of the parameters, and MismatchError when the ranks add different ones; the group
+        is not added then.
+        """
         super().add_param_group(param_group)
-        averager, named = _averager(self), _named(self)
+        averager = _averager(self)
         try:
-            averager.claim(named)
-        except ArgumentError:
+            averager.expect_free()
+            if averager.broadcasts:
+                # Only these: on a rank that has trained, the others are the same already.
+                added = {id(parameter) for parameter in self.param_groups[-1]["params"]}
+                every = [pair for part in averager.parameters() for pair in part]
+                _functions.broadcast_parameters([pair for pair in every if id(pair[1]) in added])
+        except dl_comm.CommError:
             self.param_groups.pop()
             raise
-        averager.watch(named, _frozen(self))
+        averager.claim()
+        averager.watch()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step() asks this before it decides, by this rank's gradients, whether to step.
+        averager = _averager(self)
+        if not averager.skip:
+            _expect_blocking(
+                averager, "a GradScaler changes its scale, and the gradients of another step have another one"
+            )
+            if not averager.averaged:
+                raise StateError(
+                    "gradients are not averaged: call optimizer.synchronize() before the GradScaler is used"
+                )
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Give the plain optimizer to copy and pickle."""
@@ -109,13 +137,12 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     """Make `optimizer` average its gradients over all ranks, and return it.
 
     The optimizer stays the object that it was, and an instance of its class, with its state, groups, hooks and learning
-    rate schedulers. From now on a backward pass starts the averages, a bucket of parameters at a time when their
-    gradients are ready, and `step()` waits for them. Every rank must make the same steps. It may use other parameters
-    than the other ranks in a step: a missing gradient counts as zero, and one that all ranks miss stays None.
-
-    Between backward and `step()` the gradients are on their way. What changes them there (`clip_grad_norm_`, say) needs
-    `optimizer.synchronize()` first; `step()` or `zero_grad()` raises StateError otherwise. torch's GradScaler waits by
-    itself. A gradient that shares its memory (with another parameter's, say) is replaced by a tensor of its own.
+    rate schedulers. From now on a backward pass averages gradients, a bucket of parameters at a time when they are
+    ready, and waits at its end: after `backward()` they are means, to read, clip and change as on one process. A second
+    backward adds to them and averages again. Every rank must make the same backward passes and steps. It may use other
+    parameters than the other ranks: a missing gradient counts as zero, and one that all ranks miss stays None. A rank
+    whose backward had no gradient at all takes part in its next `step()`. A gradient that shares its memory (with
+    another parameter's, say) is replaced by a tensor of its own.
 
     A closure given to `step()` is called with averaged gradients and gives the mean of the ranks' losses to the
     optimizer, so that all ranks call it equally often (LBFGS).
@@ -135,19 +162,23 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             you have laid out yourself, or for which there is no shared memory, are averaged where they are, as all are
             with False, on a single rank and on several hosts.
         team: the team that averages, when it is not to be the next one.
-        broadcast: give all ranks the parameters of rank 0 now.
+        broadcast: give all ranks the parameters of rank 0 now, and those of a group that is added later.
         nstep: the number of `step()`s in all; with it the team gets the schedule
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
-            averages that the step before has started, and waits for nothing. `p.grad` is another tensor after each
-            step.
+            averages that the step before has started, and waits for nothing. Then gradients are not averaged before
+            `step()`: call `synchronize()` to read or change them. `p.grad` is another tensor after each step.
         warmup: the share of the steps that wait for their own averages.
         verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
         freq: after how many steps each.
 
     Raises:
         DTypeError: `optimizer` is not a torch optimizer.
-        ArgumentError: It averages already, another one averages one of its parameters, or an argument is out of range.
+        ArgumentError: It averages already, it is SparseAdam, another one averages one of its parameters, or an argument
+            is out of range.
         MismatchError: The ranks' parameters differ in number, shape or type. Collective.
+
+    `backward()` then raises what an average may raise, and StateError: on all ranks when they have made different
+    numbers of steps, or when a hook has changed a gradient on its way.
 
     The name and the first three arguments are those of the Cray plugin's `dl_comm.torch.DistributedOptimizer`.
     """
@@ -159,17 +190,30 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     size = bucket_bytes(bucket_mb)
     if backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
         raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
-    if team is not None and team < 0:
-        raise ArgumentError(f"team {team} is out of range; teams go from 0")
+    if team is not None:
+        team = checked_team(team)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ArgumentError(
+            "SparseAdam takes sparse gradients only, and averages are dense: use torch.optim.Adam, with "
+            "DistributedOptimizer(..., sparse_as_dense=True)"
+        )
     names = _names(optimizer, named_parameters)
     every = _every(optimizer, names)
     number = _made if dl_comm.is_initialized() else 0
     chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number lets calls of optimizers on one team be told apart, and shows ranks that made other optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
-    averager = Averager(chosen, call_name, size, backward_passes_per_step, sparse_as_dense, gradient_as_bucket_view)
-    averager.names = names
-    averager.expect_free([(name, parameter) for name, parameter in every if parameter.requires_grad])
+    averager = Averager(
+        functools.partial(_parameters, weakref.ref(optimizer), names),
+        chosen,
+        call_name,
+        size,
+        backward_passes_per_step,
+        sparse_as_dense,
+        gradient_as_bucket_view,
+    )
+    averager.broadcasts = broadcast
+    averager.expect_free()
     _made = number + 1
     start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
     if broadcast:
@@ -178,9 +222,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
-    named = _named(optimizer)
-    averager.claim(named)
-    averager.watch(named, _frozen(optimizer))
+    averager.claim()
+    averager.watch()
     return cast(AveragingOptimizer, optimizer)
 
 
@@ -197,14 +240,11 @@ def _averager(optimizer: torch.optim.Optimizer) -> Averager:
     return cast(Averager, optimizer.__dict__[_ATTRIBUTE])
 
 
-def _named(optimizer: torch.optim.Optimizer) -> Named:
-    named = _every(optimizer, _averager(optimizer).names)
-    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
-
-
-def _frozen(optimizer: torch.optim.Optimizer) -> Named:
-    named = _every(optimizer, _averager(optimizer).names)
-    return [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+def _parameters(of: weakref.ref[torch.optim.Optimizer], names: dict[int, str]) -> tuple[Named, Named]:
+    """The parameters of an optimizer with their names: those that can have a gradient, and the frozen ones."""
+    optimizer = of()
+    every = [] if optimizer is None else _every(optimizer, names)
+    return [pair for pair in every if pair[1].requires_grad], [pair for pair in every if not pair[1].requires_grad]
 
 
 def _every(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
@@ -237,8 +277,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
-        if not averager.averaged:
-            cast(AveragingOptimizer, optimizer).synchronize()
+        cast(AveragingOptimizer, optimizer).synchronize()
         return None
     if isinstance(closure, _AveragedClosure):
         return None
@@ -249,8 +288,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     return (args[0], averaged, *args[2:]), kwargs
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _averager(optimizer).averaged = False
+    averager = _averager(optimizer)
+    averager.averaged = False
+    averager.steps += not averager.skip
 
 
 class _AveragedClosure:
@@ -264,19 +306,10 @@ class _AveragedClosure:
         averager = _averager(self._optimizer)
         averager.averaged = False
         loss = self._closure()
-        if not averager.averaged:
-            self._optimizer.synchronize()
+        self._optimizer.synchronize()
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
         return None if loss is None else _functions.average(loss, "loss of the closure")
-
-
-def _before_unscaling(optimizer: Any) -> None:
-    if isinstance(optimizer, AveragingOptimizer):
-        averager = _averager(optimizer)
-        _expect_blocking(averager, "a GradScaler changes its scale, and the gradients of another step have another one")
-        if not averager.averaged and not averager.skip:
-            optimizer.synchronize()
 
 
 def _expect_blocking(averager: Averager, why: str) -> None:
@@ -285,6 +318,3 @@ def _expect_blocking(averager: Averager, why: str) -> None:
             f"{why}, but team {averager.team} returns averages of the step before by its schedule: let all calls "
             "block, config_team(..., ksteps=max_steps, ...) or warmup=1.0"
         )
-
-
-_scaler.before_unscaling(_before_unscaling)

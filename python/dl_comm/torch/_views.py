@@ -33,10 +33,13 @@ _LEFT = 0.5
 class Views:
     """The memory of a bucket: zeros at first. It lives as long as the tensors in it."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Lay out parameters for which `can_hold` is true. Raises CommError or StateError when there is no memory."""
+    def __init__(self, parameters: Sequence[torch.Tensor], flags: int) -> None:
+        """Lay out parameters for which `can_hold` is true, and so many float32 (`used`).
+
+        Raises CommError or StateError when there is no memory.
+        """
         lengths = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        lengths.append(len(parameters) * torch.float32.itemsize)
+        lengths.append(flags * torch.float32.itemsize)
         starts = [0]
         for length in lengths:
             starts.append(-(-(starts[-1] + length) // _ALIGN) * _ALIGN)
@@ -44,7 +47,7 @@ class Views:
         memory = empty(starts[-1], np.uint8)
         places = zip(parameters, starts, strict=False)
         self.tensors = [_tensor(memory, start, parameter.shape, parameter.dtype) for parameter, start in places]
-        self.used = _tensor(memory, starts[-2], torch.Size([len(parameters)]), torch.float32)
+        self.used = _tensor(memory, starts[-2], torch.Size([flags]), torch.float32)
 
     def place(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the tensor for parameter `i`, which has `gradient`; None while the script holds an earlier one."""
