@@ -7,8 +7,11 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+import keras  # noqa: E402
+
 import dl_comm as mc  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
+import ml_comm.tensorflow  # noqa: E402
 from dl_comm.tensorflow import _ops  # noqa: E402
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -83,7 +86,7 @@ def test_inputs_keep_their_values(rank, size):
     variable = tf.Variable([float(rank)] * 4)
     tensor = tf.fill([5], float(rank))
     dt.gradients([variable, tensor, tensor])
-    dt.broadcast([variable, tensor, tensor])
+    dt.broadcast([tensor, tensor])
     np.testing.assert_array_equal(variable.numpy(), [rank] * 4)
     np.testing.assert_array_equal(tensor.numpy(), [rank] * 5)
 
@@ -164,6 +167,66 @@ def test_indexed_slices_become_dense(rank, size):
     np.testing.assert_allclose(mean, np.tile([2.0 / size, 3.0 / size], (size, 1)), rtol=1e-6)
 
 
+def test_every_base_name_is_there():
+    names = [
+        "get_rank",
+        "get_nranks",
+        "barrier",
+        "init",
+        "init_mpi",
+        "finalize",
+        "average",
+        "gradients",
+        "broadcast",
+        "check_buffers_match",
+    ]
+    for module in (dt, ml_comm.tensorflow):
+        for name in [*names, "check_buffers_match", "config_team", "rank", "size", "local_rank", "get_localrank"]:
+            assert callable(getattr(module, name))
+            assert name in module.__all__
+    assert ml_comm.tensorflow.config_team is ml_comm.config_team is not dt.config_team
+
+
+def test_metrics_of_integers_are_not_rounded(rank, size):
+    for dtype in (tf.int8, tf.int32, tf.int64, tf.uint16, tf.bool):
+        tensor = tf.cast(rank % 2, dtype)
+        for mean in (dt.average(tensor), mc.average(tensor), tf.function(dt.average)(tensor)):
+            assert mean.dtype == tf.float64
+            assert float(mean) == pytest.approx(size // 2 / size)
+    assert float(dt.average(np.array(3 + rank))) == 3 + (size - 1) / 2
+
+
+def test_gradients_in_a_function_are_not_converted_by_autograph(rank, size, caplog, capfd):
+    tf.autograph.set_verbosity(0)
+
+    @tf.function
+    def step(x):
+        (mean,) = mc.gradients([x], 0)
+        (same,) = mc.broadcast([mean], 0)
+        return mc.average(same) + mc.get_rank() * 0
+
+    assert float(step(tf.constant(float(rank)))) == (size - 1) / 2
+    assert "AutoGraph" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_broadcast_assigns_to_variables(rank, size):
+    """Eagerly and in a tf.function; in a TF1 graph the script assigns."""
+    variables = [tf.Variable([float(rank)]), tf.Variable(rank), keras.Variable([float(rank)])]
+    values = mc.broadcast([*variables, tf.constant(rank)], size - 1)
+    assert [float(np.ravel(value)[0]) for value in values] == [size - 1] * 4
+    assert [float(np.ravel(variable.numpy())[0]) for variable in variables] == [size - 1] * 3
+
+    variable = tf.Variable([float(rank)])
+    tf.function(lambda: mc.broadcast([variable], size - 1))()
+    assert variable.numpy() == [size - 1]
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.get_variable("v", initializer=[float(rank)])
+        session.run(tf.compat.v1.global_variables_initializer())
+        assert session.run(mc.broadcast([variable], size - 1)[0]) == [size - 1]
+        assert session.run(variable) == [rank]
+
+
 def test_broadcast_variables_and_average(rank, size):
     variables = [tf.Variable([float(rank)] * 3), tf.Variable(rank, dtype=tf.int64), tf.Variable(rank == 0)]
     assert dt.broadcast_variables(variables, size - 1) is None
@@ -231,7 +294,8 @@ def test_a_team_that_is_not_there(rank, size):
 
 @pytest.mark.parametrize("past", [True, False])
 def test_a_root_that_is_not_there(rank, size, past):
-    with pytest.raises(tf.errors.InvalidArgumentError, match="dl_comm error -1"):
+    error, words = (tf.errors.InvalidArgumentError, "dl_comm error -1") if past else (mc.ArgumentError, "root -1")
+    with pytest.raises(error, match=words):
         dt.broadcast([tf.constant(1.0)], size if past else -1)
     assert float(dt.broadcast([tf.constant(float(rank))])[0]) == 0.0
 
@@ -259,8 +323,10 @@ def test_xla_is_refused(rank, size):
     def compiled(x):
         return dt.gradients([x])[0]
 
-    with pytest.raises(RuntimeError, match="XLA"):
+    with pytest.raises(mc.StateError, match="XLA"):
         compiled(tf.constant(1.0))
+    with pytest.raises(mc.ArgumentError, match="team -1"):
+        tf.function(lambda x: mc.gradients([x], -1)[0])(tf.constant(1.0))
     np.testing.assert_allclose(dt.gradients([tf.constant(float(rank))])[0], (size - 1) / 2)
 
 

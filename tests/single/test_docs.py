@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dl_comm
+from dl_comm import _dl_comm
 from launch import launch, run
 
 ROOT = Path(__file__).parents[2]
@@ -86,14 +88,14 @@ def test_the_example_of_the_manual_page_compiles(tmp_path: Path) -> None:
 
 
 def test_every_variable_is_in_the_table() -> None:
-    """Those that the core and the package read; what the build and the tests use among themselves is not for users."""
-    table = (ROOT / "docs/environment.md").read_text()
-    files = [*(ROOT / "core/src").rglob("*.rs"), *(ROOT / "python/dl_comm").rglob("*.py")]
+    """The core has the list of them; what the build and the tests use among themselves is not for users."""
+    known = json.loads(_dl_comm.describe())["variables"]
+    table = re.findall(r"^\| `(DL_COMM_[A-Z_]+)` \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(known)
+    files = [ROOT / "core/src/config.rs", ROOT / "core/src/helper.rs", *(ROOT / "python/dl_comm").rglob("*.py")]
     used = {name for file in files for name in re.findall(r'"(DL_COMM_[A-Z_]+)"', file.read_text())}
-    named = set(re.findall(r"^\| `(DL_COMM_[A-Z_]+)` \|", table, re.MULTILINE))
-    assert {"DL_COMM_TIMEOUT_S", "DL_COMM_CACHE", "DL_COMM_AFFINITY"} <= used
-    assert used - named == {name for name in used if name.startswith(("DL_COMM_LIB", "DL_COMM_MPI"))}
-    assert named <= used
+    assert used - set(known) == {name for name in used if name.startswith(("DL_COMM_LIB", "DL_COMM_MPI"))}
+    assert set(known) - used == {"DL_COMM_VENV"}, "nobody reads them"
 
 
 def test_the_reference_is_what_the_docstrings_say(tmp_path: Path) -> None:

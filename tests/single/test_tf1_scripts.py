@@ -516,25 +516,6 @@ def test_queues_sessions_and_an_early_finalize(tmp_path, ranks):
     assert (tmp_path / "best_validation.index").exists()
 
 
-LEAVES = """
-import tensorflow as tf
-import dl_comm as mc
-mc.init(2, 1, 1, "tensorflow")
-if mc.get_rank() == 1:
-    raise RuntimeError("on purpose")
-mean = mc.gradients([tf.constant(1.0)], 0)[0]
-with tf.Session() as session:
-    session.run(mean)
-"""
-
-
-def test_an_exception_on_one_rank_ends_the_others(tmp_path):
-    finished = start(tmp_path, LEAVES, ranks=2)
-    assert not finished.timed_out
-    assert finished.returncode != 0
-    assert "RuntimeError: on purpose" in finished.output
-
-
 def test_importing_the_package_imports_no_tensorflow():
     check = "import sys, dl_comm.tf1; assert 'tensorflow' not in sys.modules"
     assert run_command([sys.executable, "-c", check], 60).returncode == 0

@@ -185,7 +185,7 @@ import dl_comm as mc
 mc.init()
 if mc.get_rank() == 0:
     try:
-        mc.gradients([tf.constant(1.0)], 0)
+        mc.gradients([tf.constant(1.0)], 0, timeout=2)
     except tf.errors.DeadlineExceededError as error:
         assert "dl_comm error -5" in str(error), error
         print("in time")
@@ -197,7 +197,7 @@ mc.finalize()
 
 
 def test_a_deadline_is_an_error_of_tensorflow(tmp_path):
-    assert "in time" in run(tmp_path, 2, DEADLINE, DL_COMM_TIMEOUT_S="2")
+    assert "in time" in run(tmp_path, 2, DEADLINE)
 
 
 LOST_PEER = """
@@ -219,7 +219,7 @@ if mc.get_rank() == 0:
         assert "dl_comm error -6" in str(error), error
         print("told", flush=True)
 else:
-    _dl_comm.abandon()  # what an uncaught exception does
+    _dl_comm.abandon("ValueError: on purpose")  # what an uncaught exception does
     time.sleep(5)
 """
 

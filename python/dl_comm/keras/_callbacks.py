@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import dl_comm
 from dl_comm._process import ensure_initialized
-from dl_comm.keras._optimizer import forget_plain_step
+from dl_comm.keras._optimizer import forget_plain_step, has_started, shared_state
 from dl_comm.tensorflow import _ops, broadcast_variables
 
 
@@ -66,6 +66,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._count = len(variables)
         if variables:
             broadcast_variables(variables, self._root, name="BroadcastCallback")
+            has_started(self.model.optimizer)
 
     def _build_optimizer_if_resumed(self) -> None:
         # Where one rank has loaded the state of an optimizer, the others need the variables to take it. Nowhere else:
@@ -167,7 +168,5 @@ def _variables(model: Any) -> list[Any]:
     optimizer = model.optimizer
     if optimizer is None:
         return list(model.weights)
-    # `weights` leaves out the states of metrics and random seeds, which `variables` has. And what a rank has
-    # accumulated since the last update is its own.
-    own = {id(variable) for variable in getattr(optimizer, "_accumulated_gradients", None) or ()}
-    return [*model.weights, *(variable for variable in optimizer.variables if id(variable) not in own)]
+    # `weights` leaves out the states of metrics and random seeds, which `variables` has.
+    return [*model.weights, *shared_state(optimizer)]

@@ -4,6 +4,10 @@ Where the average happens: before loss unscaling, clipping, weight decay and the
 one process with the whole batch would see. With `gradient_accumulation_steps` it happens once for each update, on the
 accumulated gradients, before clipping.
 
+The first `apply` gives all ranks the values of rank 0. In a training step that TensorFlow traces (`fit`, a
+`tf.function`) that is while it is traced, before the step runs; in an eager loop it is after the first gradients, which
+are then those of different weights.
+
 Thread rule: as Keras's for optimizers.
 """
 
@@ -14,9 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from dl_comm._process import new_owner, start_team
-from dl_comm.tensorflow import _ops
+from dl_comm import ArgumentError, DTypeError
+from dl_comm._process import checked_team, new_owner, start_team
+from dl_comm.tensorflow import _ops, broadcast_variables
 
 
 class AveragingOptimizer:
@@ -26,25 +32,31 @@ class AveragingOptimizer:
     _dl_comm_owner = 0
     _dl_comm_wrapped = False
     _dl_comm_in_use = False
-    _dl_comm_inside_loss_scale = False
+    _dl_comm_starts = False  # the next `apply` gives all ranks the values of rank 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A LossScaleOptimizer that takes this one in does just that, and it then calls `apply` only on those ranks
         # whose gradients are finite: the others would never average.
         if name == "loss_scale_factor" and value is None and self._dl_comm_wrapped:
-            self._dl_comm_inside_loss_scale = True
-        super().__setattr__(name, value)
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Average the gradients over the ranks, then do what the wrapped class does."""
-        if self._dl_comm_inside_loss_scale:
-            raise RuntimeError(
+            raise ArgumentError(
                 "a DistributedOptimizer cannot be inside a LossScaleOptimizer (which Keras adds by itself under the "
                 "policy mixed_float16): give DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make the optimizer again, a `DistributedOptimizer` of its own on team 0."""
+        return DistributedOptimizer(cls.__bases__[1].from_config(config, custom_objects))  # type: ignore[attr-defined]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Average the gradients over the ranks, then do what the wrapped class does."""
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
+        if self._dl_comm_starts and grads:
+            self._dl_comm_starts = False
+            _start_from_rank_0(self, trainable_variables)
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
             if len(grads) == len(known):  # else the wrapped class says what is wrong
@@ -68,6 +80,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     warmup: float = 0.10,
     verb: int = 2,
     freq: int = 100,
+    broadcast: bool = True,
 ) -> Any:
     """Make a Keras optimizer average gradients over all ranks before it applies them, and return it.
 
@@ -75,6 +88,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     what it was, under the same name, so that a saved model does not need dl_comm: it loads with the plain optimizer.
     `dl_comm.keras.load_model` loads it with the distributed one. Wrap before `compile`: a training step that Keras has
     traced already does not average, until it is compiled again or trains with a `BroadcastCallback`.
+
+    At its first update all ranks get the trainable variables and the optimizer's state of rank 0. `BroadcastCallback`
+    does that for the whole model, with variables that are not trainable, and for another root.
 
     Each rank's gradients count the same: give all ranks batches of the same size. Variables without a gradient are
     skipped; all ranks must skip the same. For mixed_float16 wrap the LossScaleOptimizer:
@@ -94,34 +110,62 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         warmup: The share of the steps that wait for their own averages.
         verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
         freq: After how many steps each.
+        broadcast: Start from the values of rank 0; False leaves each rank its own, which must be the same.
 
     Raises:
-        TypeError: It is not a Keras 3 optimizer.
-        ValueError: It is wrapped already, the team is negative, there is no optimizer of that name, or loss scaling is
-            to meet averages of the step before.
-        RuntimeError: In training: the function is compiled by XLA, or a LossScaleOptimizer was put around.
+        DTypeError: It is not a Keras 3 optimizer.
+        ArgumentError: It is wrapped already, the team is negative, there is no optimizer of that name, or loss scaling
+            is to meet averages of the step before. Later: a LossScaleOptimizer is put around it.
+        StateError: In training: the function is compiled by XLA.
         tf.errors.OpError: In training; see `dl_comm.tensorflow`.
     """
     if isinstance(optimizer, str):
-        optimizer = keras.optimizers.get(optimizer)
+        try:
+            optimizer = keras.optimizers.get(optimizer)
+        except ValueError as error:
+            raise ArgumentError(f"Keras has no optimizer {optimizer!r}") from error
     if isinstance(optimizer, AveragingOptimizer):
-        raise ValueError("the optimizer is a DistributedOptimizer already")
+        raise ArgumentError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
+        raise DTypeError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
     if isinstance(getattr(optimizer, "inner_optimizer", None), AveragingOptimizer):
-        raise ValueError("wrap the LossScaleOptimizer only, not the optimizer inside it as well")
+        raise ArgumentError("wrap the LossScaleOptimizer only, not the optimizer inside it as well")
     if nstep is not None and warmup < 1 and hasattr(optimizer, "inner_optimizer"):
-        raise ValueError(
+        raise ArgumentError(
             "a LossScaleOptimizer changes its scale, and averages that arrive a step later would be divided by the "
             "wrong one: leave nstep out, or give warmup=1.0"
         )
-    team = _ops.checked_team(team)
+    team = checked_team(team)
     start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
     optimizer._dl_comm_team = team
     optimizer._dl_comm_owner = new_owner(optimizer, team)
     optimizer._dl_comm_wrapped = True
+    optimizer._dl_comm_starts = broadcast
     return optimizer
+
+
+def shared_state(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer that are the same on all ranks: not what a rank has accumulated itself."""
+    both = (optimizer, getattr(optimizer, "inner_optimizer", None))
+    own = {id(variable) for each in both for variable in getattr(each, "_accumulated_gradients", None) or ()}
+    return [variable for variable in optimizer.variables if id(variable) not in own]
+
+
+@_ops.as_written
+def _start_from_rank_0(optimizer: Any, variables: Sequence[Any] | None) -> None:
+    variables = optimizer._trainable_variables if variables is None else variables
+    # Now, not as a part of the step that is traced.
+    with tf.init_scope():
+        if not optimizer.built:
+            optimizer.build(variables)
+        broadcast_variables([*variables, *shared_state(optimizer)], 0, name="DistributedOptimizer start")
+
+
+def has_started(optimizer: Any) -> None:
+    """Take note that all ranks have the same values, so that the first update need not see to it."""
+    if isinstance(optimizer, AveragingOptimizer):
+        optimizer._dl_comm_starts = False
 
 
 def forget_plain_step(model: Any) -> None:

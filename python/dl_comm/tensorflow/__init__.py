@@ -26,15 +26,31 @@ __all__ = [
     "BroadcastHook",
     "DistributedOptimizer",
     "average",
+    "barrier",
     "broadcast",
     "broadcast_variables",
+    "check_buffers_match",
+    "config_team",
     "core_id",
+    "finalize",
+    "get_localrank",
     "get_nranks",
     "get_rank",
     "gradients",
+    "init",
+    "init_mpi",
     "learning_rate",
     "local_rank",
+    "rank",
+    "size",
 ]
+
+init = dl_comm.init
+init_mpi = dl_comm.init_mpi
+finalize = dl_comm.finalize
+barrier = dl_comm.barrier
+check_buffers_match = dl_comm.check_buffers_match
+config_team = dl_comm.config_team
 
 
 def get_rank() -> int:
@@ -49,7 +65,10 @@ def get_nranks() -> int:
     return int(dl_comm.get_nranks())
 
 
-def local_rank() -> int:
+def get_localrank() -> int:
     """Give the rank of this process among those of its host, from 0; calls `dl_comm.init()` when nobody has."""
     ensure_initialized()
     return int(dl_comm.get_localrank())
+
+
+rank, size, local_rank = get_rank, get_nranks, get_localrank

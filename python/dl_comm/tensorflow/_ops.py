@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import operator
 import threading
 import weakref
 import zlib
@@ -32,8 +31,8 @@ from dl_comm import _load
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
-from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._process import CONTROL_TEAM, seconds
+from dl_comm._errors import ArgumentError, DTypeError, StateError
+from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
@@ -103,10 +102,11 @@ def gradients(
     Raises:
         dl_comm.ArgumentError: The list is empty or has a None in it, or the team is negative.
         dl_comm.DTypeError: Not a list, or an element type that has no mean.
-        RuntimeError: The call is inside an XLA-compiled function.
+        dl_comm.StateError: The call is inside an XLA-compiled function.
         tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
     """
-    towers, given = as_towers(_listed(tensors))
+    checked_name(name)
+    towers, given = as_towers(listed(tensors))
     means = _gradients(given, checked_team(team), name or "gradients", towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
 
@@ -115,25 +115,37 @@ def gradients(
 def broadcast(
     tensors: Iterable[Any], root: int = 0, *, name: str | None = None, timeout: float | None = None
 ) -> list[tf.Tensor]:
-    """Give the tensors of rank `root`, as new tensors; variables are read, not assigned.
+    """Give the tensors of rank `root`, as new tensors, and assign them to those that are variables.
 
-    Takes what `gradients` takes, and bool and every other number type as well. The op has no gradient.
+    In a TF1 graph nothing is assigned: the script assigns the results, as those of the Cray plugin do. Takes what
+    `gradients` takes, and bool and every other number type as well. The op has no gradient.
 
     Returns:
         The tensors of the root, in order, with the static shapes of the inputs.
 
-    Raises what `gradients` raises.
+    Raises what `gradients` raises; then no variable has changed.
     """
-    given = _listed(tensors)
+    checked_name(name)
+    given = listed(tensors)
+    results = broadcast_new(given, root, name or "broadcast", timeout)
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        for value, result in zip(given, results, strict=True):
+            if hasattr(value, "assign"):  # TensorFlow's variables and Keras's
+                value.assign(result)
+    return results
+
+
+@as_written
+def broadcast_new(given: list[Any], root: int, name: str, timeout: float | None = None) -> list[tf.Tensor]:
+    """Do what `broadcast` does, but assign nothing."""
     values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]
     _refuse_xla()
-    base = name or "broadcast"
     with _placement(on_host=False):
         results = library().dl_comm_broadcast(
             [tf.bitcast(value, tf.uint8) if value.dtype in _AS_BYTES else value for value in values],
-            root=operator.index(root),
+            root=checked_root(root),
             timeout=seconds(timeout),
-            call_name=_call_name(base, CONTROL_TEAM),
+            call_name=_call_name(name, CONTROL_TEAM),
             labels=_labels(given),
         )
     return [
@@ -142,30 +154,19 @@ def broadcast(
     ]
 
 
-def checked_team(team: int) -> int:
-    """Give the number of a thread team. Raises `dl_comm.ArgumentError` when it is negative."""
-    team = operator.index(team)
-    if team < 0:
-        raise ArgumentError(f"team {team} is out of range; teams go from 0")
-    return team
-
-
 @as_written
 def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     """Average one tensor over all ranks, on the team of broadcasts: for metrics.
 
-    Python numbers become float64, so that the mean of a count is not rounded; tensors and arrays keep their type.
-    Raises as `gradients` does.
+    Python numbers, and tensors and arrays of integers and bools, become float64, so that the mean of a count is not
+    rounded. Raises as `gradients` does.
     """
     if isinstance(value, (bool, int, float)):
         value = np.float64(value)
-    return average_all([value], name or "average")[0]
-
-
-@as_written
-def average_all(values: Sequence[Any], name: str) -> list[tf.Tensor]:
-    """Average tensors over all ranks, as `gradients` does, on the team of broadcasts."""
-    return _gradients(list(values), CONTROL_TEAM, name)
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype.is_integer or tensor.dtype.is_bool:
+        tensor = tf.cast(tensor, tf.float64)
+    return _gradients([tensor], CONTROL_TEAM, name or "average", labels=_labels([value]))[0]
 
 
 @as_written
@@ -301,7 +302,8 @@ def _carries_function() -> Any:
     return function
 
 
-def _listed(tensors: Iterable[Any]) -> list[Any]:
+def listed(tensors: Iterable[Any]) -> list[Any]:
+    """Give a list of tensors or variables. Raises DTypeError for another type, ArgumentError for none and None."""
     if tf.is_tensor(tensors) or not isinstance(tensors, Iterable):
         raise DTypeError(f"dl_comm takes a list of tensors, not {type(tensors).__name__}")
     values = list(tensors)
@@ -360,7 +362,7 @@ def _refuse_xla() -> None:
         context = graph._get_control_flow_context()
         while context is not None:
             if context.IsXLAContext():
-                raise RuntimeError(
+                raise StateError(
                     "dl_comm cannot run inside a function that XLA compiles: use tf.function(jit_compile=False), "
                     "in Keras model.compile(..., jit_compile=False) or dl_comm.keras.BroadcastCallback, which sets it"
                 )

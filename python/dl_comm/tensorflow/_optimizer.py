@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._process import new_owner, start_team
+from dl_comm._errors import ArgumentError
+from dl_comm._process import checked_team, new_owner, start_team
 from dl_comm.tensorflow import _ops
 
 
@@ -23,6 +24,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     warmup: float = 0.10,
     verb: int = 2,
     freq: int = 100,
+    broadcast: bool = True,
 ) -> Any:
     """Wrap an optimizer so that it averages gradients over all ranks before it applies them.
 
@@ -38,16 +40,18 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         warmup: The share of the steps that wait for their own averages.
         verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
         freq: After how many steps each.
+        broadcast: Keras optimizers start from the values of rank 0; False leaves each rank its own. With a TF1
+            optimizer `BroadcastHook` or `broadcast_variables` does that.
 
     Returns:
         An optimizer of the same kind. Variables without a gradient are skipped; all ranks must skip the same.
 
     Raises:
-        TypeError: It is neither kind of optimizer.
-        ValueError: It is wrapped already, or the team is negative.
+        DTypeError: It is neither kind of optimizer.
+        ArgumentError: It is wrapped already, or the team is negative.
     """
     if isinstance(optimizer, _DistributedV1Optimizer):
-        raise ValueError("the optimizer is a DistributedOptimizer already")
+        raise ArgumentError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         from dl_comm import keras
 
@@ -60,8 +64,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             warmup=warmup,
             verb=verb,
             freq=freq,
+            broadcast=broadcast,
         )
-    team = _ops.checked_team(team)
+    team = checked_team(team)
     start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     return _DistributedV1Optimizer(optimizer, team)
 

@@ -28,8 +28,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | 
 
     Raises what `dl_comm.tensorflow.broadcast` raises.
     """
-    owned = list(variables)
-    values = _ops.broadcast(owned, root, name=name or "broadcast_variables")
+    owned = _ops.listed(variables)
+    values = _ops.broadcast_new(owned, root, name or "broadcast_variables")
     assigned = [variable.assign(value) for variable, value in zip(owned, values, strict=True)]
     return None if tf.executing_eagerly() else tf.group(*assigned)
 

@@ -38,7 +38,13 @@ def main(arguments: list[str]) -> int:
 
     install()
     sys.argv = rest
-    sys.excepthook = _without_our_frames
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown = _without_our_frames(trace)
+        before(kind, error.with_traceback(shown), shown)
+
+    sys.excepthook = hook
     if as_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -48,12 +54,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an exception as Python shows that of a script which it runs itself."""
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """What Python shows of a script which it runs itself."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+    return trace
 
 
 if __name__ == "__main__":

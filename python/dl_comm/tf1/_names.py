@@ -5,13 +5,16 @@ Thread rule: `install` belongs to the start of a program.
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import tensorflow
 
-from dl_comm.tf1 import _contrib, _estimator, _layers, _mnist
+from dl_comm.tf1 import _contrib, _estimator, _keras, _layers, _mnist
 from dl_comm.tf1._view import MissingFinder, View
 
 _v1 = tensorflow.compat.v1
@@ -22,12 +25,16 @@ def install(real: ModuleType) -> ModuleType:
 
     Returns the view of `tensorflow` itself.
     """
+    _silence_advice()
     _disable_v2_behavior()
-    modules = {view.__name__: view for view in (*_small_views(real), *_contrib_views())}
+    _take_floats_as_dimensions()
+    modules = _keras.views()
+    keras = modules["keras"]
+    modules |= {view.__name__: view for view in (*_small_views(real), *_contrib_views(keras))}
     own: dict[str, Any] = {
         "contrib": modules["tensorflow.contrib"],
         "estimator": modules["tensorflow.estimator"],
-        "keras": tensorflow.keras,
+        "keras": keras,
         "layers": modules["tensorflow.layers"],
         "nn": modules["tensorflow.nn"],
     }
@@ -43,6 +50,18 @@ def install(real: ModuleType) -> ModuleType:
     return view
 
 
+def _silence_advice() -> None:
+    """Keep TensorFlow and tf_keras from advising what to use in TensorFlow 2; their other warnings are shown."""
+    advice = ("is deprecated", "will be removed in a future version", "file format is considered legacy")
+
+    def shown(record: logging.LogRecord) -> bool:
+        return not any(each in str(record.msg) for each in advice)
+
+    _v1.get_logger().addFilter(shown)
+    for each in advice:
+        warnings.filterwarnings("ignore", f"(?s).*{each}", UserWarning)
+
+
 def _disable_v2_behavior() -> None:
     logger = _v1.get_logger()
     level = logger.level
@@ -51,6 +70,24 @@ def _disable_v2_behavior() -> None:
         _v1.disable_v2_behavior()
     finally:
         logger.setLevel(level)
+
+
+def _take_floats_as_dimensions() -> None:
+    """Let a float that is whole be a dimension, as TensorFlow 1 did: `[None, 28 / 2]` in Python 3.
+
+    Raises ImportError when TensorFlow makes shapes in another way than through `tf.Dimension`.
+    """
+    original = _v1.Dimension.__init__
+
+    def __init__(self: Any, value: Any) -> None:
+        whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
+        original(self, int(value) if whole else value)
+
+    _v1.Dimension.__init__ = __init__
+    try:
+        _v1.TensorShape([2.0])
+    except TypeError as error:
+        raise ImportError(f"TensorFlow {tensorflow.__version__} has no tf.Dimension that takes floats") from error
 
 
 def _small_views(real: ModuleType) -> list[View]:
@@ -80,15 +117,14 @@ def _small_views(real: ModuleType) -> list[View]:
     ]
 
 
-def _contrib_views() -> list[View]:
+def _contrib_views(keras: View) -> list[View]:
     moved = vars(_v1.data.experimental)
     data = {name: moved[name] for name in _contrib.FROM_DATA if name in moved}
     parts = {
         "data": View("tensorflow.contrib.data", {**_contrib.DATA, **data}),
         "distributions": View("tensorflow.contrib.distributions", {}, _v1.distributions),
         "framework": View("tensorflow.contrib.framework", _contrib.FRAMEWORK),
-        "keras": View("tensorflow.contrib.keras", {}, tensorflow.keras),
         "layers": View("tensorflow.contrib.layers", _contrib.LAYERS, gone=_contrib.LAYERS_GONE),
     }
-    contrib = View("tensorflow.contrib", parts, gone=_contrib.GONE)
+    contrib = View("tensorflow.contrib", {**parts, "keras": keras}, gone=_contrib.GONE)
     return [contrib, *parts.values()]

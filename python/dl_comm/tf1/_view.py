@@ -89,7 +89,9 @@ class View(ModuleType):
 
     def about_missing(self, name: str, frame: FrameType | None) -> str:
         """Say that a name is missing, where it was asked for, and what to use instead."""
-        symbol = "tf" + f"{self.__name__}.{name}".removeprefix("tensorflow").removeprefix(".compat.v1")
+        symbol = f"{self.__name__}.{name}".replace("tensorflow.compat.v1.", "tensorflow.")
+        if symbol.startswith("tensorflow."):
+            symbol = "tf" + symbol.removeprefix("tensorflow")
         where = "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
         text = f"{symbol}{where} has no equivalent in dl_comm.tf1 and TensorFlow {_version()}"
         instead = self._gone.get(name)

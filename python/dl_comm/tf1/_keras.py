@@ -1,0 +1,226 @@
+"""Keras as it was beside TensorFlow 1, from the package tf_keras: what `keras` and `tf.keras` give to scripts.
+
+Optimizers are those whose `get_gradients` a script may override, variables are reference variables, and modules that
+Keras has renamed since are found by their old names. Packages that are written for TensorFlow 2 see Keras 3.
+
+Thread rule: `views` belongs to the start of a program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import tensorflow
+
+from dl_comm.tf1._view import View
+
+tf = tensorflow.compat.v1
+
+_API = "tf_keras.api._v1.keras"
+_NAMES = ("keras", "tensorflow.keras", "tensorflow.compat.v1.keras", "tensorflow.contrib.keras")
+_OLD_NAMES = {
+    "backend": ("backend.tensorflow_backend",),
+    "layers": tuple(
+        f"layers.{name}"
+        for name in (
+            "advanced_activations",
+            "convolutional",
+            "convolutional_recurrent",
+            "core",
+            "cudnn_recurrent",
+            "embeddings",
+            "local",
+            "merge",
+            "noise",
+            "normalization",
+            "pooling",
+            "recurrent",
+            "wrappers",
+        )
+    ),
+    "losses": ("objectives",),
+    "utils": tuple(
+        f"utils.{name}" for name in ("data_utils", "generic_utils", "io_utils", "layer_utils", "np_utils", "vis_utils")
+    ),
+}
+"""Modules of Keras 2.2, by the module that has their names now."""
+
+_ENGINE = ("", ".base_layer", ".input_layer", ".network", ".sequential", ".topology", ".training")
+_OPTIMIZERS = ("SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam")
+_GONE = {
+    "": {"wrappers": "", "estimator": "tf.estimator.Estimator"},
+    "optimizers": {
+        "Ftrl": "tf.train.FtrlOptimizer",
+        "legacy": "the optimizers of keras.optimizers",
+        "schedules": "keras.callbacks.LearningRateScheduler",
+    },
+    "utils": {"multi_gpu_model": "a rank for each GPU"},
+}
+
+
+class _Missing:
+    """Stands for a module of tf_keras when that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(
+            "Keras under dl_comm.tf1 is the package tf_keras, which is not installed: pip install tf_keras, or install"
+            " dl_comm with its extra tf1",
+            name="tf_keras",
+        )
+
+
+def views() -> dict[str, View]:
+    """Make the views of Keras, by the names of the modules that they replace: `keras`, `tf.keras`, their submodules.
+
+    Without tf_keras every name of theirs raises an ImportError that says how to install it.
+
+    Raises:
+        ImportError: tf_keras lacks something that this depends on.
+    """
+    found = _by_path() if importlib.util.find_spec("tf_keras") else dict.fromkeys(("", *_loaded_now()), _Missing())
+    made = {path: View(_joined("keras", path), {}, module, _now(path)) for path, module in found.items()}
+    for path, old in _OLD_NAMES.items():
+        made |= {name: View(f"keras.{name}", {}, found.get(path, _Missing())) for name in old}
+    for name in _ENGINE:
+        made[f"engine{name}"] = View(f"keras.engine{name}", _engine(found), found.get("layers"))
+    for path, view in made.items():
+        if path:
+            parent, _, name = path.rpartition(".")
+            made[parent]._own.setdefault(name, view)
+        view.__dict__["_gone"].update(_GONE.get(path, {}))
+    made[""]._gone.update({name: "" for name in _loaded_now() if "." not in name and name not in made})
+    if not isinstance(found[""], _Missing):
+        made[""]._own["__version__"] = sys.modules["tf_keras"].__version__
+        made["optimizers"]._own.update(_adapted())
+        made["backend"]._own["variable"] = _private("tf_keras.src.backend", "variable")
+        _check()
+    return {_joined(name, path): view for name in _NAMES for path, view in made.items()}
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name
+
+
+def _now(path: str) -> ModuleType | None:
+    """Find the module of Keras 3, which packages for TensorFlow 2 see."""
+    return sys.modules.get(_joined("keras", path))
+
+
+def _loaded_now() -> list[str]:
+    """List the public modules of Keras 3, which TensorFlow has imported."""
+    names = [name.removeprefix("keras.") for name in sys.modules if name.startswith("keras.")]
+    return [name for name in names if not name.startswith(("src", "_"))]
+
+
+def _by_path() -> dict[str, ModuleType]:
+    """Import tf_keras. Give its modules by their path in Keras, which is empty for Keras itself."""
+    try:
+        importlib.import_module(_API)
+    except ModuleNotFoundError as error:
+        raise _changed(_API) from error
+    return {
+        name.removeprefix(_API).removeprefix("."): module
+        for name, module in list(sys.modules.items())
+        if name == _API or name.startswith(f"{_API}.")
+    }
+
+
+def _engine(found: dict[str, Any]) -> dict[str, Any]:
+    keras = found[""]
+    return {} if isinstance(keras, _Missing) else {"Model": keras.Model, "Sequential": keras.Sequential}
+
+
+def _adapted() -> dict[str, Any]:
+    """Make the variables of tf_keras reference variables, and its optimizers those of Keras 2.2.
+
+    Returns the names of `keras.optimizers`.
+    """
+    _wrap_private("tf_keras.src.engine.base_layer_utils", "make_variable", _make_variable)
+    _wrap_private("tf_keras.src.backend", "variable", _variable)
+    first = "tf_keras.src.optimizers.optimizer_v1"
+    kinds = {name: _optimizer(_private(first, name)) for name in _OPTIMIZERS}
+    by_name = {name.lower(): kind for name, kind in kinds.items()}
+
+    def _deserialize(original: Any, config: Any, *arguments: Any, **options: Any) -> Any:
+        kind = by_name.get(str(config["class_name"]).lower())
+        return kind.from_config(config["config"]) if kind else original(config, *arguments, **options)
+
+    deserialize = _wrap_private("tf_keras.src.optimizers", "deserialize", _deserialize)
+    base = {name: _private(first, name) for name in ("Optimizer", "TFOptimizer")}
+    return {**kinds, **base, **{name.lower(): kind for name, kind in kinds.items()}, "deserialize": deserialize}
+
+
+def _optimizer(base: Any) -> Any:
+    """Make an optimizer that takes `learning_rate` and `name` too, as those of tf.keras from TensorFlow 1.13 on."""
+
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        options.pop("name", None)
+        if "learning_rate" in options:
+            options["lr"] = options.pop("learning_rate")
+        base.__init__(self, *arguments, **options)
+
+    body = {
+        "__init__": __init__,
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "learning_rate": property(lambda self: self.lr),
+    }
+    return type(base.__name__, (base,), body)
+
+
+def _make_variable(original: Any, *arguments: Any, **options: Any) -> Any:
+    if options.get("use_resource") is None:
+        options["use_resource"] = False
+    return original(*arguments, **options)
+
+
+def _variable(original: Any, *arguments: Any, **options: Any) -> Any:
+    def create(following: Any, **asked: Any) -> Any:
+        if "use_resource" in asked:  # the call below
+            return following(**asked)
+        return tf.Variable(**asked, use_resource=False)
+
+    with tf.variable_creator_scope(create):
+        return original(*arguments, **options)
+
+
+def _private(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise _changed(f"{module}.{name}") from error
+
+
+def _wrap_private(module: str, name: str, wrapper: Any) -> Any:
+    """Put a function that calls `wrapper(original, ...)` in the place of a function of tf_keras, and return it."""
+    original = _private(module, name)
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return wrapper(original, *arguments, **options)
+
+    setattr(sys.modules[module], name, wrapped)
+    return wrapped
+
+
+def _check() -> None:
+    """See that layers and optimizers have reference variables, and that optimizers by name are those of Keras 2.2."""
+    keras = importlib.import_module(_API)
+    with tf.Graph().as_default():
+        layer = keras.layers.Dense(1)
+        layer.build((None, 1))
+        optimizer = keras.optimizers.get("sgd")
+        variables = [layer.kernel, getattr(optimizer, "lr", None)]
+    wrong = [each for each in variables if getattr(each, "dtype", None) != tf.as_dtype("float32_ref")]
+    if wrong:
+        raise _changed(f"reference variables, but {wrong}")
+
+
+def _changed(what: str) -> ImportError:
+    version = getattr(sys.modules.get("tf_keras"), "__version__", "")
+    return ImportError(f"dl_comm.tf1 needs {what} of tf_keras, which version {version} does not have", name=_API)
