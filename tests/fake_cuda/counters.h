@@ -7,7 +7,6 @@ namespace fake {
 
 struct Counters {
   std::atomic<long> allocations{0};
-  std::atomic<long> bytes{0};
   std::atomic<long> launches{0};
   std::atomic<long> copies{0};
 };

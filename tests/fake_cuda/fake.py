@@ -86,6 +86,13 @@ def download(address: int, size: int) -> bytes:
     return data.raw
 
 
+def handle_of(address: int) -> bytes:
+    """The IPC handle of device memory."""
+    handle = Handle()
+    ok(cuda.cuIpcGetMemHandle(byref(handle), big(address)))
+    return bytes(handle)
+
+
 def pinned(size: int) -> int:
     """Pinned memory of the host."""
     host = c_void_p()

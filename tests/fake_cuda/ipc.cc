@@ -1,5 +1,9 @@
-// cuIpc*: device memory of other processes of this machine. A handle is the name of the file behind an allocation and
-// its size.
+// cuIpc*: device memory of other processes of this machine. A handle is the name of the file behind an allocation, its
+// size, and where it is in its owner.
+//
+// In the driver, a context sees a range of another process's addresses once: what lies where other memory of that
+// process is open, which its owner has freed, cannot be opened. Here so with FAKE_CUDA_MAPPED_ONCE=1, which is not the
+// default as long as each team of the core opens memory for itself.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -16,21 +20,44 @@ namespace {
 
 struct Handle {
   char file[40];
-  unsigned long long bytes;
+  unsigned long long bytes, start;
   int device;
 };
 static_assert(sizeof(Handle) <= sizeof(CUipcMemHandle));
 
+struct Open {
+  Held region;
+  Handle handle;
+  int times = 0;
+};
+
 // What is open, by the name of its file and the context that opened it.
 struct Opened {
   std::mutex mutex;
-  std::map<std::pair<std::string, Context*>, Held> regions;
+  std::map<std::pair<std::string, Context*>, Open> all;
 };
 
 Opened& opened() { return immortal<Opened>(); }
 
-bool of_this_process(const char* file) {
-  return std::strtol(file + std::strlen(kFilePrefix), nullptr, 10) == static_cast<long>(getpid());
+long owner_of(const Handle& handle) { return std::strtol(handle.file + std::strlen(kFilePrefix), nullptr, 10); }
+
+bool overlap(const Handle& one, const Handle& other) {
+  return owner_of(one) == owner_of(other) && one.start < other.start + other.bytes &&
+         other.start < one.start + one.bytes;
+}
+
+CUresult map_new(const Handle& handle, Context* context, Open* open) {
+  for (const auto& [key, other] : opened().all) {
+    if (setting("FAKE_CUDA_MAPPED_ONCE", 0) == 0) break;
+    if (key.second != context || other.region == nullptr) continue;
+    if (overlap(handle, other.handle)) return CUDA_ERROR_ALREADY_MAPPED;
+  }
+  const Held region = mapped_region(Kind::kOpened, Backing::open(handle.file, handle.device, handle.bytes), context);
+  if (region == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (!add_region(region)) die("cuIpcOpenMemHandle: the memory cannot be mapped");
+  open->region = region;
+  open->handle = handle;
+  return CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -42,10 +69,11 @@ FAKE_API CUresult cuIpcGetMemHandle(CUipcMemHandle* out, CUdeviceptr address) {
   const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
   if (out == nullptr || region == nullptr || region->kind != Kind::kDevice) return CUDA_ERROR_INVALID_VALUE;
   Handle handle = {};
-  if (region->file.size() >= sizeof handle.file)
-    die("cuIpcGetMemHandle: the name %s is too long", region->file.c_str());
-  std::memcpy(handle.file, region->file.c_str(), region->file.size());
+  const std::string& file = region->backing->file;
+  if (file.size() >= sizeof handle.file) die("cuIpcGetMemHandle: the name %s is too long", file.c_str());
+  std::memcpy(handle.file, file.c_str(), file.size());
   handle.bytes = region->bytes;
+  handle.start = region->address();
   handle.device = region->device;
   *out = {};
   std::memcpy(out->reserved, &handle, sizeof handle);
@@ -60,29 +88,20 @@ FAKE_API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle in,
   const bool sound = memchr(handle.file, '\0', sizeof handle.file) != nullptr && handle.bytes > 0 &&
                      std::strncmp(handle.file, kFilePrefix, std::strlen(kFilePrefix)) == 0;
   if (address == nullptr || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || !sound) return CUDA_ERROR_INVALID_VALUE;
-  if (of_this_process(handle.file)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (owner_of(handle) == static_cast<long>(getpid())) return CUDA_ERROR_INVALID_CONTEXT;
   if (const CUresult refused = need_device(handle.device)) return refused;
 
   const std::lock_guard lock(opened().mutex);
-  Held& region = opened().regions[{handle.file, context}];
-  if (region == nullptr) {
-    char* start = map_file(handle.file, handle.bytes, false);
-    if (start == nullptr) {
-      opened().regions.erase({handle.file, context});
-      return CUDA_ERROR_INVALID_VALUE;
+  Open& open = opened().all[{handle.file, context}];
+  if (open.region == nullptr) {
+    const CUresult refused = map_new(handle, context, &open);
+    if (refused != CUDA_SUCCESS) {
+      opened().all.erase({handle.file, context});
+      return refused;
     }
-    region = std::make_shared<Region>();
-    region->kind = Kind::kOpened;
-    region->start = number_of(start);
-    region->bytes = handle.bytes;
-    region->device = handle.device;
-    region->context = context;
-    region->file = handle.file;
-    if (!add_region(region))
-      die("cuIpcOpenMemHandle: the new memory lies in a range that is registered, which its owner has unmapped");
   }
-  ++region->opened;
-  *address = region->address();
+  ++open.times;
+  *address = open.region->address();
   return CUDA_SUCCESS;
 }
 
@@ -94,9 +113,10 @@ FAKE_API CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
   if (region == nullptr || region->kind != Kind::kOpened || region->address() != address) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  if (--region->opened == 0) {
+  const auto open = opened().all.find({region->backing->file, region->context});
+  if (--open->second.times == 0) {
     remove_region(region->start, Kind::kOpened);
-    opened().regions.erase({region->file, region->context});
+    opened().all.erase(open);
   }
   return CUDA_SUCCESS;
 }

@@ -5,9 +5,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "die.h"
 
@@ -22,19 +25,135 @@ struct Table {
 
 Table& table() { return immortal<Table>(); }
 
+// The files that this process has made, and the bytes of each device in them.
+struct Files {
+  std::mutex mutex;
+  std::set<std::string> names;
+  std::map<int, std::size_t> bytes;
+};
+
+Files& files() { return immortal<Files>(); }
+
+void unlink_file(const std::string& file) { shm_unlink(("/" + file).c_str()); }
+
 // What a process leaves in /dev/shm goes when it exits; files of a killed one go at the next cuInit of anybody.
 __attribute__((destructor)) void unlink_all() {
   if (need_init() != CUDA_SUCCESS) return;
-  const std::lock_guard lock(table().mutex);
-  for (const auto& [start, region] : table().regions) {
-    if (region->kind == Kind::kDevice) unlink_file(region->file);
+  const std::lock_guard lock(files().mutex);
+  for (const std::string& name : files().names) unlink_file(name);
+}
+
+// The addresses of this process for memory of devices, and the ranges of them that are taken: end by start.
+struct Addresses {
+  static constexpr std::size_t kBytes = std::size_t{1} << 40;
+
+  std::mutex mutex;
+  std::uintptr_t start = 0;
+  std::map<std::uintptr_t, std::uintptr_t> taken;
+
+  Addresses() {
+    void* range = mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) die("no addresses for memory of devices: %s", std::strerror(errno));
+    start = number_of(range);
   }
+};
+
+Addresses& addresses() { return immortal<Addresses>(); }
+
+std::size_t whole_pages(std::size_t bytes) {
+  static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return (bytes + page - 1) / page * page;
 }
 
 }  // namespace
 
+std::uintptr_t reserve_addresses(std::size_t bytes) {
+  Addresses& all = addresses();
+  const std::lock_guard lock(all.mutex);
+  std::uintptr_t start = all.start;
+  for (const auto& [from, end] : all.taken) {
+    if (from - start >= whole_pages(bytes)) break;
+    start = end;
+  }
+  if (start + bytes > all.start + Addresses::kBytes) die("no addresses for %zu bytes of device memory", bytes);
+  all.taken[start] = start + whole_pages(bytes);
+  return start;
+}
+
+void release_addresses(std::uintptr_t start, std::size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  if (mmap(reinterpret_cast<void*>(start), bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED) {
+    die("device memory cannot be unmapped: %s", std::strerror(errno));
+  }
+  const std::lock_guard lock(addresses().mutex);
+  addresses().taken.erase(start);
+}
+
+std::shared_ptr<Backing> Backing::create(int device, std::size_t bytes) {
+  static std::atomic<long> count{0};
+  const std::string file = kFilePrefix + std::to_string(getpid()) + "." + std::to_string(++count);
+  const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC | O_CREAT | O_EXCL, 0600);
+  if (fd < 0) return nullptr;
+  void* start = MAP_FAILED;
+  if (posix_fallocate(fd, 0, static_cast<off_t>(bytes)) == 0) {
+    start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  }
+  close(fd);
+  if (start == MAP_FAILED) {
+    unlink_file(file);
+    return nullptr;
+  }
+  std::memset(start, 0xff, bytes);
+  munmap(start, bytes);
+  const std::lock_guard lock(files().mutex);
+  files().names.insert(file);
+  files().bytes[device] += bytes;
+  return std::shared_ptr<Backing>(new Backing(file, device, bytes, true));
+}
+
+std::shared_ptr<Backing> Backing::open(const std::string& file, int device, std::size_t bytes) {
+  return std::shared_ptr<Backing>(new Backing(file, device, bytes, false));
+}
+
+Backing::~Backing() {
+  if (!own_) return;
+  const std::lock_guard lock(files().mutex);
+  unlink_file(file);
+  files().names.erase(file);
+  files().bytes[device] -= bytes;
+}
+
+bool Backing::map(std::uintptr_t start) const {
+  const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC, 0600);
+  if (fd < 0) return false;
+  void* mapped = mmap(reinterpret_cast<void*>(start), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+  close(fd);
+  return mapped != MAP_FAILED;
+}
+
 Region::~Region() {
-  if (mapped()) munmap(reinterpret_cast<void*>(start), bytes);
+  switch (kind) {
+    case Kind::kDevice:
+    case Kind::kOpened:
+      release_addresses(start, bytes);
+      break;
+    case Kind::kHostAlloc:
+      munmap(reinterpret_cast<void*>(start), bytes);
+      break;
+    case Kind::kRegistered:
+      break;
+  }
+}
+
+Held mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context) {
+  auto region = std::make_shared<Region>();
+  region->kind = kind;
+  region->start = reserve_addresses(backing->bytes);
+  region->bytes = backing->bytes;
+  region->device = backing->device;
+  region->context = context;
+  region->backing = backing;
+  return backing->map(region->start) ? region : nullptr;
 }
 
 bool add_region(const Held& region) {
@@ -71,12 +190,8 @@ Held remove_region(std::uintptr_t start, Kind kind) {
 }
 
 std::size_t bytes_in_use(int device) {
-  const std::lock_guard lock(table().mutex);
-  std::size_t sum = 0;
-  for (const auto& [start, region] : table().regions) {
-    if (region->kind == Kind::kDevice && region->device == device) sum += region->bytes;
-  }
-  return sum;
+  const std::lock_guard lock(files().mutex);
+  return files().bytes[device];
 }
 
 Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what) {
@@ -90,21 +205,5 @@ Held pinned_memory(const void* host, std::size_t bytes, const char* what) {
   if (region == nullptr || !region->pinned()) die("%s: %zu bytes at %p are no pinned host memory", what, bytes, host);
   return region;
 }
-
-char* map_file(const std::string& file, std::size_t bytes, bool create) {
-  const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0), 0600);
-  if (fd < 0) return nullptr;
-  void* start = MAP_FAILED;
-  if (!create || posix_fallocate(fd, 0, static_cast<off_t>(bytes)) == 0) {
-    start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  }
-  close(fd);
-  if (create && start == MAP_FAILED) unlink_file(file);
-  if (start == MAP_FAILED) return nullptr;
-  if (create) std::memset(start, 0xff, bytes);
-  return static_cast<char*>(start);
-}
-
-void unlink_file(const std::string& file) { shm_unlink(("/" + file).c_str()); }
 
 }  // namespace fake

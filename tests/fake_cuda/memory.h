@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "context.h"
 #include "cuda_api.h"
@@ -23,6 +24,32 @@ constexpr const char* kFilePrefix = "fake_cuda.";
 
 enum class Kind { kDevice, kOpened, kRegistered, kHostAlloc };
 
+// The file behind memory of a device. Thread rule: it does not change.
+class Backing {
+ public:
+  // A new one, all bytes 0xff: nobody may count on zeros. Null when there is no room.
+  static std::shared_ptr<Backing> create(int device, std::size_t bytes);
+  // That of another process; null when there is none.
+  static std::shared_ptr<Backing> open(const std::string& file, int device, std::size_t bytes);
+  // Gives what this process has made back.
+  ~Backing();
+  Backing(const Backing&) = delete;
+  Backing& operator=(const Backing&) = delete;
+
+  // Maps it at an address of reserve_addresses; false when there is no such file any more.
+  bool map(std::uintptr_t start) const;
+
+  const std::string file;
+  const int device;
+  const std::size_t bytes;
+
+ private:
+  Backing(std::string file, int device, std::size_t bytes, bool own)
+      : file(std::move(file)), device(device), bytes(bytes), own_(own) {}
+
+  const bool own_;
+};
+
 // A range of memory. What the fake has mapped goes with it: an operation under way holds on to its regions.
 struct Region {
   Kind kind = Kind::kDevice;
@@ -33,13 +60,10 @@ struct Region {
   Context* context = nullptr;
   // Set by add_region: never the same twice in a process.
   unsigned long long id = 0;
-  // The file behind it: kDevice and kOpened.
-  std::string file;
-  // How often it was opened: kOpened, guarded by the lock of ipc.cc.
-  int opened = 0;
+  // What is behind it: kDevice and kOpened.
+  std::shared_ptr<Backing> backing;
 
   bool pinned() const { return kind == Kind::kRegistered || kind == Kind::kHostAlloc; }
-  bool mapped() const { return kind != Kind::kRegistered; }
   CUdeviceptr address() const { return start + kOffset; }
   ~Region();
 };
@@ -62,9 +86,13 @@ Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what);
 // The same for pinned memory of the host.
 Held pinned_memory(const void* host, std::size_t bytes, const char* what);
 
-// Maps the file; with `create` it is made, of these bytes, which are all 0xff: nobody may count on zeros. Null when
-// there is no room, or no such file.
-char* map_file(const std::string& file, std::size_t bytes, bool create);
-void unlink_file(const std::string& file);
+// A region of this kind with the backing mapped, not yet added; null when there is no such file any more.
+Held mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context);
+
+// Addresses for memory of devices: the lowest that are free, so that those of freed memory come again at once, as they
+// do with the driver. Nothing can be read there before it is mapped.
+std::uintptr_t reserve_addresses(std::size_t bytes);
+// Gives them back, unmapping what is there.
+void release_addresses(std::uintptr_t start, std::size_t bytes);
 
 }  // namespace fake

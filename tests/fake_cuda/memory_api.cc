@@ -2,11 +2,6 @@
 //
 // The real cuMemFree waits for the device; this one does not: who frees memory that is still to be used is aborted when
 // the operation runs, as nobody may count on such a wait.
-#include <unistd.h>
-
-#include <atomic>
-#include <string>
-
 #include "counters.h"
 #include "die.h"
 #include "memory.h"
@@ -26,25 +21,16 @@ Held known(CUdeviceptr address) {
 }  // namespace
 
 FAKE_API CUresult cuMemAlloc_v2(CUdeviceptr* address, std::size_t bytes) {
-  static std::atomic<long> count{0};
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (bytes > kDeviceBytes - bytes_in_use(context->device)) return CUDA_ERROR_OUT_OF_MEMORY;
-  const std::string file = kFilePrefix + std::to_string(getpid()) + "." + std::to_string(++count);
-  char* start = map_file(file, bytes, true);
-  if (start == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
-  auto region = std::make_shared<Region>();
-  region->start = number_of(start);
-  region->bytes = bytes;
-  region->device = context->device;
-  region->context = context;
-  region->file = file;
-  if (!add_region(region))
-    die("cuMemAlloc: the new memory lies in a range that is registered, which its owner has unmapped");
+  const auto backing = Backing::create(context->device, bytes);
+  if (backing == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  const Held region = mapped_region(Kind::kDevice, backing, context);
+  if (region == nullptr || !add_region(region)) die("cuMemAlloc: the new memory cannot be mapped");
   ++counters().allocations;
-  counters().bytes += static_cast<long>(bytes);
   *address = region->address();
   return CUDA_SUCCESS;
 }
@@ -53,11 +39,7 @@ FAKE_API CUresult cuMemFree_v2(CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (address == 0) return CUDA_SUCCESS;
-  const Held region = remove_region(address - kOffset, Kind::kDevice);
-  if (region == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  unlink_file(region->file);
-  counters().bytes -= static_cast<long>(region->bytes);
-  return CUDA_SUCCESS;
+  return remove_region(address - kOffset, Kind::kDevice) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 FAKE_API CUresult cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {

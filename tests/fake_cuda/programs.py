@@ -26,6 +26,7 @@ from fake import (
     download,
     event,
     function,
+    handle_of,
     launch,
     ok,
     pinned,
@@ -278,6 +279,43 @@ def _ipc_rank(rank: int, pipes: list[Connection]) -> None:
 def ipc() -> None:
     """Needs FAKE_CUDA_DEVICES=2."""
     together(2, _ipc_rank)
+
+
+def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
+    """Rank 0 frees what rank 1 has open, and has other memory where it was."""
+    start()
+    (pipe,), opened, again = pipes, c_ulonglong(), c_ulonglong()
+    if rank == 0:
+        memory, beside = alloc(MIB), alloc(MIB)
+        pipe.send([handle_of(memory), handle_of(beside)])
+        pipe.recv()
+        ok(cuda.cuMemFree_v2(big(memory)))
+        small, middle = alloc(1 << 16), alloc(1 << 16)
+        assert (small, middle) == (memory, memory + (1 << 16)), "freed addresses come again at once"
+        pipe.send([handle_of(small), handle_of(middle)])
+        pipe.recv()
+        return
+    old, beside = (Handle.from_buffer_copy(each) for each in pipe.recv())
+    for handle in (old, old, beside):
+        ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
+    pipe.send("opened")
+    small, middle = (Handle.from_buffer_copy(each) for each in pipe.recv())
+    ok(cuda.cuIpcOpenMemHandle_v2(byref(again), old, 1))
+    for _ in range(3):
+        assert cuda.cuIpcOpenMemHandle_v2(byref(opened), small, 1) == 208
+        assert cuda.cuIpcOpenMemHandle_v2(byref(opened), middle, 1) == 208
+        ok(cuda.cuIpcCloseMemHandle(again))
+    for handle in (middle, small, middle):
+        ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
+    pipe.send("done")
+
+
+def overlap() -> None:
+    """What lies where older memory of the same process is still open cannot be opened.
+
+    Needs FAKE_CUDA_MAPPED_ONCE=1.
+    """
+    together(2, _overlap_rank)
 
 
 def stale() -> None:
