@@ -9,5 +9,8 @@ PROGRAMS = TESTS / "fake_gpu"
 
 
 def environment(libraries: Path) -> dict[str, str]:
-    """That of a program which takes the CUDA driver of the folder ``libraries``, and imports fake_gpu/arrays.py."""
-    return {"LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{PROGRAMS}:{TESTS}"}
+    """That of a program which takes the CUDA driver of the folder ``libraries``, and imports fake_gpu/arrays.py.
+
+    fake_cuda/fake.py can be imported too: it has memory of other kinds.
+    """
+    return {"LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{PROGRAMS}:{TESTS}:{TESTS / 'fake_cuda'}"}

@@ -36,6 +36,7 @@ enum CUpointer_attribute : int {
   CU_POINTER_ATTRIBUTE_CONTEXT = 1,
   CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2,
   CU_POINTER_ATTRIBUTE_BUFFER_ID = 7,
+  CU_POINTER_ATTRIBUTE_IS_MANAGED = 8,
   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
   CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
 };
@@ -63,6 +64,11 @@ constexpr unsigned CU_STREAM_WAIT_VALUE_EQ = 1;
 constexpr unsigned CU_STREAM_WAIT_VALUE_FLUSH = 1u << 30;
 constexpr unsigned CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER = 1;
 constexpr unsigned CU_MEMHOSTREGISTER_IOMEMORY = 4;
+constexpr unsigned CU_MEM_ATTACH_GLOBAL = 1;
+constexpr unsigned CU_MEM_ATTACH_HOST = 2;
+constexpr int CU_MEM_ALLOCATION_TYPE_PINNED = 1;
+constexpr int CU_MEM_LOCATION_TYPE_DEVICE = 1;
+constexpr int CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3;
 
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
@@ -72,6 +78,31 @@ using CUevent = struct CUevent_st*;
 using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUgraph = struct CUgraph_st*;
+using CUmemoryPool = struct CUmemPoolHandle_st*;
+// A number in the real one, of the same size.
+using CUmemGenericAllocationHandle = struct CUmemChunk_st*;
+
+struct CUmemLocation {
+  int type;
+  int id;
+};
+struct CUmemAllocationProp {
+  int type;
+  int handle_types;
+  CUmemLocation location;
+  void* unused;
+  unsigned char flags[8];
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  int flags;
+};
+struct CUmemPoolProps {
+  int type;
+  int handle_types;
+  CUmemLocation location;
+  unsigned char unused[72];
+};
 
 struct CUuuid {
   char bytes[16];

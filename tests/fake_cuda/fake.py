@@ -72,6 +72,55 @@ def alloc(size: int) -> int:
     return address.value
 
 
+def alloc_managed(size: int) -> int:
+    """Managed memory."""
+    address = c_ulonglong()
+    ok(cuda.cuMemAllocManaged(byref(address), c_size_t(size), 1))
+    return address.value
+
+
+def alloc_async(size: int, on: c_void_p | None = None) -> int:
+    """Memory of the device's pool."""
+    address = c_ulonglong()
+    ok(cuda.cuMemAllocAsync(byref(address), c_size_t(size), on))
+    return address.value
+
+
+class Chunks:
+    """Memory that grows and shrinks in place, as torch's expandable segments do: chunks of 2 MiB, mapped in a row."""
+
+    CHUNK = 2 << 20
+
+    def __init__(self, most: int, device: int = 0) -> None:
+        self._most, self._mapped = c_size_t(most), 0
+        # CUmemAllocationProp and CUmemAccessDesc.
+        self._chunk = struct.pack("4iQQ", 1, 0, 1, device, 0, 0)
+        self._access = struct.pack("3i", 1, device, 3)
+        address = c_ulonglong()
+        ok(cuda.cuMemAddressReserve(byref(address), self._most, c_size_t(0), big(0), big(0)))
+        self.address = address.value
+
+    def grow(self) -> None:
+        """Maps a further chunk."""
+        handle, size, end = c_ulonglong(), c_size_t(self.CHUNK), big(self.address + self._mapped)
+        ok(cuda.cuMemCreate(byref(handle), size, self._chunk, big(0)))
+        ok(cuda.cuMemMap(end, size, c_size_t(0), handle, big(0)))
+        ok(cuda.cuMemRelease(handle))
+        ok(cuda.cuMemSetAccess(end, size, self._access, c_size_t(1)))
+        self._mapped += self.CHUNK
+
+    def shrink(self) -> None:
+        """Gives the last chunk back."""
+        self._mapped -= self.CHUNK
+        ok(cuda.cuMemUnmap(big(self.address + self._mapped), c_size_t(self.CHUNK)))
+
+    def free(self) -> None:
+        """Gives all back."""
+        while self._mapped:
+            self.shrink()
+        ok(cuda.cuMemAddressFree(big(self.address), self._most))
+
+
 def upload(data: bytes) -> int:
     """Device memory with this in it."""
     address = alloc(len(data))

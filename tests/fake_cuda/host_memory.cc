@@ -45,7 +45,7 @@ FAKE_API CUresult cuMemHostRegister_v2(void* host, std::size_t bytes, unsigned f
 FAKE_API CUresult cuMemHostUnregister(void* host) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  const Held region = remove_region(number_of(host), Kind::kRegistered);
+  const Held region = remove_region(number_of(host), {Kind::kRegistered});
   return region != nullptr ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
 }
 
@@ -74,5 +74,5 @@ FAKE_API CUresult cuMemHostAlloc(void** host, std::size_t bytes, unsigned flags)
 FAKE_API CUresult cuMemFreeHost(void* host) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  return remove_region(number_of(host), Kind::kHostAlloc) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  return remove_region(number_of(host), {Kind::kHostAlloc}) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -1,6 +1,7 @@
 // cuIpc*: device memory of other processes of this machine. A handle is the name of the file behind an allocation, its
 // size, and where it is in its owner.
 //
+// Only what cuMemAlloc gave has a handle, and only by its start: none for memory of pools, managed, or mapped chunks.
 // In the driver, a context sees a range of another process's addresses once: what lies where other memory of that
 // process is open, which its owner has freed, cannot be opened. Here so with FAKE_CUDA_MAPPED_ONCE=1, which is not the
 // default as long as each team of the core opens memory for itself.
@@ -67,7 +68,9 @@ FAKE_API CUresult cuIpcGetMemHandle(CUipcMemHandle* out, CUdeviceptr address) {
   if (const CUresult refused = need_context(&context)) return refused;
   if (setting("FAKE_CUDA_NO_IPC", 0) != 0) return CUDA_ERROR_NOT_SUPPORTED;
   const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
-  if (out == nullptr || region == nullptr || region->kind != Kind::kDevice) return CUDA_ERROR_INVALID_VALUE;
+  if (out == nullptr || region == nullptr || region->kind != Kind::kDevice || region->address() != address) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
   Handle handle = {};
   const std::string& file = region->backing->file;
   if (file.size() >= sizeof handle.file) die("cuIpcGetMemHandle: the name %s is too long", file.c_str());
@@ -115,7 +118,7 @@ FAKE_API CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
   }
   const auto open = opened().all.find({region->backing->file, region->context});
   if (--open->second.times == 0) {
-    remove_region(region->start, Kind::kOpened);
+    remove_region(region->start, {Kind::kOpened});
     opened().all.erase(open);
   }
   return CUDA_SUCCESS;

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <mutex>
 #include <set>
 
+#include "counters.h"
 #include "die.h"
 
 namespace fake {
@@ -80,11 +82,15 @@ std::uintptr_t reserve_addresses(std::size_t bytes) {
   return start;
 }
 
-void release_addresses(std::uintptr_t start, std::size_t bytes) {
+void cover_addresses(std::uintptr_t start, std::size_t bytes) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
   if (mmap(reinterpret_cast<void*>(start), bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED) {
     die("device memory cannot be unmapped: %s", std::strerror(errno));
   }
+}
+
+void release_addresses(std::uintptr_t start, std::size_t bytes) {
+  cover_addresses(start, bytes);
   const std::lock_guard lock(addresses().mutex);
   addresses().taken.erase(start);
 }
@@ -134,15 +140,36 @@ bool Backing::map(std::uintptr_t start) const {
 Region::~Region() {
   switch (kind) {
     case Kind::kDevice:
+    case Kind::kPool:
+    case Kind::kManaged:
     case Kind::kOpened:
       release_addresses(start, bytes);
       break;
     case Kind::kHostAlloc:
       munmap(reinterpret_cast<void*>(start), bytes);
       break;
+    case Kind::kChunk:
+      cover_addresses(start, bytes);
+      break;
+    case Kind::kChunks:
     case Kind::kRegistered:
       break;
   }
+}
+
+std::shared_ptr<Backing> new_backing(int device, std::size_t bytes) {
+  if (bytes > kDeviceBytes - bytes_in_use(device)) return nullptr;
+  auto backing = Backing::create(device, bytes);
+  if (backing != nullptr) ++counters().allocations;
+  return backing;
+}
+
+Held new_memory(Kind kind, std::size_t bytes, Context* context) {
+  const auto backing = new_backing(context->device, bytes);
+  if (backing == nullptr) return nullptr;
+  const Held region = mapped_region(kind, backing, context);
+  if (region == nullptr || !add_region(region)) die("new memory of a device cannot be mapped");
+  return region;
 }
 
 Held mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context) {
@@ -180,10 +207,11 @@ Held find_region(std::uintptr_t start, std::size_t bytes) {
   return offset < region->bytes && bytes <= region->bytes - offset ? region : nullptr;
 }
 
-Held remove_region(std::uintptr_t start, Kind kind) {
+Held remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds) {
   const std::lock_guard lock(table().mutex);
   const auto found = table().regions.find(start);
-  if (found == table().regions.end() || found->second->kind != kind) return nullptr;
+  if (found == table().regions.end()) return nullptr;
+  if (std::find(kinds.begin(), kinds.end(), found->second->kind) == kinds.end()) return nullptr;
   Held region = std::move(found->second);
   table().regions.erase(found);
   return region;
@@ -194,8 +222,32 @@ std::size_t bytes_in_use(int device) {
   return files().bytes[device];
 }
 
+namespace {
+
+// Mapped chunks side by side that have all these bytes, as one region; null when there are none.
+Held find_chunks(std::uintptr_t start, std::size_t bytes) {
+  auto all = std::make_shared<Region>();
+  all->kind = Kind::kChunks;
+  for (std::uintptr_t at = start; at < start + bytes; at = all->start + all->bytes) {
+    const Held chunk = find_region(at, 1);
+    if (chunk == nullptr || chunk->kind != Kind::kChunk) return nullptr;
+    if (all->chunks.empty()) {
+      all->start = chunk->start;
+      all->device = chunk->device;
+      all->context = chunk->context;
+    }
+    if (chunk->device != all->device) return nullptr;
+    all->bytes += chunk->bytes;
+    all->chunks.push_back(chunk);
+  }
+  return all->chunks.empty() ? nullptr : all;
+}
+
+}  // namespace
+
 Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what) {
   Held region = address < kOffset ? nullptr : find_region(address - kOffset, bytes);
+  if (region == nullptr && address >= kOffset) region = find_chunks(address - kOffset, bytes);
   if (region == nullptr) die("%s: %zu bytes at %#llx are no device memory", what, bytes, address);
   return region;
 }

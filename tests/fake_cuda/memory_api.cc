@@ -2,7 +2,6 @@
 //
 // The real cuMemFree waits for the device; this one does not: who frees memory that is still to be used is aborted when
 // the operation runs, as nobody may count on such a wait.
-#include "counters.h"
 #include "die.h"
 #include "memory.h"
 #include "stream.h"
@@ -18,28 +17,76 @@ Held known(CUdeviceptr address) {
   return region != nullptr && region->pinned() ? region : nullptr;
 }
 
+// The one pool that a device has: a number that nobody can follow.
+CUmemoryPool pool_of(int device) {
+  return reinterpret_cast<CUmemoryPool>((std::uintptr_t{0x5fd0} << 48) + 16 * static_cast<std::uintptr_t>(device + 1));
+}
+
+}  // namespace
+
+namespace {
+
+CUresult allocate(Kind kind, CUdeviceptr* address, std::size_t bytes, Context* context) {
+  if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  const Held region = new_memory(kind, bytes, context);
+  if (region == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = region->address();
+  return CUDA_SUCCESS;
+}
+
 }  // namespace
 
 FAKE_API CUresult cuMemAlloc_v2(CUdeviceptr* address, std::size_t bytes) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  if (bytes > kDeviceBytes - bytes_in_use(context->device)) return CUDA_ERROR_OUT_OF_MEMORY;
-  const auto backing = Backing::create(context->device, bytes);
-  if (backing == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
-  const Held region = mapped_region(Kind::kDevice, backing, context);
-  if (region == nullptr || !add_region(region)) die("cuMemAlloc: the new memory cannot be mapped");
-  ++counters().allocations;
-  *address = region->address();
+  return allocate(Kind::kDevice, address, bytes, context);
+}
+
+FAKE_API CUresult cuMemAllocManaged(CUdeviceptr* address, std::size_t bytes, unsigned flags) {
+  Context* context = nullptr;
+  if (const CUresult refused = need_context(&context)) return refused;
+  if (flags != CU_MEM_ATTACH_GLOBAL && flags != CU_MEM_ATTACH_HOST) return CUDA_ERROR_INVALID_VALUE;
+  return allocate(Kind::kManaged, address, bytes, context);
+}
+
+// The memory is there at once, not in the stream's order.
+FAKE_API CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, std::size_t bytes, CUmemoryPool pool, CUstream handle) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  if (pool != pool_of(stream->context->device)) return CUDA_ERROR_INVALID_VALUE;
+  return allocate(Kind::kPool, address, bytes, stream->context);
+}
+
+FAKE_API CUresult cuMemAllocAsync(CUdeviceptr* address, std::size_t bytes, CUstream handle) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  return cuMemAllocFromPoolAsync(address, bytes, pool_of(stream->context->device), handle);
+}
+
+FAKE_API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice device) {
+  if (const CUresult refused = need_device(device)) return refused;
+  if (pool == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *pool = pool_of(device);
   return CUDA_SUCCESS;
+}
+
+FAKE_API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
+  if (region == nullptr || !region->allocated() || region->address() != address) return CUDA_ERROR_INVALID_VALUE;
+  return stream->push([start = region->start, kind = region->kind] {
+    if (remove_region(start, {kind}) == nullptr) die("cuMemFreeAsync: the memory was freed meanwhile");
+  });
 }
 
 FAKE_API CUresult cuMemFree_v2(CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (address == 0) return CUDA_SUCCESS;
-  return remove_region(address - kOffset, Kind::kDevice) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  const Held region = remove_region(address - kOffset, {Kind::kDevice, Kind::kPool, Kind::kManaged});
+  return region != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 FAKE_API CUresult cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
@@ -73,6 +120,9 @@ FAKE_API CUresult cuPointerGetAttribute(void* out, CUpointer_attribute attribute
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
       *static_cast<unsigned long long*>(out) = region->id;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+      *static_cast<int*>(out) = region->kind == Kind::kManaged;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
       *static_cast<int*>(out) = region->device;

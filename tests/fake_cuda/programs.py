@@ -16,9 +16,12 @@ from pathlib import Path
 
 from fake import (
     PTX,
+    Chunks,
     Handle,
     Work,
     alloc,
+    alloc_async,
+    alloc_managed,
     average,
     big,
     counters,
@@ -232,7 +235,8 @@ def _ipc_rank(rank: int, pipes: list[Connection]) -> None:
         flags = big(memory + MIB)
         ok(cuda.cuMemsetD8Async(flags, 0, c_size_t(8), on))
         ok(cuda.cuStreamSynchronize(on))
-        ok(cuda.cuIpcGetMemHandle(byref(handle), big(memory + 5)))
+        assert cuda.cuIpcGetMemHandle(byref(handle), big(memory + 5)) == 1, "not the start of an allocation"
+        ok(cuda.cuIpcGetMemHandle(byref(handle), big(memory)))
         assert cuda.cuIpcOpenMemHandle_v2(byref(c_ulonglong()), handle, 1) == 201
         pipe.send(bytes(handle))
         pipe.recv()
@@ -316,6 +320,49 @@ def overlap() -> None:
     Needs FAKE_CUDA_MAPPED_ONCE=1.
     """
     together(2, _overlap_rank)
+
+
+def handles() -> None:
+    """Only memory of cuMemAlloc has a handle."""
+    start()
+    on, managed, own, chunked = stream(), alloc_managed(MIB), alloc_async(MIB), Chunks(6 * MIB)
+    from_pool, pool = c_ulonglong(), c_void_p()
+    ok(cuda.cuDeviceGetDefaultMemPool(byref(pool), 0))
+    ok(cuda.cuMemAllocFromPoolAsync(byref(from_pool), c_size_t(8), pool, on))
+    chunked.grow()
+    chunked.grow()
+    start_of_range, size, handle = c_ulonglong(), c_size_t(), Handle()
+    plain = alloc(8)
+    for address, capable in ((plain, 1), (managed, 0), (own, 0), (from_pool.value, 0), (chunked.address, 0)):
+        assert cuda.cuIpcGetMemHandle(byref(handle), big(address)) == 1 - capable
+        value = c_int(-1)
+        ok(cuda.cuPointerGetAttribute(byref(value), 10, big(address)))
+        assert value.value == capable
+        ok(cuda.cuPointerGetAttribute(byref(value), 8, big(address)))
+        assert value.value == (address == managed)
+    assert cuda.cuStreamWriteValue32_v2(on, big(managed), 1, 0) == 1
+    # Each chunk is an allocation of its own, but copies and kernels go across.
+    ok(cuda.cuMemGetAddressRange_v2(byref(start_of_range), byref(size), big(chunked.address + 2 * MIB + 5)))
+    assert (start_of_range.value, size.value) == (chunked.address + 2 * MIB, 2 * MIB)
+    data, edge = os.urandom(MIB), chunked.address + 3 * MIB // 2
+    ok(cuda.cuMemcpyHtoD_v2(big(edge), data, c_size_t(MIB)))
+    ok(launch(function("copy_bytes"), average([edge], [managed], 30000, 1), on))
+    ok(cuda.cuStreamSynchronize(on))
+    assert download(managed, 30000) == data[:30000]
+    assert download(edge, MIB) == data
+    # A chunk that is mapped stays when it is released; one that is unmapped goes.
+    before = counters()[1]
+    chunked.shrink()
+    assert counters()[1] == before - 2 * MIB
+    chunked.grow()
+    assert cuda.cuMemAddressFree(big(chunked.address), c_size_t(6 * MIB)) == 1
+    chunked.free()
+    for address in (managed, plain):
+        ok(cuda.cuMemFree_v2(big(address)))
+    for address in (own, from_pool.value):
+        ok(cuda.cuMemFreeAsync(big(address), on))
+    ok(cuda.cuStreamSynchronize(on))
+    assert counters()[1] == before - 4 * MIB - 2 * MIB - 8 - 8
 
 
 def stale() -> None:

@@ -9,6 +9,11 @@ namespace {
 
 bool forbidden() { return setting("FAKE_CUDA_NO_MEMOPS", 0) != 0; }
 
+// Not for managed memory, as CUDA's documents have it.
+bool is_managed(CUdeviceptr address, const char* what) {
+  return device_memory(address, 4, what)->kind == Kind::kManaged;
+}
+
 unsigned* word_at(CUdeviceptr address) { return reinterpret_cast<unsigned*>(host_of(address)); }
 
 }  // namespace
@@ -18,7 +23,7 @@ FAKE_API CUresult cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr address, 
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
   if (forbidden()) return CUDA_ERROR_NOT_SUPPORTED;
   if (address % 4 != 0 || flags > CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER) return CUDA_ERROR_INVALID_VALUE;
-  device_memory(address, 4, "cuStreamWriteValue32");
+  if (is_managed(address, "cuStreamWriteValue32")) return CUDA_ERROR_INVALID_VALUE;
   return stream->push([address, value] {
     const Held region = device_memory(address, 4, "cuStreamWriteValue32");
     __atomic_store_n(word_at(address), value, __ATOMIC_SEQ_CST);
@@ -31,7 +36,7 @@ FAKE_API CUresult cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address, u
   if (forbidden()) return CUDA_ERROR_NOT_SUPPORTED;
   const unsigned condition = flags & ~CU_STREAM_WAIT_VALUE_FLUSH;
   if (address % 4 != 0 || condition > CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
-  device_memory(address, 4, "cuStreamWaitValue32");
+  if (is_managed(address, "cuStreamWaitValue32")) return CUDA_ERROR_INVALID_VALUE;
   return stream->push([address, value, condition] {
     const Held region = device_memory(address, 4, "cuStreamWaitValue32");
     for (int round = 0;;) {

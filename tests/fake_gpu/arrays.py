@@ -63,13 +63,17 @@ class Stream:
 
 
 class Array:
-    """An array on the current GPU, with the values of a NumPy array, which are put there on its stream."""
+    """An array on the current GPU, with the values of a NumPy array, which are put there on its stream.
 
-    def __init__(self, values: np.ndarray, stream: Stream | None = None) -> None:
+    It is where ``at`` says, or else in memory of its own.
+    """
+
+    def __init__(self, values: np.ndarray, stream: Stream | None = None, at: int | None = None) -> None:
         self.host = np.ascontiguousarray(values)
         self.stream = stream
-        self.address = ctypes.c_ulonglong()
-        call("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(max(self.host.nbytes, 1)))
+        self.address = ctypes.c_ulonglong(at or 0)
+        if at is None:
+            call("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(max(self.host.nbytes, 1)))
         self._pinned = ctypes.c_void_p()
         call("cuMemHostAlloc", ctypes.byref(self._pinned), ctypes.c_size_t(max(self.host.nbytes, 1)), 0)
         self.put(self.host)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from arrays import Array, Stream, counters, use
+from fake import Chunks, alloc_async, alloc_managed
 
 import dl_comm
 from average_and_wait import average_and_wait
@@ -148,6 +149,21 @@ def test_memory_that_is_freed_and_taken_anew_is_found_again() -> None:
         dl_comm.gradients([array], out=[array])
         np.testing.assert_allclose(array.get(), step + (dl_comm.size() - 1) / 2)
         array.free()
+
+
+@pytest.mark.parametrize("kind", ["managed", "pool", "chunks"])
+@pytest.mark.parametrize("length", [100, 900000])
+def test_memory_that_has_no_handle_is_averaged_too(kind: str, length: int) -> None:
+    chunks = Chunks(4 * Chunks.CHUNK, dl_comm.local_rank() % GPUS)
+    for _ in range(3):
+        chunks.grow()
+    # Those of chunks lie across a border.
+    at = {"managed": alloc_managed, "pool": alloc_async, "chunks": lambda _: chunks.address + Chunks.CHUNK - 64}[kind]
+    array = Array(values(length, "f4", dl_comm.rank()), Stream(), at(4 * length))
+    for _ in range(2):
+        array.put(values(length, "f4", dl_comm.rank()))
+        dl_comm.gradients([array], out=[array])
+        np.testing.assert_allclose(array.get(), mean(length, "f4"), rtol=1e-6)
 
 
 def test_teams_work_side_by_side() -> None:
