@@ -2,6 +2,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "die.h"
@@ -18,6 +23,50 @@ bool is_mapped(std::uintptr_t start, std::size_t bytes) {
   const std::size_t pages = (start + bytes - from + page - 1) / page;
   std::vector<unsigned char> resident(pages);
   return mincore(reinterpret_cast<void*>(from), pages * page, resident.data()) == 0;
+}
+
+// The file systems, by the numbers of their devices as /proc has them ("0:21").
+std::map<std::string, std::string> file_systems() {
+  std::map<std::string, std::string> found;
+  std::ifstream mounts("/proc/self/mountinfo");
+  for (std::string line; std::getline(mounts, line);) {
+    std::istringstream words(line);
+    std::string word, device;
+    words >> word >> word >> device;
+    while (words >> word && word != "-") continue;
+    if (words >> word) found[device] = word;
+  }
+  return found;
+}
+
+// Whether the pages of a shared mapping of this file (of /proc/self/maps) are the kernel's shared memory: on tmpfs or
+// hugetlbfs, or on the kernel's own mount of one, which the list of mounts does not have.
+bool is_shared_memory(const std::string& name, unsigned major, unsigned minor) {
+  for (const char* own : {"/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage"}) {
+    if (name.rfind(own, 0) == 0) return true;
+  }
+  const auto systems = file_systems();
+  const auto found = systems.find(std::to_string(major) + ":" + std::to_string(minor));
+  return found != systems.end() && (found->second == "tmpfs" || found->second == "hugetlbfs");
+}
+
+// Whether the kernel lets a driver pin these bytes for writing as long as it likes: not those of shared mappings of
+// files, unless the files are shared memory.
+bool may_be_pinned(std::uintptr_t start, std::size_t bytes) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::uintptr_t from = 0, end = 0;
+    char rights[5] = {};
+    unsigned major = 0, minor = 0;
+    unsigned long inode = 0;
+    int name = 0;
+    const int read =
+        std::sscanf(line.c_str(), "%lx-%lx %4s %*x %x:%x %lu %n", &from, &end, rights, &major, &minor, &inode, &name);
+    if (read < 6) die("/proc/self/maps has a line that is not understood: %s", line.c_str());
+    if (from >= start + bytes || end <= start || inode == 0 || rights[3] != 's') continue;
+    if (!is_shared_memory(line.substr(static_cast<std::size_t>(name)), major, minor)) return false;
+  }
+  return true;
 }
 
 Held pinned(Kind kind, void* host, std::size_t bytes, Context* context) {
@@ -37,7 +86,7 @@ FAKE_API CUresult cuMemHostRegister_v2(void* host, std::size_t bytes, unsigned f
   if (const CUresult refused = need_context(&context)) return refused;
   if (host == nullptr || bytes == 0 || flags > 15) return CUDA_ERROR_INVALID_VALUE;
   if ((flags & CU_MEMHOSTREGISTER_IOMEMORY) != 0) return CUDA_ERROR_NOT_SUPPORTED;
-  if (!is_mapped(number_of(host), bytes)) return CUDA_ERROR_INVALID_VALUE;
+  if (!is_mapped(number_of(host), bytes) || !may_be_pinned(number_of(host), bytes)) return CUDA_ERROR_INVALID_VALUE;
   const bool added = add_region(pinned(Kind::kRegistered, host, bytes, context));
   return added ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
 }

@@ -6,9 +6,11 @@ A program checks the fake, and says nothing when all is well; those whose names 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import struct
 import sys
+import tempfile
 import time
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from multiprocessing.connection import Connection
@@ -129,6 +131,31 @@ def pointers() -> None:
     ok(cuda.cuMemHostUnregister(local))
     assert cuda.cuMemHostUnregister(local) == 713
     assert cuda.cuMemHostRegister_v2(c_void_p(4096), c_size_t(100), 0) == 1, "nothing is there"
+
+
+def registering() -> None:
+    """Pages of files can be pinned where the files are shared memory. Needs a /var/tmp that is on a disk."""
+    start()
+
+    def register(memory: mmap.mmap) -> int:
+        address = c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        code = int(cuda.cuMemHostRegister_v2(address, c_size_t(4096), 0))
+        if code == 0:
+            ok(cuda.cuMemHostUnregister(address))
+        return code
+
+    for folder, code in (("/var/tmp", 1), ("/dev/shm", 0)):
+        with tempfile.TemporaryFile(dir=folder) as unlinked, tempfile.NamedTemporaryFile(dir=folder) as named:
+            for file in (unlinked, named):
+                file.truncate(8192)
+                assert register(mmap.mmap(file.fileno(), 8192)) == code, (folder, file)
+                # A private mapping has pages of its own.
+                ok(register(mmap.mmap(file.fileno(), 8192, mmap.MAP_PRIVATE)))
+    memory = os.memfd_create("pinned")
+    os.truncate(memory, 8192)
+    ok(register(mmap.mmap(memory, 8192)))
+    ok(register(mmap.mmap(-1, 8192)))
+    ok(register(mmap.mmap(-1, 8192, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 
 
 def kernels() -> None:

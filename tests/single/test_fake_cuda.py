@@ -46,6 +46,7 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ),
         ("programs.py/no_device", {"FAKE_CUDA_DEVICES": "0"}),
         ("programs.py/pointers", {}),
+        ("programs.py/registering", {}),
         ("programs.py/kernels", {}),
         ("programs.py/count", {}),
         ("programs.py/events", {}),
