@@ -12,7 +12,8 @@ FAKE_API CUresult fake_cuda_enqueue(CUstream stream, void (*function)(void*), vo
 // The address at which the host finds this device memory. Dies, naming `what`, when this is no device memory.
 FAKE_API void* fake_cuda_host_address(CUdeviceptr address, std::size_t bytes, const char* what);
 
-// Allocations of device memory made so far, bytes of device memory allocated now, kernels launched, copies made (copies
+// Allocations of device memory made so far, bytes of device memory in use now (allocated, or
+// freed and still open in other processes), kernels launched, copies made (copies
 // and launches count when they are asked for).
 FAKE_API void fake_cuda_counters(long out[4]);
 

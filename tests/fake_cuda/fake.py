@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from multiprocessing.connection import Connection
 from typing import Any
@@ -190,14 +190,17 @@ def average(sources: list[int], targets: list[int], count: int, divisor: int) ->
 
 
 def counters() -> list[int]:
-    """Allocations so far, bytes allocated, kernels launched, copies made."""
+    """Allocations so far, bytes in use, kernels launched, copies made."""
     out = (ctypes.c_long * 4)()
     cuda.fake_cuda_counters(out)
     return list(out)
 
 
-def together(ranks: int, body: Callable[[int, list[Connection]], None]) -> None:
-    """Runs ``body(rank, pipes)`` in processes of their own; of rank 0 the pipes lead to the others, of others to 0."""
+def together(ranks: int, body: Callable[[int, list[Connection]], None], killed: Set[int] = frozenset()) -> None:
+    """Runs ``body(rank, pipes)`` in processes of their own; of rank 0 the pipes lead to the others, of others to 0.
+
+    All must end well, but for the ranks of ``killed``, which must end themselves by SIGKILL.
+    """
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe() for _ in range(1, ranks)]
     ends = [[near for near, _ in pipes]] + [[far] for _, far in pipes]
@@ -212,4 +215,4 @@ def together(ranks: int, body: Callable[[int, list[Connection]], None]) -> None:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0] * ranks
+    assert [process.exitcode for process in processes] == [-9 if rank in killed else 0 for rank in range(ranks)]

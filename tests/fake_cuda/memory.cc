@@ -2,6 +2,7 @@
 #include "memory.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -27,12 +28,23 @@ struct Table {
 
 Table& table() { return immortal<Table>(); }
 
-// The files that this process has made, and the bytes of each device in them.
+// What this process has given back, and others still have open: the file, without a name.
+struct Freed {
+  int fd;
+  int device;
+  std::size_t bytes;
+};
+
+// The files that this process has made, and the bytes of each device in them, with those that it has freed.
 struct Files {
   std::mutex mutex;
   std::set<std::string> names;
   std::map<int, std::size_t> bytes;
+  std::vector<Freed> freed;
 };
+
+// Who maps the file of another process has it locked as long as the mapping is there.
+bool is_open_elsewhere(int fd) { return flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; }
 
 Files& files() { return immortal<Files>(); }
 
@@ -124,14 +136,22 @@ std::shared_ptr<Backing> Backing::open(const std::string& file, int device, std:
 Backing::~Backing() {
   if (!own_) return;
   const std::lock_guard lock(files().mutex);
+  const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC, 0600);
+  if (fd < 0) die("%s is gone: %s", file.c_str(), std::strerror(errno));
   unlink_file(file);
   files().names.erase(file);
+  if (is_open_elsewhere(fd)) {
+    files().freed.push_back({fd, device, bytes});
+    return;
+  }
+  close(fd);
   files().bytes[device] -= bytes;
 }
 
 bool Backing::map(std::uintptr_t start) const {
   const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) return false;
+  if (!own_ && flock(fd, LOCK_SH) != 0) die("%s cannot be locked: %s", file.c_str(), std::strerror(errno));
   void* mapped = mmap(reinterpret_cast<void*>(start), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
   close(fd);
   return mapped != MAP_FAILED;
@@ -219,6 +239,14 @@ Held remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds) {
 
 std::size_t bytes_in_use(int device) {
   const std::lock_guard lock(files().mutex);
+  auto& freed = files().freed;
+  const auto gone = std::remove_if(freed.begin(), freed.end(), [](const Freed& each) {
+    if (is_open_elsewhere(each.fd)) return false;
+    close(each.fd);
+    files().bytes[each.device] -= each.bytes;
+    return true;
+  });
+  freed.erase(gone, freed.end());
   return files().bytes[device];
 }
 

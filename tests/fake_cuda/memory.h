@@ -35,7 +35,7 @@ class Backing {
   static std::shared_ptr<Backing> create(int device, std::size_t bytes);
   // That of another process; null when there is none.
   static std::shared_ptr<Backing> open(const std::string& file, int device, std::size_t bytes);
-  // Gives what this process has made back.
+  // Gives what this process has made back; while others have it open, it stays in use.
   ~Backing();
   Backing(const Backing&) = delete;
   Backing& operator=(const Backing&) = delete;
@@ -86,7 +86,7 @@ bool add_region(const Held& region);
 Held find_region(std::uintptr_t start, std::size_t bytes);
 // Takes out the region of one of these kinds that starts there; null when there is none.
 Held remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds);
-// What is allocated on this device now.
+// What this process has on this device now, with what it has freed and others have open still.
 std::size_t bytes_in_use(int device);
 
 // The region of memory that a GPU may touch, which may be several chunks; dies, naming `what`, when this is none.

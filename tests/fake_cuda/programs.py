@@ -349,6 +349,45 @@ def overlap() -> None:
     together(2, _overlap_rank)
 
 
+def _freed_rank(rank: int, pipes: list[Connection]) -> None:
+    start()
+    (pipe,), opened, free = pipes, c_ulonglong(), c_size_t()
+    if rank == 1:
+        for handle in (Handle.from_buffer_copy(each) for each in pipe.recv()):
+            ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
+        pipe.send("opened")
+        pipe.recv()
+        assert download(opened.value, 8) == b"contents", "it stays until it is closed"
+        ok(cuda.cuIpcCloseMemHandle(opened))
+        pipe.send("closed one")
+        pipe.recv()
+        os.kill(os.getpid(), 9)
+
+    def in_use() -> int:
+        ok(cuda.cuMemGetInfo_v2(byref(free), None))
+        assert counters()[1] == (8 << 30) - free.value
+        return counters()[1]
+
+    before = in_use()
+    one, two = alloc(2 * MIB), upload(b"contents" * (MIB // 8))
+    pipe.send([handle_of(one), handle_of(two)])
+    pipe.recv()
+    for address in (one, two):
+        ok(cuda.cuMemFree_v2(big(address)))
+    assert in_use() == before + 3 * MIB
+    pipe.send("freed")
+    pipe.recv()
+    assert in_use() == before + 2 * MIB
+    pipe.send("end")
+    while in_use() != before:
+        time.sleep(0.01)
+
+
+def freed() -> None:
+    """What others have open stays in use after it was freed, until they close it or end."""
+    together(2, _freed_rank, killed={1})
+
+
 def handles() -> None:
     """Only memory of cuMemAlloc has a handle."""
     start()

@@ -30,7 +30,10 @@ def use(ordinal: int) -> None:
 
 
 def counters() -> list[int]:
-    """Allocations made so far, bytes allocated now, kernels launched, copies made, by this process."""
+    """Allocations made so far, bytes in use now, kernels launched, copies made, by this process.
+
+    Memory that was freed is in use as long as others have it open.
+    """
     numbers = (ctypes.c_long * 4)()
     _cuda.fake_cuda_counters(numbers)
     return list(numbers)

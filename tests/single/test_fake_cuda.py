@@ -55,6 +55,7 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ("programs.py/ipc", TWO),
         ("programs.py/ipc", {**TWO, **SLOW}),
         ("programs.py/overlap", {"FAKE_CUDA_MAPPED_ONCE": "1"}),
+        ("programs.py/freed", {}),
         ("programs.py/handles", {}),
         ("programs.py/stale", {}),
         ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3"}),
