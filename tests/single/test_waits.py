@@ -162,6 +162,7 @@ def test_keras_fit_with_other_numbers_of_steps(run: Callable[..., Finished]) -> 
         """
 import keras
 import dl_comm.keras as dk
+from dl_comm._errors import translate
 mc.init(framework="keras")
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
@@ -175,7 +176,7 @@ try:
     train(24 if mc.get_rank() == 0 else 20)
     mc.average(1.0)
 except Exception as error:
-    print(f"<fit after {time.monotonic() - start:.1f} s: {error}>", flush=True)
+    print(f"<fit after {time.monotonic() - start:.1f} s: {translate(error)}>", flush=True)
 """,
         DL_COMM_MATCH_S="3",
     )
@@ -278,7 +279,7 @@ def test_a_rank_that_never_comes_to_finalize_makes_no_success(run: Callable[...,
         """
 mc.init()
 if mc.get_rank() == 1:
-    time.sleep(60)
+    time.sleep(15)
 """,
         together=False,
         DL_COMM_TIMEOUT_S="3",
