@@ -19,6 +19,7 @@ use super::super::cluster::{Flight, Slice};
 use super::super::{Between, Channel, Job, Lane, Op, Part, PerRank};
 use super::batch::{Batch, Table};
 use super::neighbours::Neighbours;
+use super::path::Wait;
 use super::{Carried, await_event, begin, end, root};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -73,6 +74,11 @@ impl Across {
         let stage = || Stage { batch: Batch::default(), table: Table::new(&near.context) };
         let [pack, add, spread, unpack] = [(); 4].map(|()| stage());
         Across { near, driver, chunk, pack, add, spread, unpack }
+    }
+
+    /// Who waits for the other ranks of the host.
+    pub fn wait(&self) -> Wait {
+        self.near.wait()
     }
 
     /// What everything is enqueued on.

@@ -2,45 +2,76 @@
 //!
 //! A short call takes one shot: every rank copies what it brings into memory of the team's own, which all have open, and
 //! makes the whole result for itself. A long one takes two: the ranks tell each other where their tensors are; each reads
-//! its slice in all of them and writes the mean to all of them, which is the least traffic there is. Between the two the
-//! ranks [meet](super::neighbours). The additions are those of the host, in the order of ranks: same bits.
+//! its slice in all of them and writes the mean to all of them, which is the least traffic there is. Where the tensors of a
+//! rank are in memory that others cannot open (torch's expandable segments, pools), a long call goes in chunks through memory
+//! of the team's own, and each rank adds up its slice of a chunk for all. Between the steps the ranks
+//! [meet](super::neighbours). The additions are those of the host, in the order of ranks: same bits.
 //! Thread rule: used by one thread; the closure of [`Direct::rescue`] may run on any.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::super::{Channel, Job, Op};
 use super::batch::{Batch, Table};
-use super::neighbours::Neighbours;
+use super::neighbours::{Neighbours, Window, all_agree};
 use super::notes::{most, tell};
-use super::peers::{Note, words};
+use super::path::Wait;
+use super::peers::{EXPORT, Note, Places};
 use super::{Carried, begin, end, root};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::plan::slice;
+use crate::error::Result;
+use crate::plan::{Piece, slice};
 use crate::transport::Patience;
-use crate::transport::cuda::{Address, Event, Stream, Work};
+use crate::transport::cuda::{Address, Event, News, Shown, Stream, Work};
 
-/// The numbers that an export takes in a note.
-const EXPORT: usize = 9;
 /// The longest call, in bytes, that takes one shot.
 const SHOT: usize = 256 << 10;
 /// The memory for two of them; less would share a block of the driver's with what else the process has there, and other
 /// processes would see that too.
 pub(super) const BOUNCE: usize = 2 << 20;
+/// A chunk of a call whose tensors the others cannot see, in bytes. Long, for its meeting of the ranks to cost little.
+const CHUNK: usize = 8 << 20;
+/// Places for such chunks: one is packed while another may still be read.
+const CHUNKS: usize = 2;
 
 /// What a rank has for such calls.
 pub(super) struct Direct {
     near: Neighbours,
     shots: usize,
+    shown: Shown,
+    chunks: Chunks,
+    /// How many calls went in chunks.
+    chunked: usize,
     batch: Batch,
     table: Table,
+}
+
+/// The memory for calls in chunks.
+enum Chunks {
+    /// Not needed so far.
+    Unasked,
+    Open(Window),
+    /// A rank could not take it, or not see that of another.
+    Refused,
 }
 
 impl Direct {
     /// For ranks whose memory is open to each other, each with a bounce of [`BOUNCE`] bytes.
     pub fn new(near: Neighbours) -> Direct {
         let table = Table::new(&near.context);
-        Direct { near, shots: 0, batch: Batch::default(), table }
+        let shown = Shown::default();
+        Direct { near, shots: 0, shown, chunks: Chunks::Unasked, chunked: 0, batch: Batch::default(), table }
+    }
+
+    /// Who waits for the other ranks.
+    pub fn wait(&self) -> Wait {
+        self.near.wait()
+    }
+
+    /// How many long calls went in chunks, because the tensors of a rank are in memory that others cannot open.
+    pub fn chunked(&self) -> usize {
+        self.chunked
     }
 
     /// What everything is enqueued on.
@@ -50,7 +81,8 @@ impl Direct {
 
     /// The bytes of device memory that this rank has taken.
     pub fn held(&self) -> usize {
-        self.near.held() + self.table.held()
+        let chunks = if let Chunks::Open(window) = &self.chunks { window.held() } else { 0 };
+        self.near.held() + chunks + self.table.held()
     }
 
     /// Lets the streams of all ranks go on after one was lost.
@@ -71,7 +103,10 @@ impl Direct {
         if total <= SHOT {
             return self.one_shot(channel, job, patience).map(Carried::Enqueued);
         }
-        self.two_shot(channel, job, patience)
+        match self.tell_places(channel, job, patience)? {
+            Some(places) => self.two_shot(channel, job, &places, patience).map(Carried::Enqueued),
+            None => self.in_chunks(channel, job, patience),
+        }
     }
 
     /// Every rank makes the whole result from what all have put into their bounces. Two of them are used in turn: who has
@@ -107,26 +142,69 @@ impl Direct {
         end(job, &self.near.stream)
     }
 
-    /// Every rank writes its slice of the mean to the tensors of all. False when the tensors of a rank are in memory that
-    /// cannot be shown.
-    fn two_shot(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
-        let places = self.places(job, most(channel))?;
-        let imports = &mut self.near.imports;
-        let me = self.near.me;
-        let seen = tell(channel, &places, patience, |told| {
-            let mut all = Vec::with_capacity(told.len());
+    /// Where the tensors of all ranks are, by local rank; `None` when those of a rank are where the others cannot see them.
+    fn tell_places(
+        &mut self,
+        channel: &mut Channel,
+        job: &Job,
+        patience: &Patience<'_>,
+    ) -> Result<Option<Vec<Places>>> {
+        let most = most(channel);
+        let note = self.note(job, most)?;
+        let (seen, me) = (&mut self.near.seen, self.near.me);
+        let (places, news, opened) = tell(channel, &note.write(most), patience, |told| {
+            let (mut places, mut news, mut opened) = (Vec::with_capacity(told.len()), false, true);
             for (rank, words) in told.iter().enumerate() {
                 let note = Note::read(words)?;
+                news |= !note.fresh.is_empty();
                 if rank != me {
-                    imports[rank].hear(&note.fresh, &note.gone)?;
+                    opened &= seen[rank].hear(&note.fresh, &note.gone).is_ok();
                 }
-                all.push(note.places.map(<[u64]>::to_vec));
+                places.push(note.places);
             }
             // Without those of one rank nobody goes this way.
-            Ok(all.into_iter().collect::<Option<Vec<Vec<u64>>>>())
+            Ok((places.into_iter().collect::<Option<Vec<Places>>>(), news, opened))
         })?;
-        let Some(places) = seen else { return Ok(Carried::ThroughHost) };
-        let ranks = self.near.imports.len();
+        if news && !all_agree(channel, opened, patience)? {
+            self.shown.take_back(&note.fresh);
+            return Ok(None);
+        }
+        Ok(places)
+    }
+
+    /// What this rank tells of its tensors.
+    fn note(&mut self, job: &Job, most: usize) -> Result<Note> {
+        let mut exports = self.near.context.exports();
+        exports.forget_freed();
+        let (mut used, mut places, mut visible) = (BTreeMap::new(), Places::default(), true);
+        for tensor in job.plan.tensors() {
+            let (read, written) = job.tensors(0)[tensor].buffer.spans();
+            for span in [read, written] {
+                match exports.locate(span.start as u64, span.len() as u64)? {
+                    Some(export) => {
+                        visible &= places.push(span.start as u64, &export);
+                        used.insert(export.id, export);
+                    }
+                    None => visible = false,
+                }
+            }
+        }
+        // What does not fit is told with a later call, and until then the tensors are not visible.
+        let room = (most - 4) / (1 + EXPORT);
+        let News { fresh, gone, whole } = self.shown.news(&used, &exports.ids(), room);
+        Ok(Note { fresh, gone, places: Some(places).filter(|_| visible && whole) })
+    }
+
+    /// Every rank writes its slice of the mean to the tensors of all, which are at `places`.
+    fn two_shot(
+        &mut self,
+        channel: &mut Channel,
+        job: &Job,
+        places: &[Places],
+        patience: &Patience<'_>,
+    ) -> Result<Event> {
+        let ranks = self.near.seen.len();
+        let me = self.near.me;
         let root = root(job, &channel.topology);
         let total = job.plan.total();
         let part = match root {
@@ -146,9 +224,8 @@ impl Direct {
                     (true, 0) => read.start as u64,
                     (true, _) => written.start as u64,
                     (false, _) => {
-                        let place = places[rank].get(2 * piece.place + which);
-                        let place = place.ok_or_else(|| Error::Internal("a place is missing".into()))?;
-                        self.near.imports[rank].at(*place)?
+                        let (export, offset) = places[rank].at(2 * piece.place + which)?;
+                        self.near.seen[rank].at(export)? + offset
                     }
                 };
                 Ok(start + skip)
@@ -167,6 +244,64 @@ impl Direct {
         self.near.meet(channel, patience)?;
         self.launch(job, patience)?;
         self.near.meet(channel, patience)?;
+        end(job, &self.near.stream)
+    }
+
+    /// A chunk at a time: all pack it; each adds its slice up and writes the mean to the packed chunks of all; all unpack it,
+    /// after the meeting for the next one. Of a broadcast the root packs, and the others copy. After the last meeting nobody
+    /// reads what another rank may write in its next call.
+    fn in_chunks(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
+        if matches!(self.chunks, Chunks::Unasked) {
+            let window = self.near.window(channel, CHUNKS * CHUNK, patience)?;
+            self.chunks = window.map_or(Chunks::Refused, Chunks::Open);
+        }
+        let Chunks::Open(window) = &self.chunks else { return Ok(Carried::ThroughHost) };
+        let at = window.at.clone();
+        self.chunked += 1;
+        let total = job.plan.total();
+        let (me, ranks) = (self.near.me, at.len());
+        let root = root(job, &channel.topology);
+        let chunks = total.div_ceil(CHUNK);
+        let range = |chunk: usize| chunk * CHUNK..total.min((chunk + 1) * CHUNK);
+        // Pieces of a chunk, whose offsets are in its place.
+        let pieces = |chunk: usize, bytes: Range<usize>| {
+            let place = chunk % CHUNKS * CHUNK;
+            let within = move |piece: Piece| Piece { offset: piece.offset - chunk * CHUNK + place, ..piece };
+            job.plan.pieces_of_all(bytes).map(within)
+        };
+        begin(job, &self.near.stream)?;
+        for turn in 0..=chunks {
+            let comes = (turn < chunks).then_some(turn);
+            if let Some(chunk) = comes.filter(|_| root.is_none_or(|root| root == me)) {
+                let bytes = range(chunk);
+                let len = bytes.len();
+                self.batch.copies(pieces(chunk, bytes), job.tensors(0), len, at[me], false);
+                // SAFETY: the tensors are the call's; the place is free, since all ranks have met after they used it.
+                unsafe { self.table.copy(&self.batch, &self.near.stream, patience) }?;
+            }
+            self.near.meet(channel, patience)?;
+            if let (Some(chunk), None) = (comes, root) {
+                let part = slice(range(chunk), me, ranks);
+                self.batch.start(ranks, ranks, part.len());
+                for piece in pieces(chunk, part) {
+                    let dtype = job.tensors(0)[piece.tensor].buffer.dtype();
+                    let places = || at.iter().map(|start| start + piece.offset as Address);
+                    self.batch.add(dtype, piece.count, places(), places());
+                }
+                self.launch(job, patience)?;
+            }
+            let (goes, from) = match root {
+                None => (turn.checked_sub(1), me),
+                Some(root) => (comes, root),
+            };
+            if let Some(chunk) = goes.filter(|_| root != Some(me) || !job.is_in_place()) {
+                let bytes = range(chunk);
+                let len = bytes.len();
+                self.batch.copies(pieces(chunk, bytes), job.tensors(0), len, at[from], true);
+                // SAFETY: as above; what is read was written before all ranks met.
+                unsafe { self.table.copy(&self.batch, &self.near.stream, patience) }?;
+            }
+        }
         end(job, &self.near.stream).map(Carried::Enqueued)
     }
 
@@ -179,37 +314,6 @@ impl Direct {
             if copies { kernels.copy(work, stream) } else { kernels.average(dtype, precise, work, stream) }
         };
         self.table.run(&self.batch, job.divisor(), stream, patience, start)
-    }
-
-    /// What this rank tells of its tensors: see [`Note`].
-    fn places(&mut self, job: &Job, most: usize) -> Result<Vec<u64>> {
-        self.near.exports.begin();
-        let mut places = Vec::with_capacity(2 * job.plan.tensors().len());
-        let mut visible = true;
-        for tensor in job.plan.tensors() {
-            let (read, written) = job.tensors(0)[tensor].buffer.spans();
-            for span in [read, written] {
-                match self.near.exports.locate(span.start as u64, span.len() as u64)? {
-                    Some(place) => places.push(place),
-                    None => visible = false,
-                }
-            }
-        }
-        // What does not fit is told with a later call, and until then the tensors are not visible.
-        let room = (most - 3) / (1 + EXPORT);
-        let (fresh, gone) = self.near.exports.news(room);
-        visible &= !self.near.exports.has_news();
-        let mut note: Vec<u64> = vec![0, fresh.len() as u64, gone.len() as u64];
-        for export in &fresh {
-            note.push(export.number.into());
-            note.extend(words(&export.handle));
-        }
-        note.extend(gone.iter().map(|&number| u64::from(number)));
-        if visible && note.len() + places.len() <= most {
-            note[0] = 1;
-            note.extend(places);
-        }
-        Ok(note)
     }
 }
 

@@ -91,25 +91,39 @@ impl Gpus {
     /// those of the transports.
     pub fn new(channel: &mut Channel, job: &Job, settings: DeviceSettings, patience: &Patience<'_>) -> Result<Gpus> {
         let context = Arc::clone(producer(job)?.context());
-        let facts = Facts::gather(&context);
+        let mut facts = Facts::gather(&context);
         let topology = Arc::clone(&channel.topology);
-        let decide = |told: &Told| path::decide(told, settings.path, &topology).encode();
-        let text = rounds::round(channel, &facts.encode(), patience, decide)?;
-        let decision = path::Decision::decode(&text)?;
-        let made = match decision.path {
-            Path::Alone => Ok(Way::Alone(Stream::new(&context)?)),
-            Path::Staged => Ok(Way::Staged),
-            Path::Nccl => Ok(Way::Ring(Box::new(Ring::new(channel, &context, patience)?))),
-            Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, Ok(()), patience)?
-                .map(|(near, ())| Way::Direct(Box::new(Direct::new(near)))),
-            Path::Across(wait) => {
-                let driver = Driver::new(&context, &topology, settings.chunk);
-                let bounce = (across::PLACES * settings.chunk).max(direct::BOUNCE);
-                Neighbours::new(channel, &context, wait, bounce, driver, patience)?
-                    .map(|(near, driver)| Way::Across(Box::new(Across::new(near, driver, settings.chunk))))
-            }
+        let (decision, made) = loop {
+            let decide = |told: &Told| path::decide(told, settings.path, &topology).encode();
+            let text = rounds::round(channel, &facts.encode(), patience, decide)?;
+            let decision = path::Decision::decode(&text)?;
+            let made = match decision.path {
+                Path::Alone => Ok(Way::Alone(Stream::new(&context)?)),
+                Path::Staged => Ok(Way::Staged),
+                Path::Nccl => match Ring::new(channel, &context, patience)? {
+                    Ok(ring) => Ok(Way::Ring(Box::new(ring))),
+                    Err(why) => {
+                        // On one rank at least. Without NCCL there is another path, or a refusal.
+                        if let Some(why) = why {
+                            facts.lacks_nccl(&why);
+                        }
+                        continue;
+                    }
+                },
+                Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, Ok(()), patience)?
+                    .map(|(near, ())| Way::Direct(Box::new(Direct::new(near)))),
+                Path::Across(wait) => {
+                    let driver = Driver::new(&context, &topology, settings.chunk);
+                    let bounce = (across::PLACES * settings.chunk).max(direct::BOUNCE);
+                    Neighbours::new(channel, &context, wait, bounce, driver, patience)?
+                        .map(|(near, driver)| Way::Across(Box::new(Across::new(near, driver, settings.chunk))))
+                }
+            };
+            break (decision, made);
         };
         let (path, why, way) = match made {
+            Ok(Way::Direct(direct)) => (Path::Ipc(direct.wait()), decision.why, Way::Direct(direct)),
+            Ok(Way::Across(across)) => (Path::Across(across.wait()), decision.why, Way::Across(across)),
             Ok(way) => (decision.path, decision.why, way),
             // All ranks know of it.
             Err(why) if settings.path == Wanted::Auto => (Path::Staged, why, Way::Staged),
@@ -132,6 +146,10 @@ impl Gpus {
             "gpu_name": self.context.name(),
             "gpu_uuid": self.context.uuid(),
             "mps": mps(),
+            "calls_in_chunks": match &self.way {
+                Way::Direct(direct) => Some(direct.chunked()),
+                _ => None,
+            },
             "nccl": nccl_version().ok().filter(|_| self.path == Path::Nccl),
         })
     }

@@ -13,11 +13,12 @@ use std::sync::atomic::Ordering;
 use super::super::{Channel, rounds};
 use super::notes::tell;
 use super::path::Wait;
-use super::peers::{Flags, Own, PAGE, handle, words};
+use super::peers::{Flags, Own, PAGE, Page, export, export_words, exported};
 use super::{LAST, await_event, has_ended, within};
 use crate::error::{Error, Result};
+use crate::topology::Topology;
 use crate::transport::Patience;
-use crate::transport::cuda::{Address, Context, DeviceMemory, Export, Exports, Imports, Pinned, Stream};
+use crate::transport::cuda::{Address, Context, DeviceMemory, Seen, Stream};
 
 pub(super) struct Neighbours {
     pub context: Arc<Context>,
@@ -26,13 +27,29 @@ pub(super) struct Neighbours {
     /// The own local rank.
     pub me: usize,
     flags: Arc<Flags>,
-    pub exports: Exports,
     /// By local rank; nothing is in the own.
-    pub imports: Vec<Imports>,
+    pub seen: Vec<Seen>,
     bounce: DeviceMemory,
     /// Where the ranks' bounces are, by local rank.
     pub bounces: Vec<Address>,
 }
+
+/// Memory of each rank that all ranks of the host see.
+pub(super) struct Window {
+    own: DeviceMemory,
+    /// By local rank.
+    pub at: Vec<Address>,
+}
+
+impl Window {
+    /// The bytes of device memory that this rank has taken.
+    pub fn held(&self) -> usize {
+        self.own.bytes()
+    }
+}
+
+/// In a round, of a rank whose stream cannot wait for the others.
+const HOST_WAITS: &str = "the host waits";
 
 impl Neighbours {
     /// Opens the ranks' memory to each other, each with a bounce of `bytes`, and gives `more` back with it. Where one of them, on
@@ -51,65 +68,94 @@ impl Neighbours {
         let _entered = context.enter()?;
         let own = more.and_then(|more| Ok((Own::new(channel, context, bytes)?, more)));
         let mine: Vec<u64> = match &own {
-            Ok((own, _)) => [own.place].into_iter().chain(words(&own.export.handle)).collect(),
+            Ok((own, _)) => [own.place].into_iter().chain(export_words(&own.export)).collect(),
             Err(_) => Vec::new(),
         };
-        let me = channel.topology.local_rank();
+        let topology = Arc::clone(&channel.topology);
         let made = tell(channel, &mine, patience, |told| {
-            Ok(own.and_then(|(own, more)| Ok((Neighbours::open(context, wait, me, own, told)?, more))))
+            Ok(own.and_then(|(own, more)| Ok((Neighbours::open(context, wait, &topology, own, told)?, more))))
         })?;
-        let why = made.as_ref().err().map_or(String::new(), |error| error.detail().to_owned());
-        let why = rounds::round(channel, &why, patience, |told| {
-            let failed = told.iter().find(|(_, why)| !why.is_empty());
-            failed.map_or(String::new(), |(rank, why)| format!("rank {rank}: {why}"))
+        let mine = match &made {
+            Ok((near, _)) if near.wait == Wait::Host => HOST_WAITS.to_owned(),
+            Ok(_) => String::new(),
+            Err(error) => error.detail().to_owned(),
+        };
+        let told = rounds::round(channel, &mine, patience, |told| {
+            let failed = told.iter().find(|(_, words)| !words.is_empty() && words != HOST_WAITS);
+            match failed {
+                Some((rank, why)) => format!("rank {rank}: {why}"),
+                None if told.iter().any(|(_, words)| words == HOST_WAITS) => HOST_WAITS.to_owned(),
+                None => String::new(),
+            }
         })?;
         Ok(match made {
-            Ok(opened) if why.is_empty() => Ok(opened),
+            Ok((mut near, more)) if told.is_empty() || told == HOST_WAITS => {
+                near.wait = if told.is_empty() { Wait::Stream } else { Wait::Host };
+                Ok((near, more))
+            }
             Ok((near, _)) => {
                 // Some of the others may not be there to wait for.
                 near.flags.release();
-                Err(why)
+                Err(told)
             }
-            Err(_) => Err(why),
+            Err(_) => Err(told),
         })
     }
 
-    fn open(context: &Arc<Context>, wait: Wait, me: usize, own: Own, told: &[&[u64]]) -> Result<Neighbours> {
-        let Own { shared, bounce, exports, place: _, export: _ } = own;
-        let mut flags = Flags::default();
-        let mut imports = Vec::new();
-        let mut bounces = Vec::new();
+    fn open(
+        context: &Arc<Context>,
+        mut wait: Wait,
+        topology: &Topology,
+        own: Own,
+        told: &[&[u64]],
+    ) -> Result<Neighbours> {
+        let me = topology.local_rank();
+        let Own { shared, bounce, place: _, export: _ } = own;
+        let mut pages = Vec::new();
         for (rank, words) in told.iter().enumerate() {
-            let [place, numbers @ ..] = words else {
+            let [place, ..] = words else {
                 return Err(Error::System("another rank cannot show its memory".into()));
             };
-            let mut seen = Imports::new(context);
-            if rank == me {
-                bounces.push(bounce.address());
-            } else {
-                let handle = handle(numbers).ok_or_else(|| Error::Internal("a handle is cut off".into()))?;
-                seen.hear(&[Export { number: 0, handle }], &[])?;
-                bounces.push(seen.at(0)?);
-            }
-            imports.push(seen);
             let unseen = || Error::Internal("a rank's page of flags is not where the others see it".into());
             let memory = shared.at(rank, *place, PAGE).ok_or_else(unseen)?;
             // SAFETY: the arena stays mapped, and its owner keeps the page until its team ends.
-            flags.pages.push(unsafe { Pinned::new(context, memory, PAGE) }?);
+            pages.push(unsafe { Page::new(context, memory) });
         }
+        let mut seen: Vec<Seen> = topology.local_ranks().iter().map(|&rank| Seen::new(context, rank)).collect();
+        let exports: Vec<&[u64]> = told.iter().map(|words| &words[1..]).collect();
+        let bounces = addresses(&mut seen, me, bounce.address(), &exports)?;
         let stream = Stream::new(context)?;
-        if wait == Wait::Stream {
-            // Here the numbers are in memory that other processes share, which a driver may treat in another way.
-            let page = &flags.pages[me];
-            // SAFETY: the page is pinned as long as the stream lives.
-            unsafe { stream.write_number(page.address(), 0).and_then(|()| stream.wait_for_number(page.address(), 0)) }?;
-            let event = stream.record()?;
-            if !within(LAST, || event.has_come().unwrap_or(false)) {
-                return Err(Error::System("its stream does not see numbers in shared memory".into()));
-            }
+        let flags = Flags::new(context, pages)?;
+        if wait == Wait::Stream && !sees_pages(&stream, &flags, me)? {
+            wait = Wait::Host;
         }
-        let context = Arc::clone(context);
-        Ok(Neighbours { context, stream, wait, me, flags: Arc::new(flags), exports, imports, bounce, bounces })
+        Ok(Neighbours { context: Arc::clone(context), stream, wait, me, flags: Arc::new(flags), seen, bounce, bounces })
+    }
+
+    /// Takes `bytes` on each rank for all ranks to see; `None` on all of them where that fails on one.
+    ///
+    /// # Errors
+    /// Those of the transports.
+    pub fn window(&mut self, channel: &mut Channel, bytes: usize, patience: &Patience<'_>) -> Result<Option<Window>> {
+        let own = exported(&self.context, bytes).ok();
+        let mine: Vec<u64> = own.iter().flat_map(|(_, export)| export_words(export)).collect();
+        let (seen, me) = (&mut self.seen, self.me);
+        let made = tell(channel, &mine, patience, |told| {
+            Ok(own.and_then(|(own, _)| Some(Window { at: addresses(seen, me, own.address(), told).ok()?, own })))
+        })?;
+        let all = all_agree(channel, made.is_some(), patience)?;
+        Ok(made.filter(|_| all))
+    }
+
+    /// Who waits for the other ranks.
+    pub fn wait(&self) -> Wait {
+        self.wait
+    }
+
+    /// Where the GPU finds the number that ends kernels when a rank was lost.
+    #[allow(dead_code)]
+    pub fn stop_address(&self) -> Address {
+        self.flags.stop_address()
     }
 
     /// The bytes of device memory that this rank has taken.
@@ -133,12 +179,12 @@ impl Neighbours {
         match self.wait {
             Wait::Stream => {
                 // SAFETY: the page is pinned as long as the stream lives.
-                unsafe { self.stream.write_number(self.flags.pages[self.me].address(), step) }?;
+                unsafe { self.stream.write_number(self.flags.pages[self.me].address()?, step) }?;
                 // Now all have enqueued what the others wait for.
                 tell(channel, &[], patience, |_| Ok(()))?;
                 for (_, page) in self.flags.pages.iter().enumerate().filter(|(rank, _)| *rank != self.me) {
                     // SAFETY: as above.
-                    unsafe { self.stream.wait_for_number(page.address(), step) }?;
+                    unsafe { self.stream.wait_for_number(page.address()?, step) }?;
                 }
                 Ok(())
             }
@@ -149,6 +195,40 @@ impl Neighbours {
             }
         }
     }
+}
+
+/// Whether the stream writes to the own page and waits for it: it is memory that processes share, which a driver may refuse to
+/// pin or treat in another way than memory of its own.
+fn sees_pages(stream: &Stream, flags: &Flags, me: usize) -> Result<bool> {
+    if flags.pages.iter().any(|page| page.address().is_err()) {
+        return Ok(false);
+    }
+    let address = flags.pages[me].address()?;
+    // SAFETY: the page is pinned as long as the stream lives.
+    unsafe { stream.write_number(address, 0).and_then(|()| stream.wait_for_number(address, 0)) }?;
+    let event = stream.record()?;
+    Ok(within(LAST, || event.has_come().unwrap_or(false)))
+}
+
+/// Where memory of each rank is in this process: `own`, and what the others told, each an export in numbers.
+fn addresses(seen: &mut [Seen], me: usize, own: Address, told: &[&[u64]]) -> Result<Vec<Address>> {
+    let address = |(rank, words): (usize, &&[u64])| {
+        if rank == me {
+            return Ok(own);
+        }
+        let export = export(words).ok_or_else(|| Error::System("another rank cannot show its memory".into()))?;
+        seen[rank].hear(&[export], &[])?;
+        seen[rank].at(export.id)
+    };
+    told.iter().enumerate().map(address).collect()
+}
+
+/// Whether `mine` is true on all ranks of the host.
+///
+/// # Errors
+/// Those of the transports.
+pub(super) fn all_agree(channel: &mut Channel, mine: bool, patience: &Patience<'_>) -> Result<bool> {
+    tell(channel, &[u64::from(mine)], patience, |told| Ok(told.iter().all(|words| words == &[1])))
 }
 
 impl Drop for Neighbours {

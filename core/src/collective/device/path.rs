@@ -109,9 +109,13 @@ pub(super) struct Facts {
 impl Facts {
     /// Those of this process.
     pub fn gather(context: &Arc<Context>) -> Facts {
-        // All that a rank tells has to fit a text of a round; the log of a compiler does not.
-        let words = |error: Error| error.detail().chars().take(300).collect();
+        let words = |error: Error| shortened(error.detail());
         Facts { uuid: context.uuid(), nccl: nccl_version().map_err(words), ipc: probe(context).map_err(words) }
+    }
+
+    /// NCCL has refused on this rank.
+    pub fn lacks_nccl(&mut self, why: &str) {
+        self.nccl = Err(shortened(why));
     }
 
     pub fn encode(&self) -> String {
@@ -140,6 +144,11 @@ impl Facts {
         };
         Some(Facts { uuid: value[0].as_str()?.to_owned(), nccl, ipc })
     }
+}
+
+/// All that a rank tells has to fit a text of a round; the log of a compiler does not.
+fn shortened(words: &str) -> String {
+    words.chars().take(300).collect()
 }
 
 /// What the ranks do.

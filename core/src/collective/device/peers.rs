@@ -11,26 +11,70 @@ use super::path::Wait;
 use super::{LAST, within};
 use crate::error::{Error, Result};
 use crate::transport::arena::Shared;
-use crate::transport::cuda::{Context, DeviceMemory, Export, Exports, HostMemory, Pinned, Stream};
+use crate::transport::cuda::{Address, Context, DeviceMemory, Export, HostMemory, Pinned, Stream};
 
 /// A page, in which a rank's number is.
 pub(super) const PAGE: usize = 4096;
 
-/// The numbers that the ranks of a host have come to, in memory that all of them and their GPUs see. The own page is not given
-/// back when the team ends: another rank may look at it later than that.
-#[derive(Default)]
+/// The page of a rank, in memory that all ranks of the host see.
+pub(super) struct Page {
+    memory: *mut u8,
+    /// `None` where the file system's pages cannot be pinned: then no GPU sees it.
+    pinned: Option<Pinned>,
+}
+
+// SAFETY: an address in memory that may be used from any thread.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+impl Page {
+    /// # Safety
+    /// There are [`PAGE`] bytes, on a page of their own, which outlive this.
+    pub unsafe fn new(context: &Arc<Context>, memory: *mut u8) -> Page {
+        // SAFETY: the caller's promise.
+        Page { memory, pinned: unsafe { Pinned::new(context, memory, PAGE) }.ok() }
+    }
+
+    /// Where the GPU sees it.
+    ///
+    /// # Errors
+    /// [`Error::System`] where it does not.
+    pub fn address(&self) -> Result<Address> {
+        let unseen = || Error::System("the GPU does not see the host memory that the ranks share".into());
+        self.pinned.as_ref().map(Pinned::address).ok_or_else(unseen)
+    }
+}
+
+/// The numbers that the ranks of a host have come to, in memory that all of them and, where it can be pinned, their GPUs see.
+/// The own page is not given back when the team ends: another rank may look at it later than that.
 pub(super) struct Flags {
     /// By local rank.
-    pub pages: Vec<Pinned>,
+    pub pages: Vec<Page>,
     /// The number of the last meeting of this rank.
     pub step: AtomicU32,
     released: AtomicBool,
+    /// Not 0 when kernels of this rank are to end: after a rank was lost, the memory of others may not be there any more.
+    stop: HostMemory,
 }
 
 impl Flags {
+    pub fn new(context: &Arc<Context>, pages: Vec<Page>) -> Result<Flags> {
+        let stop = HostMemory::new(context, PAGE)?;
+        // SAFETY: the page is this one's alone, and no GPU knows of it yet.
+        unsafe { stop.memory().cast::<u32>().write(0) };
+        Ok(Flags { pages, step: AtomicU32::new(0), released: AtomicBool::new(false), stop })
+    }
+
     fn number(&self, rank: usize) -> &AtomicU32 {
         // SAFETY: the page is mapped as long as this lives, and holds nothing else.
-        unsafe { &*self.pages[rank].memory().cast::<AtomicU32>() }
+        unsafe { &*self.pages[rank].memory.cast::<AtomicU32>() }
+    }
+
+    /// Where the GPU finds the number that ends kernels.
+    #[allow(dead_code)]
+    pub fn stop_address(&self) -> Address {
+        self.stop.address()
     }
 
     /// Raises the number of this rank, `me`, when its stream has ended.
@@ -49,6 +93,8 @@ impl Flags {
     /// other ranks that go on set their numbers back to what they have come to.
     pub fn release(&self) {
         self.released.store(true, Ordering::Relaxed);
+        // SAFETY: the number is in memory of its own, which GPUs only read.
+        unsafe { &*self.stop.memory().cast::<AtomicU32>() }.store(1, Ordering::SeqCst);
         let far = self.step.load(Ordering::Relaxed).wrapping_add(1 << 30);
         (0..self.pages.len()).for_each(|rank| self.number(rank).store(far, Ordering::Release));
     }
@@ -64,7 +110,7 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<Wait> {
     let _entered = context.enter()?;
     context.kernels()?;
     let memory = DeviceMemory::new(context, PAGE)?;
-    if Exports::default().locate(memory.address(), 1)?.is_none() {
+    if context.exports().locate(memory.address(), 1)?.is_none() {
         return Err(Error::System("its memory cannot be shown to other processes (cuIpcGetMemHandle)".into()));
     }
     let stream = Stream::new(context)?;
@@ -77,17 +123,23 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<Wait> {
     Ok(if came { Wait::Stream } else { Wait::Host })
 }
 
-/// A handle in numbers, as ranks tell it.
-pub(super) fn words(handle: &[u8; 64]) -> impl Iterator<Item = u64> {
-    handle.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
+/// The numbers that an export takes.
+pub(super) const EXPORT: usize = 3 + 8;
+
+/// An export in numbers, as ranks tell it.
+pub(super) fn export_words(export: &Export) -> impl Iterator<Item = u64> {
+    let handle = export.handle.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
+    [export.id, export.start, export.len].into_iter().chain(handle)
 }
 
-/// The handle that these are the numbers of.
-pub(super) fn handle(words: &[u64]) -> Option<[u8; 64]> {
+/// The export that these are the numbers of.
+pub(super) fn export(words: &[u64]) -> Option<Export> {
+    let (&[id, start, len], words) = words.split_first_chunk::<3>()?;
+    start.checked_add(len)?;
     let mut handle = [0; 64];
     let words = words.get(..8)?;
     handle.as_chunks_mut::<8>().0.iter_mut().zip(words).for_each(|(bytes, word)| *bytes = word.to_le_bytes());
-    Some(handle)
+    Some(Export { id, start, len, handle })
 }
 
 /// What is the rank's own before the others come in.
@@ -97,7 +149,6 @@ pub(super) struct Own {
     pub shared: Arc<dyn Shared>,
     /// Memory that the others may read.
     pub bounce: DeviceMemory,
-    pub exports: Exports,
     pub export: Export,
 }
 
@@ -106,36 +157,102 @@ impl Own {
     pub fn new(channel: &Channel, context: &Arc<Context>, bytes: usize) -> Result<Own> {
         let none = || Error::System("the ranks of the host share no memory".into());
         let shared = channel.node.node().shared_memory().ok_or_else(none)?;
-        let bounce = DeviceMemory::new(context, bytes)?;
-        let mut exports = Exports::default();
-        exports.locate(bounce.address(), 1)?;
-        let export = exports.news(1).0.pop().ok_or_else(|| Error::System("GPU memory cannot be exported".into()))?;
+        let (bounce, export) = exported(context, bytes)?;
         let start = shared.take(PAGE)?.addr();
         let place = shared.locate(start..start + PAGE).ok_or_else(none)?;
-        Ok(Own { place, shared, bounce, exports, export })
+        Ok(Own { place, shared, bounce, export })
     }
 }
 
-/// What a rank tells before a call of two shots: whether there are places; how many exports are new and how many gone; the
-/// new ones (number and handle), the numbers of those that are gone, and two places for each tensor: read and written.
-pub(super) struct Note<'a> {
-    pub fresh: Vec<Export>,
-    pub gone: Vec<u32>,
-    pub places: Option<&'a [u64]>,
+/// Takes `bytes` of the GPU that other processes can see.
+pub(super) fn exported(context: &Arc<Context>, bytes: usize) -> Result<(DeviceMemory, Export)> {
+    let memory = DeviceMemory::new(context, bytes)?;
+    let mut exports = context.exports();
+    exports.forget_freed();
+    let none = || Error::System("GPU memory cannot be exported".into());
+    let export = exports.locate(memory.address(), bytes as u64)?.ok_or_else(none)?;
+    Ok((memory, export))
 }
 
-impl Note<'_> {
-    pub fn read(words: &[u64]) -> Result<Note<'_>> {
+/// Bits of a tensor's place that tell how far it is from the start of its export.
+const WITHIN: u32 = 44;
+
+/// Where tensors are: an export of their rank each, and how far from its start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Places {
+    /// The exports.
+    ids: Vec<u64>,
+    /// For each tensor the index of an export, and the offset: [`WITHIN`] bits.
+    places: Vec<u64>,
+}
+
+impl Places {
+    /// Adds the place `address` in `export`; false when there is no number for it.
+    #[must_use]
+    pub fn push(&mut self, address: Address, export: &Export) -> bool {
+        let index = match self.ids.iter().rposition(|&id| id == export.id) {
+            Some(index) => index,
+            None => {
+                self.ids.push(export.id);
+                self.ids.len() - 1
+            }
+        };
+        let offset = address - export.start;
+        self.places.push((index as u64) << WITHIN | offset);
+        index >> (u64::BITS - WITHIN) == 0 && offset >> WITHIN == 0
+    }
+
+    /// The export and the offset of place `index`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when there is none.
+    pub fn at(&self, index: usize) -> Result<(u64, u64)> {
+        let find = || {
+            let place = *self.places.get(index)?;
+            let id = *self.ids.get(usize::try_from(place >> WITHIN).ok()?)?;
+            Some((id, place & ((1 << WITHIN) - 1)))
+        };
+        find().ok_or_else(|| Error::Internal("a place is missing".into()))
+    }
+}
+
+/// What a rank tells before a call of two shots: which exports are new and which were freed, and, if the others can see all of
+/// its tensors, two places for each: read and written.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Note {
+    pub fresh: Vec<Export>,
+    pub gone: Vec<u64>,
+    pub places: Option<Places>,
+}
+
+impl Note {
+    /// In numbers, at most `most` of them: places that do not fit are left out. `fresh` and `gone` have to fit.
+    pub fn write(&self, most: usize) -> Vec<u64> {
+        let mut words = vec![0, self.fresh.len() as u64, self.gone.len() as u64, 0];
+        words.extend(self.fresh.iter().flat_map(export_words));
+        words.extend(&self.gone);
+        if let Some(Places { ids, places }) = &self.places
+            && words.len() + ids.len() + places.len() <= most
+        {
+            words[0] = 1;
+            words[3] = ids.len() as u64;
+            words.extend(ids);
+            words.extend(places);
+        }
+        words
+    }
+
+    pub fn read(words: &[u64]) -> Result<Note> {
         let parse = || {
-            let (&[visible, fresh, gone], rest) = words.split_first_chunk::<3>()?;
-            let (news, rest) = rest.split_at_checked(usize::try_from(fresh).ok()?.checked_mul(9)?)?;
-            let (gone, rest) = rest.split_at_checked(usize::try_from(gone).ok()?)?;
-            let export =
-                |words: &[u64]| Some(Export { number: u32::try_from(words[0]).ok()?, handle: handle(&words[1..])? });
+            let (&[visible, fresh, gone, ids], rest) = words.split_first_chunk::<4>()?;
+            let number = |number: u64| usize::try_from(number).ok();
+            let (news, rest) = rest.split_at_checked(number(fresh)?.checked_mul(EXPORT)?)?;
+            let (gone, rest) = rest.split_at_checked(number(gone)?)?;
+            let (ids, places) = rest.split_at_checked(number(ids)?)?;
             Some(Note {
-                fresh: news.chunks_exact(9).map(export).collect::<Option<_>>()?,
-                gone: gone.iter().map(|&number| u32::try_from(number).ok()).collect::<Option<_>>()?,
-                places: (visible == 1).then_some(rest),
+                fresh: news.chunks_exact(EXPORT).map(export).collect::<Option<_>>()?,
+                gone: gone.to_vec(),
+                places: (visible == 1).then(|| Places { ids: ids.to_vec(), places: places.to_vec() }),
             })
         };
         parse().ok_or_else(|| Error::Internal("what a rank told of its memory is not legible".into()))
@@ -143,23 +260,44 @@ impl Note<'_> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
+    fn note() -> Note {
+        let mut handle = [0; 64];
+        handle.iter_mut().zip(0..).for_each(|(byte, index)| *byte = index);
+        let export = Export { id: u64::MAX, start: 1 << 40, len: 1 << 30, handle };
+        let other = Export { id: 7, start: 4096, len: 1 << 43, handle };
+        let mut places = Places::default();
+        assert!(places.push((1 << 40) + 5, &export));
+        assert!(places.push(4096 + (1 << 43) - 1, &other));
+        assert!(places.push(1 << 40, &export));
+        Note { fresh: vec![export], gone: vec![3, 4], places: Some(places) }
+    }
+
     #[test]
     fn notes_are_read_as_they_were_written_and_cut_ones_refused() {
-        let mut bytes = [0; 64];
-        bytes.iter_mut().zip(0..).for_each(|(byte, index)| *byte = index);
-        let mut note = vec![1, 1, 2, 5];
-        note.extend(words(&bytes));
-        note.extend([3, 4, 100, 200]);
-        let read = Note::read(&note).unwrap();
-        assert_eq!((read.fresh[0].number, read.fresh[0].handle), (5, bytes));
-        assert_eq!((&read.gone[..], read.places), (&[3, 4][..], Some(&[100, 200][..])));
-        note[0] = 0;
-        assert_eq!(Note::read(&note).unwrap().places, None);
-        for len in 0..14 {
-            assert!(Note::read(&note[..len]).is_err(), "{len}");
+        let note = note();
+        let words = note.write(1000);
+        let read = Note::read(&words).unwrap();
+        assert_eq!(read, note);
+        let places = read.places.unwrap();
+        let found: Vec<_> = (0..3).map(|index| places.at(index).unwrap()).collect();
+        assert_eq!(found, [(u64::MAX, 5), (7, (1 << 43) - 1), (u64::MAX, 0)]);
+        assert!(places.at(3).is_err());
+        for len in 0..4 + EXPORT + 2 + 2 {
+            assert!(Note::read(&words[..len]).is_err(), "{len}");
         }
+    }
+
+    #[test]
+    fn places_that_do_not_fit_are_left_out() {
+        let note = note();
+        let whole = note.write(1000).len();
+        assert_eq!(Note::read(&note.write(whole)).unwrap(), note);
+        let cut = note.write(whole - 1);
+        assert!(cut.len() < whole);
+        assert_eq!(Note::read(&cut).unwrap(), Note { places: None, ..note });
     }
 }

@@ -5,6 +5,7 @@
 //! Thread rule: used by one thread; the closure of [`Ring::rescue`] may run on any.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::super::job::lengths;
 use super::super::{Channel, Job, Op, rounds};
@@ -24,6 +25,13 @@ const FEW: usize = 4;
 /// The bytes of the bucket.
 const BUCKET: usize = 16 << 20;
 
+/// How far a rank's communicator is, as the ranks tell each other.
+const STARTS: &str = "starts";
+const READY: &str = "ready";
+const FAILED: &str = "failed";
+/// The longest sleep between two looks at it.
+const LONGEST_NAP: Duration = Duration::from_millis(10);
+
 /// What a rank has for calls by NCCL.
 pub(super) struct Ring {
     stream: Stream,
@@ -35,28 +43,54 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Makes the communicator of a team, by an id that rank 0 makes and tells the others.
+    /// Makes the communicator of a team, by an id that rank 0 makes and tells the others. Where NCCL refuses on a rank (slices of
+    /// one GPU by MIG, a small /dev/shm), no rank has one: the inner error is why this rank has none, if it is the reason.
     ///
     /// # Errors
-    /// Those of NCCL and of the transports, and when the patience ends.
-    pub fn new(channel: &mut Channel, context: &Arc<Context>, patience: &Patience<'_>) -> Result<Ring> {
+    /// Those of the transports, and when the patience ends.
+    pub fn new(
+        channel: &mut Channel,
+        context: &Arc<Context>,
+        patience: &Patience<'_>,
+    ) -> Result<std::result::Result<Ring, Option<String>>> {
         let _entered = context.enter()?;
         let (rank, size) = (channel.topology.rank(), channel.topology.size());
         let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
         let text = mine.as_ref().map_or(String::new(), UniqueId::to_text);
         let told = rounds::round(channel, &text, patience, |told| told[0].1.clone())?;
-        let id = mine.and_then(|_| {
-            UniqueId::from_text(&told).ok_or_else(|| Error::System("NCCL on rank 0 cannot make an id".into()))
-        })?;
-        let communicator = Communicator::start(size, id, rank)?;
-        poll(|| communicator.is_ready(), &|| "the other ranks in NCCL".to_owned(), patience)?;
-        Ok(Ring {
-            stream: Stream::new(context)?,
-            communicator: Arc::new(communicator),
-            bucket: None,
-            batch: Batch::default(),
-            table: Table::new(context),
-        })
+        let Some(id) = UniqueId::from_text(&told) else {
+            return Ok(Err(mine.err().map(|error| error.detail().to_owned())));
+        };
+        let mut started = mine.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
+        let mut state = started.as_ref().map(|_| false).map_err(Error::clone);
+        let mut nap = Duration::from_micros(100);
+        loop {
+            if let (Ok((communicator, _)), Ok(false)) = (&started, &state) {
+                state = communicator.is_ready();
+            }
+            let mine = match state {
+                Ok(true) => READY,
+                Ok(false) => STARTS,
+                Err(_) => FAILED,
+            };
+            let all = rounds::round(channel, mine, patience, |told| {
+                let worst = [FAILED, STARTS].into_iter().find(|&state| told.iter().any(|(_, told)| told == state));
+                worst.unwrap_or(READY).to_owned()
+            })?;
+            match (all.as_str(), started) {
+                (READY, Ok((communicator, stream))) => {
+                    let communicator = Arc::new(communicator);
+                    let (batch, table) = (Batch::default(), Table::new(context));
+                    return Ok(Ok(Ring { stream, communicator, bucket: None, batch, table }));
+                }
+                // Without a communicator on all ranks, the others' end here.
+                (FAILED | READY, _) => return Ok(Err(state.err().map(|error| error.detail().to_owned()))),
+                (_, going) => started = going,
+            }
+            patience.check(Duration::ZERO, &|| "the other ranks in NCCL".to_owned())?;
+            std::thread::sleep(nap);
+            nap = (2 * nap).min(LONGEST_NAP);
+        }
     }
 
     /// Carries out a call on which all ranks agree.

@@ -8,11 +8,12 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::driver::{check, start};
+use super::ipc::{Exports, Imports};
 use super::kernels::Kernels;
 use crate::error::{Error, Result};
 
@@ -25,6 +26,8 @@ pub struct Context {
     capability: (i32, i32),
     processors: u32,
     kernels: OnceLock<Result<Kernels>>,
+    exports: Mutex<Exports>,
+    imports: Mutex<Imports>,
     /// Events that are not in use.
     pub(super) events: Mutex<Vec<sys::CUevent>>,
 }
@@ -90,6 +93,8 @@ impl Context {
             ),
             processors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.unsigned_abs(),
             kernels: OnceLock::new(),
+            exports: Mutex::default(),
+            imports: Mutex::default(),
             events: Mutex::default(),
         })
     }
@@ -131,6 +136,16 @@ impl Context {
     /// The number of multiprocessors.
     pub fn processors(&self) -> u32 {
         self.processors
+    }
+
+    /// What other processes see of this GPU's memory.
+    pub fn exports(&self) -> MutexGuard<'_, Exports> {
+        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What this process sees of the memory of others, opened for this GPU.
+    pub(super) fn imports(&self) -> MutexGuard<'_, Imports> {
+        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The kernels, compiled when they are first asked for.

@@ -1,12 +1,17 @@
-//! Device memory that other processes of the host see: allocations exported by handle, once each, and imported once each.
+//! Device memory that other processes see: allocations exported by handle, once for each process, and opened once in each
+//! process that uses them, however many teams do.
 //!
-//! A place in such memory is a number: which export of its rank, and how far from its start. An allocation is known by the
-//! driver's number for it, which is never used again: memory that was freed and taken anew is another export. Peers close
-//! what they hear is gone. (Until then the driver keeps the memory; CUDA's documents call freeing what is open elsewhere
-//! undefined, what drivers do is to free it when the last one has closed it.)
-//! Thread rule: each of the two has one user at a time.
+//! An allocation is known by the driver's number for it, which is never used again: memory that was freed and allocated anew
+//! is another export. Every rank looks for exports that it has freed in each call that tells where its tensors are; the others
+//! then close them. (Until then the driver keeps the memory; CUDA's documents call freeing what is open elsewhere undefined, what drivers do is to free it when the
+//! last process has closed it.) The driver refuses to open memory at addresses of the owner's that overlap those of memory
+//! that is still open (UCX, issue 2738): such memory was freed, and is closed first.
+//! Thread rule: [`Exports`] and [`Imports`] are one for each GPU of the process, behind locks of the context; [`Shown`] and
+//! [`Seen`] are a team's, with one user at a time.
 
-use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -16,110 +21,86 @@ use super::context::Context;
 use super::driver::{attribute_of, check};
 use crate::error::{Error, Result};
 
-/// Bits of a place that tell how far it is from the start of its export.
-const WITHIN: u32 = 44;
-
-/// The number for byte `offset` of export `export`.
-pub fn place_of(export: u32, offset: u64) -> u64 {
-    debug_assert!(offset >> WITHIN == 0);
-    u64::from(export) << WITHIN | offset
-}
-
-/// The export and the offset that [`place_of`] made a number of.
-pub fn split_place(place: u64) -> (u32, u64) {
-    ((place >> WITHIN) as u32, place & ((1 << WITHIN) - 1))
-}
-
 /// What other processes need to see an allocation.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Export {
-    /// Its number on the rank that has it.
-    pub number: u32,
+    /// The driver's number for it in the process that has it.
+    pub id: u64,
+    /// Where it begins in the process that has it.
+    pub start: Address,
+    /// How many bytes it has.
+    pub len: u64,
     /// The driver's handle.
     pub handle: [u8; 64],
 }
 
-#[derive(Clone, Copy)]
-struct Known {
-    start: Address,
-    end: Address,
-    /// `None` for memory that cannot be exported.
-    number: Option<u32>,
+impl Export {
+    fn range(&self) -> Range<Address> {
+        self.start..self.start + self.len
+    }
 }
 
 /// The allocations of this process that others know of.
 #[derive(Default)]
 pub struct Exports {
-    /// By the driver's number for the allocation.
-    known: BTreeMap<u64, Known>,
-    next: u32,
-    /// What the others have not been told.
-    fresh: Vec<Export>,
-    gone: Vec<u32>,
-    /// The allocation that was found last in this call.
-    last: Option<Known>,
+    /// By their start.
+    known: BTreeMap<Address, Export>,
 }
 
 impl Exports {
-    /// Begins a call: what was known of an allocation may not hold any more.
-    pub fn begin(&mut self) {
-        self.last = None;
+    /// Forgets what was freed since the last time.
+    pub fn forget_freed(&mut self) {
+        self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
     }
 
-    /// The place of the `len` bytes at `address`, exporting their allocation if that has not happened. `None` when it cannot
-    /// be: memory of a pool, or mapped by the virtual memory functions, of which a tensor may span several allocations.
+    /// The numbers of all exports.
+    pub fn ids(&self) -> BTreeSet<u64> {
+        self.known.values().map(|export| export.id).collect()
+    }
+
+    /// The export that has the `len` bytes at `address`, which is made if there is none. `None` when other processes cannot see
+    /// the memory: that of a pool, or mapped by the virtual memory functions, of which a tensor may span several allocations.
     ///
     /// # Errors
     /// [`Error::System`] for what is no device memory.
-    pub fn locate(&mut self, address: Address, len: u64) -> Result<Option<u64>> {
-        let known = match self.last {
-            Some(last) if address >= last.start && address < last.end => last,
-            _ => self.look_up(address)?,
+    pub fn locate(&mut self, address: Address, len: u64) -> Result<Option<Export>> {
+        let found = self.known.range(..=address).next_back().map(|(_, export)| *export);
+        let export = match found.filter(|export| export.range().contains(&address)) {
+            Some(export) => export,
+            None => match self.export(address)? {
+                Some(export) => export,
+                None => return Ok(None),
+            },
         };
-        self.last = Some(known);
-        let Some(number) = known.number else { return Ok(None) };
-        if address + len > known.end {
+        if address + len > export.range().end {
             return Err(Error::System("a tensor is longer than the memory that it is in".into()));
         }
-        Ok(Some(place_of(number, address - known.start)))
+        Ok(Some(export))
     }
 
-    fn look_up(&mut self, address: Address) -> Result<Known> {
+    fn export(&mut self, address: Address) -> Result<Option<Export>> {
         let id = id_of(address)?;
-        if let Some(known) = self.known.get(&id).filter(|known| address >= known.start && address < known.end) {
-            return Ok(*known);
+        type Attribute = sys::CUpointer_attribute;
+        // SAFETY: the attribute is such a number.
+        let capable: std::result::Result<u32, _> =
+            unsafe { attribute_of(address, Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) };
+        if capable == Ok(0) {
+            return Ok(None);
         }
         let (mut start, mut len) = (0, 0);
         // SAFETY: the places are valid.
         let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut start, &raw mut len, address) };
         check("asking for the extent of memory", code)?;
-        let end = start + len as u64;
-        // What was freed is told of now: as long as peers have it open, the driver keeps it.
-        let gone =
-            self.known.extract_if(.., |&id, old| id_of(old.start).ok() != Some(id)).filter_map(|(_, old)| old.number);
-        self.gone.extend(gone);
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the place is valid.
         let exported = unsafe { sys::cuIpcGetMemHandle(&raw mut handle, start) } == sys::CUresult::CUDA_SUCCESS;
-        let number = (exported && end - start < 1 << WITHIN).then_some(self.next);
-        if let Some(number) = number {
-            self.next += 1;
-            self.fresh.push(Export { number, handle: handle.reserved.map(|byte| byte as u8) });
+        let len = len as u64;
+        if !exported {
+            return Ok(None);
         }
-        let known = Known { start, end, number };
-        self.known.insert(id, known);
-        Ok(known)
-    }
-
-    /// What the others have to be told, up to `most` of each: exports that are new, and numbers of those that are gone. Once.
-    pub fn news(&mut self, most: usize) -> (Vec<Export>, Vec<u32>) {
-        let (fresh, gone) = (self.fresh.len().min(most), self.gone.len().min(most));
-        (self.fresh.drain(..fresh).collect(), self.gone.drain(..gone).collect())
-    }
-
-    /// Whether there is more to tell.
-    pub fn has_news(&self) -> bool {
-        !self.fresh.is_empty() || !self.gone.is_empty()
+        let export = Export { id, start, len, handle: handle.reserved.map(|byte| byte as u8) };
+        self.known.insert(start, export);
+        Ok(Some(export))
     }
 }
 
@@ -130,61 +111,160 @@ fn id_of(address: Address) -> Result<u64> {
     id.or_else(|code| check("asking whose memory a tensor is in", code).map(|()| 0))
 }
 
-/// The allocations of one other process that this one sees.
+/// Which exports of this process the other ranks of a team have been told of.
+#[derive(Default)]
+pub struct Shown {
+    told: BTreeSet<u64>,
+}
+
+impl Shown {
+    /// What the others have to be told in a call that uses `used`, at most `most` of each: exports that are new to them, and
+    /// numbers of those that were freed. The last says whether that was all that is new.
+    pub fn news(&mut self, used: &BTreeMap<u64, Export>, alive: &BTreeSet<u64>, most: usize) -> News {
+        let gone: Vec<u64> = self.told.difference(alive).copied().take(most).collect();
+        gone.iter().for_each(|id| {
+            self.told.remove(id);
+        });
+        let mut fresh: Vec<Export> = used.values().filter(|export| !self.told.contains(&export.id)).copied().collect();
+        let whole = fresh.len() <= most;
+        fresh.truncate(most);
+        self.told.extend(fresh.iter().map(|export| export.id));
+        News { fresh, gone, whole }
+    }
+
+    /// The others could not open all of `fresh`: they are to be told again.
+    pub fn take_back(&mut self, fresh: &[Export]) {
+        fresh.iter().for_each(|export| {
+            self.told.remove(&export.id);
+        });
+    }
+}
+
+/// See [`Shown::news`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct News {
+    /// Exports that the others have not been told of.
+    pub fresh: Vec<Export>,
+    /// Numbers of exports that were freed.
+    pub gone: Vec<u64>,
+    /// Whether there are no more in use that the others have not been told of.
+    pub whole: bool,
+}
+
+struct Open {
+    address: Address,
+    /// Where it is in the process that has it.
+    range: Range<Address>,
+    /// How many teams use it.
+    teams: usize,
+}
+
+/// The allocations of other processes that are open in this one, by rank and number.
+#[derive(Default)]
 pub struct Imports {
-    context: Arc<Context>,
-    open: BTreeMap<u32, Address>,
+    open: BTreeMap<(usize, u64), Open>,
 }
 
 impl Imports {
-    /// None yet.
-    pub fn new(context: &Arc<Context>) -> Imports {
-        Imports { context: Arc::clone(context), open: BTreeMap::new() }
-    }
-
-    /// Opens what is new and closes what is gone.
-    ///
-    /// # Errors
-    /// [`Error::System`]
-    pub fn hear(&mut self, fresh: &[Export], gone: &[u32]) -> Result<()> {
-        for number in gone {
-            if let Some(address) = self.open.remove(number) {
-                // SAFETY: opened here; the owner has freed it, so nothing uses it any more.
-                check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(address) })?;
+    /// Opens an export of rank `rank` for one more team.
+    fn open(&mut self, rank: usize, export: &Export) -> Result<Address> {
+        // What the owner has had at these addresses before is freed.
+        let stale: Vec<u64> = (self.open.range((rank, 0)..=(rank, u64::MAX)))
+            .filter(|((_, id), open)| {
+                *id != export.id && open.range.start < export.range().end && export.start < open.range.end
+            })
+            .map(|((_, id), _)| *id)
+            .collect();
+        stale.into_iter().try_for_each(|id| self.close(rank, id))?;
+        match self.open.entry((rank, export.id)) {
+            Entry::Occupied(mut known) => {
+                known.get_mut().teams += 1;
+                Ok(known.get().address)
+            }
+            Entry::Vacant(place) => {
+                let handle = sys::CUipcMemHandle { reserved: export.handle.map(|byte| byte as std::ffi::c_char) };
+                let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+                let mut address = 0;
+                // SAFETY: the handle is another process's of this host, the place valid.
+                let code = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, lazily) };
+                check("opening the memory of another process", code)?;
+                place.insert(Open { address, range: export.range(), teams: 1 });
+                Ok(address)
             }
         }
-        for export in fresh {
-            let handle = sys::CUipcMemHandle { reserved: export.handle.map(|byte| byte as std::ffi::c_char) };
-            let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-            let mut address = 0;
-            // SAFETY: the handle is another process's of this host, the place valid.
-            let code = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, lazily) };
-            check("opening the memory of another process", code)?;
-            self.open.insert(export.number, address);
-        }
-        Ok(())
     }
 
-    /// Where this process sees `place`.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] when it does not.
-    pub fn at(&self, place: u64) -> Result<Address> {
-        let (number, offset) = split_place(place);
-        let start = self.open.get(&number);
-        start
-            .map(|start| start + offset)
-            .ok_or_else(|| Error::Internal("a tensor is in memory that nobody exported".into()))
+    /// Closes memory that its owner has freed, whichever teams have used it: nothing is enqueued on it any more.
+    fn close(&mut self, rank: usize, id: u64) -> Result<()> {
+        let Some(open) = self.open.remove(&(rank, id)) else { return Ok(()) };
+        // SAFETY: opened here, and removed from the table.
+        check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(open.address) })
+    }
+
+    /// A team has done with the memory.
+    fn release(&mut self, rank: usize, id: u64) {
+        let Entry::Occupied(mut open) = self.open.entry((rank, id)) else { return };
+        open.get_mut().teams -= 1;
+        if open.get().teams == 0 {
+            let open = open.remove();
+            // SAFETY: opened here; the team has waited for what uses it.
+            unsafe { sys::cuIpcCloseMemHandle(open.address) };
+        }
     }
 }
 
-impl Drop for Imports {
+/// The allocations of one other rank that a team sees.
+pub struct Seen {
+    context: Arc<Context>,
+    rank: usize,
+    open: BTreeMap<u64, Address>,
+}
+
+impl Seen {
+    /// Nothing of `rank` yet.
+    pub fn new(context: &Arc<Context>, rank: usize) -> Seen {
+        Seen { context: Arc::clone(context), rank, open: BTreeMap::new() }
+    }
+
+    /// Opens what is new and closes what was freed.
+    ///
+    /// # Errors
+    /// [`Error::System`]: what could not be opened is not seen; the rest is.
+    pub fn hear(&mut self, fresh: &[Export], gone: &[u64]) -> Result<()> {
+        let mut imports = self.context.imports();
+        for &id in gone {
+            self.open.remove(&id);
+            imports.close(self.rank, id)?;
+        }
+        let mut failed = Ok(());
+        for export in fresh {
+            if let Entry::Vacant(place) = self.open.entry(export.id) {
+                match imports.open(self.rank, export) {
+                    Ok(address) => {
+                        place.insert(address);
+                    }
+                    Err(error) => failed = Err(error),
+                }
+            }
+        }
+        failed
+    }
+
+    /// Where this process sees the export `id`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when it does not.
+    pub fn at(&self, id: u64) -> Result<Address> {
+        let unknown = || Error::Internal("a tensor is in memory that nobody exported".into());
+        self.open.get(&id).copied().ok_or_else(unknown)
+    }
+}
+
+impl Drop for Seen {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {
-            for &address in self.open.values() {
-                // SAFETY: opened here; who drops this has waited for what uses it.
-                unsafe { sys::cuIpcCloseMemHandle(address) };
-            }
+            let mut imports = self.context.imports();
+            self.open.keys().for_each(|&id| imports.release(self.rank, id));
         }
     }
 }
@@ -194,9 +274,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_come_apart_as_they_were_put_together() {
-        for (export, offset) in [(0, 0), (1, 1), (77, (1 << WITHIN) - 1), ((1 << 20) - 1, 12345)] {
-            assert_eq!(split_place(place_of(export, offset)), (export, offset));
-        }
+    fn a_team_is_told_once_of_what_it_uses_and_of_what_was_freed() {
+        let export = |id: u64| Export { id, start: id << 20, len: 1 << 20, handle: [0; 64] };
+        let used = |ids: &[u64]| ids.iter().map(|&id| (id, export(id))).collect();
+        let alive = |ids: &[u64]| ids.iter().copied().collect();
+        let mut shown = Shown::default();
+        let news = |fresh: &[u64], gone: &[u64], whole| News {
+            fresh: fresh.iter().map(|&id| export(id)).collect(),
+            gone: gone.to_vec(),
+            whole,
+        };
+        assert_eq!(shown.news(&used(&[1, 2, 3]), &alive(&[1, 2, 3, 9]), 2), news(&[1, 2], &[], false));
+        assert_eq!(shown.news(&used(&[1, 2, 3]), &alive(&[1, 2, 3, 9]), 2), news(&[3], &[], true));
+        assert_eq!(shown.news(&used(&[1]), &alive(&[1, 9]), 2), news(&[], &[2, 3], true));
+        assert_eq!(shown.news(&used(&[9]), &alive(&[1, 9]), 2), news(&[9], &[], true));
+        shown.take_back(&[export(9)]);
+        assert_eq!(shown.news(&used(&[9]), &alive(&[9]), 2), news(&[9], &[1], true));
     }
 }

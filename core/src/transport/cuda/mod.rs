@@ -15,7 +15,7 @@ mod stream;
 
 pub use context::{Context, Entered};
 pub use driver::count;
-pub use ipc::{Export, Exports, Imports};
+pub use ipc::{Export, Exports, News, Seen, Shown};
 pub use kernels::{Item, Kernels, Work};
 pub use nccl::{Communicator, UniqueId, version as nccl_version};
 pub use pinned::{DeviceMemory, HostMemory, Pinned, is_loaded, owner_of};
