@@ -42,7 +42,9 @@ def topology() -> dict[str, Any]:
     hosts, and slices through host memory between them), "staged" (through host memory) or "alone" (one rank), ``why``
     tells why it is no better one, ``wait`` who waits for the other ranks ("stream" or "host", of the two with "ipc"),
     ``gpu``, ``gpu_name`` and ``gpu_uuid`` which GPU it is, ``mps`` whether NVIDIA's Multi-Process Service runs, and
-    ``device_bytes`` how much of its memory the team has taken.
+    ``device_bytes`` how much of its memory the team has taken, and ``calls_in_chunks`` how many long calls by "ipc"
+    went through that memory in chunks, because tensors of a rank are in memory that others cannot open (torch's
+    expandable segments, memory pools).
 
     Returns:
         ``rank``, ``size``, ``hosts``, ``local_rank``, ``local_size``, ``ranks`` (a list: ``rank``, ``host``,

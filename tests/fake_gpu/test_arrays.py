@@ -151,6 +151,11 @@ def test_memory_that_is_freed_and_taken_anew_is_found_again() -> None:
         array.free()
 
 
+def in_chunks() -> int:
+    """How many calls of team 0 went in chunks, because memory could not be opened by the other ranks."""
+    return int(dl_comm.topology()["teams"][0]["gpu"]["calls_in_chunks"])
+
+
 @pytest.mark.parametrize("kind", ["managed", "pool", "chunks"])
 @pytest.mark.parametrize("length", [100, 900000])
 def test_memory_that_has_no_handle_is_averaged_too(kind: str, length: int) -> None:
@@ -160,10 +165,71 @@ def test_memory_that_has_no_handle_is_averaged_too(kind: str, length: int) -> No
     # Those of chunks lie across a border.
     at = {"managed": alloc_managed, "pool": alloc_async, "chunks": lambda _: chunks.address + Chunks.CHUNK - 64}[kind]
     array = Array(values(length, "f4", dl_comm.rank()), Stream(), at(4 * length))
+    before = in_chunks()
     for _ in range(2):
         array.put(values(length, "f4", dl_comm.rank()))
         dl_comm.gradients([array], out=[array])
         np.testing.assert_allclose(array.get(), mean(length, "f4"), rtol=1e-6)
+    if path() == "ipc":
+        assert in_chunks() - before == (2 if length > 100 else 0)
+    else:
+        assert in_chunks() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_calls_on_memory_without_handles_have_the_same_bits(dtype: str) -> None:
+    """Several chunks, out of place, with handles on one rank only; then broadcasts from each rank."""
+    length = (20 << 20) // np.dtype(dtype).itemsize + 13
+    stream = Stream()
+    mine = values(length, dtype, dl_comm.rank())
+    at = None if dl_comm.rank() == 1 else alloc_async(mine.nbytes)
+    source, target = Array(mine, stream, at), Array(np.zeros_like(mine), stream)
+    dl_comm.gradients([source], out=[target])
+    expected = mean(length, dtype)
+    if path() == "nccl" and dtype in ("f2", "f4", "f8"):
+        np.testing.assert_allclose(target.get(), expected, rtol=5e-3 if dtype == "f2" else 1e-6, atol=2e-2)
+    else:
+        np.testing.assert_array_equal(target.get(), expected)
+    np.testing.assert_array_equal(source.get(), mine)
+    for root in range(dl_comm.size()):
+        source.put(mine + np.array(1, dtype))
+        dl_comm.broadcast([source], root)
+        np.testing.assert_array_equal(source.get(), values(length, dtype, root) + np.array(1, dtype))
+    target.free()
+
+
+def test_memory_that_one_team_has_open_and_another_finds_freed() -> None:
+    for step in range(4):
+        arrays = []
+        for team in (0, 1):
+            array = Array(np.full(300000 + 100000 * step, step + team + dl_comm.rank(), "f4"), Stream())
+            dl_comm.gradients([array], team, out=[array])
+            np.testing.assert_allclose(array.get(), step + team + (dl_comm.size() - 1) / 2)
+            arrays.append(array)
+        # The next ones are where these were, and the other team comes first there.
+        arrays[step % 2].free()
+        array = Array(np.full(100000, dl_comm.rank(), "f4"), Stream())
+        dl_comm.gradients([array], 1 - step % 2, out=[array])
+        np.testing.assert_allclose(array.get(), (dl_comm.size() - 1) / 2)
+        array.free()
+        arrays[1 - step % 2].free()
+
+
+def test_what_was_freed_is_given_back_at_the_next_long_call() -> None:
+    """As long as the other ranks have it open, the driver keeps it."""
+    small = Array(np.zeros(100000, "f4"), Stream())
+    dl_comm.gradients([small], out=[small])
+    dl_comm.barrier()
+    before = counters()[1]
+    large = Array(np.zeros(4000000, "f4"), Stream())
+    dl_comm.gradients([large], out=[large])
+    assert counters()[1] >= before + large.host.nbytes
+    large.free()
+    dl_comm.gradients([small], out=[small])
+    small.get()
+    dl_comm.barrier()
+    assert counters()[1] < before + large.host.nbytes
+    small.free()
 
 
 def test_teams_work_side_by_side() -> None:

@@ -42,7 +42,7 @@ def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **set
     ("ranks", "path"), [(1, "ipc"), (2, "ipc"), *((3, path) for path in PATHS)], ids=lambda value: str(value)
 )
 def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
-    settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path.split()[0].strip(",")}
+    settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path.split()[0].strip(","), "FAKE_CUDA_MAPPED_ONCE": "1"}
     command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_arrays.py")]
     finished = start(fake_cuda, ranks, command, 200, **settings)
     assert finished.returncode == 0, finished.output

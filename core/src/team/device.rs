@@ -59,6 +59,7 @@ impl Team {
     pub fn gpus(&self) -> Option<Value> {
         let mut gpus = self.shared.gpus.get()?.clone();
         gpus["device_bytes"] = self.shared.device_bytes.load(Ordering::Relaxed).into();
+        gpus["calls_in_chunks"] = self.shared.calls_in_chunks.load(Ordering::Relaxed).into();
         Some(gpus)
     }
 }
@@ -119,6 +120,7 @@ impl OnDevice {
             watch_over(watched.as_ref(), call, end).map(|()| true)
         });
         worker.shared.device_bytes.store(gpus.held(), Ordering::Relaxed);
+        worker.shared.calls_in_chunks.store(gpus.in_chunks(), Ordering::Relaxed);
         if carried.is_err() {
             gpus.rescue()();
             // Part of it may be enqueued: the tensors are their caller's again when the GPU is at work on them no more.

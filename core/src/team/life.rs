@@ -78,6 +78,7 @@ impl Team {
             timeout: AtomicU64::new(0),
             gpus: OnceLock::new(),
             device_bytes: AtomicUsize::new(0),
+            calls_in_chunks: AtomicUsize::new(0),
         });
         shared.set_timeout(settings.timeout);
         let mut threads = Vec::new();

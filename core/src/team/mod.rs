@@ -125,6 +125,8 @@ struct Shared {
     gpus: OnceLock<Value>,
     /// The bytes of device memory that the team has taken.
     device_bytes: AtomicUsize,
+    /// How many calls on device memory went in chunks, because a rank could not open the memory of another.
+    calls_in_chunks: AtomicUsize,
 }
 
 impl Shared {

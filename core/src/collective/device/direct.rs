@@ -70,7 +70,7 @@ impl Direct {
     }
 
     /// How many long calls went in chunks, because the tensors of a rank are in memory that others cannot open.
-    pub fn chunked(&self) -> usize {
+    pub fn in_chunks(&self) -> usize {
         self.chunked
     }
 
@@ -105,7 +105,7 @@ impl Direct {
         }
         match self.tell_places(channel, job, patience)? {
             Some(places) => self.two_shot(channel, job, &places, patience).map(Carried::Enqueued),
-            None => self.in_chunks(channel, job, patience),
+            None => self.carry_in_chunks(channel, job, patience),
         }
     }
 
@@ -250,7 +250,7 @@ impl Direct {
     /// A chunk at a time: all pack it; each adds its slice up and writes the mean to the packed chunks of all; all unpack it,
     /// after the meeting for the next one. Of a broadcast the root packs, and the others copy. After the last meeting nobody
     /// reads what another rank may write in its next call.
-    fn in_chunks(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
+    fn carry_in_chunks(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
         if matches!(self.chunks, Chunks::Unasked) {
             let window = self.near.window(channel, CHUNKS * CHUNK, patience)?;
             self.chunks = window.map_or(Chunks::Refused, Chunks::Open);

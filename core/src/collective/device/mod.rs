@@ -146,10 +146,6 @@ impl Gpus {
             "gpu_name": self.context.name(),
             "gpu_uuid": self.context.uuid(),
             "mps": mps(),
-            "calls_in_chunks": match &self.way {
-                Way::Direct(direct) => Some(direct.chunked()),
-                _ => None,
-            },
             "nccl": nccl_version().ok().filter(|_| self.path == Path::Nccl),
         })
     }
@@ -161,6 +157,14 @@ impl Gpus {
             Way::Across(across) => across.held(),
             Way::Ring(ring) => ring.held(),
             Way::Alone(_) | Way::Staged => 0,
+        }
+    }
+
+    /// How many calls went in chunks where the ranks see each other's memory, because that of one of them could not be opened.
+    pub fn in_chunks(&self) -> usize {
+        match &self.way {
+            Way::Direct(direct) => direct.in_chunks(),
+            Way::Across(_) | Way::Ring(_) | Way::Alone(_) | Way::Staged => 0,
         }
     }
 
