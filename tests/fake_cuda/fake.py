@@ -19,7 +19,7 @@ nccl: Any = ctypes.CDLL("libnccl.so.2")
 
 TYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"]
 KERNELS = [*(f"average_{name}" for name in TYPES), "copy_bytes"]
-PTX = ".version 8.0\n" + "".join(f".visible .entry {name} (\n.param .b8 work[40]\n)\n{{ ret; }}\n" for name in KERNELS)
+PTX = ".version 8.0\n" + "".join(f".visible .entry {name} (\n.param .b8 work[48]\n)\n{{ ret; }}\n" for name in KERNELS)
 
 
 class Handle(ctypes.Structure):
@@ -43,7 +43,7 @@ class Config(ctypes.Structure):
 class Work(ctypes.Structure):
     """A launch of a kernel."""
 
-    _fields_ = [(name, c_ulonglong) for name in ("items", "sources", "targets")] + [
+    _fields_ = [(name, c_ulonglong) for name in ("items", "sources", "targets", "stop")] + [
         (name, c_uint) for name in ("nitems", "nsources", "ntargets", "divisor")
     ]
 
@@ -176,12 +176,13 @@ def launch(kernel: c_void_p, work: Work, on: c_void_p | None = None, grid: int =
     return int(cuda.cuLaunchKernel(kernel, grid, 1, 1, block, 1, 1, 0, on, parameters, None))
 
 
-def average(sources: list[int], targets: list[int], count: int, divisor: int) -> Work:
+def average(sources: list[int], targets: list[int], count: int, divisor: int, stop: int = 0) -> Work:
     """The work of averaging one piece. Its tables are never freed."""
     return Work(
         upload(struct.pack("QII", 0, 0, count)),
         upload(struct.pack(f"{len(sources)}Q", *sources)),
         upload(struct.pack(f"{len(targets)}Q", *targets)),
+        stop,
         1,
         len(sources),
         len(targets),

@@ -13,6 +13,10 @@ class Check {
   std::vector<Held> run() {
     if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", twin_.name);
     if (twin_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
+    if (work_.stop != 0) {
+      touch("the stop word", work_.stop, 4, 4);
+      if (*reinterpret_cast<const volatile unsigned*>(host_of(work_.stop)) != 0) return std::move(held_);
+    }
     if (work_.nitems > 0) touch("items", work_.items, sizeof(Item) * work_.nitems, 8);
     for (unsigned i = 0; i < work_.nitems; ++i) {
       const Item item = reinterpret_cast<const Item*>(host_of(work_.items))[i];

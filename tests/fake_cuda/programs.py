@@ -182,6 +182,21 @@ def kernels() -> None:
     assert launch(function("copy_bytes"), Work(), block=1024) == 1
 
 
+def stop() -> None:
+    """A kernel touches nothing, not even what is no memory any more, once its stop word is set."""
+    start()
+    word, source, target = pinned(4), upload(struct.pack("2f", 1, 3)), upload(struct.pack("2f", 7, 7))
+    number, device = ctypes.c_uint.from_address(word), c_ulonglong()
+    ok(cuda.cuMemHostGetDevicePointer_v2(byref(device), c_void_p(word), 0))
+    number.value = 1
+    ok(launch(function("average_f32"), average([source], [target], 2, 1, device.value)))
+    ok(launch(function("average_f32"), average([4096], [target], 2, 1, device.value)))
+    assert struct.unpack("2f", download(target, 8)) == (7, 7)
+    number.value = 0
+    ok(launch(function("average_f32"), average([source], [target], 2, 1, device.value)))
+    assert struct.unpack("2f", download(target, 8)) == (1, 3)
+
+
 def count() -> None:
     start()
     before, host, on = counters(), pinned(8), stream()

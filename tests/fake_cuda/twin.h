@@ -11,7 +11,7 @@ struct Item {
   unsigned piece, count;
 };
 struct Work {
-  unsigned long long items, sources, targets;
+  unsigned long long items, sources, targets, stop;
   unsigned nitems, nsources, ntargets, divisor;
 };
 

@@ -25,6 +25,7 @@ struct Work {
     items: u64,
     sources: u64,
     targets: u64,
+    stop: u64,
     nitems: u32,
     nsources: u32,
     ntargets: u32,
@@ -116,6 +117,11 @@ fn items(pieces: &[Piece], cut: &Cut) -> Vec<Item> {
 }
 
 fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
+    launch_with(name, pieces, divisor, cut, 0);
+}
+
+/// `stop` is the address of a stop word, or 0.
+fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64) {
     let items = items(pieces, cut);
     let (nsources, ntargets) = (pieces[0].sources.len(), pieces[0].targets.len());
     let sources: Vec<u64> = pieces.iter().flat_map(|piece| piece.sources.iter().map(Buffer::address)).collect();
@@ -125,6 +131,7 @@ fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
         items: device(&items),
         sources: device(&sources),
         targets: device(&targets),
+        stop,
         nitems: items.len() as u32,
         nsources: nsources as u32,
         ntargets: ntargets as u32,
@@ -377,6 +384,25 @@ proptest! {
     fn the_sums_have_the_bits_of_the_core(case in cases()) {
         for (name, dtype, precise) in SUMS {
             check_sums(name, Reduction { dtype, precise, wide: false }, &case);
+        }
+    }
+}
+
+/// A launch writes nothing once its stop word is set, and all of it as long as it is not.
+#[test]
+fn a_set_stop_word_leaves_the_targets_alone() {
+    let cut = Cut { items: vec![100], blocks: 2, threads: 32 };
+    let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
+    let sums =
+        SUMS.iter().map(|&(name, dtype, precise)| (name, dtype, Reduction { dtype, precise, wide: false }.acc_size()));
+    for (name, dtype, made) in all.chain(sums).chain([("copy_bytes", DType::U8, 1)]) {
+        for word in [0u32, 1, 1 << 31] {
+            let source = Buffer::new(&vec![1; 1000 * dtype.size()], 0);
+            let target = Target::Apart(Buffer::new(&vec![0x11; 1000 * made], 0));
+            let pieces = [Piece { sources: vec![source], targets: vec![target], count: 1000 }];
+            launch_with(name, &pieces, 1, &cut, device(std::slice::from_ref(&word)));
+            let untouched = pieces[0].target(0).content().iter().all(|byte| *byte == 0x11);
+            assert_eq!(untouched, word != 0, "{name}, {word}");
         }
     }
 }

@@ -48,6 +48,7 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ("programs.py/pointers", {}),
         ("programs.py/registering", {}),
         ("programs.py/kernels", {}),
+        ("programs.py/stop", {}),
         ("programs.py/count", {}),
         ("programs.py/events", {}),
         ("programs.py/events", SLOW),

@@ -125,12 +125,21 @@ pub(super) struct Table {
     context: Arc<Context>,
     places: Vec<Place>,
     next: usize,
+    /// See [`Table::stopped_by`]; 0 without.
+    stop: Address,
 }
 
 impl Table {
     /// A table that takes memory when it is used.
     pub fn new(context: &Arc<Context>) -> Table {
-        Table { context: Arc::clone(context), places: Vec::new(), next: 0 }
+        Table { context: Arc::clone(context), places: Vec::new(), next: 0, stop: 0 }
+    }
+
+    /// Lets the kernels that are started from now on end, between two items, once the 32-bit word at `word` is not 0; those
+    /// that start when it is set touch no tensor. It is in pinned host memory, as the device sees it, and outlives the kernels.
+    #[allow(dead_code, reason = "the paths set it once they have such a word")]
+    pub fn stopped_by(&mut self, word: Address) {
+        self.stop = word;
     }
 
     /// The bytes of device memory that it has.
@@ -153,6 +162,7 @@ impl Table {
         if batch.is_empty() {
             return Ok(());
         }
+        let stop = self.stop;
         let place = self.place(batch.bytes(), patience)?;
         let lists: [(*const u8, usize); 3] = [
             (batch.items.as_ptr().cast(), size_of_val(&batch.items[..])),
@@ -175,6 +185,7 @@ impl Table {
                 items: starts[0] + (group.items.start * size_of::<Item>()) as u64,
                 sources: starts[1],
                 targets: starts[2],
+                stop,
                 nitems: number(group.items.len()),
                 nsources: number(batch.shape.0),
                 ntargets: number(batch.shape.1),

@@ -81,6 +81,9 @@ pub struct Work {
     pub sources: Address,
     /// For each piece, where it begins in each target.
     pub targets: Address,
+    /// A 32-bit word in pinned host memory, at which each block looks before each item: it ends when the word is not 0.
+    /// 0: there is none.
+    pub stop: Address,
     /// The number of items.
     pub nitems: u32,
     /// The number of sources.

@@ -97,6 +97,7 @@ template <class S>
 __device__ __forceinline__ void average(const Work& work) {
   const typename S::Divider divider(work.divisor);
   KEEP_LOOP for (unsigned i = blockIdx.x; i < work.nitems; i += gridDim.x) {
+    if (is_stopped(work.stop)) return;
     const Item item = at<const Item>(work.items)[i];
     average_item<S>(place_of<S>(work, item), item.count, divider);
   }

@@ -10,7 +10,8 @@
 // launch may have elements in common. A block has kMaxThreads threads at most.
 //
 // All memory belongs to the caller, and the items and tables of addresses do not change while a kernel runs. An
-// element's address is a multiple of its size.
+// element's address is a multiple of its size. A launch ends early when its stop word is not 0: a block looks at it
+// before each item, and nothing is written by a launch that starts after it was set.
 #pragma once
 
 using Address = unsigned long long;
@@ -26,6 +27,7 @@ struct Item {
 struct Work {
   Address items;             // of Item[nitems]
   Address sources, targets;  // of Address[pieces][nsources] and Address[pieces][ntargets]: of element 0 of each piece
+  Address stop;              // of a word that the host may set while the kernel runs, or 0
   unsigned nitems, nsources, ntargets, divisor;
 };
 
@@ -53,6 +55,15 @@ __device__ __forceinline__ Address load_address(Address address) {
   Address value;
   asm("ld.global.nc.u64 %0, [%1];" : "=l"(value) : "l"(address));
   return value;
+}
+
+// Whether the host has set the word at `stop` (0: there is none): the same for all threads of a block, which come here
+// together. One of them looks, past all caches.
+__device__ __forceinline__ bool is_stopped(Address stop) {
+  if (stop == 0) return false;
+  unsigned word = 0;
+  if (threadIdx.x == 0) asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(stop) : "memory");
+  return __syncthreads_or(static_cast<int>(word)) != 0;
 }
 
 // Loads and stores are volatile, so that they keep their order: what is loaded together is under way together. Nothing
@@ -100,6 +111,10 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 #define __launch_bounds__(...)
 
 __device__ __forceinline__ Address load_address(Address address) { return *at<const Address>(address); }
+
+__device__ __forceinline__ bool is_stopped(Address stop) {
+  return stop != 0 && *at<const volatile unsigned>(stop) != 0;
+}
 
 // A GPU stops at an address that is no multiple of the size of what is loaded or stored.
 template <unsigned kBytes>

@@ -23,6 +23,7 @@ __device__ __forceinline__ void sum_item(const Place& place, Address target, uns
 template <class S>
 __device__ __forceinline__ void sum(const Work& work) {
   KEEP_LOOP for (unsigned i = blockIdx.x; i < work.nitems; i += gridDim.x) {
+    if (is_stopped(work.stop)) return;
     const Item item = at<const Item>(work.items)[i];
     const Address target = load_address(work.targets + sizeof(Address) * item.piece);
     sum_item<S>(place_of<S>(work, item), target + item.first * sizeof(typename S::Acc), item.count);
