@@ -253,8 +253,9 @@ fn root(job: &Job, topology: &Topology) -> Option<usize> {
     }
 }
 
-/// Looks at the GPU that often before it sleeps.
-const LOOKS: u32 = 200;
+/// How long it looks at the GPU, and lets other threads run between two looks, before it sleeps: a sleep takes some 70 us at
+/// least, which is as long as a short call.
+const AWAKE: Duration = Duration::from_micros(300);
 /// The longest sleep between two looks.
 const NAP: Duration = Duration::from_millis(1);
 
@@ -268,13 +269,12 @@ pub(super) fn await_event(event: &Event, patience: &Patience<'_>) -> Result<()> 
 
 /// Waits until `done` says so, for `whom`.
 fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &Patience<'_>) -> Result<()> {
-    let mut looks = 0;
     let mut nap = Duration::from_micros(20);
-    let mut asked = Instant::now();
+    let since = Instant::now();
+    let mut asked = since;
     while !done()? {
-        looks += 1;
-        if looks < LOOKS {
-            std::hint::spin_loop();
+        if since.elapsed() < AWAKE {
+            std::thread::yield_now();
             continue;
         }
         std::thread::sleep(nap);
