@@ -177,9 +177,9 @@ def kernels() -> None:
         assert struct.unpack(f"{len(one)}{code}", download(sources[0], size)) == tuple(mean), name
     data = os.urandom(10007)
     targets = [alloc(len(data)), alloc(len(data))]
-    ok(launch(function("copy_bytes"), average([upload(data)], targets, len(data), 1), grid=3, block=512))
+    ok(launch(function("copy_bytes"), average([upload(data)], targets, len(data), 1), grid=3, block=256))
     assert [download(target, len(data)) for target in targets] == [data, data]
-    assert launch(function("copy_bytes"), Work(), block=1024) == 1
+    assert launch(function("copy_bytes"), Work(), block=512) == 1
 
 
 def stop() -> None:

@@ -410,7 +410,7 @@ fn a_set_stop_word_leaves_the_targets_alone() {
 /// Full items, in blocks of the size that the core takes: several vectors are under way in each thread.
 #[test]
 fn full_items_are_averaged() {
-    let cut = Cut { items: vec![32768], blocks: 2, threads: 512 };
+    let cut = Cut { items: vec![32768], blocks: 2, threads: 256 };
     for nsources in [1, 2, 3, 4, 8, 9] {
         for (name, dtype, precise) in KERNELS {
             let case = Case {

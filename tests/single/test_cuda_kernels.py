@@ -102,6 +102,21 @@ def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:
         assert_exact_in_registers(name, ptx)
 
 
+def test_no_register_is_spilled(nvrtc: Nvrtc) -> None:
+    """A thread has the registers that it needs, where three blocks share a multiprocessor.
+
+    float16 and bfloat16 that are added up in float64 (eight sums of a vector, and its quotients) spill a little.
+    """
+    options = ["--gpu-architecture=sm_90", *OPTIONS, "--ptxas-options=-v"]
+    for source in SOURCES:
+        log = nvrtc.compile((FOLDER / source).read_text(), source, options, HEADERS).log
+        spilled = re.findall(r"properties for (\w+)\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        assert sorted(name for name, *_ in spilled) == sorted(kernels(source)), log
+        for name, stores, loads in spilled:
+            if name not in ("average_f16_precise", "average_bf16_precise"):
+                assert (stores, loads) == ("0", "0"), f"{name}: {log}"
+
+
 def test_a_source_that_does_not_compile_says_why(nvrtc: Nvrtc) -> None:
     with pytest.raises(Failed, match=r"wrong\.cu\(1\): error: .*nothing"):
         nvrtc.compile('extern "C" __global__ void wrong() { nothing; }', "wrong.cu", ["--gpu-architecture=compute_80"])

@@ -34,10 +34,11 @@ pub(super) struct Batch {
     item: usize,
 }
 
-/// What a block moves at least at a time, in bytes: a vector for each of its threads.
+/// What a block moves at least at a time, in bytes: two vectors for each of its threads.
 const LEAST_ITEM: usize = 8 << 10;
-/// As many items as keep a GPU busy.
-const ITEMS: usize = 512;
+/// As many items as keep a GPU busy: for 132 multiprocessors with three blocks each, nearly four items for every block, so that
+/// none waits long for the last ones.
+const ITEMS: usize = 1536;
 
 impl Batch {
     /// Starts anew, for pieces with so many sources and targets, of `bytes` together.

@@ -49,10 +49,10 @@ fn place(dtype: DType, precise: bool) -> Result<usize> {
     })
 }
 
-/// Threads of a block.
-const THREADS: u32 = 512;
-/// Blocks for each multiprocessor.
-const BLOCKS: u32 = 4;
+/// Threads of a block, the most that `memory.cuh` lets it have.
+const THREADS: u32 = 256;
+/// Blocks for each multiprocessor: as many as it runs at a time, by the registers that they have there.
+const BLOCKS: u32 = 3;
 
 /// Elements `first .. first + count` of piece `piece`, for one block. At most [`Item::LONGEST`] of them.
 #[repr(C)]

@@ -101,4 +101,4 @@ __device__ __forceinline__ Place place_of(const Work& work, const Item& item) {
 
 // A kernel: what the threads do of a launch, by a type of elements.
 #define DL_COMM_KERNEL(name, work_of, S) \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, 2) name(Work work) { work_of<S>(work); }
+  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocks) name(Work work) { work_of<S>(work); }
