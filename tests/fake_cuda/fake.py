@@ -19,7 +19,9 @@ nccl: Any = ctypes.CDLL("libnccl.so.2")
 
 TYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"]
 KERNELS = [*(f"average_{name}" for name in TYPES), "copy_bytes"]
-PTX = ".version 8.0\n" + "".join(f".visible .entry {name} (\n.param .b8 work[48]\n)\n{{ ret; }}\n" for name in KERNELS)
+PTX = ".version 8.0\n" + "".join(
+    f".visible .entry {name} (\n.param .b8 work[3632]\n)\n{{ ret; }}\n" for name in KERNELS
+)
 
 
 class Handle(ctypes.Structure):
@@ -43,8 +45,11 @@ class Config(ctypes.Structure):
 class Work(ctypes.Structure):
     """A launch of a kernel."""
 
-    _fields_ = [(name, c_ulonglong) for name in ("items", "sources", "targets", "stop")] + [
-        (name, c_uint) for name in ("nitems", "nsources", "ntargets", "divisor")
+    _fields_ = [
+        *((name, c_ulonglong) for name in ("lists", "stop")),
+        *((name, c_uint) for name in ("items", "sources", "targets", "nitems", "nsources", "ntargets", "divisor")),
+        ("blocks", c_uint),
+        ("table", c_ulonglong * 448),
     ]
 
 
@@ -176,18 +181,15 @@ def launch(kernel: c_void_p, work: Work, on: c_void_p | None = None, grid: int =
     return int(cuda.cuLaunchKernel(kernel, grid, 1, 1, block, 1, 1, 0, on, parameters, None))
 
 
-def average(sources: list[int], targets: list[int], count: int, divisor: int, stop: int = 0) -> Work:
-    """The work of averaging one piece. Its tables are never freed."""
-    return Work(
-        upload(struct.pack("QII", 0, 0, count)),
-        upload(struct.pack(f"{len(sources)}Q", *sources)),
-        upload(struct.pack(f"{len(targets)}Q", *targets)),
-        stop,
-        1,
-        len(sources),
-        len(targets),
-        divisor,
-    )
+def average(
+    sources: list[int], targets: list[int], count: int, divisor: int, stop: int = 0, inside: bool = False
+) -> Work:
+    """The work of averaging one piece. Its lists are among the parameters (``inside``), or in memory never freed."""
+    lists = struct.pack("QII", 0, 0, count) + struct.pack(f"{len(sources) + len(targets)}Q", *sources, *targets)
+    offsets = (0, 16, 16 + 8 * len(sources))
+    table = (c_ulonglong * 448).from_buffer_copy(lists.ljust(448 * 8, b"\0") if inside else bytes(448 * 8))
+    at = 0 if inside else upload(lists)
+    return Work(at, stop, *offsets, 1, len(sources), len(targets), divisor, 0, table)
 
 
 def counters() -> list[int]:

@@ -13,7 +13,7 @@ namespace {
 
 static_assert(sizeof(Work) == sizeof(::Work) && sizeof(Item) == sizeof(::Item), "twin.h is behind memory.cuh");
 
-template <void kKernel(::Work)>
+template <void kKernel(const ::Work&)>
 void run(const Work& work, Index grid, Index block) {
   ::Work same;
   std::memcpy(&same, &work, sizeof same);

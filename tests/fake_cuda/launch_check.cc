@@ -17,9 +17,10 @@ class Check {
       touch("the stop word", work_.stop, 4, 4);
       if (*reinterpret_cast<const volatile unsigned*>(host_of(work_.stop)) != 0) return std::move(held_);
     }
-    if (work_.nitems > 0) touch("items", work_.items, sizeof(Item) * work_.nitems, 8);
+    if (work_.nitems == 0) return std::move(held_);
+    const auto* items = reinterpret_cast<const Item*>(list("items", work_.items, sizeof(Item) * work_.nitems));
     for (unsigned i = 0; i < work_.nitems; ++i) {
-      const Item item = reinterpret_cast<const Item*>(host_of(work_.items))[i];
+      const Item item = items[i];
       if (item.count > kMostOfItem) die("%s: item %u has %u elements", twin_.name, i, item.count);
       elements("a source", work_.sources, work_.nsources, item, twin_.size);
       elements("a target", work_.targets, work_.ntargets, item, twin_.made);
@@ -28,13 +29,25 @@ class Check {
   }
 
  private:
+  // What is `offset` bytes into the lists, in device memory or among the parameters.
+  const char* list(const char* what, std::size_t offset, std::size_t bytes) {
+    if (work_.lists != 0) {
+      touch(what, work_.lists + offset, bytes, 8);
+      return host_of(work_.lists + offset);
+    }
+    if (offset % 8 != 0 || offset > sizeof work_.table || bytes > sizeof work_.table - offset) {
+      die("%s, %s: %zu bytes at %zu of the parameters", twin_.name, what, bytes, offset);
+    }
+    return reinterpret_cast<const char*>(work_.table) + offset;
+  }
+
   // The elements of an item in all its sources, or targets, of `size` bytes each.
-  void elements(const char* what, CUdeviceptr addresses, unsigned number, const Item& item, unsigned size) {
+  void elements(const char* what, unsigned addresses, unsigned number, const Item& item, unsigned size) {
     if (number == 0) return;
-    const CUdeviceptr row = addresses + sizeof(CUdeviceptr) * item.piece * number;
-    touch("the table of addresses", row, sizeof(CUdeviceptr) * number, 8);
+    const std::size_t row = addresses + sizeof(CUdeviceptr) * item.piece * number;
+    const char* starts = list("the table of addresses", row, sizeof(CUdeviceptr) * number);
     for (unsigned i = 0; i < number; ++i) {
-      const CUdeviceptr first = reinterpret_cast<const CUdeviceptr*>(host_of(row))[i] + item.first * size;
+      const CUdeviceptr first = reinterpret_cast<const CUdeviceptr*>(starts)[i] + item.first * size;
       if (item.count > 0) touch(what, first, std::size_t{size} * item.count, size);
     }
   }

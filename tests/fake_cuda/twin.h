@@ -11,8 +11,11 @@ struct Item {
   unsigned piece, count;
 };
 struct Work {
-  unsigned long long items, sources, targets, stop;
+  unsigned long long lists, stop;
+  unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
+  unsigned blocks;
+  unsigned long long table[448];
 };
 
 // The most elements of an item.

@@ -13,23 +13,28 @@ const DEVICE: u64 = 1 << 60;
 const GUARD: usize = 64;
 const GUARDED: u8 = 0xa5;
 
-#[repr(C)]
 struct Item {
     first: u64,
     piece: u32,
     count: u32,
 }
 
+/// What the parameters hold of lists.
+const TABLE: usize = 448;
+
 #[repr(C)]
 struct Work {
-    items: u64,
-    sources: u64,
-    targets: u64,
+    lists: u64,
     stop: u64,
+    items: u32,
+    sources: u32,
+    targets: u32,
     nitems: u32,
     nsources: u32,
     ntargets: u32,
     divisor: u32,
+    blocks: u32,
+    table: [u64; TABLE],
 }
 
 #[link(name = "dl_comm_kernels_twin", kind = "static")]
@@ -99,6 +104,8 @@ struct Cut {
     items: Vec<u32>,
     blocks: u32,
     threads: u32,
+    /// The lists are among the parameters, where there is room.
+    inside: bool,
 }
 
 /// The pieces in items, whose sizes are taken from `cut` over and over; the last piece first.
@@ -127,11 +134,23 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
     let sources: Vec<u64> = pieces.iter().flat_map(|piece| piece.sources.iter().map(Buffer::address)).collect();
     let targets: Vec<u64> =
         pieces.iter().flat_map(|piece| (0..ntargets).map(|target| piece.target(target).address())).collect();
+    let mut lists: Vec<u64> =
+        items.iter().flat_map(|item| [item.first, u64::from(item.piece) | u64::from(item.count) << 32]).collect();
+    lists.extend(sources.iter().chain(&targets));
+    let mut table = [0; TABLE];
+    let inside = cut.inside && lists.len() <= TABLE;
+    if inside {
+        table[..lists.len()].copy_from_slice(&lists);
+    }
+    let starts = [0, 16 * items.len(), 16 * items.len() + 8 * sources.len()].map(|start| start as u32);
     let work = Work {
-        items: device(&items),
-        sources: device(&sources),
-        targets: device(&targets),
+        lists: if inside { 0 } else { device(&lists) },
         stop,
+        items: starts[0],
+        sources: starts[1],
+        targets: starts[2],
+        table,
+        blocks: 0,
         nitems: items.len() as u32,
         nsources: nsources as u32,
         ntargets: ntargets as u32,
@@ -305,8 +324,9 @@ const KERNELS: [(&str, DType, bool); 11] = [
 
 fn cases() -> impl Strategy<Value = Case> {
     let divisor = prop_oneof![6 => 1u32..=17, 1 => 1u32..=i32::MAX as u32, 1 => Just(i32::MAX as u32)];
-    let cut = (prop::collection::vec(1u32..3000, 1..4), 1u32..5, prop::sample::select(vec![1u32, 7, 32, 96, 256]))
-        .prop_map(|(items, blocks, threads)| Cut { items, blocks, threads });
+    let threads = prop::sample::select(vec![1u32, 7, 32, 96, 256]);
+    let cut = (prop::collection::vec(1u32..3000, 1..4), 1u32..5, threads, any::<bool>())
+        .prop_map(|(items, blocks, threads, inside)| Cut { items, blocks, threads, inside });
     let shape = (prop::collection::vec(0usize..5000, 1..4), 1usize..=9, 1usize..=4);
     (any::<u64>(), shape, divisor, 0u8..4, cut).prop_map(
         |(seed, (counts, nsources, ntargets), divisor, alignment, cut)| Case {
@@ -328,6 +348,17 @@ proptest! {
     fn the_kernels_give_the_bits_of_the_core(case in cases()) {
         for (name, dtype, precise) in KERNELS {
             check(name, Reduction { dtype, precise, wide: false }, &case);
+        }
+    }
+
+    /// Lists among the parameters do what lists in memory do.
+    #[test]
+    fn lists_may_be_among_the_parameters(case in cases()) {
+        let cut = Cut { items: vec![3000], ..case.cut.clone() };
+        for inside in [false, true] {
+            let case = Case { cut: Cut { inside, ..cut.clone() }, ..case.clone() };
+            prop_assert!(items(&pieces(&case, &mut Random(case.seed), DType::F32), &cut).len() * 2 + 3 * 13 <= TABLE);
+            check("average_f32", Reduction { dtype: DType::F32, precise: false, wide: false }, &case);
         }
     }
 
@@ -391,7 +422,7 @@ proptest! {
 /// A launch writes nothing once its stop word is set, and all of it as long as it is not.
 #[test]
 fn a_set_stop_word_leaves_the_targets_alone() {
-    let cut = Cut { items: vec![100], blocks: 2, threads: 32 };
+    let cut = Cut { items: vec![100], blocks: 2, threads: 32, inside: true };
     let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
     let sums =
         SUMS.iter().map(|&(name, dtype, precise)| (name, dtype, Reduction { dtype, precise, wide: false }.acc_size()));
@@ -410,7 +441,7 @@ fn a_set_stop_word_leaves_the_targets_alone() {
 /// Full items, in blocks of the size that the core takes: several vectors are under way in each thread.
 #[test]
 fn full_items_are_averaged() {
-    let cut = Cut { items: vec![32768], blocks: 2, threads: 256 };
+    let cut = Cut { items: vec![32768], blocks: 2, threads: 256, inside: false };
     for nsources in [1, 2, 3, 4, 8, 9] {
         for (name, dtype, precise) in KERNELS {
             let case = Case {
@@ -431,7 +462,7 @@ fn full_items_are_averaged() {
 #[test]
 fn every_two_byte_float_survives() {
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
-    let cut = Cut { items: vec![32768], blocks: 1, threads: 64 };
+    let cut = Cut { items: vec![32768], blocks: 1, threads: 64, inside: true };
     for (name, dtype, precise) in KERNELS.into_iter().filter(|(_, dtype, _)| dtype.size() == 2) {
         let source = Buffer::new(&all, 0);
         let reduction = Reduction { dtype, precise, wide: false };

@@ -13,7 +13,7 @@ namespace {
 
 struct Kernel {
   std::string_view name;
-  void (*run)(Work);
+  void (*run)(const Work&);
 };
 #define DL_COMM_LISTED(type, S) {"average_" #type, average_##type}, {"sum_" #type, sum_##type},
 constexpr Kernel kKernels[] = {DL_COMM_TYPES(DL_COMM_LISTED){"copy_bytes", copy_bytes}};

@@ -1,7 +1,7 @@
 //! The work of kernels: pieces of tensors cut into items, and the memory in which a GPU finds them.
 //!
-//! The lists are made in host memory that stays, and uploaded before the kernels that read them; a few places are used in
-//! turn, so that the host need not wait for the GPU.
+//! Short lists travel with the kernels, as parameters. Others are made in host memory that stays, and uploaded before the
+//! kernels that read them; a few places are used in turn, so that the host need not wait for the GPU.
 //! Thread rule: one user at a time.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::await_event;
 use crate::buffer::Tensor;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::Piece;
 use crate::transport::Patience;
 use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Item, Stream, Work};
@@ -106,6 +106,60 @@ impl Batch {
     fn bytes(&self) -> usize {
         self.items.len() * size_of::<Item>() + (self.sources.len() + self.targets.len()) * size_of::<Address>()
     }
+
+    /// Where each list begins, in bytes, when one comes after the other.
+    fn starts(&self) -> [usize; 3] {
+        let sources = self.items.len() * size_of::<Item>();
+        [0, sources, sources + self.sources.len() * size_of::<Address>()]
+    }
+
+    /// Writes the lists, one after the other.
+    ///
+    /// # Safety
+    /// There is room for [`Batch::bytes`] at `to`, and nobody else looks there.
+    unsafe fn write(&self, to: *mut u8) {
+        let lists: [(*const u8, usize); 3] = [
+            (self.items.as_ptr().cast(), size_of_val(&self.items[..])),
+            (self.sources.as_ptr().cast(), size_of_val(&self.sources[..])),
+            (self.targets.as_ptr().cast(), size_of_val(&self.targets[..])),
+        ];
+        for (start, (list, len)) in self.starts().into_iter().zip(lists) {
+            // SAFETY: the caller's promise.
+            unsafe { to.add(start).copy_from_nonoverlapping(list, len) };
+        }
+    }
+
+    /// What all its kernels are given, but for their items; with the lists, where they fit.
+    fn work(&self, divisor: u32, stop: Address, blocks: u32) -> Result<Work> {
+        let number = |value: usize| {
+            u32::try_from(value).map_err(|_| Error::Internal("the lists of a call are too long for a kernel".into()))
+        };
+        let [_, sources, targets] = self.starts();
+        let mut work = Work {
+            lists: 0,
+            stop,
+            items: 0,
+            sources: number(sources)?,
+            targets: number(targets)?,
+            nitems: 0,
+            nsources: number(self.shape.0)?,
+            ntargets: number(self.shape.1)?,
+            divisor,
+            blocks,
+            table: [0; Work::TABLE],
+        };
+        number(self.bytes())?;
+        if self.fits() {
+            // SAFETY: the table is as long, and this function's.
+            unsafe { self.write(work.table.as_mut_ptr().cast()) };
+        }
+        Ok(work)
+    }
+
+    /// Whether the lists can travel with a kernel.
+    fn fits(&self) -> bool {
+        self.bytes() <= Work::TABLE * size_of::<u64>()
+    }
 }
 
 /// Places of the table, used in turn.
@@ -128,12 +182,14 @@ pub(super) struct Table {
     next: usize,
     /// See [`Table::stopped_by`]; 0 without.
     stop: Address,
+    /// See [`Table::limited_to`]; 0 without.
+    blocks: u32,
 }
 
 impl Table {
     /// A table that takes memory when it is used.
     pub fn new(context: &Arc<Context>) -> Table {
-        Table { context: Arc::clone(context), places: Vec::new(), next: 0, stop: 0 }
+        Table { context: Arc::clone(context), places: Vec::new(), next: 0, stop: 0, blocks: 0 }
     }
 
     /// Lets the kernels that are started from now on end, between two items, once the 32-bit word at `word` is not 0; those
@@ -143,12 +199,19 @@ impl Table {
         self.stop = word;
     }
 
+    /// Lets the kernels that are started from now on have so many blocks at most, however many the GPU could run: where links
+    /// between GPUs are what holds them up, more would only keep other kernels from its multiprocessors.
+    #[allow(dead_code, reason = "the paths set it where ranks have GPUs of their own")]
+    pub fn limited_to(&mut self, blocks: u32) {
+        self.blocks = blocks;
+    }
+
     /// The bytes of device memory that it has.
     pub fn held(&self) -> usize {
         self.places.iter().map(|place| place.device.bytes()).sum()
     }
 
-    /// Uploads `batch` and calls `launch` with each part of the work.
+    /// Uploads `batch`, unless it is short, and calls `launch` with each part of the work.
     ///
     /// # Errors
     /// Those of the driver and of `launch`, and when the patience ends.
@@ -163,38 +226,24 @@ impl Table {
         if batch.is_empty() {
             return Ok(());
         }
-        let stop = self.stop;
-        let place = self.place(batch.bytes(), patience)?;
-        let lists: [(*const u8, usize); 3] = [
-            (batch.items.as_ptr().cast(), size_of_val(&batch.items[..])),
-            (batch.sources.as_ptr().cast(), size_of_val(&batch.sources[..])),
-            (batch.targets.as_ptr().cast(), size_of_val(&batch.targets[..])),
-        ];
-        let mut starts = [0; 3];
-        let mut at = 0;
-        for (start, (list, len)) in starts.iter_mut().zip(lists) {
+        let mut work = batch.work(divisor, self.stop, self.blocks)?;
+        let place = if batch.fits() { None } else { Some(self.place(batch.bytes(), patience)?) };
+        if let Some(place) = &place {
             // SAFETY: the place is as long as all lists, and no kernel reads it any more.
-            unsafe { place.host.memory().add(at).copy_from_nonoverlapping(list, len) };
-            *start = place.device.address() + at as u64;
-            at += len;
+            unsafe { batch.write(place.host.memory()) };
+            // SAFETY: both have so many bytes, and stay until the event below has come.
+            unsafe { stream.upload(place.device.address(), place.host.memory(), batch.bytes()) }?;
+            work.lists = place.device.address();
         }
-        // SAFETY: both have so many bytes, and stay until the event below has come.
-        unsafe { stream.upload(place.device.address(), place.host.memory(), at) }?;
-        let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
         for group in &batch.groups {
-            let work = Work {
-                items: starts[0] + (group.items.start * size_of::<Item>()) as u64,
-                sources: starts[1],
-                targets: starts[2],
-                stop,
-                nitems: number(group.items.len()),
-                nsources: number(batch.shape.0),
-                ntargets: number(batch.shape.1),
-                divisor,
-            };
+            // Both are numbers of 32 bits, as `work` has found.
+            work.items = (group.items.start * size_of::<Item>()) as u32;
+            work.nitems = group.items.len() as u32;
             launch(group.dtype, &work)?;
         }
-        place.free = Some(stream.record()?);
+        if let Some(place) = place {
+            place.free = Some(stream.record()?);
+        }
         Ok(())
     }
 
@@ -233,8 +282,31 @@ impl Table {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn short_lists_travel_with_the_kernel() {
+        let mut batch = Batch::default();
+        batch.start(2, 1, 100);
+        batch.add(DType::F32, 5, [10, 20], [30]);
+        batch.add(DType::I8, 7, [11, 21], [31]);
+        let work = batch.work(2, 99, 48).unwrap();
+        assert_eq!((work.lists, work.stop, work.blocks, work.divisor), (0, 99, 48, 2));
+        assert_eq!((work.items, work.sources, work.targets), (0, 32, 64));
+        assert_eq!(work.table[..10], [0, 5 << 32, 0, 7 << 32 | 1, 10, 20, 11, 21, 30, 31]);
+        assert!(work.table[10..].iter().all(|word| *word == 0) && batch.fits());
+        // The longest that fits, and one item more.
+        batch.start(1, 1, 0);
+        batch.add(DType::U8, 223 * LEAST_ITEM, [1], [2]);
+        assert_eq!((batch.bytes(), batch.fits()), (Work::TABLE * 8, true));
+        assert_eq!(batch.work(1, 0, 0).unwrap().table[446..], [1, 2]);
+        batch.add(DType::U8, 1, [1], [2]);
+        let work = batch.work(1, 0, 0).unwrap();
+        assert!(!batch.fits() && work.table == [0; Work::TABLE] && work.sources == 224 * 16);
+        assert!(size_of::<Work>() <= 4096);
+    }
 
     #[test]
     fn long_pieces_become_items_and_types_become_groups() {

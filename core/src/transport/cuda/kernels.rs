@@ -75,15 +75,17 @@ impl Item {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
-    /// [`Item`]s, in device memory, as are the two lists of addresses.
-    pub items: Address,
-    /// For each piece, where it begins in each source.
-    pub sources: Address,
-    /// For each piece, where it begins in each target.
-    pub targets: Address,
+    /// Where the lists are in device memory; 0: in `table`.
+    pub lists: Address,
     /// A 32-bit word in pinned host memory, at which each block looks before each item: it ends when the word is not 0.
     /// 0: there is none.
     pub stop: Address,
+    /// Where in the lists, in bytes, its [`Item`]s begin.
+    pub items: u32,
+    /// The same for the list that tells, for each piece, where it begins in each source.
+    pub sources: u32,
+    /// The same for where each piece begins in each target.
+    pub targets: u32,
     /// The number of items.
     pub nitems: u32,
     /// The number of sources.
@@ -92,6 +94,15 @@ pub struct Work {
     pub ntargets: u32,
     /// What the sum is divided by.
     pub divisor: u32,
+    /// The most blocks of the kernel; 0: as many as the GPU runs at a time.
+    pub blocks: u32,
+    /// Lists that are short enough to be parameters, which have 4 KiB at most.
+    pub table: [u64; Work::TABLE],
+}
+
+impl Work {
+    /// The numbers of 64 bits in `table`.
+    pub const TABLE: usize = 448;
 }
 
 /// The kernels for one kind of GPU, loaded into a context.
@@ -195,7 +206,8 @@ unsafe fn launch(function: Function, work: &Work, stream: &Stream) -> Result<()>
     if work.nitems == 0 {
         return Ok(());
     }
-    let blocks = work.nitems.min(blocks(stream.context()));
+    let most = if work.blocks == 0 { u32::MAX } else { work.blocks };
+    let blocks = work.nitems.min(most).min(blocks(stream.context()));
     let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
     // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
     let code = unsafe {

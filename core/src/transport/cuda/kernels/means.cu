@@ -96,10 +96,11 @@ __device__ __forceinline__ void average_item(const Place& place, unsigned count,
 template <class S>
 __device__ __forceinline__ void average(const Work& work) {
   const typename S::Divider divider(work.divisor);
+  const Address lists = lists_of(work);
   KEEP_LOOP for (unsigned i = blockIdx.x; i < work.nitems; i += gridDim.x) {
     if (is_stopped(work.stop)) return;
-    const Item item = at<const Item>(work.items)[i];
-    average_item<S>(place_of<S>(work, item), item.count, divider);
+    const Item item = at<const Item>(lists + work.items)[i];
+    average_item<S>(place_of<S>(work, lists, item), item.count, divider);
   }
 }
 

@@ -25,10 +25,14 @@ struct Item {
 
 // What a launch does: the mean of the sources, that is their sum over `divisor` (1 to 2^31 - 1), to every target.
 struct Work {
-  Address items;             // of Item[nitems]
-  Address sources, targets;  // of Address[pieces][nsources] and Address[pieces][ntargets]: of element 0 of each piece
-  Address stop;              // of a word that the host may set while the kernel runs, or 0
+  Address lists;  // of the lists, in device memory; 0: they are in `table`
+  Address stop;   // of a word that the host may set while the kernel runs, or 0
+  // Where they begin in the lists, in bytes: Item[nitems], then Address[pieces][nsources] and
+  // Address[pieces][ntargets], of element 0 of each piece.
+  unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
+  unsigned blocks;     // for who starts it
+  Address table[448];  // a kernel's parameters have 4 KiB at most
 };
 
 namespace {
@@ -53,9 +57,15 @@ __device__ __forceinline__ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// A parameter that the kernel reads where it lies, by its address too, instead of a copy for each thread.
+#define PARAMETER(type) const __grid_constant__ type
+
+__device__ __forceinline__ Address address_of(const Address* memory) { return reinterpret_cast<Address>(memory); }
+
+// Of the lists, which are in global memory or among the parameters: a generic address.
 __device__ __forceinline__ Address load_address(Address address) {
   Address value;
-  asm("ld.global.nc.u64 %0, [%1];" : "=l"(value) : "l"(address));
+  asm("ld.u64 %0, [%1];" : "=l"(value) : "l"(address));
   return value;
 }
 
@@ -111,6 +121,11 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 #define UNROLL
 #define KEEP_LOOP
 #define __launch_bounds__(...)
+#define PARAMETER(type) const type&
+
+__device__ __forceinline__ Address address_of(const Address* memory) {
+  return reinterpret_cast<Address>(memory) + (1ull << 60);
+}
 
 __device__ __forceinline__ Address load_address(Address address) { return *at<const Address>(address); }
 
@@ -139,5 +154,10 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 }
 
 #endif
+
+// Where a launch has its lists.
+__device__ __forceinline__ Address lists_of(const Work& work) {
+  return work.lists != 0 ? work.lists : address_of(work.table);
+}
 
 }  // namespace

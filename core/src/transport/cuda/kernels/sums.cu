@@ -22,11 +22,12 @@ __device__ __forceinline__ void sum_item(const Place& place, Address target, uns
 // What a thread does.
 template <class S>
 __device__ __forceinline__ void sum(const Work& work) {
+  const Address lists = lists_of(work);
   KEEP_LOOP for (unsigned i = blockIdx.x; i < work.nitems; i += gridDim.x) {
     if (is_stopped(work.stop)) return;
-    const Item item = at<const Item>(work.items)[i];
-    const Address target = load_address(work.targets + sizeof(Address) * item.piece);
-    sum_item<S>(place_of<S>(work, item), target + item.first * sizeof(typename S::Acc), item.count);
+    const Item item = at<const Item>(lists + work.items)[i];
+    const Address target = load_address(lists + work.targets + sizeof(Address) * item.piece);
+    sum_item<S>(place_of<S>(work, lists, item), target + item.first * sizeof(typename S::Acc), item.count);
   }
 }
 

@@ -91,9 +91,9 @@ __device__ __forceinline__ Total<S, kBytes> total_of(const Place& place, unsigne
 
 // Where an item is.
 template <class S>
-__device__ __forceinline__ Place place_of(const Work& work, const Item& item) {
-  return {work.sources + sizeof(Address) * item.piece * work.nsources,
-          work.targets + sizeof(Address) * item.piece * work.ntargets, item.first * S::kSize, work.nsources,
+__device__ __forceinline__ Place place_of(const Work& work, Address lists, const Item& item) {
+  return {lists + work.sources + sizeof(Address) * item.piece * work.nsources,
+          lists + work.targets + sizeof(Address) * item.piece * work.ntargets, item.first * S::kSize, work.nsources,
           work.ntargets};
 }
 
@@ -101,4 +101,4 @@ __device__ __forceinline__ Place place_of(const Work& work, const Item& item) {
 
 // A kernel: what the threads do of a launch, by a type of elements.
 #define DL_COMM_KERNEL(name, work_of, S) \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocks) name(Work work) { work_of<S>(work); }
+  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocks) name(PARAMETER(Work) work) { work_of<S>(work); }
