@@ -71,7 +71,11 @@ pub(super) struct Across {
 impl Across {
     /// For ranks whose memory is open to each other, each with a bounce of [`PLACES`] chunks of `chunk` bytes.
     pub fn new(near: Neighbours, driver: Option<Driver>, chunk: usize) -> Across {
-        let stage = || Stage { batch: Batch::default(), table: Table::new(&near.context) };
+        let stage = || {
+            let mut table = Table::new(&near.context);
+            table.stopped_by(near.stop_address());
+            Stage { batch: Batch::default(), table }
+        };
         let [pack, add, spread, unpack] = [(); 4].map(|()| stage());
         Across { near, driver, chunk, pack, add, spread, unpack }
     }

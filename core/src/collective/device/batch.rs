@@ -194,14 +194,12 @@ impl Table {
 
     /// Lets the kernels that are started from now on end, between two items, once the 32-bit word at `word` is not 0; those
     /// that start when it is set touch no tensor. It is in pinned host memory, as the device sees it, and outlives the kernels.
-    #[allow(dead_code, reason = "the paths set it once they have such a word")]
     pub fn stopped_by(&mut self, word: Address) {
         self.stop = word;
     }
 
     /// Lets the kernels that are started from now on have so many blocks at most, however many the GPU could run: where links
     /// between GPUs are what holds them up, more would only keep other kernels from its multiprocessors.
-    #[allow(dead_code, reason = "the paths set it where ranks have GPUs of their own")]
     pub fn limited_to(&mut self, blocks: u32) {
         self.blocks = blocks;
     }

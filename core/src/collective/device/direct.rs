@@ -30,6 +30,9 @@ const SHOT: usize = 256 << 10;
 /// The memory for two of them; less would share a block of the driver's with what else the process has there, and other
 /// processes would see that too.
 pub(super) const BOUNCE: usize = 2 << 20;
+/// Blocks of a kernel between GPUs, of which links are the limit: more would take the multiprocessors from backward. (NCCL has
+/// up to 32 for an all-reduce over NVLink.)
+const LINK_BLOCKS: u32 = 48;
 /// A chunk of a call whose tensors the others cannot see, in bytes. Long, for its meeting of the ranks to cost little.
 const CHUNK: usize = 8 << 20;
 /// Places for such chunks: one is packed while another may still be read.
@@ -57,9 +60,14 @@ enum Chunks {
 }
 
 impl Direct {
-    /// For ranks whose memory is open to each other, each with a bounce of [`BOUNCE`] bytes.
-    pub fn new(near: Neighbours) -> Direct {
-        let table = Table::new(&near.context);
+    /// For ranks whose memory is open to each other, each with a bounce of [`BOUNCE`] bytes; `own_gpus`: no two of them share a
+    /// GPU.
+    pub fn new(near: Neighbours, own_gpus: bool) -> Direct {
+        let mut table = Table::new(&near.context);
+        table.stopped_by(near.stop_address());
+        if own_gpus {
+            table.limited_to(LINK_BLOCKS);
+        }
         let shown = Shown::default();
         Direct { near, shots: 0, shown, chunks: Chunks::Unasked, chunked: 0, batch: Batch::default(), table }
     }

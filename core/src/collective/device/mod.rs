@@ -111,7 +111,7 @@ impl Gpus {
                     }
                 },
                 Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, Ok(()), patience)?
-                    .map(|(near, ())| Way::Direct(Box::new(Direct::new(near)))),
+                    .map(|(near, ())| Way::Direct(Box::new(Direct::new(near, decision.own_gpus)))),
                 Path::Across(wait) => {
                     let driver = Driver::new(&context, &topology, settings.chunk);
                     let bounce = (across::PLACES * settings.chunk).max(direct::BOUNCE);

@@ -153,7 +153,6 @@ impl Neighbours {
     }
 
     /// Where the GPU finds the number that ends kernels when a rank was lost.
-    #[allow(dead_code)]
     pub fn stop_address(&self) -> Address {
         self.flags.stop_address()
     }

@@ -157,6 +157,8 @@ pub(super) struct Decision {
     pub path: Path,
     /// Why it is no better one; empty when there is none.
     pub why: String,
+    /// Whether no two ranks share a GPU.
+    pub own_gpus: bool,
     /// Why the path that was asked for cannot be had.
     refused: Option<String>,
 }
@@ -164,7 +166,7 @@ pub(super) struct Decision {
 impl Decision {
     pub fn encode(&self) -> String {
         let wait = self.path.wait() == Some(Wait::Host);
-        json!([self.path.name(), wait, self.why, self.refused]).to_string()
+        json!([self.path.name(), wait, self.why, self.refused, self.own_gpus]).to_string()
     }
 
     /// # Errors
@@ -184,20 +186,19 @@ impl Decision {
             Some("staged") => Path::Staged,
             _ => return Err(Error::Internal("what the ranks told of their GPUs is not legible".into())),
         };
-        Ok(Decision { path, why: words(2).unwrap_or_default(), refused: None })
+        Ok(Decision { path, why: words(2).unwrap_or_default(), own_gpus: value[4] == true, refused: None })
     }
 }
 
 /// What follows from the facts of all ranks: the same on every one.
 pub(super) fn decide(told: &Told, wanted: Wanted, topology: &Topology) -> Decision {
     let facts: Option<Vec<Facts>> = told.iter().map(|(_, text)| Facts::decode(text)).collect();
-    let decided = |path, why: &str| Decision { path, why: why.to_owned(), refused: None };
     let Some(facts) = facts.filter(|facts| facts.len() == topology.size()) else {
-        return Decision {
-            refused: Some("the ranks could not tell each other of their GPUs".into()),
-            ..decided(Path::Staged, "")
-        };
+        let refused = Some("the ranks could not tell each other of their GPUs".into());
+        return Decision { path: Path::Staged, why: String::new(), own_gpus: false, refused };
     };
+    let own_gpus = sharers(&facts).is_none();
+    let decided = |path, why: &str| Decision { path, why: why.to_owned(), own_gpus, refused: None };
     if facts.len() == 1 {
         return decided(Path::Alone, "");
     }
@@ -220,13 +221,16 @@ pub(super) fn decide(told: &Told, wanted: Wanted, topology: &Topology) -> Decisi
     }
 }
 
+/// Two ranks that share a GPU, if there are any.
+fn sharers(facts: &[Facts]) -> Option<(usize, usize)> {
+    let mut owners: BTreeMap<&str, usize> = BTreeMap::new();
+    facts.iter().enumerate().find_map(|(rank, fact)| owners.insert(&fact.uuid, rank).map(|one| (one, rank)))
+}
+
 /// Why NCCL cannot carry the team, if it cannot.
 fn no_nccl(facts: &[Facts]) -> Option<String> {
-    let mut owners: BTreeMap<&str, usize> = BTreeMap::new();
-    for (rank, fact) in facts.iter().enumerate() {
-        if let Some(other) = owners.insert(&fact.uuid, rank) {
-            return Some(format!("ranks {other} and {rank} share a GPU"));
-        }
+    if let Some((one, other)) = sharers(facts) {
+        return Some(format!("ranks {one} and {other} share a GPU"));
     }
     for (rank, fact) in facts.iter().enumerate() {
         match (&fact.nccl, &facts[0].nccl) {

@@ -72,7 +72,6 @@ impl Flags {
     }
 
     /// Where the GPU finds the number that ends kernels.
-    #[allow(dead_code)]
     pub fn stop_address(&self) -> Address {
         self.stop.address()
     }
