@@ -110,6 +110,7 @@ FAKE_API CUresult cuCtxEnablePeerAccess(CUcontext handle, unsigned flags) {
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
   const Context* peer = contexts().find(handle);
   if (peer == nullptr || peer == context) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!are_peers(context->device, peer->device)) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   const std::lock_guard lock(context->lock);
   return context->peers.insert(peer->device).second ? CUDA_SUCCESS : CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
 }

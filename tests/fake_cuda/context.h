@@ -4,9 +4,12 @@
 // calling thread's own.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <vector>
 
 #include "cuda_api.h"
 
@@ -24,6 +27,11 @@ struct Context {
   std::set<int> peers;
   // The stream that is 0 and 1, and the one that is 2; made at their first use.
   std::shared_ptr<Stream> special[2];
+  // All its streams.
+  std::vector<std::weak_ptr<Stream>> streams;
+  // With FAKE_CUDA_ONE_QUEUE=1, operations run in the order of these numbers, whatever their streams: the next to be
+  // given out, and the one whose turn it is.
+  std::atomic<std::uint64_t> next{0}, turn{0};
 };
 
 // CUDA_SUCCESS after cuInit in this process (not in one forked from it), else CUDA_ERROR_NOT_INITIALIZED.
@@ -34,6 +42,10 @@ CUresult need_device(CUdevice device);
 CUresult need_context(Context** context);
 
 int device_count();
+// The GPU that a device is, or, with FAKE_CUDA_MIG=n, one of n slices of.
+int gpu_of(int device);
+// Whether kernels of one device may touch memory of the other: not with FAKE_CUDA_NO_PEERS=1, and not slices.
+bool are_peers(int device, int other);
 CUuuid device_uuid(int device);
 
 }  // namespace fake

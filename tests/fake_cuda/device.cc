@@ -31,6 +31,15 @@ int device_count() {
   return count;
 }
 
+int gpu_of(int device) {
+  const int slices = static_cast<int>(setting("FAKE_CUDA_MIG", 0));
+  return slices == 0 ? device : device / slices;
+}
+
+bool are_peers(int device, int other) {
+  return device != other && setting("FAKE_CUDA_NO_PEERS", 0) == 0 && setting("FAKE_CUDA_MIG", 0) == 0;
+}
+
 CUuuid device_uuid(int device) {
   CUuuid uuid = {"fake device"};
   std::memcpy(uuid.bytes + sizeof uuid.bytes - sizeof device, &device, sizeof device);
@@ -85,7 +94,7 @@ FAKE_API CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
 FAKE_API CUresult cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
   if (const CUresult refused = need_device(device)) return refused;
   char text[32];
-  std::snprintf(text, sizeof text, "0000:%02x:00.0", device + 1);
+  std::snprintf(text, sizeof text, "0000:%02x:00.0", gpu_of(device) + 1);
   return copy_text(text, id, length);
 }
 
@@ -109,7 +118,7 @@ FAKE_API CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer
   if (const CUresult refused = need_device(device)) return refused;
   if (const CUresult refused = need_device(peer)) return refused;
   if (can == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *can = device != peer;
+  *can = are_peers(device, peer);
   return CUDA_SUCCESS;
 }
 

@@ -20,4 +20,4 @@ FAKE_API void fake_cuda_counters(long out[4]);
 FAKE_API CUresult cuCtxGetDevice(CUdevice* device);
 FAKE_API CUresult cuCtxGetCurrent(CUcontext* context);
 FAKE_API CUresult cuCtxSetCurrent(CUcontext context);
-FAKE_API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device);
+FAKE_API CUresult cuDeviceGetPCIBusId(char* id, int length, CUdevice device);

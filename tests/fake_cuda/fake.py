@@ -155,6 +155,13 @@ def pinned(size: int) -> int:
     return host.value
 
 
+def poke(address: int, value: int) -> None:
+    """Puts a number into device memory at once, whatever is on the streams."""
+    cuda.fake_cuda_host_address.restype = c_void_p
+    host = cuda.fake_cuda_host_address(big(address), c_size_t(4), b"poke")
+    c_uint.from_address(host).value = value
+
+
 def stream() -> c_void_p:
     made = c_void_p()
     ok(cuda.cuStreamCreate(byref(made), 1))

@@ -11,6 +11,7 @@
 
 #include "die.h"
 #include "memory.h"
+#include "stream.h"
 
 using namespace fake;
 
@@ -94,6 +95,7 @@ FAKE_API CUresult cuMemHostRegister_v2(void* host, std::size_t bytes, unsigned f
 FAKE_API CUresult cuMemHostUnregister(void* host) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
+  wait_if_calls_do(*context);
   const Held region = remove_region(number_of(host), {Kind::kRegistered});
   return region != nullptr ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
 }
@@ -111,6 +113,7 @@ FAKE_API CUresult cuMemHostAlloc(void** host, std::size_t bytes, unsigned flags)
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (host == nullptr || bytes == 0 || flags > 7) return CUDA_ERROR_INVALID_VALUE;
+  wait_if_calls_do(*context);
   void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   if (!add_region(pinned(Kind::kHostAlloc, start, bytes, context))) {
@@ -123,5 +126,6 @@ FAKE_API CUresult cuMemHostAlloc(void** host, std::size_t bytes, unsigned flags)
 FAKE_API CUresult cuMemFreeHost(void* host) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
+  wait_if_calls_do(*context);
   return remove_region(number_of(host), {Kind::kHostAlloc}) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

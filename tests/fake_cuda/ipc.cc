@@ -94,6 +94,10 @@ FAKE_API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle in,
   if (owner_of(handle) == static_cast<long>(getpid())) return CUDA_ERROR_INVALID_CONTEXT;
   if (const CUresult refused = need_device(handle.device)) return refused;
 
+  if (handle.device != context->device && !are_peers(context->device, handle.device)) {
+    return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+  }
+
   const std::lock_guard lock(opened().mutex);
   Open& open = opened().all[{handle.file, context}];
   if (open.region == nullptr) {

@@ -1,7 +1,7 @@
 // cuMemAlloc, cuMemFree and questions about addresses.
 //
-// The real cuMemFree waits for the device; this one does not: who frees memory that is still to be used is aborted when
-// the operation runs, as nobody may count on such a wait.
+// The real cuMemFree waits for the device; this one does not, but for FAKE_CUDA_WAITING_CALLS=1: who frees memory that
+// is still to be used is aborted when the operation runs, as nobody may count on such a wait.
 #include "die.h"
 #include "memory.h"
 #include "stream.h"
@@ -85,6 +85,7 @@ FAKE_API CUresult cuMemFree_v2(CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (address == 0) return CUDA_SUCCESS;
+  wait_if_calls_do(*context);
   const Held region = remove_region(address - kOffset, {Kind::kDevice, Kind::kPool, Kind::kManaged});
   return region != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -7,6 +7,7 @@
 #include "counters.h"
 #include "die.h"
 #include "launch_check.h"
+#include "slices.h"
 #include "stream.h"
 
 using namespace fake;
@@ -56,6 +57,7 @@ FAKE_API CUresult cuModuleLoadData(CUmodule* handle, const void* image) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (handle == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  wait_if_calls_do(*context);
   const auto module = std::make_shared<Module>();
   module->context = context;
   module->ptx = static_cast<const char*>(image);
@@ -110,6 +112,7 @@ FAKE_API CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned gr
   const Work work = *static_cast<const Work*>(parameters[0]);
   const CUresult refused = stream->push([twin, work, grid, block, context = stream->context] {
     const std::vector<Held> held = check_launch(*twin, work, *context);
+    const Slice slice(context->device);
     twin->run(work, grid, block);
   });
   if (refused == CUDA_SUCCESS) ++counters().launches;

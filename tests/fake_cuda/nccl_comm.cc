@@ -41,16 +41,24 @@ ncclResult_t Comm::state() {
   return state_;
 }
 
-ncclResult_t Comm::join(const std::string& name, const CUuuid& uuid) {
+ncclResult_t Comm::join(const std::string& name, const GpuId& gpu) {
   if (!segment.open(name)) return failed(ncclSystemError, "there is no communicator " + name + " to join");
-  if (!segment.arrive(rank, nranks, uuid)) {
+  if (!segment.arrive(rank, nranks, gpu)) {
     return failed(ncclInvalidUsage, "rank " + std::to_string(rank) + " is taken, or ranks differ in their number");
   }
   if (!segment.wait_for_all([this] { return aborted(); })) return failed(ncclInternalError, "aborted during the init");
-  int one = 0, other = 0;
-  if (!segment.find_shared_device(&one, &other)) return ncclSuccess;
-  return failed(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(one) + " and rank " +
-                                      std::to_string(other) + " are on the same device");
+  const int other = segment.shares_gpu_with();
+  if (other >= 0) {
+    return failed(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " +
+                                        std::to_string(other) + " both on CUDA device " + gpu.bus_id);
+  }
+  if (setting("FAKE_CUDA_NCCL_FAILS", -1) == rank) {
+    return failed(ncclSystemError, "a segment of shared memory cannot be extended: no space left on device");
+  }
+  if (!segment.wait_for_ready([this] { return aborted(); })) {
+    return failed(ncclRemoteError, "another rank has given up");
+  }
+  return ncclSuccess;
 }
 
 bool Comm::drain() {

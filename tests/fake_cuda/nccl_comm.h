@@ -47,7 +47,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   bool aborted() const { return aborted_; }
 
   // Joins the others, as a job.
-  ncclResult_t join(const std::string& name, const CUuuid& uuid);
+  ncclResult_t join(const std::string& name, const GpuId& gpu);
   // Blocks until all operations so far have run; false when aborted.
   bool drain();
 

@@ -34,14 +34,15 @@ FAKE_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int nranks, ncc
   if (asked != INT_MIN && asked != 0 && asked != 1) return failed(ncclInvalidArgument, "init: blocking is 0 or 1");
   const std::string name(id.internal, strnlen(id.internal, sizeof id.internal));
   CUdevice device = 0;
-  CUuuid uuid = {};
-  if (cuCtxGetDevice(&device) != CUDA_SUCCESS || cuDeviceGetUuid_v2(&uuid, device) != CUDA_SUCCESS) {
+  GpuId gpu = {};
+  if (cuCtxGetDevice(&device) != CUDA_SUCCESS ||
+      cuDeviceGetPCIBusId(gpu.bus_id, sizeof gpu.bus_id, device) != CUDA_SUCCESS) {
     return failed(ncclUnhandledCudaError, "init: there is no current context");
   }
 
   const auto comm = std::make_shared<Comm>(nranks, rank, device, asked != 0);
   *handle = comms().add(comm);
-  const ncclResult_t result = submit(comm, [comm = comm.get(), name, uuid] { return comm->join(name, uuid); });
+  const ncclResult_t result = submit(comm, [comm = comm.get(), name, gpu] { return comm->join(name, gpu); });
   if (result != ncclSuccess && result != ncclInProgress) {
     comms().remove(*handle);
     *handle = nullptr;

@@ -141,6 +141,52 @@ def _same_device_rank(rank: int, pipes: list[Connection]) -> None:
     ok(nccl.ncclCommAbort(comm))
 
 
+def _slices_rank(rank: int, pipes: list[Connection]) -> None:
+    """Ranks 0 and 1 have slices of one GPU, rank 2 another GPU."""
+    start(rank)
+    names = [ctypes.create_string_buffer(16) for _ in range(2)]
+    for name, device in zip(names, (0, rank), strict=True):
+        ok(cuda.cuDeviceGetUuid_v2(name, device))
+    assert (names[0].raw == names[1].raw) == (rank == 0), "slices have UUIDs of their own"
+    comm, state = join_later(rank, 3, unique_id(rank, pipes)), c_int()
+    if rank < 2:
+        assert settled(comm) == 5
+        assert b"Duplicate GPU" in nccl.ncclGetLastError(comm)
+    else:
+        pipes[0].recv()
+        ok(nccl.ncclCommGetAsyncError(comm, byref(state)))
+        assert state.value == IN_PROGRESS, "nobody has left yet"
+        pipes[0].send("still waits")
+    if rank == 1:
+        pipes[0].send("refused")
+        pipes[0].recv()
+    if rank == 0:
+        pipes[0].recv()
+        pipes[1].send("both are refused")
+        pipes[1].recv()
+        pipes[0].send("leave")
+    if rank == 2:
+        assert settled(comm) == 6
+    ok(nccl.ncclCommAbort(comm))
+
+
+def _one_fails_rank(rank: int, pipes: list[Connection]) -> None:
+    start(rank)
+    comm, state = join_later(rank, 2, unique_id(rank, pipes)), c_int()
+    if rank == 1:
+        assert settled(comm) == 2
+        assert b"no space left" in nccl.ncclGetLastError(comm)
+        pipes[0].send("failed")
+        pipes[0].recv()
+    else:
+        pipes[0].recv()
+        ok(nccl.ncclCommGetAsyncError(comm, byref(state)))
+        assert state.value == IN_PROGRESS, "rank 1 has not left yet"
+        pipes[0].send("leave")
+        assert settled(comm) == 6
+    ok(nccl.ncclCommAbort(comm))
+
+
 def _differ_rank(rank: int, pipes: list[Connection]) -> None:
     start(rank)
     comm = join(rank, 2, unique_id(rank, pipes))
@@ -166,6 +212,7 @@ def _run(ranks: int, body: Callable[[int, list[Connection]], None]) -> Callable[
 
 
 sums, patient = _run(3, _sums_rank), _run(2, _patient_rank)
+slices, one_fails = _run(3, _slices_rank), _run(2, _one_fails_rank)
 same_device, dies_differ = _run(2, _same_device_rank), _run(2, _differ_rank)
 
 if __name__ == "__main__":

@@ -62,17 +62,19 @@ bool Segment::open(const std::string& name) {
 }
 
 Segment::~Segment() {
-  if (header_ != nullptr) munmap(header_, kBytes);
+  if (header_ == nullptr) return;
+  if (nranks_ > 0) header_->places[rank_].left = true;
+  munmap(header_, kBytes);
 }
 
-bool Segment::arrive(int rank, int nranks, const CUuuid& device) {
+bool Segment::arrive(int rank, int nranks, const GpuId& gpu) {
   int agreed = 0;
   if (!header_->nranks.compare_exchange_strong(agreed, nranks) && agreed != nranks) return false;
-  rank_ = rank;
-  nranks_ = nranks;
   Place& place = header_->places[rank];
   if (place.taken.exchange(true)) return false;
-  place.device = device;
+  rank_ = rank;
+  nranks_ = nranks;
+  place.gpu = gpu;
   if (++header_->arrived == nranks) shm_unlink(name_.c_str());
   return true;
 }
@@ -84,14 +86,23 @@ bool Segment::wait_for_all(const GiveUp& give_up) {
   return true;
 }
 
-bool Segment::find_shared_device(int* one, int* other) const {
-  for (*one = 0; *one < nranks_; ++*one) {
-    for (*other = *one + 1; *other < nranks_; ++*other) {
-      const CUuuid &a = header_->places[*one].device, &b = header_->places[*other].device;
-      if (std::memcmp(a.bytes, b.bytes, sizeof a.bytes) == 0) return true;
+int Segment::shares_gpu_with() const {
+  for (int other = 0; other < nranks_; ++other) {
+    if (other == rank_) continue;
+    if (std::strcmp(header_->places[other].gpu.bus_id, header_->places[rank_].gpu.bus_id) == 0) return other;
+  }
+  return -1;
+}
+
+bool Segment::wait_for_ready(const GiveUp& give_up) {
+  ++header_->ready;
+  for (int round = 0; header_->ready < nranks_; nap(round)) {
+    if (give_up()) return false;
+    for (int rank = 0; rank < nranks_; ++rank) {
+      if (header_->places[rank].left && header_->ready < nranks_) return false;
     }
   }
-  return false;
+  return true;
 }
 
 char* Segment::fill(const GiveUp& give_up) {

@@ -13,8 +13,6 @@
 #include <functional>
 #include <string>
 
-#include "cuda_api.h"
-
 namespace fake {
 
 constexpr int kMaxRanks = 64;
@@ -27,6 +25,11 @@ struct Task {
   int kind = 0, dtype = 0, op = 0, root = 0;
 };
 
+// Where a GPU is, which its slices have in common.
+struct GpuId {
+  char bus_id[16];
+};
+
 class Segment {
  public:
   // True when a wait is to be given up.
@@ -36,14 +39,17 @@ class Segment {
   static std::string create();
   // False when there is no such segment.
   bool open(const std::string& name);
+  // Leaves.
   ~Segment();
 
   // Takes the place of a rank: false when it is taken, or others have another number of ranks.
-  bool arrive(int rank, int nranks, const CUuuid& device);
+  bool arrive(int rank, int nranks, const GpuId& gpu);
   // False when given up.
   bool wait_for_all(const GiveUp& give_up);
-  // Two ranks that are on one device; false when there are none.
-  bool find_shared_device(int* one, int* other) const;
+  // Another rank on the same GPU, be it in another slice; -1 when there is none.
+  int shares_gpu_with() const;
+  // False when given up, or when another rank has left before all were ready.
+  bool wait_for_ready(const GiveUp& give_up);
 
   // This rank's buffer for the next step; null when given up.
   char* fill(const GiveUp& give_up);
@@ -56,12 +62,13 @@ class Segment {
  private:
   struct Place {
     std::atomic<bool> taken;
-    CUuuid device;
+    std::atomic<bool> left;
+    GpuId gpu;
     Task task;
     std::atomic<std::uint64_t> posted, read;
   };
   struct Header {
-    std::atomic<int> nranks, arrived;
+    std::atomic<int> nranks, arrived, ready;
     Place places[kMaxRanks];
   };
   // The buffers start here.

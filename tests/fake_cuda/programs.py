@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +38,7 @@ from fake import (
     launch,
     ok,
     pinned,
+    poke,
     start,
     stream,
     together,
@@ -447,6 +451,104 @@ def handles() -> None:
         ok(cuda.cuMemFreeAsync(big(address), on))
     ok(cuda.cuStreamSynchronize(on))
     assert counters()[1] == before - 4 * MIB - 2 * MIB - 8 - 8
+
+
+def one_queue() -> None:
+    """A stream that waits keeps what was enqueued after it waiting, on other streams. Needs FAKE_CUDA_ONE_QUEUE=1."""
+    start()
+    flag, memory, before, first, second = upload(bytes(4)), alloc(8), event(), stream(), stream()
+    ok(cuda.cuEventRecord(before, second))
+    ok(cuda.cuStreamWaitValue32_v2(first, big(flag), 1, 0))
+    ok(cuda.cuMemsetD8Async(big(memory), 0, c_size_t(8), second))
+    ok(cuda.cuEventSynchronize(before))
+    time.sleep(0.05)
+    assert cuda.cuStreamQuery(second) == 600
+    poke(flag, 1)
+    ok(cuda.cuStreamSynchronize(second))
+    ok(cuda.cuStreamQuery(first))
+    for each in (first, second, first, second):
+        ok(launch(function("copy_bytes"), average([memory], [memory + 4], 4, 1), each))
+    ok(cuda.cuStreamSynchronize(second))
+
+
+def _slices_rank(rank: int, pipes: list[Connection]) -> None:
+    start()
+    (pipe,), on, kernel = pipes, stream(), function("copy_bytes")
+    work = average([upload(bytes(MIB))], [alloc(MIB)], 30000, 1)
+    if rank == 1:
+        pipe.recv()
+        ok(launch(kernel, work, on))
+        time.sleep(0.05)
+        assert cuda.cuStreamQuery(on) == 600, "rank 0 has the GPU"
+        upload(b"a copy needs no slice")
+        pipe.send("waits")
+        ok(cuda.cuStreamSynchronize(on))
+    else:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slice_of_gpu:
+            slice_of_gpu.bind("\0fake_cuda.kernels.0")
+            pipe.send("taken")
+            pipe.recv()
+    for _ in range(50):
+        ok(launch(kernel, work, on))
+    ok(cuda.cuStreamSynchronize(on))
+
+
+def slices() -> None:
+    """Kernels of two processes take turns. Needs FAKE_CUDA_TIME_SLICES=1."""
+    together(2, _slices_rank)
+
+
+def waiting_calls() -> None:
+    """Some calls wait for all streams. Needs FAKE_CUDA_WAITING_CALLS=1."""
+    start()
+    memory, host, local = alloc(8), pinned(8), ctypes.create_string_buffer(8)
+    ok(cuda.cuMemHostRegister_v2(local, c_size_t(8), 0))
+    for call in (
+        lambda: ok(cuda.cuMemFree_v2(big(memory))),
+        lambda: ok(cuda.cuMemFreeHost(c_void_p(host))),
+        lambda: ok(cuda.cuMemHostUnregister(local)),
+        lambda: pinned(8),
+        lambda: function("copy_bytes"),
+    ):
+        flag, on = upload(bytes(4)), stream()
+        ok(cuda.cuStreamWaitValue32_v2(on, big(flag), 1, 0))
+
+        def body(call: Callable[[], object] = call) -> None:
+            start()
+            call()
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        alloc(8)  # does not
+        thread.join(0.05)
+        assert thread.is_alive()
+        poke(flag, 1)
+        thread.join()
+        ok(cuda.cuStreamQuery(on))
+
+
+def _no_peers_rank(rank: int, pipes: list[Connection]) -> None:
+    (pipe,), opened, can, other = pipes, c_ulonglong(), c_int(), c_void_p()
+    start(1)
+    ok(cuda.cuCtxGetCurrent(byref(other)))
+    start(0)
+    ok(cuda.cuDeviceCanAccessPeer(byref(can), 0, 1))
+    assert can.value == 0
+    assert cuda.cuCtxEnablePeerAccess(other, 0) == 217
+    if rank == 0:
+        pipe.send(handle_of(alloc(8)))
+        pipe.recv()
+        return
+    handle = Handle.from_buffer_copy(pipe.recv())
+    ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
+    start(1)
+    assert cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1) == 217
+    pipe.send("done")
+
+
+def no_peers() -> None:
+    """Needs FAKE_CUDA_DEVICES=2, and FAKE_CUDA_NO_PEERS=1 or FAKE_CUDA_MIG=2."""
+    together(2, _no_peers_rank)
 
 
 def stale() -> None:

@@ -7,6 +7,14 @@
 #include "die.h"
 
 namespace fake {
+namespace {
+
+bool in_one_queue() {
+  static const bool one = setting("FAKE_CUDA_ONE_QUEUE", 0) != 0;
+  return one;
+}
+
+}  // namespace
 
 void Mark::pass() {
   const std::lock_guard lock(mutex_);
@@ -28,7 +36,7 @@ CUresult Stream::push(std::function<void()> operation) {
   const std::lock_guard lock(mutex_);
   if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (!std::exchange(started_, true)) std::thread([self = shared_from_this()] { self->work(); }).detach();
-  queue_.push_back(std::move(operation));
+  queue_.push_back({std::move(operation), context->next++});
   ++pushed_;
   changed_.notify_all();
   return CUDA_SUCCESS;
@@ -68,12 +76,16 @@ void Stream::work() {
   for (;;) {
     changed_.wait(lock, [this] { return closed_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    std::function<void()> operation = std::move(queue_.front());
+    Operation operation = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
+    if (in_one_queue()) {
+      for (int round = 0; context->turn != operation.place; nap(round)) continue;
+    }
     dawdle();
-    operation();
-    operation = nullptr;  // what it holds goes before anybody hears that it has run
+    operation.run();
+    operation.run = nullptr;  // what it holds goes before anybody hears that it has run
+    ++context->turn;
     lock.lock();
     ++finished_;
     changed_.notify_all();

@@ -21,6 +21,10 @@ namespace fake {
 // left that to others (cuThreadExchangeStreamCaptureMode). The fake asks in cuEventQuery and cuMemAlloc.
 bool capture_forbids();
 
+// With FAKE_CUDA_WAITING_CALLS=1, waits until all that the context's streams have been given is done, as the driver may
+// where memory is freed, memory of the host allocated, or a module loaded.
+void wait_if_calls_do(Context& context);
+
 // A point in a stream that has been passed, or not yet.
 class Mark {
  public:
@@ -58,7 +62,12 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
+  struct Operation {
+    std::function<void()> run;
+    // Its place in the order of the context's one queue.
+    std::uint64_t place;
+  };
+  std::deque<Operation> queue_;
   std::uint64_t pushed_ = 0;
   std::uint64_t finished_ = 0;
   bool started_ = false;

@@ -31,6 +31,21 @@ int special(CUstream handle) {
 
 bool capture_forbids() { return global_captures > 0 && capture_mode == kGlobalCapture; }
 
+void wait_if_calls_do(Context& context) {
+  static const bool wait = setting("FAKE_CUDA_WAITING_CALLS", 0) != 0;
+  if (!wait) return;
+  std::vector<std::shared_ptr<Stream>> all;
+  {
+    const std::lock_guard lock(context.lock);
+    for (const auto& each : context.streams) {
+      if (auto stream = each.lock()) all.push_back(std::move(stream));
+    }
+    context.streams.assign(all.begin(), all.end());
+  }
+  // A stream that is captured has nothing to wait for, and says so.
+  for (const auto& stream : all) stream->finish();
+}
+
 CUresult need_stream(CUstream handle, std::shared_ptr<Stream>* stream) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
@@ -40,7 +55,10 @@ CUresult need_stream(CUstream handle, std::shared_ptr<Stream>* stream) {
     return *stream != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
   }
   const std::lock_guard lock(context->lock);
-  if (context->special[own] == nullptr) context->special[own] = std::make_shared<Stream>(context);
+  if (context->special[own] == nullptr) {
+    context->special[own] = std::make_shared<Stream>(context);
+    context->streams.push_back(context->special[own]);
+  }
   *stream = context->special[own];
   return CUDA_SUCCESS;
 }
@@ -53,7 +71,12 @@ FAKE_API CUresult cuStreamCreateWithPriority(CUstream* handle, unsigned flags, i
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (handle == nullptr || flags > CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
-  *handle = streams().add(std::make_shared<Stream>(context));
+  const auto stream = std::make_shared<Stream>(context);
+  {
+    const std::lock_guard lock(context->lock);
+    context->streams.push_back(stream);
+  }
+  *handle = streams().add(stream);
   return CUDA_SUCCESS;
 }
 
