@@ -3,11 +3,13 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "context.h"
 #include "die.h"
+#include "faults.h"
 #include "memory.h"
 
 namespace fake {
@@ -46,7 +48,10 @@ CUuuid device_uuid(int device) {
   return uuid;
 }
 
-CUresult need_init() { return initialised == getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED; }
+CUresult need_init() {
+  if (initialised != getpid()) return CUDA_ERROR_NOT_INITIALIZED;
+  return fault();
+}
 
 CUresult need_device(CUdevice device) {
   if (const CUresult refused = need_init()) return refused;
@@ -60,13 +65,18 @@ using namespace fake;
 FAKE_API CUresult cuInit(unsigned flags) {
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
   if (device_count() == 0) return CUDA_ERROR_NO_DEVICE;
-  if (need_init() == CUDA_SUCCESS) return CUDA_SUCCESS;
+  if (initialised == getpid()) return fault();
   remove_stale(kFilePrefix);
+  // Exit handlers of those who came before the driver find it shut down.
+  std::atexit([] {
+    if (initialised == getpid()) deinitialise();
+  });
   initialised = getpid();
   return CUDA_SUCCESS;
 }
 
 FAKE_API CUresult cuDriverGetVersion(int* version) {
+  if (fault() == CUDA_ERROR_DEINITIALIZED) return CUDA_ERROR_DEINITIALIZED;
   if (version == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *version = static_cast<int>(setting("FAKE_CUDA_DRIVER", 13000));
   return CUDA_SUCCESS;

@@ -3,6 +3,7 @@
 // A record gives the event a new mark; who waits for the event, or asks, means the mark that it has at that moment. An
 // event that was never recorded has passed.
 #include "die.h"
+#include "faults.h"
 #include "stream.h"
 
 using namespace fake;
@@ -74,7 +75,7 @@ FAKE_API CUresult cuEventSynchronize(CUevent handle) {
   std::shared_ptr<Event> event;
   if (const CUresult refused = need_event(handle, &event)) return refused;
   if (const auto mark = event->latest()) mark->wait();
-  return CUDA_SUCCESS;
+  return fault();
 }
 
 FAKE_API CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned flags) {

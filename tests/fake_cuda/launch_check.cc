@@ -2,6 +2,7 @@
 #include "launch_check.h"
 
 #include "die.h"
+#include "faults.h"
 
 namespace fake {
 namespace {
@@ -61,8 +62,8 @@ class Check {
     const std::string words = std::string(twin_.name) + ", " + what;
     Held region = device_memory(address, bytes, words.c_str());
     if (!may_touch(*region)) {
-      die("%s: %#llx is memory of device %d, to which device %d has no access", words.c_str(), address, region->device,
-          context_.device);
+      bad_access("%s: %#llx is memory of device %d, to which device %d has no access", words.c_str(), address,
+                 region->device, context_.device);
     }
     held_.push_back(std::move(region));
   }

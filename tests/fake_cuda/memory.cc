@@ -16,6 +16,7 @@
 
 #include "counters.h"
 #include "die.h"
+#include "faults.h"
 
 namespace fake {
 namespace {
@@ -52,9 +53,11 @@ void unlink_file(const std::string& file) { shm_unlink(("/" + file).c_str()); }
 
 // What a process leaves in /dev/shm goes when it exits; files of a killed one go at the next cuInit of anybody.
 __attribute__((destructor)) void unlink_all() {
-  if (need_init() != CUDA_SUCCESS) return;
+  const std::string own = kFilePrefix + std::to_string(getpid()) + ".";
   const std::lock_guard lock(files().mutex);
-  for (const std::string& name : files().names) unlink_file(name);
+  for (const std::string& name : files().names) {
+    if (name.rfind(own, 0) == 0) unlink_file(name);
+  }
 }
 
 // The addresses of this process for memory of devices, and the ranges of them that are taken: end by start.
@@ -276,13 +279,14 @@ Held find_chunks(std::uintptr_t start, std::size_t bytes) {
 Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what) {
   Held region = address < kOffset ? nullptr : find_region(address - kOffset, bytes);
   if (region == nullptr && address >= kOffset) region = find_chunks(address - kOffset, bytes);
-  if (region == nullptr) die("%s: %zu bytes at %#llx are no device memory", what, bytes, address);
+  if (region == nullptr) bad_access("%s: %zu bytes at %#llx are no device memory", what, bytes, address);
   return region;
 }
 
 Held pinned_memory(const void* host, std::size_t bytes, const char* what) {
   Held region = find_region(number_of(host), bytes);
-  if (region == nullptr || !region->pinned()) die("%s: %zu bytes at %p are no pinned host memory", what, bytes, host);
+  if (region == nullptr || !region->pinned())
+    bad_access("%s: %zu bytes at %p are no pinned host memory", what, bytes, host);
   return region;
 }
 

@@ -89,7 +89,8 @@ Held remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds);
 // What this process has on this device now, with what it has freed and others have open still.
 std::size_t bytes_in_use(int device);
 
-// The region of memory that a GPU may touch, which may be several chunks; dies, naming `what`, when this is none.
+// The region of memory that a GPU may touch, which may be several chunks; a bad access (faults.h), naming `what`, when
+// this is none.
 Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what);
 // The same for pinned memory of the host.
 Held pinned_memory(const void* host, std::size_t bytes, const char* what);

@@ -12,15 +12,19 @@ Handles<Comm, ncclComm_t>& comms() { return immortal<Handles<Comm, ncclComm_t>>(
 
 void Comm::start(std::vector<Job> jobs) {
   CUcontext context = nullptr;
-  if (cuCtxGetCurrent(&context) != CUDA_SUCCESS) die("NCCL: the process was forked from one that had called cuInit");
   {
+    // No driver: the process is exiting, had a fault, or was forked from one that had called cuInit.
+    const bool usable = cuCtxGetCurrent(&context) == CUDA_SUCCESS;
     const std::lock_guard guard(mutex_);
-    state_ = ncclInProgress;
+    state_ = usable ? ncclInProgress : failed(ncclUnhandledCudaError, "the driver gives no current context");
+    if (!usable) return;
   }
   std::thread([self = shared_from_this(), jobs = std::move(jobs), context] {
-    if (cuCtxSetCurrent(context) != CUDA_SUCCESS) die("NCCL: the caller's context cannot be made current");
-    dawdle();
     ncclResult_t result = ncclSuccess;
+    if (cuCtxSetCurrent(context) != CUDA_SUCCESS) {
+      result = failed(ncclUnhandledCudaError, "the caller's context cannot be made current");
+    }
+    dawdle();
     for (const Job& job : jobs) {
       if (result == ncclSuccess) result = job();
     }
@@ -63,7 +67,8 @@ ncclResult_t Comm::join(const std::string& name, const GpuId& gpu) {
 
 bool Comm::drain() {
   for (int round = 0; finished < issued; nap(round)) {
-    if (aborted()) return false;
+    CUcontext context = nullptr;
+    if (aborted() || cuCtxGetCurrent(&context) != CUDA_SUCCESS) return false;
   }
   return true;
 }

@@ -551,6 +551,57 @@ def no_peers() -> None:
     together(2, _no_peers_rank)
 
 
+def faults() -> None:
+    """After a bad access every call fails, and nobody waits for ever. Needs FAKE_CUDA_FAULTS=1."""
+    start()
+    short, flag, waiting, mark, on = upload(bytes(396)), upload(bytes(4)), stream(), event(), stream()
+    kernel, work, host = function("average_f32"), average([upload(bytes(400)), short], [short], 100, 2), pinned(8)
+    name = ctypes.c_char_p()
+    ok(cuda.cuStreamWaitValue32_v2(waiting, big(flag), 1, 0))
+    ok(cuda.cuEventRecord(mark, waiting))
+    ok(launch(kernel, work, on))
+    assert cuda.cuStreamSynchronize(on) == 700
+    assert cuda.cuEventSynchronize(mark) == 700
+    assert cuda.cuStreamSynchronize(waiting) == 700
+    for code in (
+        cuda.cuInit(0),
+        cuda.cuCtxGetCurrent(byref(c_void_p())),
+        cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_size_t(8)),
+        cuda.cuMemFree_v2(big(flag)),
+        cuda.cuMemFreeHost(c_void_p(host)),
+        cuda.cuMemcpyDtoH_v2(c_void_p(host), big(flag), c_size_t(4)),
+        cuda.cuIpcGetMemHandle(byref(Handle()), big(flag)),
+        cuda.cuEventQuery(mark),
+        cuda.cuStreamQuery(on),
+        cuda.cuStreamWaitEvent(on, mark, 0),
+        launch(kernel, work, on),
+    ):
+        assert code == 700
+    ok(cuda.cuGetErrorName(700, byref(name)))
+    assert name.value == b"CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+def shutdown() -> None:
+    """Exit handlers from before the driver's start find it shut down."""
+    libc = ctypes.CDLL(None)
+
+    @ctypes.CFUNCTYPE(None, c_int, c_void_p)
+    def handler(_code: int, _argument: c_void_p) -> None:
+        codes = [
+            cuda.cuInit(0),
+            cuda.cuDriverGetVersion(byref(c_int())),
+            cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_size_t(8)),
+            cuda.cuStreamSynchronize(None),
+            cuda.cuThreadExchangeStreamCaptureMode(byref(c_int())),
+        ]
+        if codes == [4] * len(codes):
+            os._exit(0)
+
+    assert libc.on_exit(handler, None) == 0
+    start()
+    libc.exit(1)
+
+
 def stale() -> None:
     """What a killed process leaves behind goes at the next start; what a live one has stays."""
     child = os.fork()

@@ -1,10 +1,12 @@
 // See stream.h.
 #include "stream.h"
 
+#include <chrono>
 #include <thread>
 #include <utility>
 
 #include "die.h"
+#include "faults.h"
 
 namespace fake {
 namespace {
@@ -24,7 +26,8 @@ void Mark::pass() {
 
 void Mark::wait() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return passed_; });
+  // After a fault nobody passes it.
+  while (!passed_ && fault() == CUDA_SUCCESS) changed_.wait_for(lock, std::chrono::milliseconds(1));
 }
 
 bool Mark::passed() {
@@ -46,7 +49,7 @@ CUresult Stream::finish() {
   std::unique_lock lock(mutex_);
   if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   changed_.wait(lock, [this, last = pushed_] { return finished_ >= last; });
-  return CUDA_SUCCESS;
+  return fault();
 }
 
 CUresult Stream::query() {
@@ -83,7 +86,7 @@ void Stream::work() {
       for (int round = 0; context->turn != operation.place; nap(round)) continue;
     }
     dawdle();
-    operation.run();
+    run_or_fault(operation.run);
     operation.run = nullptr;  // what it holds goes before anybody hears that it has run
     ++context->turn;
     lock.lock();

@@ -29,6 +29,7 @@ void wait_if_calls_do(Context& context);
 class Mark {
  public:
   void pass();
+  // Ends early after a fault.
   void wait();
   bool passed();
 

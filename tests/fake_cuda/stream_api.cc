@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "die.h"
+#include "faults.h"
 #include "stream.h"
 
 namespace fake {
@@ -136,6 +137,7 @@ FAKE_API CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
 }
 
 FAKE_API CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (fault() != CUDA_SUCCESS) return fault();
   if (mode == nullptr || *mode < 0 || *mode > 2) return CUDA_ERROR_INVALID_VALUE;
   std::swap(*mode, capture_mode);
   return CUDA_SUCCESS;

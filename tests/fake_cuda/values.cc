@@ -1,5 +1,6 @@
 // cuStreamWriteValue32 and cuStreamWaitValue32: words in memory that streams of several processes speak through.
 #include "die.h"
+#include "faults.h"
 #include "memory.h"
 #include "stream.h"
 
@@ -42,7 +43,7 @@ FAKE_API CUresult cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address, u
     for (int round = 0;;) {
       const unsigned found = __atomic_load_n(word_at(address), __ATOMIC_SEQ_CST);
       const bool met = condition == CU_STREAM_WAIT_VALUE_EQ ? found == value : static_cast<int>(found - value) >= 0;
-      if (met) return;
+      if (met || fault() != CUDA_SUCCESS) return;
       nap(round);
     }
   });

@@ -63,6 +63,8 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ("programs.py/waiting_calls", {"FAKE_CUDA_WAITING_CALLS": "1"}),
         ("programs.py/no_peers", {**TWO, "FAKE_CUDA_NO_PEERS": "1"}),
         ("programs.py/no_peers", {**TWO, "FAKE_CUDA_MIG": "2"}),
+        ("programs.py/faults", {"FAKE_CUDA_FAULTS": "1"}),
+        ("programs.py/shutdown", {}),
         ("programs.py/stale", {}),
         ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3"}),
         ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3", **SLOW}),

@@ -1,0 +1,40 @@
+// See faults.h.
+#include "faults.h"
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+
+#include "die.h"
+
+namespace fake {
+namespace {
+
+std::atomic<CUresult> error{CUDA_SUCCESS};
+thread_local bool is_running = false;
+
+}  // namespace
+
+CUresult fault() { return error; }
+
+// The first error stays, but the end of the process comes before all.
+void set_fault() {
+  CUresult none = CUDA_SUCCESS;
+  error.compare_exchange_strong(none, CUDA_ERROR_ILLEGAL_ADDRESS);
+}
+
+void deinitialise() { error = CUDA_ERROR_DEINITIALIZED; }
+
+void set_running(bool running) { is_running = running; }
+
+void bad_access(const char* format, ...) {
+  if (is_running && setting("FAKE_CUDA_FAULTS", 0) != 0) throw Fault();
+  char words[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(words, sizeof words, format, arguments);
+  va_end(arguments);
+  die("%s", words);
+}
+
+}  // namespace fake
