@@ -263,6 +263,8 @@ def asynchronous() -> None:
     assert cuda.cuEventQuery(mark) == 600
     ok(cuda.cuStreamWriteValue32_v2(c_void_p(2), big(flag), 1, 0))
     ok(cuda.cuEventSynchronize(mark))
+    for flags in (1, 2):
+        assert cuda.cuStreamWriteValue32_v2(on, big(flag), 1, flags) == 1
     # GEQ goes round: what is 2^31 or more ahead is behind.
     for value, wanted in ((0x80000003, 2), (0xFFFFFFF0, 5)):
         ok(cuda.cuStreamWriteValue32_v2(None, big(flag), value, 0))

@@ -19,11 +19,12 @@ unsigned* word_at(CUdeviceptr address) { return reinterpret_cast<unsigned*>(host
 
 }  // namespace
 
+// The flag that leaves out the memory barrier is one of the old interface: "not supported in the v2 API" (cuda.h).
 FAKE_API CUresult cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr address, unsigned value, unsigned flags) {
   std::shared_ptr<Stream> stream;
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
   if (forbidden()) return CUDA_ERROR_NOT_SUPPORTED;
-  if (address % 4 != 0 || flags > CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER) return CUDA_ERROR_INVALID_VALUE;
+  if (address % 4 != 0 || flags != CU_STREAM_WRITE_VALUE_DEFAULT) return CUDA_ERROR_INVALID_VALUE;
   if (is_managed(address, "cuStreamWriteValue32")) return CUDA_ERROR_INVALID_VALUE;
   return stream->push([address, value] {
     const Held region = device_memory(address, 4, "cuStreamWriteValue32");
