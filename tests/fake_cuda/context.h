@@ -42,6 +42,9 @@ CUresult need_device(CUdevice device);
 CUresult need_context(Context** context);
 
 int device_count();
+// Ten times the compute capability of the devices: FAKE_CUDA_CAPABILITY. Without it 9.1, which NVRTC has no machine
+// code for, so that it makes PTX.
+int capability();
 // The GPU that a device is, or, with FAKE_CUDA_MIG=n, one of n slices of.
 int gpu_of(int device);
 // Whether kernels of one device may touch memory of the other: not with FAKE_CUDA_NO_PEERS=1, and not slices.

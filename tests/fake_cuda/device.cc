@@ -33,6 +33,8 @@ int device_count() {
   return count;
 }
 
+int capability() { return static_cast<int>(setting("FAKE_CUDA_CAPABILITY", 91)); }
+
 int gpu_of(int device) {
   const int slices = static_cast<int>(setting("FAKE_CUDA_MIG", 0));
   return slices == 0 ? device : device / slices;
@@ -143,10 +145,10 @@ FAKE_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
       *value = 4;
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      *value = 9;
+      *value = capability() / 10;
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-      *value = 1;  // a GPU that NVRTC has no machine code for: the core makes PTX, in which the kernels are found
+      *value = capability() % 10;
       break;
     case CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1:
     case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS_V1:

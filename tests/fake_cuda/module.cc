@@ -1,6 +1,9 @@
-// cuModule* and cuLaunchKernel. A module is the text of its PTX; a kernel of it is run as its twin (twin.h), which
-// there must be.
+// cuModule* and cuLaunchKernel. A module is the text of its PTX, or machine code (an ELF file), of which only the names
+// of the kernels are read; a kernel of it is run as its twin (twin.h), which there must be.
+#include <algorithm>
 #include <cctype>
+#include <cstdint>
+#include <cstring>
 #include <map>
 #include <string>
 
@@ -21,7 +24,7 @@ struct Function {
 
 struct Module {
   Context* context;
-  std::string ptx;
+  std::string image;
   std::mutex mutex;
   // By name; guarded by `mutex`.
   std::map<std::string, CUfunction> functions;
@@ -47,6 +50,50 @@ bool has_entry(const std::string& ptx, const std::string& name) {
   return false;
 }
 
+// What is read of the header of an ELF file.
+struct ElfHeader {
+  unsigned char identity[16];
+  std::uint16_t type, machine;
+  std::uint32_t version;
+  std::uint64_t entry, segments, sections;
+  std::uint32_t flags;
+  std::uint16_t header_bytes, segment_bytes, number_of_segments, section_bytes, number_of_sections, names;
+};
+static_assert(sizeof(ElfHeader) == 64);
+constexpr std::uint16_t kElfMachineOfCuda = 190;
+// The interface from which on the second byte of the flags is the compute capability; before it is the first.
+constexpr unsigned char kLaterElf = 0x41;
+
+bool is_elf(const char* image) {
+  return std::memcmp(image,
+                     "\x7f"
+                     "ELF",
+                     4) == 0;
+}
+
+ElfHeader elf_header(const char* image) {
+  ElfHeader header;
+  std::memcpy(&header, image, sizeof header);
+  return header;
+}
+
+std::size_t bytes_of(const ElfHeader& header) {
+  return std::max(header.sections + std::size_t{header.section_bytes} * header.number_of_sections,
+                  header.segments + std::size_t{header.segment_bytes} * header.number_of_segments);
+}
+
+// Machine code runs on GPUs of its own compute capability, and of later ones of the same first number.
+bool runs_here(const ElfHeader& header) {
+  const int made_for = (header.identity[7] >= kLaterElf ? header.flags >> 8 : header.flags) & 0xff;
+  return made_for / 10 == capability() / 10 && made_for <= capability();
+}
+
+bool has_kernel(const std::string& image, const std::string& name) {
+  if (!is_elf(image.c_str())) return has_entry(image, name);
+  const std::string section = std::string(1, '\0') + ".text." + name + '\0';
+  return image.find(section) != std::string::npos;
+}
+
 bool sane(Index size, unsigned most_y_and_z) {
   return size.x > 0 && size.y > 0 && size.z > 0 && size.y <= most_y_and_z && size.z <= most_y_and_z;
 }
@@ -60,8 +107,16 @@ FAKE_API CUresult cuModuleLoadData(CUmodule* handle, const void* image) {
   wait_if_calls_do(*context);
   const auto module = std::make_shared<Module>();
   module->context = context;
-  module->ptx = static_cast<const char*>(image);
-  if (module->ptx.find(".entry") == std::string::npos) return CUDA_ERROR_INVALID_IMAGE;
+  const char* start = static_cast<const char*>(image);
+  if (is_elf(start)) {
+    const ElfHeader header = elf_header(start);
+    if (header.machine != kElfMachineOfCuda) return CUDA_ERROR_INVALID_IMAGE;
+    if (!runs_here(header)) return CUDA_ERROR_NO_BINARY_FOR_GPU;
+    module->image.assign(start, bytes_of(header));
+  } else {
+    module->image = start;
+    if (module->image.find(".entry") == std::string::npos) return CUDA_ERROR_INVALID_IMAGE;
+  }
   *handle = modules().add(module);
   return CUDA_SUCCESS;
 }
@@ -77,7 +132,7 @@ FAKE_API CUresult cuModuleGetFunction(CUfunction* handle, CUmodule module_handle
   const auto module = modules().find(module_handle);
   if (module == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   const Twin* twin = find_twin(name);
-  if (twin == nullptr || !has_entry(module->ptx, name)) return CUDA_ERROR_NOT_FOUND;
+  if (twin == nullptr || !has_kernel(module->image, name)) return CUDA_ERROR_NOT_FOUND;
   const std::lock_guard lock(module->mutex);
   CUfunction& function = module->functions[name];
   if (function == nullptr) function = functions().add(std::make_shared<Function>(Function{module->context, twin}));

@@ -604,6 +604,23 @@ def shutdown() -> None:
     libc.exit(1)
 
 
+def machine_code() -> None:
+    """Loads what NVRTC made of means.cu for 9.0, and of it for 8.0. Needs FAKE_CUDA_CAPABILITY=90, and both files."""
+    start()
+    value, module, kernel = c_int(), c_void_p(), c_void_p()
+    for attribute, expected in ((75, 9), (76, 0)):
+        ok(cuda.cuDeviceGetAttribute(byref(value), attribute, 0))
+        assert value.value == expected
+    fitting, older = (Path(name).read_bytes() for name in sys.argv[2:])
+    assert cuda.cuModuleLoadData(byref(module), older) == 209
+    ok(cuda.cuModuleLoadData(byref(module), fitting))
+    assert cuda.cuModuleGetFunction(byref(kernel), module, b"sum_f32") == 500
+    ok(cuda.cuModuleGetFunction(byref(kernel), module, b"average_f32"))
+    sources = [upload(struct.pack("2f", *values)) for values in ((1, 2), (3, 6))]
+    ok(launch(kernel, average(sources, sources[:1], 2, 2)))
+    assert struct.unpack("2f", download(sources[0], 8)) == (2, 4)
+
+
 def stale() -> None:
     """What a killed process leaves behind goes at the next start; what a live one has stays."""
     child = os.fork()

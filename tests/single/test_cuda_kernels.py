@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -75,6 +77,20 @@ def test_the_kernels_compile_for_every_gpu(nvrtc: Nvrtc, version: str) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for result in threads.map(lambda each: compiled(nvrtc, *each), product(SOURCES, names)):
             assert result.cubin
+
+
+def test_for_an_h100_they_are_machine_code_that_a_driver_loads(nvrtc: Nvrtc, fake_cuda: Path, tmp_path: Path) -> None:
+    files = []
+    for architecture in ("sm_90", "sm_80"):
+        cubin = compiled(nvrtc, "means.cu", architecture).cubin
+        assert cubin.startswith(b"\x7fELF")
+        files.append(tmp_path / architecture)
+        files[-1].write_bytes(cubin)
+    program = Path(__file__).parents[1] / "fake_cuda/programs.py"
+    env = {**os.environ, "LD_LIBRARY_PATH": str(fake_cuda), "FAKE_CUDA_CAPABILITY": "90"}
+    command = [sys.executable, str(program), "machine_code", *map(str, files)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def assert_exact_in_registers(name: str, ptx: str) -> None:

@@ -21,6 +21,7 @@ SLOW = {"FAKE_CUDA_DELAY_US": "300"}
 # The settings by which ranks come to a path.
 PATHS = {
     "ipc": {},
+    "ipc, machine code": {"FAKE_CUDA_CAPABILITY": "90"},
     "ipc, the host waits": {"FAKE_CUDA_NO_MEMOPS": "1"},
     "ipc between GPUs": {"FAKE_CUDA_DEVICES": "3", "DL_COMM_GPU_PATH": "ipc"},
     "staged": {"FAKE_CUDA_NO_IPC": "1"},
