@@ -176,7 +176,7 @@ def test_memory_that_has_no_handle_is_averaged_too(kind: str, length: int) -> No
         assert in_chunks() == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["f2", "f4", "i8"])
 def test_long_calls_on_memory_without_handles_have_the_same_bits(dtype: str) -> None:
     """Several chunks, out of place, with handles on one rank only; then broadcasts from each rank."""
     length = (20 << 20) // np.dtype(dtype).itemsize + 13

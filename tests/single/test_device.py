@@ -21,7 +21,6 @@ SLOW = {"FAKE_CUDA_DELAY_US": "300"}
 # The settings by which ranks come to a path.
 PATHS = {
     "ipc": {},
-    "ipc, machine code": {"FAKE_CUDA_CAPABILITY": "90"},
     "ipc, the host waits": {"FAKE_CUDA_NO_MEMOPS": "1"},
     "ipc between GPUs": {"FAKE_CUDA_DEVICES": "3", "DL_COMM_GPU_PATH": "ipc"},
     "staged": {"FAKE_CUDA_NO_IPC": "1"},
@@ -32,6 +31,21 @@ PATHS = {
     },
     "nccl": {"FAKE_CUDA_DEVICES": "3"},
 }
+
+
+# What else a driver, a GPU or NCCL may do, with the path that ranks come to.
+DRIVERS = {
+    "ipc, machine code": {"FAKE_CUDA_CAPABILITY": "90"},
+    "ipc, pages on a disk": {"DL_COMM_SHM_DIR": "DISK"},
+    "ipc, NCCL fails on a rank": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NCCL_FAILS": "1"},
+    "ipc, one queue": {"FAKE_CUDA_ONE_QUEUE": "1"},
+    "ipc, time slices": {"FAKE_CUDA_TIME_SLICES": "1"},
+    "ipc, calls that wait": {"FAKE_CUDA_WAITING_CALLS": "1"},
+    "staged, slices of a GPU": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_MIG": "3"},
+    "staged, no peer access": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NO_PEERS": "1", "FAKE_CUDA_NCCL_FAILS": "0"},
+}
+# Tests of test_arrays.py that go each way for the data.
+WAYS = "path or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks or side_by_side"
 
 
 def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **settings: str) -> Finished:
@@ -48,6 +62,40 @@ def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
     finished = start(fake_cuda, ranks, command, 200, **settings)
     assert finished.returncode == 0, finished.output
     assert not finished.left
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_results_whatever_the_driver_does(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
+    settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
+    settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0], "FAKE_CUDA_MAPPED_ONCE": "1"}
+    finished = start(
+        fake_cuda, 3, ["-m", "pytest", "-x", "-q", "-k", WAYS, str(PROGRAMS / "test_arrays.py")], 200, **settings
+    )
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+
+
+def test_what_was_asked_for_and_nccl_refuses(fake_cuda: Path, tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text("""
+import numpy as np
+from arrays import Array, Stream, use
+import dl_comm
+
+dl_comm.init()
+use(dl_comm.local_rank())
+array = Array(np.ones(10, "f4"), Stream())
+try:
+    dl_comm.gradients([array], out=[array])
+except dl_comm.CommError as error:
+    print("refused:", error, flush=True)
+dl_comm.finalize()
+""")
+    settings = {"FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_NCCL_FAILS": "1", "DL_COMM_GPU_PATH": "nccl"}
+    finished = start(fake_cuda, 2, [str(script)], 100, **settings)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("refused: ") == 2, finished.output
+    assert finished.output.count("DL_COMM_GPU_PATH is nccl, but rank 1: ") == 2, finished.output
 
 
 LOST = """

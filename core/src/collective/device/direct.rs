@@ -199,7 +199,7 @@ impl Direct {
         }
         // What does not fit is told with a later call, and until then the tensors are not visible.
         let room = (most - 4) / (1 + EXPORT);
-        let News { fresh, gone, whole } = self.shown.news(&used, &exports.ids(), room);
+        let News { fresh, gone, whole } = exports.news(&mut self.shown, &used, room);
         Ok(Note { fresh, gone, places: Some(places).filter(|_| visible && whole) })
     }
 

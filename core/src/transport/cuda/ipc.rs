@@ -45,6 +45,8 @@ impl Export {
 pub struct Exports {
     /// By their start.
     known: BTreeMap<Address, Export>,
+    /// Those of them, and of what was freed, that other ranks have open because a team has told them.
+    told: BTreeSet<u64>,
 }
 
 impl Exports {
@@ -53,9 +55,21 @@ impl Exports {
         self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
     }
 
-    /// The numbers of all exports.
-    pub fn ids(&self) -> BTreeSet<u64> {
-        self.known.values().map(|export| export.id).collect()
+    /// What the others have to be told in a call that uses `used`, at most `most` of each: exports that are new to the team, and
+    /// numbers of those that were freed, in whatever team they were used.
+    pub fn news(&mut self, shown: &mut Shown, used: &BTreeMap<u64, Export>, most: usize) -> News {
+        let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
+        shown.told.retain(|id| alive.contains(id));
+        let gone: Vec<u64> = self.told.difference(&alive).copied().take(most).collect();
+        gone.iter().for_each(|id| {
+            self.told.remove(id);
+        });
+        let mut fresh: Vec<Export> = used.values().filter(|export| !shown.told.contains(&export.id)).copied().collect();
+        let whole = fresh.len() <= most;
+        fresh.truncate(most);
+        shown.told.extend(fresh.iter().map(|export| export.id));
+        self.told.extend(fresh.iter().map(|export| export.id));
+        News { fresh, gone, whole }
     }
 
     /// The export that has the `len` bytes at `address`, which is made if there is none. `None` when other processes cannot see
@@ -118,20 +132,6 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// What the others have to be told in a call that uses `used`, at most `most` of each: exports that are new to them, and
-    /// numbers of those that were freed. The last says whether that was all that is new.
-    pub fn news(&mut self, used: &BTreeMap<u64, Export>, alive: &BTreeSet<u64>, most: usize) -> News {
-        let gone: Vec<u64> = self.told.difference(alive).copied().take(most).collect();
-        gone.iter().for_each(|id| {
-            self.told.remove(id);
-        });
-        let mut fresh: Vec<Export> = used.values().filter(|export| !self.told.contains(&export.id)).copied().collect();
-        let whole = fresh.len() <= most;
-        fresh.truncate(most);
-        self.told.extend(fresh.iter().map(|export| export.id));
-        News { fresh, gone, whole }
-    }
-
     /// The others could not open all of `fresh`: they are to be told again.
     pub fn take_back(&mut self, fresh: &[Export]) {
         fresh.iter().for_each(|export| {
@@ -140,7 +140,7 @@ impl Shown {
     }
 }
 
-/// See [`Shown::news`].
+/// See [`Exports::news`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct News {
     /// Exports that the others have not been told of.
@@ -236,6 +236,10 @@ impl Seen {
             self.open.remove(&id);
             imports.close(self.rank, id)?;
         }
+        if !fresh.is_empty() {
+            // What another team has heard of.
+            self.open.retain(|&id, _| imports.open.contains_key(&(self.rank, id)));
+        }
         let mut failed = Ok(());
         for export in fresh {
             if let Entry::Vacant(place) = self.open.entry(export.id) {
@@ -277,18 +281,26 @@ mod tests {
     fn a_team_is_told_once_of_what_it_uses_and_of_what_was_freed() {
         let export = |id: u64| Export { id, start: id << 20, len: 1 << 20, handle: [0; 64] };
         let used = |ids: &[u64]| ids.iter().map(|&id| (id, export(id))).collect();
-        let alive = |ids: &[u64]| ids.iter().copied().collect();
-        let mut shown = Shown::default();
+        let mut exports = Exports::default();
+        let live = |exports: &mut Exports, ids: &[u64]| {
+            exports.known = ids.iter().map(|&id| (id << 20, export(id))).collect();
+        };
+        let (mut one, mut other) = (Shown::default(), Shown::default());
         let news = |fresh: &[u64], gone: &[u64], whole| News {
             fresh: fresh.iter().map(|&id| export(id)).collect(),
             gone: gone.to_vec(),
             whole,
         };
-        assert_eq!(shown.news(&used(&[1, 2, 3]), &alive(&[1, 2, 3, 9]), 2), news(&[1, 2], &[], false));
-        assert_eq!(shown.news(&used(&[1, 2, 3]), &alive(&[1, 2, 3, 9]), 2), news(&[3], &[], true));
-        assert_eq!(shown.news(&used(&[1]), &alive(&[1, 9]), 2), news(&[], &[2, 3], true));
-        assert_eq!(shown.news(&used(&[9]), &alive(&[1, 9]), 2), news(&[9], &[], true));
-        shown.take_back(&[export(9)]);
-        assert_eq!(shown.news(&used(&[9]), &alive(&[9]), 2), news(&[9], &[1], true));
+        live(&mut exports, &[1, 2, 3, 9]);
+        assert_eq!(exports.news(&mut one, &used(&[1, 2, 3]), 2), news(&[1, 2], &[], false));
+        assert_eq!(exports.news(&mut one, &used(&[1, 2, 3]), 2), news(&[3], &[], true));
+        assert_eq!(exports.news(&mut other, &used(&[3]), 2), news(&[3], &[], true));
+        live(&mut exports, &[1, 9]);
+        assert_eq!(exports.news(&mut other, &used(&[]), 1), news(&[], &[2], true), "whichever team has told it");
+        assert_eq!(exports.news(&mut one, &used(&[1]), 2), news(&[], &[3], true));
+        assert_eq!(exports.news(&mut one, &used(&[9]), 2), news(&[9], &[], true));
+        one.take_back(&[export(9)]);
+        live(&mut exports, &[9]);
+        assert_eq!(exports.news(&mut one, &used(&[9]), 2), news(&[9], &[1], true));
     }
 }
