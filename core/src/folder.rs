@@ -4,12 +4,12 @@
 //! Thread rule: a [`Folder`] may be used from any thread.
 
 use std::fs::{DirBuilder, File};
-use std::io::{Error, ErrorKind, Result, Write};
+use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, mkdirat, openat, renameat, unlinkat};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, mkdirat, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
 /// A folder that is open.
@@ -101,6 +101,32 @@ impl Folder {
         Ok(openat(&self.fd, name, flags, Mode::from_raw_mode(0o666))?.into())
     }
 
+    /// What file `name` has, which is a file of this user's.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PermissionDenied`] when it is a link, no file, or another user's; those of the system.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        // Who opens a pipe would wait for its other end.
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let refused =
+            |why: &str| Error::new(ErrorKind::PermissionDenied, format!("{} {why}", self.path.join(name).display()));
+        let fd = match openat(&self.fd, name, flags, Mode::empty()) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP) => return Err(refused("is a link")),
+            Err(error) => return Err(error.into()),
+        };
+        let about = fstat(&fd)?;
+        if FileType::from_raw_mode(about.st_mode) != FileType::RegularFile {
+            return Err(refused("is no file"));
+        }
+        if about.st_uid != rustix::process::geteuid().as_raw() {
+            return Err(refused("belongs to another user"));
+        }
+        let mut content = Vec::new();
+        File::from(fd).read_to_end(&mut content)?;
+        Ok(content)
+    }
+
     /// Makes file `name` with this content. It is complete or not there: it may be read while the job runs.
     ///
     /// # Errors
@@ -146,6 +172,27 @@ mod tests {
             chown(path.join("mine"), Some(65534), None).unwrap();
             let error = folder.private("mine").map(drop).unwrap_err().to_string();
             assert!(error.contains("another user"), "{error}");
+        }
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn only_files_of_this_user_are_read() {
+        let path = scratch("read");
+        let (folder, _) = Folder::named(&path).unwrap();
+        folder.write("file", b"content").unwrap();
+        assert_eq!(folder.read("file").unwrap(), b"content");
+        assert_eq!(folder.read("none").unwrap_err().kind(), ErrorKind::NotFound);
+        symlink("file", path.join("link")).unwrap();
+        fs::create_dir(path.join("folder")).unwrap();
+        rustix::fs::mkfifoat(CWD, path.join("pipe"), Mode::RWXU).unwrap();
+        for name in ["link", "folder", "pipe"] {
+            let error = folder.read(name).unwrap_err();
+            assert!(error.kind() == ErrorKind::PermissionDenied && error.to_string().contains(name), "{error}");
+        }
+        if rustix::process::geteuid().is_root() {
+            chown(path.join("file"), Some(65534), None).unwrap();
+            assert!(folder.read("file").unwrap_err().to_string().contains("another user"));
         }
         fs::remove_dir_all(&path).unwrap();
     }

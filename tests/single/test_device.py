@@ -223,6 +223,46 @@ def test_a_gpu_that_is_late_is_told_at_the_deadline(fake_cuda: Path, tmp_path: P
     assert "on the GPU after" in finished.output, finished.output
 
 
+KEPT = """
+import numpy as np
+from arrays import Array, use
+import dl_comm
+
+dl_comm.init()
+use(0)
+array = Array(np.full(100, 2.0 * dl_comm.rank(), "f4"))
+dl_comm.gradients([array], out=[array])
+print(f"mean: {array.get()[0]}\\n", end="")
+dl_comm.finalize()
+"""
+
+
+def test_compiled_kernels_are_kept_for_the_next_process(fake_cuda: Path, tmp_path: Path) -> None:
+    script, folder = tmp_path / "kept.py", tmp_path / "cache" / "kernels"
+    script.write_text(KEPT)
+
+    def run() -> Path:
+        finished = start(fake_cuda, 2, [str(script)], 100, DL_COMM_CACHE=str(folder.parent))
+        assert finished.returncode == 0, finished.output
+        assert finished.output.count("mean: 1.0") == 2, finished.output
+        (kept,) = folder.iterdir()
+        return kept
+
+    kept = run()
+    whole = kept.read_bytes()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert b".entry average_f32" in whole
+    written = kept.stat()
+    assert (run().stat().st_ino, kept.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)  # not written again
+    # What is damaged is compiled again.
+    kept.write_bytes(whole[: len(whole) // 2])
+    assert run().read_bytes() == whole
+    # What others could have put there is left alone.
+    kept.write_bytes(b"not a kernel")
+    folder.chmod(0o777)
+    assert run().read_bytes() == b"not a kernel"
+
+
 REFUSED = """
 import ctypes, sys
 import dl_comm

@@ -1,4 +1,5 @@
-//! The kernels of `kernels/`, compiled at run time for the GPU that is there, and how they are started.
+//! The kernels of `kernels/`, compiled at run time for the GPU that is there, and how they are started. What was compiled is
+//! kept for the next process ([`super::cache`]).
 //!
 //! Thread rule: may be used from any thread in whose context they are.
 
@@ -10,6 +11,7 @@ use cudarc::driver::sys;
 use cudarc::nvrtc::sys as nvrtc;
 
 use super::Address;
+use super::cache::{self, Cache};
 use super::context::Context;
 use super::driver::check;
 use super::stream::Stream;
@@ -185,10 +187,7 @@ impl Kernels {
 /// Compiles a source for GPUs of `capability`, and loads its kernels into the current context: what it does (`what`) for each
 /// type, and `more`.
 fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> Result<Vec<Function>> {
-    let image = Program::new(source)?.image(major * 10 + minor)?;
-    let mut module = ptr::null_mut();
-    // SAFETY: an image of NVRTC's, ended by NUL where it is text.
-    check("loading the kernels", unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) })?;
+    let module = module(source, major * 10 + minor)?;
     let find = |name: String| {
         let name = ended(&name)?;
         let mut function = ptr::null_mut();
@@ -198,6 +197,34 @@ fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> 
     };
     let names = TYPES.iter().map(|dtype| format!("{what}_{dtype}"));
     names.chain(more.iter().map(|&name| name.to_owned())).map(find).collect()
+}
+
+/// A source, compiled for `architecture` unless that was done before, and loaded into the current context.
+fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
+    // SAFETY: looks for the library, nothing else.
+    if !unsafe { nvrtc::is_culib_present() } {
+        return Err(Error::System(
+            "NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found; 'pip install nvidia-cuda-nvrtc' \
+             brings it"
+                .into(),
+        ));
+    }
+    let load = |image: &[u8]| {
+        let mut module = ptr::null_mut();
+        // SAFETY: an image of NVRTC's, ended by NUL where it is text.
+        let code = unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
+        check("loading the kernels", code).map(|()| module)
+    };
+    let target = Target::of(architecture)?;
+    let name = target.name_of(source)?;
+    let cache = Cache::open();
+    if let Some(module) = cache.get(&name).and_then(|image| load(&image).ok()) {
+        return Ok(module);
+    }
+    let image = Program::new(source)?.image(&target)?;
+    let module = load(&image)?;
+    cache.put(&name, &image);
+    Ok(module)
 }
 
 /// # Safety
@@ -236,19 +263,47 @@ fn ended(text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))
 }
 
-/// A program of NVRTC.
+/// What is compiled for.
+struct Target {
+    /// Machine code, or PTX for the newest architecture that NVRTC knows before the GPU's.
+    machine_code: bool,
+    architecture: String,
+}
+
+/// How, whatever for.
+const OPTIONS: [&str; 5] = ["--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"];
+
+impl Target {
+    fn of(architecture: i32) -> Result<Target> {
+        let known = known_architectures()?;
+        if known.contains(&architecture) {
+            let architecture = format!("--gpu-architecture=sm_{architecture}");
+            return Ok(Target { machine_code: true, architecture });
+        }
+        let below = known.iter().filter(|&&known| known < architecture).max().ok_or_else(|| {
+            Error::System(format!("this NVRTC compiles for newer GPUs only, not for compute capability {architecture}"))
+        })?;
+        Ok(Target { machine_code: false, architecture: format!("--gpu-architecture=compute_{below}") })
+    }
+
+    /// All that decides what becomes of a source, as a name.
+    fn name_of(&self, source: &str) -> Result<String> {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the places are valid.
+        compiled("asking for the version", unsafe { nvrtc::nvrtcVersion(&raw mut major, &raw mut minor) })?;
+        let version = format!("{major}.{minor}");
+        let mut parts = vec![version.as_bytes(), self.architecture.as_bytes(), source.as_bytes()];
+        parts.extend(OPTIONS.iter().map(|option| option.as_bytes()));
+        parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.to_bytes(), text.as_bytes()]));
+        Ok(cache::name(parts))
+    }
+}
+
+/// A program of NVRTC, which is there.
 struct Program(nvrtc::nvrtcProgram);
 
 impl Program {
     fn new(source: &str) -> Result<Program> {
-        // SAFETY: looks for the library, nothing else.
-        if !unsafe { nvrtc::is_culib_present() } {
-            return Err(Error::System(
-                "NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found; 'pip install nvidia-cuda-nvrtc' \
-                 brings it"
-                    .into(),
-            ));
-        }
         let ended =
             |text: &str| CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()));
         let source = ended(source)?;
@@ -271,31 +326,16 @@ impl Program {
         Ok(Program(program))
     }
 
-    /// Machine code for `architecture`, or, where NVRTC does not know it, PTX for the newest before it.
-    fn image(&self, architecture: i32) -> Result<Vec<u8>> {
-        let known = known_architectures()?;
-        let target = if known.contains(&architecture) {
-            format!("--gpu-architecture=sm_{architecture}")
-        } else {
-            let below = known.iter().filter(|&&known| known < architecture).max();
-            let below = below.ok_or_else(|| {
-                Error::System(format!(
-                    "this NVRTC compiles for newer GPUs only, not for compute capability {architecture}"
-                ))
-            })?;
-            format!("--gpu-architecture=compute_{below}")
-        };
-        let options: Vec<CString> =
-            [&target, "--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"]
-                .iter()
-                .filter_map(|&option| CString::new(option).ok())
-                .collect();
+    /// What becomes of it.
+    fn image(&self, target: &Target) -> Result<Vec<u8>> {
+        let options = [target.architecture.as_str()].into_iter().chain(OPTIONS).map(ended);
+        let options: Vec<CString> = options.collect::<Result<_>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(pointers.len()).unwrap_or(0);
         // SAFETY: texts ended by NUL, as many as said.
         let code = unsafe { nvrtc::nvrtcCompileProgram(self.0, count, pointers.as_ptr()) };
         compiled("compiling the kernels", code).map_err(|error| Error::System(format!("{error}\n{}", self.log())))?;
-        if known.contains(&architecture) {
+        if target.machine_code {
             self.bytes(nvrtc::nvrtcGetCUBINSize, nvrtc::nvrtcGetCUBIN)
         } else {
             self.bytes(nvrtc::nvrtcGetPTXSize, nvrtc::nvrtcGetPTX)

@@ -5,6 +5,7 @@
 //! streams, and by numbers that streams write to and wait for in host memory.
 //! Thread rule: as each type says; handles of the driver may be used from any thread.
 
+mod cache;
 mod context;
 mod driver;
 mod ipc;
