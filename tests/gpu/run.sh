@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
-# Tests dl_comm on the GPUs of this machine:  tests/gpu/run.sh [WHEELS [PART...]]
+# Tests dl_comm on the GPUs of this machine:  tests/gpu/run.sh [WHEELS [PART...]]  or  tests/gpu/run.sh WHEELS stage N...
 # WHEELS is a folder made by tests/gpu/wheel.sh, installed beside this Python for the run only; - is what is installed
 # already. Parts: auto ipc staged nccl (averages by that path), hosts, faults, mnist, memcheck, benchmark; all by default.
-# PYTHON (python3) needs torch and NumPy; RANKS are the numbers of ranks ("1 2 3 4"); OUT gets the log (gpu_out).
+# Stages (1 to 10) are lists of parts in the order in which a new machine is tried, each of ten minutes at most (docs/gpu.md).
+# PYTHON (python3) needs torch and NumPy; RANKS are the numbers of ranks ("1 2 3 4"); BENCH are options of
+# benchmarks.allreduce; OUT (gpu_out) gets the log, and results.json, to which each run adds its own.
 # DL_COMM_TEST_DEVICE=cpu runs the same tests on host memory. Ends with a line for each step, and with 1 if one failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 wheels=${1:--}
 shift $(($# > 0))
+stages=()
+if [ "${1:-}" = stage ]; then
+  stages=("${@:2}")
+  [ ${#stages[@]} -gt 0 ] || { echo "run.sh: which stage? There are 1 to 10" >&2; exit 2; }
+  set --
+fi
 parts=("$@")
-[ $# -gt 0 ] || parts=(auto ipc staged nccl hosts faults mnist memcheck benchmark)
+[ $# -gt 0 ] || [ ${#stages[@]} -gt 0 ] || parts=(auto ipc staged nccl hosts faults mnist memcheck benchmark)
 export OUT=${OUT:-$PWD/gpu_out}
 python=${PYTHON:-python3}
 ranks=(${RANKS:-1 2 3 4})
 device=${DL_COMM_TEST_DEVICE:-cuda}
+bench=${BENCH:---ranks 2 --sizes 4K 256M --dtypes f32 bf16 --kinds buffer latency}
 on_ranks=(tests/gpu/test_gpu_{average,calls,streams,training}.py)
 for part in "${parts[@]}"; do
   case $part in
@@ -22,8 +31,15 @@ for part in "${parts[@]}"; do
     *) echo "run.sh: no part $part" >&2; exit 2 ;;
   esac
 done
+for stage in "${stages[@]}"; do
+  case $stage in
+    [1-9] | 10) ;;
+    *) echo "run.sh: no stage $stage" >&2; exit 2 ;;
+  esac
+done
 mkdir -p "$OUT"
 : >"$OUT/summary.txt"
+: >"$OUT/steps.txt"
 exec > >(tee "$OUT/log.txt") 2>&1
 tee=$!
 
@@ -52,33 +68,51 @@ install() { # into a folder that looks like an environment: MPI's library lies w
 }
 
 failed=0
+stage=
+until= # when the stage's ten minutes end, in seconds since the start
+note() { # NAME STATUS SECONDS WHY: for results.json
+  printf '%s\t%s\t%s\t%s\t%s\n' "$stage" "$1" "$2" "$3" "$4" >>"$OUT/steps.txt"
+}
+
 step() { # NAME COMMAND...: runs it, and notes what came of it
   local name=$1 since=$SECONDS word
   shift
+  if [ -n "$until" ] && [ $((until - SECONDS)) -lt 10 ]; then
+    leave_out "$name" "the stage's time is over"
+    failed=1
+    return
+  fi
   echo
   echo "== $name ($(date +%H:%M:%S))"
   if "$@"; then word=passed; else word=FAILED && failed=1; fi
   echo "$name: $word ($((SECONDS - since)) s)" | tee -a "$OUT/summary.txt"
+  note "$name" "${word,,}" $((SECONDS - since)) ""
 }
 
 leave_out() { # NAME WHY
   echo "$1: left out, $2" | tee -a "$OUT/summary.txt"
+  note "$1" "left out" 0 "$2"
+}
+
+at_most() { # SECONDS: so many, or what is left of the stage
+  if [ -n "$until" ] && [ $((until - SECONDS)) -lt "$1" ]; then echo $((until - SECONDS)); else echo "$1"; fi
 }
 
 test_on() { # RANKS SECONDS ARGUMENT...: pytest on ranks
-  local count=$1 seconds=$2
+  local count=$1 seconds
+  seconds=$(at_most "$2")
   shift 2
   "$python" tests/launch.py "$count" "$seconds" "$python" -m pytest -q --tb=short --maxfail=5 "$@"
 }
 
-by_path() { # PATH: the tests of averages
+by_path() { # PATH [WORDS]: the tests of averages, and how to call them
   local count
   for count in "${ranks[@]}"; do
     if [ "$1" = nccl ] && [ "$count" -gt "$gpus" ]; then
       leave_out "nccl on $count ranks" "there are $gpus GPUs, and NCCL wants one for each rank"
       continue
     fi
-    DL_COMM_GPU_PATH=$1 step "$1 on $count ranks" test_on "$count" 240 "${on_ranks[@]}"
+    DL_COMM_GPU_PATH=$1 step "$1 on $count ranks${2:+, $2}" test_on "$count" 240 "${on_ranks[@]}"
   done
 }
 
@@ -88,12 +122,12 @@ hosts() { # the averages on 4 ranks, two of which have another host name: ipc wi
     leave_out hosts "this process may not give ranks another host name"
     return
   fi
-  DL_COMM_GPU_PATH=ipc step "two hosts, 4 ranks" "$python" tests/launch.py 4 300 bash -c "$inside" bash \
+  DL_COMM_GPU_PATH=ipc step "two hosts, 4 ranks" "$python" tests/launch.py 4 "$(at_most 300)" bash -c "$inside" bash \
     "$python" -m pytest -q --tb=short --maxfail=5 tests/gpu/test_gpu_average.py
 }
 
 alone() { # SECONDS FILE: tests that start ranks themselves
-  timeout -k 10 "$1" "$python" -m pytest -q --tb=short "$2"
+  timeout -k 10 "$(at_most "$1")" "$python" -m pytest -q --tb=short "$2"
 }
 
 memcheck() { # each tensor in an allocation of its own, so that one byte too far is seen
@@ -103,38 +137,58 @@ memcheck() { # each tensor in an allocation of its own, so that one byte too far
     leave_out memcheck "there is no compute-sanitizer, or no GPU"
     return
   fi
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 DL_COMM_TIMEOUT_S=200 step "memcheck on 2 ranks" "$python" tests/launch.py 2 400 \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 DL_COMM_TIMEOUT_S=200 step "memcheck on 2 ranks" "$python" tests/launch.py 2 "$(at_most 400)" \
     "$sanitizer" --tool memcheck --error-exitcode 86 --print-limit 20 \
     "$python" -m pytest -q --tb=short --maxfail=1 -k "not large and not thousands" tests/gpu/test_gpu_average.py
 }
 
-benchmark() {
+benchmark() { # [NAME]: what $BENCH says, in a folder of that name
+  local name=${1:-benchmark}
   if [ "$device" = cpu ] || ! "$python" -m benchmarks.allreduce --help 2>/dev/null | grep -q -- --device; then
-    leave_out benchmark "there is no GPU, or benchmarks.allreduce has no --device"
+    leave_out "$name" "there is no GPU, or benchmarks.allreduce has no --device"
     return
   fi
-  step benchmark timeout -k 10 200 "$python" -m benchmarks.allreduce --device cuda --quick --out "$OUT/benchmark"
+  # shellcheck disable=SC2086 # words
+  step "$name" timeout -k 10 "$(at_most 560)" "$python" -m benchmarks.allreduce --device cuda $bench --out "$OUT/$name"
 }
 
-if [ "$wheels" != - ]; then install || finish 1; fi
-gpus=$([ "$device" = cpu ] || nvidia-smi -L 2>/dev/null | grep -c .)
-gpus=${gpus:-0}
-nvidia-smi -L 2>/dev/null
-df -h /dev/shm
-# The ranks meet there; containers often have 64 MB.
-free=$(df --output=avail -k /dev/shm | tail -1)
-if [ "$free" -lt $((1 << 20)) ]; then export DL_COMM_SHM_DIR=${TMPDIR:-/tmp}; fi
-step "import" "$python" -c '
-import sys, numpy, torch, dl_comm, dl_comm.torch
-from dl_comm._build import packaged_library
-print("python", sys.version.split()[0], "numpy", numpy.__version__, "torch", torch.__version__, "CUDA", torch.version.cuda)
-print("GPUs", torch.cuda.device_count(), "dl_comm", dl_comm.__file__, "operations", packaged_library("torch"))'
-# Nothing else can work then.
-[ $failed -eq 0 ] || finish 1
+under_mps() { # the benchmark, with NVIDIA's Multi-Process Service if this user may start it
+  if [ "$device" = cpu ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
+    leave_out benchmark_mps "there is no GPU, or no nvidia-cuda-mps-control"
+    return
+  fi
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  if nvidia-cuda-mps-control -d; then
+    benchmark benchmark_mps
+    echo quit | nvidia-cuda-mps-control
+  else
+    leave_out benchmark_mps "the Multi-Process Service may not be started"
+  fi
+  rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
 
-for part in "${parts[@]}"; do
-  case $part in
-    auto | ipc | staged | nccl) by_path "$part" ;;
+driver() { # the driver does what its stand-in does
+  local nccl
+  if [ "$device" = cpu ]; then
+    leave_out driver "there is no GPU"
+    return
+  fi
+  nccl=$("$python" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null)
+  LD_LIBRARY_PATH=${nccl:+$nccl/lib:}${LD_LIBRARY_PATH:-} step driver timeout -k 10 "$(at_most 60)" \
+    "$python" tests/fake_cuda/programs.py asynchronous
+}
+
+describe() { # what the machine is
+  [ "$device" = cpu ] || nvidia-smi || return 1
+  uname -r && df -hT /dev/shm "${TMPDIR:-/tmp}"
+}
+
+run_part() { # PART
+  local path
+  case $1 in
+    auto | ipc | staged | nccl) by_path "$1" ;;
     hosts) hosts ;;
     faults)
       for path in ipc staged; do DL_COMM_GPU_PATH=$path step "faults by $path" alone 280 tests/gpu/test_gpu_faults.py; done
@@ -144,7 +198,73 @@ for part in "${parts[@]}"; do
     memcheck) memcheck ;;
     benchmark) benchmark ;;
   esac
-done
+}
+
+run_stage() { # NUMBER
+  local setting
+  stage=$1
+  until=$((SECONDS + 580))
+  echo
+  echo "=== stage $stage"
+  case $stage in
+    1) step machine describe ;;
+    2) driver ;;
+    3) ranks=(${RANKS:-1}) && run_part auto ;;
+    4) ranks=(${RANKS:-2}) && run_part ipc ;;
+    5) ranks=(${RANKS:-2}) && run_part staged ;;
+    6) run_part benchmark ;;
+    7) run_part faults ;;
+    8)
+      ranks=(${RANKS:-2})
+      for setting in expandable_segments:True backend:cudaMallocAsync; do
+        PYTORCH_CUDA_ALLOC_CONF=$setting by_path ipc "$setting"
+      done
+      ;;
+    9)
+      ranks=(${RANKS:-3 4})
+      for part in ipc hosts mnist; do run_part "$part"; done
+      ;;
+    10)
+      run_part memcheck
+      under_mps
+      ;;
+  esac
+}
+
+shm_folder() { # a folder with a GiB in memory, whose pages a GPU can pin, as those of files on a disk cannot be
+  local folder
+  for folder in /dev/shm "${XDG_RUNTIME_DIR:-}" "${TMPDIR:-/tmp}" /tmp /run; do
+    if [ -n "$folder" ] && [ -w "$folder" ] && [ "$(df --output=fstype "$folder" 2>/dev/null | tail -1)" = tmpfs ] &&
+      [ "$(df --output=avail -k "$folder" | tail -1)" -ge $((1 << 20)) ]; then
+      echo "$folder"
+      return
+    fi
+  done
+}
+
+if [ "$wheels" != - ]; then install || finish 1; fi
+gpus=$([ "$device" = cpu ] || nvidia-smi -L 2>/dev/null | grep -c .)
+gpus=${gpus:-0}
+nvidia-smi -L 2>/dev/null
+df -h /dev/shm
+# The ranks meet there; containers often have 64 MB.
+shm=$(shm_folder)
+if [ -z "$shm" ]; then
+  echo "run.sh: no folder in memory (tmpfs) has a GiB; /dev/shm may be too small for what follows"
+elif [ "$shm" != /dev/shm ]; then
+  export DL_COMM_SHM_DIR=$shm
+fi
+step "import" "$python" -c '
+import sys, numpy, torch, dl_comm, dl_comm.torch
+from dl_comm._build import packaged_library
+print("python", sys.version.split()[0], "numpy", numpy.__version__, "torch", torch.__version__, "CUDA", torch.version.cuda)
+print("GPUs", torch.cuda.device_count(), "dl_comm", dl_comm.__file__, "operations", packaged_library("torch"))'
+# Nothing else can work then.
+if [ $failed -eq 0 ]; then
+  for part in "${parts[@]}"; do run_part "$part"; done
+  for number in "${stages[@]}"; do run_stage "$number"; done
+fi
+"$python" tests/gpu/results.py "$OUT" || failed=1
 echo
 cat "$OUT/summary.txt"
 finish $failed

@@ -6,7 +6,9 @@ Each test starts two ranks of fault_rank.py; ``DL_COMM_GPU_PATH`` is what the wh
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,13 @@ SLACK = 3
 
 def run(case: str, folder: Path) -> tuple[dict[str, Any], str]:
     """What rank 0 has seen of a case, and what was printed."""
-    shm = folder / "shm"
-    shm.mkdir()
+    # In memory: pages of a file on a disk cannot be pinned for a GPU.
+    with tempfile.TemporaryDirectory(dir=os.environ.get("DL_COMM_SHM_DIR", "/dev/shm")) as shm:
+        return run_with(case, folder, Path(shm))
+
+
+def run_with(case: str, folder: Path, shm: Path) -> tuple[dict[str, Any], str]:
+    """The same, with the folder for shared memory."""
     command = ending_together([sys.executable, str(PROGRAM), case, str(folder)], folder, 2)
     settings = {"DL_COMM_TIMEOUT_S": str(TIMEOUT_S), "DL_COMM_STALL_WARN_S": "2", "DL_COMM_SHM_DIR": str(shm)}
     finished = launch(2, command, 100, settings)
