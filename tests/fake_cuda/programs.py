@@ -6,6 +6,7 @@ A program checks the fake, and says nothing when all is well; those whose names 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import socket
@@ -473,6 +474,18 @@ def one_queue() -> None:
     ok(cuda.cuStreamSynchronize(second))
 
 
+def take_name(own: socket.socket, name: str) -> None:
+    """Binds a socket to a name that somebody else may have for a moment."""
+    while True:
+        try:
+            own.bind(name)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            time.sleep(0.001)
+
+
 def _slices_rank(rank: int, pipes: list[Connection]) -> None:
     start()
     (pipe,), on, kernel = pipes, stream(), function("copy_bytes")
@@ -487,7 +500,7 @@ def _slices_rank(rank: int, pipes: list[Connection]) -> None:
         ok(cuda.cuStreamSynchronize(on))
     else:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slice_of_gpu:
-            slice_of_gpu.bind("\0fake_cuda.kernels.0")
+            take_name(slice_of_gpu, "\0fake_cuda.kernels.0")
             pipe.send("taken")
             pipe.recv()
     for _ in range(50):
