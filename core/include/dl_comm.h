@@ -187,8 +187,8 @@ int dl_comm_barrier_within(double timeout);
  * team of broadcast and barrier. Local: the ranks need not agree on it. */
 int dl_comm_set_timeout(int team, double seconds);
 
-/* Ends the use of dl_comm after a failure: the other ranks get an error soon, which says `why` (UTF-8, one line; NULL for
- * nothing), and MPI is left as it is, so that the launcher ends the job. Not collective. */
+/* Ends the use of dl_comm after a failure: the other ranks get an error soon, which says `why` (UTF-8, one line; NULL
+ * for nothing), and MPI is left as it is, so that the launcher ends the job. Not collective. */
 int dl_comm_abandon(const char* why);
 
 /* Returns 1 when dl_comm_init succeeded and dl_comm_finalize was not called, else 0. */

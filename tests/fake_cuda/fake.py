@@ -8,8 +8,7 @@ The settings of the stand-in are numbers in the environment:
 - what it has: ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
   (so many devices are slices of one GPU);
 - what it refuses, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (numbers in memory that streams wait for),
-  ``FAKE_CUDA_NO_PEERS`` (memory of other devices), ``FAKE_CUDA_MAPPED_ONCE`` (memory where older memory of the same
-  process is open); ``FAKE_CUDA_NCCL_FAILS`` is the rank that cannot start NCCL;
+  ``FAKE_CUDA_NO_PEERS`` (memory of other devices); ``FAKE_CUDA_NCCL_FAILS`` is the rank that cannot start NCCL;
 - how it runs: ``FAKE_CUDA_DELAY_US`` (each operation is late by up to so much), and with 1 ``FAKE_CUDA_ONE_QUEUE`` (for
   all streams), ``FAKE_CUDA_TIME_SLICES`` (processes take turns with kernels), ``FAKE_CUDA_WAITING_CALLS`` (some wait
   for the whole context), ``FAKE_CUDA_FAULTS`` (a bad access is an error of all later calls, not an abort).

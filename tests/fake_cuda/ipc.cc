@@ -3,8 +3,7 @@
 //
 // Only what cuMemAlloc gave has a handle, and only by its start: none for memory of pools, managed, or mapped chunks.
 // In the driver, a context sees a range of another process's addresses once: what lies where other memory of that
-// process is open, which its owner has freed, cannot be opened. Here so with FAKE_CUDA_MAPPED_ONCE=1, which is not the
-// default as long as each team of the core opens memory for itself.
+// process is open, which its owner has freed, cannot be opened.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -49,7 +48,6 @@ bool overlap(const Handle& one, const Handle& other) {
 
 CUresult map_new(const Handle& handle, Context* context, Open* open) {
   for (const auto& [key, other] : opened().all) {
-    if (setting("FAKE_CUDA_MAPPED_ONCE", 0) == 0) break;
     if (key.second != context || other.region == nullptr) continue;
     if (overlap(handle, other.handle)) return CUDA_ERROR_ALREADY_MAPPED;
   }

@@ -367,10 +367,7 @@ def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
 
 
 def overlap() -> None:
-    """What lies where older memory of the same process is still open cannot be opened.
-
-    Needs FAKE_CUDA_MAPPED_ONCE=1.
-    """
+    """What lies where older memory of the same process is still open cannot be opened."""
     together(2, _overlap_rank)
 
 

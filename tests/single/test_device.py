@@ -57,7 +57,7 @@ def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **set
     ("ranks", "path"), [(1, "ipc"), (2, "ipc"), *((3, path) for path in PATHS)], ids=lambda value: str(value)
 )
 def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
-    settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path.split()[0].strip(","), "FAKE_CUDA_MAPPED_ONCE": "1"}
+    settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path.split()[0].strip(",")}
     command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_arrays.py")]
     finished = start(fake_cuda, ranks, command, 200, **settings)
     assert finished.returncode == 0, finished.output
@@ -67,7 +67,7 @@ def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_results_whatever_the_driver_does(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
-    settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0], "FAKE_CUDA_MAPPED_ONCE": "1"}
+    settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0]}
     finished = start(
         fake_cuda, 3, ["-m", "pytest", "-x", "-q", "-k", WAYS, str(PROGRAMS / "test_arrays.py")], 200, **settings
     )
@@ -88,7 +88,7 @@ array = Array(np.ones(10, "f4"), Stream())
 try:
     dl_comm.gradients([array], out=[array])
 except dl_comm.CommError as error:
-    print("refused:", error, flush=True)
+    print(f"refused: {error}", flush=True)
 dl_comm.finalize()
 """)
     settings = {"FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_NCCL_FAILS": "1", "DL_COMM_GPU_PATH": "nccl"}

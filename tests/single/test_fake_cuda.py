@@ -55,7 +55,7 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ("programs.py/asynchronous", {}),
         ("programs.py/ipc", TWO),
         ("programs.py/ipc", {**TWO, **SLOW}),
-        ("programs.py/overlap", {"FAKE_CUDA_MAPPED_ONCE": "1"}),
+        ("programs.py/overlap", {}),
         ("programs.py/freed", {}),
         ("programs.py/handles", {}),
         ("programs.py/one_queue", {"FAKE_CUDA_ONE_QUEUE": "1"}),
