@@ -41,11 +41,15 @@ DRIVERS = {
     "ipc, one queue": {"FAKE_CUDA_ONE_QUEUE": "1"},
     "ipc, time slices": {"FAKE_CUDA_TIME_SLICES": "1"},
     "ipc, calls that wait": {"FAKE_CUDA_WAITING_CALLS": "1"},
+    "staged, pages on a disk": {"FAKE_CUDA_NO_IPC": "1", "DL_COMM_SHM_DIR": "DISK", "DL_COMM_CHUNK_KB": "64"},
     "staged, slices of a GPU": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_MIG": "3"},
     "staged, no peer access": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NO_PEERS": "1", "FAKE_CUDA_NCCL_FAILS": "0"},
 }
 # Tests of test_arrays.py that go each way for the data.
-WAYS = "path or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks or side_by_side"
+WAYS = (
+    "path or (same_bits and f4) or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks "
+    "or side_by_side"
+)
 
 
 def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **settings: str) -> Finished:

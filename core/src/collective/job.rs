@@ -85,6 +85,10 @@ pub struct Job {
 /// The name of what is no call.
 const ABSENT: &str = "\0absent";
 
+/// The least bytes of a chunk between GPU and host: a copy of less does not reach the speed of the bus.
+const LEAST_STAGED: usize = 256 << 10;
+/// Chunks of a call on device memory for each channel, where it is long enough: down, average and up at the same time.
+const STAGES: usize = 4;
 /// The least bytes of a chunk: below this a second channel costs more than it brings.
 const LEAST_CHUNK: usize = 64 << 10;
 
@@ -165,8 +169,8 @@ impl Job {
         self.place = place;
     }
 
-    /// Makes it a call on device memory that `producer` makes and awaits, in chunks of at most `chunk` bytes, a
-    /// multiple of [`ALIGN`] and no more than a slot has.
+    /// Makes it a call on device memory that `producer` makes and awaits, in chunks of at most `chunk` bytes, a multiple of
+    /// [`ALIGN`]; of a call that is not long, in so many that copies and averages overlap on every channel.
     ///
     /// # Errors
     /// [`Error::Invalid`] for several towers: a process with a GPU has one.
@@ -178,6 +182,8 @@ impl Job {
             )));
         }
         let signature = xxh3_64_with_seed(b"device", self.signature);
+        let share = self.plan.total().div_ceil(STAGES * self.channels().max(1)).next_multiple_of(ALIGN);
+        let chunk = share.clamp(LEAST_STAGED.min(chunk), chunk);
         Ok(Job { plan: self.plan.recut(chunk), signature, producer: Some(producer), ..self })
     }
 

@@ -94,7 +94,9 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
     let algorithm = config.algorithm;
-    let chunk = config.device.chunk.min(slot).next_multiple_of(ALIGN);
+    // Slices of a chunk go between hosts in messages that are as long as a slot.
+    let longest = if topology()?.hosts() > 1 { slot } else { usize::MAX };
+    let chunk = config.device.chunk.min(longest).next_multiple_of(ALIGN);
     let device = DeviceSettings { chunk, ..config.device };
     let shape = TeamShape { id, threads, prec_level, slot, algorithm, gpu_path: device.path, gpu_chunk: chunk };
     let world = world.lock().unwrap_or_else(PoisonError::into_inner);

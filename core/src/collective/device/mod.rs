@@ -46,8 +46,8 @@ use ring::Ring;
 pub struct DeviceSettings {
     /// `DL_COMM_GPU_PATH`.
     pub path: Wanted,
-    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: what goes between host and GPU at a time. For a team a multiple of
-    /// [`crate::plan::ALIGN`], and no more than a slot has.
+    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: the most that goes between host and GPU at a time. For a team a multiple of
+    /// [`crate::plan::ALIGN`], and, where it has several hosts, no more than a slot has.
     pub chunk: usize,
     /// `DL_COMM_NUM_CUDA_STREAMS`: a thread's streams for each direction.
     pub streams: usize,
@@ -55,7 +55,7 @@ pub struct DeviceSettings {
 
 impl Default for DeviceSettings {
     fn default() -> DeviceSettings {
-        DeviceSettings { path: Wanted::Auto, chunk: 256 << 10, streams: 1 }
+        DeviceSettings { path: Wanted::Auto, chunk: 2 << 20, streams: 1 }
     }
 }
 

@@ -16,7 +16,7 @@ use crate::transport::arena::Shared;
 use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Pinned, Stream};
 
 /// Chunks that are on their way down before their turn.
-const AHEAD: usize = 4;
+const AHEAD: usize = 2;
 /// Places for chunks: as many again may be on their way up.
 const PLACES: usize = 2 * AHEAD;
 
@@ -182,6 +182,10 @@ impl Stager {
             let part = job.staged(chunk, self.place(turn));
             if !channel.first(&part, patience)? {
                 return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.title())));
+            }
+            if part.plan.chunks() > 1 {
+                // A chunk may be longer than a slot.
+                channel.rest(&part, 1..part.plan.chunks(), channel.is_direct(), patience)?;
             }
             if takes {
                 self.left[place] = Some(self.send(job, chunk, turn, Way::Up, patience)?);
