@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The checks that are too slow for the gate: the model of the shared memory, the thread sanitizer, the fuzzers (what they
-# cover is in docs/model.md), the faults again and again, and the soak. Needs the environment of tests/run.sh (run that
-# first); a check whose tool is not there is skipped, with words.  tests/heavy.sh [model|tsan|fuzz|faults|soak]...
+# cover is in docs/model.md), the slowest programs, the faults again and again, and the soak. Needs the environment of
+# tests/run.sh (run that first); a check whose tool is not there is skipped, with words.
+# tests/heavy.sh [model|tsan|fuzz|programs|faults|soak]...
 # FUZZ_SECONDS: for each fuzzer, 60 unless set. FAULT_ROUNDS: 20. SOAK_MINUTES: 20.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,7 +15,7 @@ BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
 export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
 
 cases=("$@")
-[ $# -gt 0 ] || cases=(model tsan fuzz faults soak)
+[ $# -gt 0 ] || cases=(model tsan fuzz programs faults soak)
 target=x86_64-unknown-linux-gnu
 
 nightly() { # whether there is a nightly toolchain, with the sources of the standard library
@@ -43,6 +44,10 @@ fuzz() {
   done
 }
 
+programs() { # those of tests/single that the gate leaves out
+  DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy tests/single
+}
+
 faults() { # every fault, on every face, on one host and on two
   DL_COMM_TEST_ROUNDS="${FAULT_ROUNDS:-20}" python -m pytest -q tests/faults
 }
@@ -54,7 +59,7 @@ soak() { # random calls on three ranks: right values, and memory that does not g
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
-    model | tsan | fuzz | faults | soak) ("$case") ;;
+    model | tsan | fuzz | programs | faults | soak) ("$case") ;;
     *) echo "no case $case" && false ;;
   esac
   case $? in

@@ -58,7 +58,7 @@ for ranks in 1 2 3; do
 done
 
 step "Python tests that start programs"
-python -m pytest -q tests/single
+python -m pytest -q -m "not heavy" tests/single
 step "faults"
 python -m pytest -q tests/faults
 

@@ -70,6 +70,7 @@ def test_allreduce(tmp_path: Path) -> None:
     assert "fastest peer" in finished.output
 
 
+@pytest.mark.heavy
 def test_allreduce_on_a_gpu_as_far_as_it_goes_without_one(tmp_path: Path) -> None:
     """The contenders of `--device cuda`, on tensors in host memory."""
     command = [sys.executable, "-m", "benchmarks.allreduce", "--quick", "--device", "cuda", "--sizes", "65540"]
@@ -129,6 +130,7 @@ def test_lists_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(lengths("tiny_10000")) == 10_000
 
 
+@pytest.mark.heavy
 def test_training(tmp_path: Path) -> None:
     """Ranks agree bit for bit, ours and torch's own come to the same model, and the numbers belong together."""
     command = [sys.executable, "-m", "benchmarks.training", "--quick", "--models", "mlp", "--out", str(tmp_path)]

@@ -224,6 +224,7 @@ for label in "ab":
 """
 
 
+@pytest.mark.heavy
 def test_training_on_jpeg_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     made = launch(1, [sys.executable, "-c", JPEGS, str(tmp_path)], timeout=100, env=ENVIRONMENT)
@@ -236,6 +237,7 @@ def test_training_on_jpeg_files(tmp_path: Path) -> None:
     assert re.search(r"^total images/sec: \d", result.output, re.MULTILINE)
 
 
+@pytest.mark.heavy
 def test_training_on_mnist_files(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     for stem in ("train", "t10k"):
@@ -280,6 +282,7 @@ def test_weights_that_differ_are_told() -> None:
     assert "the ranks' weights differ" in result.output
 
 
+@pytest.mark.heavy
 def test_options_of_config_team() -> None:
     pytest.importorskip("torch")
     # In one write: the ranks share the output.

@@ -70,6 +70,7 @@ def compiled(nvrtc: Nvrtc, source: str, architecture: str) -> Compiled:
     return result
 
 
+@pytest.mark.heavy
 def test_the_kernels_compile_for_every_gpu(nvrtc: Nvrtc, version: str) -> None:
     architectures = [number for number in nvrtc.architectures() if number >= 70]
     assert set(architectures) >= NEEDED[version]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,16 @@ from stand_in import PROGRAMS, environment
 pytestmark = pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
 
 
+def heavy(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.heavy)
+
+
 @pytest.mark.parametrize(
     ("per_host", "path", "more"),
     [
         ([2, 2], "ipc+staged", {"FAKE_CUDA_DELAY_US": "300"}),
-        ([3, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "32", "DL_COMM_ALGORITHM": "pairwise"}),
-        ([2, 2, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "64", "FAKE_CUDA_NO_MEMOPS": "1"}),
+        heavy([3, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "32", "DL_COMM_ALGORITHM": "pairwise"}),
+        heavy([2, 2, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "64", "FAKE_CUDA_NO_MEMOPS": "1"}),
         ([2, 1], "ipc+staged", {"DL_COMM_ALGORITHM": "ring"}),
         ([1, 1], "staged", {}),
     ],
