@@ -164,7 +164,7 @@ int dl_comm_broadcast_on(const dl_comm_device_t* device, const dl_comm_buffer_t*
 int dl_comm_gpu_count(void);
 
 /* Returns the number of the GPU whose memory this is, -1 for host memory. Not collective. */
-int dl_comm_gpu_of(const void* memory);
+int dl_comm_device_of_pointer(const void* memory);
 
 /* Returns 0 when the tensors (`src`) hold the same bits on all ranks, else 1, the same on every rank; with `verbose`
  * every rank that differs from rank 0 prints which tensor does. Collective. */
@@ -181,7 +181,7 @@ int dl_comm_free(void* memory);
 int dl_comm_barrier(void);
 
 /* dl_comm_barrier with a `timeout` as for dl_comm_average_towers. Collective. */
-int dl_comm_barrier_within(double timeout);
+int dl_comm_barrier_timeout(double timeout);
 
 /* Sets how long coming calls on the team may take, in seconds (0: no limit), instead of DL_COMM_TIMEOUT_S; -1 is the
  * team of broadcast and barrier. Local: the ranks need not agree on it. */
@@ -189,7 +189,7 @@ int dl_comm_set_timeout(int team, double seconds);
 
 /* Ends the use of dl_comm after a failure: the other ranks get an error soon, which says `why` (UTF-8, one line; NULL
  * for nothing), and MPI is left as it is, so that the launcher ends the job. Not collective. */
-int dl_comm_abandon(const char* why);
+int dl_comm_abort(const char* why);
 
 /* Returns 1 when dl_comm_init succeeded and dl_comm_finalize was not called, else 0. */
 int dl_comm_is_initialized(void);
@@ -219,7 +219,7 @@ int dl_comm_get_nteams(void);
 
 /* Forgets what averages of `owner` on the team have left to calls that will not come; owners are numbers that the op
  * libraries of the frameworks give to optimizers. */
-int dl_comm_release(int teamID, uint64_t owner);
+int dl_comm_release_owner(int teamID, uint64_t owner);
 
 /* Returns for how many seconds callers of this rank have waited for averages of the team: what the lines of
  * dl_comm_config_team's `verbosity` print. A negative DL_COMM_ERROR_* code when there is no such team. */

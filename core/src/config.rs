@@ -20,7 +20,7 @@ pub struct Config {
     pub timeout: Option<Duration>,
     /// `DL_COMM_STALL_WARN_S`: a wait longer than this says once who is late; `None` (0) never.
     pub stall_warn: Option<Duration>,
-    /// `DL_COMM_MATCH_S`: how long ranks that hold different calls wait for the counterparts.
+    /// `DL_COMM_MATCH_TIMEOUT_S`: how long ranks that hold different calls wait for the counterparts.
     pub match_within: Duration,
     /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
     pub chunk_bytes: usize,
@@ -34,7 +34,7 @@ pub struct Config {
     pub alone: bool,
     /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
     pub shm_dir: String,
-    /// `DL_COMM_NETWORK`: the interface on which hosts watch each other; any when empty.
+    /// `DL_COMM_SOCKET_IFNAME`: the interface on which hosts watch each other; any when empty.
     pub network: String,
     /// `DL_COMM_DUMP_DIR`: where ranks write their last calls after a failure; `None` (`none`) nowhere.
     pub dump_dir: DumpDir,
@@ -116,7 +116,7 @@ impl Config {
             default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
-            match_within: seconds("DL_COMM_MATCH_S", Some(defaults.match_within))?.unwrap_or_default(),
+            match_within: seconds("DL_COMM_MATCH_TIMEOUT_S", Some(defaults.match_within))?.unwrap_or_default(),
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
             algorithm: get("DL_COMM_ALGORITHM").map_or(Ok(defaults.algorithm), |name| Choice::parse(&name))?,
             affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
@@ -130,7 +130,7 @@ impl Config {
             },
             alone: integer("DL_COMM_ALONE", 0, 1, 0)? == 1,
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
-            network: get("DL_COMM_NETWORK").unwrap_or_default(),
+            network: get("DL_COMM_SOCKET_IFNAME").unwrap_or_default(),
             dump_dir: match get("DL_COMM_DUMP_DIR") {
                 None => defaults.dump_dir,
                 Some(text) if text == "none" => DumpDir::Nowhere,
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
         assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, Choice::Always(Algorithm::Ring));
-        assert_eq!(with("DL_COMM_MATCH_S", "0").unwrap().match_within, Duration::ZERO);
+        assert_eq!(with("DL_COMM_MATCH_TIMEOUT_S", "0").unwrap().match_within, Duration::ZERO);
         assert_eq!(with("DL_COMM_GPU_PATH", "ipc").unwrap().device.path, Wanted::Ipc);
         assert_eq!(with("DL_COMM_PIPELINE_CHUNK_KB", "64").unwrap().device.chunk, 65536);
         assert_eq!(with("DL_COMM_NUM_CUDA_STREAMS", "3").unwrap().device.streams, 3);
@@ -186,7 +186,7 @@ mod tests {
             ("DL_COMM_DEFAULT_NTHREADS", "0"),
             ("DL_COMM_DEFAULT_PREC_LEVEL", "2"),
             ("DL_COMM_CHUNK_KB", "1.5"),
-            ("DL_COMM_MATCH_S", "-3"),
+            ("DL_COMM_MATCH_TIMEOUT_S", "-3"),
             ("DL_COMM_ALGORITHM", "fastest"),
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),

@@ -208,9 +208,9 @@ impl Call {
                     *freq,
                     *cooldown,
                 ),
-                Call::Barrier(timeout) => capi::dl_comm_barrier_within(*timeout),
+                Call::Barrier(timeout) => capi::dl_comm_barrier_timeout(*timeout),
                 Call::SetTimeout(team, timeout) => capi::dl_comm_set_timeout(team.number(), *timeout),
-                Call::Release(team, owner) => capi::dl_comm_release(team.number(), *owner),
+                Call::Release(team, owner) => capi::dl_comm_release_owner(team.number(), *owner),
                 Call::Waited(team) => capi::dl_comm_get_waited(team.number()).min(0.0) as c_int,
                 Call::Stats(room, null) => {
                     let mut text = vec![0; usize::from(*room)];

@@ -95,5 +95,5 @@ pub fn gpu_count(py: Python<'_>) -> PyResult<i32> {
 #[pyfunction]
 pub fn gpu_of(address: usize) -> i32 {
     // SAFETY: nothing is read from the address.
-    unsafe { ffi::dl_comm_gpu_of(std::ptr::without_provenance(address)) }
+    unsafe { ffi::dl_comm_device_of_pointer(std::ptr::without_provenance(address)) }
 }

@@ -94,7 +94,7 @@ fn free(py: Python<'_>, memory: usize) -> PyResult<()> {
 #[pyo3(signature = (timeout=-1.0))]
 fn barrier(py: Python<'_>, timeout: f64) -> PyResult<()> {
     // SAFETY: a plain number.
-    call(py, || unsafe { api::ffi::dl_comm_barrier_within(timeout) })?;
+    call(py, || unsafe { api::ffi::dl_comm_barrier_timeout(timeout) })?;
     Ok(())
 }
 
@@ -103,7 +103,7 @@ fn barrier(py: Python<'_>, timeout: f64) -> PyResult<()> {
 fn abandon(py: Python<'_>, why: &str) -> PyResult<i32> {
     let why = CString::new(why.replace('\0', " "))?;
     // SAFETY: a text that ends with NUL.
-    call(py, || unsafe { api::ffi::dl_comm_abandon(why.as_ptr()) })
+    call(py, || unsafe { api::ffi::dl_comm_abort(why.as_ptr()) })
 }
 
 /// Sets the deadline of coming calls on a team, in seconds; 0 for none.
@@ -235,7 +235,7 @@ fn config_team(
 #[pyfunction]
 fn release(py: Python<'_>, team: i32, owner: u64) -> PyResult<()> {
     // SAFETY: plain numbers.
-    call(py, || unsafe { api::ffi::dl_comm_release(team, owner) })?;
+    call(py, || unsafe { api::ffi::dl_comm_release_owner(team, owner) })?;
     Ok(())
 }
 

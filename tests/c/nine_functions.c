@@ -108,7 +108,7 @@ static void beyond_the_plugin(int nranks) {
   buffer.dst = source;
   EXPECT(dl_comm_broadcast_buffers(&buffer, 1, 0, "weights", -1) == 0);
   EXPECT(source[0] == 0 && source[5] == 5);
-  EXPECT(dl_comm_barrier() == 0 && dl_comm_barrier_within(60) == 0);
+  EXPECT(dl_comm_barrier() == 0 && dl_comm_barrier_timeout(60) == 0);
 }
 
 /* Deadlines, numbers, a dump and a timeline. */

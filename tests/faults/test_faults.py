@@ -34,7 +34,7 @@ TENSORFLOW = {
 SETTINGS = {
     "DL_COMM_TIMEOUT_S": "60",
     "DL_COMM_STALL_WARN_S": "0.5",
-    "DL_COMM_MATCH_S": "6",
+    "DL_COMM_MATCH_TIMEOUT_S": "6",
 }
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Time on a GPU is short: what hangs is told soon.
 os.environ.setdefault("DL_COMM_TIMEOUT_S", "40")
-os.environ.setdefault("DL_COMM_MATCH_S", "4")
+os.environ.setdefault("DL_COMM_MATCH_TIMEOUT_S", "4")
 os.environ.setdefault("DL_COMM_DUMP_DIR", "none")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

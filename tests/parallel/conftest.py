@@ -15,7 +15,7 @@ for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_TH
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("DL_COMM_TIMEOUT_S", "100")
 # Mismatches are told sooner than where it matters that they are certain.
-os.environ.setdefault("DL_COMM_MATCH_S", "4")
+os.environ.setdefault("DL_COMM_MATCH_TIMEOUT_S", "4")
 os.environ.setdefault("DL_COMM_DUMP_DIR", "none")
 
 import pytest  # noqa: E402

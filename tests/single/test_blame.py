@@ -303,7 +303,7 @@ def test_real_ranks_in_different_calls(script: Script, tmp_path: Path) -> None:
         "try: mc.gradients(gradients) if rank else mc.barrier()\nexcept mc.CommError: mc.dump(folder), time.sleep(3)\n"
     )
     # The deadline comes before the ranks look whether they wait for each other.
-    job(script, tmp_path / "dumps", text, timeout="4", DL_COMM_MATCH_S="300")
+    job(script, tmp_path / "dumps", text, timeout="4", DL_COMM_MATCH_TIMEOUT_S="300")
     told = blame(tmp_path / "dumps")
     assert told.returncode == 1
     assert "has not called average on team 0 (tensor 0: float32[5, 2] and 2 more)" in told.output, told.output

@@ -76,7 +76,8 @@ def test_everybody_is_shown(ranks: Runner) -> None:
 
 def test_variables_reach_the_ranks(ranks: Runner, tmp_path: Path) -> None:
     (tmp_path / "vars").write_text("# of the file\n\nONE=1 = one\nTWO=file\n")
-    text = "import os\nprint([os.environ.get(n) for n in ('ONE', 'TWO', 'THREE', 'OMP_NUM_THREADS', 'DL_COMM_RUN')])"
+    names = ("ONE", "TWO", "THREE", "OMP_NUM_THREADS", "DL_COMM_RUN_CONFIG")
+    text = f"import os\nprint([os.environ.get(n) for n in {names}])"
     given = ("--env-file", str(tmp_path / "vars"), "-x", "TWO=2 2", "-x", "THREE", "--omp-threads", "3")
     finished = ranks(text, *given, env={"THREE": "3"})
     assert finished.output.strip() == "['1 = one', '2 2', '3', '3', None]"

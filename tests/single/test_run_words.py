@@ -74,7 +74,7 @@ def words(folder: Path, kind: str, *options: str, env: dict[str, str] | None = N
 )
 def test_the_command_line_of_each_launcher(tmp_path: Path, kind: str, line: str) -> None:
     options = ("-H", "a:2,b:4", "-n", "4", "--bind", "core", "--network", "eth9", "-x", "V=w", "--mpi-args=-v")
-    told = {"DL_COMM_NETWORK": "eth9", "FI_TCP_IFACE": "eth9", "UCX_NET_DEVICES": "eth9"}
+    told = {"DL_COMM_SOCKET_IFNAME": "eth9", "FI_TCP_IFACE": "eth9", "UCX_NET_DEVICES": "eth9"}
     told |= {"OMPI_MCA_btl_tcp_if_include": "eth9", "V": "w"}
     before = "env " + " ".join(f"{name}={value}" for name, value in told.items())
     line = line.replace("NAMES", " ".join(f"-x {name}" for name in sorted(told)))

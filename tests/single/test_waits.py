@@ -126,7 +126,7 @@ for _ in range(2):
     mc.barrier()
 print("all right", flush=True)
 """,
-        DL_COMM_MATCH_S="3",
+        DL_COMM_MATCH_TIMEOUT_S="3",
     )
     assert finished.returncode == 0, finished.output
     assert finished.output.count("all right") == 2, finished.output
@@ -178,7 +178,7 @@ try:
 except Exception as error:
     print(f"<fit after {time.monotonic() - start:.1f} s: {translate(error)}>", flush=True)
 """,
-        DL_COMM_MATCH_S="3",
+        DL_COMM_MATCH_TIMEOUT_S="3",
     )
     for text in seen(finished, "fit", 2):
         assert "the ranks called different things" in text, text

@@ -63,8 +63,8 @@ pub extern "C" fn dl_comm_gpu_count() -> c_int {
     face(|| number(cuda::count()?))
 }
 
-/// `dl_comm_gpu_of` of `dl_comm.h`.
+/// `dl_comm_device_of_pointer` of `dl_comm.h`.
 #[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_gpu_of(memory: *const c_void) -> c_int {
+pub extern "C" fn dl_comm_device_of_pointer(memory: *const c_void) -> c_int {
     guard(|| Ok(cuda::owner_of(memory.addr()))).ok().flatten().unwrap_or(-1)
 }

@@ -12,7 +12,7 @@ use std::ptr;
 use arguments::{Views, device_of, give, number, tensors, text, towers, views};
 
 pub use arguments::{CBuffer, CDevice};
-pub use device::{dl_comm_average_on, dl_comm_broadcast_on, dl_comm_gpu_count, dl_comm_gpu_of};
+pub use device::{dl_comm_average_on, dl_comm_broadcast_on, dl_comm_device_of_pointer, dl_comm_gpu_count};
 
 use crate::describe::describe;
 use crate::error::{Error, Result, guard};
@@ -64,12 +64,12 @@ pub extern "C" fn dl_comm_finalize() -> c_int {
     done(global::finalize)
 }
 
-/// `dl_comm_abandon` of `dl_comm.h`.
+/// `dl_comm_abort` of `dl_comm.h`.
 ///
 /// # Safety
 /// `why` is null or a text that ends with NUL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_abandon(why: *const c_char) -> c_int {
+pub unsafe extern "C" fn dl_comm_abort(why: *const c_char) -> c_int {
     // SAFETY: passed on.
     done(|| global::abandon(&unsafe { text(why) }))
 }
@@ -187,9 +187,9 @@ pub extern "C" fn dl_comm_get_nteams() -> c_int {
     face(|| number(global::nteams()?))
 }
 
-/// `dl_comm_release` of `dl_comm.h`.
+/// `dl_comm_release_owner` of `dl_comm.h`.
 #[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_release(team: c_int, owner: u64) -> c_int {
+pub extern "C" fn dl_comm_release_owner(team: c_int, owner: u64) -> c_int {
     done(|| {
         global::release(team, owner);
         Ok(())
@@ -421,12 +421,12 @@ pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
 /// `dl_comm_barrier` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_barrier() -> c_int {
-    dl_comm_barrier_within(-1.0)
+    dl_comm_barrier_timeout(-1.0)
 }
 
-/// `dl_comm_barrier_within` of `dl_comm.h`.
+/// `dl_comm_barrier_timeout` of `dl_comm.h`.
 #[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_barrier_within(timeout: f64) -> c_int {
+pub extern "C" fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
     done(|| global::wait("", |request| global::barrier(request.within(Limit::from_seconds(timeout)))))
 }
 

@@ -52,7 +52,7 @@ impl Listener {
                 let mut names: Vec<&str> = names.into_iter().collect();
                 names.sort_unstable();
                 return Err(Error::Invalid(format!(
-                    "DL_COMM_NETWORK is '{network}', which is no interface with an address; there are {}",
+                    "DL_COMM_SOCKET_IFNAME is '{network}', which is no interface with an address; there are {}",
                     names.join(", ")
                 )));
             }
@@ -69,7 +69,7 @@ impl Listener {
         }
         match refused {
             Some(error) if sockets.is_empty() => {
-                Err(Error::system("listening for other hosts (DL_COMM_NETWORK chooses the interface)", error))
+                Err(Error::system("listening for other hosts (DL_COMM_SOCKET_IFNAME chooses the interface)", error))
             }
             _ => Ok(Listener { sockets }),
         }
@@ -152,7 +152,7 @@ fn answered(stream: &mut TcpStream, key: u128, until: Instant) -> std::io::Resul
 
 fn unwatched(name: &str, error: &std::io::Error) {
     say(&format!(
-        "no connection with {name} ({error}; DL_COMM_NETWORK chooses the interface): its end may be noticed at the deadline \
+        "no connection with {name} ({error}; DL_COMM_SOCKET_IFNAME chooses the interface): its end may be noticed at the deadline \
          only"
     ));
 }

@@ -70,7 +70,7 @@ def _run(options: Options) -> int:
             options.output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--output-dir {options.output_dir}: {error.strerror}") from error
-    reported = replace(job, command=wrapped(options.command), names=(*job.names, "DL_COMM_RUN"))
+    reported = replace(job, command=wrapped(options.command), names=(*job.names, "DL_COMM_RUN_CONFIG"))
     rank_settings = {
         "show": options.show,
         "output_dir": str(options.output_dir) if options.output_dir else None,
@@ -107,7 +107,9 @@ def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], Job]:
 def _environment(options: Options) -> dict[str, str]:
     """What the options set, for the launcher and its ranks. What the user has set of a network's variables stands."""
     network = variables(options.network) if options.network else {}
-    found = {name: value for name, value in network.items() if name == "DL_COMM_NETWORK" or name not in os.environ}
+    found = {
+        name: value for name, value in network.items() if name == "DL_COMM_SOCKET_IFNAME" or name not in os.environ
+    }
     if options.omp_threads:
         found["OMP_NUM_THREADS"] = str(options.omp_threads)
     return {**found, **options.environment}

@@ -49,8 +49,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> NoReturn:
-    """Runs the program on the command line, as the variable ``DL_COMM_RUN`` says."""
-    job = json.loads(base64.urlsafe_b64decode(os.environ.pop("DL_COMM_RUN")))
+    """Runs the program on the command line, as the variable ``DL_COMM_RUN_CONFIG`` says."""
+    job = json.loads(base64.urlsafe_b64decode(os.environ.pop("DL_COMM_RUN_CONFIG")))
     rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
     out, err, life = os.pipe(), os.pipe(), os.pipe()
     keeper = os.fork()

@@ -52,7 +52,7 @@ def _settings(pid: int) -> dict[str, Any] | None:
     except OSError:  # another user's, or gone
         return None
     found = next(
-        (value for name, _, value in (each.partition(b"=") for each in variables) if name == b"DL_COMM_RUN"), b""
+        (value for name, _, value in (each.partition(b"=") for each in variables) if name == b"DL_COMM_RUN_CONFIG"), b""
     )
     with contextlib.suppress(ValueError):
         told = json.loads(base64.urlsafe_b64decode(found))

@@ -67,7 +67,7 @@ def run(
     # What only some launchers print there is looked for in what all print.
     out, to_launcher = os.pipe()
     try:
-        process = _start(words, {**env, "DL_COMM_RUN": text}, to_launcher)
+        process = _start(words, {**env, "DL_COMM_RUN_CONFIG": text}, to_launcher)
     except OSError as error:
         raise UsageError(f"cannot start {words[0]}: {error.strerror}") from error
     finally:

@@ -15,8 +15,8 @@ def variables(interface: str, sys_net: Path = Path("/sys/class/net")) -> dict[st
     """The environment that keeps MPI to ``interface``, for whichever library reads it.
 
     ``FI_TCP_IFACE`` is libfabric's (fi_tcp(7)), ``UCX_NET_DEVICES`` UCX's, ``OMPI_MCA_...`` Open MPI's, and
-    ``DL_COMM_NETWORK`` names it for dl_comm. Of an InfiniBand interface UCX must also have the device behind it, or it
-    would speak TCP there.
+    ``DL_COMM_SOCKET_IFNAME`` names it for dl_comm. For an InfiniBand interface, UCX also needs the device behind it:
+    otherwise UCX uses TCP there.
     """
     devices = [interface]
     behind = sys_net / interface / "device/infiniband"
@@ -25,7 +25,7 @@ def variables(interface: str, sys_net: Path = Path("/sys/class/net")) -> dict[st
         port = int(number.read_text()) + 1 if number.exists() else 1
         devices = [*(f"{device.name}:{port}" for device in sorted(behind.iterdir())), interface]
     return {
-        "DL_COMM_NETWORK": interface,
+        "DL_COMM_SOCKET_IFNAME": interface,
         "FI_TCP_IFACE": interface,
         "UCX_NET_DEVICES": ",".join(devices),
         "OMPI_MCA_btl_tcp_if_include": interface,
