@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     ] {
         println!("cargo:rerun-if-changed={source}");
     }
-    build_kernels_twin()?;
+    build_host_kernels()?;
     let python = env::var("DL_COMM_TEST_PYTHON")
         .map_err(|_| "set DL_COMM_TEST_PYTHON to a Python that has dl_comm installed, as tests/run.sh does")?;
     let package = ask(&python, "import dl_comm._paths as p; print(p.PACKAGE)")?;
@@ -70,20 +70,20 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// As a static library that `rust/cuda_kernels.rs` names.
-fn build_kernels_twin() -> Result<(), Box<dyn Error>> {
-    for source in ["rust/cuda_kernels_twin.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"] {
+fn build_host_kernels() -> Result<(), Box<dyn Error>> {
+    for source in ["rust/cuda_host_kernels.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"] {
         println!("cargo:rerun-if-changed={source}");
     }
     cc::Build::new()
         .cpp(true)
         .std("c++17")
-        .file("rust/cuda_kernels_twin.cc")
+        .file("rust/cuda_host_kernels.cc")
         .opt_level(2)
         .flag("-ffp-contract=off")
         .warnings(true)
         .warnings_into_errors(true)
         .cargo_metadata(false)
-        .try_compile("dl_comm_kernels_twin")?;
+        .try_compile("dl_comm_host_kernels")?;
     println!("cargo:rustc-link-search=native={}", env::var("OUT_DIR")?);
     Ok(())
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The checks that are too slow for the gate: the model of the shared memory, the thread sanitizer, the fuzzers (what they
-# cover is in docs/model.md), the slowest programs, the faults again and again, and the soak. Needs the environment of
+# cover is in docs/verification.md), the slowest programs, the faults again and again, and the soak. Needs the environment of
 # tests/run.sh (run that first); a check whose tool is not there is skipped, with words.
 # tests/heavy.sh [model|tsan|fuzz|programs|faults|soak]...
 # FUZZ_SECONDS: for each fuzzer, 60 unless set. FAULT_ROUNDS: 20. SOAK_MINUTES: 20.
@@ -22,9 +22,9 @@ nightly() { # whether there is a nightly toolchain, with the sources of the stan
   [ -d "$(rustc +nightly --print sysroot 2>/dev/null)/lib/rustlib/src/rust/library" ]
 }
 
-model() { # every order of the ranks' steps, within the bounds of core/tests/model.rs
+loom() { # every order of the ranks' steps, within the bounds of core/tests/loom.rs
   CARGO_TARGET_DIR=target/model RUSTFLAGS="--cfg loom" \
-    timeout 900 cargo test --release --locked -p dl_comm_core --test model -- --nocapture
+    timeout 900 cargo test --release --locked -p dl_comm_core --test loom -- --nocapture
 }
 
 tsan() { # the ranks as threads, under the thread sanitizer; the standard library is built with it too

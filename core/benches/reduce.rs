@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use dl_comm_core::dtype::DType;
-use dl_comm_core::reduce::{Kernel, Reduction, Step};
+use dl_comm_core::reduce::{Kernel, KernelOp, Reduction};
 
 /// As in a node's slots.
 const ALIGN: usize = 64;
@@ -64,7 +64,7 @@ fn main() {
             if !wanted.is_empty() && !wanted.iter().any(|wanted| wanted == dtype.name()) {
                 continue;
             }
-            let reduction = Reduction { dtype, precise, wide: false };
+            let reduction = Reduction { dtype, acc_f64: precise, wire_is_acc: false };
             for kernel in Kernel::available() {
                 for (sources, divisor) in [(2, 2), (4, 4), (4, 3)] {
                     let pointers: Vec<*const u8> = buffers.iter().take(sources).map(|buffer| buffer.as_ptr()).collect();
@@ -72,7 +72,7 @@ fn main() {
                     let count = size / dtype.size();
                     let bytes = (sources + 1) * size;
                     // SAFETY: every buffer has `size` bytes or more; any bytes are numbers; the kernel is available.
-                    let mean = || unsafe { reduction.run(kernel, Step::Mean(divisor), &pointers, &[out], count) };
+                    let mean = || unsafe { reduction.run(kernel, KernelOp::Mean(divisor), &pointers, &[out], count) };
                     let seconds = fastest(bytes, mean);
                     let rate = bytes as f64 / seconds;
                     println!(

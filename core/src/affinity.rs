@@ -60,7 +60,7 @@ fn cpu_list(text: &str) -> Option<Vec<usize>> {
 
 /// Where a rank and its team stand on a host.
 #[derive(Debug, Clone, Copy)]
-pub struct Place {
+pub struct GroupPlacement {
     /// The rank among those of the host.
     pub local_rank: usize,
     /// The ranks of the host.
@@ -76,8 +76,13 @@ pub struct Place {
 ///
 /// # Errors
 /// [`Error::Invalid`] when the list has a processor that the process may not run on.
-pub fn assign(affinity: &Affinity, place: Place, allowed: &[usize], online: usize) -> Result<Option<Vec<usize>>> {
-    let Place { local_rank, local_size, team, threads } = place;
+pub fn assign_cpus(
+    affinity: &Affinity,
+    place: GroupPlacement,
+    allowed: &[usize],
+    online: usize,
+) -> Result<Option<Vec<usize>>> {
+    let GroupPlacement { local_rank, local_size, team, threads } = place;
     match affinity {
         Affinity::None => Ok(None),
         Affinity::Auto => {
@@ -120,15 +125,15 @@ pub fn allowed() -> Result<(Vec<usize>, usize)> {
 
 /// The processors that a process may run on, as far as it takes to tell the processes of a host apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Bounds {
+pub struct CpuBounds {
     first: usize,
     count: usize,
 }
 
-impl Bounds {
+impl CpuBounds {
     /// Those of a process that may run on `allowed`, ascending.
-    pub fn of(allowed: &[usize]) -> Bounds {
-        Bounds { first: allowed.first().copied().unwrap_or(0), count: allowed.len() }
+    pub fn of(allowed: &[usize]) -> CpuBounds {
+        CpuBounds { first: allowed.first().copied().unwrap_or(0), count: allowed.len() }
     }
 
     /// As text.
@@ -136,17 +141,17 @@ impl Bounds {
         format!("{} {}", self.first, self.count)
     }
 
-    /// From [`Bounds::encode`].
-    pub fn decode(text: &str) -> Option<Bounds> {
+    /// From [`CpuBounds::encode`].
+    pub fn decode(text: &str) -> Option<CpuBounds> {
         let (first, count) = text.split_once(' ')?;
-        Some(Bounds { first: first.parse().ok()?, count: count.parse().ok()? })
+        Some(CpuBounds { first: first.parse().ok()?, count: count.parse().ok()? })
     }
 }
 
 /// How many processors each of the processes of a host has for itself, at least one: those that begin with the same
 /// processor share theirs.
-pub fn share<'a>(bounds: impl Iterator<Item = &'a Bounds> + Clone) -> usize {
-    let sharers = |one: &Bounds| bounds.clone().filter(|other| other.first == one.first).count();
+pub fn share<'a>(bounds: impl Iterator<Item = &'a CpuBounds> + Clone) -> usize {
+    let sharers = |one: &CpuBounds| bounds.clone().filter(|other| other.first == one.first).count();
     bounds.clone().map(|one| one.count / sharers(one)).min().unwrap_or(1).max(1)
 }
 
@@ -191,7 +196,7 @@ const SLICE_NS: u64 = 100_000;
 /// the computation (some milliseconds) in every step; from Linux 6.12 on a thread that asked for a shorter slice than the
 /// running one gets the processor at once (sched(7), "fair" policies: EEVDF, Stoica and Abdel-Wahab 1995). It takes no more
 /// time in all than before, and needs no privilege. Elsewhere nothing changes.
-pub fn hurry() {
+pub fn request_short_slice() {
     // SAFETY: plain numbers.
     if unsafe { libc::sched_getscheduler(0) } != libc::SCHED_OTHER {
         return; // whoever chose another policy knows better
@@ -223,19 +228,19 @@ mod tests {
 
     #[test]
     fn ranks_share_what_the_launcher_has_not_dealt_out() {
-        let of = |cpus: std::ops::Range<usize>| Bounds::of(&cpus.collect::<Vec<_>>());
-        let shares = |bounds: &[Bounds]| share(bounds.iter());
+        let of = |cpus: std::ops::Range<usize>| CpuBounds::of(&cpus.collect::<Vec<_>>());
+        let shares = |bounds: &[CpuBounds]| share(bounds.iter());
         assert_eq!(shares(&[of(0..8); 2]), 4);
         assert_eq!(shares(&[of(0..2); 3]), 1);
         assert_eq!(shares(&[of(0..8), of(8..16)]), 8);
         assert_eq!(shares(&[of(0..8), of(8..12)]), 4);
         assert_eq!(shares(&[]), 1);
-        assert_eq!(Bounds::decode(&of(3..9).encode()), Some(of(3..9)));
-        assert_eq!(Bounds::decode("x"), None);
+        assert_eq!(CpuBounds::decode(&of(3..9).encode()), Some(of(3..9)));
+        assert_eq!(CpuBounds::decode("x"), None);
     }
 
-    fn place(local_rank: usize, local_size: usize, team: usize, threads: usize) -> Place {
-        Place { local_rank, local_size, team, threads }
+    fn place(local_rank: usize, local_size: usize, team: usize, threads: usize) -> GroupPlacement {
+        GroupPlacement { local_rank, local_size, team, threads }
     }
 
     #[test]
@@ -251,7 +256,7 @@ mod tests {
     #[test]
     fn auto_takes_the_end_of_each_share_and_never_all_of_it() {
         let cpus: Vec<usize> = (0..8).collect();
-        let auto = |place| assign(&Affinity::Auto, place, &cpus, 8).unwrap();
+        let auto = |place| assign_cpus(&Affinity::Auto, place, &cpus, 8).unwrap();
         assert_eq!(auto(place(0, 2, 0, 2)), Some(vec![3, 2]));
         assert_eq!(auto(place(1, 2, 0, 2)), Some(vec![7, 6]));
         assert_eq!(auto(place(1, 2, 1, 2)), Some(vec![5, 7]));
@@ -259,18 +264,18 @@ mod tests {
         assert_eq!(auto(place(0, 16, 0, 1)), None);
         assert_eq!(auto(place(0, 4, 0, 2)), None);
         // Bound by the launcher: the share is what it gave.
-        assert_eq!(assign(&Affinity::Auto, place(1, 2, 0, 1), &[4, 5], 8), Ok(Some(vec![5])));
+        assert_eq!(assign_cpus(&Affinity::Auto, place(1, 2, 0, 1), &[4, 5], 8), Ok(Some(vec![5])));
     }
 
     #[test]
     fn a_list_is_dealt_out_and_checked() {
         let list = Affinity::List(vec![1, 3]);
-        assert_eq!(assign(&list, place(0, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![1])));
-        assert_eq!(assign(&list, place(1, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![3])));
-        assert_eq!(assign(&list, place(0, 2, 1, 3), &[0, 1, 2, 3], 4), Ok(Some(vec![1, 3, 1])));
-        let error = assign(&list, place(0, 1, 0, 1), &[0, 1], 4).unwrap_err().to_string();
+        assert_eq!(assign_cpus(&list, place(0, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![1])));
+        assert_eq!(assign_cpus(&list, place(1, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![3])));
+        assert_eq!(assign_cpus(&list, place(0, 2, 1, 3), &[0, 1, 2, 3], 4), Ok(Some(vec![1, 3, 1])));
+        let error = assign_cpus(&list, place(0, 1, 0, 1), &[0, 1], 4).unwrap_err().to_string();
         assert!(error.contains("processor 3"), "{error}");
-        assert_eq!(assign(&Affinity::None, place(0, 1, 0, 1), &[0], 1), Ok(None));
+        assert_eq!(assign_cpus(&Affinity::None, place(0, 1, 0, 1), &[0], 1), Ok(None));
     }
 
     #[test]
@@ -279,7 +284,7 @@ mod tests {
             // SAFETY: plain numbers; the thread is the test's.
             let (nice, policy) = unsafe {
                 libc::setpriority(libc::PRIO_PROCESS, 0, 3);
-                hurry();
+                request_short_slice();
                 (libc::getpriority(libc::PRIO_PROCESS, 0), libc::sched_getscheduler(0))
             };
             assert_eq!((nice, policy), (3, libc::SCHED_OTHER));

@@ -83,7 +83,7 @@ impl Buffer {
     }
 
     /// The addresses that are read and those that are written.
-    pub fn spans(&self) -> (Range<usize>, Range<usize>) {
+    pub fn byte_ranges(&self) -> (Range<usize>, Range<usize>) {
         let span = |start: usize| start..start + self.len * self.dtype.size();
         (span(self.src.addr()), span(self.dst.addr()))
     }
@@ -94,12 +94,12 @@ impl Buffer {
     }
 
     /// Whether it is written where it is read, or nowhere near.
-    pub fn is_plain(&self) -> bool {
+    pub fn is_disjoint_or_in_place(&self) -> bool {
         self.is_in_place() || self.src.addr().abs_diff(self.dst.addr()) >= self.len * self.dtype.size()
     }
 
     /// Where the buffer is written.
-    pub fn written(&self) -> *mut u8 {
+    pub fn dst(&self) -> *mut u8 {
         self.dst
     }
 
@@ -191,7 +191,7 @@ impl Tensor {
     }
 
     /// Whether `view` has the same element type and shape.
-    pub fn is_like(&self, view: &View<'_>) -> bool {
+    pub fn matches(&self, view: &View<'_>) -> bool {
         // Without a shape a single element has none either, and more are one-dimensional.
         let same = || match view.shape {
             [] => self.shape.len() == usize::from(view.buffer.len() != 1),

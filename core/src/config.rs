@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use crate::affinity::Affinity;
-use crate::collective::Choice;
-use crate::collective::device::{DeviceSettings, Wanted};
+use crate::collective::AlgorithmSetting;
+use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::error::{Error, Result};
 use crate::schedule::Cooldown;
 
@@ -21,11 +21,11 @@ pub struct Config {
     /// `DL_COMM_STALL_WARN_S`: a wait longer than this says once who is late; `None` (0) never.
     pub stall_warn: Option<Duration>,
     /// `DL_COMM_MATCH_TIMEOUT_S`: how long ranks that hold different calls wait for the counterparts.
-    pub match_within: Duration,
+    pub match_timeout: Duration,
     /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
     pub chunk_bytes: usize,
     /// `DL_COMM_ALGORITHM`: how averages are made between hosts.
-    pub algorithm: Choice,
+    pub algorithm: AlgorithmSetting,
     /// `DL_COMM_AFFINITY`: which processors team threads run on.
     pub affinity: Affinity,
     /// `DL_COMM_COOLDOWN`: what a negative `ksteps` of `config_team` counts, `after` or `last`.
@@ -35,7 +35,7 @@ pub struct Config {
     /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
     pub shm_dir: String,
     /// `DL_COMM_SOCKET_IFNAME`: the interface on which hosts watch each other; any when empty.
-    pub network: String,
+    pub interface: String,
     /// `DL_COMM_DUMP_DIR`: where ranks write their last calls after a failure; `None` (`none`) nowhere.
     pub dump_dir: DumpDir,
     /// `DL_COMM_TIMELINE`: the folder of the timeline; none when empty.
@@ -50,9 +50,9 @@ pub enum DumpDir {
     /// A folder of the job's own under the system's folder for temporary files.
     Temporary,
     /// This one.
-    Here(String),
+    Folder(String),
     /// Nowhere, unless the program asks.
-    Nowhere,
+    Disabled,
 }
 
 impl Default for Config {
@@ -62,14 +62,14 @@ impl Default for Config {
             default_prec_level: 0,
             timeout: Some(Duration::from_secs(300)),
             stall_warn: Some(Duration::from_secs(60)),
-            match_within: Duration::from_secs(30),
+            match_timeout: Duration::from_secs(30),
             chunk_bytes: 512 << 10,
-            algorithm: Choice::Auto,
+            algorithm: AlgorithmSetting::Auto,
             affinity: Affinity::None,
             cooldown: Cooldown::After,
             alone: false,
             shm_dir: "/dev/shm".into(),
-            network: String::new(),
+            interface: String::new(),
             dump_dir: DumpDir::Temporary,
             timeline: String::new(),
             device: DeviceSettings::default(),
@@ -116,9 +116,10 @@ impl Config {
             default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
-            match_within: seconds("DL_COMM_MATCH_TIMEOUT_S", Some(defaults.match_within))?.unwrap_or_default(),
+            match_timeout: seconds("DL_COMM_MATCH_TIMEOUT_S", Some(defaults.match_timeout))?.unwrap_or_default(),
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
-            algorithm: get("DL_COMM_ALGORITHM").map_or(Ok(defaults.algorithm), |name| Choice::parse(&name))?,
+            algorithm: get("DL_COMM_ALGORITHM")
+                .map_or(Ok(defaults.algorithm), |name| AlgorithmSetting::parse(&name))?,
             affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
             cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
                 None => defaults.cooldown,
@@ -130,15 +131,15 @@ impl Config {
             },
             alone: integer("DL_COMM_ALONE", 0, 1, 0)? == 1,
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
-            network: get("DL_COMM_SOCKET_IFNAME").unwrap_or_default(),
+            interface: get("DL_COMM_SOCKET_IFNAME").unwrap_or_default(),
             dump_dir: match get("DL_COMM_DUMP_DIR") {
                 None => defaults.dump_dir,
-                Some(text) if text == "none" => DumpDir::Nowhere,
-                Some(text) => DumpDir::Here(text),
+                Some(text) if text == "none" => DumpDir::Disabled,
+                Some(text) => DumpDir::Folder(text),
             },
             timeline: get("DL_COMM_TIMELINE").unwrap_or_default(),
             device: DeviceSettings {
-                path: get("DL_COMM_GPU_PATH").map_or(Ok(defaults.device.path), |name| Wanted::parse(&name))?,
+                path: get("DL_COMM_GPU_PATH").map_or(Ok(defaults.device.path), |name| PathSetting::parse(&name))?,
                 chunk: integer("DL_COMM_PIPELINE_CHUNK_KB", 4, 1 << 18, defaults.device.chunk >> 10)? << 10,
                 streams: integer("DL_COMM_NUM_CUDA_STREAMS", 1, 64, defaults.device.streams)?,
             },
@@ -168,13 +169,13 @@ mod tests {
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
-        assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, Choice::Always(Algorithm::Ring));
-        assert_eq!(with("DL_COMM_MATCH_TIMEOUT_S", "0").unwrap().match_within, Duration::ZERO);
-        assert_eq!(with("DL_COMM_GPU_PATH", "ipc").unwrap().device.path, Wanted::Ipc);
+        assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, AlgorithmSetting::Always(Algorithm::Ring));
+        assert_eq!(with("DL_COMM_MATCH_TIMEOUT_S", "0").unwrap().match_timeout, Duration::ZERO);
+        assert_eq!(with("DL_COMM_GPU_PATH", "ipc").unwrap().device.path, PathSetting::Ipc);
         assert_eq!(with("DL_COMM_PIPELINE_CHUNK_KB", "64").unwrap().device.chunk, 65536);
         assert_eq!(with("DL_COMM_NUM_CUDA_STREAMS", "3").unwrap().device.streams, 3);
-        assert_eq!(with("DL_COMM_DUMP_DIR", "none").unwrap().dump_dir, DumpDir::Nowhere);
-        assert_eq!(with("DL_COMM_DUMP_DIR", "/x").unwrap().dump_dir, DumpDir::Here("/x".into()));
+        assert_eq!(with("DL_COMM_DUMP_DIR", "none").unwrap().dump_dir, DumpDir::Disabled);
+        assert_eq!(with("DL_COMM_DUMP_DIR", "/x").unwrap().dump_dir, DumpDir::Folder("/x".into()));
     }
 
     #[test]

@@ -16,10 +16,10 @@ use signal_hook::iterator::{Handle, Signals};
 use crate::config::DumpDir;
 use crate::error::{Error, Result};
 use crate::folder::{Folder, Found};
-use crate::say::say;
+use crate::log::log_line;
 use crate::stacks;
 use crate::team::Team;
-use crate::transport::mpi::RankPlace;
+use crate::transport::mpi::RankInfo;
 
 /// How long dumps stay that nobody has removed.
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -27,7 +27,7 @@ const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Writes this rank's dumps.
 pub struct Dumper {
     rank: usize,
-    places: Arc<[RankPlace]>,
+    places: Arc<[RankInfo]>,
     key: u128,
     folder: DumpDir,
     teams: Mutex<Vec<Weak<Team>>>,
@@ -36,7 +36,7 @@ pub struct Dumper {
 
 impl Dumper {
     /// For rank `rank` of a job with ranks at these places, and this key.
-    pub fn new(rank: usize, places: Arc<[RankPlace]>, key: u128, folder: DumpDir) -> Dumper {
+    pub fn new(rank: usize, places: Arc<[RankInfo]>, key: u128, folder: DumpDir) -> Dumper {
         Dumper { rank, places, key, folder, teams: Mutex::default(), writing: Mutex::default() }
     }
 
@@ -48,12 +48,12 @@ impl Dumper {
     }
 
     /// Writes a dump because of `reason`, unless `DL_COMM_DUMP_DIR` says not to. What fails is told.
-    pub fn alarm(&self, reason: &str) {
-        if self.folder == DumpDir::Nowhere {
+    pub fn write_on_failure(&self, reason: &str) {
+        if self.folder == DumpDir::Disabled {
             return;
         }
         if let Err(error) = self.write(reason, None) {
-            say(&error.to_string());
+            log_line(&error.to_string());
         }
     }
 
@@ -67,7 +67,7 @@ impl Dumper {
         let name = format!("rank{}.json", self.rank);
         let opened = match (folder, &self.folder) {
             (Some(folder), _) => Folder::named(Path::new(folder)),
-            (None, DumpDir::Here(folder)) => Folder::named(Path::new(folder)),
+            (None, DumpDir::Folder(folder)) => Folder::named(Path::new(folder)),
             (None, _) => self.temporary(),
         };
         let (folder, found) = opened.map_err(|error| {
@@ -80,7 +80,9 @@ impl Dumper {
             .map_err(|error| Error::system(format!("writing the last calls to {}", path.display()), error))?;
         if found == Found::New {
             let folder = folder.path().display();
-            say(&format!("the last calls of each rank are in {folder}; python -m dl_comm.blame {folder} reads them"));
+            log_line(&format!(
+                "the last calls of each rank are in {folder}; python -m dl_comm.blame {folder} reads them"
+            ));
         }
         Ok(path)
     }
@@ -88,7 +90,7 @@ impl Dumper {
     /// What the user may change to have dumps elsewhere.
     fn wanted(&self) -> String {
         match &self.folder {
-            DumpDir::Here(folder) => format!("DL_COMM_DUMP_DIR={folder}"),
+            DumpDir::Folder(folder) => format!("DL_COMM_DUMP_DIR={folder}"),
             _ => "in TMPDIR; DL_COMM_DUMP_DIR names another place".into(),
         }
     }
@@ -129,7 +131,7 @@ impl Dumper {
     fn content(&self, reason: &str) -> Value {
         let teams: Vec<Arc<Team>> =
             self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
-        let place = |(rank, place): (usize, &RankPlace)| json!({"rank": rank, "host": place.host, "pid": place.pid});
+        let place = |(rank, place): (usize, &RankInfo)| json!({"rank": rank, "host": place.host, "pid": place.pid});
         json!({
             "format": "dl_comm dump 1",
             "job": self.job(),
@@ -151,35 +153,35 @@ fn usual() -> String {
 
 /// Writes a dump whenever SIGUSR1 comes, until it is dropped. MPICH's launcher sends that signal too, to the ranks that
 /// outlive another one (`-disable-auto-cleanup`). Handlers of others stay, and are called as well.
-pub struct OnSignal {
+pub struct SignalDumper {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
-impl OnSignal {
+impl SignalDumper {
     /// Starts to listen.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses the handler or the thread.
-    pub fn start(dumper: Arc<Dumper>) -> Result<OnSignal> {
+    pub fn start(dumper: Arc<Dumper>) -> Result<SignalDumper> {
         let refused = |error: std::io::Error| Error::system("listening for SIGUSR1", error);
         let mut signals = Signals::new([SIGUSR1]).map_err(refused)?;
         let handle = signals.handle();
         let listen = move || {
             for _ in signals.forever() {
-                dumper.alarm("SIGUSR1");
+                dumper.write_on_failure("SIGUSR1");
             }
         };
         let thread = thread::Builder::new().name("dlcomm-signal".into()).spawn(listen).map_err(refused)?;
-        Ok(OnSignal { handle, thread: Some(thread) })
+        Ok(SignalDumper { handle, thread: Some(thread) })
     }
 }
 
-impl Drop for OnSignal {
+impl Drop for SignalDumper {
     fn drop(&mut self) {
         self.handle.close();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            say("the thread that listens for SIGUSR1 panicked");
+            log_line("the thread that listens for SIGUSR1 panicked");
         }
     }
 }
@@ -194,23 +196,23 @@ mod tests {
     #[test]
     fn a_dump_is_written_for_its_user_and_on_a_signal() {
         let folder = std::env::temp_dir().join(format!("dl_comm_dump_{}", std::process::id()));
-        let here = DumpDir::Here(folder.to_string_lossy().into_owned());
-        let place = |host: &str| RankPlace {
+        let here = DumpDir::Folder(folder.to_string_lossy().into_owned());
+        let place = |host: &str| RankInfo {
             host: host.into(),
             boot: String::new(),
             device: String::new(),
             pid: 1,
-            pid_space: String::new(),
+            pid_namespace: String::new(),
         };
         let dumper = Arc::new(Dumper::new(1, [place("a"), place("b")].into(), 0xabc, here));
-        dumper.alarm("because");
+        dumper.write_on_failure("because");
         let path = folder.join("rank1.json");
         let read = || serde_json::from_str::<Value>(&fs::read_to_string(&path).unwrap()).unwrap();
         let found = read();
         assert_eq!((found["reason"].as_str(), found["ranks"][1]["host"].as_str()), (Some("because"), Some("b")));
         assert_eq!(found["job"], "000000000abc");
         assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
-        let listening = OnSignal::start(dumper).unwrap();
+        let listening = SignalDumper::start(dumper).unwrap();
         signal_hook::low_level::raise(SIGUSR1).unwrap();
         while read()["reason"] != "SIGUSR1" {
             thread::yield_now();

@@ -8,8 +8,8 @@ use crate::buffer::{Buffer, Tensor};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
-use crate::global;
-use crate::team::{Blocked, Done, Limit, Parcel, Request};
+use crate::runtime;
+use crate::team::{BlockedCaller, CallOptions, OnComplete, ResultBuffer, Timeout};
 use crate::transport::cuda;
 
 #[cxx::bridge(namespace = "dl_comm")]
@@ -145,53 +145,54 @@ use cxx::{SharedPtr, UniquePtr};
 use bridge::{Average, Broadcast, Completion, Results, TensorView};
 
 /// The memory of a call, in the hands of an op library.
-struct Memory(SharedPtr<Results>);
+struct OpLibraryResults(SharedPtr<Results>);
 
 // SAFETY: the contract of `Results` (completion.h) is that it is used and destroyed on any thread.
-unsafe impl Send for Memory {}
+unsafe impl Send for OpLibraryResults {}
 // SAFETY: as above.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for OpLibraryResults {}
 
-impl Parcel for Memory {
-    fn kind(&self) -> usize {
+impl ResultBuffer for OpLibraryResults {
+    fn owner_type(&self) -> usize {
         self.0.as_ref().map_or(0, Results::kind)
     }
 
-    fn settle(&self, own: f64, here: f64) {
+    fn set_weights(&self, own: f64, here: f64) {
         if let Some(results) = self.0.as_ref() {
             results.settle(own, here);
         }
     }
 
-    fn blank(&self) -> Result<(Arc<dyn Parcel>, Vec<usize>)> {
+    fn zeros_like(&self) -> Result<(Arc<dyn ResultBuffer>, Vec<usize>)> {
         let mut addresses = Vec::new();
         let blank = self.0.as_ref().map(|results| results.blank(&mut addresses)).filter(|blank| !blank.is_null());
         let blank = blank.ok_or_else(|| Error::System("there is no memory for a result".into()))?;
-        Ok((Arc::new(Memory(blank)), addresses))
+        Ok((Arc::new(OpLibraryResults(blank)), addresses))
     }
 }
 
 /// What the op library gets of a result.
-fn memory(parcel: Option<Arc<dyn Parcel>>) -> Result<SharedPtr<Results>> {
+fn memory(parcel: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> {
     let Some(parcel) = parcel else { return Ok(SharedPtr::null()) };
     let any: Arc<dyn Any + Send + Sync> = parcel;
-    let memory =
-        any.downcast::<Memory>().map_err(|_| Error::Internal("a mean came in memory of another face".into()))?;
+    let memory = any
+        .downcast::<OpLibraryResults>()
+        .map_err(|_| Error::Internal("a mean came in memory of another face".into()))?;
     Ok(memory.0.clone())
 }
 
 /// A completion that is called exactly once, whatever happens to the call.
-struct Ticket(UniquePtr<Completion>);
+struct CompletionGuard(UniquePtr<Completion>);
 
 // SAFETY: the contract of `Completion` (completion.h) is that it is called and destroyed on any thread.
-unsafe impl Send for Ticket {}
+unsafe impl Send for CompletionGuard {}
 
-impl Ticket {
+impl CompletionGuard {
     fn finish(mut self, result: Result<SharedPtr<Results>>) {
-        self.tell(result);
+        self.complete(result);
     }
 
-    fn tell(&mut self, result: Result<SharedPtr<Results>>) {
+    fn complete(&mut self, result: Result<SharedPtr<Results>>) {
         let completion = std::mem::replace(&mut self.0, UniquePtr::null());
         match (completion.as_ref(), result) {
             (None, _) => {}
@@ -201,20 +202,20 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for CompletionGuard {
     fn drop(&mut self) {
-        self.tell(Err(Error::Internal("the call was dropped".into())));
+        self.complete(Err(Error::Internal("the call was dropped".into())));
     }
 }
 
-fn request(name: &str, labels: &str, completion: UniquePtr<Completion>) -> Request {
-    let ticket = Ticket(completion);
-    let done: Done = Box::new(move |result| ticket.finish(result.and_then(memory)));
-    Request::new(done).named(name, labels)
+fn request(name: &str, labels: &str, completion: UniquePtr<Completion>) -> CallOptions {
+    let ticket = CompletionGuard(completion);
+    let done: OnComplete = Box::new(move |result| ticket.finish(result.and_then(memory)));
+    CallOptions::new(done).with_name(name, labels)
 }
 
 /// Runs `body`; after a panic in it, the ticket that it held has told the caller.
-fn face(body: impl FnOnce()) {
+fn catch(body: impl FnOnce()) {
     let told: Result<()> = guard(|| {
         body();
         Ok(())
@@ -247,13 +248,14 @@ unsafe fn average(
     completion: UniquePtr<Completion>,
     results: SharedPtr<Results>,
 ) {
-    face(|| {
+    catch(|| {
         let request = request(call.name, call.labels, completion).instance(call.instance);
-        let request = request.owned_by(call.owner).part(call.part).separate(call.separate).timed(call.timed);
-        let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
-        let request = request.on(device(call.device, call.stream, call.waits));
-        let request = if results.is_null() { request } else { request.keeping(Arc::new(Memory(results))) };
-        global::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
+        let request = request.with_owner(call.owner).part(call.part).separate(call.separate).timed(call.timed);
+        let request = request.with_caller_blocks(call.blocks).with_timeout(Timeout::from_seconds(call.timeout));
+        let request = request.with_device(device(call.device, call.stream, call.waits));
+        let request =
+            if results.is_null() { request } else { request.with_results(Arc::new(OpLibraryResults(results))) };
+        runtime::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
     });
 }
 
@@ -265,47 +267,47 @@ fn towers(tensors: Vec<Tensor>, count: usize) -> Result<Vec<Vec<Tensor>>> {
 }
 
 fn carries(team: i32, owner: u64) -> bool {
-    guard(|| global::carries(team, owner)).unwrap_or(false)
+    guard(|| runtime::may_return_early(team, owner)).unwrap_or(false)
 }
 
 fn discard(team: i32, owner: u64) {
     // What is left of a team that has ended is gone with it.
     let _discarded = guard(|| {
-        global::discard(team, owner);
+        runtime::discard_carried(team, owner);
         Ok(())
     });
 }
 
 fn add_waited(team: i32, seconds: f64) {
     // A team that has ended meanwhile counts no more.
-    let _counted = guard(|| global::add_waited(team, seconds));
+    let _counted = guard(|| runtime::add_waited(team, seconds));
 }
 
 /// # Safety
 /// As for [`average`].
 unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64], completion: UniquePtr<Completion>) {
-    face(|| {
+    catch(|| {
         let request = request(call.name, call.labels, completion);
-        let request = request.blocking(call.blocks).within(Limit::from_seconds(call.timeout));
-        let request = request.on(device(call.device, call.stream, call.waits));
-        global::broadcast(call.root, request, || translate(tensors, shapes));
+        let request = request.with_caller_blocks(call.blocks).with_timeout(Timeout::from_seconds(call.timeout));
+        let request = request.with_device(device(call.device, call.stream, call.waits));
+        runtime::broadcast(call.root, request, || translate(tensors, shapes));
     });
 }
 
 /// See the bridge.
 struct LongWait {
-    _blocked: Option<Blocked>,
+    _blocked: Option<BlockedCaller>,
 }
 
 fn begin_wait() -> Box<LongWait> {
-    Box::new(LongWait { _blocked: guard(|| Ok(global::blocked())).ok().flatten() })
+    Box::new(LongWait { _blocked: guard(|| Ok(runtime::blocked())).ok().flatten() })
 }
 
 impl LongWait {
     fn look(&self) {
         // A panic of the language's function is the language's.
         let _looked = guard(|| {
-            global::look_for_signals();
+            runtime::look_for_signals();
             Ok(())
         });
     }
@@ -316,9 +318,9 @@ fn device(ordinal: i32, stream: usize, waits: bool) -> Option<Device> {
 }
 
 fn order(device: i32, stream: usize, later: usize) -> Result<()> {
-    guard(|| cuda::order(device, stream, later))
+    guard(|| cuda::order_streams(device, stream, later))
 }
 
 fn core_id() -> usize {
-    global::core_id()
+    runtime::core_id()
 }

@@ -8,16 +8,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 static CHILD: AtomicBool = AtomicBool::new(false);
 
 /// Runs in a forked child, where only async-signal-safe things are allowed.
-extern "C" fn note() {
+extern "C" fn mark_child() {
     CHILD.store(true, Ordering::Relaxed);
 }
 
 /// From now on, [`is_child`] tells the children of this process.
-pub fn watch() {
+pub fn install_handler() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: the handler stores to an atomic. Fails for want of memory; children are not told apart then.
-        let _status = unsafe { libc::pthread_atfork(None, None, Some(note)) };
+        let _status = unsafe { libc::pthread_atfork(None, None, Some(mark_child)) };
     });
 }
 

@@ -17,7 +17,7 @@ pub const MARK: &str = "DL_COMM_HELPER_OF";
 
 /// What a rank knows of itself, and its helpers of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RankInfo {
+pub struct RankPosition {
     /// The rank.
     pub rank: usize,
     /// The number of ranks.
@@ -33,7 +33,7 @@ pub struct RankInfo {
 }
 
 /// This process's, once it is a rank; forked children have it too, and may find locks held.
-static MINE: OnceLock<RankInfo> = OnceLock::new();
+static MINE: OnceLock<RankPosition> = OnceLock::new();
 
 fn lookup(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -49,7 +49,7 @@ fn alone() -> bool {
 pub fn mark(topology: &Topology) {
     let (rank, size, hosts) = (topology.rank(), topology.size(), topology.hosts());
     let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
-    let info = RankInfo { rank, size, local_rank, local_size, hosts, pid: std::process::id() };
+    let info = RankPosition { rank, size, local_rank, local_size, hosts, pid: std::process::id() };
     let _first = MINE.set(info);
     if size > 1 || (launched(lookup) && !alone()) {
         leave_launcher();
@@ -67,12 +67,12 @@ pub fn leave_launcher() {
 }
 
 /// What is known of the rank that this process is, or helps.
-pub fn info() -> Option<RankInfo> {
+pub fn info() -> Option<RankPosition> {
     MINE.get().copied().or_else(marked)
 }
 
-fn marked() -> Option<RankInfo> {
-    let (info, launcher) = RankInfo::decode(&lookup(MARK)?)?;
+fn marked() -> Option<RankPosition> {
+    let (info, launcher) = RankPosition::decode(&lookup(MARK)?)?;
     (launcher == identity(lookup) && !alone()).then_some(info)
 }
 
@@ -85,24 +85,24 @@ pub fn refusal() -> Option<Error> {
              communicate: do that in the rank itself"
         )));
     }
-    let RankInfo { rank, pid, .. } = marked().filter(|_| MINE.get().is_none())?;
+    let RankPosition { rank, pid, .. } = marked().filter(|_| MINE.get().is_none())?;
     Some(Error::State(format!(
         "this process is a helper of rank {rank} (pid {pid}), which has started it: it knows rank and size and cannot \
          communicate; do that in the rank itself, or start it with a launcher, or with DL_COMM_ALONE=1, for a job of its own"
     )))
 }
 
-impl RankInfo {
+impl RankPosition {
     fn encode(&self, launcher: u64) -> String {
-        let RankInfo { rank, size, local_rank, local_size, hosts, pid } = self;
+        let RankPosition { rank, size, local_rank, local_size, hosts, pid } = self;
         format!("{rank} {size} {local_rank} {local_size} {hosts} {pid} {launcher}")
     }
 
-    fn decode(text: &str) -> Option<(RankInfo, u64)> {
+    fn decode(text: &str) -> Option<(RankPosition, u64)> {
         let numbers: Vec<u64> = text.split(' ').map(str::parse).collect::<Result<_, _>>().ok()?;
         let [rank, size, local_rank, local_size, hosts, pid, launcher] = numbers[..] else { return None };
         let number = |number: u64| usize::try_from(number).ok();
-        let info = RankInfo {
+        let info = RankPosition {
             rank: number(rank)?,
             size: number(size)?,
             local_rank: number(local_rank)?,
@@ -120,10 +120,10 @@ mod tests {
 
     #[test]
     fn a_mark_goes_there_and_back() {
-        let info = RankInfo { rank: 3, size: 8, local_rank: 1, local_size: 2, hosts: 4, pid: 77 };
-        assert_eq!(RankInfo::decode(&info.encode(u64::MAX)), Some((info, u64::MAX)));
+        let info = RankPosition { rank: 3, size: 8, local_rank: 1, local_size: 2, hosts: 4, pid: 77 };
+        assert_eq!(RankPosition::decode(&info.encode(u64::MAX)), Some((info, u64::MAX)));
         for text in ["", "1 2 3", "a b c d e f g", "-1 2 3 4 5 6 7", "1 2 3 4 5 99999999999 7"] {
-            assert_eq!(RankInfo::decode(text), None, "{text}");
+            assert_eq!(RankPosition::decode(text), None, "{text}");
         }
     }
 }

@@ -78,7 +78,7 @@ pub enum Verbosity {
 
 impl Verbosity {
     /// Whether `rank` prints.
-    pub fn speaks(self, rank: usize) -> bool {
+    pub fn prints_on(self, rank: usize) -> bool {
         self == Verbosity::All || (self == Verbosity::Root && rank == 0)
     }
 }
@@ -139,7 +139,7 @@ impl Schedule {
 
     /// The carry of call `index` (from 0) of a team whose calls are on `lists` different lists of tensors in turn: each
     /// of these must be handed out before the last call.
-    pub fn carry(&self, index: u64, lists: u64) -> f64 {
+    pub fn carry_weight(&self, index: u64, lists: u64) -> f64 {
         let end = self.end.min(self.max_steps.saturating_sub(lists));
         if index < self.start || index >= end {
             return 0.0;
@@ -149,12 +149,12 @@ impl Schedule {
     }
 
     /// Whether call `index` is one of the non-blocking phase.
-    pub fn is_behind(&self, index: u64) -> bool {
+    pub fn is_non_blocking(&self, index: u64) -> bool {
         (self.start..self.end).contains(&index)
     }
 
     /// Whether calls from `index` on may be carried over.
-    pub fn carries_from(&self, index: u64) -> bool {
+    pub fn may_carry_from(&self, index: u64) -> bool {
         self.start < self.end && index < self.end
     }
 
@@ -164,7 +164,7 @@ impl Schedule {
     }
 
     /// Where call `index` stands, for messages; nothing when every call blocks.
-    pub fn place(&self, index: u64, carry: f64) -> String {
+    pub fn position(&self, index: u64, carry: f64) -> String {
         if self.start >= self.end {
             return String::new();
         }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     fn carries(schedule: Schedule, calls: u64) -> Vec<f64> {
-        (0..calls).map(|index| schedule.carry(index, 1)).collect()
+        (0..calls).map(|index| schedule.carry_weight(index, 1)).collect()
     }
 
     #[test]
@@ -203,7 +203,7 @@ mod tests {
         }
         assert_eq!(carries(schedule(0, -8, 8, Cooldown::Last), 10), [0.; 10]);
         assert_eq!(carries(Schedule::BLOCKING, 10), [0.; 10]);
-        assert!(!Schedule::BLOCKING.carries_from(0));
+        assert!(!Schedule::BLOCKING.may_carry_from(0));
     }
 
     #[test]
@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn each_of_several_lists_is_handed_out() {
         let schedule = schedule(0, 2, 10, Cooldown::After);
-        let carries: Vec<f64> = (0..10).map(|index| schedule.carry(index, 3)).collect();
+        let carries: Vec<f64> = (0..10).map(|index| schedule.carry_weight(index, 3)).collect();
         assert_eq!(carries, [0., 0., 0., 1., 1., 1., 1., 0., 0., 0.]);
     }
 
@@ -254,11 +254,11 @@ mod tests {
             let schedule = schedule(trans_alg, ksteps, max_steps, cooldown);
             let max_steps = max_steps as u64;
             for index in 0..max_steps + 5 {
-                let carry = schedule.carry(index, lists);
+                let carry = schedule.carry_weight(index, lists);
                 prop_assert!((0.0..=1.0).contains(&carry));
-                prop_assert!(carry == 0.0 || schedule.carries_from(index));
+                prop_assert!(carry == 0.0 || schedule.may_carry_from(index));
                 prop_assert!(carry == 0.0 || index + lists < max_steps);
-                prop_assert!((schedule.carry(index + 1, lists) - carry).abs() * schedule.window as f64 <= 1.0 + 1e-9);
+                prop_assert!((schedule.carry_weight(index + 1, lists) - carry).abs() * schedule.window as f64 <= 1.0 + 1e-9);
             }
         }
     }

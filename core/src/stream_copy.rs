@@ -17,7 +17,7 @@ use std::arch::x86_64::{
 
 /// Bytes of a cache line, which non-temporal stores fill as a whole.
 #[cfg(target_arch = "x86_64")]
-const LINE: usize = 64;
+const CACHE_LINE: usize = 64;
 
 /// Copies `len` bytes with non-temporal stores: past the caches, without reading the target first. On processors without
 /// AVX2, and other than x86-64, it is a plain copy. When it returns, the stores are ordered before all later ones, as
@@ -29,7 +29,7 @@ pub unsafe fn stream_copy(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise, and the processor has the instructions that are asked for.
     unsafe {
         #[cfg(target_arch = "x86_64")]
-        if len >= 2 * LINE {
+        if len >= 2 * CACHE_LINE {
             if is_x86_feature_detected!("avx512f") {
                 return lines(src, dst, len, stream_avx512);
             }
@@ -47,9 +47,9 @@ pub unsafe fn stream_copy(src: *const u8, dst: *mut u8, len: usize) {
 /// As for [`stream_copy`], and `stream` can run here; `len` is a line or more.
 #[cfg(target_arch = "x86_64")]
 unsafe fn lines(src: *const u8, dst: *mut u8, len: usize, stream: unsafe fn(*const u8, *mut u8, usize)) {
-    let head = dst.addr().wrapping_neg() % LINE;
-    let count = (len - head) / LINE;
-    let tail = head + count * LINE;
+    let head = dst.addr().wrapping_neg() % CACHE_LINE;
+    let count = (len - head) / CACHE_LINE;
+    let tail = head + count * CACHE_LINE;
     // SAFETY: the three parts are within the `len` bytes.
     unsafe {
         src.copy_to_nonoverlapping(dst, head);
@@ -103,7 +103,7 @@ mod tests {
         fn every_byte_is_copied_and_no_other(from in 0usize..70, to in 0usize..130, len in 0usize..3000) {
             check(stream_copy, from, to, len);
             #[cfg(target_arch = "x86_64")]
-            if len >= LINE {
+            if len >= CACHE_LINE {
                 if is_x86_feature_detected!("avx2") {
                     // SAFETY: as for a copy; the instructions are there.
                     check(|src, dst, len| unsafe { lines(src, dst, len, stream_avx2) }, from, to, len);

@@ -20,8 +20,8 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use crate::folder::Folder;
-use crate::say::say;
-use crate::trace::monotonic;
+use crate::log::log_line;
+use crate::timings::monotonic;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static WRITER: Mutex<Option<Writer>> = Mutex::new(None);
@@ -110,7 +110,7 @@ pub fn stop() {
         let end = json!({"ph": "M", "name": "process_labels", "pid": writer.rank, "args": {"labels": "complete"}});
         let ended = writeln!(writer.file, "{end}\n]").and_then(|()| writer.file.flush());
         if let Err(error) = ended {
-            say(&format!("the timeline's end was not written: {error}"));
+            log_line(&format!("the timeline's end was not written: {error}"));
         }
     }
 }
@@ -130,7 +130,7 @@ pub fn span(category: &str, name: &str, from: Instant, to: Instant, args: &[(&st
     if writer.flushed.elapsed() > FLUSH {
         writer.flushed = Instant::now();
         if let Err(error) = writer.file.flush() {
-            say(&format!("the timeline ends here: {error}"));
+            log_line(&format!("the timeline ends here: {error}"));
             ON.store(false, Ordering::Relaxed);
             *slot = None;
         }

@@ -77,7 +77,7 @@ impl Topology {
     }
 
     /// The host of `rank` and its local rank there.
-    pub fn place(&self, rank: usize) -> Option<(usize, usize)> {
+    pub fn host_and_local_rank(&self, rank: usize) -> Option<(usize, usize)> {
         self.hosts.iter().enumerate().find_map(|(host, ranks)| {
             let local = ranks.iter().position(|&other| other == rank)?;
             Some((host, local))
@@ -85,13 +85,13 @@ impl Topology {
     }
 
     /// The number of lanes: slices that the data of a host is cut into.
-    pub fn lanes(&self) -> usize {
+    pub fn num_shards(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
     /// The lane that this rank drives, if it drives one.
-    pub fn lane(&self) -> Option<usize> {
-        (self.local_rank < self.lanes()).then_some(self.local_rank)
+    pub fn shard(&self) -> Option<usize> {
+        (self.local_rank < self.num_shards()).then_some(self.local_rank)
     }
 }
 
@@ -105,16 +105,16 @@ mod tests {
         assert_eq!(topology.hosts(), 2);
         assert_eq!(topology.local_ranks(), [1, 3, 4]);
         assert_eq!((topology.host(), topology.local_rank(), topology.local_size()), (1, 1, 3));
-        assert_eq!(topology.lanes(), 2);
-        assert_eq!(topology.lane(), Some(1));
-        assert_eq!(topology.place(4), Some((1, 2)));
-        assert_eq!(topology.place(5), None);
-        assert_eq!(Topology::new(4, &["b", "a", "b", "a", "a"]).lane(), None);
+        assert_eq!(topology.num_shards(), 2);
+        assert_eq!(topology.shard(), Some(1));
+        assert_eq!(topology.host_and_local_rank(4), Some((1, 2)));
+        assert_eq!(topology.host_and_local_rank(5), None);
+        assert_eq!(Topology::new(4, &["b", "a", "b", "a", "a"]).shard(), None);
     }
 
     #[test]
     fn one_rank_is_one_host() {
         let topology = Topology::new(0, &[()]);
-        assert_eq!((topology.size(), topology.hosts(), topology.lanes(), topology.lane()), (1, 1, 1, Some(0)));
+        assert_eq!((topology.size(), topology.hosts(), topology.num_shards(), topology.shard()), (1, 1, 1, Some(0)));
     }
 }

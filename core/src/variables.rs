@@ -28,7 +28,7 @@ pub const KNOWN: [&str; 22] = [
 /// Of the tests, which have many.
 const TESTS: &str = "DL_COMM_TEST_";
 /// How many letters of a name may be wrong for it to stand for another one.
-const SLIPS: usize = 5;
+const MAX_TYPOS: usize = 5;
 
 /// The names in `names` that begin as dl_comm's do and are none of them, and for each the one that is likely meant.
 pub fn unknown(names: impl IntoIterator<Item = String>) -> Vec<(String, Option<&'static str>)> {
@@ -37,8 +37,9 @@ pub fn unknown(names: impl IntoIterator<Item = String>) -> Vec<(String, Option<&
         .into_iter()
         .filter(|name| ours(name) && !KNOWN.contains(&name.as_str()))
         .map(|name| {
-            let nearest = KNOWN.into_iter().min_by_key(|known| slips(&name, known));
-            let nearest = nearest.filter(|known| slips(&name, known) <= SLIPS.min(name.len().saturating_sub(8) / 2));
+            let nearest = KNOWN.into_iter().min_by_key(|known| edit_distance(&name, known));
+            let nearest =
+                nearest.filter(|known| edit_distance(&name, known) <= MAX_TYPOS.min(name.len().saturating_sub(8) / 2));
             (name, nearest)
         })
         .collect();
@@ -47,7 +48,7 @@ pub fn unknown(names: impl IntoIterator<Item = String>) -> Vec<(String, Option<&
 }
 
 /// What to say of these, in one line; nothing when there are none.
-pub fn complaint(unknown: &[(String, Option<&str>)]) -> Option<String> {
+pub fn warning(unknown: &[(String, Option<&str>)]) -> Option<String> {
     let word = |(name, nearest): &(String, Option<&str>)| match nearest {
         Some(nearest) => format!("{name} (is {nearest} meant?)"),
         None => name.clone(),
@@ -57,7 +58,7 @@ pub fn complaint(unknown: &[(String, Option<&str>)]) -> Option<String> {
 }
 
 /// The number of letters to insert, remove or replace to make `b` of `a` (Levenshtein's distance).
-fn slips(a: &str, b: &str) -> usize {
+fn edit_distance(a: &str, b: &str) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.bytes().enumerate() {
         let mut corner = row[0];
@@ -90,11 +91,11 @@ mod tests {
         for name in ["DL_COMM_TIMEOUT_S", "DL_COMM_TEST_ROUNDS", "PATH", "ML_COMM_X"] {
             assert_eq!(meant(name), None, "{name}");
         }
-        assert_eq!((slips("", "abc"), slips("kitten", "sitting"), slips("a", "a")), (3, 3, 0));
-        let text = complaint(&unknown(["DL_COMM_TIMEOUT".into(), "DL_COMM_QUITE_ELSE_WHERE".into()]));
+        assert_eq!((edit_distance("", "abc"), edit_distance("kitten", "sitting"), edit_distance("a", "a")), (3, 3, 0));
+        let text = warning(&unknown(["DL_COMM_TIMEOUT".into(), "DL_COMM_QUITE_ELSE_WHERE".into()]));
         assert!(text.is_some_and(|text| {
             text.ends_with("DL_COMM_QUITE_ELSE_WHERE, DL_COMM_TIMEOUT (is DL_COMM_TIMEOUT_S meant?)")
         }));
-        assert_eq!(complaint(&[]), None);
+        assert_eq!(warning(&[]), None);
     }
 }

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Element, Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::{Algorithm, Choice, Op};
+use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -26,13 +26,13 @@ const SHAPES: [&[usize]; 12] = [
 ];
 
 /// Those that give the same bits.
-const SAME_BITS: [Choice; 4] = [
-    Choice::Auto,
-    Choice::Always(Algorithm::Doubling),
-    Choice::Always(Algorithm::Halving),
-    Choice::Always(Algorithm::Pairwise),
+const SAME_BITS: [AlgorithmSetting; 4] = [
+    AlgorithmSetting::Auto,
+    AlgorithmSetting::Always(Algorithm::Doubling),
+    AlgorithmSetting::Always(Algorithm::Halving),
+    AlgorithmSetting::Always(Algorithm::Pairwise),
 ];
-const RING: Choice = Choice::Always(Algorithm::Ring);
+const RING: AlgorithmSetting = AlgorithmSetting::Always(Algorithm::Ring);
 
 /// Jobs of every shape, and between hosts with every algorithm.
 fn worlds() -> impl Iterator<Item = World> {
@@ -159,7 +159,7 @@ fn towers_are_averaged_and_filled() {
                 })
                 .collect();
             let lists = towers.iter_mut().map(|(a, b, c)| vec![tensor(a), tensor(b), tensor(c)]).collect();
-            rank.call(Op::Average, lists, "towers").unwrap();
+            rank.call(Op::Allreduce, lists, "towers").unwrap();
             let mean = (3.0 * size - 1.0) / 2.0;
             for (a, b, c) in &towers {
                 assert!(a.iter().all(|&value| value == mean));
@@ -190,7 +190,7 @@ fn many_calls_in_flight_complete_in_order() {
         let calls: Vec<_> = data
             .iter_mut()
             .enumerate()
-            .map(|(i, data)| rank.start(Op::Average, vec![vec![tensor(data)]], &i.to_string()))
+            .map(|(i, data)| rank.start(Op::Allreduce, vec![vec![tensor(data)]], &i.to_string()))
             .collect();
         calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
         for (i, data) in data.iter().enumerate() {

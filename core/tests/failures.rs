@@ -6,7 +6,7 @@ mod common;
 use std::time::Duration;
 
 use common::{World, tensor};
-use dl_comm_core::collective::{Choice, Op};
+use dl_comm_core::collective::{AlgorithmSetting, Op};
 use dl_comm_core::error::Error;
 
 #[test]
@@ -21,7 +21,9 @@ fn bad_arguments_are_refused_and_the_team_goes_on() {
             matches!(error(rank.broadcast(2, vec![tensor(&mut data)])), Error::Invalid(text) if text.contains("root 2"))
         );
         let uneven = vec![vec![tensor(&mut data)], vec![tensor(&mut [0f32; 3])]];
-        assert!(matches!(error(rank.call(Op::Average, uneven, "")), Error::Invalid(text) if text.contains("tower 1")));
+        assert!(
+            matches!(error(rank.call(Op::Allreduce, uneven, "")), Error::Invalid(text) if text.contains("tower 1"))
+        );
         rank.average(vec![tensor(&mut data)]).unwrap();
         assert_eq!(data, [0.5; 4]);
     });
@@ -31,7 +33,8 @@ fn bad_arguments_are_refused_and_the_team_goes_on() {
 #[test]
 fn calls_that_differ_are_named_on_every_rank() {
     let shapes = [&[2][..], &[3], &[1, 1], &[2, 2], &[2, 1], &[1, 1, 1], &[1, 1, 1, 1], &[1, 1, 1, 1, 1]];
-    let choices = ["auto", "doubling", "halving", "pairwise", "ring"].map(|name| Choice::parse(name).unwrap());
+    let choices =
+        ["auto", "doubling", "halving", "pairwise", "ring"].map(|name| AlgorithmSetting::parse(name).unwrap());
     for (hosts, algorithm) in shapes.into_iter().flat_map(|hosts| choices.map(|choice| (hosts, choice))) {
         World { threads: 2, algorithm, ..World::new(hosts) }.run(|rank| {
             let odd = rank.rank == rank.size - 1;
@@ -51,7 +54,7 @@ fn calls_that_differ_are_named_on_every_rank() {
                 assert!(text.contains("barrier") && text.contains("broadcast 'weights' from rank 0"), "{text}");
 
                 let name = if odd { "loss" } else { "accuracy" };
-                let text = rank.call(Op::Average, vec![vec![tensor(&mut [0f32])]], name).unwrap_err().to_string();
+                let text = rank.call(Op::Allreduce, vec![vec![tensor(&mut [0f32])]], name).unwrap_err().to_string();
                 assert!(text.contains("'loss'") && text.contains("'accuracy'"), "{text}");
 
                 let mut value = [rank.rank as f64];
@@ -75,7 +78,7 @@ fn ranks_that_wait_for_each_other_in_different_teams_are_a_mismatch() {
                 }
                 let mut data = [teams[0].rank as f32; 3];
                 let (team, name) = if odd { (&teams[1], "loss") } else { (&teams[0], "gradients") };
-                let error = team.call(Op::Average, vec![vec![tensor(&mut data)]], name).unwrap_err();
+                let error = team.call(Op::Allreduce, vec![vec![tensor(&mut data)]], name).unwrap_err();
                 let Error::Mismatch(text) = &error else { panic!("{error}") };
                 let words = [
                     "average 'gradients' on team 0".to_owned(),
@@ -134,13 +137,13 @@ fn a_rank_that_comes_late_finds_what_has_waited_for_it() {
         for delay in (0..40).map(|step| 190 + 8 * step) {
             let mut data = [teams[0].rank as f32; 3];
             if teams[0].rank == 0 {
-                let forgotten = teams[0].start(Op::Average, vec![vec![tensor(&mut data)]], "forgotten");
+                let forgotten = teams[0].start(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten");
                 std::thread::sleep(Duration::from_millis(delay));
                 teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
                 forgotten.recv().unwrap().unwrap();
             } else {
                 teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
-                teams[0].call(Op::Average, vec![vec![tensor(&mut data)]], "forgotten").unwrap();
+                teams[0].call(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten").unwrap();
             }
             assert_eq!(data, [0.5; 3]);
         }
@@ -172,7 +175,7 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
         world.run(|rank| {
             let mut data = [1f32];
             if rank.rank < 2 {
-                let error = rank.call(Op::Average, vec![vec![tensor(&mut data)]], "late").unwrap_err();
+                let error = rank.call(Op::Allreduce, vec![vec![tensor(&mut data)]], "late").unwrap_err();
                 let text = error.to_string();
                 assert!(matches!(error, Error::Timeout(_)), "{text}");
                 assert!(text.contains("average 'late'") && text.contains("DL_COMM_TIMEOUT_S"), "{text}");
@@ -227,7 +230,7 @@ fn memory_that_is_passed_twice_is_refused() {
         assert!(matches!(&error, Error::Invalid(text) if text.contains("0 and 1 share memory")), "{error}");
         assert!(matches!(rank.average(vec![twice.clone(), part]), Err(Error::Invalid(_))));
         assert!(matches!(
-            rank.call(Op::Average, vec![vec![twice.clone()], vec![twice.clone()]], ""),
+            rank.call(Op::Allreduce, vec![vec![twice.clone()], vec![twice.clone()]], ""),
             Err(Error::Invalid(_))
         ));
         // What a broadcast writes twice is the same.

@@ -39,7 +39,7 @@ fn a_pipeline_returns_the_mean_before_and_the_end_both() {
             let m = mean;
             // Warm-up (2 calls), the first non-blocking one on its own, nothing new, one behind, all that is left, blocking.
             assert_eq!(got, [m(0), m(1), m(2), 0.0, m(3), m(4), m(5) + m(6), m(7), m(8)]);
-            assert_eq!(rank.team.left_behind(), 0);
+            assert_eq!(rank.team.undelivered_means(), 0);
         });
     }
 }
@@ -72,7 +72,7 @@ fn what_cannot_be_kept_blocks_and_gets_what_was_left() {
         rank.team.configure(schedule(0, 0, 10));
         let got: Vec<f32> = (0..4).map(|index| returned(rank, index, "")).collect();
         assert_eq!(got, [mean(0), 0.0, mean(1), mean(2)]);
-        assert_eq!(rank.team.left_behind(), 1);
+        assert_eq!(rank.team.undelivered_means(), 1);
         // A new schedule, here none: the next call returns what the old one left.
         rank.team.configure(Schedule::BLOCKING);
         assert_eq!(returned(rank, 4, ""), mean(3) + mean(4));
@@ -154,7 +154,7 @@ proptest! {
             for (sum, expected) in sums.iter().zip(expected) {
                 assert!((sum - expected).abs() <= 1e-4 * expected.max(1.0), "{sum} for {expected}");
             }
-            assert_eq!(rank.team.left_behind(), 0);
+            assert_eq!(rank.team.undelivered_means(), 0);
         });
     }
 }

@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use dl_comm_core::affinity::{Affinity, Place, assign};
+use dl_comm_core::affinity::{Affinity, GroupPlacement, assign_cpus};
 use dl_comm_core::config::Config;
 use libfuzzer_sys::fuzz_target;
 
@@ -45,11 +45,11 @@ fuzz_target!(|input: Input| {
     }
     let local_size = usize::from(input.local_size).max(1);
     let (team, threads) = (usize::from(input.team % 64), usize::from(input.threads).max(1));
-    let place = Place { local_rank: usize::from(input.local_rank) % local_size, local_size, team, threads };
+    let place = GroupPlacement { local_rank: usize::from(input.local_rank) % local_size, local_size, team, threads };
     let allowed: Vec<usize> = (0..usize::from(input.processors).max(1)).collect();
     let online = allowed.len() + usize::from(input.bound);
     let affinity = input.values[6].as_deref().map_or(Ok(Affinity::Auto), Affinity::parse);
-    if let Ok(Ok(Some(processors))) = affinity.map(|affinity| assign(&affinity, place, &allowed, online)) {
+    if let Ok(Ok(Some(processors))) = affinity.map(|affinity| assign_cpus(&affinity, place, &allowed, online)) {
         assert_eq!(processors.len(), threads);
         assert!(processors.iter().all(|processor| allowed.contains(processor)));
     }

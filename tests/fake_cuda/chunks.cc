@@ -4,7 +4,7 @@
 #include <map>
 #include <mutex>
 
-#include "die.h"
+#include "abort.h"
 #include "memory.h"
 
 using namespace fake;

@@ -4,7 +4,7 @@
 #include <deque>
 #include <vector>
 
-#include "die.h"
+#include "abort.h"
 
 namespace fake {
 namespace {

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <string>
 
+#include "abort.h"
 #include "context.h"
-#include "die.h"
 #include "faults.h"
 #include "memory.h"
 

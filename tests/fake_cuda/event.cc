@@ -2,7 +2,7 @@
 //
 // A record gives the event a new mark; who waits for the event, or asks, means the mark that it has at that moment. An
 // event that was never recorded has passed.
-#include "die.h"
+#include "abort.h"
 #include "faults.h"
 #include "stream.h"
 

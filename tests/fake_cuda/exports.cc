@@ -1,8 +1,8 @@
 // See exports.h.
 #include "exports.h"
 
+#include "abort.h"
 #include "counters.h"
-#include "die.h"
 #include "memory.h"
 #include "stream.h"
 

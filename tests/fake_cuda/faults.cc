@@ -5,7 +5,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "die.h"
+#include "abort.h"
 
 namespace fake {
 namespace {

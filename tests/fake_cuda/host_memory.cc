@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "die.h"
+#include "abort.h"
 #include "memory.h"
 #include "stream.h"
 

@@ -11,7 +11,7 @@
 #include <map>
 #include <mutex>
 
-#include "die.h"
+#include "abort.h"
 #include "memory.h"
 
 using namespace fake;

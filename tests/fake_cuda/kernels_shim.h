@@ -4,7 +4,7 @@
 // Thread rule: where a thread of a kernel is, is the calling thread's own.
 #pragma once
 
-#include "twin.h"
+#include "host_kernel.h"
 
 #define __global__
 #define __device__

@@ -1,7 +1,7 @@
 // See launch_check.h.
 #include "launch_check.h"
 
-#include "die.h"
+#include "abort.h"
 #include "faults.h"
 
 namespace fake {
@@ -9,22 +9,24 @@ namespace {
 
 class Check {
  public:
-  Check(const Twin& twin, const Work& work, Context& context) : twin_(twin), work_(work), context_(context) {}
+  Check(const HostKernel& kernel, const KernelArgs& work, Context& context)
+      : kernel_(kernel), work_(work), context_(context) {}
 
   std::vector<Held> run() {
-    if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", twin_.name);
-    if (twin_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
+    if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", kernel_.name);
+    if (kernel_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
     if (work_.stop != 0) {
       touch("the stop word", work_.stop, 4, 4);
       if (*reinterpret_cast<const volatile unsigned*>(host_of(work_.stop)) != 0) return std::move(held_);
     }
     if (work_.nitems == 0) return std::move(held_);
-    const auto* items = reinterpret_cast<const Item*>(list("items", work_.items, sizeof(Item) * work_.nitems));
+    const auto* items =
+        reinterpret_cast<const BlockRange*>(list("items", work_.items, sizeof(BlockRange) * work_.nitems));
     for (unsigned i = 0; i < work_.nitems; ++i) {
-      const Item item = items[i];
-      if (item.count > kMostOfItem) die("%s: item %u has %u elements", twin_.name, i, item.count);
-      elements("a source", work_.sources, work_.nsources, item, twin_.size);
-      elements("a target", work_.targets, work_.ntargets, item, twin_.made);
+      const BlockRange item = items[i];
+      if (item.count > kMaxItemElements) die("%s: item %u has %u elements", kernel_.name, i, item.count);
+      elements("a source", work_.sources, work_.nsources, item, kernel_.size);
+      elements("a target", work_.targets, work_.ntargets, item, kernel_.made);
     }
     return std::move(held_);
   }
@@ -37,13 +39,13 @@ class Check {
       return host_of(work_.lists + offset);
     }
     if (offset % 8 != 0 || offset > sizeof work_.table || bytes > sizeof work_.table - offset) {
-      die("%s, %s: %zu bytes at %zu of the parameters", twin_.name, what, bytes, offset);
+      die("%s, %s: %zu bytes at %zu of the parameters", kernel_.name, what, bytes, offset);
     }
     return reinterpret_cast<const char*>(work_.table) + offset;
   }
 
   // The elements of an item in all its sources, or targets, of `size` bytes each.
-  void elements(const char* what, unsigned addresses, unsigned number, const Item& item, unsigned size) {
+  void elements(const char* what, unsigned addresses, unsigned number, const BlockRange& item, unsigned size) {
     if (number == 0) return;
     const std::size_t row = addresses + sizeof(CUdeviceptr) * item.piece * number;
     const char* starts = list("the table of addresses", row, sizeof(CUdeviceptr) * number);
@@ -54,12 +56,12 @@ class Check {
   }
 
   void touch(const char* what, CUdeviceptr address, std::size_t bytes, unsigned alignment) {
-    if (address % alignment != 0) die("%s: %s at %#llx is no multiple of %u", twin_.name, what, address, alignment);
+    if (address % alignment != 0) die("%s: %s at %#llx is no multiple of %u", kernel_.name, what, address, alignment);
     for (const Held& region : held_) {
       const CUdeviceptr offset = address - region->address();
       if (offset < region->bytes && bytes <= region->bytes - offset) return;
     }
-    const std::string words = std::string(twin_.name) + ", " + what;
+    const std::string words = std::string(kernel_.name) + ", " + what;
     Held region = device_memory(address, bytes, words.c_str());
     if (!may_touch(*region)) {
       bad_access("%s: %#llx is memory of device %d, to which device %d has no access", words.c_str(), address,
@@ -74,16 +76,16 @@ class Check {
     return context_.peers.count(region.device) != 0;
   }
 
-  const Twin& twin_;
-  const Work& work_;
+  const HostKernel& kernel_;
+  const KernelArgs& work_;
   Context& context_;
   std::vector<Held> held_;
 };
 
 }  // namespace
 
-std::vector<Held> check_launch(const Twin& twin, const Work& work, Context& context) {
-  return Check(twin, work, context).run();
+std::vector<Held> check_launch(const HostKernel& kernel, const KernelArgs& work, Context& context) {
+  return Check(kernel, work, context).run();
 }
 
 }  // namespace fake

@@ -14,8 +14,8 @@
 #include <mutex>
 #include <set>
 
+#include "abort.h"
 #include "counters.h"
-#include "die.h"
 #include "faults.h"
 
 namespace fake {

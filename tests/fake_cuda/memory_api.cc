@@ -2,7 +2,7 @@
 //
 // The real cuMemFree waits for the device; this one does not, but for FAKE_CUDA_WAITING_CALLS=1: who frees memory that
 // is still to be used is aborted when the operation runs, as nobody may count on such a wait.
-#include "die.h"
+#include "abort.h"
 #include "memory.h"
 #include "stream.h"
 

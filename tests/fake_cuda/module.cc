@@ -1,5 +1,5 @@
 // cuModule* and cuLaunchKernel. A module is the text of its PTX, or machine code (an ELF file), of which only the names
-// of the kernels are read; a kernel of it is run as its twin (twin.h), which there must be.
+// of the kernels are read; a kernel of it is run as its kernel (host_kernel.h), which there must be.
 #include <algorithm>
 #include <cctype>
 #include <cstdint>
@@ -7,8 +7,8 @@
 #include <map>
 #include <string>
 
+#include "abort.h"
 #include "counters.h"
-#include "die.h"
 #include "launch_check.h"
 #include "slices.h"
 #include "stream.h"
@@ -19,7 +19,7 @@ namespace {
 
 struct Function {
   Context* context;
-  const Twin* twin;
+  const HostKernel* kernel;
 };
 
 struct Module {
@@ -131,11 +131,11 @@ FAKE_API CUresult cuModuleGetFunction(CUfunction* handle, CUmodule module_handle
   if (handle == nullptr || name == nullptr || *name == '\0') return CUDA_ERROR_INVALID_VALUE;
   const auto module = modules().find(module_handle);
   if (module == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-  const Twin* twin = find_twin(name);
-  if (twin == nullptr || !has_kernel(module->image, name)) return CUDA_ERROR_NOT_FOUND;
+  const HostKernel* kernel = find_host_kernel(name);
+  if (kernel == nullptr || !has_kernel(module->image, name)) return CUDA_ERROR_NOT_FOUND;
   const std::lock_guard lock(module->mutex);
   CUfunction& function = module->functions[name];
-  if (function == nullptr) function = functions().add(std::make_shared<Function>(Function{module->context, twin}));
+  if (function == nullptr) function = functions().add(std::make_shared<Function>(Function{module->context, kernel}));
   *handle = function;
   return CUDA_SUCCESS;
 }
@@ -158,17 +158,17 @@ FAKE_API CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned gr
   const auto function = functions().find(handle);
   if (function == nullptr || function->context != stream->context) return CUDA_ERROR_INVALID_HANDLE;
   const Index grid = {grid_x, grid_y, grid_z}, block = {block_x, block_y, block_z};
-  const Twin* twin = function->twin;
+  const HostKernel* kernel = function->kernel;
   if (!sane(grid, 65535) || !sane(block, 1024) || grid_x > 0x7fffffff || block_x > 1024 || shared_bytes > 48 << 10 ||
-      block_x * block_y * block_z > twin->threads || parameters == nullptr || parameters[0] == nullptr ||
+      block_x * block_y * block_z > kernel->threads || parameters == nullptr || parameters[0] == nullptr ||
       extra != nullptr) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  const Work work = *static_cast<const Work*>(parameters[0]);
-  const CUresult refused = stream->push([twin, work, grid, block, context = stream->context] {
-    const std::vector<Held> held = check_launch(*twin, work, *context);
+  const KernelArgs work = *static_cast<const KernelArgs*>(parameters[0]);
+  const CUresult refused = stream->push([kernel, work, grid, block, context = stream->context] {
+    const std::vector<Held> held = check_launch(*kernel, work, *context);
     const Slice slice(context->device);
-    twin->run(work, grid, block);
+    kernel->run(work, grid, block);
   });
   if (refused == CUDA_SUCCESS) ++counters().launches;
   return refused;

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "die.h"
+#include "abort.h"
 
 namespace fake {
 namespace {

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "die.h"
+#include "abort.h"
 #include "nccl_api.h"
 #include "nccl_arithmetic.h"
 #include "nccl_segment.h"

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <set>
 
-#include "die.h"
+#include "abort.h"
 
 namespace fake {
 namespace {

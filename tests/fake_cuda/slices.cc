@@ -12,7 +12,7 @@
 #include <map>
 #include <mutex>
 
-#include "die.h"
+#include "abort.h"
 
 namespace fake {
 namespace {

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "die.h"
+#include "abort.h"
 #include "faults.h"
 
 namespace fake {

@@ -2,7 +2,7 @@
 #include <atomic>
 #include <utility>
 
-#include "die.h"
+#include "abort.h"
 #include "faults.h"
 #include "stream.h"
 

@@ -1,5 +1,5 @@
 // cuStreamWriteValue32 and cuStreamWaitValue32: words in memory that streams of several processes speak through.
-#include "die.h"
+#include "abort.h"
 #include "faults.h"
 #include "memory.h"
 #include "stream.h"

@@ -1,4 +1,4 @@
-//! The CUDA kernels, compiled for the CPU (`cuda_kernels_twin.cc`), give the bits of the core's own reduction.
+//! The CUDA kernels, compiled for the CPU (`cuda_host_kernels.cc`), give the bits of the core's own reduction.
 #![allow(missing_docs, clippy::expect_used)]
 
 use std::ffi::CString;
@@ -7,13 +7,13 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::reduce::Reduction;
 use proptest::prelude::*;
 
-/// What the twin adds to a host address; see there.
+/// What the kernel adds to a host address; see there.
 const DEVICE: u64 = 1 << 60;
 /// Bytes before and after every buffer, which stay as they are.
 const GUARD: usize = 64;
 const GUARDED: u8 = 0xa5;
 
-struct Item {
+struct BlockRange {
     first: u64,
     piece: u32,
     count: u32,
@@ -23,7 +23,7 @@ struct Item {
 const TABLE: usize = 448;
 
 #[repr(C)]
-struct Work {
+struct KernelArgs {
     lists: u64,
     stop: u64,
     items: u32,
@@ -37,13 +37,18 @@ struct Work {
     table: [u64; TABLE],
 }
 
-#[link(name = "dl_comm_kernels_twin", kind = "static")]
+#[link(name = "dl_comm_host_kernels", kind = "static")]
 #[link(name = "stdc++")]
 unsafe extern "C" {
-    fn dl_comm_twin_launch(name: *const std::ffi::c_char, work: *const Work, blocks: u32, threads: u32) -> bool;
+    fn dl_comm_host_kernel_launch(
+        name: *const std::ffi::c_char,
+        work: *const KernelArgs,
+        blocks: u32,
+        threads: u32,
+    ) -> bool;
 }
 
-/// The twin has one set of indices.
+/// The kernel has one set of indices.
 static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 fn device<T>(data: &[T]) -> u64 {
@@ -109,14 +114,14 @@ struct Cut {
 }
 
 /// The pieces in items, whose sizes are taken from `cut` over and over; the last piece first.
-fn items(pieces: &[Piece], cut: &Cut) -> Vec<Item> {
+fn items(pieces: &[Piece], cut: &Cut) -> Vec<BlockRange> {
     let mut sizes = cut.items.iter().cycle();
     let mut items = Vec::new();
     for (piece, Piece { count, .. }) in pieces.iter().enumerate().rev() {
         let mut first = 0;
         while first < *count {
             let size = (*sizes.next().expect("a cycle") as usize).min(count - first);
-            items.push(Item { first: first as u64, piece: piece as u32, count: size as u32 });
+            items.push(BlockRange { first: first as u64, piece: piece as u32, count: size as u32 });
             first += size;
         }
     }
@@ -143,7 +148,7 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
         table[..lists.len()].copy_from_slice(&lists);
     }
     let starts = [0, 16 * items.len(), 16 * items.len() + 8 * sources.len()].map(|start| start as u32);
-    let work = Work {
+    let work = KernelArgs {
         lists: if inside { 0 } else { device(&lists) },
         stop,
         items: starts[0],
@@ -159,7 +164,7 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
     let name = CString::new(name).expect("no NUL");
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // SAFETY: the tables and the pieces' memory outlive the call, and items do not overlap.
-    let found = unsafe { dl_comm_twin_launch(name.as_ptr(), &raw const work, cut.blocks, cut.threads) };
+    let found = unsafe { dl_comm_host_kernel_launch(name.as_ptr(), &raw const work, cut.blocks, cut.threads) };
     assert!(found, "there is no kernel {name:?}");
 }
 
@@ -347,7 +352,7 @@ proptest! {
     #[test]
     fn the_kernels_give_the_bits_of_the_core(case in cases()) {
         for (name, dtype, precise) in KERNELS {
-            check(name, Reduction { dtype, precise, wide: false }, &case);
+            check(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
         }
     }
 
@@ -358,7 +363,7 @@ proptest! {
         for inside in [false, true] {
             let case = Case { cut: Cut { inside, ..cut.clone() }, ..case.clone() };
             prop_assert!(items(&pieces(&case, &mut Random(case.seed), DType::F32), &cut).len() * 2 + 3 * 13 <= TABLE);
-            check("average_f32", Reduction { dtype: DType::F32, precise: false, wide: false }, &case);
+            check("average_f32", Reduction { dtype: DType::F32, acc_f64: false, wire_is_acc: false }, &case);
         }
     }
 
@@ -366,7 +371,7 @@ proptest! {
     #[test]
     fn bytes_are_copied(case in cases()) {
         let copy = Case { nsources: 1, divisor: 1, ..case };
-        check("copy_bytes", Reduction { dtype: DType::U8, precise: false, wide: false }, &copy);
+        check("copy_bytes", Reduction { dtype: DType::U8, acc_f64: false, wire_is_acc: false }, &copy);
     }
 }
 
@@ -414,7 +419,7 @@ proptest! {
     #[test]
     fn the_sums_have_the_bits_of_the_core(case in cases()) {
         for (name, dtype, precise) in SUMS {
-            check_sums(name, Reduction { dtype, precise, wide: false }, &case);
+            check_sums(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
         }
     }
 }
@@ -424,8 +429,9 @@ proptest! {
 fn a_set_stop_word_leaves_the_targets_alone() {
     let cut = Cut { items: vec![100], blocks: 2, threads: 32, inside: true };
     let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
-    let sums =
-        SUMS.iter().map(|&(name, dtype, precise)| (name, dtype, Reduction { dtype, precise, wide: false }.acc_size()));
+    let sums = SUMS.iter().map(|&(name, dtype, precise)| {
+        (name, dtype, Reduction { dtype, acc_f64: precise, wire_is_acc: false }.acc_size())
+    });
     for (name, dtype, made) in all.chain(sums).chain([("copy_bytes", DType::U8, 1)]) {
         for word in [0u32, 1, 1 << 31] {
             let source = Buffer::new(&vec![1; 1000 * dtype.size()], 0);
@@ -453,7 +459,7 @@ fn full_items_are_averaged() {
                 alignment: 1,
                 cut: cut.clone(),
             };
-            check(name, Reduction { dtype, precise, wide: false }, &case);
+            check(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
         }
     }
 }
@@ -465,7 +471,7 @@ fn every_two_byte_float_survives() {
     let cut = Cut { items: vec![32768], blocks: 1, threads: 64, inside: true };
     for (name, dtype, precise) in KERNELS.into_iter().filter(|(_, dtype, _)| dtype.size() == 2) {
         let source = Buffer::new(&all, 0);
-        let reduction = Reduction { dtype, precise, wide: false };
+        let reduction = Reduction { dtype, acc_f64: precise, wire_is_acc: false };
         let wanted = mean(reduction, std::slice::from_ref(&source), 1 << 16, 1);
         let target = Target::Apart(Buffer::new(&vec![0; all.len()], 0));
         let pieces = [Piece { sources: vec![source], targets: vec![target], count: 1 << 16 }];

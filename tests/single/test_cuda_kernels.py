@@ -50,7 +50,7 @@ def kernels(source: str) -> list[str]:
     assert len(types) == 11
     return (
         [f"average_{each}" for each in types] + ["copy_bytes"]
-        if source == "means.cu"
+        if source == "allreduce_mean.cu"
         else [f"sum_{each}" for each in types]
     )
 
@@ -83,7 +83,7 @@ def test_the_kernels_compile_for_every_gpu(nvrtc: Nvrtc, version: str) -> None:
 def test_for_an_h100_they_are_machine_code_that_a_driver_loads(nvrtc: Nvrtc, fake_cuda: Path, tmp_path: Path) -> None:
     files = []
     for architecture in ("sm_90", "sm_80"):
-        cubin = compiled(nvrtc, "means.cu", architecture).cubin
+        cubin = compiled(nvrtc, "allreduce_mean.cu", architecture).cubin
         assert cubin.startswith(b"\x7fELF")
         files.append(tmp_path / architecture)
         files[-1].write_bytes(cubin)
@@ -102,7 +102,7 @@ def assert_exact_in_registers(name: str, ptx: str) -> None:
 
 
 def test_the_ptx_is_what_it_is_meant_to_be(nvrtc: Nvrtc) -> None:
-    result = compiled(nvrtc, "means.cu", "compute_80")
+    result = compiled(nvrtc, "allreduce_mean.cu", "compute_80")
     assert not result.cubin
     for name, ptx in bodies(result.ptx).items():
         # 16 bytes at a time; four vectors (two of two sources) are loaded before anything is stored.
@@ -114,7 +114,7 @@ def test_the_ptx_is_what_it_is_meant_to_be(nvrtc: Nvrtc) -> None:
 
 
 def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:
-    for name, ptx in bodies(compiled(nvrtc, "sums.cu", "compute_80").ptx).items():
+    for name, ptx in bodies(compiled(nvrtc, "reduce_sum.cu", "compute_80").ptx).items():
         assert "st.global.v4.u32" in ptx, name
         assert_exact_in_registers(name, ptx)
 

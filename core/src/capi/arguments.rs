@@ -62,7 +62,7 @@ pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
 /// [`Error::Invalid`] when they are in several.
 pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
     let mut tensors = towers.iter().flatten().filter(|tensor| !tensor.buffer.is_empty());
-    let owner = |tensor: &Tensor| cuda::owner_of(tensor.buffer.written().addr());
+    let owner = |tensor: &Tensor| cuda::device_of_pointer(tensor.buffer.dst().addr());
     // Who has memory of a GPU has loaded the driver.
     let Some(first) = tensors.next().filter(|_| cuda::is_loaded()).map(owner) else { return Ok(None) };
     if tensors.any(|tensor| owner(tensor) != first) {

@@ -3,10 +3,10 @@
 use std::ffi::{c_char, c_int, c_void};
 
 use super::arguments::{self, CBuffer, CDevice, number, tensors, text};
-use super::{dl_comm_average_towers, done, face};
+use super::{catch, dl_comm_average_towers, status};
 use crate::error::guard;
-use crate::global;
-use crate::team::Limit;
+use crate::runtime;
+use crate::team::Timeout;
 use crate::transport::cuda;
 
 /// `dl_comm_average_on` of `dl_comm.h`.
@@ -27,11 +27,11 @@ pub unsafe extern "C" fn dl_comm_average_on(
         // SAFETY: as above.
         return unsafe { dl_comm_average_towers(buffers, count, 1, team, name, timeout) };
     };
-    done(|| {
+    status(|| {
         // SAFETY: as above.
         unsafe {
             let tensors = tensors(buffers, count)?;
-            global::average_on(device, team, &text(name), Limit::from_seconds(timeout), tensors)
+            runtime::average_on(device, team, &text(name), Timeout::from_seconds(timeout), tensors)
         }
     })
 }
@@ -49,22 +49,24 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
     name: *const c_char,
     timeout: f64,
 ) -> c_int {
-    done(|| {
+    status(|| {
         // SAFETY: the caller's promise.
         let (device, tensors, name) = unsafe { (arguments::device(device), tensors(buffers, count)?, text(name)) };
-        let limit = Limit::from_seconds(timeout);
-        global::wait(&name, |request| global::broadcast(root, request.within(limit).on(device), || Ok(tensors)))
+        let limit = Timeout::from_seconds(timeout);
+        runtime::wait(&name, |request| {
+            runtime::broadcast(root, request.with_timeout(limit).with_device(device), || Ok(tensors))
+        })
     })
 }
 
 /// `dl_comm_gpu_count` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_gpu_count() -> c_int {
-    face(|| number(cuda::count()?))
+    catch(|| number(cuda::count()?))
 }
 
 /// `dl_comm_device_of_pointer` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_device_of_pointer(memory: *const c_void) -> c_int {
-    guard(|| Ok(cuda::owner_of(memory.addr()))).ok().flatten().unwrap_or(-1)
+    guard(|| Ok(cuda::device_of_pointer(memory.addr()))).ok().flatten().unwrap_or(-1)
 }

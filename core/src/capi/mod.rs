@@ -14,20 +14,20 @@ use arguments::{Views, device_of, give, number, tensors, text, towers, views};
 pub use arguments::{CBuffer, CDevice};
 pub use device::{dl_comm_average_on, dl_comm_broadcast_on, dl_comm_device_of_pointer, dl_comm_gpu_count};
 
-use crate::describe::describe;
 use crate::error::{Error, Result, guard};
-use crate::global;
+use crate::process_info::process_info;
+use crate::runtime;
 use crate::schedule::{Arguments, Cooldown};
 use crate::signals;
 use crate::stacks;
-use crate::team::Limit;
+use crate::team::Timeout;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
 /// Runs `body`; its error becomes the code and the thread's last error.
-fn face(body: impl FnOnce() -> Result<c_int>) -> c_int {
+fn catch(body: impl FnOnce() -> Result<c_int>) -> c_int {
     guard(body).unwrap_or_else(|error| {
         let text = error.to_string().replace('\0', " ");
         // In an exit handler the thread may have no place for it any more; the code remains.
@@ -36,32 +36,32 @@ fn face(body: impl FnOnce() -> Result<c_int>) -> c_int {
     })
 }
 
-fn done(body: impl FnOnce() -> Result<()>) -> c_int {
-    face(|| body().map(|()| 0))
+fn status(body: impl FnOnce() -> Result<()>) -> c_int {
+    catch(|| body().map(|()| 0))
 }
 
 /// `dl_comm_init_mpi` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_init_mpi() -> c_int {
-    done(global::init_mpi)
+    status(runtime::init_mpi)
 }
 
 /// `dl_comm_init` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_init() -> c_int {
-    done(global::init)
+    status(runtime::init)
 }
 
 /// `dl_comm_init_teams` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_init_teams(nteams: c_int, nthreads: c_int) -> c_int {
-    done(|| global::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
+    status(|| runtime::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
 }
 
 /// `dl_comm_finalize` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_finalize() -> c_int {
-    done(global::finalize)
+    status(runtime::finalize)
 }
 
 /// `dl_comm_abort` of `dl_comm.h`.
@@ -71,13 +71,13 @@ pub extern "C" fn dl_comm_finalize() -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_abort(why: *const c_char) -> c_int {
     // SAFETY: passed on.
-    done(|| global::abandon(&unsafe { text(why) }))
+    status(|| runtime::abort(&unsafe { text(why) }))
 }
 
 /// `dl_create_team` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
-    done(|| global::create_team(teamID, nthreads_in_team, prec_level))
+    status(|| runtime::create_team(teamID, nthreads_in_team, prec_level))
 }
 
 /// `dl_comm_create_team` of `dl_comm.h`.
@@ -89,7 +89,7 @@ pub extern "C" fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, pr
 /// `dl_comm_ensure_team` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
-    done(|| global::ensure_team(id, (nthreads != 0).then_some(nthreads)))
+    status(|| runtime::ensure_team(id, (nthreads != 0).then_some(nthreads)))
 }
 
 /// `dl_comm_gradients` of `dl_comm.h`.
@@ -105,16 +105,16 @@ pub unsafe extern "C" fn dl_comm_gradients(
     ntowers: c_int,
     teamID: c_int,
 ) -> c_int {
-    done(|| {
+    status(|| {
         // SAFETY: the caller's promise.
         let mut towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
-        global::ensure_team(teamID, None)?;
+        runtime::ensure_team(teamID, None)?;
         if let (Some(device), 1) = (device_of(&towers)?, towers.len()) {
             // SAFETY: as above.
-            return unsafe { global::average_on(device, teamID, "", Limit::Team, towers.remove(0)) };
+            return unsafe { runtime::average_on(device, teamID, "", Timeout::GroupDefault, towers.remove(0)) };
         }
         // SAFETY: as above.
-        unsafe { global::average_and_wait(teamID, "", Limit::Team, towers) }
+        unsafe { runtime::average_and_wait(teamID, "", Timeout::GroupDefault, towers) }
     })
 }
 
@@ -131,67 +131,67 @@ pub unsafe extern "C" fn dl_comm_broadcast(
     ntowers: c_int,
     root: c_int,
 ) -> c_int {
-    done(|| {
+    status(|| {
         // SAFETY: the caller's promise.
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
         let device = device_of(&towers)?;
-        global::wait("", |request| global::broadcast_towers(root, request.on(device), || Ok(towers)))
+        runtime::wait("", |request| runtime::broadcast_towers(root, request.with_device(device), || Ok(towers)))
     })
 }
 
 /// `dl_comm_get_rank` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_rank() -> c_int {
-    face(|| number(global::rank_info()?.rank))
+    catch(|| number(runtime::rank_info()?.rank))
 }
 
 /// `dl_comm_localrank` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_localrank() -> c_int {
-    face(|| number(global::rank_info()?.local_rank))
+    catch(|| number(runtime::rank_info()?.local_rank))
 }
 
 /// `dl_comm_get_nranks` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_nranks() -> c_int {
-    face(|| number(global::rank_info()?.size))
+    catch(|| number(runtime::rank_info()?.size))
 }
 
 /// `dl_comm_get_local_nranks` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_local_nranks() -> c_int {
-    face(|| number(global::rank_info()?.local_size))
+    catch(|| number(runtime::rank_info()?.local_size))
 }
 
 /// `dl_comm_get_nhosts` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_nhosts() -> c_int {
-    face(|| number(global::rank_info()?.hosts))
+    catch(|| number(runtime::rank_info()?.hosts))
 }
 
 /// `dl_comm_is_initialized` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_is_initialized() -> c_int {
-    c_int::from(global::is_initialized())
+    c_int::from(runtime::is_initialized())
 }
 
 /// `dl_comm_is_helper` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_is_helper() -> c_int {
-    c_int::from(global::is_helper())
+    c_int::from(runtime::is_helper())
 }
 
 /// `dl_comm_get_nteams` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_nteams() -> c_int {
-    face(|| number(global::nteams()?))
+    catch(|| number(runtime::nteams()?))
 }
 
 /// `dl_comm_release_owner` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_release_owner(team: c_int, owner: u64) -> c_int {
-    done(|| {
-        global::release(team, owner);
+    status(|| {
+        runtime::release(team, owner);
         Ok(())
     })
 }
@@ -200,7 +200,7 @@ pub extern "C" fn dl_comm_release_owner(team: c_int, owner: u64) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
     let mut seconds = 0.0;
-    let code = done(|| global::waited(team).map(|waited| seconds = waited));
+    let code = status(|| runtime::waited(team).map(|waited| seconds = waited));
     if code == 0 { seconds } else { f64::from(code) }
 }
 
@@ -211,7 +211,7 @@ pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_stats(text: *mut c_char, capacity: usize) -> c_int {
     // SAFETY: the caller's promise.
-    face(|| unsafe { give(&global::stats()?.to_string(), text, capacity) })
+    catch(|| unsafe { give(&runtime::stats()?.to_string(), text, capacity) })
 }
 
 /// `dl_comm_dump` of `dl_comm.h`.
@@ -220,10 +220,10 @@ pub unsafe extern "C" fn dl_comm_stats(text: *mut c_char, capacity: usize) -> c_
 /// `folder` is a C string or NULL; `path` has `capacity` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, capacity: usize) -> c_int {
-    face(|| {
+    catch(|| {
         // SAFETY: the caller's promise.
         let folder = (!folder.is_null()).then(|| unsafe { text(folder) });
-        let file = global::dump(folder.as_deref())?;
+        let file = runtime::dump(folder.as_deref())?;
         // SAFETY: the caller's promise.
         unsafe { give(&file.to_string_lossy(), path, capacity) }
     })
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, 
 /// `dl_comm_stacks_from` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_stacks_from(signal: c_int, fd: c_int) -> c_int {
-    done(|| {
+    status(|| {
         stacks::come_from(signal, fd);
         Ok(())
     })
@@ -245,16 +245,16 @@ pub extern "C" fn dl_comm_stacks_from(signal: c_int, fd: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int {
     // SAFETY: the caller's promise.
-    done(|| match unsafe { text(folder) } {
+    status(|| match unsafe { text(folder) } {
         folder if folder.is_empty() => Err(Error::Invalid("a timeline needs a folder".into())),
-        folder => global::start_timeline(&folder),
+        folder => runtime::start_timeline(&folder),
     })
 }
 
 /// `dl_comm_timeline_stop` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_timeline_stop() -> c_int {
-    done(global::stop_timeline)
+    status(runtime::stop_timeline)
 }
 
 /// `dl_comm_set_signal_check` of `dl_comm.h`.
@@ -272,7 +272,7 @@ pub extern "C" fn dl_comm_last_error() -> *const c_char {
 /// `dl_comm_core_id` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_core_id() -> usize {
-    global::core_id()
+    runtime::core_id()
 }
 
 /// `dl_comm_version` of `dl_comm.h`.
@@ -288,7 +288,7 @@ pub extern "C" fn dl_comm_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_describe(text: *mut c_char, capacity: usize) -> c_int {
     // SAFETY: the caller's promise.
-    face(|| unsafe { give(&describe()?, text, capacity) })
+    catch(|| unsafe { give(&process_info()?, text, capacity) })
 }
 
 /// `dl_comm_average` of `dl_comm.h`.
@@ -302,12 +302,12 @@ pub unsafe extern "C" fn dl_comm_average(
     team: c_int,
     name: *const c_char,
 ) -> c_int {
-    done(|| {
+    status(|| {
         // SAFETY: the caller's promise.
         unsafe {
             let mut list = Views::new();
             views(buffers, count, &mut list)?;
-            global::average_list(team, &text(name), Limit::Team, &list)
+            runtime::average_list(team, &text(name), Timeout::GroupDefault, &list)
         }
     })
 }
@@ -325,7 +325,7 @@ pub unsafe extern "C" fn dl_comm_average_towers(
     name: *const c_char,
     timeout: f64,
 ) -> c_int {
-    done(|| {
+    status(|| {
         let all = count.checked_mul(ntowers).filter(|&all| all > 0);
         let all = all.ok_or_else(|| Error::Invalid("there are no towers, or no tensors in them".into()))?;
         let mut list = Views::new();
@@ -333,14 +333,14 @@ pub unsafe extern "C" fn dl_comm_average_towers(
         unsafe { views(buffers, all, &mut list) }?;
         // SAFETY: as above.
         let name = unsafe { text(name) };
-        let limit = Limit::from_seconds(timeout);
+        let limit = Timeout::from_seconds(timeout);
         if ntowers == 1 {
             // SAFETY: as above.
-            return unsafe { global::average_list(team, &name, limit, &list) };
+            return unsafe { runtime::average_list(team, &name, limit, &list) };
         }
         let towers = list.chunks(count).map(|tower| tower.iter().map(|view| view.to_tensor()).collect()).collect();
         // SAFETY: as above.
-        unsafe { global::average_and_wait(team, &name, limit, towers) }
+        unsafe { runtime::average_and_wait(team, &name, limit, towers) }
     })
 }
 
@@ -355,8 +355,8 @@ pub extern "C" fn dl_comm_config_team(
     perf_freq: c_int,
     cooldown: c_int,
 ) -> c_int {
-    done(|| {
-        global::config_team(team, |default| {
+    status(|| {
+        runtime::config_team(team, |default| {
             let cooldown = Cooldown::from_code(cooldown, default)?;
             Ok(Arguments { trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown })
         })
@@ -385,11 +385,11 @@ pub unsafe extern "C" fn dl_comm_broadcast_buffers(
 /// As for [`dl_comm_average`], reading only.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, count: usize, verbose: c_int) -> c_int {
-    face(|| {
+    catch(|| {
         // SAFETY: the caller's promise.
         let tensors = unsafe { tensors(buffers, count) }?;
         // SAFETY: as above.
-        unsafe { global::buffers_match(&tensors, verbose != 0) }.map(|equal| c_int::from(!equal))
+        unsafe { runtime::buffers_match(&tensors, verbose != 0) }.map(|equal| c_int::from(!equal))
     })
 }
 
@@ -399,11 +399,11 @@ pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, co
 /// `memory` is NULL or a valid place for an address.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -> c_int {
-    done(|| {
+    status(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { memory.as_mut() }.ok_or_else(|| Error::Invalid("memory is NULL".into()))?;
         *place = ptr::null_mut();
-        *place = global::alloc(bytes)?.cast();
+        *place = runtime::alloc(bytes)?.cast();
         Ok(())
     })
 }
@@ -415,7 +415,7 @@ pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
     // SAFETY: the caller's promise.
-    done(|| unsafe { global::free(memory.cast()) })
+    status(|| unsafe { runtime::free(memory.cast()) })
 }
 
 /// `dl_comm_barrier` of `dl_comm.h`.
@@ -427,15 +427,17 @@ pub extern "C" fn dl_comm_barrier() -> c_int {
 /// `dl_comm_barrier_timeout` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
-    done(|| global::wait("", |request| global::barrier(request.within(Limit::from_seconds(timeout)))))
+    status(|| runtime::wait("", |request| runtime::barrier(request.with_timeout(Timeout::from_seconds(timeout)))))
 }
 
 /// `dl_comm_set_timeout` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
-    done(|| match Limit::from_seconds(seconds) {
-        Limit::Own(timeout) => global::set_timeout(team, timeout),
-        Limit::Team => Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit"))),
+    status(|| match Timeout::from_seconds(seconds) {
+        Timeout::Override(timeout) => runtime::set_timeout(team, timeout),
+        Timeout::GroupDefault => {
+            Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit")))
+        }
     })
 }
 

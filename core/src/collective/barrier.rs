@@ -2,34 +2,50 @@
 
 use std::ops::Range;
 
-use super::{Between, Collective, Job, Lane, Part};
+use super::{Call, Collective, InterHostOps, Partial, ShardView};
 use crate::topology::Topology;
 
 pub(super) struct Barrier;
 
 impl Collective for Barrier {
-    unsafe fn pack(&self, _job: &Job, _topology: &Topology, _chunk: usize, _part: Range<usize>, _slot: *mut u8) {}
+    unsafe fn pack(&self, _job: &Call, _topology: &Topology, _chunk: usize, _part: Range<usize>, _slot: *mut u8) {}
 
-    fn stays(&self, _job: &Job) -> bool {
+    fn reads_own_tensor(&self, _job: &Call) -> bool {
         false
     }
 
-    unsafe fn take(&self, _job: &Job, _lane: &Lane<'_>) {}
+    unsafe fn reduce_to_tensor(&self, _job: &Call, _lane: &ShardView<'_>) {}
 
-    unsafe fn combine(&self, _job: &Job, _lane: &Lane<'_>, _slice: Range<usize>) {}
+    unsafe fn combine(&self, _job: &Call, _lane: &ShardView<'_>, _slice: Range<usize>) {}
 }
 
-impl Between for Barrier {
-    fn carried(&self, _job: &Job, _chunk: usize, _piece: Range<usize>) -> usize {
+impl InterHostOps for Barrier {
+    fn partial_bytes(&self, _job: &Call, _chunk: usize, _piece: Range<usize>) -> usize {
         0
     }
 
-    unsafe fn contribute(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _out: &mut [u8]) -> bool {
+    unsafe fn contribute(&self, _job: &Call, _lane: &ShardView<'_>, _piece: Range<usize>, _out: &mut [u8]) -> bool {
         false
     }
 
-    unsafe fn merge(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _low: Part, _high: Part, _out: *mut u8) {
+    unsafe fn add_partials(
+        &self,
+        _job: &Call,
+        _lane: &ShardView<'_>,
+        _piece: Range<usize>,
+        _low: Partial,
+        _high: Partial,
+        _out: *mut u8,
+    ) {
     }
 
-    unsafe fn complete(&self, _job: &Job, _lane: &Lane<'_>, _piece: Range<usize>, _low: Part, _high: Part) {}
+    unsafe fn finish_shard(
+        &self,
+        _job: &Call,
+        _lane: &ShardView<'_>,
+        _piece: Range<usize>,
+        _low: Partial,
+        _high: Partial,
+    ) {
+    }
 }

@@ -5,23 +5,23 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::{Between, Collective, Job, Lane, Op, Part};
+use super::{Call, Collective, InterHostOps, Op, Partial, ShardView};
 use crate::topology::Topology;
 
 pub(super) struct Broadcast;
 
 /// The root's host and its local rank there.
-fn root_place(job: &Job, topology: &Topology) -> (usize, usize) {
+fn root_place(job: &Call, topology: &Topology) -> (usize, usize) {
     let Op::Broadcast { root } = job.op else { return (0, 0) };
-    topology.place(root).unwrap_or((0, 0))
+    topology.host_and_local_rank(root).unwrap_or((0, 0))
 }
 
 impl Collective for Broadcast {
-    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
+    unsafe fn pack(&self, job: &Call, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
         if (topology.host(), topology.local_rank()) != root_place(job, topology) {
             return;
         }
-        for piece in job.plan.pieces(chunk, part) {
+        for piece in job.plan.ranges(chunk, part) {
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
                 let bytes = job.tensors(0)[piece.tensor].buffer.bytes(piece.first, piece.count);
@@ -30,20 +30,20 @@ impl Collective for Broadcast {
         }
     }
 
-    fn stays(&self, _job: &Job) -> bool {
+    fn reads_own_tensor(&self, _job: &Call) -> bool {
         false
     }
 
-    unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>) {
+    unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>) {
         let (_, root) = root_place(job, lane.topology);
         // SAFETY: the slice is this lane's in all slots.
         unsafe { copy_slice(lane.slots[root], lane.own(), slice) };
     }
 
-    unsafe fn take(&self, job: &Job, lane: &Lane<'_>) {
+    unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>) {
         let (_, root) = root_place(job, lane.topology);
-        for piece in job.plan.pieces(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
-            for buffer in job.replicas(piece.tensor) {
+        for piece in job.plan.ranges(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
+            for buffer in job.tower_buffers(piece.tensor) {
                 // SAFETY: the slots are read-only, and the tensors' memory is the call's.
                 unsafe {
                     let to = buffer.bytes_mut(piece.first, piece.count);
@@ -54,12 +54,12 @@ impl Collective for Broadcast {
     }
 }
 
-impl Between for Broadcast {
-    fn carried(&self, _job: &Job, _chunk: usize, piece: Range<usize>) -> usize {
+impl InterHostOps for Broadcast {
+    fn partial_bytes(&self, _job: &Call, _chunk: usize, piece: Range<usize>) -> usize {
         piece.len()
     }
 
-    unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
         let (host, root) = root_place(job, lane.topology);
         if host != lane.topology.host() {
             return false;
@@ -70,14 +70,22 @@ impl Between for Broadcast {
         true
     }
 
-    unsafe fn merge(&self, _job: &Job, _lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part, out: *mut u8) {
+    unsafe fn add_partials(
+        &self,
+        _job: &Call,
+        _lane: &ShardView<'_>,
+        piece: Range<usize>,
+        low: Partial,
+        high: Partial,
+        out: *mut u8,
+    ) {
         if let Some(part) = low.or(high).filter(|&part| !ptr::eq(part, out)) {
             // SAFETY: the caller's promise: they do not overlap.
             unsafe { ptr::copy_nonoverlapping(part, out, piece.len()) };
         }
     }
 
-    unsafe fn complete(&self, _job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part) {
+    unsafe fn finish_shard(&self, _job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial) {
         if let Some(part) = low.or(high) {
             // SAFETY: the piece of the own slot is this lane's.
             unsafe { ptr::copy_nonoverlapping(part, lane.own().add(piece.start), piece.len()) };

@@ -9,25 +9,25 @@
 //! long slices move 2 (n - 1) / n of it, the least there is (Patarasuk and Yuan, 2009). The order of addition is fixed: the
 //! ranks of a host in order, then the hosts in the order of a tree.
 
-mod average;
+mod allreduce;
 mod barrier;
 mod broadcast;
+mod call;
 mod channel;
-mod cluster;
 pub mod device;
-mod direct;
-mod explain;
-mod job;
-pub mod lineup;
-mod rounds;
-mod short;
+mod inter_host;
+pub mod matching;
+mod mismatch;
+mod small_message;
+mod text_allgather;
+mod zero_copy;
 
+pub use call::{Call, CallConfig, Op};
 pub use channel::Channel;
-pub(crate) use cluster::Cluster;
-pub use cluster::{Algorithm, Choice};
-pub use explain::Account;
-pub use job::{Carrier, Job, Op};
-pub use short::Shown;
+pub(crate) use inter_host::InterHost;
+pub use inter_host::{Algorithm, AlgorithmSetting};
+pub use mismatch::MismatchEntry;
+pub use small_message::PostedCall;
 
 use std::ops::Range;
 
@@ -36,65 +36,73 @@ use smallvec::SmallVec;
 use crate::topology::Topology;
 
 /// What tells the collectives apart. All ranges are bytes of the chunk; slots are as in [`crate::transport::node`].
-pub(crate) trait Collective: Between {
+pub(crate) trait Collective: InterHostOps {
     /// Copies what this rank brings to `part` of chunk `chunk` into its slot.
     ///
     /// # Safety
     /// `slot` is this rank's slot of the step, its to write.
-    unsafe fn pack(&self, job: &Job, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8);
+    unsafe fn pack(&self, job: &Call, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8);
 
     /// On one host, whether a lane's driver takes its own part of its lane's slice from its tensors, and puts the result
     /// there: then it need not pack or unpack that slice.
-    fn stays(&self, job: &Job) -> bool;
+    fn reads_own_tensor(&self, job: &Call) -> bool;
 
     /// On one host: completes `slice` from all slots into this lane's slot, and, where that slice of the rank's own
     /// tensors [stays](Collective::stays), into these.
     ///
     /// # Safety
     /// The slice of all slots is this lane's, and the rank's tensors are the call's.
-    unsafe fn combine(&self, job: &Job, lane: &Lane<'_>, slice: Range<usize>);
+    unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>);
 
     /// On one host, for a call that is not [wide](Job::is_wide): the results of the whole chunk from all slots into this
     /// rank's tensors.
     ///
     /// # Safety
     /// All slots are read-only, and the rank's tensors are the call's.
-    unsafe fn take(&self, job: &Job, lane: &Lane<'_>);
+    unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>);
 }
 
 /// What the lanes of a host do with other hosts: what [`cluster`] needs of a collective. All ranges are bytes of the chunk.
-pub(crate) trait Between: Sync {
+pub(crate) trait InterHostOps: Sync {
     /// The bytes that a host's part of `piece` takes; that of two pieces side by side is as long as theirs.
-    fn carried(&self, job: &Job, chunk: usize, piece: Range<usize>) -> usize;
+    fn partial_bytes(&self, job: &Call, chunk: usize, piece: Range<usize>) -> usize;
 
     /// Writes this host's part of `piece`; false when it has none.
     ///
     /// # Safety
     /// The slice of all slots that `piece` is in is this lane's.
-    unsafe fn contribute(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, out: &mut [u8]) -> bool;
+    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool;
 
     /// Makes one part of two of the same `piece`, `low` being that of the hosts that come first; nothing when
     /// neither is there.
     ///
     /// # Safety
     /// The parts are valid for what they carry, as is `out`, which is one of them or overlaps neither.
-    unsafe fn merge(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part, out: *mut u8);
+    unsafe fn add_partials(
+        &self,
+        job: &Call,
+        lane: &ShardView<'_>,
+        piece: Range<usize>,
+        low: Partial,
+        high: Partial,
+        out: *mut u8,
+    );
 
     /// Completes `piece` into this lane's slot from the last two parts.
     ///
     /// # Safety
     /// As for `contribute` and `merge`.
-    unsafe fn complete(&self, job: &Job, lane: &Lane<'_>, piece: Range<usize>, low: Part, high: Part);
+    unsafe fn finish_shard(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial);
 }
 
 /// What hosts bring to a piece, if they have anything.
-pub(crate) type Part = Option<*const u8>;
+pub(crate) type Partial = Option<*const u8>;
 
 /// The ranks of a host, for lists on the stack; longer lists go to the heap.
 pub(crate) type PerRank<T> = SmallVec<[T; 16]>;
 
 /// A lane at work on a chunk.
-pub(crate) struct Lane<'a> {
+pub(crate) struct ShardView<'a> {
     /// Where the rank is.
     pub topology: &'a Topology,
     /// The chunk.
@@ -103,7 +111,7 @@ pub(crate) struct Lane<'a> {
     pub slots: &'a [*mut u8],
 }
 
-impl Lane<'_> {
+impl ShardView<'_> {
     /// The slot of this lane's driver.
     pub fn own(&self) -> *mut u8 {
         self.slots[self.topology.local_rank()]
@@ -126,7 +134,7 @@ impl Lane<'_> {
 impl Op {
     fn collective(self) -> &'static dyn Collective {
         match self {
-            Op::Average => &average::Average,
+            Op::Allreduce => &allreduce::Allreduce,
             Op::Broadcast { .. } => &broadcast::Broadcast,
             Op::Barrier => &barrier::Barrier,
         }

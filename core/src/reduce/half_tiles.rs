@@ -1,10 +1,10 @@
 //! The loop for float16 on instruction sets that convert it: LLVM makes no such instruction of `convert.rs`, which is
 //! some ten operations an element. The arithmetic is still LLVM's.
 
-use super::finish::Finish;
-use super::form::Form;
-use super::isa::{Isa, LANES};
-use super::scheme::{F16, Scheme};
+use super::epilogue::Epilogue;
+use super::isa::{Isa, TILE_ELEMENTS};
+use super::storage::StorageFormat;
+use super::types::{F16, ReduceType};
 
 /// Does the whole tiles among the first `count` elements, if the instruction set converts float16; returns how many
 /// elements that were.
@@ -20,12 +20,12 @@ pub(super) unsafe fn half_tiles<I, First, In, Out, F, const N: usize>(
 ) -> usize
 where
     I: Isa,
-    First: Form<F16>,
-    In: Form<F16>,
-    Out: Form<F16>,
-    F: Finish<F16>,
+    First: StorageFormat<F16>,
+    In: StorageFormat<F16>,
+    Out: StorageFormat<F16>,
+    F: Epilogue<F16>,
 {
-    let tiles = if I::HALVES { count / LANES } else { 0 };
+    let tiles = if I::HAS_F16_CONVERT { count / TILE_ELEMENTS } else { 0 };
     for tile in 0..tiles {
         // SAFETY: the caller's promise; a tile is read from all sources before it is written.
         unsafe {
@@ -45,26 +45,26 @@ where
             }
             for out in outs {
                 if Out::NATIVE {
-                    out.cast::<[u16; LANES]>().add(tile).write_unaligned(results);
+                    out.cast::<[u16; TILE_ELEMENTS]>().add(tile).write_unaligned(results);
                 } else {
-                    out.cast::<[f32; LANES]>().add(tile).write_unaligned(sums);
+                    out.cast::<[f32; TILE_ELEMENTS]>().add(tile).write_unaligned(sums);
                 }
             }
         }
     }
-    tiles * LANES
+    tiles * TILE_ELEMENTS
 }
 
 /// # Safety
 /// The source is valid for tile number `tile`.
 #[inline(always)]
-unsafe fn load<I: Isa>(source: *const u8, tile: usize, native: bool) -> [f32; LANES] {
+unsafe fn load<I: Isa>(source: *const u8, tile: usize, native: bool) -> [f32; TILE_ELEMENTS] {
     // SAFETY: the caller's promise.
     unsafe {
         if native {
-            I::f16_to_f32(source.cast::<[u16; LANES]>().add(tile).read_unaligned())
+            I::f16_to_f32(source.cast::<[u16; TILE_ELEMENTS]>().add(tile).read_unaligned())
         } else {
-            source.cast::<[f32; LANES]>().add(tile).read_unaligned()
+            source.cast::<[f32; TILE_ELEMENTS]>().add(tile).read_unaligned()
         }
     }
 }

@@ -1,28 +1,28 @@
 //! What a kernel takes from its instruction set: conversions that LLVM does not find by itself.
 
 /// Elements of a tile, which is loaded from every source before any of it is stored.
-pub(super) const LANES: usize = 32;
+pub(super) const TILE_ELEMENTS: usize = 32;
 
 /// An instruction set.
 pub(crate) trait Isa {
     /// It converts float16; the methods are for those only.
-    const HALVES: bool;
+    const HAS_F16_CONVERT: bool;
     /// Exact.
-    fn f16_to_f32(halves: [u16; LANES]) -> [f32; LANES];
+    fn f16_to_f32(halves: [u16; TILE_ELEMENTS]) -> [f32; TILE_ELEMENTS];
     /// To the nearest, ties to even.
-    fn f32_to_f16(singles: [f32; LANES]) -> [u16; LANES];
+    fn f32_to_f16(singles: [f32; TILE_ELEMENTS]) -> [u16; TILE_ELEMENTS];
 }
 
 /// What the target has at least: SSE2 on x86-64, NEON on AArch64.
 pub(super) struct Baseline;
 
 impl Isa for Baseline {
-    const HALVES: bool = false;
-    fn f16_to_f32(_: [u16; LANES]) -> [f32; LANES] {
-        unreachable!("HALVES is false")
+    const HAS_F16_CONVERT: bool = false;
+    fn f16_to_f32(_: [u16; TILE_ELEMENTS]) -> [f32; TILE_ELEMENTS] {
+        unreachable!("HAS_F16_CONVERT is false")
     }
-    fn f32_to_f16(_: [f32; LANES]) -> [u16; LANES] {
-        unreachable!("HALVES is false")
+    fn f32_to_f16(_: [f32; TILE_ELEMENTS]) -> [u16; TILE_ELEMENTS] {
+        unreachable!("HAS_F16_CONVERT is false")
     }
 }
 
@@ -36,7 +36,7 @@ pub(super) mod x86 {
     };
     use std::mem::transmute;
 
-    use super::{Isa, LANES};
+    use super::{Isa, TILE_ELEMENTS};
 
     /// AVX2 and F16C. Only for functions compiled with both.
     pub(in super::super) struct Avx2;
@@ -46,20 +46,22 @@ pub(super) mod x86 {
     macro_rules! isa {
         ($name:ident, $singles:ty, $halves:ty, $widen:ident, $narrow:ident) => {
             impl Isa for $name {
-                const HALVES: bool = true;
+                const HAS_F16_CONVERT: bool = true;
                 #[inline(always)]
-                fn f16_to_f32(halves: [u16; LANES]) -> [f32; LANES] {
+                fn f16_to_f32(halves: [u16; TILE_ELEMENTS]) -> [f32; TILE_ELEMENTS] {
                     // SAFETY: arrays and vectors of equal size, of numbers; the instructions are there, as above.
                     unsafe {
-                        let halves: [$halves; size_of::<[u16; LANES]>() / size_of::<$halves>()] = transmute(halves);
+                        let halves: [$halves; size_of::<[u16; TILE_ELEMENTS]>() / size_of::<$halves>()] =
+                            transmute(halves);
                         transmute(halves.map(|halves| $widen(halves)))
                     }
                 }
                 #[inline(always)]
-                fn f32_to_f16(singles: [f32; LANES]) -> [u16; LANES] {
+                fn f32_to_f16(singles: [f32; TILE_ELEMENTS]) -> [u16; TILE_ELEMENTS] {
                     // SAFETY: as above.
                     unsafe {
-                        let singles: [$singles; size_of::<[f32; LANES]>() / size_of::<$singles>()] = transmute(singles);
+                        let singles: [$singles; size_of::<[f32; TILE_ELEMENTS]>() / size_of::<$singles>()] =
+                            transmute(singles);
                         transmute(singles.map(|singles| $narrow::<_MM_FROUND_TO_NEAREST_INT>(singles)))
                     }
                 }

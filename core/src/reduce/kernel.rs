@@ -3,12 +3,12 @@
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
-use super::finish::{Finish, Keep};
-use super::form::{Form, Wide};
+use super::epilogue::{Epilogue, Identity};
 #[cfg(target_arch = "x86_64")]
 use super::isa::x86::{Avx2, Avx512};
 use super::isa::{Baseline, Isa};
-use super::scheme::Scheme;
+use super::storage::{AsAccumulator, StorageFormat};
+use super::types::ReduceType;
 
 /// The loops, compiled for one instruction set. All give the same bits, but for the sign and payload of a NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ const BLOCK: usize = 512;
 /// # Safety
 /// The processor has the instructions of `kernel`. There is a source. The pointers are valid for `count` elements of their
 /// form; their alignment does not matter. An out equals a source or does not overlap it.
-pub(super) unsafe fn reduce<S: Scheme, In: Form<S>, Out: Form<S>, F: Finish<S>>(
+pub(super) unsafe fn reduce<S: ReduceType, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>>(
     kernel: Kernel,
     sources: &[*const u8],
     outs: &[*mut u8],
@@ -82,11 +82,23 @@ pub(super) unsafe fn reduce<S: Scheme, In: Form<S>, Out: Form<S>, F: Finish<S>>(
                 for at in (0..count).step_by(BLOCK) {
                     let count = BLOCK.min(count - at);
                     let source = |source: *const u8| source.add(at * size_of::<In::Stored>());
-                    compiled::<S, In, In, Wide, Keep, 2>(kernel, [source(a), source(b)], &[sum], count, Keep);
+                    compiled::<S, In, In, AsAccumulator, Identity, 2>(
+                        kernel,
+                        [source(a), source(b)],
+                        &[sum],
+                        count,
+                        Identity,
+                    );
                     for &next in others {
-                        compiled::<S, Wide, In, Wide, Keep, 2>(kernel, [sum, source(next)], &[sum], count, Keep);
+                        compiled::<S, AsAccumulator, In, AsAccumulator, Identity, 2>(
+                            kernel,
+                            [sum, source(next)],
+                            &[sum],
+                            count,
+                            Identity,
+                        );
                     }
-                    compiled::<S, Wide, Wide, Out, F, 1>(kernel, [sum], &outs, count, finish);
+                    compiled::<S, AsAccumulator, AsAccumulator, Out, F, 1>(kernel, [sum], &outs, count, finish);
                     for out in &mut outs {
                         *out = out.add(count * size_of::<Out::Stored>());
                     }
@@ -100,7 +112,14 @@ pub(super) unsafe fn reduce<S: Scheme, In: Form<S>, Out: Form<S>, F: Finish<S>>(
 ///
 /// # Safety
 /// As for [`blocks`]; the processor has the instructions of `kernel`.
-unsafe fn compiled<S: Scheme, First: Form<S>, In: Form<S>, Out: Form<S>, F: Finish<S>, const N: usize>(
+unsafe fn compiled<
+    S: ReduceType,
+    First: StorageFormat<S>,
+    In: StorageFormat<S>,
+    Out: StorageFormat<S>,
+    F: Epilogue<S>,
+    const N: usize,
+>(
     kernel: Kernel,
     sources: [*const u8; N],
     outs: &[*mut u8],
@@ -110,7 +129,7 @@ unsafe fn compiled<S: Scheme, First: Form<S>, In: Form<S>, Out: Form<S>, F: Fini
     macro_rules! compile {
         ($isa:ty $(, $features:literal)?) => {{
             $(#[target_feature(enable = $features)])?
-            unsafe fn loops<S: Scheme, First: Form<S>, In: Form<S>, Out: Form<S>, F: Finish<S>, const N: usize>(
+            unsafe fn loops<S: ReduceType, First: StorageFormat<S>, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>, const N: usize>(
                 sources: [*const u8; N],
                 outs: &[*mut u8],
                 count: usize,
@@ -148,11 +167,11 @@ pub(super) unsafe fn blocks<I, S, First, In, Out, F, const N: usize>(
     finish: F,
 ) where
     I: Isa,
-    S: Scheme,
-    First: Form<S>,
-    In: Form<S>,
-    Out: Form<S>,
-    F: Finish<S>,
+    S: ReduceType,
+    First: StorageFormat<S>,
+    In: StorageFormat<S>,
+    Out: StorageFormat<S>,
+    F: Epilogue<S>,
 {
     // SAFETY: the caller's promise; at + i < count, and a block is read from all sources before it is written.
     unsafe {

@@ -15,25 +15,25 @@
 //! has NEON, and the conversions of float16 and bfloat16 become vector code from integer operations (`convert.rs`).
 
 mod convert;
-mod finish;
-mod form;
+mod epilogue;
 mod half_tiles;
 mod isa;
 mod kernel;
-mod pair;
 #[cfg(test)]
-mod reference;
-pub(crate) mod scheme;
+mod oracle;
+mod pair;
+mod storage;
 #[cfg(test)]
 mod tests;
+pub(crate) mod types;
 
 use crate::dtype::DType;
-use finish::{Divide, Keep, Power};
-use form::{Native, Rounded, Wide};
+use epilogue::{Divide, DividePow2, Identity};
 pub use kernel::Kernel;
 use kernel::reduce;
 use pair::BF16Pair;
-use scheme::Scheme;
+use storage::{AsAccumulator, AsElement, AsRoundedAccumulator};
+use types::ReduceType;
 
 /// How elements of one type are averaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,14 +41,14 @@ pub struct Reduction {
     /// The element type; not [`DType::Bool`] for anything but sizes.
     pub dtype: DType,
     /// Accumulate floating point in float64.
-    pub precise: bool,
+    pub acc_f64: bool,
     /// The wire holds accumulators.
-    pub wide: bool,
+    pub wire_is_acc: bool,
 }
 
 /// One of the things that are done with elements: what is read, what is written, and the divisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum KernelOp {
     /// [`Reduction::mean`]
     Mean(u32),
     /// [`Reduction::sum`]
@@ -60,19 +60,19 @@ pub enum Step {
 }
 
 /// Calls `$body` with `$S` as the scheme of `$reduction`.
-macro_rules! with_scheme {
+macro_rules! with_type {
     ($reduction:expr, $S:ident => $body:expr) => {
-        with_scheme!(@match ($reduction.dtype, $reduction.precise), $S, $body,
-            (DType::F16, false) => F16, (DType::F16, true) => F16Precise,
-            (DType::BF16, false) => BF16, (DType::BF16, true) => BF16Precise,
-            (DType::F32, false) => F32, (DType::F32, true) => F32Precise,
+        with_type!(@match ($reduction.dtype, $reduction.acc_f64), $S, $body,
+            (DType::F16, false) => F16, (DType::F16, true) => F16AccF64,
+            (DType::BF16, false) => BF16, (DType::BF16, true) => BF16AccF64,
+            (DType::F32, false) => F32, (DType::F32, true) => F32AccF64,
             (DType::F64, _) => F64,
             (DType::I8, _) => I8, (DType::U8 | DType::Bool, _) => U8, (DType::I32, _) => I32, (DType::I64, _) => I64)
     };
-    (@match $value:expr, $S:ident, $body:expr, $($pattern:pat => $scheme:ident),*) => {
+    (@match $value:expr, $S:ident, $body:expr, $($pattern:pat => $type:ident),*) => {
         match $value {
             $($pattern => {
-                type $S = scheme::$scheme;
+                type $S = types::$type;
                 $body
             })*
         }
@@ -82,12 +82,12 @@ macro_rules! with_scheme {
 impl Reduction {
     /// Bytes of an accumulator.
     pub fn acc_size(self) -> usize {
-        with_scheme!(self, S => size_of::<<S as Scheme>::Acc>())
+        with_type!(self, S => size_of::<<S as ReduceType>::Acc>())
     }
 
     /// Bytes of an element on the wire.
     pub fn wire_size(self) -> usize {
-        if self.wide { self.acc_size() } else { self.dtype.size() }
+        if self.wire_is_acc { self.acc_size() } else { self.dtype.size() }
     }
 
     /// `out[i] = round((sources[0][i] + sources[1][i] + …) / divisor)` for every out, all in wire form.
@@ -97,7 +97,7 @@ impl Reduction {
     /// there. An out may be one of the sources, and overlaps nothing otherwise. The divisor is from 1 to `i32::MAX`.
     pub unsafe fn mean(self, sources: &[*const u8], outs: &[*mut u8], count: usize, divisor: u32) {
         // SAFETY: the caller's promise; the best kernel is one that is available.
-        unsafe { self.run(Kernel::best(), Step::Mean(divisor), sources, outs, count) }
+        unsafe { self.run(Kernel::best(), KernelOp::Mean(divisor), sources, outs, count) }
     }
 
     /// `acc[i] = sources[0][i] + sources[1][i] + …`: wire elements into accumulators.
@@ -106,7 +106,7 @@ impl Reduction {
     /// As for [`Reduction::mean`], `acc` being valid for `count` accumulators; it may be a source only where these are, too.
     pub unsafe fn sum(self, sources: &[*const u8], acc: *mut u8, count: usize) {
         // SAFETY: as in `mean`.
-        unsafe { self.run(Kernel::best(), Step::Sum, sources, &[acc], count) }
+        unsafe { self.run(Kernel::best(), KernelOp::Sum, sources, &[acc], count) }
     }
 
     /// `out[i] = round((accs[0][i] + accs[1][i] + …) / divisor)` for every out: accumulators into wire elements.
@@ -116,7 +116,7 @@ impl Reduction {
     /// wire elements are accumulators.
     pub unsafe fn finish(self, accs: &[*const u8], outs: &[*mut u8], count: usize, divisor: u32) {
         // SAFETY: as in `mean`.
-        unsafe { self.run(Kernel::best(), Step::Finish(divisor), accs, outs, count) }
+        unsafe { self.run(Kernel::best(), KernelOp::Finish(divisor), accs, outs, count) }
     }
 
     /// Turns rounded accumulators (the wide wire form of a result) into elements.
@@ -125,31 +125,31 @@ impl Reduction {
     /// As for [`Reduction::mean`], `acc` being valid for `count` accumulators and `out` for as many elements.
     pub unsafe fn narrow(self, acc: *const u8, out: *mut u8, count: usize) {
         // SAFETY: as in `mean`.
-        unsafe { self.run(Kernel::best(), Step::Narrow, &[acc], &[out], count) }
+        unsafe { self.run(Kernel::best(), KernelOp::Narrow, &[acc], &[out], count) }
     }
 
     /// Any of the above, on a kernel of one's choice: for tests and benchmarks.
     ///
     /// # Safety
     /// As for the method that `step` names; the kernel is one of [`Kernel::available`].
-    pub unsafe fn run(self, kernel: Kernel, step: Step, sources: &[*const u8], outs: &[*mut u8], count: usize) {
+    pub unsafe fn run(self, kernel: Kernel, step: KernelOp, sources: &[*const u8], outs: &[*mut u8], count: usize) {
         /// Calls `reduce` for the forms, with the cheapest way that gives the bits of a division by `$divisor`.
         macro_rules! divided {
             ($S:ty, $In:ty, $Out:ty, $divisor:expr, $count:expr) => {
                 if $divisor.is_power_of_two() {
-                    let power = Power::new($divisor.ilog2() as u8);
-                    reduce::<$S, $In, $Out, Power<$S>>(kernel, sources, outs, $count, power)
+                    let power = DividePow2::new($divisor.ilog2() as u8);
+                    reduce::<$S, $In, $Out, DividePow2<$S>>(kernel, sources, outs, $count, power)
                 } else {
                     reduce::<$S, $In, $Out, Divide<$S>>(kernel, sources, outs, $count, Divide::new($divisor))
                 }
             };
         }
-        if let (DType::BF16, false, false, Step::Mean(divisor), 2..) =
-            (self.dtype, self.precise, self.wide, step, count)
+        if let (DType::BF16, false, false, KernelOp::Mean(divisor), 2..) =
+            (self.dtype, self.acc_f64, self.wire_is_acc, step, count)
         {
             // SAFETY: the caller's promise.
             unsafe {
-                divided!(BF16Pair, Native, Native, divisor, count / 2);
+                divided!(BF16Pair, AsElement, AsElement, divisor, count / 2);
                 if count % 2 == 1 {
                     let last = (count - 1) * self.dtype.size();
                     let sources: Vec<*const u8> = sources.iter().map(|source| source.add(last)).collect();
@@ -160,14 +160,14 @@ impl Reduction {
             return;
         }
         // SAFETY: the caller's promise.
-        with_scheme!(self, S => unsafe {
-            match (step, self.wide) {
-                (Step::Mean(divisor), false) => divided!(S, Native, Native, divisor, count),
-                (Step::Mean(divisor) | Step::Finish(divisor), true) => divided!(S, Wide, Rounded, divisor, count),
-                (Step::Finish(divisor), false) => divided!(S, Wide, Native, divisor, count),
-                (Step::Sum, false) => reduce::<S, Native, Wide, Keep>(kernel, sources, outs, count, Keep),
-                (Step::Sum, true) => reduce::<S, Wide, Wide, Keep>(kernel, sources, outs, count, Keep),
-                (Step::Narrow, _) => divided!(S, Wide, Native, 1u32, count),
+        with_type!(self, S => unsafe {
+            match (step, self.wire_is_acc) {
+                (KernelOp::Mean(divisor), false) => divided!(S, AsElement, AsElement, divisor, count),
+                (KernelOp::Mean(divisor) | KernelOp::Finish(divisor), true) => divided!(S, AsAccumulator, AsRoundedAccumulator, divisor, count),
+                (KernelOp::Finish(divisor), false) => divided!(S, AsAccumulator, AsElement, divisor, count),
+                (KernelOp::Sum, false) => reduce::<S, AsElement, AsAccumulator, Identity>(kernel, sources, outs, count, Identity),
+                (KernelOp::Sum, true) => reduce::<S, AsAccumulator, AsAccumulator, Identity>(kernel, sources, outs, count, Identity),
+                (KernelOp::Narrow, _) => divided!(S, AsAccumulator, AsElement, 1u32, count),
             }
         });
     }

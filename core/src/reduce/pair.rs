@@ -4,14 +4,14 @@
 //! pair in 32 bits, either half becomes a float32 in the lane where it is, by a shift or a mask.
 
 use super::convert::rounded_to_bf16;
-use super::scheme::{BF16, Scheme};
+use super::types::{BF16, ReduceType};
 
 /// Pairs of [`BF16`].
 pub(super) struct BF16Pair;
 
 const UPPER: u32 = 0xffff_0000;
 
-impl Scheme for BF16Pair {
+impl ReduceType for BF16Pair {
     type Element = u32;
     /// Of the lower and of the upper half.
     type Acc = [f32; 2];

@@ -14,7 +14,7 @@ fn mean<T: Copy + Default>(reduction: Reduction, sources: &[Vec<T>], divisor: u3
 }
 
 fn plain(dtype: DType) -> Reduction {
-    Reduction { dtype, precise: false, wide: false }
+    Reduction { dtype, acc_f64: false, wire_is_acc: false }
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn half_types_are_added_in_float32() {
 fn precise_keeps_what_float32_loses() {
     let sources = [vec![1e8f32], vec![1.0], vec![-1e8], vec![1.0]];
     assert_eq!(mean(plain(DType::F32), &sources, 1), [1.0]);
-    assert_eq!(mean(Reduction { precise: true, ..plain(DType::F32) }, &sources, 1), [2.0]);
+    assert_eq!(mean(Reduction { acc_f64: true, ..plain(DType::F32) }, &sources, 1), [2.0]);
 }
 
 proptest! {
@@ -62,7 +62,7 @@ proptest! {
             reduction.sum(&pointers[2..], second.as_mut_ptr().cast(), second.len());
             let accs = [first.as_ptr().cast::<u8>(), second.as_ptr().cast()];
             reduction.finish(&accs, &[out.as_mut_ptr().cast()], out.len(), 3);
-            let wide = Reduction { wide: true, ..reduction };
+            let wide = Reduction { wire_is_acc: true, ..reduction };
             wide.mean(&pointers, &[second.as_mut_ptr().cast()], second.len(), 3);
             wide.narrow(second.as_ptr().cast(), narrow.as_mut_ptr().cast(), narrow.len());
         }
@@ -73,7 +73,7 @@ proptest! {
 
 #[test]
 fn wide_rounds_to_the_element_once() {
-    let reduction = Reduction { dtype: DType::BF16, precise: false, wide: true };
+    let reduction = Reduction { dtype: DType::BF16, acc_f64: false, wire_is_acc: true };
     let mut acc = [259.0f32];
     let mut out = [bf16::ZERO];
     // SAFETY: one accumulator, one element.

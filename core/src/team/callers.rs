@@ -12,13 +12,13 @@ pub(super) type ThreadId = i32;
 
 /// What is known of a team's callers.
 #[derive(Debug, Default)]
-pub(super) struct Callers {
+pub(super) struct CallerThreads {
     known: Mutex<Vec<ThreadId>>,
     /// The caller of the last call, who needs no look at the list.
     last: AtomicI32,
 }
 
-impl Callers {
+impl CallerThreads {
     /// Notes a call of this thread, which waits for the call (`blocks`) or goes on. Returns the thread if it waits.
     pub fn note(&self, blocks: bool) -> Option<ThreadId> {
         let here = this_thread();
@@ -28,7 +28,7 @@ impl Callers {
             if !known.contains(&here) {
                 // Where threads come and go, those that have gone must not fill the list.
                 if known.len() == known.capacity() {
-                    known.retain(|&thread| lives(thread));
+                    known.retain(|&thread| is_alive(thread));
                 }
                 known.push(here);
             }
@@ -37,14 +37,14 @@ impl Callers {
     }
 
     /// Whether every thread that has called, and is alive, is among `waiting`. Looks at the system's list of threads.
-    pub fn all_wait(&self, waiting: &[ThreadId]) -> bool {
+    pub fn all_blocked(&self, waiting: &[ThreadId]) -> bool {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|&thread| lives(thread));
+        known.retain(|&thread| is_alive(thread));
         known.iter().all(|thread| waiting.contains(thread))
     }
 }
 
-fn lives(thread: ThreadId) -> bool {
+fn is_alive(thread: ThreadId) -> bool {
     Path::new(&format!("/proc/self/task/{thread}")).exists()
 }
 
@@ -61,9 +61,9 @@ mod tests {
 
     #[test]
     fn threads_count_as_long_as_they_live() {
-        let callers = Callers::default();
+        let callers = CallerThreads::default();
         let here = callers.note(true).unwrap();
-        assert!(callers.all_wait(&[here]) && !callers.all_wait(&[]));
+        assert!(callers.all_blocked(&[here]) && !callers.all_blocked(&[]));
         let (sender, receiver) = channel();
         let (end, ended) = channel::<()>();
         std::thread::scope(|scope| {
@@ -73,21 +73,21 @@ mod tests {
                 ended.recv().unwrap_err();
             });
             let there = receiver.recv().unwrap();
-            assert!(!callers.all_wait(&[here]) && callers.all_wait(&[there, here]));
+            assert!(!callers.all_blocked(&[here]) && callers.all_blocked(&[there, here]));
             drop(end);
             other.join().unwrap();
         });
         // The system may take a moment to forget a thread.
-        while !callers.all_wait(&[here]) {
+        while !callers.all_blocked(&[here]) {
             std::thread::yield_now();
         }
         assert_eq!(callers.note(false), None);
-        assert!(callers.all_wait(&[here]) && !callers.all_wait(&[]), "it may wait for the call later");
+        assert!(callers.all_blocked(&[here]) && !callers.all_blocked(&[]), "it may wait for the call later");
     }
 
     #[test]
     fn threads_that_have_gone_do_not_fill_the_list() {
-        let callers = Callers::default();
+        let callers = CallerThreads::default();
         for _ in 0..500 {
             std::thread::scope(|scope| {
                 scope.spawn(|| callers.note(true));

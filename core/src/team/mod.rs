@@ -8,20 +8,20 @@
 //! that first error.
 //! Thread rule: a [`Team`] may be shared and used by any thread.
 
-mod account;
-mod call;
 mod callers;
-mod delivery;
 mod device;
-mod elsewhere;
-mod ledger;
-mod life;
-mod pipeline;
+mod lifecycle;
+mod other_teams;
+mod process_teams;
 mod reconcile;
 mod record;
-mod short;
-mod siblings;
-mod stage;
+mod result_assembly;
+mod schedule_state;
+mod small_calls;
+mod staging;
+mod stats;
+mod wait_time;
+mod work;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -33,28 +33,28 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use call::{Done, Limit, Request, outcome};
-pub use pipeline::Parcel;
+pub use process_teams::{BlockedCaller, ProcessTeams};
 pub use record::Totals;
-pub use siblings::{Blocked, Siblings};
-pub use stage::{Pool, Stage};
+pub use schedule_state::ResultBuffer;
+pub use staging::{StagingBuffer, StagingPool};
+pub use work::{CallOptions, OnComplete, Timeout, wait_for_result};
 
 use crate::buffer::{Tensor, View};
 use crate::collective::device::DeviceSettings;
-use crate::collective::{Carrier, Choice, Job, Op, Shown};
+use crate::collective::{AlgorithmSetting, Call, CallConfig, Op, PostedCall};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::schedule::{Schedule, Verbosity};
 use crate::signals;
 use crate::timeline;
 use crate::topology::Topology;
-use crate::transport::Node;
-use call::{Call, Ended};
-use callers::Callers;
-use delivery::Delivery;
-use ledger::Ledger;
-use pipeline::{Flight, Pipeline};
-use worker::{Held, Note, Seat};
+use crate::transport::ShmRegion;
+use callers::CallerThreads;
+use result_assembly::ResultAssembly;
+use schedule_state::{InFlightMean, ScheduleState};
+use wait_time::WaitTime;
+use work::{OnAllParts, Work};
+use worker::{Executor, ExecutorGuard, QueueItem};
 
 /// The settings of a team.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,61 +62,61 @@ pub struct Settings {
     /// Its number; -1 is the control team.
     pub id: i32,
     /// Whether floating point is added up in float64.
-    pub precise: bool,
+    pub acc_f64: bool,
     /// How it averages between hosts.
-    pub algorithm: Choice,
+    pub algorithm: AlgorithmSetting,
     /// The longest that a call may take.
     pub timeout: Option<Duration>,
     /// After how long a wait names who is late.
     pub stall_warn: Option<Duration>,
     /// How long ranks that hold different calls wait for a counterpart to be submitted; a thirtieth of it where every
     /// caller waits for its call already.
-    pub match_within: Duration,
+    pub match_timeout: Duration,
     /// How calls on device memory are carried.
     pub device: DeviceSettings,
 }
 
 /// Told, in words, of what a team's user should look into: a stall, and the failure that ended it.
-pub type Alarm = Arc<dyn Fn(&str) + Send + Sync>;
+pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// A team of threads that carries out calls; see the module's text.
 pub struct Team {
-    shared: Arc<Shared>,
+    shared: Arc<TeamState>,
     topology: Arc<Topology>,
-    carrier: Carrier,
-    seat: Arc<Seat>,
+    config: CallConfig,
+    executor: Arc<Executor>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    pipeline: Arc<Mutex<Pipeline>>,
+    schedule: Arc<Mutex<ScheduleState>>,
     /// Whether all calls block and get their own mean, which no schedule needs to know.
-    plain: AtomicBool,
-    ledger: Arc<Ledger>,
-    pool: Arc<Pool>,
+    unscheduled: AtomicBool,
+    wait_time: Arc<WaitTime>,
+    pool: Arc<StagingPool>,
 }
 
 /// What the team's threads share.
-struct Shared {
+struct TeamState {
     settings: Settings,
-    node: Arc<Node>,
+    region: Arc<ShmRegion>,
     /// Then threads wait for other hosts too, where the node does not look.
     several_hosts: bool,
     rank: usize,
     /// The names of all ranks.
     names: Arc<[String]>,
     failure: OnceLock<Error>,
-    alarm: Alarm,
-    recorder: Arc<record::Shared>,
-    callers: Callers,
-    siblings: Arc<Siblings>,
+    on_failure: OnFailure,
+    recorder: Arc<record::Recorder>,
+    callers: CallerThreads,
+    siblings: Arc<ProcessTeams>,
     /// What the thread that leads is given; none when the team is about to end.
-    queue: Mutex<Option<Sender<Note>>>,
+    queue: Mutex<Option<Sender<QueueItem>>>,
     /// Calls have waited so long when they look whether the ranks wait for each other.
-    long: Duration,
+    stall_check_after: Duration,
     /// Whether the lead is reconciling calls with the other ranks.
-    reconciles: AtomicBool,
+    is_reconciling: AtomicBool,
     /// Whether the lead takes part in a step without a call, and in what follows.
-    attends: AtomicBool,
+    joins_stalled: AtomicBool,
     /// The last step for which the lead was told to take part without a call.
-    attended: AtomicU64,
+    joined_seq: AtomicU64,
     /// The number of calls that all ranks have matched.
     matched: AtomicU64,
     /// The deadline of calls in nanoseconds; 0 for none.
@@ -129,13 +129,13 @@ struct Shared {
     calls_in_chunks: AtomicUsize,
 }
 
-impl Shared {
+impl TeamState {
     /// The first failure that ended the team, here or on another rank of the host.
     fn failure(&self) -> Option<Error> {
         if let Some(error) = self.failure.get() {
             return Some(error.clone());
         }
-        let error = self.node.failure()?;
+        let error = self.region.failure()?;
         self.fail(&error);
         Some(error)
     }
@@ -143,72 +143,76 @@ impl Shared {
     /// The failure that ended the team, here or on another rank of the host, without the alarm that [`Shared::failure`]
     /// raises for one of which this rank had not heard: a dump, which an alarm writes, asks for it.
     fn known_failure(&self) -> Option<Error> {
-        self.failure.get().cloned().or_else(|| self.node.failure())
+        self.failure.get().cloned().or_else(|| self.region.failure())
     }
 
     /// Ends the team for `error`, on this rank and the others of the host.
     fn fail(&self, error: &Error) {
         if self.end(error) {
-            (self.alarm)(&error.to_string());
+            (self.on_failure)(&error.to_string());
         }
     }
 
     /// The same without the alarm; false when the team had failed before.
     fn end(&self, error: &Error) -> bool {
         // Other ranks may still be at work on memory that they see. Its owner may free it as soon as it hears of the failure.
-        if let Some(memory) = self.node.shared() {
-            memory.retire();
+        if let Some(memory) = self.region.shared() {
+            memory.quarantine();
         }
         let first = self.failure.set(error.clone()).is_ok();
         if first {
-            self.node.fail(error);
+            self.region.set_failure(error);
         }
         first
     }
 
     /// Why a wait for `head` should end before its own time: the team has failed, or a call behind it is out of time. Looks
     /// also whether the ranks wait for each other in different teams.
-    fn interrupted(&self, head: &Call) -> Option<Error> {
+    fn abort_reason(&self, head: &Work) -> Option<Error> {
         if signals::interrupted() {
-            return Some(Error::PeerLost(format!("{} was interrupted by a signal on {}", head.job.title(), self.me())));
+            return Some(Error::PeerLost(format!(
+                "{} was interrupted by a signal on {}",
+                head.call.full_name(),
+                self.rank_name()
+            )));
         }
         if head.is_absent() {
             if self.closing() && !self.reconciles() {
                 return Some(Error::State("the team has ended".into()));
             }
-        } else if head.record.submitted.elapsed() > self.long {
-            self.node.stall(self.node.step());
-            self.siblings.look(self);
+        } else if head.record.submitted.elapsed() > self.stall_check_after {
+            self.region.stall(self.region.step());
+            self.siblings.check_deadlock(self);
         }
-        let elsewhere = || if self.several_hosts { self.lost_elsewhere() } else { None };
+        let elsewhere = || if self.several_hosts { self.lost_rank() } else { None };
         self.failure().or_else(elsewhere).or_else(|| {
             let behind = self.recorder.overdue()?;
             Some(Error::Timeout(format!(
                 "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); it is behind {}, which waits for other ranks",
-                behind.brief.heading,
+                behind.summary.name_line,
                 behind.submitted.elapsed().as_secs_f64(),
-                head.job.title()
+                head.call.full_name()
             )))
         })
     }
 
     /// The name of this rank.
-    fn me(&self) -> &str {
+    fn rank_name(&self) -> &str {
         &self.names[self.rank]
     }
 
     /// A rank that this one would wait for in vain while it waits for another host, which may be one of that host.
-    fn lost_elsewhere(&self) -> Option<Error> {
+    fn lost_rank(&self) -> Option<Error> {
         let left = || {
-            let rank = self.node.departed()?;
+            let rank = self.region.departed()?;
             let name = self.names.get(rank).cloned().unwrap_or_else(|| format!("rank {rank}"));
             Some(Error::PeerLost(format!("{name} has called finalize")))
         };
-        self.node.lost().or_else(left)
+        self.region.lost_rank().or_else(left)
     }
 
     /// Sends the thread that leads a note; returns it when the team is about to end.
-    fn send(&self, note: Note) -> Option<Note> {
+    fn send(&self, note: QueueItem) -> Option<QueueItem> {
         match &*self.queue.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(queue) => queue.send(note).err().map(|refused| refused.0),
             None => Some(note),
@@ -220,29 +224,29 @@ impl Shared {
     }
 
     fn reconciles(&self) -> bool {
-        self.reconciles.load(Ordering::Acquire)
+        self.is_reconciling.load(Ordering::Acquire)
     }
 
     fn attends(&self) -> bool {
-        self.attends.load(Ordering::Acquire)
+        self.joins_stalled.load(Ordering::Acquire)
     }
 
     /// The step of channel 0 in which another rank waits long, and this one has not come to.
-    fn awaited_step(&self) -> Option<u32> {
-        self.node.stalled().filter(|&step| step == self.node.step().wrapping_add(1))
+    fn stalled_seq(&self) -> Option<u32> {
+        self.region.stalled().filter(|&step| step == self.region.step().wrapping_add(1))
     }
 
     /// Lets the lead take part in a step in which other ranks wait long, once.
-    fn attend_stalled(&self) {
-        let Some(step) = self.awaited_step().map(|step| u64::from(step) + 1) else { return };
-        if self.attended.swap(step, Ordering::AcqRel) != step {
+    fn join_stalled(&self) {
+        let Some(step) = self.stalled_seq().map(|step| u64::from(step) + 1) else { return };
+        if self.joined_seq.swap(step, Ordering::AcqRel) != step {
             // A team that is about to end attends nothing any more.
-            let _refused = self.send(Note::Attend);
+            let _refused = self.send(QueueItem::JoinStalled);
         }
     }
 
     /// Counts a call that the ranks have matched; returns its place, from 1. For who has the seat.
-    fn match_one(&self) -> u64 {
+    fn next_match_index(&self) -> u64 {
         let place = self.matched() + 1;
         self.matched.store(place, Ordering::Relaxed);
         place
@@ -264,8 +268,8 @@ impl Shared {
 
 impl Team {
     /// How it carries its calls.
-    pub fn carrier(&self) -> Carrier {
-        self.carrier
+    pub fn carrier(&self) -> CallConfig {
+        self.config
     }
 
     /// Enqueues `op` on `towers` and returns; the schedule does not count it. `request.done` is called exactly once: with the
@@ -273,10 +277,19 @@ impl Team {
     ///
     /// # Safety
     /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
-    pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: Request) {
-        let Request { done, name, instance, labels, blocks, timeout, device, .. } = request;
-        match self.job(op, towers, &name, &instance, labels, device) {
-            Ok(job) => self.run(self.place(job, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
+    pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: CallOptions) {
+        let CallOptions {
+            done,
+            name,
+            instance_id: instance,
+            tensor_names: labels,
+            caller_blocks: blocks,
+            timeout,
+            device,
+            ..
+        } = request;
+        match self.new_call(op, towers, &name, &instance, labels, device) {
+            Ok(job) => self.run(self.new_work(job, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
             Err(error) => done(Err(error)),
         }
     }
@@ -287,34 +300,47 @@ impl Team {
     /// # Safety
     /// As for [`Team::submit`]; with a parcel (`request.keeping`) the memory stays valid as long as the parcel does, also
     /// after `done` was called.
-    pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: Request) {
-        let waiting_since = request.timed.then(Instant::now);
-        let Request { done, name, instance, labels, parcel, owner, part, separate, blocks, timeout, device, .. } =
-            request;
-        let job = self.job(Op::Average, towers, &name, &instance, labels, device);
+    pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: CallOptions) {
+        let waiting_since = request.count_wait.then(Instant::now);
+        let CallOptions {
+            done,
+            name,
+            instance_id: instance,
+            tensor_names: labels,
+            results: parcel,
+            owner,
+            continues_step: part,
+            return_weights: separate,
+            caller_blocks: blocks,
+            timeout,
+            device,
+            ..
+        } = request;
+        let job = self.new_call(Op::Allreduce, towers, &name, &instance, labels, device);
         let mut job = match job.and_then(|job| self.check_schedule(job, owner, separate && parcel.is_some())) {
             Ok(job) => job,
             Err(error) => return done(Err(error)),
         };
-        let list = xxh3_64_with_seed(&owner.to_le_bytes(), job.list);
+        let list = xxh3_64_with_seed(&owner.to_le_bytes(), job.list_hash);
         let mut pipeline = self.pipeline();
-        let turn = pipeline.turn(list, owner, part, parcel.as_deref());
-        job.schedule(turn.shares.left, turn.place.clone());
+        let turn = pipeline.plan_call(list, owner, part, parcel.as_deref());
+        job.schedule(turn.weights.left, turn.position.clone());
         if timeline::is_on() && !part {
             let now = Instant::now();
-            let args = [("team", self.carrier.team.into()), ("call", turn.index.into())];
+            let args = [("team", self.config.team.into()), ("call", turn.index.into())];
             timeline::span("step", "gradients", now, now, &args);
         }
         // A call that gets nothing and leaves nothing has its mean where it belongs: nobody else looks at it.
-        let alone = turn.before.is_none() && turn.shares.left == 0.0;
-        let own = Flight::new(parcel, if alone { Vec::new() } else { job.means() });
+        let alone = turn.before.is_none() && turn.weights.left == 0.0;
+        let own = InFlightMean::new(parcel, if alone { Vec::new() } else { job.outputs() });
         let flight = Arc::clone(&own);
-        let placed = self.place(job, blocks, timeout, Box::new(move |result| flight.end(&result)));
-        pipeline.leave(list, Arc::clone(&own), turn.shares.left);
+        let placed = self.new_work(job, blocks, timeout, Box::new(move |result| flight.end(&result)));
+        pipeline.carry(list, Arc::clone(&own), turn.weights.left);
         drop(pipeline);
         self.run(placed);
-        let (pipeline, ledger) = (Arc::clone(&self.pipeline), Arc::clone(&self.ledger));
-        Delivery { pipeline, ledger, list, turn, own, done, separate, waiting_since }.start();
+        let (pipeline, ledger) = (Arc::clone(&self.schedule), Arc::clone(&self.wait_time));
+        ResultAssembly { pipeline, ledger, list, plan: turn, own, done, return_weights: separate, waiting_since }
+            .start();
     }
 
     /// Carries out an average on this thread, if that is a short call that nothing stands in the way of and others like it
@@ -322,20 +348,20 @@ impl Team {
     ///
     /// # Safety
     /// The memory of `views` is valid, and nobody else uses it meanwhile.
-    pub unsafe fn average_shortly(&self, name: &str, views: &[View<'_>], timeout: Limit) -> Option<Result<()>> {
-        if !self.plain.load(Ordering::Relaxed) || timeline::is_on() || self.shared.failure.get().is_some() {
+    pub unsafe fn try_small_allreduce(&self, name: &str, views: &[View<'_>], timeout: Timeout) -> Option<Result<()>> {
+        if !self.unscheduled.load(Ordering::Relaxed) || timeline::is_on() || self.shared.failure.get().is_some() {
             return None;
         }
         self.shared.callers.note(true);
-        let mut held = self.seat.take()?;
-        let since = short::is_timed(self.shared.matched()).then(Instant::now);
-        let (job, shown) = match held.begin(Op::Average, name, views, since)? {
+        let mut held = self.executor.try_acquire()?;
+        let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
+        let (job, shown) = match held.begin_small(Op::Allreduce, name, views, since)? {
             Ok(None) => return Some(Ok(())),
             Ok(Some(rest)) => rest,
             Err(error) => return Some(Err(error)),
         };
         let since = since.unwrap_or_else(Instant::now);
-        let result = outcome(
+        let result = wait_for_result(
             || self.shared.siblings.interrupt(),
             |ended| {
                 let call = self.call(*job, true, timeout, ended);
@@ -343,17 +369,17 @@ impl Team {
             },
         );
         if self.times_callers() {
-            self.ledger.add(since.elapsed().as_secs_f64());
+            self.wait_time.add(since.elapsed().as_secs_f64());
         }
         Some(result)
     }
 
     /// Whether the time that callers wait is told: of training, not of broadcasts and metrics.
     fn times_callers(&self) -> bool {
-        self.carrier.team >= 0
+        self.config.team >= 0
     }
 
-    fn job(
+    fn new_call(
         &self,
         op: Op,
         towers: Vec<Vec<Tensor>>,
@@ -361,7 +387,7 @@ impl Team {
         instance: &str,
         labels: String,
         device: Option<Device>,
-    ) -> Result<Job> {
+    ) -> Result<Call> {
         if let Some(error) = self.shared.failure() {
             return Err(error);
         }
@@ -369,7 +395,7 @@ impl Team {
             let words = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
             return Err(Error::State(words.into()));
         }
-        let job = Job::new(op, towers, name, instance, labels, self.carrier)?;
+        let job = Call::new(op, towers, name, instance, labels, self.config)?;
         match device {
             None => Ok(job),
             Some(device) => self.on_device(job, device),
@@ -378,59 +404,65 @@ impl Team {
 
     /// Puts a call in its place among the team's calls: into the queue, or, where its caller waits and may carry it out,
     /// into the seat, for [`Team::run`].
-    fn place(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) -> Option<(Held<'_>, Arc<Call>)> {
+    fn new_work(
+        &self,
+        job: Call,
+        blocks: bool,
+        timeout: Timeout,
+        ended: OnAllParts,
+    ) -> Option<(ExecutorGuard<'_>, Arc<Work>)> {
         let call = self.call(job, blocks, timeout, ended);
-        if blocks && let Some(held) = self.seat.take() {
+        if blocks && let Some(held) = self.executor.try_acquire() {
             return Some((held, call));
         }
-        self.seat.enqueue();
-        if let Some(Note::Call(call)) = self.shared.send(Note::Call(call)) {
+        self.executor.enqueue();
+        if let Some(QueueItem::Call(call)) = self.shared.send(QueueItem::Call(call)) {
             call.finish(Err(Error::State("the team has ended".into())));
         }
         None
     }
 
     /// A call that is submitted now.
-    fn call(&self, job: Job, blocks: bool, timeout: Limit, ended: Ended) -> Arc<Call> {
+    fn call(&self, job: Call, blocks: bool, timeout: Timeout, ended: OnAllParts) -> Arc<Work> {
         let timeout = match timeout {
-            Limit::Team => self.shared.timeout(),
-            Limit::Own(timeout) => timeout,
+            Timeout::GroupDefault => self.shared.timeout(),
+            Timeout::Override(timeout) => timeout,
         };
         let thread = self.shared.callers.note(blocks);
         let record = self.shared.recorder.open(&job, timeout, thread);
-        Arc::new(Call::new(job, ended, timeout, record, Arc::clone(&self.shared.recorder)))
+        Arc::new(Work::new(job, ended, timeout, record, Arc::clone(&self.shared.recorder)))
     }
 
     /// Carries out a call that is in its place, if that is not for the team's threads.
-    fn run(&self, placed: Option<(Held<'_>, Arc<Call>)>) {
+    fn run(&self, placed: Option<(ExecutorGuard<'_>, Arc<Work>)>) {
         if let Some((held, call)) = placed {
             self.carry(held, &call, None);
         }
     }
 
-    fn carry(&self, held: Held<'_>, call: &Arc<Call>, shown: Option<Shown>) {
-        if !held.carry(call, shown) {
+    fn carry(&self, held: ExecutorGuard<'_>, call: &Arc<Work>, shown: Option<PostedCall>) {
+        if !held.run(call, shown) {
             // Without a queue the team is about to end, and looks at the seat once more.
-            let _none = self.shared.send(Note::Left);
+            let _none = self.shared.send(QueueItem::HandedBack);
         }
     }
 
-    fn pipeline(&self) -> MutexGuard<'_, Pipeline> {
-        self.pipeline.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pipeline(&self) -> MutexGuard<'_, ScheduleState> {
+        self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts `schedule` with the next call of [`Team::gradients`].
     pub fn configure(&self, schedule: Schedule) {
         let mut pipeline = self.pipeline();
         pipeline.configure(schedule);
-        let plain = schedule == Schedule::BLOCKING && pipeline.left_behind() == 0;
-        self.plain.store(plain, Ordering::Relaxed);
+        let plain = schedule == Schedule::BLOCKING && pipeline.undelivered_means() == 0;
+        self.unscheduled.store(plain, Ordering::Relaxed);
     }
 
     /// Whether coming calls of `owner` ([`Team::gradients`]) may return before their average has ended, if they bring a
     /// parcel, or another one's mean.
-    pub fn carries(&self, owner: u64) -> bool {
-        self.pipeline().carries(owner)
+    pub fn may_return_early(&self, owner: u64) -> bool {
+        self.pipeline().may_return_early(owner)
     }
 
     /// Forgets the lists of `owner`, and the means that its last calls have left to calls that will not come.
@@ -439,29 +471,29 @@ impl Team {
     }
 
     /// Forgets the means that the last calls of `owner` have left.
-    pub fn discard(&self, owner: u64) {
-        self.pipeline().discard(owner);
+    pub fn discard_carried(&self, owner: u64) {
+        self.pipeline().discard_carried(owner);
     }
 
     /// Memory for faces whose callers keep theirs.
-    pub fn pool(&self) -> &Arc<Pool> {
+    pub fn pool(&self) -> &Arc<StagingPool> {
         &self.pool
     }
 
     /// Counts `seconds` that a caller has waited, for calls that are not timed.
     pub fn add_waited(&self, seconds: f64) {
-        self.ledger.add(seconds);
+        self.wait_time.add(seconds);
     }
 
     /// Who prints, and for how long callers have waited.
     pub fn waited(&self) -> (Verbosity, f64) {
-        let shortly = if self.times_callers() { self.shared.recorder.waited_shortly() } else { 0.0 };
-        (self.pipeline().verbosity(), self.ledger.total() + shortly)
+        let shortly = if self.times_callers() { self.shared.recorder.small_call_wait() } else { 0.0 };
+        (self.pipeline().verbosity(), self.wait_time.total() + shortly)
     }
 
     /// The number of means that were left to calls that have not come.
-    pub fn left_behind(&self) -> usize {
-        self.pipeline().left_behind()
+    pub fn undelivered_means(&self) -> usize {
+        self.pipeline().undelivered_means()
     }
 
     /// Sets the deadline of coming calls; `None` for none. The ranks need not agree on it.
@@ -489,7 +521,7 @@ impl Drop for Team {
 /// Prints how long this rank has waited on all `teams`, if one of them wants it.
 pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize) {
     let waited: Vec<(Verbosity, f64)> = teams.map(|team| team.waited()).collect();
-    if waited.iter().any(|(verbosity, _)| verbosity.speaks(rank)) {
-        ledger::report_all(rank, waited.iter().map(|(_, seconds)| seconds).sum());
+    if waited.iter().any(|(verbosity, _)| verbosity.prints_on(rank)) {
+        wait_time::report_all(rank, waited.iter().map(|(_, seconds)| seconds).sum());
     }
 }

@@ -7,58 +7,58 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::call::Call;
-use super::elsewhere::Elsewhere;
+use super::other_teams::OtherTeams;
+use super::work::Work;
 use super::worker::{Queue, Worker};
-use crate::collective::Account;
-use crate::collective::lineup::{Age, Decision, List, Outlook, Pending};
+use crate::collective::MismatchEntry;
+use crate::collective::matching::{Age, Outlook, PendingCall, PendingCalls, Reconciliation};
 use crate::error::{Error, Result};
 
 /// The longest that the lead looks away from the other ranks meanwhile: a call that all ranks have is found within it.
-pub(super) const LONGEST_NAP: Duration = Duration::from_millis(20);
+pub(super) const MAX_BACKOFF: Duration = Duration::from_millis(20);
 /// How much sooner a call is given up when nothing else can come.
-pub(super) const SOONER: u32 = 30;
+pub(super) const EARLY_DIVISOR: u32 = 30;
 
 impl Worker {
     /// The ranks met with different calls: brings those that all have to the front of the queue, or gives one up, once it
     /// is known which; returns a call of this rank that has ended so. `absent` stands for the calls of a rank that has none.
-    pub fn line_up(
+    pub fn reconcile(
         &mut self,
         queue: &mut Queue<'_>,
-        absent: Option<&Arc<Call>>,
-        elsewhere: Elsewhere,
-    ) -> Option<(Arc<Call>, Result<()>)> {
-        self.shared.reconciles.store(true, Ordering::Release);
-        let ended = self.reconcile(queue, absent, elsewhere);
-        self.shared.reconciles.store(false, Ordering::Release);
+        absent: Option<&Arc<Work>>,
+        elsewhere: OtherTeams,
+    ) -> Option<(Arc<Work>, Result<()>)> {
+        self.shared.is_reconciling.store(true, Ordering::Release);
+        let ended = self.run_rounds(queue, absent, elsewhere);
+        self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
             self.shared.siblings.settle(&self.shared);
         }
         ended
     }
 
-    fn reconcile(
+    fn run_rounds(
         &mut self,
         queue: &mut Queue<'_>,
-        absent: Option<&Arc<Call>>,
-        mut elsewhere: Elsewhere,
-    ) -> Option<(Arc<Call>, Result<()>)> {
+        absent: Option<&Arc<Work>>,
+        mut elsewhere: OtherTeams,
+    ) -> Option<(Arc<Work>, Result<()>)> {
         let mut nap = Duration::from_millis(1);
         loop {
-            queue.take();
+            queue.drain();
             if queue.calls.is_empty() {
-                elsewhere.look(&self.shared);
+                elsewhere.poll(&self.shared);
             }
             let list = self.list(queue, &elsewhere);
             let head = Arc::clone(queue.calls.front().or(absent)?);
             let own = self.rank;
-            let decision = self.attempt(&head, |channel, _, patience| {
-                let decision = channel.line_up(&list, patience)?;
-                if let Decision::Wait(ranks) = &decision {
+            let decision = self.run_checked(&head, |channel, _, patience| {
+                let decision = channel.reconcile(&list, patience)?;
+                if let Reconciliation::Wait(ranks) = &decision {
                     // The rounds themselves do not wait for what is missing.
                     let counterpart = || {
                         let others = ranks.iter().enumerate().filter(|(rank, _)| *rank != own);
-                        let words = others.map(|(rank, standing)| format!("rank {rank} {}", standing.words()));
+                        let words = others.map(|(rank, standing)| format!("rank {rank} {}", standing.describe()));
                         format!("its counterpart; {}", words.collect::<Vec<_>>().join(", "))
                     };
                     patience.check(Duration::ZERO, &counterpart)?;
@@ -66,13 +66,13 @@ impl Worker {
                 Ok(decision)
             });
             match decision {
-                Ok(Decision::Run(order)) => {
+                Ok(Reconciliation::Run(order)) => {
                     queue.reorder(&order);
                     return None;
                 }
-                Ok(Decision::GiveUp(places)) => return self.give_up(queue, &head, places[self.rank], &elsewhere),
-                Ok(Decision::Wait(_)) => {
-                    nap = if queue.nap(nap) { Duration::from_millis(1) } else { (2 * nap).min(LONGEST_NAP) };
+                Ok(Reconciliation::Fail(places)) => return self.fail_call(queue, &head, places[self.rank], &elsewhere),
+                Ok(Reconciliation::Wait(_)) => {
+                    nap = if queue.wait_for_more(nap) { Duration::from_millis(1) } else { (2 * nap).min(MAX_BACKOFF) };
                 }
                 Err(error) => return queue.calls.pop_front().map(|head| (head, Err(error))),
             }
@@ -80,57 +80,57 @@ impl Worker {
     }
 
     /// What this rank tells of its calls.
-    fn list(&self, queue: &Queue<'_>, elsewhere: &Elsewhere) -> List {
+    fn list(&self, queue: &Queue<'_>, elsewhere: &OtherTeams) -> PendingCalls {
         let shared = &self.shared;
         // Before the deadline, so that what differs is told rather than that time is up.
-        let within = |call: &Call| {
-            call.timeout.map_or(shared.settings.match_within, |timeout| shared.settings.match_within.min(timeout / 3))
+        let within = |call: &Work| {
+            call.timeout.map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
         };
-        let pending = |call: &Arc<Call>| Pending {
-            signature: call.job.signature,
-            key: call.job.key(),
+        let pending = |call: &Arc<Work>| PendingCall {
+            signature: call.call.signature,
+            key: call.call.key(),
             age: match call.alone_since().elapsed() {
-                alone if alone > within(call) => Age::Stale,
-                alone if alone > within(call) / SOONER => Age::Ripe,
-                _ => Age::Fresh,
+                alone if alone > within(call) => Age::Expired,
+                alone if alone > within(call) / EARLY_DIVISOR => Age::Conflicting,
+                _ => Age::New,
             },
         };
         let quiet = queue.calls.front().is_some_and(|head| {
             let unchanged = queue.arrived.max(head.alone_since()).elapsed();
             let all_wait = || {
-                let mut waiting = shared.siblings.waiting(shared.long);
+                let mut waiting = shared.siblings.waiting(shared.stall_check_after);
                 waiting.extend(queue.calls.iter().filter_map(|call| call.record.thread));
-                shared.callers.all_wait(&waiting)
+                shared.callers.all_blocked(&waiting)
             };
-            unchanged > within(head) / SOONER && all_wait()
+            unchanged > within(head) / EARLY_DIVISOR && all_wait()
         });
         let outlook = match queue.calls.front() {
             _ if queue.closed => Outlook::Closed,
             None => elsewhere.outlook(shared, queue.arrived),
-            Some(_) if quiet && shared.siblings.all_wait(shared.long) => Outlook::Settled,
+            Some(_) if quiet && shared.siblings.all_blocked(shared.stall_check_after) => Outlook::Settled,
             Some(_) => elsewhere.unsettled(),
         };
-        List { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
+        PendingCalls { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
     }
 
     /// Gives up the call at `place`, or, without one, hears about the calls that others give up.
-    fn give_up(
+    fn fail_call(
         &mut self,
         queue: &mut Queue<'_>,
-        head: &Arc<Call>,
+        head: &Arc<Work>,
         place: Option<usize>,
-        elsewhere: &Elsewhere,
-    ) -> Option<(Arc<Call>, Result<()>)> {
+        elsewhere: &OtherTeams,
+    ) -> Option<(Arc<Work>, Result<()>)> {
         let given_up = place.and_then(|place| queue.calls.remove(place));
         let account = match &given_up {
             Some(call) => {
                 self.shared.siblings.give_up();
-                Account::Call(&call.job)
+                MismatchEntry::Call(&call.call)
             }
-            None if head.is_absent() => Account::None(elsewhere.words(&self.shared, queue.closed)),
-            None => Account::None(format!("nothing that matches; it waits for {}", head.job.title())),
+            None if head.is_absent() => MismatchEntry::None(elsewhere.describe(&self.shared, queue.closed)),
+            None => MismatchEntry::None(format!("nothing that matches; it waits for {}", head.call.full_name())),
         };
-        let told = self.attempt::<()>(head, |channel, _, patience| Err(channel.explain(&account, patience)));
+        let told = self.run_checked::<()>(head, |channel, _, patience| Err(channel.explain(&account, patience)));
         Some((given_up?, told))
     }
 }

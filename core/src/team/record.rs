@@ -1,7 +1,7 @@
 //! The flight recorder: the last calls of a team, always on, and the sums of all its calls.
 //!
 //! A record costs a slot in a ring and a few looks at the clock; words are made when somebody wants to read it.
-//! Thread rule: a [`Record`] is shared by the threads that carry out its call; the [`Recorder`] is behind a lock of its own.
+//! Thread rule: a [`Record`] is shared by the threads that carry out its call; the [`RecorderState`] is behind a lock of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -13,23 +13,23 @@ use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
 use super::callers::ThreadId;
-use super::short::Kind;
-use crate::collective::Job;
+use super::small_calls::SmallCallStats;
+use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::timeline;
-use crate::trace::{Activity, Log};
+use crate::timings::{Activity, CallTimings};
 
 /// How many calls the ring holds.
-const KEPT: usize = 256;
+const RING_CALLS: usize = 256;
 /// How many tensors of a call stand in a dump.
-const SHOWN: usize = 4;
+const TENSORS_SHOWN: usize = 4;
 /// How many kinds of calls are remembered for their words.
-const KINDS: usize = 512;
+const MAX_SUMMARIES: usize = 512;
 
 /// The words for all calls of one signature.
 #[derive(Debug)]
-pub(super) struct Brief {
-    pub heading: String,
+pub(super) struct CallSummary {
+    pub name_line: String,
     pub tensors: Vec<String>,
     pub count: usize,
     pub bytes: usize,
@@ -41,12 +41,12 @@ pub(super) struct Record {
     /// The number of its submission on this rank, from 0.
     pub number: u64,
     pub signature: u64,
-    pub brief: Arc<Brief>,
+    pub summary: Arc<CallSummary>,
     pub submitted: Instant,
     pub timeout: Option<Duration>,
     /// The thread that waits for it, if one does.
     pub thread: Option<ThreadId>,
-    pub log: Log,
+    pub timings: CallTimings,
     /// Nanoseconds after the submission; 0 for not yet.
     started: AtomicU64,
     ended: AtomicU64,
@@ -57,34 +57,34 @@ pub(super) struct Record {
 
 impl Record {
     /// The record of the last short call of a kind.
-    fn of_short(team: i32, kind: &Kind, since: Instant) -> Record {
+    fn of_short(team: i32, kind: &SmallCallStats, since: Instant) -> Record {
         let number = kind.number.load(Ordering::Relaxed);
-        let (ended, took) = (kind.ended.load(Ordering::Relaxed), kind.took.load(Ordering::Relaxed).max(1));
+        let (ended, took) = (kind.last_ended.load(Ordering::Relaxed), kind.last_nanos.load(Ordering::Relaxed).max(1));
         Record {
             number,
             signature: kind.signature,
-            brief: Arc::clone(&kind.brief),
+            summary: Arc::clone(&kind.brief),
             submitted: since + Duration::from_nanos(ended.saturating_sub(took)),
             timeout: None,
             thread: None,
-            log: Log::new(team, number),
+            timings: CallTimings::new(team, number),
             started: AtomicU64::new(1),
             ended: AtomicU64::new(took),
-            matched: AtomicU64::new(kind.place.load(Ordering::Relaxed)),
+            matched: AtomicU64::new(kind.match_index.load(Ordering::Relaxed)),
             error: OnceLock::new(),
         }
     }
 
     /// The record of a call that is in no ring and in no sum.
-    pub fn detached(job: &Job) -> Record {
-        Record::new(job.team(), 0, Arc::new(Brief::new(job)), job.signature, None, None)
+    pub fn detached(job: &Call) -> Record {
+        Record::new(job.team(), 0, Arc::new(CallSummary::new(job)), job.signature, None, None)
     }
 
     /// The record of call `number`, which is submitted now.
     fn new(
         team: i32,
         number: u64,
-        brief: Arc<Brief>,
+        brief: Arc<CallSummary>,
         signature: u64,
         timeout: Option<Duration>,
         thread: Option<ThreadId>,
@@ -92,11 +92,11 @@ impl Record {
         Record {
             number,
             signature,
-            brief,
+            summary: brief,
             submitted: Instant::now(),
             timeout,
             thread,
-            log: Log::new(team, number),
+            timings: CallTimings::new(team, number),
             started: AtomicU64::new(0),
             ended: AtomicU64::new(0),
             matched: AtomicU64::new(0),
@@ -126,7 +126,7 @@ impl Record {
     }
 
     fn place(&self) -> [(&'static str, Value); 2] {
-        [("team", self.log.team().into()), ("call", self.number.into())]
+        [("team", self.timings.team().into()), ("call", self.number.into())]
     }
 
     pub fn started(&self) -> Option<Duration> {
@@ -137,7 +137,7 @@ impl Record {
         at(&self.ended)
     }
 
-    pub fn place_of_match(&self) -> Option<u64> {
+    pub fn match_index(&self) -> Option<u64> {
         Some(self.matched.load(Ordering::Relaxed)).filter(|&place| place > 0)
     }
 
@@ -147,7 +147,7 @@ impl Record {
 }
 
 /// The time of a clock that is some milliseconds late and costs next to nothing to look at.
-fn coarse() -> Duration {
+fn coarse_now() -> Duration {
     let time = clock_gettime(ClockId::MonotonicCoarse);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
@@ -168,7 +168,7 @@ pub struct Totals {
     /// Seconds between submission and start.
     pub queued: f64,
     /// Seconds from start to end.
-    pub busy: f64,
+    pub comm: f64,
     /// Seconds of the threads by [`Activity`]: copy, wait, reduce, network.
     pub activities: [f64; 4],
     /// Steps, raised flags, messages, bytes of messages.
@@ -180,14 +180,14 @@ impl Totals {
         let Some(ended) = record.ended() else { return };
         self.calls += 1;
         self.failed += u64::from(record.error().is_some());
-        self.bytes += record.brief.bytes as u64;
+        self.bytes += record.summary.bytes as u64;
         let started = record.started().unwrap_or(ended);
         self.queued += started.as_secs_f64();
-        self.busy += (ended - started).as_secs_f64();
+        self.comm += (ended - started).as_secs_f64();
         for activity in [Activity::Copy, Activity::Wait, Activity::Reduce, Activity::Network] {
-            self.activities[activity as usize] += record.log.seconds(activity);
+            self.activities[activity as usize] += record.timings.seconds(activity);
         }
-        for (sum, count) in self.counts.iter_mut().zip(record.log.counts()) {
+        for (sum, count) in self.counts.iter_mut().zip(record.timings.counts()) {
             *sum += count;
         }
     }
@@ -195,11 +195,11 @@ impl Totals {
 
 impl Totals {
     /// Adds the short calls of a kind: a step and a flag each, and no other rank to be waited for for long.
-    fn add_short(&mut self, kind: &Kind) {
+    fn add_short(&mut self, kind: &SmallCallStats) {
         let calls = kind.calls.load(Ordering::Relaxed);
         self.calls += calls;
         self.bytes += calls * kind.brief.bytes as u64;
-        self.busy += kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
+        self.comm += kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
         self.counts[0] += calls;
         self.counts[1] += calls;
     }
@@ -223,31 +223,31 @@ impl Hasher for Signature {
 
 /// What is remembered of a team's calls; see the module's text.
 #[derive(Default)]
-pub(super) struct Recorder {
+pub(super) struct RecorderState {
     ring: VecDeque<Arc<Record>>,
     /// Calls that left the ring before they had ended.
-    strays: Vec<Arc<Record>>,
-    kinds: HashMap<u64, Arc<Brief>, BuildHasherDefault<Signature>>,
+    evicted_running: Vec<Arc<Record>>,
+    summaries: HashMap<u64, Arc<CallSummary>, BuildHasherDefault<Signature>>,
     /// The kinds of short calls.
-    shorts: Vec<Arc<Kind>>,
+    small_calls: Vec<Arc<SmallCallStats>>,
     /// The sums over calls that have left the ring.
     totals: Totals,
 }
 
-impl Recorder {
+impl RecorderState {
     /// Makes room in the ring; a record that nobody looks at any more is given back.
     fn evict(&mut self) -> Option<Arc<Record>> {
-        let Recorder { strays, totals, .. } = self;
+        let RecorderState { evicted_running: strays, totals, .. } = self;
         strays.retain(|stray| {
             totals.add(stray);
             stray.ended().is_none()
         });
-        if self.ring.len() < KEPT {
+        if self.ring.len() < RING_CALLS {
             return None;
         }
         let oldest = self.ring.pop_front()?;
         if oldest.ended().is_none() {
-            self.strays.push(oldest);
+            self.evicted_running.push(oldest);
             return None;
         }
         self.totals.add(&oldest);
@@ -256,23 +256,23 @@ impl Recorder {
 }
 
 /// A recorder behind its lock.
-pub(super) struct Shared {
-    recorder: Mutex<Recorder>,
+pub(super) struct Recorder {
+    state: Mutex<RecorderState>,
     /// The number of the next call.
     next: AtomicU64,
-    /// What [`Kind`]s count from, by the precise clock and by the coarse one.
+    /// What [`SmallCallStats`]s count from, by the precise clock and by the coarse one.
     since: (Instant, Duration),
 }
 
-impl Default for Shared {
-    fn default() -> Shared {
-        Shared { recorder: Mutex::default(), next: AtomicU64::new(0), since: (Instant::now(), coarse()) }
+impl Default for Recorder {
+    fn default() -> Recorder {
+        Recorder { state: Mutex::default(), next: AtomicU64::new(0), since: (Instant::now(), coarse_now()) }
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Recorder> {
-        self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
+impl Recorder {
+    fn lock(&self) -> MutexGuard<'_, RecorderState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the number of a call that is submitted now.
@@ -281,13 +281,13 @@ impl Shared {
     }
 
     /// The kind of short calls like that of `record`.
-    pub fn kind(&self, record: &Record) -> Arc<Kind> {
+    pub fn small_call_stats(&self, record: &Record) -> Arc<SmallCallStats> {
         let mut recorder = self.lock();
-        if let Some(kind) = recorder.shorts.iter().find(|kind| kind.signature == record.signature) {
+        if let Some(kind) = recorder.small_calls.iter().find(|kind| kind.signature == record.signature) {
             return Arc::clone(kind);
         }
-        let Recorder { shorts, totals, .. } = &mut *recorder;
-        if shorts.len() >= KINDS {
+        let RecorderState { small_calls: shorts, totals, .. } = &mut *recorder;
+        if shorts.len() >= MAX_SUMMARIES {
             // Those that no seat has.
             shorts.retain(|kind| {
                 let used = Arc::strong_count(kind) > 1;
@@ -297,24 +297,24 @@ impl Shared {
                 used
             });
         }
-        let kind = Arc::new(Kind::new(record.signature, Arc::clone(&record.brief)));
-        recorder.shorts.push(Arc::clone(&kind));
+        let kind = Arc::new(SmallCallStats::new(record.signature, Arc::clone(&record.summary)));
+        recorder.small_calls.push(Arc::clone(&kind));
         kind
     }
 
     /// Counts a short call that ended at once, submitted at that time if it was timed.
-    pub fn short(&self, kind: &Kind, place: u64, submitted: Option<Instant>) {
-        let ended = coarse().saturating_sub(self.since.1);
+    pub fn count_small(&self, kind: &SmallCallStats, place: u64, submitted: Option<Instant>) {
+        let ended = coarse_now().saturating_sub(self.since.1);
         kind.count(self.number(), place, ended, submitted.map(|from| from.elapsed()));
     }
 
     /// Opens the record of a call that is submitted now.
-    pub fn open(&self, job: &Job, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
+    pub fn open(&self, job: &Call, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
         let mut recorder = self.lock();
-        if recorder.kinds.len() > KINDS {
-            recorder.kinds.clear();
+        if recorder.summaries.len() > MAX_SUMMARIES {
+            recorder.summaries.clear();
         }
-        let brief = recorder.kinds.entry(job.signature).or_insert_with(|| Arc::new(Brief::new(job)));
+        let brief = recorder.summaries.entry(job.signature).or_insert_with(|| Arc::new(CallSummary::new(job)));
         let brief = Arc::clone(brief);
         let fresh = Record::new(job.team(), self.number(), brief, job.signature, timeout, thread);
         // The memory of the oldest, where nobody has it any more.
@@ -341,11 +341,11 @@ impl Shared {
         record.ended.store(now, Ordering::Release);
         if timeline::is_on() {
             let [team, call] = record.place();
-            let (matched, bytes) = (record.place_of_match(), record.brief.bytes);
+            let (matched, bytes) = (record.match_index(), record.summary.bytes);
             let error = result.as_ref().err().map(ToString::to_string);
             let args = [team, call, ("matched", matched.into()), ("bytes", bytes.into()), ("error", error.into())];
             let until = record.submitted + Duration::from_nanos(now);
-            timeline::span("call", &record.brief.heading, record.submitted, until, &args);
+            timeline::span("call", &record.summary.name_line, record.submitted, until, &args);
         }
     }
 
@@ -354,44 +354,55 @@ impl Shared {
         let waits = |record: &&Arc<Record>| record.started().is_none() && record.ended().is_none();
         let late = |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
         let recorder = self.lock();
-        recorder.strays.iter().chain(&recorder.ring).filter(waits).find(late).cloned()
+        recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(late).cloned()
     }
 
     /// The calls that have not ended.
     pub fn pending(&self) -> Vec<Arc<Record>> {
         let recorder = self.lock();
-        recorder.strays.iter().chain(&recorder.ring).filter(|record| record.ended().is_none()).cloned().collect()
+        recorder
+            .evicted_running
+            .iter()
+            .chain(&recorder.ring)
+            .filter(|record| record.ended().is_none())
+            .cloned()
+            .collect()
     }
 
     /// The sums over all calls that have ended.
     pub fn totals(&self) -> Totals {
         let recorder = self.lock();
         let mut totals = recorder.totals.clone();
-        recorder.strays.iter().chain(&recorder.ring).for_each(|record| totals.add(record));
-        recorder.shorts.iter().for_each(|kind| totals.add_short(kind));
+        recorder.evicted_running.iter().chain(&recorder.ring).for_each(|record| totals.add(record));
+        recorder.small_calls.iter().for_each(|kind| totals.add_short(kind));
         totals
     }
 
     /// The seconds that callers of short calls have waited.
-    pub fn waited_shortly(&self) -> f64 {
-        self.lock().shorts.iter().map(|kind| kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9).sum()
+    pub fn small_call_wait(&self) -> f64 {
+        self.lock().small_calls.iter().map(|kind| kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9).sum()
     }
 
     /// The last calls, oldest first; of the short ones that ended at once, the last of each kind.
     pub fn last(&self, team: i32) -> Vec<Arc<Record>> {
         let recorder = self.lock();
-        let mut last: Vec<Arc<Record>> = recorder.strays.iter().chain(&recorder.ring).cloned().collect();
-        let used = recorder.shorts.iter().filter(|kind| kind.calls.load(Ordering::Relaxed) > 0);
+        let mut last: Vec<Arc<Record>> = recorder.evicted_running.iter().chain(&recorder.ring).cloned().collect();
+        let used = recorder.small_calls.iter().filter(|kind| kind.calls.load(Ordering::Relaxed) > 0);
         last.extend(used.map(|kind| Arc::new(Record::of_short(team, kind, self.since.0))));
         last.sort_by_key(|record| record.number);
         last
     }
 }
 
-impl Brief {
-    fn new(job: &Job) -> Brief {
+impl CallSummary {
+    fn new(job: &Call) -> CallSummary {
         let count = job.tensors(0).len();
-        Brief { heading: job.heading(), tensors: job.lines(0..SHOWN).collect(), count, bytes: job.plan.total() }
+        CallSummary {
+            name_line: job.name_line(),
+            tensors: job.lines(0..TENSORS_SHOWN).collect(),
+            count,
+            bytes: job.plan.total(),
+        }
     }
 }
 
@@ -400,21 +411,29 @@ impl Brief {
 mod tests {
     use super::*;
     use crate::buffer::{Buffer, Tensor};
-    use crate::collective::{Carrier, Op};
+    use crate::collective::{CallConfig, Op};
     use crate::dtype::DType;
-    use crate::trace::Lap;
+    use crate::timings::PhaseTimer;
 
-    fn job(data: &mut [f32], name: &str) -> Job {
-        let carrier = Carrier { team: 0, ranks: 2, channels: 1, slot: 4096, short: 0, alone: 0, precise: false };
+    fn job(data: &mut [f32], name: &str) -> Call {
+        let carrier = CallConfig {
+            team: 0,
+            ranks: 2,
+            channels: 1,
+            slot: 4096,
+            small_max: 0,
+            single_thread_max: 0,
+            acc_f64: false,
+        };
         let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
-        Job::new(Op::Average, vec![vec![tensor]], name, "", "weight".into(), carrier).unwrap()
+        Call::new(Op::Allreduce, vec![vec![tensor]], name, "", "weight".into(), carrier).unwrap()
     }
 
     #[test]
     fn the_last_calls_are_kept_and_all_are_counted() {
-        let recorder = Shared::default();
+        let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        for number in 0..KEPT as u64 + 10 {
+        for number in 0..RING_CALLS as u64 + 10 {
             let record = recorder.open(&job(&mut data, "a"), Some(Duration::ZERO), None);
             assert_eq!(record.number, number);
             assert!(recorder.overdue().is_some_and(|late| Arc::ptr_eq(&late, &record)));
@@ -425,25 +444,25 @@ mod tests {
             recorder.close(&record, &result);
         }
         let last = recorder.last(0);
-        assert_eq!((last.len(), last[0].number), (KEPT, 10));
-        assert_eq!(last[0].brief.tensors, ["tensor 0 'weight': float32[16]"]);
-        assert!(last.windows(2).all(|pair| Arc::ptr_eq(&pair[0].brief, &pair[1].brief)), "words are made once");
+        assert_eq!((last.len(), last[0].number), (RING_CALLS, 10));
+        assert_eq!(last[0].summary.tensors, ["tensor 0 'weight': float32[16]"]);
+        assert!(last.windows(2).all(|pair| Arc::ptr_eq(&pair[0].summary, &pair[1].summary)), "words are made once");
         let totals = recorder.totals();
         assert_eq!((totals.calls, totals.failed, totals.bytes), (266, 1, 266 * 64));
     }
 
     #[test]
     fn a_short_call_is_told_with_the_time_of_its_end() {
-        let recorder = Shared::default();
+        let recorder = Recorder::default();
         let mut data = [0f32; 16];
         let first = recorder.open(&job(&mut data, "a"), None, None);
         recorder.close(&first, &Ok(()));
-        let kind = recorder.kind(&first);
-        recorder.short(&kind, 2, Some(Instant::now()));
+        let kind = recorder.small_call_stats(&first);
+        recorder.count_small(&kind, 2, Some(Instant::now()));
         std::thread::sleep(Duration::from_millis(60));
-        recorder.short(&kind, 3, None);
+        recorder.count_small(&kind, 3, None);
         let last = recorder.last(0);
-        let numbers: Vec<_> = last.iter().map(|record| (record.number, record.place_of_match())).collect();
+        let numbers: Vec<_> = last.iter().map(|record| (record.number, record.match_index())).collect();
         assert_eq!(numbers, [(0, None), (2, Some(3))]);
         let ended = |record: &Record| record.submitted + record.ended().unwrap();
         assert!(ended(&last[1]) > ended(&last[0]) + Duration::from_millis(40), "of the one that was not timed too");
@@ -451,10 +470,10 @@ mod tests {
 
     #[test]
     fn many_kinds_of_calls_do_not_fill_the_memory() {
-        let recorder = Shared::default();
-        for kind in 0..3 * KINDS {
+        let recorder = Recorder::default();
+        for kind in 0..3 * MAX_SUMMARIES {
             recorder.open(&job(&mut [0.0], &kind.to_string()), None, None);
-            assert!(recorder.lock().kinds.len() <= KINDS + 1);
+            assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
 
@@ -462,7 +481,7 @@ mod tests {
     #[test]
     #[ignore = "a measurement: cargo test --release -p dl_comm_core --lib -- --ignored --nocapture costs"]
     fn what_a_record_costs() {
-        let recorder = Shared::default();
+        let recorder = Recorder::default();
         let mut data = [0f32; 16];
         let job = job(&mut data, "a");
         let rounds = 200_000;
@@ -472,7 +491,7 @@ mod tests {
         for _ in 0..rounds {
             let record = recorder.open(&job, None, None);
             record.start(true);
-            let mut lap = Lap::start(&record.log, 64);
+            let mut lap = PhaseTimer::start(&record.timings, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {
                 lap.end(activity);
             }

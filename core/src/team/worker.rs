@@ -1,6 +1,6 @@
 //! The threads of a team: the lead, which takes the calls in order, and the helpers, which take their share of long ones.
 //!
-//! To lead is a role, on a [`Seat`]: a caller that waits for its call anyway takes it while nobody else has it and no call is
+//! To lead is a role, on a [`Executor`]: a caller that waits for its call anyway takes it while nobody else has it and no call is
 //! queued, and carries the call out itself, which spares it two changes of threads. The other ranks cannot tell.
 
 use std::collections::VecDeque;
@@ -10,78 +10,78 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::Shared;
-use super::call::Call;
-use super::device::OnDevice;
-use super::elsewhere::Elsewhere;
-use super::short::{Begun, Templates};
+use super::TeamState;
+use super::device::DeviceExecutor;
+use super::other_teams::OtherTeams;
+use super::small_calls::{CachedCalls, SmallCall};
+use super::work::Work;
 use crate::buffer::View;
-use crate::collective::device::Stager;
-use crate::collective::{Carrier, Channel, Job, Op, Shown};
+use crate::collective::device::StagingPipeline;
+use crate::collective::{Call, CallConfig, Channel, Op, PostedCall};
 use crate::error::{Error, Result, guard};
-use crate::say::say;
-use crate::transport::Patience;
-use crate::transport::patience::Asked;
+use crate::log::log_line;
+use crate::transport::WaitContext;
+use crate::transport::wait_context::WaitCallbacks;
 
 /// One thread of a team and its channel.
 pub(super) struct Worker {
-    pub shared: Arc<Shared>,
+    pub shared: Arc<TeamState>,
     pub index: usize,
     pub rank: usize,
-    pub carrier: Carrier,
+    pub carrier: CallConfig,
     pub channel: Channel,
     /// For calls on device memory that go through the host, once there was one.
-    pub stager: Option<Stager>,
+    pub staging: Option<StagingPipeline>,
 }
 
 /// What the team's calls go through, one after the other.
-pub(super) struct Seat {
-    lead: Mutex<Lead>,
+pub(super) struct Executor {
+    state: Mutex<ExecutorState>,
     /// Calls that were enqueued and have not ended.
     queued: AtomicUsize,
 }
 
 /// What who leads has.
-struct Lead {
+struct ExecutorState {
     worker: Worker,
-    helpers: Vec<Sender<Arc<Call>>>,
+    helpers: Vec<Sender<Arc<Work>>>,
     /// A call that its caller could not carry out, because the ranks called different things. It comes before all others.
-    left: Option<Arc<Call>>,
-    templates: Templates,
+    handed_back: Option<Arc<Work>>,
+    templates: CachedCalls,
     /// For calls on device memory, once there was one.
-    device: Option<OnDevice>,
+    device: Option<DeviceExecutor>,
     closed: bool,
 }
 
 /// Something for the thread that leads.
-pub(super) enum Note {
+pub(super) enum QueueItem {
     /// A call.
-    Call(Arc<Call>),
+    Call(Arc<Work>),
     /// A call was left in the seat.
-    Left,
+    HandedBack,
     /// Other ranks wait long in a step for which there is no call here.
-    Attend,
+    JoinStalled,
 }
 
 /// The seat in the hands of a caller.
-pub(super) struct Held<'a> {
-    seat: &'a Seat,
-    lead: MutexGuard<'a, Lead>,
+pub(super) struct ExecutorGuard<'a> {
+    executor: &'a Executor,
+    state: MutexGuard<'a, ExecutorState>,
 }
 
 /// A short call that other ranks are to be waited for, and what was shown of it.
-pub(super) type Rest = (Box<Job>, Shown);
+pub(super) type SmallCallRemainder = (Box<Call>, PostedCall);
 
 /// The calls that the lead has been given and not carried out.
 pub(super) struct Queue<'a> {
-    receiver: &'a Receiver<Note>,
-    pub calls: VecDeque<Arc<Call>>,
+    receiver: &'a Receiver<QueueItem>,
+    pub calls: VecDeque<Arc<Work>>,
     /// When the last one came.
     pub arrived: Instant,
     /// Whether the lead had nothing to do when the first came.
     idle: bool,
     /// Other ranks wait long in a step.
-    attends: bool,
+    joins_stalled: bool,
     pub closed: bool,
 }
 
@@ -103,7 +103,7 @@ impl Queue<'_> {
     }
 
     /// Takes what has been submitted.
-    pub fn take(&mut self) {
+    pub fn drain(&mut self) {
         loop {
             match self.receiver.try_recv() {
                 Ok(note) => self.push(note),
@@ -117,7 +117,7 @@ impl Queue<'_> {
     }
 
     /// Waits up to `nap` for a further call; whether one came.
-    pub fn nap(&mut self, nap: Duration) -> bool {
+    pub fn wait_for_more(&mut self, nap: Duration) -> bool {
         match self.receiver.recv_timeout(nap) {
             Ok(note) => self.push(note),
             Err(RecvTimeoutError::Timeout) => return false,
@@ -130,11 +130,11 @@ impl Queue<'_> {
         true
     }
 
-    fn push(&mut self, note: Note) {
+    fn push(&mut self, note: QueueItem) {
         match note {
-            Note::Call(call) => self.calls.push_back(call),
-            Note::Left => {}
-            Note::Attend => self.attends = true,
+            QueueItem::Call(call) => self.calls.push_back(call),
+            QueueItem::HandedBack => {}
+            QueueItem::JoinStalled => self.joins_stalled = true,
         }
         self.arrived = Instant::now();
     }
@@ -143,33 +143,40 @@ impl Queue<'_> {
     pub fn reorder(&mut self, order: &[u64]) {
         let mut first = VecDeque::with_capacity(self.calls.len());
         for &signature in order {
-            let place = self.calls.iter().position(|call| call.job.signature == signature);
+            let place = self.calls.iter().position(|call| call.call.signature == signature);
             first.extend(place.and_then(|place| self.calls.remove(place)));
         }
-        self.calls.iter().for_each(|call| call.moves_up());
+        self.calls.iter().for_each(|call| call.reset_unmatched());
         first.append(&mut self.calls);
         self.calls = first;
     }
 }
 
-impl Seat {
+impl Executor {
     /// A seat with channel 0 and the threads that help.
-    pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Call>>>) -> Seat {
-        let lead = Lead { worker, helpers, left: None, templates: Templates::default(), device: None, closed: false };
-        Seat { lead: Mutex::new(lead), queued: AtomicUsize::new(0) }
+    pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Work>>>) -> Executor {
+        let lead = ExecutorState {
+            worker,
+            helpers,
+            handed_back: None,
+            templates: CachedCalls::default(),
+            device: None,
+            closed: false,
+        };
+        Executor { state: Mutex::new(lead), queued: AtomicUsize::new(0) }
     }
 
     /// The seat for a caller that waits, if nobody has it and nothing is queued.
-    pub fn take(&self) -> Option<Held<'_>> {
+    pub fn try_acquire(&self) -> Option<ExecutorGuard<'_>> {
         if self.queued.load(Ordering::Acquire) > 0 {
             return None;
         }
-        let lead = match self.lead.try_lock() {
+        let lead = match self.state.try_lock() {
             Ok(lead) => lead,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        (!lead.closed).then_some(Held { seat: self, lead })
+        (!lead.closed).then_some(ExecutorGuard { executor: self, state: lead })
     }
 
     /// Counts a call that is about to be queued.
@@ -178,11 +185,11 @@ impl Seat {
     }
 
     /// Carries out the calls that `receiver` gets until it closes; then nobody takes the seat any more.
-    pub fn serve(&self, receiver: &Receiver<Note>) {
+    pub fn run_loop(&self, receiver: &Receiver<QueueItem>) {
         let (calls, arrived) = (VecDeque::new(), Instant::now());
-        let mut queue = Queue { receiver, calls, arrived, idle: true, attends: false, closed: false };
+        let mut queue = Queue { receiver, calls, arrived, idle: true, joins_stalled: false, closed: false };
         while queue.wait() {
-            let ended = self.lock().turn(&mut queue);
+            let ended = self.lock().run_next(&mut queue);
             // The next caller finds the seat free.
             if let Some((call, result)) = ended {
                 self.queued.fetch_sub(1, Ordering::Release);
@@ -192,7 +199,7 @@ impl Seat {
         let mut lead = self.lock();
         lead.closed = true;
         lead.helpers.clear(); // which ends their threads
-        let left = lead.left.take();
+        let left = lead.handed_back.take();
         drop(lead);
         if let Some(call) = left {
             call.finish(Err(Error::State("the team has ended".into())));
@@ -200,37 +207,37 @@ impl Seat {
     }
 
     /// Lets go of channel 0's way to other hosts, and of GPUs; the helpers' have gone with their threads.
-    pub fn let_go(&self, failed: bool) {
+    pub fn release_resources(&self, failed: bool) {
         let mut lead = self.lock();
-        lead.worker.channel.leave_hosts(failed);
-        lead.worker.stager = None;
+        lead.worker.channel.close_links(failed);
+        lead.worker.staging = None;
         lead.device = None;
     }
 
-    fn lock(&self) -> MutexGuard<'_, Lead> {
-        self.lead.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ExecutorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Held<'_> {
+impl ExecutorGuard<'_> {
     /// Begins a short call, submitted at `since` if it is timed: `Ok(None)` when that was all, what is left of it when other ranks are to
     /// be waited for. `None` when it has to go another way; an error has ended the team.
-    pub fn begin(
+    pub fn begin_small(
         &mut self,
         op: Op,
         name: &str,
         views: &[View<'_>],
         since: Option<Instant>,
-    ) -> Option<Result<Option<Rest>>> {
-        let Lead { worker, templates, .. } = &mut *self.lead;
+    ) -> Option<Result<Option<SmallCallRemainder>>> {
+        let ExecutorState { worker, templates, .. } = &mut *self.state;
         let Worker { shared, channel, .. } = worker;
         let begun = guard(|| {
             Ok(templates.begin(channel, op, name, views).map(|begun| match begun {
-                Begun::Ended(kind) => {
-                    shared.recorder.short(kind, shared.match_one(), since);
+                SmallCall::Done(kind) => {
+                    shared.recorder.count_small(kind, shared.next_match_index(), since);
                     None
                 }
-                Begun::Goes(job, shown) => Some((job, shown)),
+                SmallCall::Pending(job, shown) => Some((job, shown)),
             }))
         });
         if let Err(error) = &begun {
@@ -241,22 +248,24 @@ impl Held<'_> {
 
     /// Carries `call` out on this thread, what was `shown` of it already included. False when the thread that leads must see
     /// to it: the call was left in the seat.
-    pub fn carry(mut self, call: &Arc<Call>, shown: Option<Shown>) -> bool {
+    pub fn run(mut self, call: &Arc<Work>, shown: Option<PostedCall>) -> bool {
         let first = match shown {
-            None => self.lead.first(call, true),
+            None => self.state.run_first_chunk(call, true),
             Some(shown) => {
                 call.record.start(true);
-                self.lead.worker.attempt(call, |channel, call, patience| channel.taken(&call.job, shown, patience))
+                self.state
+                    .worker
+                    .run_checked(call, |channel, call, patience| channel.finish_posted(&call.call, shown, patience))
             }
         };
         let result = match first {
             Ok(true) => {
-                self.lead.keep(call);
-                self.lead.spread(call)
+                self.state.cache_call(call);
+                self.state.run_matched(call)
             }
             Ok(false) => {
-                self.lead.left = Some(Arc::clone(call));
-                self.seat.enqueue();
+                self.state.handed_back = Some(Arc::clone(call));
+                self.executor.enqueue();
                 return false;
             }
             Err(error) => Err(error),
@@ -267,25 +276,25 @@ impl Held<'_> {
     }
 }
 
-impl Lead {
+impl ExecutorState {
     /// Deals with the first call of `queue`; returns it when this thread's part of it has ended.
-    fn turn(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
-        if let Some(call) = self.left.take() {
+    fn run_next(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
+        if let Some(call) = self.handed_back.take() {
             queue.calls.push_front(call);
-            return self.worker.line_up(queue, None, Elsewhere::new(&self.worker.shared));
+            return self.worker.reconcile(queue, None, OtherTeams::new(&self.worker.shared));
         }
         // A note may tell of what was seen to before it was read.
-        let attends = std::mem::take(&mut queue.attends);
+        let attends = std::mem::take(&mut queue.joins_stalled);
         let Some(call) = queue.calls.front().cloned() else {
-            return if attends { self.attend(queue) } else { None };
+            return if attends { self.join_stalled(queue) } else { None };
         };
-        match self.first(&call, queue.idle) {
+        match self.run_first_chunk(&call, queue.idle) {
             Ok(true) => {
                 queue.calls.pop_front();
-                let result = self.spread(&call);
+                let result = self.run_matched(&call);
                 Some((call, result))
             }
-            Ok(false) => self.worker.line_up(queue, None, Elsewhere::new(&self.worker.shared)),
+            Ok(false) => self.worker.reconcile(queue, None, OtherTeams::new(&self.worker.shared)),
             Err(error) => {
                 queue.calls.pop_front();
                 Some((call, Err(error)))
@@ -294,104 +303,107 @@ impl Lead {
     }
 
     /// Takes part without a call in the step in which other ranks wait long, and in the reconciliation that follows.
-    fn attend(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Call>, Result<()>)> {
+    fn join_stalled(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
         let shared = Arc::clone(&self.worker.shared);
-        shared.awaited_step()?;
+        shared.stalled_seq()?;
         // Before the others can see this rank: what follows on other teams is noticed.
-        shared.attends.store(true, Ordering::Release);
-        let elsewhere = Elsewhere::new(&shared);
-        let job = Job::absent(self.worker.carrier);
-        let absent = job.map(|job| Arc::new(Call::absent(job, Arc::clone(&shared.recorder))));
-        let ended = match absent.and_then(|absent| Ok((self.first(&absent, true)?, absent))) {
-            Ok((false, absent)) => self.worker.line_up(queue, Some(&absent), elsewhere),
+        shared.joins_stalled.store(true, Ordering::Release);
+        let elsewhere = OtherTeams::new(&shared);
+        let job = Call::absent(self.worker.carrier);
+        let absent = job.map(|job| Arc::new(Work::absent(job, Arc::clone(&shared.recorder))));
+        let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
+            Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), elsewhere),
             // The others had no call either; or the team has failed, or ends.
             Ok((true, _)) | Err(_) => None,
         };
-        shared.attends.store(false, Ordering::Release);
+        shared.joins_stalled.store(false, Ordering::Release);
         ended
     }
 
     /// The first chunk of `call`; false when the ranks called different things.
-    fn first(&mut self, call: &Arc<Call>, at_once: bool) -> Result<bool> {
+    fn run_first_chunk(&mut self, call: &Arc<Work>, at_once: bool) -> Result<bool> {
         call.record.start(at_once);
-        self.worker.attempt(call, |channel, call, patience| match call.job.producer() {
-            None => channel.first(&call.job, patience),
+        self.worker.run_checked(call, |channel, call, patience| match call.call.producer() {
+            None => channel.run_first_chunk(&call.call, patience),
             // Nothing of the data moves before all ranks are known to have called the same.
-            Some(_) => channel.first(&call.job.header(), patience),
+            Some(_) => channel.run_first_chunk(&call.call.without_data(), patience),
         })
     }
 
     /// Keeps the job of `call` for short calls like it, if it is one.
-    fn keep(&mut self, call: &Call) {
-        let Lead { worker, templates, .. } = self;
-        if call.job.is_repeatable() && call.job.is_short() {
-            templates.keep(&call.job, || worker.shared.recorder.kind(&call.record));
+    fn cache_call(&mut self, call: &Work) {
+        let ExecutorState { worker, templates, .. } = self;
+        if call.call.is_repeatable() && call.call.is_small() {
+            templates.keep(&call.call, || worker.shared.recorder.small_call_stats(&call.record));
         }
     }
 
     /// Carries out what is left of a call that the ranks have matched.
-    fn spread(&mut self, call: &Arc<Call>) -> Result<()> {
-        let Lead { worker, helpers, device, .. } = self;
-        call.record.matched(worker.shared.match_one());
-        if call.job.producer().is_some() {
-            if OnDevice::carry(device, worker, call)? {
+    fn run_matched(&mut self, call: &Arc<Work>) -> Result<()> {
+        let ExecutorState { worker, helpers, device, .. } = self;
+        call.record.matched(worker.shared.next_match_index());
+        if call.call.producer().is_some() {
+            if DeviceExecutor::run(device, worker, call)? {
                 return Ok(());
             }
-        } else if call.job.plan.chunks() == 1 {
+        } else if call.call.plan.chunks() == 1 {
             return Ok(());
         }
-        call.direct.store(worker.channel.is_direct(), Ordering::Relaxed);
+        call.zero_copy.store(worker.channel.is_zero_copy(), Ordering::Relaxed);
         // Helper h takes the chunks h, h + channels, ...
-        let helped = (call.job.channels() - 1).min(call.job.plan.chunks() - 1);
-        call.split(helped);
+        let helped = (call.call.channels() - 1).min(call.call.plan.chunks() - 1);
+        call.add_parts(helped);
         for helper in &helpers[..helped] {
             if helper.send(Arc::clone(call)).is_err() {
                 call.finish(Err(Error::Internal("a thread of the team has ended".into())));
             }
         }
-        worker.share(call)
+        worker.run_own_chunks(call)
     }
 }
 
 impl Worker {
     /// Carries out this thread's share of the calls of `queue` until it closes.
-    pub fn help(mut self, queue: &Receiver<Arc<Call>>) {
+    pub fn run_helper(mut self, queue: &Receiver<Arc<Work>>) {
         while let Ok(call) = queue.recv() {
-            let result = self.share(&call);
+            let result = self.run_own_chunks(&call);
             call.finish(result);
         }
     }
 
     /// The chunks of this thread but the first of all.
-    fn share(&mut self, call: &Arc<Call>) -> Result<()> {
-        if call.job.producer().is_some() {
+    fn run_own_chunks(&mut self, call: &Arc<Work>) -> Result<()> {
+        if call.call.producer().is_some() {
             return self.share_on_device(call);
         }
-        let (index, channels) = (self.index, call.job.channels());
-        self.attempt(call, |channel, call, patience| {
-            let chunks = (index..call.job.plan.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
-            channel.rest(&call.job, chunks, call.direct.load(Ordering::Relaxed), patience)
+        let (index, channels) = (self.index, call.call.channels());
+        self.run_checked(call, |channel, call, patience| {
+            let chunks = (index..call.call.plan.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
+            channel.run_chunks(&call.call, chunks, call.zero_copy.load(Ordering::Relaxed), patience)
         })
     }
 
     /// Runs `work` unless the team has failed; ends the team when its failure leaves the ranks out of step.
-    pub fn attempt<T>(
+    pub fn run_checked<T>(
         &mut self,
-        call: &Arc<Call>,
-        work: impl FnOnce(&mut Channel, &Call, &Patience<'_>) -> Result<T>,
+        call: &Arc<Work>,
+        work: impl FnOnce(&mut Channel, &Work, &WaitContext<'_>) -> Result<T>,
     ) -> Result<T> {
         let shared = &self.shared;
         if let Some(error) = shared.failure() {
             return Err(error);
         }
         let stalled = |words: &str| {
-            say(words);
-            (shared.alarm)(words);
+            log_line(words);
+            (shared.on_failure)(words);
         };
-        let asked =
-            Asked { describe: &|| call.job.brief(), interrupted: &|| shared.interrupted(call), stalled: &stalled };
-        let (log, warn) = (&call.record.log, shared.settings.stall_warn);
-        let patience = Patience::new(call.record.submitted, call.timeout, warn, &call.warned, log, &asked);
+        let asked = WaitCallbacks {
+            describe: &|| call.call.summary(),
+            abort_reason: &|| shared.abort_reason(call),
+            on_stall: &stalled,
+        };
+        let (log, warn) = (&call.record.timings, shared.settings.stall_warn);
+        let patience = WaitContext::new(call.record.submitted, call.timeout, warn, &call.warned, log, &asked);
         let channel = &mut self.channel;
         let result = guard(|| work(channel, call, &patience));
         if let Err(error) = &result

@@ -15,26 +15,26 @@ use memmap2::{Advice, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::retry_on_intr;
 
-use super::space::{Held, SLAB, SMALL, Space};
+use super::range_allocator::{Allocation, RangeAllocator, SLAB, SMALL};
 use crate::error::{Error, Result};
-use crate::say::say;
+use crate::log::log_line;
 
 /// Memory that the ranks of a host see in each other: how one rank names a place to the others.
-pub trait Shared: Send + Sync {
+pub trait PeerMemory: Send + Sync {
     /// The name of `range` (addresses of this process) for the other ranks, if they see it.
-    fn locate(&self, range: Range<usize>) -> Option<u64>;
+    fn offset_of(&self, range: Range<usize>) -> Option<u64>;
 
     /// Where this process sees the `len` bytes that the rank with this local rank has named `place`, if it does.
-    fn at(&self, local_rank: usize, place: u64, len: usize) -> Option<*mut u8>;
+    fn resolve(&self, local_rank: usize, place: u64, len: usize) -> Option<*mut u8>;
 
     /// Another rank may still write to memory that was named: from now on none is used again.
-    fn retire(&self) {}
+    fn quarantine(&self) {}
 
     /// `len` zero bytes that the other ranks see, at a page's start when they are more than 2048.
     ///
     /// # Errors
     /// [`Error::System`] when there is no such memory.
-    fn take(&self, len: usize) -> Result<*mut u8> {
+    fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
         Err(Error::System(format!("there are no {len} bytes of shared memory")))
     }
 
@@ -42,7 +42,7 @@ pub trait Shared: Send + Sync {
     ///
     /// # Safety
     /// Nobody uses the memory any more.
-    unsafe fn give(&self, _memory: *mut u8) {}
+    unsafe fn free_zeroed(&self, _memory: *mut u8) {}
 }
 
 /// The arenas of the ranks of a host, as one of them sees them.
@@ -51,14 +51,14 @@ pub struct Arenas {
     maps: Vec<MmapRaw>,
     me: usize,
     file: File,
-    space: Mutex<Space>,
+    space: Mutex<RangeAllocator>,
     retired: AtomicBool,
 }
 
 impl Arenas {
     /// The arenas `maps`, by local rank, of which `file` is that of rank `me`.
     pub fn new(maps: Vec<MmapRaw>, me: usize, file: File) -> Arenas {
-        let space = Mutex::new(Space::new(maps[me].len()));
+        let space = Mutex::new(RangeAllocator::new(maps[me].len()));
         // Where the system gives huge pages to who asks; elsewhere nothing happens.
         for map in &maps {
             let _given = map.advise(Advice::HugePage);
@@ -79,13 +79,13 @@ impl Arenas {
             at
         } else {
             let slab = self.reserve(&mut space, SLAB)?;
-            space.cut(slab, len)
+            space.split_slab(slab, len)
         };
         Ok(self.maps[self.me].as_mut_ptr().wrapping_add(at))
     }
 
     /// A range of pages, which the file system then has.
-    fn reserve(&self, space: &mut Space, len: usize) -> Result<usize> {
+    fn reserve(&self, space: &mut RangeAllocator, len: usize) -> Result<usize> {
         let full = |why: &str| {
             Error::system(
                 format!(
@@ -95,10 +95,10 @@ impl Arenas {
                 rustix::io::Errno::NOSPC,
             )
         };
-        let range = space.take(len).ok_or_else(|| full("the arena is full"))?;
+        let range = space.alloc(len).ok_or_else(|| full("the arena is full"))?;
         let reserve = || fallocate(&self.file, FallocateFlags::empty(), range.start as u64, range.len() as u64);
         if let Err(error) = retry_on_intr(reserve) {
-            space.give(range.start);
+            space.free(range.start);
             return Err(full(&error.to_string()));
         }
         Ok(range.start)
@@ -122,47 +122,49 @@ impl Arenas {
         // The pages go; the next who gets the range finds zeros. Where the file system cannot, they stay and are zeroed.
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let (len, stays) = match held {
-            Held::Pages(len) => (len, retry_on_intr(|| fallocate(&self.file, hole, at as u64, len as u64)).is_err()),
-            Held::Piece(len) => (len, true),
+            Allocation::Pages(len) => {
+                (len, retry_on_intr(|| fallocate(&self.file, hole, at as u64, len as u64)).is_err())
+            }
+            Allocation::SlabSlot(len) => (len, true),
         };
         if stays {
             // SAFETY: the range is this rank's, and nobody uses it.
             unsafe { std::ptr::write_bytes(memory, 0, len) };
         }
-        space.give(at);
+        space.free(at);
         Ok(())
     }
 
-    fn space(&self) -> MutexGuard<'_, Space> {
+    fn space(&self) -> MutexGuard<'_, RangeAllocator> {
         self.space.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Shared for Arenas {
-    fn locate(&self, range: Range<usize>) -> Option<u64> {
+impl PeerMemory for Arenas {
+    fn offset_of(&self, range: Range<usize>) -> Option<u64> {
         let map = &self.maps[self.me];
         let start = map.as_ptr().addr();
         (range.start >= start && range.end <= start + map.len()).then(|| (range.start - start) as u64)
     }
 
-    fn at(&self, local_rank: usize, place: u64, len: usize) -> Option<*mut u8> {
+    fn resolve(&self, local_rank: usize, place: u64, len: usize) -> Option<*mut u8> {
         let map = self.maps.get(local_rank)?;
         let at = usize::try_from(place).ok()?;
         at.checked_add(len).filter(|&end| end <= map.len()).map(|_| map.as_mut_ptr().wrapping_add(at))
     }
 
-    fn retire(&self) {
+    fn quarantine(&self) {
         self.retired.store(true, Ordering::Relaxed);
     }
 
-    fn take(&self, len: usize) -> Result<*mut u8> {
+    fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
         self.alloc(len)
     }
 
-    unsafe fn give(&self, memory: *mut u8) {
+    unsafe fn free_zeroed(&self, memory: *mut u8) {
         // SAFETY: the caller's promise. What is not from here stays where it is.
         if let Err(error) = unsafe { self.free(memory) } {
-            say(&error.to_string());
+            log_line(&error.to_string());
         }
     }
 }

@@ -9,27 +9,27 @@ use std::thread;
 use rustix::io::Errno;
 
 use super::step::{START, reached};
-use super::sync::{AtomicU32, Word, fence};
+use super::sync::{AtomicU32, FutexWord, fence};
 use crate::error::{Error, Result};
 
 /// One counter. All zero bytes are a valid flag at [`START`]: what is stored is the distance from there.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Flag {
-    value: Word,
+    value: FutexWord,
     sleepers: AtomicU32,
 }
 
 impl Flag {
     /// Raises the counter and wakes who waits. What the caller wrote before is visible to who sees the new value.
     pub fn raise(&self, value: u32) {
-        self.raise_quietly(value);
+        self.raise_no_wake(value);
         self.wake_sleepers();
     }
 
     /// Raises the counter; who sleeps is not woken before [`Flag::wake_sleepers`], which the caller calls before it sleeps
     /// itself or goes on to something else. In between it may look what others have done: the store need not have ended.
-    pub fn raise_quietly(&self, value: u32) {
+    pub fn raise_no_wake(&self, value: u32) {
         self.value.store(value.wrapping_sub(START), Ordering::Release);
     }
 
@@ -54,8 +54,8 @@ impl Flag {
 
     /// Ends the naps of those who sleep, now and later; the model has no clock.
     #[cfg(loom)]
-    pub fn end_naps(&self) {
-        self.value.end_naps();
+    pub fn end_waits(&self) {
+        self.value.end_waits();
     }
 
     /// Whether the counter has come to `target`.
@@ -84,18 +84,18 @@ impl Flag {
     /// What `check` returns, or a futex that the system refuses.
     pub fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let result = self.doze(target, check);
+        let result = self.wait_slow(target, check);
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         result
     }
 
-    fn doze(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    fn wait_slow(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         loop {
             let seen = self.value.load(Ordering::SeqCst);
             if reached(seen.wrapping_add(START), target) {
                 return Ok(());
             }
-            match self.value.nap(seen) {
+            match self.value.futex_wait(seen) {
                 Err(Errno::AGAIN) => {}
                 // Also after a signal or a wake: either may come again and again.
                 Ok(()) | Err(Errno::INTR | Errno::TIMEDOUT) => {

@@ -4,7 +4,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::slice;
 
-use crate::plan::ALIGN;
+use crate::wire_layout::ALIGN;
 
 /// Owned, zeroed bytes at a multiple of [`ALIGN`].
 #[derive(Debug)]

@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::node::Watch;
+use super::shm_region::Liveness;
 use crate::error::{Error, Result};
-use crate::say::say;
+use crate::log::log_line;
 
 /// Another process, by its pidfd, which tells its end from the moment it happens.
 pub struct Process {
@@ -96,25 +96,25 @@ fn exit_code(fd: &OwnedFd) -> Option<i32> {
 
 /// Watches the processes of a host's ranks, for all teams: one descriptor for each. The default watches none.
 #[derive(Default)]
-pub struct ProcessWatch {
+pub struct ProcessLiveness {
     peers: Vec<Option<Arc<Process>>>,
 }
 
-impl ProcessWatch {
+impl ProcessLiveness {
     /// Watches the processes `pids` (by local rank; `None` is not watched). Where the system has no pidfds, one line says
     /// so, and the deadline remains.
     ///
     /// # Errors
     /// Those of [`Process::open`].
-    pub fn new(pids: &[Option<i32>]) -> Result<ProcessWatch> {
+    pub fn new(pids: &[Option<i32>]) -> Result<ProcessLiveness> {
         let open = |pid: &Option<i32>| Ok(pid.map(Process::open).transpose()?.flatten().map(Arc::new));
         let peers: Vec<Option<Arc<Process>>> = pids.iter().map(open).collect::<Result<_>>()?;
         if peers.iter().zip(pids).any(|(peer, pid)| peer.is_none() && pid.is_some()) {
-            say(
+            log_line(
                 "this system does not let a process watch others (pidfd_open): the end of a rank is noticed at the deadline",
             );
         }
-        Ok(ProcessWatch { peers })
+        Ok(ProcessLiveness { peers })
     }
 
     /// The process of a rank, if it is watched.
@@ -123,7 +123,7 @@ impl ProcessWatch {
     }
 }
 
-impl Watch for Arc<ProcessWatch> {
+impl Liveness for Arc<ProcessLiveness> {
     fn lost(&self, local_rank: usize) -> Option<String> {
         self.peers.get(local_rank)?.as_ref()?.ended()
     }
@@ -139,7 +139,7 @@ mod tests {
     fn an_ended_process_is_noticed_and_how_it_ended() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let watch = Arc::new(ProcessWatch::new(&[Some(pid), None]).unwrap());
+        let watch = Arc::new(ProcessLiveness::new(&[Some(pid), None]).unwrap());
         assert_eq!(watch.lost(0), None);
         assert_eq!(watch.lost(1), None);
         child.kill().unwrap();
@@ -151,6 +151,6 @@ mod tests {
         let words = watch.lost(0).unwrap();
         let told = [format!("(pid {pid}) has ended: killed by signal 9"), format!("(pid {pid}) has ended")];
         assert!(told.contains(&words), "{words}");
-        assert!(Arc::new(ProcessWatch::new(&[Some(pid)]).unwrap()).lost(0).unwrap().contains("has ended"));
+        assert!(Arc::new(ProcessLiveness::new(&[Some(pid)]).unwrap()).lost(0).unwrap().contains("has ended"));
     }
 }

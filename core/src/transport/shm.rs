@@ -16,16 +16,16 @@ use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 use rustix::io::retry_on_intr;
 use rustix::process::{Resource, getrlimit};
 
-use super::node::Memory;
+use super::shm_region::RegionMemory;
 use crate::error::{Error, Result};
-use crate::say::say;
+use crate::log::log_line;
 
 /// What the names of segments start with.
 const PREFIX: &str = "dl_comm.";
 /// The addresses that the arenas of a host's ranks may take: half of what a process has.
-const ADDRESSES: u64 = 1 << 46;
+const MAX_ADDRESS_BYTES: u64 = 1 << 46;
 /// How old a name is at least that may have been left behind: older than it takes to lock it.
-const LEFT: Duration = Duration::from_secs(60);
+const STALE_AGE: Duration = Duration::from_secs(60);
 
 /// Removes names in `folder` that a process of this user has left. What cannot be looked at is left alone.
 fn reclaim(folder: &Path) {
@@ -37,7 +37,7 @@ fn reclaim(folder: &Path) {
             continue;
         }
         let Ok(about) = entry.metadata() else { continue };
-        let old = about.modified().is_ok_and(|time| time.elapsed().is_ok_and(|age| age > LEFT));
+        let old = about.modified().is_ok_and(|time| time.elapsed().is_ok_and(|age| age > STALE_AGE));
         if !about.is_file() || about.uid() != me || !old {
             continue;
         }
@@ -45,7 +45,7 @@ fn reclaim(folder: &Path) {
         let Ok(file) = opened else { continue };
         if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() && std::fs::remove_file(entry.path()).is_ok()
         {
-            say(&format!("removed {}, which a process that is gone has left", entry.path().display()));
+            log_line(&format!("removed {}, which a process that is gone has left", entry.path().display()));
         }
     }
 }
@@ -55,7 +55,7 @@ pub struct Segment {
     map: MmapRaw,
 }
 
-impl Memory for Segment {
+impl RegionMemory for Segment {
     fn base(&self) -> *mut u8 {
         self.map.as_mut_ptr()
     }
@@ -84,7 +84,7 @@ impl Drop for Name {
         if let Err(error) = std::fs::remove_file(&self.path)
             && error.kind() != ErrorKind::NotFound
         {
-            say(&format!("{} stays behind: {error}", self.path.display()));
+            log_line(&format!("{} stays behind: {error}", self.path.display()));
         }
     }
 }
@@ -129,7 +129,7 @@ pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)
     let about = |error| Error::system(format!("asking about {folder}"), error);
     let system = rustix::fs::fstatvfs(&file).map_err(about)?;
     let longest = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
-    let len = (system.f_blocks * system.f_frsize).min(longest).min(ADDRESSES / ranks as u64);
+    let len = (system.f_blocks * system.f_frsize).min(longest).min(MAX_ADDRESS_BYTES / ranks as u64);
     file.set_len(len).map_err(|error| failed("growing the shared memory", name.path(), error))?;
     let map = map(&file).map_err(|error| failed("mapping", name.path(), error))?;
     Ok((map, file, name))

@@ -1,5 +1,5 @@
-//! The atomics and the futex that ranks meet on in shared memory. Built with `--cfg loom`, `model.rs` stands in for this
-//! file, so that a model checker runs the very protocol; `docs/model.md` tells what it finds.
+//! The atomics and the futex that ranks meet on in shared memory. Built with `--cfg loom`, `loom_sync.rs` stands in for this
+//! file, so that a model checker runs the very protocol; `docs/verification.md` tells what it finds.
 //!
 //! Thread rule: everything here is for use between threads and between processes.
 
@@ -10,14 +10,14 @@ use rustix::time::Timespec;
 pub use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 /// How long a sleeping wait goes without asking whether to go on.
-const NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+const FUTEX_TIMEOUT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
 /// A number to sleep on until it changes. Zero bytes are a valid one.
 #[repr(transparent)]
 #[derive(Debug, Default)]
-pub struct Word(AtomicU32);
+pub struct FutexWord(AtomicU32);
 
-impl Word {
+impl FutexWord {
     /// As [`AtomicU32::load`].
     #[inline]
     pub fn load(&self, order: Ordering) -> u32 {
@@ -34,8 +34,8 @@ impl Word {
     ///
     /// # Errors
     /// Those of futex(2): `AGAIN` when the number is another, `INTR`, `TIMEDOUT`.
-    pub fn nap(&self, seen: u32) -> Result<(), Errno> {
-        futex::wait(&self.0, futex::Flags::empty(), seen, Some(&NAP))
+    pub fn futex_wait(&self, seen: u32) -> Result<(), Errno> {
+        futex::wait(&self.0, futex::Flags::empty(), seen, Some(&FUTEX_TIMEOUT))
     }
 
     /// Wakes all who sleep.
@@ -47,8 +47,8 @@ impl Word {
 
 /// Tells a model that the caller now reads these bytes of a slot; nothing else.
 #[inline(always)]
-pub fn reads(_from: *const u8, _len: usize) {}
+pub fn check_read(_from: *const u8, _len: usize) {}
 
 /// Tells a model that the caller now writes these bytes of a slot; nothing else.
 #[inline(always)]
-pub fn writes(_to: *mut u8, _len: usize) {}
+pub fn check_write(_to: *mut u8, _len: usize) {}

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::device::DeviceSettings;
-use dl_comm_core::collective::{Choice, Op};
+use dl_comm_core::collective::{AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
-use dl_comm_core::team::{Alarm, Limit, Request, Settings, Siblings, Stage, Team};
-use dl_comm_core::transport::{Endpoint, threads};
+use dl_comm_core::team::{CallOptions, OnFailure, ProcessTeams, Settings, StagingBuffer, Team, Timeout};
+use dl_comm_core::transport::{GroupResources, in_process};
 
 /// One rank of a test, in one of its teams.
 pub struct Rank {
@@ -37,7 +37,7 @@ pub struct World {
     /// Accumulate in float64.
     pub precise: bool,
     /// How averages are made between hosts.
-    pub algorithm: Choice,
+    pub algorithm: AlgorithmSetting,
     /// Whether the ranks of a host see each other's tensors.
     pub shares: bool,
     /// Whether threads outnumber processors.
@@ -56,7 +56,7 @@ impl World {
             threads: 1,
             slot: 4096,
             precise: false,
-            algorithm: Choice::Auto,
+            algorithm: AlgorithmSetting::Auto,
             shares: false,
             crowded: false,
             timeout: Duration::from_secs(60),
@@ -72,21 +72,21 @@ impl World {
     /// The same with `count` teams, numbered from 0; `body` gets the rank in each of them.
     pub fn run_teams<T: Send>(&self, count: i32, body: impl Fn(&[Rank]) -> T + Sync) -> Vec<T> {
         let size = self.hosts.iter().sum();
-        let world = |_| threads::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
-        let mut endpoints: Vec<Vec<Endpoint>> = (0..size).map(|_| Vec::new()).collect();
+        let world = |_| in_process::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
+        let mut endpoints: Vec<Vec<GroupResources>> = (0..size).map(|_| Vec::new()).collect();
         for world in (0..count).map(world) {
             endpoints.iter_mut().zip(world).for_each(|(mine, endpoint)| mine.push(endpoint));
         }
         let settings = |id: i32| Settings {
             id,
-            precise: self.precise,
+            acc_f64: self.precise,
             algorithm: self.algorithm,
             timeout: Some(self.timeout),
             stall_warn: None,
-            match_within: self.match_within,
+            match_timeout: self.match_within,
             device: DeviceSettings::default(),
         };
-        let quiet: Alarm = Arc::new(|_| {});
+        let quiet: OnFailure = Arc::new(|_| {});
         thread::scope(|scope| {
             let ranks: Vec<_> = endpoints
                 .into_iter()
@@ -94,9 +94,9 @@ impl World {
                 .map(|(rank, endpoints)| {
                     let (body, quiet, settings) = (&body, &quiet, &settings);
                     scope.spawn(move || {
-                        let siblings = Arc::new(Siblings::default());
-                        let team = |(id, endpoint): (i32, Endpoint)| {
-                            let endpoint = Endpoint { crowded: self.crowded, ..endpoint };
+                        let siblings = Arc::new(ProcessTeams::default());
+                        let team = |(id, endpoint): (i32, GroupResources)| {
+                            let endpoint = GroupResources { oversubscribed: self.crowded, ..endpoint };
                             let team = Team::start(endpoint, settings(id), None, Arc::clone(quiet), &siblings).unwrap();
                             Rank { rank, size, team }
                         };
@@ -130,7 +130,8 @@ impl Rank {
     /// Starts a call; the receiver gets its outcome.
     pub fn start(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
-        let request = Request::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).named(name, "");
+        let request =
+            CallOptions::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).with_name(name, "");
         // SAFETY: tests wait for the outcome before the vectors go.
         unsafe { self.team.submit(op, towers, request) };
         receiver
@@ -139,24 +140,26 @@ impl Rank {
     /// Starts an average with a deadline of its own, in seconds.
     pub fn start_within(&self, seconds: f64, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
-        let request = Request::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).named(name, "");
+        let request =
+            CallOptions::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).with_name(name, "");
         // SAFETY: as above.
-        unsafe { self.team.submit(Op::Average, towers, request.within(Limit::from_seconds(seconds))) };
+        unsafe { self.team.submit(Op::Allreduce, towers, request.with_timeout(Timeout::from_seconds(seconds))) };
         receiver
     }
 
     /// Carries a call out.
     pub fn call(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
         let (sender, receiver) = channel();
-        let request = Request::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).named(name, "");
+        let request =
+            CallOptions::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).with_name(name, "");
         // SAFETY: the outcome is waited for.
-        unsafe { self.team.submit(op, towers, request.blocking(true)) };
+        unsafe { self.team.submit(op, towers, request.with_caller_blocks(true)) };
         receiver.recv().unwrap()
     }
 
     /// Averages one list in place.
     pub fn average(&self, tensors: Vec<Tensor>) -> Result<()> {
-        self.call(Op::Average, vec![tensors], "")
+        self.call(Op::Allreduce, vec![tensors], "")
     }
 
     /// Broadcasts one list in place.
@@ -175,13 +178,14 @@ impl Rank {
     pub fn gradients_of(&self, data: &mut [f32], name: &str, instance: &str) -> Result<Vec<f32>> {
         let towers = vec![vec![tensor(data)]];
         // SAFETY: the vector is alive.
-        let (stage, copies) = unsafe { Stage::of(&towers, self.team.pool()) }?;
+        let (stage, copies) = unsafe { StagingBuffer::of(&towers, self.team.pool()) }?;
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
-        let request = Request::new(done).named(name, "").instance(instance).keeping(Arc::clone(&stage) as _);
+        let request =
+            CallOptions::new(done).with_name(name, "").instance(instance).with_results(Arc::clone(&stage) as _);
         // SAFETY: the stage owns the memory.
         unsafe { self.team.gradients(copies, request) };
-        let result = receiver.recv().unwrap()?.map_or(Ok(stage), Stage::from_parcel)?;
+        let result = receiver.recv().unwrap()?.map_or(Ok(stage), StagingBuffer::from_results)?;
         // SAFETY: as above.
         unsafe { result.copy_to(&towers) };
         Ok(data.to_vec())

@@ -6,16 +6,16 @@
 
 use std::sync::Arc;
 
-use super::await_event;
+use super::wait_event;
 use crate::buffer::Tensor;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::plan::Piece;
-use crate::transport::Patience;
-use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Item, Stream, Work};
+use crate::transport::WaitContext;
+use crate::transport::cuda::{Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, PinnedHostBuffer, Stream};
+use crate::wire_layout::TensorRange;
 
 /// Elements of one type that one kernel takes.
-struct Group {
+struct LaunchGroup {
     dtype: DType,
     items: std::ops::Range<usize>,
 }
@@ -23,10 +23,10 @@ struct Group {
 /// Work for kernels, of equally many sources and targets in each piece.
 #[derive(Default)]
 pub(super) struct Batch {
-    items: Vec<Item>,
+    items: Vec<BlockRange>,
     sources: Vec<Address>,
     targets: Vec<Address>,
-    groups: Vec<Group>,
+    groups: Vec<LaunchGroup>,
     pieces: u32,
     /// How many sources and targets a piece has.
     shape: (usize, usize),
@@ -35,16 +35,16 @@ pub(super) struct Batch {
 }
 
 /// What a block moves at least at a time, in bytes: two vectors for each of its threads.
-const LEAST_ITEM: usize = 8 << 10;
+const MIN_ITEM_BYTES: usize = 8 << 10;
 /// As many items as keep a GPU busy: for 132 multiprocessors with three blocks each, nearly four items for every block, so that
 /// none waits long for the last ones.
-const ITEMS: usize = 1536;
+const TARGET_ITEMS: usize = 1536;
 
 impl Batch {
     /// Starts anew, for pieces with so many sources and targets, of `bytes` together.
     pub fn start(&mut self, sources: usize, targets: usize, bytes: usize) {
         self.shape = (sources, targets);
-        self.item = (bytes / ITEMS).next_multiple_of(LEAST_ITEM).max(LEAST_ITEM);
+        self.item = (bytes / TARGET_ITEMS).next_multiple_of(MIN_ITEM_BYTES).max(MIN_ITEM_BYTES);
         self.items.clear();
         self.sources.clear();
         self.targets.clear();
@@ -63,16 +63,16 @@ impl Batch {
         self.sources.extend(sources);
         self.targets.extend(targets);
         let start = self.items.len();
-        let longest = (self.item / dtype.size()).min(Item::LONGEST);
+        let longest = (self.item / dtype.size()).min(BlockRange::MAX_ELEMENTS);
         for first in (0..count).step_by(longest) {
             let count = (count - first).min(longest) as u32;
-            self.items.push(Item { first: first as u64, piece: self.pieces, count });
+            self.items.push(BlockRange { first: first as u64, piece: self.pieces, count });
         }
         self.pieces += 1;
         let end = self.items.len();
         match self.groups.last_mut() {
             Some(group) if group.dtype == dtype => group.items.end = end,
-            _ => self.groups.push(Group { dtype, items: start..end }),
+            _ => self.groups.push(LaunchGroup { dtype, items: start..end }),
         }
     }
 
@@ -80,7 +80,7 @@ impl Batch {
     /// `back`, from there.
     pub fn copies(
         &mut self,
-        pieces: impl Iterator<Item = Piece>,
+        pieces: impl Iterator<Item = TensorRange>,
         tensors: &[Tensor],
         bytes: usize,
         memory: Address,
@@ -90,7 +90,7 @@ impl Batch {
         for piece in pieces {
             let buffer = &tensors[piece.tensor].buffer;
             let size = buffer.dtype().size();
-            let (read, written) = buffer.spans();
+            let (read, written) = buffer.byte_ranges();
             let start = if back { written.start } else { read.start };
             let (tensor, there) = ((start + piece.first * size) as Address, memory + piece.offset as Address);
             let (from, to) = if back { (there, tensor) } else { (tensor, there) };
@@ -104,12 +104,12 @@ impl Batch {
     }
 
     fn bytes(&self) -> usize {
-        self.items.len() * size_of::<Item>() + (self.sources.len() + self.targets.len()) * size_of::<Address>()
+        self.items.len() * size_of::<BlockRange>() + (self.sources.len() + self.targets.len()) * size_of::<Address>()
     }
 
     /// Where each list begins, in bytes, when one comes after the other.
     fn starts(&self) -> [usize; 3] {
-        let sources = self.items.len() * size_of::<Item>();
+        let sources = self.items.len() * size_of::<BlockRange>();
         [0, sources, sources + self.sources.len() * size_of::<Address>()]
     }
 
@@ -130,12 +130,12 @@ impl Batch {
     }
 
     /// What all its kernels are given, but for their items; with the lists, where they fit.
-    fn work(&self, divisor: u32, stop: Address, blocks: u32) -> Result<Work> {
+    fn work(&self, divisor: u32, stop: Address, blocks: u32) -> Result<KernelArgs> {
         let number = |value: usize| {
             u32::try_from(value).map_err(|_| Error::Internal("the lists of a call are too long for a kernel".into()))
         };
         let [_, sources, targets] = self.starts();
-        let mut work = Work {
+        let mut work = KernelArgs {
             lists: 0,
             stop,
             items: 0,
@@ -146,7 +146,7 @@ impl Batch {
             ntargets: number(self.shape.1)?,
             divisor,
             blocks,
-            table: [0; Work::TABLE],
+            table: [0; KernelArgs::TABLE],
         };
         number(self.bytes())?;
         if self.fits() {
@@ -158,38 +158,38 @@ impl Batch {
 
     /// Whether the lists can travel with a kernel.
     fn fits(&self) -> bool {
-        self.bytes() <= Work::TABLE * size_of::<u64>()
+        self.bytes() <= KernelArgs::TABLE * size_of::<u64>()
     }
 }
 
 /// Places of the table, used in turn.
-const PLACES: usize = 4;
+const NUM_BUFFERS: usize = 4;
 /// What a place has at least.
-const LEAST: usize = 64 << 10;
+const MIN_BUFFER_BYTES: usize = 64 << 10;
 
 /// A place for the lists of a batch.
-struct Place {
-    host: HostMemory,
-    device: DeviceMemory,
+struct UploadBuffer {
+    host: PinnedHostBuffer,
+    device: DeviceBuffer,
     /// When the kernels that read it are done.
     free: Option<Event>,
 }
 
 /// Where GPUs find batches.
-pub(super) struct Table {
+pub(super) struct UploadRing {
     context: Arc<Context>,
-    places: Vec<Place>,
+    buffers: Vec<UploadBuffer>,
     next: usize,
-    /// See [`Table::stopped_by`]; 0 without.
+    /// See [`UploadRing::stopped_by`]; 0 without.
     stop: Address,
-    /// See [`Table::limited_to`]; 0 without.
+    /// See [`UploadRing::limited_to`]; 0 without.
     blocks: u32,
 }
 
-impl Table {
+impl UploadRing {
     /// A table that takes memory when it is used.
-    pub fn new(context: &Arc<Context>) -> Table {
-        Table { context: Arc::clone(context), places: Vec::new(), next: 0, stop: 0, blocks: 0 }
+    pub fn new(context: &Arc<Context>) -> UploadRing {
+        UploadRing { context: Arc::clone(context), buffers: Vec::new(), next: 0, stop: 0, blocks: 0 }
     }
 
     /// Lets the kernels that are started from now on end, between two items, once the 32-bit word at `word` is not 0; those
@@ -206,7 +206,7 @@ impl Table {
 
     /// The bytes of device memory that it has.
     pub fn held(&self) -> usize {
-        self.places.iter().map(|place| place.device.bytes()).sum()
+        self.buffers.iter().map(|place| place.device.bytes()).sum()
     }
 
     /// Uploads `batch`, unless it is short, and calls `launch` with each part of the work.
@@ -218,8 +218,8 @@ impl Table {
         batch: &Batch,
         divisor: u32,
         stream: &Stream,
-        patience: &Patience<'_>,
-        mut launch: impl FnMut(DType, &Work) -> Result<()>,
+        patience: &WaitContext<'_>,
+        mut launch: impl FnMut(DType, &KernelArgs) -> Result<()>,
     ) -> Result<()> {
         if batch.is_empty() {
             return Ok(());
@@ -235,7 +235,7 @@ impl Table {
         }
         for group in &batch.groups {
             // Both are numbers of 32 bits, as `work` has found.
-            work.items = (group.items.start * size_of::<Item>()) as u32;
+            work.items = (group.items.start * size_of::<BlockRange>()) as u32;
             work.nitems = group.items.len() as u32;
             launch(group.dtype, &work)?;
         }
@@ -252,30 +252,30 @@ impl Table {
     ///
     /// # Safety
     /// The memory is valid until the copies are done, and nobody else's.
-    pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, patience: &Patience<'_>) -> Result<()> {
+    pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, patience: &WaitContext<'_>) -> Result<()> {
         let context = Arc::clone(&self.context);
         let kernels = context.kernels()?;
         // SAFETY: the caller's promise.
         self.run(batch, 1, stream, patience, |_, work| unsafe { kernels.copy(work, stream) })
     }
 
-    fn place(&mut self, bytes: usize, patience: &Patience<'_>) -> Result<&mut Place> {
-        let index = self.next % PLACES;
+    fn place(&mut self, bytes: usize, patience: &WaitContext<'_>) -> Result<&mut UploadBuffer> {
+        let index = self.next % NUM_BUFFERS;
         self.next = index + 1;
-        if let Some(event) = self.places.get_mut(index).and_then(|place| place.free.take()) {
-            await_event(&event, patience)?;
+        if let Some(event) = self.buffers.get_mut(index).and_then(|place| place.free.take()) {
+            wait_event(&event, patience)?;
         }
-        if self.places.get(index).is_none_or(|place| place.host.bytes() < bytes) {
-            let len = bytes.max(LEAST).next_power_of_two();
-            let host = HostMemory::new(&self.context, len)?;
-            let place = Place { host, device: DeviceMemory::new(&self.context, len)?, free: None };
-            if index < self.places.len() {
-                self.places[index] = place;
+        if self.buffers.get(index).is_none_or(|place| place.host.bytes() < bytes) {
+            let len = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();
+            let host = PinnedHostBuffer::new(&self.context, len)?;
+            let place = UploadBuffer { host, device: DeviceBuffer::new(&self.context, len)?, free: None };
+            if index < self.buffers.len() {
+                self.buffers[index] = place;
             } else {
-                self.places.push(place);
+                self.buffers.push(place);
             }
         }
-        Ok(&mut self.places[index])
+        Ok(&mut self.buffers[index])
     }
 }
 
@@ -297,24 +297,24 @@ mod tests {
         assert!(work.table[10..].iter().all(|word| *word == 0) && batch.fits());
         // The longest that fits, and one item more.
         batch.start(1, 1, 0);
-        batch.add(DType::U8, 223 * LEAST_ITEM, [1], [2]);
-        assert_eq!((batch.bytes(), batch.fits()), (Work::TABLE * 8, true));
+        batch.add(DType::U8, 223 * MIN_ITEM_BYTES, [1], [2]);
+        assert_eq!((batch.bytes(), batch.fits()), (KernelArgs::TABLE * 8, true));
         assert_eq!(batch.work(1, 0, 0).unwrap().table[446..], [1, 2]);
         batch.add(DType::U8, 1, [1], [2]);
         let work = batch.work(1, 0, 0).unwrap();
-        assert!(!batch.fits() && work.table == [0; Work::TABLE] && work.sources == 224 * 16);
-        assert!(size_of::<Work>() <= 4096);
+        assert!(!batch.fits() && work.table == [0; KernelArgs::TABLE] && work.sources == 224 * 16);
+        assert!(size_of::<KernelArgs>() <= 4096);
     }
 
     #[test]
     fn long_pieces_become_items_and_types_become_groups() {
         let mut batch = Batch::default();
         batch.start(2, 1, 1 << 30);
-        batch.add(DType::F32, 2 * Item::LONGEST + 1, [1, 2], [3]);
+        batch.add(DType::F32, 2 * BlockRange::MAX_ELEMENTS + 1, [1, 2], [3]);
         batch.add(DType::F32, 5, [4, 5], [6]);
         batch.add(DType::I8, 1, [7, 8], [9]);
         let items: Vec<(u64, u32, u32)> = batch.items.iter().map(|item| (item.first, item.piece, item.count)).collect();
-        let long = Item::LONGEST as u32;
+        let long = BlockRange::MAX_ELEMENTS as u32;
         assert_eq!(items, [(0, 0, long), (long.into(), 0, long), (2 * u64::from(long), 0, 1), (0, 1, 5), (0, 2, 1)]);
         assert_eq!(batch.groups.iter().map(|group| group.items.clone()).collect::<Vec<_>>(), [0..4, 4..5]);
         assert_eq!((&batch.sources[..], &batch.targets[..]), (&[1, 2, 4, 5, 7, 8][..], &[3, 6, 9][..]));

@@ -9,43 +9,43 @@
 //!
 //! Where nothing goes through the host, it enqueues and does not wait: a call ends for its caller when the caller's stream will
 //! see the result. [`across`] and [`staged`] wait for the GPU to come to each chunk.
-//! Thread rule: [`Gpus`] is the lead's; a [`Stager`] is one thread's.
+//! Thread rule: [`DevicePath`] is the lead's; a [`StagingPipeline`] is one thread's.
 
-mod across;
 mod batch;
-mod direct;
-mod neighbours;
-mod notes;
+mod ipc;
+mod ipc_flags;
+mod ipc_multi_host;
+mod ipc_peers;
+mod nccl;
 mod path;
-mod peers;
-mod ring;
+mod shm_allgather;
 mod staged;
 
-pub use path::{Path, Wait, Wanted};
-pub use staged::Stager;
+pub use path::{Path, PathSetting, SyncMode};
+pub use staged::StagingPipeline;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::rounds::{self, Told};
-use super::{Channel, Job, Op};
+use super::text_allgather::{self, RankTexts};
+use super::{Call, Channel, Op};
 use crate::error::{Error, Result};
 use crate::topology::Topology;
-use crate::transport::Patience;
-use crate::transport::cuda::{Address, Context, Event, Producer, Stream, nccl_version};
-use across::{Across, Driver};
-use direct::Direct;
-use neighbours::Neighbours;
-use path::Facts;
-use ring::Ring;
+use crate::transport::WaitContext;
+use crate::transport::cuda::{Address, CallerStream, Context, Event, Stream, nccl_version};
+use ipc::IpcPath;
+use ipc_multi_host::{MultiHostIpc, ShardOwner};
+use ipc_peers::IpcPeers;
+use nccl::NcclPath;
+use path::GpuCapabilities;
 
 /// How calls on device memory are carried, as the environment says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceSettings {
     /// `DL_COMM_GPU_PATH`.
-    pub path: Wanted,
+    pub path: PathSetting,
     /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: the most that goes between host and GPU at a time. For a team a multiple of
     /// [`crate::plan::ALIGN`], and, where it has several hosts, no more than a slot has.
     pub chunk: usize,
@@ -55,53 +55,58 @@ pub struct DeviceSettings {
 
 impl Default for DeviceSettings {
     fn default() -> DeviceSettings {
-        DeviceSettings { path: Wanted::Auto, chunk: 2 << 20, streams: 1 }
+        DeviceSettings { path: PathSetting::Auto, chunk: 2 << 20, streams: 1 }
     }
 }
 
 /// What a team has for calls on device memory, once it has had one.
-pub struct Gpus {
+pub struct DevicePath {
     context: Arc<Context>,
     path: Path,
-    why: String,
-    way: Way,
+    reason: String,
+    state: PathState,
 }
 
-enum Way {
-    Alone(Stream),
-    Ring(Box<Ring>),
-    Direct(Box<Direct>),
-    Across(Box<Across>),
+enum PathState {
+    SingleRank(Stream),
+    Nccl(Box<NcclPath>),
+    Ipc(Box<IpcPath>),
+    IpcStaged(Box<MultiHostIpc>),
     Staged,
 }
 
 /// What came of a call.
-pub enum Carried {
+pub enum DeviceResult {
     /// It is enqueued; all is done when the event comes.
     Enqueued(Event),
     /// It has to go through host memory, on all ranks.
-    ThroughHost,
+    FallBackToHost,
 }
 
-impl Gpus {
+impl DevicePath {
     /// Finds the path of a team with the other ranks, all of which have made `job`.
     ///
     /// # Errors
     /// [`Error::System`], the same on all ranks, when one of them cannot use its GPU, or not in the way that was asked for;
     /// those of the transports.
-    pub fn new(channel: &mut Channel, job: &Job, settings: DeviceSettings, patience: &Patience<'_>) -> Result<Gpus> {
+    pub fn new(
+        channel: &mut Channel,
+        job: &Call,
+        settings: DeviceSettings,
+        patience: &WaitContext<'_>,
+    ) -> Result<DevicePath> {
         let context = Arc::clone(producer(job)?.context());
-        let mut facts = Facts::gather(&context);
+        let mut facts = GpuCapabilities::gather(&context);
         let topology = Arc::clone(&channel.topology);
         let (decision, made) = loop {
-            let decide = |told: &Told| path::decide(told, settings.path, &topology).encode();
-            let text = rounds::round(channel, &facts.encode(), patience, decide)?;
-            let decision = path::Decision::decode(&text)?;
+            let decide = |told: &RankTexts| path::choose_path(told, settings.path, &topology).encode();
+            let text = text_allgather::allgather_merge(channel, &facts.encode(), patience, decide)?;
+            let decision = path::PathChoice::decode(&text)?;
             let made = match decision.path {
-                Path::Alone => Ok(Way::Alone(Stream::new(&context)?)),
-                Path::Staged => Ok(Way::Staged),
-                Path::Nccl => match Ring::new(channel, &context, patience)? {
-                    Ok(ring) => Ok(Way::Ring(Box::new(ring))),
+                Path::SingleRank => Ok(PathState::SingleRank(Stream::new(&context)?)),
+                Path::Staged => Ok(PathState::Staged),
+                Path::Nccl => match NcclPath::new(channel, &context, patience)? {
+                    Ok(ring) => Ok(PathState::Nccl(Box::new(ring))),
                     Err(why) => {
                         // On one rank at least. Without NCCL there is another path, or a refusal.
                         if let Some(why) = why {
@@ -110,37 +115,40 @@ impl Gpus {
                         continue;
                     }
                 },
-                Path::Ipc(wait) => Neighbours::new(channel, &context, wait, direct::BOUNCE, Ok(()), patience)?
-                    .map(|(near, ())| Way::Direct(Box::new(Direct::new(near, decision.own_gpus)))),
-                Path::Across(wait) => {
-                    let driver = Driver::new(&context, &topology, settings.chunk);
-                    let bounce = (across::PLACES * settings.chunk).max(direct::BOUNCE);
-                    Neighbours::new(channel, &context, wait, bounce, driver, patience)?
-                        .map(|(near, driver)| Way::Across(Box::new(Across::new(near, driver, settings.chunk))))
+                Path::Ipc(wait) => IpcPeers::new(channel, &context, wait, ipc::BOUNCE_BYTES, Ok(()), patience)?
+                    .map(|(near, ())| PathState::Ipc(Box::new(IpcPath::new(near, decision.own_gpus)))),
+                Path::IpcStaged(wait) => {
+                    let driver = ShardOwner::new(&context, &topology, settings.chunk);
+                    let bounce = (ipc_multi_host::NUM_BUFFERS * settings.chunk).max(ipc::BOUNCE_BYTES);
+                    IpcPeers::new(channel, &context, wait, bounce, driver, patience)?.map(|(near, driver)| {
+                        PathState::IpcStaged(Box::new(MultiHostIpc::new(near, driver, settings.chunk)))
+                    })
                 }
             };
             break (decision, made);
         };
         let (path, why, way) = match made {
-            Ok(Way::Direct(direct)) => (Path::Ipc(direct.wait()), decision.why, Way::Direct(direct)),
-            Ok(Way::Across(across)) => (Path::Across(across.wait()), decision.why, Way::Across(across)),
-            Ok(way) => (decision.path, decision.why, way),
+            Ok(PathState::Ipc(direct)) => (Path::Ipc(direct.wait()), decision.reason, PathState::Ipc(direct)),
+            Ok(PathState::IpcStaged(across)) => {
+                (Path::IpcStaged(across.wait()), decision.reason, PathState::IpcStaged(across))
+            }
+            Ok(way) => (decision.path, decision.reason, way),
             // All ranks know of it.
-            Err(why) if settings.path == Wanted::Auto => (Path::Staged, why, Way::Staged),
+            Err(why) if settings.path == PathSetting::Auto => (Path::Staged, why, PathState::Staged),
             Err(why) => return Err(Error::Invalid(format!("DL_COMM_GPU_PATH is ipc, but {why}"))),
         };
-        Ok(Gpus { context, path, why, way })
+        Ok(DevicePath { context, path, reason: why, state: way })
     }
 
     /// What `dl_comm_describe` tells of it.
     pub fn about(&self) -> Value {
         let wait = self.path.wait().map(|wait| match wait {
-            Wait::Stream => "stream",
-            Wait::Host => "host",
+            SyncMode::Stream => "stream",
+            SyncMode::Host => "host",
         });
         json!({
             "path": self.path.name(),
-            "why": self.why,
+            "why": self.reason,
             "wait": wait,
             "gpu": self.context.ordinal(),
             "gpu_name": self.context.name(),
@@ -152,19 +160,19 @@ impl Gpus {
 
     /// The bytes of device memory that it has taken.
     pub fn held(&self) -> usize {
-        match &self.way {
-            Way::Direct(direct) => direct.held(),
-            Way::Across(across) => across.held(),
-            Way::Ring(ring) => ring.held(),
-            Way::Alone(_) | Way::Staged => 0,
+        match &self.state {
+            PathState::Ipc(direct) => direct.held(),
+            PathState::IpcStaged(across) => across.held(),
+            PathState::Nccl(ring) => ring.held(),
+            PathState::SingleRank(_) | PathState::Staged => 0,
         }
     }
 
     /// How many calls went in chunks where the ranks see each other's memory, because that of one of them could not be opened.
     pub fn in_chunks(&self) -> usize {
-        match &self.way {
-            Way::Direct(direct) => direct.in_chunks(),
-            Way::Across(_) | Way::Ring(_) | Way::Alone(_) | Way::Staged => 0,
+        match &self.state {
+            PathState::Ipc(direct) => direct.in_chunks(),
+            PathState::IpcStaged(_) | PathState::Nccl(_) | PathState::SingleRank(_) | PathState::Staged => 0,
         }
     }
 
@@ -172,38 +180,38 @@ impl Gpus {
     ///
     /// # Errors
     /// Those of the driver and of the transports: the ranks are then out of step.
-    pub fn carry(&mut self, channel: &mut Channel, job: &Job, patience: &Patience<'_>) -> Result<Carried> {
-        let _entered = self.context.enter()?;
-        match &mut self.way {
-            Way::Alone(stream) => alone(job, stream).map(Carried::Enqueued),
-            Way::Ring(ring) => ring.carry(job, patience),
-            Way::Direct(direct) => direct.carry(channel, job, patience),
-            Way::Across(across) => across.carry(channel, job, patience),
-            Way::Staged => Ok(Carried::ThroughHost),
+    pub fn run(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
+        let _entered = self.context.push()?;
+        match &mut self.state {
+            PathState::SingleRank(stream) => alone(job, stream).map(DeviceResult::Enqueued),
+            PathState::Nccl(ring) => ring.run(job, patience),
+            PathState::Ipc(direct) => direct.run(channel, job, patience),
+            PathState::IpcStaged(across) => across.run(channel, job, patience),
+            PathState::Staged => Ok(DeviceResult::FallBackToHost),
         }
     }
 
     /// The end of what this thread has enqueued so far, for which what waits for the tensors of `job` then waits; `None` where
     /// the GPU does not tell any more, and when other threads carry such calls.
-    pub fn end(&self, job: &Job) -> Option<Event> {
-        let stream = match &self.way {
-            Way::Alone(stream) => stream,
-            Way::Ring(ring) => ring.stream(),
-            Way::Direct(direct) => direct.stream(),
-            Way::Across(across) => across.stream(),
-            Way::Staged => return None,
+    pub fn signal_outputs(&self, job: &Call) -> Option<Event> {
+        let stream = match &self.state {
+            PathState::SingleRank(stream) => stream,
+            PathState::Nccl(ring) => ring.stream(),
+            PathState::Ipc(direct) => direct.stream(),
+            PathState::IpcStaged(across) => across.stream(),
+            PathState::Staged => return None,
         };
-        let _entered = self.context.enter().ok()?;
+        let _entered = self.context.push().ok()?;
         end(job, stream).ok()
     }
 
     /// What lets the GPU of this rank go on after a failure of another: a closure for the thread that watches over calls.
-    pub fn rescue(&self) -> Arc<dyn Fn() + Send + Sync> {
-        match &self.way {
-            Way::Ring(ring) => ring.rescue(),
-            Way::Direct(direct) => direct.rescue(),
-            Way::Across(across) => across.rescue(),
-            Way::Alone(_) | Way::Staged => Arc::new(|| {}),
+    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
+        match &self.state {
+            PathState::Nccl(ring) => ring.release_streams(),
+            PathState::Ipc(direct) => direct.release_streams(),
+            PathState::IpcStaged(across) => across.release_streams(),
+            PathState::SingleRank(_) | PathState::Staged => Arc::new(|| {}),
         }
     }
 }
@@ -216,10 +224,10 @@ fn mps() -> bool {
 }
 
 /// The average over one rank.
-fn alone(job: &Job, stream: &Stream) -> Result<Event> {
-    begin(job, stream)?;
+fn alone(job: &Call, stream: &Stream) -> Result<Event> {
+    wait_inputs(job, stream)?;
     for tensor in job.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
-        let (read, written) = tensor.buffer.spans();
+        let (read, written) = tensor.buffer.byte_ranges();
         // SAFETY: the memory is the call's.
         unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
     }
@@ -227,59 +235,59 @@ fn alone(job: &Job, stream: &Stream) -> Result<Event> {
 }
 
 /// Who makes and awaits the tensors of `job`, which is on device memory.
-fn producer(job: &Job) -> Result<&Arc<Producer>> {
+fn producer(job: &Call) -> Result<&Arc<CallerStream>> {
     job.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))
 }
 
 /// Lets `stream` wait for what the call's tensors wait for.
-fn begin(job: &Job, stream: &Stream) -> Result<()> {
+fn wait_inputs(job: &Call, stream: &Stream) -> Result<()> {
     stream.wait(producer(job)?.ready())
 }
 
 /// Lets what waits for the call's tensors wait for what `stream` has been given.
-fn end(job: &Job, stream: &Stream) -> Result<Event> {
+fn end(job: &Call, stream: &Stream) -> Result<Event> {
     let end = stream.record()?;
-    producer(job)?.resume_after(&end)?;
+    producer(job)?.make_caller_wait(&end)?;
     Ok(end)
 }
 
 /// The local rank on this host that a broadcast is from.
-fn root(job: &Job, topology: &Topology) -> Option<usize> {
+fn root(job: &Call, topology: &Topology) -> Option<usize> {
     match job.op {
         Op::Broadcast { root } => {
-            topology.place(root).filter(|(host, _)| *host == topology.host()).map(|(_, local)| local)
+            topology.host_and_local_rank(root).filter(|(host, _)| *host == topology.host()).map(|(_, local)| local)
         }
-        Op::Average | Op::Barrier => None,
+        Op::Allreduce | Op::Barrier => None,
     }
 }
 
 /// How long it looks at the GPU, and lets other threads run between two looks, before it sleeps: a sleep takes some 70 us at
 /// least, which is as long as a short call.
-const AWAKE: Duration = Duration::from_micros(300);
+const SPIN_TIME: Duration = Duration::from_micros(300);
 /// The longest sleep between two looks.
-const NAP: Duration = Duration::from_millis(1);
+const MAX_SLEEP: Duration = Duration::from_millis(1);
 
 /// Waits on the host until `event` has come.
 ///
 /// # Errors
 /// Those of the driver, and when the patience ends.
-pub(super) fn await_event(event: &Event, patience: &Patience<'_>) -> Result<()> {
-    poll(|| event.has_come(), &|| "the GPU".to_owned(), patience)
+pub(super) fn wait_event(event: &Event, patience: &WaitContext<'_>) -> Result<()> {
+    poll(|| event.is_complete(), &|| "the GPU".to_owned(), patience)
 }
 
 /// Waits until `done` says so, for `whom`.
-fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &Patience<'_>) -> Result<()> {
+fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &WaitContext<'_>) -> Result<()> {
     let mut nap = Duration::from_micros(20);
     let since = Instant::now();
     let mut asked = since;
     while !done()? {
-        if since.elapsed() < AWAKE {
+        if since.elapsed() < SPIN_TIME {
             std::thread::yield_now();
             continue;
         }
         std::thread::sleep(nap);
-        nap = (nap * 2).min(NAP);
-        if asked.elapsed() > NAP {
+        nap = (nap * 2).min(MAX_SLEEP);
+        if asked.elapsed() > MAX_SLEEP {
             patience.check(Duration::ZERO, whom)?;
             asked = Instant::now();
         }
@@ -288,10 +296,10 @@ fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &P
 }
 
 /// How long the end of a team, or of a call that has failed, waits for what its GPU is at.
-pub(crate) const LAST: Duration = Duration::from_secs(5);
+pub(crate) const TEARDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Whether `done` says so within `time`.
-fn within(time: Duration, done: impl Fn() -> bool) -> bool {
+fn poll_until(time: Duration, done: impl Fn() -> bool) -> bool {
     let since = Instant::now();
     while !done() {
         if since.elapsed() > time {
@@ -303,6 +311,6 @@ fn within(time: Duration, done: impl Fn() -> bool) -> bool {
 }
 
 /// Whether `stream` has done all that it was given, or does so soon.
-fn has_ended(stream: &Stream) -> bool {
-    stream.record().is_ok_and(|event| within(LAST, || event.has_come().unwrap_or(true)))
+fn is_idle(stream: &Stream) -> bool {
+    stream.record().is_ok_and(|event| poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(true)))
 }

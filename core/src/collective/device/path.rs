@@ -6,15 +6,15 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::super::rounds::Told;
-use super::peers::probe;
+use super::super::text_allgather::RankTexts;
+use super::ipc_flags::probe;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::cuda::{Context, nccl_version};
 
 /// Who waits for the other ranks while the data is on its way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wait {
+pub enum SyncMode {
     /// The stream, for numbers in host memory.
     Stream,
     /// The host, where the driver has no such operation.
@@ -25,13 +25,13 @@ pub enum Wait {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Path {
     /// There is one rank.
-    Alone,
+    SingleRank,
     /// NCCL between all ranks.
     Nccl,
     /// Kernels on memory that the ranks of a host see in each other.
-    Ipc(Wait),
+    Ipc(SyncMode),
     /// The same within each host, and through host memory between them.
-    Across(Wait),
+    IpcStaged(SyncMode),
     /// Through host memory.
     Staged,
 }
@@ -40,26 +40,26 @@ impl Path {
     /// As `DL_COMM_GPU_PATH` and `topology()` name it.
     pub fn name(self) -> &'static str {
         match self {
-            Path::Alone => "alone",
+            Path::SingleRank => "alone",
             Path::Nccl => "nccl",
             Path::Ipc(_) => "ipc",
-            Path::Across(_) => "ipc+staged",
+            Path::IpcStaged(_) => "ipc+staged",
             Path::Staged => "staged",
         }
     }
 
     /// Who waits, where kernels work on memory of several ranks.
-    pub fn wait(self) -> Option<Wait> {
+    pub fn wait(self) -> Option<SyncMode> {
         match self {
-            Path::Ipc(wait) | Path::Across(wait) => Some(wait),
-            Path::Alone | Path::Nccl | Path::Staged => None,
+            Path::Ipc(wait) | Path::IpcStaged(wait) => Some(wait),
+            Path::SingleRank | Path::Nccl | Path::Staged => None,
         }
     }
 }
 
 /// What the environment asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
+pub enum PathSetting {
     /// The best there is.
     Auto,
     /// This one, or an error.
@@ -70,47 +70,51 @@ pub enum Wanted {
     Staged,
 }
 
-impl Wanted {
+impl PathSetting {
     /// The name of a path.
     ///
     /// # Errors
     /// [`Error::Invalid`]
-    pub fn parse(text: &str) -> Result<Wanted> {
-        Wanted::ALL
+    pub fn parse(text: &str) -> Result<PathSetting> {
+        PathSetting::ALL
             .into_iter()
             .find(|wanted| wanted.name() == text)
             .ok_or_else(|| Error::Invalid(format!("DL_COMM_GPU_PATH is '{text}'; set it to auto, nccl, ipc or staged")))
     }
 
-    const ALL: [Wanted; 4] = [Wanted::Auto, Wanted::Nccl, Wanted::Ipc, Wanted::Staged];
+    const ALL: [PathSetting; 4] = [PathSetting::Auto, PathSetting::Nccl, PathSetting::Ipc, PathSetting::Staged];
 
     /// As it is asked for.
     pub fn name(self) -> &'static str {
         match self {
-            Wanted::Auto => "auto",
-            Wanted::Nccl => "nccl",
-            Wanted::Ipc => "ipc",
-            Wanted::Staged => "staged",
+            PathSetting::Auto => "auto",
+            PathSetting::Nccl => "nccl",
+            PathSetting::Ipc => "ipc",
+            PathSetting::Staged => "staged",
         }
     }
 }
 
 /// What a rank tells of its GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Facts {
+pub(super) struct GpuCapabilities {
     /// The same for all processes that use the GPU.
     uuid: String,
     /// The version of NCCL, or why there is none.
     nccl: std::result::Result<i32, String>,
     /// Who can wait, or why no other process can see this one's memory.
-    ipc: std::result::Result<Wait, String>,
+    ipc: std::result::Result<SyncMode, String>,
 }
 
-impl Facts {
+impl GpuCapabilities {
     /// Those of this process.
-    pub fn gather(context: &Arc<Context>) -> Facts {
+    pub fn gather(context: &Arc<Context>) -> GpuCapabilities {
         let words = |error: Error| shortened(error.detail());
-        Facts { uuid: context.uuid(), nccl: nccl_version().map_err(words), ipc: probe(context).map_err(words) }
+        GpuCapabilities {
+            uuid: context.uuid(),
+            nccl: nccl_version().map_err(words),
+            ipc: probe(context).map_err(words),
+        }
     }
 
     /// NCCL has refused on this rank.
@@ -120,8 +124,8 @@ impl Facts {
 
     pub fn encode(&self) -> String {
         let wait = match &self.ipc {
-            Ok(Wait::Stream) => json!("stream"),
-            Ok(Wait::Host) => json!("host"),
+            Ok(SyncMode::Stream) => json!("stream"),
+            Ok(SyncMode::Host) => json!("host"),
             Err(why) => json!({"none": why}),
         };
         let nccl = match &self.nccl {
@@ -131,18 +135,18 @@ impl Facts {
         json!([self.uuid, nccl, wait]).to_string()
     }
 
-    fn decode(text: &str) -> Option<Facts> {
+    fn decode(text: &str) -> Option<GpuCapabilities> {
         let value: Value = serde_json::from_str(text).ok()?;
         let ipc = match &value[2] {
-            Value::String(wait) if wait == "stream" => Ok(Wait::Stream),
-            Value::String(_) => Ok(Wait::Host),
+            Value::String(wait) if wait == "stream" => Ok(SyncMode::Stream),
+            Value::String(_) => Ok(SyncMode::Host),
             none => Err(none["none"].as_str()?.to_owned()),
         };
         let nccl = match &value[1] {
             Value::Number(version) => Ok(i32::try_from(version.as_i64()?).ok()?),
             why => Err(why.as_str()?.to_owned()),
         };
-        Some(Facts { uuid: value[0].as_str()?.to_owned(), nccl, ipc })
+        Some(GpuCapabilities { uuid: value[0].as_str()?.to_owned(), nccl, ipc })
     }
 }
 
@@ -153,82 +157,82 @@ fn shortened(words: &str) -> String {
 
 /// What the ranks do.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Decision {
+pub(super) struct PathChoice {
     pub path: Path,
     /// Why it is no better one; empty when there is none.
-    pub why: String,
+    pub reason: String,
     /// Whether no two ranks share a GPU.
     pub own_gpus: bool,
     /// Why the path that was asked for cannot be had.
-    refused: Option<String>,
+    unavailable: Option<String>,
 }
 
-impl Decision {
+impl PathChoice {
     pub fn encode(&self) -> String {
-        let wait = self.path.wait() == Some(Wait::Host);
-        json!([self.path.name(), wait, self.why, self.refused, self.own_gpus]).to_string()
+        let wait = self.path.wait() == Some(SyncMode::Host);
+        json!([self.path.name(), wait, self.reason, self.unavailable, self.own_gpus]).to_string()
     }
 
     /// # Errors
     /// [`Error::System`] when the path that was asked for cannot be had.
-    pub fn decode(text: &str) -> Result<Decision> {
+    pub fn decode(text: &str) -> Result<PathChoice> {
         let value: Value = serde_json::from_str(text).unwrap_or_default();
         let words = |index: usize| value[index].as_str().map(str::to_owned);
         if let Some(refused) = words(3) {
             return Err(Error::Invalid(refused));
         }
-        let wait = if value[1] == true { Wait::Host } else { Wait::Stream };
+        let wait = if value[1] == true { SyncMode::Host } else { SyncMode::Stream };
         let path = match value[0].as_str() {
-            Some("alone") => Path::Alone,
+            Some("alone") => Path::SingleRank,
             Some("nccl") => Path::Nccl,
             Some("ipc") => Path::Ipc(wait),
-            Some("ipc+staged") => Path::Across(wait),
+            Some("ipc+staged") => Path::IpcStaged(wait),
             Some("staged") => Path::Staged,
             _ => return Err(Error::Internal("what the ranks told of their GPUs is not legible".into())),
         };
-        Ok(Decision { path, why: words(2).unwrap_or_default(), own_gpus: value[4] == true, refused: None })
+        Ok(PathChoice { path, reason: words(2).unwrap_or_default(), own_gpus: value[4] == true, unavailable: None })
     }
 }
 
 /// What follows from the facts of all ranks: the same on every one.
-pub(super) fn decide(told: &Told, wanted: Wanted, topology: &Topology) -> Decision {
-    let facts: Option<Vec<Facts>> = told.iter().map(|(_, text)| Facts::decode(text)).collect();
+pub(super) fn choose_path(told: &RankTexts, wanted: PathSetting, topology: &Topology) -> PathChoice {
+    let facts: Option<Vec<GpuCapabilities>> = told.iter().map(|(_, text)| GpuCapabilities::decode(text)).collect();
     let Some(facts) = facts.filter(|facts| facts.len() == topology.size()) else {
         let refused = Some("the ranks could not tell each other of their GPUs".into());
-        return Decision { path: Path::Staged, why: String::new(), own_gpus: false, refused };
+        return PathChoice { path: Path::Staged, reason: String::new(), own_gpus: false, unavailable: refused };
     };
     let own_gpus = sharers(&facts).is_none();
-    let decided = |path, why: &str| Decision { path, why: why.to_owned(), own_gpus, refused: None };
+    let decided = |path, why: &str| PathChoice { path, reason: why.to_owned(), own_gpus, unavailable: None };
     if facts.len() == 1 {
-        return decided(Path::Alone, "");
+        return decided(Path::SingleRank, "");
     }
-    let (nccl, ipc) = (no_nccl(&facts), no_ipc(&facts, topology));
-    let refuse = |name: &str, why: &str| Decision {
-        refused: Some(format!("DL_COMM_GPU_PATH is {name}, but {why}")),
+    let (nccl, ipc) = (nccl_blocker(&facts), ipc_blocker(&facts, topology));
+    let refuse = |name: &str, why: &str| PathChoice {
+        unavailable: Some(format!("DL_COMM_GPU_PATH is {name}, but {why}")),
         ..decided(Path::Staged, "")
     };
-    let kernels = |wait| if topology.hosts() > 1 { Path::Across(wait) } else { Path::Ipc(wait) };
+    let kernels = |wait| if topology.hosts() > 1 { Path::IpcStaged(wait) } else { Path::Ipc(wait) };
     match (wanted, nccl, ipc) {
-        (Wanted::Staged, _, _) => decided(Path::Staged, "DL_COMM_GPU_PATH asks for it"),
-        (Wanted::Nccl, Some(why), _) => refuse("nccl", &why),
-        (Wanted::Nccl | Wanted::Auto, None, _) => decided(Path::Nccl, ""),
-        (Wanted::Ipc, _, Err(why)) => refuse("ipc", &why),
-        (Wanted::Ipc, _, Ok(wait)) => decided(kernels(wait), "DL_COMM_GPU_PATH asks for it"),
-        (Wanted::Auto, Some(why), Ok(wait)) => decided(kernels(wait), &format!("not nccl: {why}")),
-        (Wanted::Auto, Some(no_nccl), Err(no_ipc)) => {
+        (PathSetting::Staged, _, _) => decided(Path::Staged, "DL_COMM_GPU_PATH asks for it"),
+        (PathSetting::Nccl, Some(why), _) => refuse("nccl", &why),
+        (PathSetting::Nccl | PathSetting::Auto, None, _) => decided(Path::Nccl, ""),
+        (PathSetting::Ipc, _, Err(why)) => refuse("ipc", &why),
+        (PathSetting::Ipc, _, Ok(wait)) => decided(kernels(wait), "DL_COMM_GPU_PATH asks for it"),
+        (PathSetting::Auto, Some(why), Ok(wait)) => decided(kernels(wait), &format!("not nccl: {why}")),
+        (PathSetting::Auto, Some(no_nccl), Err(no_ipc)) => {
             decided(Path::Staged, &format!("not nccl: {no_nccl}; not ipc: {no_ipc}"))
         }
     }
 }
 
 /// Two ranks that share a GPU, if there are any.
-fn sharers(facts: &[Facts]) -> Option<(usize, usize)> {
+fn sharers(facts: &[GpuCapabilities]) -> Option<(usize, usize)> {
     let mut owners: BTreeMap<&str, usize> = BTreeMap::new();
     facts.iter().enumerate().find_map(|(rank, fact)| owners.insert(&fact.uuid, rank).map(|one| (one, rank)))
 }
 
 /// Why NCCL cannot carry the team, if it cannot.
-fn no_nccl(facts: &[Facts]) -> Option<String> {
+fn nccl_blocker(facts: &[GpuCapabilities]) -> Option<String> {
     if let Some((one, other)) = sharers(facts) {
         return Some(format!("ranks {one} and {other} share a GPU"));
     }
@@ -245,15 +249,15 @@ fn no_nccl(facts: &[Facts]) -> Option<String> {
 }
 
 /// Who waits where the ranks see each other's memory, or why they do not.
-fn no_ipc(facts: &[Facts], topology: &Topology) -> std::result::Result<Wait, String> {
+fn ipc_blocker(facts: &[GpuCapabilities], topology: &Topology) -> std::result::Result<SyncMode, String> {
     if topology.hosts() > 1 && topology.hosts() == topology.size() {
         return Err("every rank is on a host of its own".into());
     }
-    let mut all = Wait::Stream;
+    let mut all = SyncMode::Stream;
     for (rank, fact) in facts.iter().enumerate() {
         match &fact.ipc {
-            Ok(Wait::Stream) => {}
-            Ok(Wait::Host) => all = Wait::Host,
+            Ok(SyncMode::Stream) => {}
+            Ok(SyncMode::Host) => all = SyncMode::Host,
             Err(why) => return Err(format!("rank {rank}: {why}")),
         }
     }
@@ -264,68 +268,71 @@ fn no_ipc(facts: &[Facts], topology: &Topology) -> std::result::Result<Wait, Str
 mod tests {
     use super::*;
 
-    fn fact(uuid: &str) -> Facts {
-        Facts { uuid: uuid.into(), nccl: Ok(22809), ipc: Ok(Wait::Stream) }
+    fn fact(uuid: &str) -> GpuCapabilities {
+        GpuCapabilities { uuid: uuid.into(), nccl: Ok(22809), ipc: Ok(SyncMode::Stream) }
     }
 
-    fn decision(facts: &[Facts], hosts: &[usize], wanted: Wanted) -> Decision {
-        let told: Vec<(usize, String)> = facts.iter().map(Facts::encode).enumerate().collect();
+    fn decision(facts: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> PathChoice {
+        let told: Vec<(usize, String)> = facts.iter().map(GpuCapabilities::encode).enumerate().collect();
         let topology = Topology::new(0, hosts);
-        let decision = decide(&told, wanted, &topology);
-        assert!(decision.refused.is_some() || Decision::decode(&decision.encode()) == Ok(decision.clone()));
+        let decision = choose_path(&told, wanted, &topology);
+        assert!(decision.unavailable.is_some() || PathChoice::decode(&decision.encode()) == Ok(decision.clone()));
         decision
     }
 
     #[test]
     fn a_gpu_for_each_rank_is_for_nccl_and_a_shared_one_for_ipc() {
         let own = [fact("a"), fact("b")];
-        assert_eq!(decision(&own, &[0, 0], Wanted::Auto).path, Path::Nccl);
-        assert_eq!(decision(&own, &[0, 1], Wanted::Auto).path, Path::Nccl);
-        assert_eq!(decision(&own, &[0, 0], Wanted::Ipc).path, Path::Ipc(Wait::Stream));
-        assert_eq!(decision(&own, &[0, 0], Wanted::Staged).path, Path::Staged);
-        let shared = decision(&[fact("a"), fact("a")], &[0, 0], Wanted::Auto);
-        assert_eq!(shared.path, Path::Ipc(Wait::Stream));
-        assert!(shared.why.contains("ranks 0 and 1 share a GPU"), "{}", shared.why);
-        assert_eq!(decision(&[fact("a")], &[0], Wanted::Nccl).path, Path::Alone);
+        assert_eq!(decision(&own, &[0, 0], PathSetting::Auto).path, Path::Nccl);
+        assert_eq!(decision(&own, &[0, 1], PathSetting::Auto).path, Path::Nccl);
+        assert_eq!(decision(&own, &[0, 0], PathSetting::Ipc).path, Path::Ipc(SyncMode::Stream));
+        assert_eq!(decision(&own, &[0, 0], PathSetting::Staged).path, Path::Staged);
+        let shared = decision(&[fact("a"), fact("a")], &[0, 0], PathSetting::Auto);
+        assert_eq!(shared.path, Path::Ipc(SyncMode::Stream));
+        assert!(shared.reason.contains("ranks 0 and 1 share a GPU"), "{}", shared.reason);
+        assert_eq!(decision(&[fact("a")], &[0], PathSetting::Nccl).path, Path::SingleRank);
     }
 
     #[test]
     fn between_hosts_go_slices_where_hosts_have_several_ranks() {
         let shared = [fact("a"), fact("a"), fact("b")];
-        assert_eq!(decision(&shared, &[0, 0, 1], Wanted::Auto).path, Path::Across(Wait::Stream));
-        assert_eq!(decision(&shared, &[0, 0, 1], Wanted::Ipc).path, Path::Across(Wait::Stream));
-        assert_eq!(decision(&shared, &[0, 0, 1], Wanted::Staged).path, Path::Staged);
-        let host = Facts { ipc: Ok(Wait::Host), ..fact("b") };
-        assert_eq!(decision(&[fact("a"), fact("a"), host], &[0, 0, 1], Wanted::Auto).path, Path::Across(Wait::Host));
-        let alone = decision(&[fact("a"), fact("b")], &[0, 1], Wanted::Auto);
+        assert_eq!(decision(&shared, &[0, 0, 1], PathSetting::Auto).path, Path::IpcStaged(SyncMode::Stream));
+        assert_eq!(decision(&shared, &[0, 0, 1], PathSetting::Ipc).path, Path::IpcStaged(SyncMode::Stream));
+        assert_eq!(decision(&shared, &[0, 0, 1], PathSetting::Staged).path, Path::Staged);
+        let host = GpuCapabilities { ipc: Ok(SyncMode::Host), ..fact("b") };
+        assert_eq!(
+            decision(&[fact("a"), fact("a"), host], &[0, 0, 1], PathSetting::Auto).path,
+            Path::IpcStaged(SyncMode::Host)
+        );
+        let alone = decision(&[fact("a"), fact("b")], &[0, 1], PathSetting::Auto);
         assert_eq!(alone.path, Path::Nccl);
     }
 
     #[test]
     fn what_one_rank_lacks_nobody_uses() {
-        let lacking = Facts { nccl: Err("no library".into()), ..fact("b") };
-        let decided = decision(&[fact("a"), lacking.clone()], &[0, 0], Wanted::Auto);
-        assert_eq!(decided.path, Path::Ipc(Wait::Stream));
-        assert!(decided.why.contains("rank 1: no library"), "{}", decided.why);
-        assert_eq!(decision(&[fact("a"), lacking.clone()], &[0, 1], Wanted::Auto).path, Path::Staged);
-        let older = Facts { nccl: Ok(22000), ..fact("b") };
-        assert_eq!(decision(&[fact("a"), older], &[0, 0], Wanted::Auto).path, Path::Ipc(Wait::Stream));
-        let host = Facts { ipc: Ok(Wait::Host), ..fact("a") };
-        assert_eq!(decision(&[fact("a"), host], &[0, 0], Wanted::Auto).path, Path::Ipc(Wait::Host));
-        let blind = Facts { ipc: Err("a container".into()), ..fact("a") };
-        let staged = decision(&[fact("a"), blind], &[0, 0], Wanted::Auto);
+        let lacking = GpuCapabilities { nccl: Err("no library".into()), ..fact("b") };
+        let decided = decision(&[fact("a"), lacking.clone()], &[0, 0], PathSetting::Auto);
+        assert_eq!(decided.path, Path::Ipc(SyncMode::Stream));
+        assert!(decided.reason.contains("rank 1: no library"), "{}", decided.reason);
+        assert_eq!(decision(&[fact("a"), lacking.clone()], &[0, 1], PathSetting::Auto).path, Path::Staged);
+        let older = GpuCapabilities { nccl: Ok(22000), ..fact("b") };
+        assert_eq!(decision(&[fact("a"), older], &[0, 0], PathSetting::Auto).path, Path::Ipc(SyncMode::Stream));
+        let host = GpuCapabilities { ipc: Ok(SyncMode::Host), ..fact("a") };
+        assert_eq!(decision(&[fact("a"), host], &[0, 0], PathSetting::Auto).path, Path::Ipc(SyncMode::Host));
+        let blind = GpuCapabilities { ipc: Err("a container".into()), ..fact("a") };
+        let staged = decision(&[fact("a"), blind], &[0, 0], PathSetting::Auto);
         assert_eq!(staged.path, Path::Staged);
-        assert!(staged.why.contains("not ipc: rank 1: a container"), "{}", staged.why);
+        assert!(staged.reason.contains("not ipc: rank 1: a container"), "{}", staged.reason);
     }
 
     #[test]
     fn what_was_asked_for_and_cannot_be_had_is_refused_with_the_reason() {
         let shared = [fact("a"), fact("a")];
-        let error = Decision::decode(&decision(&shared, &[0, 0], Wanted::Nccl).encode()).unwrap_err();
+        let error = PathChoice::decode(&decision(&shared, &[0, 0], PathSetting::Nccl).encode()).unwrap_err();
         assert!(error.to_string().contains("DL_COMM_GPU_PATH is nccl, but ranks 0 and 1 share a GPU"), "{error}");
-        let error = Decision::decode(&decision(&shared, &[0, 1], Wanted::Ipc).encode()).unwrap_err();
+        let error = PathChoice::decode(&decision(&shared, &[0, 1], PathSetting::Ipc).encode()).unwrap_err();
         assert!(error.to_string().contains("a host of its own"), "{error}");
-        assert!(Wanted::parse("fast").is_err());
-        assert!(Wanted::ALL.into_iter().all(|wanted| Wanted::parse(wanted.name()) == Ok(wanted)));
+        assert!(PathSetting::parse("fast").is_err());
+        assert!(PathSetting::ALL.into_iter().all(|wanted| PathSetting::parse(wanted.name()) == Ok(wanted)));
     }
 }

@@ -7,111 +7,111 @@
 
 use std::sync::Arc;
 
-use super::super::{Channel, Job, Op};
-use super::batch::{Batch, Table};
-use super::{DeviceSettings, LAST, await_event, begin, end, has_ended, producer, within};
+use super::super::{Call, Channel, Op};
+use super::batch::{Batch, UploadRing};
+use super::{DeviceSettings, TEARDOWN_TIMEOUT, end, is_idle, poll_until, producer, wait_event, wait_inputs};
 use crate::error::{Error, Result};
-use crate::transport::Patience;
-use crate::transport::arena::Shared;
-use crate::transport::cuda::{Address, Context, DeviceMemory, Event, HostMemory, Pinned, Stream};
+use crate::transport::WaitContext;
+use crate::transport::arena::PeerMemory;
+use crate::transport::cuda::{Address, Context, DeviceBuffer, Event, HostRegistration, PinnedHostBuffer, Stream};
 
 /// Chunks that are on their way down before their turn.
-const AHEAD: usize = 2;
+const PREFETCH_CHUNKS: usize = 2;
 /// Places for chunks: as many again may be on their way up.
-const PLACES: usize = 2 * AHEAD;
+const NUM_BUFFERS: usize = 2 * PREFETCH_CHUNKS;
 
 /// Chunks of more pieces are packed.
-const FEW: usize = 4;
+const MIN_TO_PACK: usize = 4;
 
 /// From the GPU to the host, and back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    Down,
-    Up,
+enum Direction {
+    DeviceToHost,
+    HostToDevice,
 }
 
 /// What packs a thread's chunks in device memory.
 struct Packer {
-    memory: DeviceMemory,
+    memory: DeviceBuffer,
     batch: Batch,
-    table: Table,
+    table: UploadRing,
 }
 
 /// Pinned host memory: that which other ranks see, or, where there is none, the rank's own.
-enum Memory {
-    Shared { pinned: Option<Pinned>, memory: *mut u8, shared: Arc<dyn Shared> },
-    Own(HostMemory),
+enum PinnedBuffer {
+    Shared { pinned: Option<HostRegistration>, memory: *mut u8, shared: Arc<dyn PeerMemory> },
+    Own(PinnedHostBuffer),
 }
 
 // SAFETY: addresses; the memory may be used from any thread.
-unsafe impl Send for Memory {}
+unsafe impl Send for PinnedBuffer {}
 
-impl Memory {
-    fn new(channel: &Channel, context: &Arc<Context>, len: usize) -> Result<Memory> {
-        match Memory::shared(channel, context, len) {
+impl PinnedBuffer {
+    fn new(channel: &Channel, context: &Arc<Context>, len: usize) -> Result<PinnedBuffer> {
+        match PinnedBuffer::shared(channel, context, len) {
             Some(shared) => Ok(shared),
-            None => HostMemory::new(context, len).map(Memory::Own),
+            None => PinnedHostBuffer::new(context, len).map(PinnedBuffer::Own),
         }
     }
 
     /// `None` where there is none, or it cannot be pinned (memory of a file system that is none of memory, say): the average
     /// copies then.
-    fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<Memory> {
-        let shared = channel.node.node().shared_memory()?;
+    fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<PinnedBuffer> {
+        let shared = channel.node.node().peer_memory_arc()?;
         // Pages, of which pieces that are too small for one would share some.
         let len = len.max(4096);
-        let memory = shared.take(len).ok()?;
+        let memory = shared.alloc_zeroed(len).ok()?;
         // SAFETY: it is given back when it is not pinned any more.
-        let pinned = unsafe { Pinned::new(context, memory, len) }.ok();
+        let pinned = unsafe { HostRegistration::new(context, memory, len) }.ok();
         let pins = pinned.is_some();
         // Without a pin it is given back here.
-        Some(Memory::Shared { pinned, memory, shared }).filter(|_| pins)
+        Some(PinnedBuffer::Shared { pinned, memory, shared }).filter(|_| pins)
     }
 
     fn start(&self) -> *mut u8 {
         match self {
-            Memory::Shared { memory, .. } => *memory,
-            Memory::Own(own) => own.memory(),
+            PinnedBuffer::Shared { memory, .. } => *memory,
+            PinnedBuffer::Own(own) => own.memory(),
         }
     }
 }
 
-impl Drop for Memory {
+impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        if let Memory::Shared { pinned, memory, shared } = self {
+        if let PinnedBuffer::Shared { pinned, memory, shared } = self {
             *pinned = None;
             // SAFETY: taken by `new`, and used no more.
-            unsafe { shared.give(*memory) };
+            unsafe { shared.free_zeroed(*memory) };
         }
     }
 }
 
 /// A thread's way between a GPU and host memory.
-pub struct Stager {
+pub struct StagingPipeline {
     context: Arc<Context>,
     settings: DeviceSettings,
-    memory: Memory,
+    memory: PinnedBuffer,
     /// What still reads a place, by place.
-    left: [Option<Event>; PLACES],
+    busy_until: [Option<Event>; NUM_BUFFERS],
     down: Vec<Stream>,
     up: Vec<Stream>,
     /// Once there was something to pack, and kernels to do it with.
     packer: Option<Packer>,
 }
 
-impl Stager {
+impl StagingPipeline {
     /// A way for calls on the GPU of `context`, over `channel`.
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn new(channel: &Channel, context: &Arc<Context>, settings: DeviceSettings) -> Result<Stager> {
-        let _entered = context.enter()?;
+    pub fn new(channel: &Channel, context: &Arc<Context>, settings: DeviceSettings) -> Result<StagingPipeline> {
+        let _entered = context.push()?;
         let streams = || (0..settings.streams).map(|_| Stream::new(context)).collect::<Result<Vec<_>>>();
-        Ok(Stager {
+        Ok(StagingPipeline {
             context: Arc::clone(context),
             settings,
-            memory: Memory::new(channel, context, PLACES * settings.chunk)?,
-            left: Default::default(),
+            memory: PinnedBuffer::new(channel, context, NUM_BUFFERS * settings.chunk)?,
+            busy_until: Default::default(),
             down: streams()?,
             up: streams()?,
             packer: None,
@@ -122,97 +122,105 @@ impl Stager {
     ///
     /// # Errors
     /// Those of the driver and of the transports; the ranks are then out of step.
-    pub fn carry(
+    pub fn run(
         &mut self,
         channel: &mut Channel,
-        job: &Job,
+        job: &Call,
         chunks: impl Iterator<Item = usize>,
-        patience: &Patience<'_>,
+        patience: &WaitContext<'_>,
     ) -> Result<()> {
         let context = Arc::clone(&self.context);
-        let _entered = context.enter()?;
-        let done = self.carry_all(channel, job, chunks.collect(), patience);
+        let _entered = context.push()?;
+        let done = self.run_all(channel, job, chunks.collect(), patience);
         // After a failure too: copies may be on their way to tensors that the caller then frees.
         let ends: Vec<Event> =
             self.up.iter().chain(&self.down).map(|stream| end(job, stream)).collect::<Result<_>>()?;
         if done.is_ok() && producer(job)?.waits() {
-            return ends.iter().try_for_each(|end| await_event(end, patience));
+            return ends.iter().try_for_each(|end| wait_event(end, patience));
         }
         done
     }
 
     /// After a failure: waits a while until nothing is on its way.
-    pub fn rest(&self) {
-        if let Ok(_entered) = self.context.enter() {
-            let _or_not = self.up.iter().chain(&self.down).all(has_ended);
+    pub fn drain(&self) {
+        if let Ok(_entered) = self.context.push() {
+            let _or_not = self.up.iter().chain(&self.down).all(is_idle);
         }
     }
 
-    fn carry_all(
+    fn run_all(
         &mut self,
         channel: &mut Channel,
-        job: &Job,
+        job: &Call,
         chunks: Vec<usize>,
-        patience: &Patience<'_>,
+        patience: &WaitContext<'_>,
     ) -> Result<()> {
         // What goes up overwrites what the tensors' makers may still read.
-        self.down.iter().chain(&self.up).try_for_each(|stream| begin(job, stream))?;
+        self.down.iter().chain(&self.up).try_for_each(|stream| wait_inputs(job, stream))?;
         let rank = channel.topology.rank();
         let (brings, takes) = match job.op {
             Op::Broadcast { root } => (root == rank, root != rank || !job.is_in_place()),
-            Op::Average | Op::Barrier => (true, true),
+            Op::Allreduce | Op::Barrier => (true, true),
         };
-        let mut arrived: [Option<Event>; PLACES] = Default::default();
+        let mut arrived: [Option<Event>; NUM_BUFFERS] = Default::default();
         let mut fetched = 0;
         for (turn, &chunk) in chunks.iter().enumerate() {
-            while fetched < chunks.len() && fetched < turn + AHEAD {
-                let place = fetched % PLACES;
-                if let Some(event) = self.left[place].take() {
-                    await_event(&event, patience)?;
+            while fetched < chunks.len() && fetched < turn + PREFETCH_CHUNKS {
+                let place = fetched % NUM_BUFFERS;
+                if let Some(event) = self.busy_until[place].take() {
+                    wait_event(&event, patience)?;
                 }
                 if brings {
-                    arrived[place] = Some(self.send(job, chunks[fetched], fetched, Way::Down, patience)?);
+                    arrived[place] =
+                        Some(self.send(job, chunks[fetched], fetched, Direction::DeviceToHost, patience)?);
                 }
                 fetched += 1;
             }
-            let place = turn % PLACES;
+            let place = turn % NUM_BUFFERS;
             if let Some(event) = arrived[place].take() {
-                await_event(&event, patience)?;
+                wait_event(&event, patience)?;
             }
-            let part = job.staged(chunk, self.place(turn));
-            if !channel.first(&part, patience)? {
-                return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.title())));
+            let part = job.chunk_call(chunk, self.place(turn));
+            if !channel.run_first_chunk(&part, patience)? {
+                return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.full_name())));
             }
             if part.plan.chunks() > 1 {
                 // A chunk may be longer than a slot.
-                channel.rest(&part, 1..part.plan.chunks(), channel.is_direct(), patience)?;
+                channel.run_chunks(&part, 1..part.plan.chunks(), channel.is_zero_copy(), patience)?;
             }
             if takes {
-                self.left[place] = Some(self.send(job, chunk, turn, Way::Up, patience)?);
+                self.busy_until[place] = Some(self.send(job, chunk, turn, Direction::HostToDevice, patience)?);
             }
         }
         Ok(())
     }
 
     fn place(&self, turn: usize) -> *mut u8 {
-        self.memory.start().wrapping_add(turn % PLACES * self.settings.chunk)
+        self.memory.start().wrapping_add(turn % NUM_BUFFERS * self.settings.chunk)
     }
 
     /// Whether there are kernels to pack with; takes the memory for it.
     fn can_pack(&mut self) -> Result<bool> {
         if self.packer.is_none() && self.context.kernels().is_ok() {
-            let memory = DeviceMemory::new(&self.context, PLACES * self.settings.chunk)?;
-            self.packer = Some(Packer { memory, batch: Batch::default(), table: Table::new(&self.context) });
+            let memory = DeviceBuffer::new(&self.context, NUM_BUFFERS * self.settings.chunk)?;
+            self.packer = Some(Packer { memory, batch: Batch::default(), table: UploadRing::new(&self.context) });
         }
         Ok(self.packer.is_some())
     }
 
     /// Starts a chunk's way in this direction.
-    fn send(&mut self, job: &Job, chunk: usize, turn: usize, way: Way, patience: &Patience<'_>) -> Result<Event> {
+    fn send(
+        &mut self,
+        job: &Call,
+        chunk: usize,
+        turn: usize,
+        way: Direction,
+        patience: &WaitContext<'_>,
+    ) -> Result<Event> {
         let (place, len) = (self.place(turn), job.plan.chunk_len(chunk));
-        let pieces = || job.plan.pieces(chunk, 0..len);
-        let packs = pieces().nth(FEW).is_some() && self.can_pack()?;
-        let streams = if way == Way::Down { &self.down } else { &self.up };
+        let pieces = || job.plan.ranges(chunk, 0..len);
+        let packs = pieces().nth(MIN_TO_PACK).is_some() && self.can_pack()?;
+        let streams = if way == Direction::DeviceToHost { &self.down } else { &self.up };
         let stream = &streams[turn % streams.len()];
         let copy = |at: usize, address: Address, len: usize| {
             let memory = place.wrapping_add(at);
@@ -220,28 +228,28 @@ impl Stager {
             // done.
             unsafe {
                 match way {
-                    Way::Down => stream.download(memory, address, len),
-                    Way::Up => stream.upload(address, memory, len),
+                    Direction::DeviceToHost => stream.download(memory, address, len),
+                    Direction::HostToDevice => stream.upload(address, memory, len),
                 }
             }
         };
         match &mut self.packer {
             Some(Packer { memory, batch, table }) if packs => {
-                let packed = memory.address() + (turn % PLACES * self.settings.chunk) as Address;
-                batch.copies(pieces(), job.tensors(0), len, packed, way == Way::Up);
+                let packed = memory.address() + (turn % NUM_BUFFERS * self.settings.chunk) as Address;
+                batch.copies(pieces(), job.tensors(0), len, packed, way == Direction::HostToDevice);
                 // SAFETY: as above; the packed chunk is this turn's, as its place is.
-                let pack = |table: &mut Table| unsafe { table.copy(batch, stream, patience) };
+                let pack = |table: &mut UploadRing| unsafe { table.copy(batch, stream, patience) };
                 match way {
-                    Way::Down => pack(table).and_then(|()| copy(0, packed, len))?,
-                    Way::Up => copy(0, packed, len).and_then(|()| pack(table))?,
+                    Direction::DeviceToHost => pack(table).and_then(|()| copy(0, packed, len))?,
+                    Direction::HostToDevice => copy(0, packed, len).and_then(|()| pack(table))?,
                 }
             }
             _ => {
                 for piece in pieces() {
                     let buffer = &job.tensors(0)[piece.tensor].buffer;
                     let size = buffer.dtype().size();
-                    let (read, written) = buffer.spans();
-                    let start = if way == Way::Down { read.start } else { written.start };
+                    let (read, written) = buffer.byte_ranges();
+                    let start = if way == Direction::DeviceToHost { read.start } else { written.start };
                     copy(piece.offset, (start + piece.first * size) as Address, piece.count * size)?;
                 }
             }
@@ -250,10 +258,12 @@ impl Stager {
     }
 }
 
-impl Drop for Stager {
+impl Drop for StagingPipeline {
     /// What is on its way up still reads the memory, which goes to others.
     fn drop(&mut self) {
-        let Ok(_entered) = self.context.enter() else { return };
-        within(LAST, || self.left.iter().flatten().all(|event| event.has_come().unwrap_or(true)));
+        let Ok(_entered) = self.context.push() else { return };
+        poll_until(TEARDOWN_TIMEOUT, || {
+            self.busy_until.iter().flatten().all(|event| event.is_complete().unwrap_or(true))
+        });
     }
 }

@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use crate::folder::Folder;
 
 /// The bytes before an image: its length, and its hash.
-const HEAD: usize = 24;
+const HEADER_BYTES: usize = 24;
 
 /// Images by name.
 pub struct Cache(Option<Folder>);
@@ -31,10 +31,10 @@ impl Cache {
     /// What was kept by this name.
     pub fn get(&self, name: &str) -> Option<Vec<u8>> {
         let mut content = self.0.as_ref()?.read(name).ok()?;
-        if content.len() < HEAD {
+        if content.len() < HEADER_BYTES {
             return None;
         }
-        let image = content.split_off(HEAD);
+        let image = content.split_off(HEADER_BYTES);
         (content == head(&image)).then_some(image)
     }
 
@@ -57,8 +57,8 @@ pub fn name<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     format!("{:032x}", hash.digest128())
 }
 
-fn head(image: &[u8]) -> [u8; HEAD] {
-    let mut head = [0; HEAD];
+fn head(image: &[u8]) -> [u8; HEADER_BYTES] {
+    let mut head = [0; HEADER_BYTES];
     head[..8].copy_from_slice(&(image.len() as u64).to_le_bytes());
     head[8..].copy_from_slice(&xxh3_128(image).to_le_bytes());
     head
@@ -114,7 +114,7 @@ mod tests {
         let longer = [&whole[..], &[0]].concat();
         let mut flipped = whole.clone();
         flipped[60] ^= 1;
-        for content in [&[], &whole[..10], &whole[..HEAD], &whole[..whole.len() - 1], &longer, &flipped] {
+        for content in [&[], &whole[..10], &whole[..HEADER_BYTES], &whole[..whole.len() - 1], &longer, &flipped] {
             fs::write(&file, content).unwrap();
             assert_eq!(cache(&path).get("a"), None, "{} bytes", content.len());
         }

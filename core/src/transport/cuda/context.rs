@@ -2,7 +2,7 @@
 //!
 //! A context that was used once is kept for the life of the process: frameworks do the same, and a context must not go
 //! while a stream of it is in use.
-//! Thread rule: a [`Context`] may be used from any thread; [`Entered`] stays on its own.
+//! Thread rule: a [`Context`] may be used from any thread; [`ContextGuard`] stays on its own.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::driver::{check, start};
-use super::ipc::{Exports, Imports};
+use super::ipc::{IpcExports, IpcImports};
 use super::kernels::Kernels;
 use crate::error::{Error, Result};
 
@@ -26,8 +26,8 @@ pub struct Context {
     capability: (i32, i32),
     processors: u32,
     kernels: OnceLock<Result<Kernels>>,
-    exports: Mutex<Exports>,
-    imports: Mutex<Imports>,
+    exports: Mutex<IpcExports>,
+    imports: Mutex<IpcImports>,
     /// Events that are not in use.
     pub(super) events: Mutex<Vec<sys::CUevent>>,
 }
@@ -39,7 +39,7 @@ unsafe impl Sync for Context {}
 
 /// The context is the thread's current one as long as this lives; then it is what it was. Meanwhile a capture of somebody else's
 /// into a CUDA graph does not keep this thread from the functions that are not for captures: it has no part in that.
-pub struct Entered<'a> {
+pub struct ContextGuard<'a> {
     capture: sys::CUstreamCaptureMode,
     _context: PhantomData<(&'a Context, *const ())>,
 }
@@ -49,7 +49,7 @@ impl Context {
     ///
     /// # Errors
     /// [`Error::System`], and [`Error::Invalid`] for a number that no GPU has.
-    pub fn of(ordinal: i32) -> Result<Arc<Context>> {
+    pub fn for_device(ordinal: i32) -> Result<Arc<Context>> {
         static KNOWN: Mutex<BTreeMap<i32, Arc<Context>>> = Mutex::new(BTreeMap::new());
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(context) = known.get(&ordinal) {
@@ -103,13 +103,13 @@ impl Context {
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn enter(&self) -> Result<Entered<'_>> {
+    pub fn push(&self) -> Result<ContextGuard<'_>> {
         // SAFETY: the context is retained.
         check("entering the context of a GPU", unsafe { sys::cuCtxPushCurrent_v2(self.handle) })?;
         let mut capture = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the place is valid; it gets the mode that the thread had.
         let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut capture) };
-        let entered = Entered { capture, _context: PhantomData };
+        let entered = ContextGuard { capture, _context: PhantomData };
         check("leaving captures to others", code).map(|()| entered)
     }
 
@@ -139,12 +139,12 @@ impl Context {
     }
 
     /// What other processes see of this GPU's memory.
-    pub fn exports(&self) -> MutexGuard<'_, Exports> {
+    pub fn exports(&self) -> MutexGuard<'_, IpcExports> {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What this process sees of the memory of others, opened for this GPU.
-    pub(super) fn imports(&self) -> MutexGuard<'_, Imports> {
+    pub(super) fn imports(&self) -> MutexGuard<'_, IpcImports> {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -154,14 +154,14 @@ impl Context {
     /// [`Error::System`] without NVRTC, and when the driver does not take what it makes.
     pub fn kernels(&self) -> Result<&Kernels> {
         let made = self.kernels.get_or_init(|| {
-            let _entered = self.enter()?;
+            let _entered = self.push()?;
             Kernels::compile(self.capability)
         });
         made.as_ref().map_err(Error::clone)
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         let mut left = ptr::null_mut();
         // SAFETY: the place is valid, the mode one that the thread had.

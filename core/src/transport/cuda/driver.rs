@@ -87,10 +87,10 @@ pub fn check(what: &str, code: sys::CUresult) -> Result<()> {
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    Err(Error::System(format!("CUDA: {what}: {}", words(code))))
+    Err(Error::System(format!("CUDA: {what}: {}", error_text(code))))
 }
 
-fn words(code: sys::CUresult) -> String {
+fn error_text(code: sys::CUresult) -> String {
     let ask = |function: unsafe fn(sys::CUresult, *mut *const std::ffi::c_char) -> sys::CUresult| {
         let mut text = std::ptr::null();
         // SAFETY: the place is valid; the driver's texts are constants.

@@ -6,8 +6,8 @@
 //! then close them. (Until then the driver keeps the memory; CUDA's documents call freeing what is open elsewhere undefined, what drivers do is to free it when the
 //! last process has closed it.) The driver refuses to open memory at addresses of the owner's that overlap those of memory
 //! that is still open (UCX, issue 2738): such memory was freed, and is closed first.
-//! Thread rule: [`Exports`] and [`Imports`] are one for each GPU of the process, behind locks of the context; [`Shown`] and
-//! [`Seen`] are a team's, with one user at a time.
+//! Thread rule: [`IpcExports`] and [`IpcImports`] are one for each GPU of the process, behind locks of the context; [`Shown`] and
+//! [`PeerImports`] are a team's, with one user at a time.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 
 /// What other processes need to see an allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Export {
+pub struct ExportedAllocation {
     /// The driver's number for it in the process that has it.
     pub id: u64,
     /// Where it begins in the process that has it.
@@ -34,7 +34,7 @@ pub struct Export {
     pub handle: [u8; 64],
 }
 
-impl Export {
+impl ExportedAllocation {
     fn range(&self) -> Range<Address> {
         self.start..self.start + self.len
     }
@@ -42,14 +42,14 @@ impl Export {
 
 /// The allocations of this process that others know of.
 #[derive(Default)]
-pub struct Exports {
+pub struct IpcExports {
     /// By their start.
-    known: BTreeMap<Address, Export>,
+    known: BTreeMap<Address, ExportedAllocation>,
     /// Those of them, and of what was freed, that other ranks have open because a team has told them.
-    told: BTreeSet<u64>,
+    reported: BTreeSet<u64>,
 }
 
-impl Exports {
+impl IpcExports {
     /// Forgets what was freed since the last time.
     pub fn forget_freed(&mut self) {
         self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
@@ -57,19 +57,25 @@ impl Exports {
 
     /// What the others have to be told in a call that uses `used`, at most `most` of each: exports that are new to the team, and
     /// numbers of those that were freed, in whatever team they were used.
-    pub fn news(&mut self, shown: &mut Shown, used: &BTreeMap<u64, Export>, most: usize) -> News {
+    pub fn take_updates(
+        &mut self,
+        shown: &mut ReportedExports,
+        used: &BTreeMap<u64, ExportedAllocation>,
+        most: usize,
+    ) -> ExportUpdates {
         let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
-        shown.told.retain(|id| alive.contains(id));
-        let gone: Vec<u64> = self.told.difference(&alive).copied().take(most).collect();
-        gone.iter().for_each(|id| {
-            self.told.remove(id);
+        shown.reported.retain(|id| alive.contains(id));
+        let removed: Vec<u64> = self.reported.difference(&alive).copied().take(most).collect();
+        removed.iter().for_each(|id| {
+            self.reported.remove(id);
         });
-        let mut fresh: Vec<Export> = used.values().filter(|export| !shown.told.contains(&export.id)).copied().collect();
-        let whole = fresh.len() <= most;
-        fresh.truncate(most);
-        shown.told.extend(fresh.iter().map(|export| export.id));
-        self.told.extend(fresh.iter().map(|export| export.id));
-        News { fresh, gone, whole }
+        let mut added: Vec<ExportedAllocation> =
+            used.values().filter(|export| !shown.reported.contains(&export.id)).copied().collect();
+        let whole = added.len() <= most;
+        added.truncate(most);
+        shown.reported.extend(added.iter().map(|export| export.id));
+        self.reported.extend(added.iter().map(|export| export.id));
+        ExportUpdates { fresh: added, gone: removed, whole }
     }
 
     /// The export that has the `len` bytes at `address`, which is made if there is none. `None` when other processes cannot see
@@ -77,7 +83,7 @@ impl Exports {
     ///
     /// # Errors
     /// [`Error::System`] for what is no device memory.
-    pub fn locate(&mut self, address: Address, len: u64) -> Result<Option<Export>> {
+    pub fn locate(&mut self, address: Address, len: u64) -> Result<Option<ExportedAllocation>> {
         let found = self.known.range(..=address).next_back().map(|(_, export)| *export);
         let export = match found.filter(|export| export.range().contains(&address)) {
             Some(export) => export,
@@ -92,7 +98,7 @@ impl Exports {
         Ok(Some(export))
     }
 
-    fn export(&mut self, address: Address) -> Result<Option<Export>> {
+    fn export(&mut self, address: Address) -> Result<Option<ExportedAllocation>> {
         let id = id_of(address)?;
         type Attribute = sys::CUpointer_attribute;
         // SAFETY: the attribute is such a number.
@@ -112,7 +118,7 @@ impl Exports {
         if !exported {
             return Ok(None);
         }
-        let export = Export { id, start, len, handle: handle.reserved.map(|byte| byte as u8) };
+        let export = ExportedAllocation { id, start, len, handle: handle.reserved.map(|byte| byte as u8) };
         self.known.insert(start, export);
         Ok(Some(export))
     }
@@ -127,24 +133,24 @@ fn id_of(address: Address) -> Result<u64> {
 
 /// Which exports of this process the other ranks of a team have been told of.
 #[derive(Default)]
-pub struct Shown {
-    told: BTreeSet<u64>,
+pub struct ReportedExports {
+    reported: BTreeSet<u64>,
 }
 
-impl Shown {
+impl ReportedExports {
     /// The others could not open all of `fresh`: they are to be told again.
-    pub fn take_back(&mut self, fresh: &[Export]) {
+    pub fn forget(&mut self, fresh: &[ExportedAllocation]) {
         fresh.iter().for_each(|export| {
-            self.told.remove(&export.id);
+            self.reported.remove(&export.id);
         });
     }
 }
 
-/// See [`Exports::news`].
+/// See [`IpcExports::news`].
 #[derive(Debug, PartialEq, Eq)]
-pub struct News {
+pub struct ExportUpdates {
     /// Exports that the others have not been told of.
-    pub fresh: Vec<Export>,
+    pub fresh: Vec<ExportedAllocation>,
     /// Numbers of exports that were freed.
     pub gone: Vec<u64>,
     /// Whether there are no more in use that the others have not been told of.
@@ -161,13 +167,13 @@ struct Open {
 
 /// The allocations of other processes that are open in this one, by rank and number.
 #[derive(Default)]
-pub struct Imports {
+pub struct IpcImports {
     open: BTreeMap<(usize, u64), Open>,
 }
 
-impl Imports {
+impl IpcImports {
     /// Opens an export of rank `rank` for one more team.
-    fn open(&mut self, rank: usize, export: &Export) -> Result<Address> {
+    fn open(&mut self, rank: usize, export: &ExportedAllocation) -> Result<Address> {
         // What the owner has had at these addresses before is freed.
         let stale: Vec<u64> = (self.open.range((rank, 0)..=(rank, u64::MAX)))
             .filter(|((_, id), open)| {
@@ -214,23 +220,23 @@ impl Imports {
 }
 
 /// The allocations of one other rank that a team sees.
-pub struct Seen {
+pub struct PeerImports {
     context: Arc<Context>,
     rank: usize,
     open: BTreeMap<u64, Address>,
 }
 
-impl Seen {
+impl PeerImports {
     /// Nothing of `rank` yet.
-    pub fn new(context: &Arc<Context>, rank: usize) -> Seen {
-        Seen { context: Arc::clone(context), rank, open: BTreeMap::new() }
+    pub fn new(context: &Arc<Context>, rank: usize) -> PeerImports {
+        PeerImports { context: Arc::clone(context), rank, open: BTreeMap::new() }
     }
 
     /// Opens what is new and closes what was freed.
     ///
     /// # Errors
     /// [`Error::System`]: what could not be opened is not seen; the rest is.
-    pub fn hear(&mut self, fresh: &[Export], gone: &[u64]) -> Result<()> {
+    pub fn apply(&mut self, fresh: &[ExportedAllocation], gone: &[u64]) -> Result<()> {
         let mut imports = self.context.imports();
         for &id in gone {
             self.open.remove(&id);
@@ -264,9 +270,9 @@ impl Seen {
     }
 }
 
-impl Drop for Seen {
+impl Drop for PeerImports {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_entered) = self.context.push() {
             let mut imports = self.context.imports();
             self.open.keys().for_each(|&id| imports.release(self.rank, id));
         }
@@ -279,28 +285,32 @@ mod tests {
 
     #[test]
     fn a_team_is_told_once_of_what_it_uses_and_of_what_was_freed() {
-        let export = |id: u64| Export { id, start: id << 20, len: 1 << 20, handle: [0; 64] };
+        let export = |id: u64| ExportedAllocation { id, start: id << 20, len: 1 << 20, handle: [0; 64] };
         let used = |ids: &[u64]| ids.iter().map(|&id| (id, export(id))).collect();
-        let mut exports = Exports::default();
-        let live = |exports: &mut Exports, ids: &[u64]| {
+        let mut exports = IpcExports::default();
+        let live = |exports: &mut IpcExports, ids: &[u64]| {
             exports.known = ids.iter().map(|&id| (id << 20, export(id))).collect();
         };
-        let (mut one, mut other) = (Shown::default(), Shown::default());
-        let news = |fresh: &[u64], gone: &[u64], whole| News {
+        let (mut one, mut other) = (ReportedExports::default(), ReportedExports::default());
+        let news = |fresh: &[u64], gone: &[u64], whole| ExportUpdates {
             fresh: fresh.iter().map(|&id| export(id)).collect(),
             gone: gone.to_vec(),
             whole,
         };
         live(&mut exports, &[1, 2, 3, 9]);
-        assert_eq!(exports.news(&mut one, &used(&[1, 2, 3]), 2), news(&[1, 2], &[], false));
-        assert_eq!(exports.news(&mut one, &used(&[1, 2, 3]), 2), news(&[3], &[], true));
-        assert_eq!(exports.news(&mut other, &used(&[3]), 2), news(&[3], &[], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), news(&[1, 2], &[], false));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), news(&[3], &[], true));
+        assert_eq!(exports.take_updates(&mut other, &used(&[3]), 2), news(&[3], &[], true));
         live(&mut exports, &[1, 9]);
-        assert_eq!(exports.news(&mut other, &used(&[]), 1), news(&[], &[2], true), "whichever team has told it");
-        assert_eq!(exports.news(&mut one, &used(&[1]), 2), news(&[], &[3], true));
-        assert_eq!(exports.news(&mut one, &used(&[9]), 2), news(&[9], &[], true));
-        one.take_back(&[export(9)]);
+        assert_eq!(
+            exports.take_updates(&mut other, &used(&[]), 1),
+            news(&[], &[2], true),
+            "whichever team has told it"
+        );
+        assert_eq!(exports.take_updates(&mut one, &used(&[1]), 2), news(&[], &[3], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), news(&[9], &[], true));
+        one.forget(&[export(9)]);
         live(&mut exports, &[9]);
-        assert_eq!(exports.news(&mut one, &used(&[9]), 2), news(&[9], &[1], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), news(&[9], &[1], true));
     }
 }

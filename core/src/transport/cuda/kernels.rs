@@ -22,12 +22,12 @@ use crate::error::{Error, Result};
 const HEADERS: [(&CStr, &str); 3] = [
     (c"memory.cuh", include_str!("kernels/memory.cuh")),
     (c"types.cuh", include_str!("kernels/types.cuh")),
-    (c"total.cuh", include_str!("kernels/total.cuh")),
+    (c"accumulate.cuh", include_str!("kernels/accumulate.cuh")),
 ];
 
-const MEANS: &str = include_str!("kernels/means.cu");
+const ALLREDUCE_MEAN: &str = include_str!("kernels/allreduce_mean.cu");
 /// Compiled when the first call needs one.
-const SUMS: &str = include_str!("kernels/sums.cu");
+const REDUCE_SUM: &str = include_str!("kernels/reduce_sum.cu");
 
 /// The types, as in `DL_COMM_TYPES` of the headers.
 const TYPES: [&str; 11] =
@@ -56,10 +56,10 @@ const THREADS: u32 = 256;
 /// Blocks for each multiprocessor: as many as it runs at a time, by the registers that they have there.
 const BLOCKS: u32 = 3;
 
-/// Elements `first .. first + count` of piece `piece`, for one block. At most [`Item::LONGEST`] of them.
+/// Elements `first .. first + count` of piece `piece`, for one block. At most [`BlockRange::MAX_ELEMENTS`] of them.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Item {
+pub struct BlockRange {
     /// The first element.
     pub first: u64,
     /// The piece, a place in the lists of addresses.
@@ -68,21 +68,21 @@ pub struct Item {
     pub count: u32,
 }
 
-impl Item {
+impl BlockRange {
     /// The most elements of an item.
-    pub const LONGEST: usize = 32 << 10;
+    pub const MAX_ELEMENTS: usize = 32 << 10;
 }
 
-/// What a kernel gets: `Work` of the source.
+/// What a kernel gets: `KernelArgs` of the source.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Work {
+pub struct KernelArgs {
     /// Where the lists are in device memory; 0: in `table`.
     pub lists: Address,
     /// A 32-bit word in pinned host memory, at which each block looks before each item: it ends when the word is not 0.
     /// 0: there is none.
     pub stop: Address,
-    /// Where in the lists, in bytes, its [`Item`]s begin.
+    /// Where in the lists, in bytes, its [`BlockRange`]s begin.
     pub items: u32,
     /// The same for the list that tells, for each piece, where it begins in each source.
     pub sources: u32,
@@ -99,10 +99,10 @@ pub struct Work {
     /// The most blocks of the kernel; 0: as many as the GPU runs at a time.
     pub blocks: u32,
     /// Lists that are short enough to be parameters, which have 4 KiB at most.
-    pub table: [u64; Work::TABLE],
+    pub table: [u64; KernelArgs::TABLE],
 }
 
-impl Work {
+impl KernelArgs {
     /// The numbers of 64 bits in `table`.
     pub const TABLE: usize = 448;
 }
@@ -126,7 +126,7 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     /// Compiles the kernels for GPUs of `capability` and loads them into the current context.
     pub(super) fn compile(capability: (i32, i32)) -> Result<Kernels> {
-        let mut means = load(capability, MEANS, "average", &["copy_bytes"])?;
+        let mut means = load(capability, ALLREDUCE_MEAN, "average", &["copy_bytes"])?;
         let copy = means.pop().ok_or_else(|| Error::Internal("no kernel was asked for".into()))?;
         Ok(Kernels { capability, means, copy, sums: OnceLock::new() })
     }
@@ -139,7 +139,7 @@ impl Kernels {
     ///
     /// # Safety
     /// What `work` tells of is valid device memory until the kernel is done, and nobody else's.
-    pub unsafe fn average(&self, dtype: DType, precise: bool, work: &Work, stream: &Stream) -> Result<()> {
+    pub unsafe fn average(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: &Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { launch(self.means[place(dtype, precise)?], work, stream) }
     }
@@ -152,7 +152,7 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`Kernels::average`]; the stream's context is the current one.
-    pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &Work, stream: &Stream) -> Result<()> {
+    pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: &Stream) -> Result<()> {
         let function = self.sums()?[place(dtype, precise)?];
         // SAFETY: the caller's promise.
         unsafe { launch(function, work, stream) }
@@ -167,7 +167,7 @@ impl Kernels {
     }
 
     fn sums(&self) -> Result<&[Function]> {
-        let sums = self.sums.get_or_init(|| load(self.capability, SUMS, "sum", &[]));
+        let sums = self.sums.get_or_init(|| load(self.capability, REDUCE_SUM, "sum", &[]));
         sums.as_deref().map_err(Error::clone)
     }
 
@@ -178,7 +178,7 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`Kernels::average`].
-    pub unsafe fn copy(&self, work: &Work, stream: &Stream) -> Result<()> {
+    pub unsafe fn copy(&self, work: &KernelArgs, stream: &Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { launch(self.copy, work, stream) }
     }
@@ -189,7 +189,7 @@ impl Kernels {
 fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> Result<Vec<Function>> {
     let module = module(source, major * 10 + minor)?;
     let find = |name: String| {
-        let name = ended(&name)?;
+        let name = c_string(&name)?;
         let mut function = ptr::null_mut();
         // SAFETY: the module is loaded, and stays.
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
@@ -221,7 +221,7 @@ fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
     if let Some(module) = cache.get(&name).and_then(|image| load(&image).ok()) {
         return Ok(module);
     }
-    let image = Program::new(source)?.image(&target)?;
+    let image = Program::new(source)?.compile_image(&target)?;
     let module = load(&image)?;
     cache.put(&name, &image);
     Ok(module)
@@ -229,7 +229,7 @@ fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
 
 /// # Safety
 /// As for [`Kernels::average`].
-unsafe fn launch(function: Function, work: &Work, stream: &Stream) -> Result<()> {
+unsafe fn launch(function: Function, work: &KernelArgs, stream: &Stream) -> Result<()> {
     if work.nitems == 0 {
         return Ok(());
     }
@@ -259,7 +259,7 @@ fn blocks(context: &Context) -> u32 {
     context.processors().max(1) * BLOCKS
 }
 
-fn ended(text: &str) -> Result<CString> {
+fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))
 }
 
@@ -327,8 +327,8 @@ impl Program {
     }
 
     /// What becomes of it.
-    fn image(&self, target: &Target) -> Result<Vec<u8>> {
-        let options = [target.architecture.as_str()].into_iter().chain(OPTIONS).map(ended);
+    fn compile_image(&self, target: &Target) -> Result<Vec<u8>> {
+        let options = [target.architecture.as_str()].into_iter().chain(OPTIONS).map(c_string);
         let options: Vec<CString> = options.collect::<Result<_>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(pointers.len()).unwrap_or(0);

@@ -14,13 +14,13 @@ mod nccl;
 mod pinned;
 mod stream;
 
-pub use context::{Context, Entered};
+pub use context::{Context, ContextGuard};
 pub use driver::count;
-pub use ipc::{Export, Exports, News, Seen, Shown};
-pub use kernels::{Item, Kernels, Work};
+pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, PeerImports, ReportedExports};
+pub use kernels::{BlockRange, KernelArgs, Kernels};
 pub use nccl::{Communicator, UniqueId, version as nccl_version};
-pub use pinned::{DeviceMemory, HostMemory, Pinned, is_loaded, owner_of};
-pub use stream::{Event, Producer, RawStream, Stream, order};
+pub use pinned::{DeviceBuffer, HostRegistration, PinnedHostBuffer, device_of_pointer, is_loaded};
+pub use stream::{CallerStream, Event, RawStream, Stream, order_streams};
 
 /// An address in device memory.
 pub type Address = u64;

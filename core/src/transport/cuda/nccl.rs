@@ -144,7 +144,7 @@ pub struct Communicator {
 }
 
 /// Operations that become one; the communicator is not ended meanwhile.
-pub struct Group<'a>(&'a Handle);
+pub struct NcclGroupGuard<'a>(&'a Handle);
 
 impl Communicator {
     /// Begins to make a communicator of `size` ranks on the current context's GPU; see [`Communicator::is_ready`].
@@ -183,12 +183,12 @@ impl Communicator {
     ///
     /// # Errors
     /// Those of `body`; [`Error::System`].
-    pub fn grouped(&self, body: impl FnOnce(&Group<'_>) -> Result<()>) -> Result<()> {
+    pub fn grouped(&self, body: impl FnOnce(&NcclGroupGuard<'_>) -> Result<()>) -> Result<()> {
         let all = functions()?;
         let handle = self.handle()?;
         // SAFETY: no arguments.
         check(all, "starting a group", unsafe { (all.group_start)() })?;
-        let done = body(&Group(&handle));
+        let done = body(&NcclGroupGuard(&handle));
         // SAFETY: ends what was started, on the same thread.
         check(all, "ending a group", unsafe { (all.group_end)() })?;
         done
@@ -229,7 +229,7 @@ impl Communicator {
     }
 }
 
-impl Group<'_> {
+impl NcclGroupGuard<'_> {
     /// Averages `count` elements over the ranks.
     ///
     /// # Errors

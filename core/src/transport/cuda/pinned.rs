@@ -13,18 +13,18 @@ use super::driver::{attribute_of, check, start};
 use crate::error::Result;
 
 /// Host memory that is pinned and mapped for a GPU as long as this lives. The memory itself is somebody else's.
-pub struct Pinned {
+pub struct HostRegistration {
     context: Arc<Context>,
     memory: *mut u8,
     address: Address,
 }
 
 // SAFETY: an address, and a handle that may be used from any thread.
-unsafe impl Send for Pinned {}
+unsafe impl Send for HostRegistration {}
 // SAFETY: as above.
-unsafe impl Sync for Pinned {}
+unsafe impl Sync for HostRegistration {}
 
-impl Pinned {
+impl HostRegistration {
     /// Pins `len` bytes at `memory`, which is a multiple of the page's size.
     ///
     /// # Errors
@@ -32,12 +32,12 @@ impl Pinned {
     ///
     /// # Safety
     /// The memory outlives this.
-    pub unsafe fn new(context: &Arc<Context>, memory: *mut u8, len: usize) -> Result<Pinned> {
-        let _entered = context.enter()?;
+    pub unsafe fn new(context: &Arc<Context>, memory: *mut u8, len: usize) -> Result<HostRegistration> {
+        let _entered = context.push()?;
         let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the caller's promise.
         check("pinning host memory", unsafe { sys::cuMemHostRegister_v2(memory.cast(), len, flags) })?;
-        let mut pinned = Pinned { context: Arc::clone(context), memory, address: 0 };
+        let mut pinned = HostRegistration { context: Arc::clone(context), memory, address: 0 };
         pinned.address = address_of(memory)?;
         Ok(pinned)
     }
@@ -53,9 +53,9 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for HostRegistration {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_entered) = self.context.push() {
             // SAFETY: registered by `new`.
             unsafe { sys::cuMemHostUnregister(self.memory.cast()) };
         }
@@ -71,23 +71,23 @@ fn address_of(memory: *mut u8) -> Result<Address> {
 }
 
 /// Device memory of the core's own.
-pub struct DeviceMemory {
+pub struct DeviceBuffer {
     context: Arc<Context>,
     address: Address,
     len: usize,
 }
 
-impl DeviceMemory {
+impl DeviceBuffer {
     /// `len` bytes, more than none.
     ///
     /// # Errors
     /// [`crate::error::Error::System`]
-    pub fn new(context: &Arc<Context>, len: usize) -> Result<DeviceMemory> {
-        let _entered = context.enter()?;
+    pub fn new(context: &Arc<Context>, len: usize) -> Result<DeviceBuffer> {
+        let _entered = context.push()?;
         let mut address = 0;
         // SAFETY: the place is valid.
         check(&format!("taking {len} bytes of a GPU's memory"), unsafe { sys::cuMemAlloc_v2(&raw mut address, len) })?;
-        Ok(DeviceMemory { context: Arc::clone(context), address, len })
+        Ok(DeviceBuffer { context: Arc::clone(context), address, len })
     }
 
     /// Where it is.
@@ -101,9 +101,9 @@ impl DeviceMemory {
     }
 }
 
-impl Drop for DeviceMemory {
+impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_entered) = self.context.push() {
             // SAFETY: from `new`; the owner drops it when nothing enqueued uses it any more.
             unsafe { sys::cuMemFree_v2(self.address) };
         }
@@ -122,7 +122,7 @@ pub fn is_loaded() -> bool {
 }
 
 /// The GPU whose memory is at `address`; `None` for host memory, and where no GPU is in use.
-pub fn owner_of(address: usize) -> Option<i32> {
+pub fn device_of_pointer(address: usize) -> Option<i32> {
     if !is_loaded() || start().is_err() {
         return None;
     }
@@ -137,30 +137,30 @@ pub fn owner_of(address: usize) -> Option<i32> {
 }
 
 /// A page-aligned piece of host memory of the process's own, pinned.
-pub struct HostMemory {
+pub struct PinnedHostBuffer {
     context: Arc<Context>,
     memory: *mut u8,
     address: Address,
     len: usize,
 }
 
-// SAFETY: as for `Pinned`.
-unsafe impl Send for HostMemory {}
-// SAFETY: as for `Pinned`.
-unsafe impl Sync for HostMemory {}
+// SAFETY: as for `HostRegistration`.
+unsafe impl Send for PinnedHostBuffer {}
+// SAFETY: as for `HostRegistration`.
+unsafe impl Sync for PinnedHostBuffer {}
 
-impl HostMemory {
+impl PinnedHostBuffer {
     /// `len` bytes, more than none.
     ///
     /// # Errors
     /// [`crate::error::Error::System`]
-    pub fn new(context: &Arc<Context>, len: usize) -> Result<HostMemory> {
-        let _entered = context.enter()?;
+    pub fn new(context: &Arc<Context>, len: usize) -> Result<PinnedHostBuffer> {
+        let _entered = context.push()?;
         let mut memory = ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the place is valid.
         check("taking pinned host memory", unsafe { sys::cuMemHostAlloc(&raw mut memory, len, flags) })?;
-        let mut taken = HostMemory { context: Arc::clone(context), memory: memory.cast(), address: 0, len };
+        let mut taken = PinnedHostBuffer { context: Arc::clone(context), memory: memory.cast(), address: 0, len };
         taken.address = address_of(taken.memory)?;
         Ok(taken)
     }
@@ -181,9 +181,9 @@ impl HostMemory {
     }
 }
 
-impl Drop for HostMemory {
+impl Drop for PinnedHostBuffer {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_entered) = self.context.push() {
             // SAFETY: from `new`; the owner drops it when nothing enqueued uses it any more.
             unsafe { sys::cuMemFreeHost(self.memory.cast()) };
         }

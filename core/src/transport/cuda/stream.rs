@@ -39,7 +39,7 @@ impl Stream {
     /// # Errors
     /// [`Error::System`]
     pub fn new(context: &Arc<Context>) -> Result<Stream> {
-        let _entered = context.enter()?;
+        let _entered = context.push()?;
         let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         let mut raw = ptr::null_mut();
         // SAFETY: the place is valid; a priority out of range is taken as the nearest.
@@ -116,7 +116,7 @@ impl Stream {
     ///
     /// # Safety
     /// `at` is the device's address of an aligned number that stays valid until then.
-    pub unsafe fn write_number(&self, at: Address, value: u32) -> Result<()> {
+    pub unsafe fn write_value32(&self, at: Address, value: u32) -> Result<()> {
         // SAFETY: the caller's promise.
         let code = unsafe { sys::cuStreamWriteValue32_v2(self.raw, at, value, 0) };
         check("writing a flag from a stream", code)
@@ -129,7 +129,7 @@ impl Stream {
     ///
     /// # Safety
     /// As for [`Stream::write_number`].
-    pub unsafe fn wait_for_number(&self, at: Address, value: u32) -> Result<()> {
+    pub unsafe fn wait_value32_ge(&self, at: Address, value: u32) -> Result<()> {
         let reached = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the caller's promise.
         let code = unsafe { sys::cuStreamWaitValue32_v2(self.raw, at, value, reached) };
@@ -139,7 +139,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_entered) = self.context.push() {
             // SAFETY: the driver ends a stream when its work is done; nobody uses the handle any more.
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
@@ -183,7 +183,7 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::System`] when something before it has failed.
-    pub fn has_come(&self) -> Result<bool> {
+    pub fn is_complete(&self) -> Result<bool> {
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_SUCCESS => Ok(true),
@@ -212,22 +212,22 @@ fn wait(stream: sys::CUstream, event: &Event) -> Result<()> {
 }
 
 /// The stream on which a call's tensors were made and will be used, and the point on it when the call was made.
-pub struct Producer {
+pub struct CallerStream {
     context: Arc<Context>,
     stream: RawStream,
-    waits: bool,
-    ready: Event,
+    blocks_host: bool,
+    ready_event: Event,
 }
 
-impl Producer {
+impl CallerStream {
     /// Notes what is enqueued on `device`'s stream now.
     ///
     /// # Errors
     /// [`Error::State`] while the stream is captured into a CUDA graph; [`Error::Invalid`] for the per-thread default stream;
     /// [`Error::System`].
-    pub fn new(device: Device) -> Result<Producer> {
-        let context = Context::of(device.ordinal)?;
-        let _entered = context.enter()?;
+    pub fn new(device: Device) -> Result<CallerStream> {
+        let context = Context::for_device(device.ordinal)?;
+        let _entered = context.push()?;
         let raw = device.stream as sys::CUstream;
         if device.stream == PER_THREAD {
             return Err(Error::Invalid(
@@ -246,7 +246,12 @@ impl Producer {
             ));
         }
         let ready = record(&context, raw)?;
-        Ok(Producer { context: Arc::clone(&context), stream: device.stream, waits: device.waits, ready })
+        Ok(CallerStream {
+            context: Arc::clone(&context),
+            stream: device.stream,
+            blocks_host: device.waits,
+            ready_event: ready,
+        })
     }
 
     /// The context.
@@ -256,20 +261,20 @@ impl Producer {
 
     /// Comes when the tensors hold what the call is made on.
     pub fn ready(&self) -> &Event {
-        &self.ready
+        &self.ready_event
     }
 
     /// Whether the call ends with the result, for which the stream does not wait.
     pub fn waits(&self) -> bool {
-        self.waits
+        self.blocks_host
     }
 
     /// Lets the caller's stream wait for `event`, after which the tensors hold the result; nothing for a call that waits itself.
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn resume_after(&self, event: &Event) -> Result<()> {
-        if self.waits {
+    pub fn make_caller_wait(&self, event: &Event) -> Result<()> {
+        if self.blocks_host {
             return Ok(());
         }
         wait(self.stream as sys::CUstream, event)
@@ -280,12 +285,12 @@ impl Producer {
 ///
 /// # Errors
 /// [`Error::System`]
-pub fn order(ordinal: i32, stream: RawStream, later: RawStream) -> Result<()> {
+pub fn order_streams(ordinal: i32, stream: RawStream, later: RawStream) -> Result<()> {
     if stream == later {
         return Ok(());
     }
-    let context = Context::of(ordinal)?;
-    let _entered = context.enter()?;
+    let context = Context::for_device(ordinal)?;
+    let _entered = context.push()?;
     let event = record(&context, stream as sys::CUstream)?;
     wait(later as sys::CUstream, &event)
 }

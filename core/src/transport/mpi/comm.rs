@@ -10,11 +10,11 @@ use mpi::environment::{is_finalized, threading_support};
 use mpi::ffi;
 
 use crate::error::{Error, Result};
-use crate::say::say;
-use crate::transport::Patience;
+use crate::log::log_line;
+use crate::transport::WaitContext;
 
 /// Held around MPI calls when MPI wants one thread at a time.
-static TURN: Mutex<()> = Mutex::new(());
+static MPI_LOCK: Mutex<()> = Mutex::new(());
 
 /// A transfer under way.
 pub type Request = ffi::MPI_Request;
@@ -41,7 +41,7 @@ impl Comm {
 
     fn call(&self, function: impl FnOnce() -> c_int) -> Result<()> {
         let turn: Option<MutexGuard<'_, ()>> =
-            self.serialized.then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+            self.serialized.then(|| MPI_LOCK.lock().unwrap_or_else(PoisonError::into_inner));
         let code = function();
         drop(turn);
         if code == 0 { Ok(()) } else { Err(Error::Mpi(error_text(code))) }
@@ -64,7 +64,7 @@ impl Comm {
     }
 
     /// A duplicate whose errors return. Collective.
-    pub fn duplicate(&self, patience: &Patience<'_>) -> Result<Comm> {
+    pub fn duplicate(&self, patience: &WaitContext<'_>) -> Result<Comm> {
         // SAFETY: a constant of the library.
         let mut raw = Box::new(unsafe { ffi::RSMPI_COMM_NULL });
         let mut request = null_request();
@@ -81,7 +81,7 @@ impl Comm {
     }
 
     /// Every rank's `record`, by rank; all have one length. Collective.
-    pub fn allgather(&self, record: &[u8], patience: &Patience<'_>) -> Result<Vec<Vec<u8>>> {
+    pub fn allgather(&self, record: &[u8], patience: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
         let count = int(record.len())?;
         let mine = record.to_vec();
         let mut all = vec![0u8; record.len() * self.size()?];
@@ -101,7 +101,7 @@ impl Comm {
     }
 
     /// Returns when every rank has called it. Collective.
-    pub fn barrier(&self, patience: &Patience<'_>) -> Result<()> {
+    pub fn barrier(&self, patience: &WaitContext<'_>) -> Result<()> {
         let mut request = null_request();
         // SAFETY: the request lives until it is complete, or for ever.
         self.call(|| unsafe { ffi::MPI_Ibarrier(self.raw, &mut request) })?;
@@ -140,7 +140,7 @@ impl Comm {
     ///
     /// # Errors
     /// When the patience ends (the requests are then still under way) or MPI fails.
-    pub fn wait(&self, requests: &mut [Request], patience: &Patience<'_>, late: &str) -> Result<()> {
+    pub fn wait(&self, requests: &mut [Request], patience: &WaitContext<'_>, late: &str) -> Result<()> {
         self.wait_each(requests, patience, |_| {}, |_| late.to_owned())
     }
 
@@ -152,7 +152,7 @@ impl Comm {
     pub fn wait_each(
         &self,
         requests: &mut [Request],
-        patience: &Patience<'_>,
+        patience: &WaitContext<'_>,
         mut done: impl FnMut(usize),
         late: impl Fn(&[bool]) -> String,
     ) -> Result<()> {
@@ -198,7 +198,7 @@ impl Drop for Comm {
             let mut raw = self.raw;
             // SAFETY: a live duplicate, freed once.
             if let Err(error) = self.call(|| unsafe { ffi::MPI_Comm_free(&mut raw) }) {
-                say(&format!("freeing a communicator: {error}"));
+                log_line(&format!("freeing a communicator: {error}"));
             }
         }
     }

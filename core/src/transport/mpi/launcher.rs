@@ -9,7 +9,7 @@ use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{Error, Result};
-use crate::say::say;
+use crate::log::log_line;
 
 /// The variables in which launchers tell their processes how many they are, and the launcher where its name helps.
 /// Slurm's and torchrun's need a second look.
@@ -76,7 +76,7 @@ const CONNECTION: [&str; 16] = [
 ///
 /// # Errors
 /// [`Error::Mpi`] with what to do.
-pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
+pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let number = |name: &str| lookup(name).and_then(|text| text.trim().parse::<u64>().ok());
     let several = |name: &str| number(name).filter(|&size| size > 1);
     let way_out = "Where one process is what you want, set DL_COMM_ALONE=1";
@@ -109,7 +109,7 @@ pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
         )));
     }
     if let Some(size) = several("SLURM_NTASKS").filter(|_| number("SLURM_STEP_NUM_TASKS") != Some(1)) {
-        say(&format!(
+        log_line(&format!(
             "the Slurm job has {size} tasks, but this process was started without srun and is alone: srun python ..., or \
              dl-comm-run python ..., starts all of them (DL_COMM_ALONE=1 silences this)"
         ));
@@ -174,7 +174,7 @@ pub fn reclaim_segments(folder: &Path) {
     for path in found {
         let name = path.to_string_lossy();
         if !maps.iter().any(|maps| maps.contains(&*name)) && fs::remove_file(&path).is_ok() {
-            say(&format!("removed {name}, which a process of MPI that is gone has left"));
+            log_line(&format!("removed {name}, which a process of MPI that is gone has left"));
         }
     }
 }
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     fn with(set: &[(&str, &str)]) -> Result<()> {
-        check_alone(|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
+        check_single_rank(|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
     }
 
     #[test]

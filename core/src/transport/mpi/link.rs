@@ -6,22 +6,22 @@ use std::time::Instant;
 
 use super::comm::{Comm, Request};
 use crate::error::Result;
-use crate::trace::Late;
+use crate::timings::WaitTarget;
 use crate::transport::memory::Aligned;
-use crate::transport::{Link, Mail, Message, Patience, TURNS};
+use crate::transport::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message, WaitContext};
 
 /// Exchanges messages with the drivers of the same lane on the other hosts.
 pub struct MpiLink {
     comm: Arc<Comm>,
     /// The first of as many tags as there are turns.
     tag: usize,
-    drivers: Vec<usize>,
+    owners: Vec<usize>,
     hosts: Vec<String>,
-    turns: [Turn; TURNS],
+    turns: [Exchange; MAX_EXCHANGES],
     broken: bool,
 }
 
-struct Turn {
+struct Exchange {
     out: Aligned,
     inbox: Aligned,
     /// What is under way, and to or from which host.
@@ -30,21 +30,22 @@ struct Turn {
 }
 
 // SAFETY: requests are handles (pointers in some MPI libraries) that any thread may use; the link is one thread's at a time.
-unsafe impl Send for Turn {}
+unsafe impl Send for Exchange {}
 
 impl MpiLink {
     /// A link between the ranks `drivers` (by host), with `capacity` bytes for the messages of an exchange, each way.
     /// `number` tells the links of one communicator apart; `hosts` are the hosts' names in messages.
     pub fn new(comm: Arc<Comm>, number: usize, drivers: Vec<usize>, hosts: Vec<String>, capacity: usize) -> MpiLink {
         let memory = || Aligned::new(capacity);
-        let turns = [(); TURNS].map(|()| Turn { out: memory(), inbox: memory(), requests: vec![], with: vec![] });
-        MpiLink { comm, tag: number * TURNS, drivers, hosts, turns, broken: false }
+        let turns =
+            [(); MAX_EXCHANGES].map(|()| Exchange { out: memory(), inbox: memory(), requests: vec![], with: vec![] });
+        MpiLink { comm, tag: number * MAX_EXCHANGES, owners: drivers, hosts, turns, broken: false }
     }
 
     fn post(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
-        let MpiLink { comm, drivers, turns, .. } = self;
+        let MpiLink { comm, owners: drivers, turns, .. } = self;
         let tag = self.tag + turn;
-        let Turn { out, inbox, requests, with } = &mut turns[turn];
+        let Exchange { out, inbox, requests, with } = &mut turns[turn];
         for Message { host, bytes } in receives {
             let room = &mut inbox.as_mut_slice()[bytes.clone()];
             // SAFETY: the mail is not touched before `wait` returns, and leaked when that fails.
@@ -59,20 +60,20 @@ impl MpiLink {
         Ok(())
     }
 
-    fn wait(&mut self, turn: usize, patience: &Patience<'_>) -> Result<()> {
+    fn wait(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()> {
         let MpiLink { comm, hosts, turns, .. } = self;
-        let Turn { requests, with, .. } = &mut turns[turn];
+        let Exchange { requests, with, .. } = &mut turns[turn];
         let mut since = Instant::now();
         let came = |position: usize| {
             let now = Instant::now();
-            patience.log().waited_for(Late::Host(with[position]), since, now);
+            patience.log().add_wait(WaitTarget::Host(with[position]), since, now);
             since = now;
         };
         let late = |open: &[bool]| {
             let mut late: Vec<usize> = (0..open.len()).filter(|&place| open[place]).map(|place| with[place]).collect();
             late.sort_unstable();
             late.dedup();
-            patience.log().waits_for(late.iter().map(|&host| Late::Host(host)).collect());
+            patience.log().set_waiting(late.iter().map(|&host| WaitTarget::Host(host)).collect());
             late.iter().map(|&host| hosts[host].as_str()).collect::<Vec<_>>().join(", ")
         };
         comm.wait_each(requests, patience, came, late)?;
@@ -82,10 +83,10 @@ impl MpiLink {
     }
 }
 
-impl Link for MpiLink {
-    fn mail(&mut self, turn: usize) -> Mail<'_> {
-        let Turn { out, inbox, .. } = &mut self.turns[turn];
-        Mail { out: out.as_mut_slice(), inbox: inbox.as_mut_slice() }
+impl HostLink for MpiLink {
+    fn buffers(&mut self, turn: usize) -> ExchangeBuffers<'_> {
+        let Exchange { out, inbox, .. } = &mut self.turns[turn];
+        ExchangeBuffers { send: out.as_mut_slice(), recv: inbox.as_mut_slice() }
     }
 
     fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
@@ -94,7 +95,7 @@ impl Link for MpiLink {
         result
     }
 
-    fn finish(&mut self, turn: usize, patience: &Patience<'_>) -> Result<()> {
+    fn finish(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()> {
         let result = self.wait(turn, patience);
         self.broken |= result.is_err();
         result

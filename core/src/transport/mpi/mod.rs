@@ -4,18 +4,18 @@
 //! Thread rule: team threads call MPI side by side when it grants `MPI_THREAD_MULTIPLE`, one at a time when it grants
 //! `MPI_THREAD_SERIALIZED`; with less, teams must not span hosts.
 
-mod about;
 mod comm;
 mod launcher;
+mod lifetime;
 mod link;
-mod own;
-mod places;
+mod mpi_info;
 mod probe;
+mod rank_info;
 mod startup;
 mod world;
 
-pub use about::{About, about};
 pub use launcher::{connection, identity, launched};
-pub use own::end;
-pub use places::RankPlace;
+pub use lifetime::end;
+pub use mpi_info::{MpiInfo, mpi_info};
+pub use rank_info::RankInfo;
 pub use world::{TeamShape, World};

@@ -4,13 +4,13 @@ use std::time::Instant;
 
 use super::comm::{Comm, Request};
 use crate::error::Result;
-use crate::transport::{Network, Patience};
+use crate::transport::{NetworkModel, WaitContext};
 
 const TAG: usize = 3;
 /// How often each figure is measured; the median counts.
-const TIMES: usize = 7;
+const SAMPLES: usize = 7;
 /// Messages at once.
-const BURST: usize = 16;
+const BURST_MESSAGES: usize = 16;
 /// Bytes of a short message and of a long one.
 const SHORT: usize = 64;
 const LONG: usize = 256 << 10;
@@ -19,24 +19,28 @@ const LONG: usize = 256 << 10;
 ///
 /// # Errors
 /// When the patience ends or MPI fails.
-pub(super) fn measure(comm: &Comm, other: usize, patience: &Patience<'_>) -> Result<Network> {
+pub(super) fn measure(comm: &Comm, other: usize, patience: &WaitContext<'_>) -> Result<NetworkModel> {
     let latency = median(|| exchange(comm, other, 1, SHORT, patience))?;
-    let burst = median(|| exchange(comm, other, BURST, SHORT, patience))?;
+    let burst = median(|| exchange(comm, other, BURST_MESSAGES, SHORT, patience))?;
     let long = median(|| exchange(comm, other, 1, LONG, patience))?;
-    let further = (burst - latency).max(0.0) / (BURST - 1) as f64;
-    Ok(Network { latency, message: further, byte: (long - latency).max(0.0) / (LONG - SHORT) as f64 })
+    let further = (burst - latency).max(0.0) / (BURST_MESSAGES - 1) as f64;
+    Ok(NetworkModel {
+        latency_s: latency,
+        message_gap_s: further,
+        byte_s: (long - latency).max(0.0) / (LONG - SHORT) as f64,
+    })
 }
 
 /// The median of some measurements, after one that does not count.
 fn median(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
     measure()?;
-    let mut seconds = (0..TIMES).map(|_| measure()).collect::<Result<Vec<f64>>>()?;
+    let mut seconds = (0..SAMPLES).map(|_| measure()).collect::<Result<Vec<f64>>>()?;
     seconds.sort_by(f64::total_cmp);
-    Ok(seconds[TIMES / 2])
+    Ok(seconds[SAMPLES / 2])
 }
 
 /// The seconds that it takes to send `count` messages to the other rank and to receive as many at the same time.
-fn exchange(comm: &Comm, other: usize, count: usize, bytes: usize, patience: &Patience<'_>) -> Result<f64> {
+fn exchange(comm: &Comm, other: usize, count: usize, bytes: usize, patience: &WaitContext<'_>) -> Result<f64> {
     let out = vec![1u8; bytes];
     let mut inbox = vec![0u8; count * bytes];
     let from = Instant::now();

@@ -10,24 +10,24 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::say::say;
+use crate::log::log_line;
 
 /// The name of the thread.
 const NAME: &str = "dlcomm-start";
 
 /// Watches over a call from [`Watch::start`] until it is dropped.
-pub struct Watch {
+pub struct StartupWatch {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Watch {
+impl StartupWatch {
     /// Watches over a call of `function` that starts now: after `warn` a line says whom it waits for, after `timeout` the
     /// process ends with status 1.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
-    pub fn start(function: &'static str, warn: Option<Duration>, timeout: Option<Duration>) -> Result<Watch> {
+    pub fn start(function: &'static str, warn: Option<Duration>, timeout: Option<Duration>) -> Result<StartupWatch> {
         let (stop, stopped) = channel::<()>();
         let from = Instant::now();
         let watch = move || {
@@ -39,12 +39,16 @@ impl Watch {
                 if ended(warn) {
                     return;
                 }
-                say(&format!("{function} has waited {} s for {} (DL_COMM_STALL_WARN_S)", warn.as_secs_f64(), late()));
+                log_line(&format!(
+                    "{function} has waited {} s for {} (DL_COMM_STALL_WARN_S)",
+                    warn.as_secs_f64(),
+                    late()
+                ));
             }
             match timeout {
                 Some(timeout) if !ended(timeout) => {
                     let waited = timeout.as_secs_f64();
-                    say(&format!(
+                    log_line(&format!(
                         "{function} was not complete after {waited} s (DL_COMM_TIMEOUT_S); still waiting for {}; this \
                          process ends with status 1",
                         late()
@@ -59,15 +63,15 @@ impl Watch {
         };
         let thread = Builder::new().name(NAME.into()).spawn(watch);
         let thread = thread.map_err(|error| Error::system("starting a thread", error))?;
-        Ok(Watch { stop: Some(stop), thread: Some(thread) })
+        Ok(StartupWatch { stop: Some(stop), thread: Some(thread) })
     }
 }
 
-impl Drop for Watch {
+impl Drop for StartupWatch {
     fn drop(&mut self) {
         drop(self.stop.take());
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            say("the watch over MPI panicked");
+            log_line("the watch over MPI panicked");
         }
     }
 }
@@ -90,7 +94,7 @@ fn late() -> String {
     let ranks = ranks_here(&processes());
     let mut words: Vec<String> = Vec::new();
     for (rank, pids) in &ranks {
-        if !pids.iter().any(|&pid| has_come(pid)) {
+        if !pids.iter().any(|&pid| has_started(pid)) {
             let pids = pids.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
             words.push(format!("rank {rank} (pid {pids}), which has not called init"));
         }
@@ -153,7 +157,7 @@ fn variables(pid: i32) -> HashMap<String, String> {
 }
 
 /// Whether a thread of a process watches over a call.
-fn has_come(pid: i32) -> bool {
+fn has_started(pid: i32) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     threads.flatten().any(|thread| fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.trim() == NAME))
 }
@@ -181,9 +185,9 @@ mod tests {
 
     #[test]
     fn a_watch_is_seen_and_ends() {
-        let watch = Watch::start("a call", Some(Duration::from_secs(100)), None).unwrap();
+        let watch = StartupWatch::start("a call", Some(Duration::from_secs(100)), None).unwrap();
         let me = std::process::id().cast_signed();
-        while !has_come(me) {
+        while !has_started(me) {
             std::thread::yield_now();
         }
         drop(watch);

@@ -14,32 +14,32 @@ use mpi::Threading;
 use super::comm::Comm;
 use super::launcher;
 use super::link::MpiLink;
-use super::places::{self, RankPlace, fields, record};
-use super::{own, probe};
-use crate::affinity::{self, Bounds};
-use crate::collective::Choice;
-use crate::collective::device::Wanted;
+use super::rank_info::{self, RankInfo, fields, record};
+use super::{lifetime, probe};
+use crate::affinity::{self, CpuBounds};
+use crate::collective::AlgorithmSetting;
+use crate::collective::device::PathSetting;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::helper;
-use crate::plan::mail_bytes;
-use crate::say::say;
+use crate::log::log_line;
 use crate::signals;
 use crate::timeline;
+use crate::timings::CallTimings;
 use crate::topology::Topology;
-use crate::trace::Log;
-use crate::transport::alert::Alert;
-use crate::transport::arena::{Arenas, Shared};
-use crate::transport::hosts::{HostAddress, Listener};
+use crate::transport::arena::{Arenas, PeerMemory};
+use crate::transport::detector_links::{HostAddress, Listener};
+use crate::transport::failure_detector::FailureDetector;
 use crate::transport::memory::Aligned;
-use crate::transport::node::{Geometry, Memory, Node, Peer, Watch};
-use crate::transport::patience::Asked;
-use crate::transport::process::ProcessWatch;
+use crate::transport::process::ProcessLiveness;
 use crate::transport::shm::{self, Name, Segment};
-use crate::transport::{Endpoint, Link, Network, Patience};
+use crate::transport::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
+use crate::transport::wait_context::WaitCallbacks;
+use crate::transport::{GroupResources, HostLink, NetworkModel, WaitContext};
+use crate::wire_layout::exchange_buffer_bytes;
 
 /// How long what an ended process has sent may take to arrive.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const DRAIN_GRACE: Duration = Duration::from_secs(1);
 
 /// What all ranks must agree on when a team is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,9 +53,9 @@ pub struct TeamShape {
     /// Bytes of a slot.
     pub slot: usize,
     /// How it averages between hosts.
-    pub algorithm: Choice,
+    pub algorithm: AlgorithmSetting,
     /// The way that was asked for calls on device memory.
-    pub gpu_path: Wanted,
+    pub gpu_path: PathSetting,
     /// Bytes of a chunk of such calls.
     pub gpu_chunk: usize,
 }
@@ -80,21 +80,21 @@ pub struct World {
     topology: Arc<Topology>,
     names: Arc<[String]>,
     hosts: Vec<String>,
-    places: Arc<[RankPlace]>,
+    rank_info: Arc<[RankInfo]>,
     /// The other processes of this host.
-    neighbours: Arc<ProcessWatch>,
+    local_processes: Arc<ProcessLiveness>,
     /// A random number that all ranks have, and nobody else.
     key: u128,
     config: Config,
-    alert: Option<Alert>,
+    detector: Option<FailureDetector>,
     /// Of the hosts of the job, measured when it started; for all teams.
-    network: Network,
+    network: NetworkModel,
     /// For each rank; the fewest of any host.
     processors: usize,
     /// Memory that the ranks of this host see in each other, or why there is none.
     arenas: Result<Arc<Arenas>>,
     /// What left the ranks out of step while a team was made: they cannot make another.
-    broken: OnceLock<Error>,
+    poisoned: OnceLock<Error>,
     leaves: AtomicBool,
 }
 
@@ -111,14 +111,14 @@ impl World {
             helper::leave_launcher();
         }
         launcher::check_connection(|name| std::env::var(name).ok())?;
-        let threading = own::start(config)?;
-        let adopted = !own::is_own();
-        let found = patiently(config, "init_mpi", &|| None, |patience| {
+        let threading = lifetime::start(config)?;
+        let adopted = !lifetime::is_owned();
+        let found = with_deadline(config, "init_mpi", &|| None, |patience| {
             let comm = Comm::world().duplicate(patience)?;
-            let places = places::tell(&comm, &config.shm_dir, patience)?;
+            let places = rank_info::exchange_rank_info(&comm, &config.shm_dir, patience)?;
             Ok((comm, places))
         });
-        let (comm, (places, key)) = found.inspect_err(|_| own::leave())?;
+        let (comm, (places, key)) = found.inspect_err(|_| lifetime::leak())?;
         if !adopted {
             // All ranks are through with MPI's start.
             launcher::remove_segments();
@@ -126,12 +126,12 @@ impl World {
         }
         let rank = comm.rank()?;
         if places.len() == 1 && !config.alone {
-            launcher::check_alone(|name| std::env::var(name).ok())?;
+            launcher::check_single_rank(|name| std::env::var(name).ok())?;
         }
         if places.len() == 1 {
             settings.clone()?;
         }
-        let homes: Vec<_> = places.iter().map(RankPlace::home).collect();
+        let homes: Vec<_> = places.iter().map(RankInfo::host_key).collect();
         let topology = Topology::new(rank, &homes);
         // Who started MPI may call it at any time, so that taking turns among our threads is not enough.
         let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
@@ -149,29 +149,31 @@ impl World {
         let hosts = (0..topology.hosts()).map(host_name).collect();
         let names: Arc<[String]> =
             places.iter().enumerate().map(|(rank, place)| format!("rank {rank} on {}", place.host)).collect();
-        let pids: Vec<Option<i32>> =
-            places.iter().map(|place| (place.pid_space == places[rank].pid_space).then_some(place.pid)).collect();
+        let pids: Vec<Option<i32>> = places
+            .iter()
+            .map(|place| (place.pid_namespace == places[rank].pid_namespace).then_some(place.pid))
+            .collect();
         let others: Vec<Option<i32>> =
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
-        let watch = ProcessWatch::new(&others).map(Arc::new);
+        let watch = ProcessLiveness::new(&others).map(Arc::new);
         let mut world = World {
             comm: Some(comm),
             topology: Arc::new(topology),
             names,
             hosts,
-            places: places.into(),
-            neighbours: watch.clone().unwrap_or_default(),
+            rank_info: places.into(),
+            local_processes: watch.clone().unwrap_or_default(),
             key,
             config: config.clone(),
-            alert: None,
-            network: Network::UNKNOWN,
+            detector: None,
+            network: NetworkModel::UNKNOWN,
             processors: 1,
             arenas: Err(Error::State("there is no shared memory yet".into())),
-            broken: OnceLock::new(),
+            poisoned: OnceLock::new(),
             leaves: AtomicBool::new(false),
         };
         let ready = settings.and(watch);
-        let counted = world.patiently("init_mpi", |patience| world.count_processors(ready.map(drop), patience));
+        let counted = world.with_deadline("init_mpi", |patience| world.count_processors(ready.map(drop), patience));
         world.processors = counted.inspect_err(|error| {
             // Else all ranks have it, and may try again.
             if !error.is_recoverable() {
@@ -179,17 +181,18 @@ impl World {
             }
         })?;
         if world.topology.hosts() > 1 {
-            let joined = world
-                .patiently("init_mpi", |patience| Ok((world.join_hosts(patience)?, world.measure_network(patience)?)));
+            let joined = world.with_deadline("init_mpi", |patience| {
+                Ok((world.start_detector(patience)?, world.measure_network(patience)?))
+            });
             match joined {
-                Ok((alert, network)) => (world.alert, world.network) = (alert, network),
+                Ok((alert, network)) => (world.detector, world.network) = (alert, network),
                 Err(error) => {
                     world.leave();
                     return Err(error);
                 }
             }
         }
-        let arenas = world.patiently("init_mpi", |patience| Ok(world.make_arenas(patience)))?;
+        let arenas = world.with_deadline("init_mpi", |patience| Ok(world.make_arenas(patience)))?;
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = arenas {
             world.leave();
             return Err(error);
@@ -199,23 +202,23 @@ impl World {
     }
 
     /// The processors for each rank; the fewest of any host. Fails on all ranks where one of them is not `ready`.
-    fn count_processors(&self, ready: Result<()>, patience: &Patience<'_>) -> Result<usize> {
+    fn count_processors(&self, ready: Result<()>, patience: &WaitContext<'_>) -> Result<usize> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| Bounds::of(&allowed).encode());
-        let told = self.agree(own, "", mine, patience)?;
-        let bounds: Vec<Bounds> = told.iter().filter_map(|text| Bounds::decode(text)).collect();
+        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed).encode());
+        let told = self.agree_or_fail(own, "", mine, patience)?;
+        let bounds: Vec<CpuBounds> = told.iter().filter_map(|text| CpuBounds::decode(text)).collect();
         let of_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
         Ok((0..self.topology.hosts()).map(of_host).min().unwrap_or(1))
     }
 
     /// Makes this rank's arena and maps those of the host's other ranks; the outcome is good on all ranks or on none.
-    fn make_arenas(&self, patience: &Patience<'_>) -> Result<Arc<Arenas>> {
+    fn make_arenas(&self, patience: &WaitContext<'_>) -> Result<Arc<Arenas>> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
         let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
-        let told = self.agree(own, "", path, patience)?;
+        let told = self.agree_or_fail(own, "", path, patience)?;
         let (mine, file, name) = created?;
         let me = topology.local_rank();
         let mut mine = Some(mine);
@@ -225,7 +228,7 @@ impl World {
         };
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
         let mapped = maps.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.agree(own, "", mapped, patience)?;
+        self.agree_or_fail(own, "", mapped, patience)?;
         drop::<Name>(name);
         Ok(Arc::new(Arenas::new(maps?, me, file)))
     }
@@ -236,32 +239,36 @@ impl World {
     }
 
     /// Measures this host's clock, and starts the alert between hosts on the first rank of each.
-    fn join_hosts(&self, patience: &Patience<'_>) -> Result<Option<Alert>> {
+    fn start_detector(&self, patience: &WaitContext<'_>) -> Result<Option<FailureDetector>> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let leads = topology.local_rank() == 0;
-        let listener = if leads { Listener::open(&self.config.network).map(Some) } else { Ok(None) };
+        let listener = if leads { Listener::open(&self.config.interface).map(Some) } else { Ok(None) };
         let address = listener.as_ref().map(|found| found.as_ref().map_or(String::new(), Listener::address));
         let leaders: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[0]).collect();
-        let offset = if leads { places::clock_offset(own, &leaders, topology.host(), patience)? } else { 0 };
-        let told =
-            self.agree(own, "", address.map(|text| format!("{offset} {text}")).map_err(Error::clone), patience)?;
+        let offset = if leads { rank_info::clock_offset(own, &leaders, topology.host(), patience)? } else { 0 };
+        let told = self.agree_or_fail(
+            own,
+            "",
+            address.map(|text| format!("{offset} {text}")).map_err(Error::clone),
+            patience,
+        )?;
         let parts = |rank: usize| told[rank].split_once(' ').unwrap_or(("0", ""));
         timeline::set_offset(parts(leaders[topology.host()]).0.parse().unwrap_or(0));
         let Some(listener) = listener? else { return Ok(None) };
         let host = |&leader: &usize| HostAddress {
-            name: self.places[leader].title(leader),
+            name: self.rank_info[leader].display_name(leader),
             addresses: parts(leader).1.split(',').filter_map(|address| address.parse().ok()).collect(),
         };
         let hosts: Vec<HostAddress> = leaders.iter().map(host).collect();
         let process =
-            |(local, &rank): (usize, &usize)| Some((self.names[rank].clone(), self.neighbours.process(local)?));
+            |(local, &rank): (usize, &usize)| Some((self.names[rank].clone(), self.local_processes.process(local)?));
         let processes = topology.local_ranks().iter().enumerate().filter_map(process).collect();
-        Alert::start(listener, topology.host(), &hosts, self.key, processes).map(Some)
+        FailureDetector::start(listener, topology.host(), &hosts, self.key, processes).map(Some)
     }
 
     /// Measures the network between neighbouring hosts; the slowest figures, on all ranks.
-    fn measure_network(&self, patience: &Patience<'_>) -> Result<Network> {
+    fn measure_network(&self, patience: &WaitContext<'_>) -> Result<NetworkModel> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let neighbour = topology.host() ^ 1;
@@ -270,18 +277,19 @@ impl World {
         } else {
             None
         };
-        let told = self.agree(own, "", Ok(measured.map_or(String::new(), |network| network.encode())), patience)?;
-        Ok(Network::slowest(told.iter().filter_map(|text| Network::decode(text))))
+        let told =
+            self.agree_or_fail(own, "", Ok(measured.map_or(String::new(), |network| network.encode())), patience)?;
+        Ok(NetworkModel::slowest(told.iter().filter_map(|text| NetworkModel::decode(text))))
     }
 
     /// What the network between the hosts was measured to be; none on one host.
-    pub fn network(&self) -> Option<Network> {
+    pub fn network(&self) -> Option<NetworkModel> {
         (self.topology.hosts() > 1).then_some(self.network)
     }
 
     /// Every rank's place, by rank.
-    pub fn places(&self) -> &Arc<[RankPlace]> {
-        &self.places
+    pub fn places(&self) -> &Arc<[RankInfo]> {
+        &self.rank_info
     }
 
     /// A random number that all ranks of the job have, and nobody else.
@@ -291,22 +299,23 @@ impl World {
 
     /// Runs `work` with the patience that the settings give it, or until a process of this host, or one of which the alert
     /// has told, has ended; `what` names it in messages.
-    fn patiently<T>(&self, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
+    fn with_deadline<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
         let seen = Cell::new(None);
         let lost = || {
             if signals::interrupted() {
                 return Some(Error::PeerLost(format!("{what} was interrupted by a signal")));
             }
             let ranks = self.topology.local_ranks();
-            let ended = |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.neighbours.lost(local)?));
-            let elsewhere = || Some(self.alert.as_ref()?.lost()?.detail().to_owned());
+            let ended =
+                |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.local_processes.lost(local)?));
+            let elsewhere = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
             let words = (0..ranks.len()).find_map(ended).or_else(elsewhere)?;
             // What it did just before may still be on its way.
             let since: Instant = seen.get().unwrap_or_else(Instant::now);
             seen.set(Some(since));
-            (since.elapsed() > LAST_WORDS).then(|| Error::PeerLost(format!("{words}, in {what}")))
+            (since.elapsed() > DRAIN_GRACE).then(|| Error::PeerLost(format!("{words}, in {what}")))
         };
-        patiently(&self.config, what, &lost, work)
+        with_deadline(&self.config, what, &lost, work)
     }
 
     /// The settings of this process.
@@ -325,7 +334,7 @@ impl World {
     /// # Errors
     /// The same on every rank: when the ranks disagree on the shape, or one of them is not ready or cannot get its memory. A
     /// passed deadline leaves the ranks out of step: then no further team can be made.
-    pub fn endpoint(&self, shape: TeamShape, ready: Result<()>) -> Result<Endpoint> {
+    pub fn endpoint(&self, shape: TeamShape, ready: Result<()>) -> Result<GroupResources> {
         let what = format!("the creation of team {}", shape.id);
         self.in_step(&what, |patience| self.make_endpoint(shape, ready, patience))
     }
@@ -338,74 +347,81 @@ impl World {
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = outcome.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.in_step(what, |patience| self.agree(own, "", mine, patience))?;
+        self.in_step(what, |patience| self.agree_or_fail(own, "", mine, patience))?;
         outcome
     }
 
     /// Runs collective `work`, after whose failure the ranks may be out of step.
-    fn in_step<T>(&self, what: &str, work: impl FnOnce(&Patience<'_>) -> Result<T>) -> Result<T> {
-        if let Some(error) = self.broken.get() {
+    fn in_step<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
+        if let Some(error) = self.poisoned.get() {
             return Err(error.clone());
         }
-        let made = self.patiently(what, work);
+        let made = self.with_deadline(what, work);
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = &made {
-            let _first = self.broken.set(error.clone());
+            let _first = self.poisoned.set(error.clone());
         }
         made
     }
 
-    fn make_endpoint(&self, shape: TeamShape, ready: Result<()>, patience: &Patience<'_>) -> Result<Endpoint> {
+    fn make_endpoint(&self, shape: TeamShape, ready: Result<()>, patience: &WaitContext<'_>) -> Result<GroupResources> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let comm = Arc::new(own.duplicate(patience)?);
         let topology = &self.topology;
         let ranks = topology.local_size();
-        let geometry = Geometry { ranks, channels: shape.threads, slot: shape.slot };
+        let geometry = RegionLayout { ranks, channels: shape.threads, slot: shape.slot };
         let leads = topology.local_rank() == 0;
         let created = ready.and_then(|()| match leads && ranks > 1 {
             true => Segment::create(&self.config.shm_dir, geometry.bytes()).map(Some),
             false => Ok(None),
         });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let told = self.agree(&comm, &shape.to_string(), path.map_err(Error::clone), patience)?;
+        let told = self.agree_or_fail(&comm, &shape.to_string(), path.map_err(Error::clone), patience)?;
 
         let (memory, name) = match created? {
-            Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn Memory>), Some(name)),
-            None if ranks == 1 => (Ok(Box::new(Aligned::new(geometry.bytes())) as Box<dyn Memory>), None),
+            Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn RegionMemory>), Some(name)),
+            None if ranks == 1 => (Ok(Box::new(Aligned::new(geometry.bytes())) as Box<dyn RegionMemory>), None),
             None => {
                 let path = &told[topology.local_ranks()[0]];
-                (Segment::open(Path::new(path)).map(|segment| Box::new(segment) as Box<dyn Memory>), None)
+                (Segment::open(Path::new(path)).map(|segment| Box::new(segment) as Box<dyn RegionMemory>), None)
             }
         };
         let mapped = memory.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.agree(&comm, "", mapped, patience)?;
+        self.agree_or_fail(&comm, "", mapped, patience)?;
         drop::<Option<Name>>(name);
 
-        let peer = |&rank: &usize| Peer { rank, name: self.names[rank].clone() };
+        let peer = |&rank: &usize| LocalPeer { rank, name: self.names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
-        let watch = Box::new(Arc::clone(&self.neighbours));
-        let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn Shared>);
-        let node = Node::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?.sharing(shared);
+        let watch = Box::new(Arc::clone(&self.local_processes));
+        let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn PeerMemory>);
+        let node = ShmRegion::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?
+            .with_peer_memory(shared);
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
         let node = Arc::new(node);
-        if let Some(alert) = &self.alert {
+        if let Some(alert) = &self.detector {
             alert.watch(shape.id, &node);
         }
         let crowded = shape.threads > self.processors;
         let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
-        Ok(Endpoint { topology, names, node, links, network: self.network, crowded })
+        Ok(GroupResources { topology, names, node, links, network: self.network, oversubscribed: crowded })
     }
 
     /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
-    fn link(&self, comm: &Arc<Comm>, channel: usize, slot: usize) -> Option<Box<dyn Link>> {
+    fn link(&self, comm: &Arc<Comm>, channel: usize, slot: usize) -> Option<Box<dyn HostLink>> {
         let topology = &self.topology;
-        let lane = topology.lane().filter(|_| topology.hosts() > 1)?;
+        let lane = topology.shard().filter(|_| topology.hosts() > 1)?;
         let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[lane]).collect();
-        let capacity = mail_bytes(slot, topology.lanes(), topology.hosts());
+        let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
         Some(Box::new(MpiLink::new(Arc::clone(comm), channel, drivers, self.hosts.clone(), capacity)))
     }
 
     /// Tells all ranks `shape` and this rank's outcome; returns all outcomes when they are good and the shapes equal.
-    fn agree(&self, comm: &Comm, shape: &str, outcome: Result<String>, patience: &Patience<'_>) -> Result<Vec<String>> {
+    fn agree_or_fail(
+        &self,
+        comm: &Comm,
+        shape: &str,
+        outcome: Result<String>,
+        patience: &WaitContext<'_>,
+    ) -> Result<Vec<String>> {
         let (code, text) = match &outcome {
             Ok(text) => (0, text.clone()),
             Err(error) => (error.code(), error.detail().to_owned()),
@@ -440,12 +456,12 @@ impl World {
     /// # Errors
     /// When a rank has ended or does not come; MPI is then left as it is.
     pub fn gather(&self, failure: Option<&Error>) -> Result<()> {
-        let Some(comm) = self.comm.as_ref().filter(|_| own::is_own()) else { return Ok(()) };
+        let Some(comm) = self.comm.as_ref().filter(|_| lifetime::is_owned()) else { return Ok(()) };
         // MPICH crashes in messages to a host on which a rank has ended.
         let lost = failure.filter(|error| self.topology.hosts() > 1 && matches!(error, Error::PeerLost(_)));
-        let gathered = match self.broken.get().or(lost) {
+        let gathered = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.patiently("finalize", |patience| comm.barrier(patience)),
+            None => self.with_deadline("finalize", |patience| comm.barrier(patience)),
         };
         gathered.inspect_err(|_| self.leave())
     }
@@ -455,24 +471,24 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         if self.leaves.load(Ordering::Relaxed) {
-            own::leave();
+            lifetime::leak();
             mem::forget(self.comm.take());
-            self.alert.iter_mut().for_each(Alert::leave);
+            self.detector.iter_mut().for_each(FailureDetector::mark_aborted);
         }
         drop(self.comm.take());
     }
 }
 
 /// Runs `work` with the patience that the settings give it; `what` names it in messages.
-fn patiently<T>(
+fn with_deadline<T>(
     config: &Config,
     what: &str,
     interrupted: &dyn Fn() -> Option<Error>,
-    work: impl FnOnce(&Patience<'_>) -> Result<T>,
+    work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
 ) -> Result<T> {
-    let asked = Asked { describe: &|| what.to_owned(), interrupted, stalled: &say };
-    let (warned, log) = (AtomicBool::new(false), Log::default());
-    work(&Patience::new(Instant::now(), config.timeout, config.stall_warn, &warned, &log, &asked))
+    let asked = WaitCallbacks { describe: &|| what.to_owned(), abort_reason: interrupted, on_stall: &log_line };
+    let (warned, log) = (AtomicBool::new(false), CallTimings::default());
+    work(&WaitContext::new(Instant::now(), config.timeout, config.stall_warn, &warned, &log, &asked))
 }
 
 /// How long waits look before they sleep: not at all worth it when ranks outnumber the processors.

@@ -2,7 +2,8 @@
 //
 // The bits that they make are those of core/src/reduce, but for the sign and payload of a NaN (a bfloat16 NaN is 0x7fc0
 // here as there). NVRTC compiles them when a program runs, for the GPU that is there. g++ compiles them for tests,
-// without __CUDACC_RTC__, as twins that run one thread after the other. Before them comes a shim there, of __global__,
+// without __CUDACC_RTC__, as host_kernels that run one thread after the other. Before them comes a shim there, of
+// __global__,
 // __device__, __forceinline__, threadIdx, blockIdx, blockDim, gridDim and at<T>().
 //
 // Thread rule: blocks take items in turn, and a block's threads take an item's vectors in turn. A thread reads an
@@ -17,17 +18,17 @@
 using Address = unsigned long long;
 
 // Elements `first` to `first + count` of a piece; 32768 at most.
-struct Item {
+struct BlockRange {
   Address first;
   unsigned piece;
   unsigned count;
 };
 
 // What a launch does: the mean of the sources, that is their sum over `divisor` (1 to 2^31 - 1), to every target.
-struct Work {
+struct KernelArgs {
   Address lists;  // of the lists, in device memory; 0: they are in `table`
   Address stop;   // of a word that the host may set while the kernel runs, or 0
-  // Where they begin in the lists, in bytes: Item[nitems], then Address[pieces][nsources] and
+  // Where they begin in the lists, in bytes: BlockRange[nitems], then Address[pieces][nsources] and
   // Address[pieces][ntargets], of element 0 of each piece.
   unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 #endif
 
 // Where a launch has its lists.
-__device__ __forceinline__ Address lists_of(const Work& work) {
+__device__ __forceinline__ Address lists_of(const KernelArgs& work) {
   return work.lists != 0 ? work.lists : address_of(work.table);
 }
 

@@ -53,8 +53,8 @@ __device__ __forceinline__ void set_element(Vector<kBytes>& v, unsigned i, typen
   }
 }
 
-// Conversions, all exact or to the nearest, ties to even, but for the last. The twin converts float16 as convert.rs of
-// core/src/reduce does, which says why. A GPU's own conversions differ from that in NaN that its arithmetic does not
+// Conversions, all exact or to the nearest, ties to even, but for the last. The kernel converts float16 as convert.rs
+// of core/src/reduce does, which says why. A GPU's own conversions differ from that in NaN that its arithmetic does not
 // give: it has one NaN, 0x7fffffff in float32, and both make 0x7fff of that.
 
 constexpr unsigned kSign = 1u << 31;
@@ -198,7 +198,7 @@ template <class Float>
 struct FloatSum {
   using Acc = Float;
   using Divider = FloatDivider<Float>;
-  static constexpr Acc kNothing = -0.0f;
+  static constexpr Acc kIdentity = -0.0f;
 };
 struct F32 : FloatSum<float> {
   static constexpr unsigned kSize = 4;
@@ -243,7 +243,7 @@ struct Integer {
   using Acc = Sum;
   using Divider = IntegerDivider<Sum, Magnitude, By>;
   static constexpr unsigned kSize = sizeof(Element);
-  static constexpr Acc kNothing = 0;
+  static constexpr Acc kIdentity = 0;
   using Bits = typename BitsOf<kSize>::Type;
   __device__ __forceinline__ static Acc widen(Bits bits) { return static_cast<Element>(bits); }
   __device__ __forceinline__ static Bits narrow(Acc sum) {

@@ -1,0 +1,147 @@
+//! The mean of every tensor over all ranks and towers.
+
+use std::ops::Range;
+use std::ptr;
+
+use super::{Call, Collective, InterHostOps, Partial, PerRank, ShardView};
+use crate::reduce::Reduction;
+use crate::topology::Topology;
+use crate::wire_layout::ALIGN;
+
+pub(super) struct Allreduce;
+
+impl Collective for Allreduce {
+    unsafe fn pack(&self, job: &Call, _topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
+        for piece in job.plan.ranges(chunk, part) {
+            let buffers = job.tower_buffers(piece.tensor);
+            // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
+            unsafe {
+                if job.wire_is_acc() {
+                    let sources: Vec<*const u8> =
+                        buffers.map(|buffer| buffer.bytes(piece.first, piece.count).as_ptr()).collect();
+                    let reduction = job.reduction(job.tensors(0)[piece.tensor].buffer.dtype());
+                    let native = Reduction { wire_is_acc: false, ..reduction };
+                    native.sum(&sources, slot.add(piece.offset), piece.count);
+                } else {
+                    for buffer in buffers {
+                        let bytes = buffer.bytes(piece.first, piece.count);
+                        ptr::copy_nonoverlapping(bytes.as_ptr(), slot.add(piece.offset), bytes.len());
+                    }
+                }
+            }
+        }
+    }
+
+    fn reads_own_tensor(&self, job: &Call) -> bool {
+        !job.wire_is_acc()
+    }
+
+    unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>) {
+        if self.reads_own_tensor(job) {
+            let mut sources = PerRank::new();
+            for piece in job.plan.ranges(lane.chunk, slice) {
+                let buffer = &job.tensors(0)[piece.tensor].buffer;
+                // SAFETY: the piece is this lane's in all slots, and the tensor's memory is the call's.
+                unsafe {
+                    let own = buffer.read_at(piece.first);
+                    let outs = [lane.own().add(piece.offset), buffer.written_at(piece.first)];
+                    lane.sources_with(piece.offset, own, &mut sources);
+                    job.reduction(buffer.dtype()).mean(&sources, &outs, piece.count, job.divisor());
+                }
+            }
+            return;
+        }
+        for run in job.plan.runs(lane.chunk, slice) {
+            let reduction = job.reduction(run.dtype);
+            let count = run.bytes.len() / reduction.wire_size();
+            // SAFETY: the run is whole elements of the slice, which is this lane's in all slots.
+            unsafe {
+                let out = lane.own().add(run.bytes.start);
+                reduction.mean(&lane.sources(run.bytes.start), &[out], count, job.divisor());
+            }
+        }
+    }
+
+    unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>) {
+        let mut sources = PerRank::new();
+        for piece in job.plan.ranges(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
+            let buffer = &job.tensors(0)[piece.tensor].buffer;
+            // SAFETY: the slots are read-only, and the tensor's memory is the call's.
+            unsafe {
+                lane.sources_with(piece.offset, buffer.read_at(piece.first), &mut sources);
+                let out = [buffer.written_at(piece.first)];
+                job.reduction(buffer.dtype()).mean(&sources, &out, piece.count, job.divisor());
+            }
+        }
+    }
+}
+
+impl InterHostOps for Allreduce {
+    fn partial_bytes(&self, job: &Call, chunk: usize, piece: Range<usize>) -> usize {
+        parts(job, chunk, piece).last().map_or(0, |part| part.end())
+    }
+
+    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+        for part in parts(job, lane.chunk, piece) {
+            // SAFETY: as in `combine`; the slicing checks that the accumulators fit.
+            unsafe { part.reduction.sum(&lane.sources(part.wire), out[part.at..part.end()].as_mut_ptr(), part.count) };
+        }
+        true
+    }
+
+    unsafe fn add_partials(
+        &self,
+        job: &Call,
+        lane: &ShardView<'_>,
+        piece: Range<usize>,
+        low: Partial,
+        high: Partial,
+        out: *mut u8,
+    ) {
+        let (Some(low), Some(high)) = (low, high) else { return };
+        for part in parts(job, lane.chunk, piece) {
+            // Accumulators are the wide form.
+            let reduction = Reduction { wire_is_acc: true, ..part.reduction };
+            // SAFETY: the caller's promise; the parts were contributed to the same piece.
+            unsafe { reduction.sum(&[low.add(part.at), high.add(part.at)], out.add(part.at), part.count) };
+        }
+    }
+
+    unsafe fn finish_shard(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial) {
+        let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
+        for part in parts(job, lane.chunk, piece) {
+            let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
+            // SAFETY: as in `merge`; the slot's piece is this lane's.
+            unsafe { part.reduction.finish(&accs, &[lane.own().add(part.wire)], part.count, job.divisor()) };
+        }
+    }
+}
+
+/// Elements of one type in a host's part of a piece.
+pub(super) struct PartialRange {
+    pub reduction: Reduction,
+    pub count: usize,
+    /// Where they are in the chunk.
+    pub wire: usize,
+    /// Where their accumulators are in the part.
+    pub at: usize,
+}
+
+impl PartialRange {
+    /// Where the next ones' accumulators are.
+    pub fn end(&self) -> usize {
+        self.at + (self.count * self.reduction.acc_size()).next_multiple_of(ALIGN)
+    }
+}
+
+/// What a host's part of `piece` consists of.
+pub(super) fn parts(job: &Call, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = PartialRange> {
+    let mut at = 0;
+    job.plan.runs(chunk, piece).map(move |run| {
+        let reduction = job.reduction(run.dtype);
+        let elements =
+            PartialRange { reduction, count: run.bytes.len() / reduction.wire_size(), wire: run.bytes.start, at };
+        at = elements.end();
+        elements
+    })
+}

@@ -1,0 +1,214 @@
+//! Calls by NCCL, where every rank has a GPU of its own: one communicator for each team, the tensors of a call in one group, small
+//! ones fused in a bucket before, the division in the reduction. NCCL chooses the order of addition, and adds float16 and
+//! bfloat16 up as they are: the bits depend on the number of ranks and on its version (`DL_COMM_GPU_PATH` chooses another path).
+//! What NCCL would do in other ways than the core, means of integers and float64 accumulators, goes through the host.
+//! Thread rule: used by one thread; the closure of [`Ring::rescue`] may run on any.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::call::lengths;
+use super::super::{Call, Channel, Op, text_allgather};
+use super::batch::{Batch, UploadRing};
+use super::{DeviceResult, TEARDOWN_TIMEOUT, end, is_idle, poll, poll_until, wait_inputs};
+use crate::buffer::{Buffer, Tensor};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::transport::WaitContext;
+use crate::transport::cuda::{Address, Communicator, Context, DeviceBuffer, Stream, UniqueId};
+use crate::wire_layout::{DtypeRun, WireLayout};
+
+/// Tensors up to so many bytes are fused, if there are more than [`FEW`] of them: an operation of NCCL's own costs more.
+const FUSE_MAX_BYTES: usize = 256 << 10;
+/// So many operations of their own cost no more than the copies of a fusion.
+const MIN_TO_FUSE: usize = 4;
+/// The bytes of the bucket.
+const BUCKET: usize = 16 << 20;
+
+/// How far a rank's communicator is, as the ranks tell each other.
+const STARTS: &str = "starts";
+const READY: &str = "ready";
+const FAILED: &str = "failed";
+/// The longest sleep between two looks at it.
+const MAX_SLEEP: Duration = Duration::from_millis(10);
+
+/// What a rank has for calls by NCCL.
+pub(super) struct NcclPath {
+    stream: Stream,
+    communicator: Arc<Communicator>,
+    /// For the fusion, once there was one.
+    bucket: Option<DeviceBuffer>,
+    batch: Batch,
+    table: UploadRing,
+}
+
+impl NcclPath {
+    /// Makes the communicator of a team, by an id that rank 0 makes and tells the others. Where NCCL refuses on a rank (slices of
+    /// one GPU by MIG, a small /dev/shm), no rank has one: the inner error is why this rank has none, if it is the reason.
+    ///
+    /// # Errors
+    /// Those of the transports, and when the patience ends.
+    pub fn new(
+        channel: &mut Channel,
+        context: &Arc<Context>,
+        patience: &WaitContext<'_>,
+    ) -> Result<std::result::Result<NcclPath, Option<String>>> {
+        let _entered = context.push()?;
+        let (rank, size) = (channel.topology.rank(), channel.topology.size());
+        let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
+        let text = mine.as_ref().map_or(String::new(), UniqueId::to_text);
+        let told = text_allgather::allgather_merge(channel, &text, patience, |told| told[0].1.clone())?;
+        let Some(id) = UniqueId::from_text(&told) else {
+            return Ok(Err(mine.err().map(|error| error.detail().to_owned())));
+        };
+        let mut started = mine.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
+        let mut state = started.as_ref().map(|_| false).map_err(Error::clone);
+        let mut nap = Duration::from_micros(100);
+        loop {
+            if let (Ok((communicator, _)), Ok(false)) = (&started, &state) {
+                state = communicator.is_ready();
+            }
+            let mine = match state {
+                Ok(true) => READY,
+                Ok(false) => STARTS,
+                Err(_) => FAILED,
+            };
+            let all = text_allgather::allgather_merge(channel, mine, patience, |told| {
+                let worst = [FAILED, STARTS].into_iter().find(|&state| told.iter().any(|(_, told)| told == state));
+                worst.unwrap_or(READY).to_owned()
+            })?;
+            match (all.as_str(), started) {
+                (READY, Ok((communicator, stream))) => {
+                    let communicator = Arc::new(communicator);
+                    let (batch, table) = (Batch::default(), UploadRing::new(context));
+                    return Ok(Ok(NcclPath { stream, communicator, bucket: None, batch, table }));
+                }
+                // Without a communicator on all ranks, the others' end here.
+                (FAILED | READY, _) => return Ok(Err(state.err().map(|error| error.detail().to_owned()))),
+                (_, going) => started = going,
+            }
+            patience.check(Duration::ZERO, &|| "the other ranks in NCCL".to_owned())?;
+            std::thread::sleep(nap);
+            nap = (2 * nap).min(MAX_SLEEP);
+        }
+    }
+
+    /// Carries out a call on which all ranks agree.
+    ///
+    /// # Errors
+    /// Those of NCCL, and when the patience ends.
+    pub fn run(&mut self, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
+        let float = |dtype| matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+        let fits = |dtype| float(dtype) && (!job.accumulates_f64() || dtype == DType::F64);
+        if job.op == Op::Allreduce && !job.tensors(0).iter().all(|tensor| fits(tensor.buffer.dtype())) {
+            return Ok(DeviceResult::FallBackToHost);
+        }
+        let size = |index: usize| job.tensors(0)[index].buffer.byte_ranges().0.len();
+        let (mut small, mut large): (Vec<usize>, Vec<usize>) =
+            job.plan.tensors().partition(|&index| size(index) <= FUSE_MAX_BYTES);
+        // The copies need kernels.
+        if small.len() <= MIN_TO_FUSE || self.stream.context().kernels().is_err() {
+            large.append(&mut small);
+        }
+        wait_inputs(job, &self.stream)?;
+        self.group(job.op, large.iter().map(|&index| NcclBuffer::of(&job.tensors(0)[index].buffer)), patience)?;
+        self.fused(job, &small, patience)?;
+        end(job, &self.stream).map(DeviceResult::Enqueued)
+    }
+
+    /// What everything is enqueued on.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The bytes of device memory that it has taken.
+    pub fn held(&self) -> usize {
+        self.table.held() + self.bucket.as_ref().map_or(0, DeviceBuffer::bytes)
+    }
+
+    /// Carries the tensors `small` in the bucket, as many at a time as it holds.
+    fn fused(&mut self, job: &Call, small: &[usize], patience: &WaitContext<'_>) -> Result<()> {
+        if small.is_empty() {
+            return Ok(());
+        }
+        let tensors: Vec<Tensor> = small.iter().map(|&index| job.tensors(0)[index].clone()).collect();
+        let plan = WireLayout::new(&lengths(&tensors), DType::size, BUCKET);
+        if self.bucket.is_none() {
+            self.bucket = Some(DeviceBuffer::new(self.stream.context(), BUCKET)?);
+        }
+        let bucket = self.bucket.as_ref().map_or(0, DeviceBuffer::address);
+        for chunk in 0..plan.chunks() {
+            let all = 0..plan.chunk_len(chunk);
+            self.batch.copies(plan.ranges(chunk, all.clone()), &tensors, all.len(), bucket, false);
+            // SAFETY: the tensors are the call's, and the bucket is the stream's.
+            unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
+            let part = |run: DtypeRun| {
+                let at = bucket + run.bytes.start as Address;
+                NcclBuffer { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
+            };
+            self.group(job.op, plan.runs(chunk, all.clone()).map(part), patience)?;
+            let bytes = all.len();
+            self.batch.copies(plan.ranges(chunk, all), &tensors, bytes, bucket, true);
+            // SAFETY: as above.
+            unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
+        }
+        Ok(())
+    }
+
+    /// Starts the operations for these parts as one.
+    fn group(&self, op: Op, parts: impl Iterator<Item = NcclBuffer>, patience: &WaitContext<'_>) -> Result<()> {
+        let NcclPath { stream, communicator, .. } = self;
+        communicator.grouped(|group| {
+            for NcclBuffer { from, to, count, dtype } in parts {
+                // SAFETY: the memory is the call's, or the bucket's, until the stream has passed.
+                unsafe {
+                    match op {
+                        Op::Allreduce => group.average(from, to, count, dtype, stream),
+                        Op::Broadcast { root } => group.broadcast(from, to, count * dtype.size(), root, stream),
+                        Op::Barrier => Ok(()),
+                    }
+                }?;
+            }
+            Ok(())
+        })?;
+        poll(|| communicator.is_ready(), &|| "NCCL".to_owned(), patience)
+    }
+
+    /// Ends the communicator, and with it what waits for a rank that was lost.
+    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
+        let communicator = Arc::clone(&self.communicator);
+        Arc::new(move || communicator.abort())
+    }
+}
+
+impl Drop for NcclPath {
+    /// The others may still need what this rank has enqueued for them.
+    fn drop(&mut self) {
+        let Ok(_entered) = self.stream.context().push() else { return };
+        let done = || poll_until(TEARDOWN_TIMEOUT, || self.communicator.is_ready().unwrap_or(true));
+        if is_idle(&self.stream) && self.communicator.finish().is_ok() && done() {
+            self.communicator.destroy();
+        }
+        // What could not be ended so is aborted, with the communicator itself.
+    }
+}
+
+/// What one operation of NCCL works on.
+struct NcclBuffer {
+    from: Address,
+    to: Address,
+    count: usize,
+    dtype: DType,
+}
+
+impl NcclBuffer {
+    fn of(buffer: &Buffer) -> NcclBuffer {
+        let (read, written) = buffer.byte_ranges();
+        NcclBuffer {
+            from: read.start as Address,
+            to: written.start as Address,
+            count: buffer.len(),
+            dtype: buffer.dtype(),
+        }
+    }
+}

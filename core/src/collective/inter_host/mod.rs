@@ -1,0 +1,285 @@
+//! A lane's slice of a chunk between hosts, by one of several algorithms.
+//!
+//! The *first* chunk of a call decides whether all hosts called the same thing. Before that is known, hosts may hold calls of
+//! any kind and size, so the pattern of messages must not depend on the call: the hosts [meet](meeting) by recursive
+//! doubling, and a call's data rides along, whole or in halves, or, for the other algorithms, follows. Further chunks go
+//! straight to their [`Algorithm`].
+//!
+//! The order of addition is that of a [tree](Tree) over the hosts, which every algorithm keeps but the ring: the same bits.
+//! Every chunk has two parts, so that two chunks can be under way: `start`, which sends the first messages, and `finish`.
+//! Thread rule: as for [`super::Channel`].
+
+mod algorithm;
+mod cost;
+mod handshake;
+mod header;
+mod pairwise;
+mod ring;
+mod tree;
+
+use std::ops::Range;
+use std::ptr;
+
+use super::{Call, InterHostOps, Partial, ShardView};
+use crate::error::Result;
+use crate::timings::{Activity, PhaseTimer};
+use crate::topology::Topology;
+use crate::transport::memory::Aligned;
+use crate::transport::{HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
+use crate::wire_layout::{HEADER, slice};
+pub use algorithm::{Algorithm, AlgorithmSetting};
+use handshake::{HandshakeState, Payload};
+use header::Header;
+use tree::ReductionTree;
+
+/// One lane's way to the other hosts.
+pub(crate) struct InterHost {
+    pub link: Box<dyn HostLink>,
+    tree: ReductionTree,
+    network: NetworkModel,
+    setting: AlgorithmSetting,
+    /// Of each turn: this host's part of what it completes.
+    ipc: [Aligned; MAX_EXCHANGES],
+}
+
+/// A slice of a chunk under way between hosts.
+#[derive(Debug)]
+pub(super) struct InFlightSlice {
+    algorithm: Algorithm,
+    /// What the hosts carry while they meet, if they do.
+    load: Option<HandshakeState>,
+}
+
+/// What is to be done with a slice.
+pub(super) struct Slice<'a> {
+    /// How.
+    pub collective: &'a dyn InterHostOps,
+    /// The call.
+    pub job: &'a Call,
+    /// The lane, on this host.
+    pub shard: ShardView<'a>,
+    /// Its bytes of the chunk.
+    pub bytes: Range<usize>,
+    /// The step.
+    pub step: u32,
+}
+
+impl InterHost {
+    /// For the links of a host's lane.
+    pub fn new(
+        mut link: Box<dyn HostLink>,
+        topology: &Topology,
+        network: NetworkModel,
+        choice: AlgorithmSetting,
+    ) -> InterHost {
+        let capacity = link.buffers(0).send.len();
+        let own = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
+        InterHost {
+            link,
+            tree: ReductionTree::new(topology.hosts(), topology.host()),
+            network,
+            setting: choice,
+            ipc: own,
+        }
+    }
+
+    /// Sends the first messages of a slice. `matched` where all hosts are known to have called the same; else `agreed` is
+    /// whether the ranks of this host have.
+    pub(super) fn start(
+        &mut self,
+        slice: &Slice<'_>,
+        matched: bool,
+        agreed: bool,
+        patience: &WaitContext<'_>,
+    ) -> Result<InFlightSlice> {
+        let (choice, network) = (self.setting, self.network);
+        let mut work = self.work(slice, patience);
+        let algorithm = match choice {
+            AlgorithmSetting::Always(algorithm) => algorithm,
+            AlgorithmSetting::Auto => cost::fastest(&network, work.hosts(), work.load(), !matched),
+        };
+        let freight = match algorithm {
+            Algorithm::Doubling => Some(Payload::Whole),
+            Algorithm::Halving => Some(Payload::Halves),
+            Algorithm::Pairwise | Algorithm::Ring => (!matched).then_some(Payload::Empty),
+        };
+        let load = freight.map(|freight| work.start_handshake(freight, agreed)).transpose()?;
+        if load.is_none() {
+            work.start_pieces(algorithm)?;
+        }
+        Ok(InFlightSlice { algorithm, load })
+    }
+
+    /// Completes a slice in this lane's slot; false, with nothing written and the same on all hosts, where ranks of a host
+    /// or hosts differ.
+    pub(super) fn finish(
+        &mut self,
+        slice: &Slice<'_>,
+        flight: InFlightSlice,
+        patience: &WaitContext<'_>,
+    ) -> Result<bool> {
+        let mut work = self.work(slice, patience);
+        let InFlightSlice { algorithm, load } = flight;
+        let in_pieces = matches!(algorithm, Algorithm::Pairwise | Algorithm::Ring);
+        if let Some(load) = load {
+            let agreed = work.finish_handshake(load)?;
+            if !agreed || !in_pieces {
+                return Ok(agreed);
+            }
+            work.start_pieces(algorithm)?;
+        }
+        match algorithm {
+            Algorithm::Ring => work.finish_ring()?,
+            _ => work.finish_pairwise()?,
+        }
+        Ok(true)
+    }
+
+    fn work<'a>(&'a mut self, slice: &'a Slice<'a>, patience: &'a WaitContext<'a>) -> SliceExchange<'a> {
+        let exchange = slice.step as usize % MAX_EXCHANGES;
+        // Beside a message the clock is nothing.
+        let lap = PhaseTimer::start(patience.log(), usize::MAX);
+        SliceExchange {
+            slice,
+            turn: exchange,
+            link: self.link.as_mut(),
+            ipc: &mut self.ipc[exchange],
+            tree: &self.tree,
+            patience,
+            lap,
+        }
+    }
+}
+
+/// A slice, and what its messages need; the algorithms are its methods.
+struct SliceExchange<'a> {
+    slice: &'a Slice<'a>,
+    turn: usize,
+    link: &'a mut dyn HostLink,
+    ipc: &'a mut Aligned,
+    tree: &'a ReductionTree,
+    patience: &'a WaitContext<'a>,
+    lap: PhaseTimer<'a>,
+}
+
+impl SliceExchange<'_> {
+    /// Sends the first messages of an algorithm in pieces.
+    fn start_pieces(&mut self, algorithm: Algorithm) -> Result<()> {
+        match algorithm {
+            Algorithm::Ring => self.start_ring(),
+            _ => self.start_pairwise(),
+        }
+    }
+
+    fn hosts(&self) -> usize {
+        self.slice.shard.topology.hosts()
+    }
+
+    fn host(&self) -> usize {
+        self.slice.shard.topology.host()
+    }
+
+    fn other_hosts(&self) -> impl Iterator<Item = usize> + use<> {
+        let me = self.host();
+        (0..self.hosts()).filter(move |&host| host != me)
+    }
+
+    /// The part of the slice that `host` completes where there are as many parts as hosts.
+    fn piece(&self, host: usize) -> Range<usize> {
+        slice(self.slice.bytes.clone(), host, self.hosts())
+    }
+
+    fn header(&self, stage: u32, agreed: bool, holds: bool) -> Header {
+        Header {
+            signature: self.slice.job.signature,
+            step: self.slice.step,
+            message_kind: stage,
+            agreed,
+            has_data: holds,
+        }
+    }
+
+    /// What the message at `at` in the inbox says, and where its content is; `None` when its sender does not agree.
+    fn read(&mut self, at: usize, stage: u32) -> Result<Option<Partial>> {
+        let message = &self.link.buffers(self.turn).recv[at..];
+        let header = Header::read(message, self.slice.step, stage, self.slice.job)?;
+        let agrees = header.agreed && header.signature == self.slice.job.signature;
+        Ok(agrees.then(|| header.has_data.then(|| message[HEADER..].as_ptr())))
+    }
+
+    /// The same where all hosts are known to agree.
+    fn read_matched(&mut self, at: usize, stage: u32) -> Result<Partial> {
+        let read = self.read(at, stage)?;
+        read.ok_or_else(|| header::out_of_sync(self.slice.job))
+    }
+
+    /// What the lanes of this host bring, as if all were like this one.
+    fn load(&self) -> cost::CostInput {
+        let lanes = self.slice.shard.topology.num_shards();
+        let bytes = self.slice.bytes.clone();
+        cost::CostInput { finished: bytes.len() * lanes, carried: self.carried(bytes) * lanes, lanes }
+    }
+
+    /// The bytes that the hosts' parts of `piece` take.
+    fn carried(&self, piece: Range<usize>) -> usize {
+        self.slice.collective.partial_bytes(self.slice.job, self.slice.shard.chunk, piece)
+    }
+
+    /// Writes this host's part of `piece` to what is sent, from byte `at`; false when it has none.
+    fn contribute_to_out(&mut self, at: usize, piece: Range<usize>) -> bool {
+        let Slice { collective, job, shard: lane, .. } = self.slice;
+        // SAFETY: all ranks of the host have packed, so the slice is this lane's.
+        unsafe { collective.contribute(job, lane, piece, &mut self.link.buffers(self.turn).send[at..]) }
+    }
+
+    /// The same to the start of the own memory.
+    fn contribute_to_own(&mut self, piece: Range<usize>) -> bool {
+        let Slice { collective, job, shard: lane, .. } = self.slice;
+        // SAFETY: as above.
+        unsafe { collective.contribute(job, lane, piece, self.ipc.as_mut_slice()) }
+    }
+
+    /// Writes a message with this host's part of `piece` to what is sent, from byte `at`.
+    fn pack_partial(&mut self, at: usize, piece: Range<usize>, stage: u32) -> Range<usize> {
+        let holds = self.contribute_to_out(at + HEADER, piece.clone());
+        self.header(stage, true, holds).write(&mut self.link.buffers(self.turn).send[at..]);
+        at..at + HEADER + if holds { self.carried(piece) } else { 0 }
+    }
+
+    /// Writes a message with the finished `piece` to what is sent, from byte `at`.
+    fn pack_result(&mut self, at: usize, piece: Range<usize>, stage: u32) -> Range<usize> {
+        self.header(stage, true, true).write(&mut self.link.buffers(self.turn).send[at..]);
+        let end = at + HEADER + piece.len();
+        let body = &mut self.link.buffers(self.turn).send[at + HEADER..end];
+        // SAFETY: the slice of the own slot is this lane's, and completed there.
+        unsafe { ptr::copy_nonoverlapping(self.slice.shard.own().add(piece.start), body.as_mut_ptr(), piece.len()) };
+        at..end
+    }
+
+    /// Takes a finished `piece` from the message at `at` of what has come.
+    fn unpack_result(&mut self, at: usize, piece: Range<usize>, stage: u32) -> Result<()> {
+        self.read_matched(at, stage)?;
+        let body = &self.link.buffers(self.turn).recv[at + HEADER..at + HEADER + piece.len()];
+        // SAFETY: as in `finished`.
+        unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.slice.shard.own().add(piece.start), piece.len()) };
+        Ok(())
+    }
+
+    /// Room for one message, as long as it may be.
+    fn recv_buffer(&mut self) -> Range<usize> {
+        0..self.link.buffers(self.turn).recv.len()
+    }
+
+    fn start(&mut self, sends: &[Message], receives: &[Message]) -> Result<()> {
+        self.lap.end(Activity::Reduce);
+        self.patience.log().messages(sends.len(), sends.iter().map(|message| message.bytes.len()).sum());
+        self.link.start(self.turn, sends, receives)
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        self.lap.reset();
+        self.link.finish(self.turn, self.patience)?;
+        self.lap.end(Activity::Network);
+        Ok(())
+    }
+}

@@ -1,0 +1,70 @@
+//! Pairwise exchange: every host gets its piece of the slice from every other one, completes it, and sends it to all.
+
+use super::{Message, Partial, SliceExchange};
+use crate::error::Result;
+use crate::timings::Activity;
+use crate::wire_layout::{ALIGN, HEADER, max_acc_bytes};
+
+const REDUCE_SCATTER: u32 = 1;
+const ALLGATHER: u32 = 2;
+
+impl SliceExchange<'_> {
+    /// Room for a message of so many bytes from each of the other hosts; where there is that for one host.
+    fn recv_ranges(&self, len: usize) -> Vec<Message> {
+        let room = (HEADER + len).next_multiple_of(ALIGN);
+        let place = |(place, host)| Message { host, bytes: place * room..(place + 1) * room };
+        self.other_hosts().enumerate().map(place).collect()
+    }
+
+    pub fn start_pairwise(&mut self) -> Result<()> {
+        let mut at = 0;
+        let mut sends = Vec::with_capacity(self.hosts());
+        for host in self.other_hosts() {
+            let bytes = self.pack_partial(at, self.piece(host), REDUCE_SCATTER);
+            at = bytes.end.next_multiple_of(ALIGN);
+            sends.push(Message { host, bytes });
+        }
+        let receives = self.recv_ranges(max_acc_bytes(self.piece(self.host()).len()));
+        self.start(&sends, &receives)
+    }
+
+    pub fn finish_pairwise(&mut self) -> Result<()> {
+        let me = self.host();
+        let mine = self.piece(me);
+        // While the messages travel.
+        let own: Partial = self.contribute_to_own(mine.clone()).then(|| self.ipc.as_ptr().cast_const());
+        self.lap.end(Activity::Reduce);
+        self.finish()?;
+        let mut parts = vec![None; self.hosts()];
+        parts[me] = own;
+        for room in self.recv_ranges(max_acc_bytes(mine.len())) {
+            parts[room.host] = self.read_matched(room.bytes.start, REDUCE_SCATTER)?;
+        }
+        let additions = self.tree.add_order();
+        let (collective, job, lane) = (self.slice.collective, self.slice.job, &self.slice.shard);
+        for (number, &(low, high)) in additions.iter().enumerate() {
+            let (first, second) = (parts[low], parts[high]);
+            // SAFETY: the parts were contributed to this piece; those that came, and the own memory, are nobody else's.
+            unsafe {
+                if number + 1 == additions.len() {
+                    collective.finish_shard(job, lane, mine.clone(), first, second);
+                } else if let Some(place) = first.or(second) {
+                    collective.add_partials(job, lane, mine.clone(), first, second, place.cast_mut());
+                    parts[low] = Some(place);
+                }
+            }
+        }
+
+        let message = self.pack_result(0, mine, ALLGATHER);
+        let sends: Vec<Message> = self.other_hosts().map(|host| Message { host, bytes: message.clone() }).collect();
+        // One piece may be a line longer than another.
+        let longest = self.other_hosts().map(|host| self.piece(host).len()).max().unwrap_or(0);
+        let receives = self.recv_ranges(longest);
+        self.start(&sends, &receives)?;
+        self.finish()?;
+        for room in receives {
+            self.unpack_result(room.bytes.start, self.piece(room.host), ALLGATHER)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,79 @@
+//! The ring: in n - 1 rounds every piece of the slice goes once around, each host adding its part; in n - 1 more the finished
+//! pieces do.
+
+use std::ops::Range;
+
+use super::{Message, Partial, SliceExchange};
+use crate::error::Result;
+use crate::timings::Activity;
+use crate::wire_layout::{HEADER, max_acc_bytes};
+
+/// The stages of the first n - 1 rounds count from 1, those of the others from here.
+const ALLGATHER: u32 = 1 << 16;
+
+impl SliceExchange<'_> {
+    /// The piece that this host sends in round `round`; that of the round after is the one it receives.
+    fn ring_piece(&self, round: usize) -> usize {
+        (self.host() + 2 * self.hosts() - round) % self.hosts()
+    }
+
+    fn next(&self) -> usize {
+        (self.host() + 1) % self.hosts()
+    }
+
+    fn previous(&self) -> usize {
+        (self.host() + self.hosts() - 1) % self.hosts()
+    }
+
+    pub fn start_ring(&mut self) -> Result<()> {
+        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), stage(0));
+        self.send_next(message, self.ring_piece(1))
+    }
+
+    /// Sends a message to the next host, and makes room for the previous one's, of `piece`.
+    fn send_next(&mut self, bytes: Range<usize>, piece: usize) -> Result<()> {
+        let room = 0..HEADER + max_acc_bytes(self.piece(piece).len());
+        let (next, previous) = (self.next(), self.previous());
+        self.start(&[Message { host: next, bytes }], &[Message { host: previous, bytes: room }])
+    }
+
+    pub fn finish_ring(&mut self) -> Result<()> {
+        let last = self.hosts() - 1;
+        for round in 1..=last {
+            let piece = self.piece(self.ring_piece(round));
+            // While the message travels.
+            let own: Partial = self.contribute_to_own(piece.clone()).then(|| self.ipc.as_ptr().cast_const());
+            self.lap.end(Activity::Reduce);
+            self.finish()?;
+            let theirs = self.read_matched(0, stage(round - 1))?;
+            let (collective, job, lane) = (self.slice.collective, self.slice.job, &self.slice.shard);
+            let out = self.link.buffers(self.turn).send[HEADER..].as_mut_ptr();
+            // SAFETY: both were contributed to this piece; what came, what is kept and what is sent do not overlap.
+            unsafe {
+                if round == last {
+                    collective.finish_shard(job, lane, piece, theirs, own);
+                } else {
+                    collective.add_partials(job, lane, piece.clone(), theirs, own, out);
+                    let holds = theirs.is_some() || own.is_some();
+                    self.header(stage(round), true, holds).write(self.link.buffers(self.turn).send);
+                    let len = if holds { self.carried(piece) } else { 0 };
+                    self.send_next(0..HEADER + len, self.ring_piece(round + 1))?;
+                }
+            }
+        }
+        for round in 0..last {
+            // The piece that was finished here goes first.
+            let (sent, received) = (self.ring_piece(last + round), self.ring_piece(last + round + 1));
+            let message = self.pack_result(0, self.piece(sent), ALLGATHER + stage(round));
+            self.send_next(message, received)?;
+            self.finish()?;
+            self.unpack_result(0, self.piece(received), ALLGATHER + stage(round))?;
+        }
+        Ok(())
+    }
+}
+
+fn stage(round: usize) -> u32 {
+    // No job has that many hosts.
+    u32::try_from(round + 1).unwrap_or(u32::MAX)
+}

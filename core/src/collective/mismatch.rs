@@ -1,0 +1,155 @@
+//! After a mismatch: all ranks find out together where their calls differ, and every rank makes the same text of it.
+//!
+//! First, rounds ([`super::rounds`]) narrow down, by hashes, which tensors of long lists differ; then the ranks tell each
+//! other what these are.
+
+use std::fmt::Write;
+use std::ops::Range;
+
+use super::text_allgather::{RankTexts, allgather_merge, max_text_bytes};
+use super::{Call, Channel};
+use crate::error::{Error, Result};
+use crate::transport::WaitContext;
+
+/// How many differing tensors a message shows.
+const MAX_SHOWN: usize = 8;
+/// Hexadecimal digits of a hash, and the space behind it.
+const HASH_BYTES: usize = 9;
+
+/// What a rank has to say about a mismatch.
+pub enum MismatchEntry<'a> {
+    /// This is its call.
+    Call(&'a Call),
+    /// It has no such call; words about what it has.
+    None(String),
+}
+
+impl MismatchEntry<'_> {
+    fn tensors(&self) -> usize {
+        match self {
+            MismatchEntry::Call(job) => job.tensors(0).len(),
+            MismatchEntry::None(_) => 0,
+        }
+    }
+
+    /// Hashes of the blocks, with a space behind each.
+    fn hashes(&self, blocks: impl Iterator<Item = Range<usize>>) -> String {
+        match self {
+            MismatchEntry::Call(job) => blocks.map(|block| format!("{:08x} ", job.range_hash(block) >> 32)).collect(),
+            MismatchEntry::None(_) => String::new(),
+        }
+    }
+
+    fn describe(&self, range: Range<usize>, limit: usize) -> String {
+        match self {
+            MismatchEntry::Call(job) => job.describe(range, limit),
+            MismatchEntry::None(words) => words[..words.floor_char_boundary(limit)].to_owned(),
+        }
+    }
+}
+
+/// The mismatch as an error; or the error that kept the ranks from finding out about it.
+pub(super) fn explain(channel: &mut Channel, account: &MismatchEntry<'_>, patience: &WaitContext<'_>) -> Error {
+    match locate_difference(channel, account, patience) {
+        Ok(text) => Error::Mismatch(text),
+        Err(error) => error,
+    }
+}
+
+fn locate_difference(channel: &mut Channel, account: &MismatchEntry<'_>, patience: &WaitContext<'_>) -> Result<String> {
+    let limit = max_text_bytes(channel);
+    let length = allgather_merge(channel, &account.tensors().to_string(), patience, |told| {
+        told.iter().filter_map(|(_, text)| text.parse::<usize>().ok()).max().unwrap_or(0).to_string()
+    })?;
+    let mut range = 0..length.parse::<usize>().unwrap_or(0);
+    while range.len() > MAX_SHOWN {
+        let parts = (limit / HASH_BYTES).clamp(2, 64);
+        let first = allgather_merge(channel, &account.hashes(blocks(&range, parts)), patience, first_difference)?;
+        range = match first.parse::<usize>().ok().and_then(|index| blocks(&range, parts).nth(index)) {
+            Some(block) => block,
+            None => 0..0, // the tensors are the same
+        };
+    }
+    allgather_merge(channel, &account.describe(range, limit), patience, compare)
+}
+
+fn blocks(range: &Range<usize>, parts: usize) -> impl Iterator<Item = Range<usize>> {
+    let size = range.len().div_ceil(parts).max(1);
+    let end = range.end;
+    range.clone().step_by(size).map(move |start| start..(start + size).min(end))
+}
+
+/// The position of the first hash in which the ranks that have a call differ, or "none".
+fn first_difference(told: &RankTexts) -> String {
+    let hashes = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    let all: Vec<Vec<String>> =
+        told.iter().filter(|(_, text)| !text.is_empty()).map(|(_, text)| hashes(text)).collect();
+    let count = all.iter().map(Vec::len).max().unwrap_or(0);
+    let differ = |&index: &usize| all.iter().any(|hashes| hashes.get(index) != all[0].get(index));
+    (0..count).find(differ).map_or("none".to_owned(), |index| index.to_string())
+}
+
+/// The descriptions side by side: ranks that said the same together, tensors only where they differ.
+fn compare(told: &RankTexts) -> String {
+    let mut groups: Vec<(Vec<usize>, &str)> = Vec::new();
+    for (rank, text) in told {
+        match groups.iter_mut().find(|(_, other)| other == text) {
+            Some((ranks, _)) => ranks.push(*rank),
+            None => groups.push((vec![*rank], text)),
+        }
+    }
+    let longest = groups.iter().map(|(_, text)| text.lines().count()).max().unwrap_or(0);
+    let differ = |line: usize| groups.iter().any(|(_, text)| text.lines().nth(line) != groups[0].1.lines().nth(line));
+    let lines: Vec<usize> = (1..longest).filter(|&line| differ(line)).take(MAX_SHOWN).collect();
+    let mut out = String::new();
+    for (ranks, text) in &groups {
+        let title = text.lines().next().unwrap_or("");
+        // Writing to a String cannot fail.
+        let _infallible = writeln!(out, "  {}: {title}", list(ranks));
+        // A call without tensors lacks none.
+        for &line in lines.iter().filter(|_| text.lines().count() > 1) {
+            let _infallible = writeln!(out, "    {}", text.lines().nth(line).unwrap_or("(no further tensor)"));
+        }
+    }
+    out.truncate(out.trim_end().len());
+    out
+}
+
+/// `rank 3`, `ranks 0, 1, 2`, and for many `ranks 0, 1, … 9 (10 ranks)`.
+fn list(ranks: &[usize]) -> String {
+    let words = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    match ranks {
+        [rank] => format!("rank {rank}"),
+        [first @ .., last] if ranks.len() > 16 => {
+            format!("ranks {}, … {last} ({} ranks)", words(&first[..8]), ranks.len())
+        }
+        _ => format!("ranks {}", words(ranks)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_differs_is_shown() {
+        let told = [
+            (0, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned()),
+            (1, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[5]".to_owned()),
+            (2, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned()),
+        ];
+        assert_eq!(
+            compare(&told),
+            "  ranks 0, 2: average 'a' of 2 tensors\n    tensor 1: float32[4]\n  \
+             rank 1: average 'a' of 2 tensors\n    tensor 1: float32[5]"
+        );
+    }
+
+    #[test]
+    fn the_first_difference_is_found() {
+        let told = |texts: &[&str]| texts.iter().map(|&text| (0, text.to_owned())).collect::<Vec<_>>();
+        assert_eq!(first_difference(&told(&["a b c", "a b d", "a b c"])), "2");
+        assert_eq!(first_difference(&told(&["a b", "", "a b"])), "none");
+        assert_eq!(blocks(&(10..21), 4).collect::<Vec<_>>(), [10..13, 13..16, 16..19, 19..21]);
+    }
+}

@@ -1,0 +1,214 @@
+//! What this process can tell of itself, as JSON: versions, the files of the libraries, the settings; once MPI is up also
+//! the ranks and the teams. For `python -m dl_comm.doctor`, bug reports, and C programs that want to log it.
+//!
+//! Thread rule: any thread, any time; waits while another thread brings MPI up.
+
+use std::fs;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use crate::affinity::Affinity;
+use crate::collective::CallConfig;
+use crate::collective::device::DeviceSettings;
+use crate::config::{Config, DumpDir};
+use crate::error::Result;
+use crate::runtime::{self, ProcessInfo};
+use crate::schedule::Cooldown;
+use crate::transport::NetworkModel;
+use crate::transport::mpi::{MpiInfo, RankInfo, mpi_info};
+use crate::variables;
+
+/// The JSON object that `dl_comm.h` describes.
+///
+/// # Errors
+/// [`crate::error::Error::State`] in a forked child.
+pub fn process_info() -> Result<String> {
+    let overview = runtime::overview()?;
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mpi = mpi_info();
+    // Before init the settings are those that it would read now.
+    let settings = overview.config.clone().map_or_else(Config::from_env, Ok);
+    let mut all = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "library": file_at(&maps, process_info as *const () as usize),
+        "mpi": library(&mpi, file_at(&maps, mpi.symbol_address)),
+        "state": overview.state,
+    });
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    all["variables"] = json!(variables::KNOWN);
+    all["unknown_variables"] = variables::unknown(names).into_iter().collect();
+    match settings {
+        Ok(settings) => all["settings"] = Value::Object(by_variable(&settings)),
+        Err(error) => all["settings_error"] = Value::String(error.to_string()),
+    }
+    if let Some(topology) = &overview.topology {
+        all["rank"] = json!(topology.rank());
+        all["size"] = json!(topology.size());
+        all["hosts"] = json!(topology.hosts());
+        all["local_rank"] = json!(topology.local_rank());
+        all["local_size"] = json!(topology.local_size());
+        all["ranks"] = ranks(&overview);
+        if let Some(NetworkModel { latency_s: latency, message_gap_s: message, byte_s: byte }) = overview.network {
+            all["network"] = json!({"latency_s": latency, "message_s": message, "byte_s": byte});
+        }
+        let lanes = topology.num_shards();
+        all["teams"] = overview.teams.iter().map(|(carrier, gpus)| team(carrier, gpus.as_ref(), lanes)).collect();
+    }
+    Ok(all.to_string())
+}
+
+fn library(about: &MpiInfo, path: Option<&str>) -> Value {
+    json!({
+        "library_version": about.library_version.trim(),
+        "standard": about.standard,
+        "library": path,
+        "initialized": about.initialized,
+        "finalized": about.finalized,
+        "thread_level": about.thread_level,
+    })
+}
+
+/// Every rank's place; none when the world has ended.
+fn ranks(overview: &ProcessInfo) -> Value {
+    let place = |(rank, place): (usize, &RankInfo)| {
+        let position = overview.topology.as_ref().and_then(|topology| topology.host_and_local_rank(rank));
+        json!({
+            "rank": rank,
+            "host": place.host,
+            "host_index": position.map(|(host, _)| host),
+            "local_rank": position.map(|(_, local)| local),
+            "pid": place.pid,
+            "pid_space": place.pid_namespace,
+            "boot_id": place.boot,
+            "shm_device": place.device,
+        })
+    };
+    overview.places.iter().enumerate().map(place).collect()
+}
+
+fn team(carrier: &CallConfig, gpus: Option<&Value>, lanes: usize) -> Value {
+    json!({
+        "id": carrier.team,
+        "threads": carrier.channels,
+        "prec_level": i32::from(carrier.acc_f64),
+        "slot_bytes": carrier.slot,
+        "lanes": lanes,
+        "gpu": gpus,
+    })
+}
+
+/// The settings by the names of their variables, in the variables' units. Takes `Config` apart, so that a new setting
+/// cannot be forgotten here.
+fn by_variable(config: &Config) -> Map<String, Value> {
+    let Config {
+        default_nthreads,
+        default_prec_level,
+        timeout,
+        stall_warn,
+        match_timeout: match_within,
+        chunk_bytes,
+        algorithm,
+        affinity,
+        cooldown,
+        alone,
+        shm_dir,
+        interface: network,
+        dump_dir,
+        timeline,
+        device: DeviceSettings { path, chunk, streams },
+    } = config;
+    let seconds = |limit: &Option<Duration>| json!(limit.map_or(0.0, |limit| limit.as_secs_f64()));
+    let affinity = match affinity {
+        Affinity::None => "none".to_owned(),
+        Affinity::Auto => "auto".to_owned(),
+        Affinity::List(list) => list.iter().map(usize::to_string).collect::<Vec<_>>().join(","),
+    };
+    let cooldown = match cooldown {
+        Cooldown::After => "after",
+        Cooldown::Last => "last",
+    };
+    let dump_dir = match dump_dir {
+        DumpDir::Temporary => "",
+        DumpDir::Folder(folder) => folder,
+        DumpDir::Disabled => "none",
+    };
+    let settings = [
+        ("DL_COMM_DEFAULT_NTHREADS", json!(default_nthreads)),
+        ("DL_COMM_DEFAULT_PREC_LEVEL", json!(default_prec_level)),
+        ("DL_COMM_TIMEOUT_S", seconds(timeout)),
+        ("DL_COMM_STALL_WARN_S", seconds(stall_warn)),
+        ("DL_COMM_MATCH_TIMEOUT_S", json!(match_within.as_secs_f64())),
+        ("DL_COMM_CHUNK_KB", json!(chunk_bytes >> 10)),
+        ("DL_COMM_ALGORITHM", json!(algorithm.name())),
+        ("DL_COMM_AFFINITY", json!(affinity)),
+        ("DL_COMM_COOLDOWN", json!(cooldown)),
+        ("DL_COMM_ALONE", json!(i32::from(*alone))),
+        ("DL_COMM_SHM_DIR", json!(shm_dir)),
+        ("DL_COMM_SOCKET_IFNAME", json!(network)),
+        ("DL_COMM_DUMP_DIR", json!(dump_dir)),
+        ("DL_COMM_TIMELINE", json!(timeline)),
+        ("DL_COMM_GPU_PATH", json!(path.name())),
+        ("DL_COMM_PIPELINE_CHUNK_KB", json!(chunk >> 10)),
+        ("DL_COMM_NUM_CUDA_STREAMS", json!(streams)),
+    ];
+    settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// The file that is mapped at `address`, by the text of `/proc/self/maps` (proc_pid_maps(5)).
+fn file_at(maps: &str, address: usize) -> Option<&str> {
+    maps.lines().find_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (first, end) = range.split_once('-')?;
+        let range = usize::from_str_radix(first, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
+        // Permissions, offset, device and inode go before the path, which may have blanks in it.
+        range.contains(&address).then_some(rest).and_then(|rest| rest.find('/').map(|at| &rest[at..]))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn before_init_it_tells_of_the_libraries_and_the_settings() {
+        let told: Value = serde_json::from_str(&process_info().unwrap()).unwrap();
+        assert_eq!(told["state"], "fresh");
+        assert_eq!(told["version"], env!("CARGO_PKG_VERSION"));
+        let standard = told["mpi"]["standard"].as_str().unwrap();
+        assert!(standard.split_once('.').unwrap().0.parse::<u32>().unwrap() >= 3, "{standard}");
+        assert!(!told["mpi"]["library_version"].as_str().unwrap().is_empty());
+        assert!(told["mpi"]["library"].as_str().unwrap().contains("libmpi"), "{told}");
+        assert_eq!(told["mpi"]["thread_level"], Value::Null);
+        assert!(told["library"].as_str().unwrap().starts_with('/'), "{told}");
+        assert!(told.get("ranks").is_none());
+    }
+
+    #[test]
+    fn settings_have_the_units_of_their_variables() {
+        let all = by_variable(&Config {
+            timeout: None,
+            stall_warn: Some(Duration::from_millis(500)),
+            chunk_bytes: 64 << 10,
+            affinity: Affinity::List(vec![1, 3]),
+            ..Config::default()
+        });
+        assert_eq!(all["DL_COMM_TIMEOUT_S"], 0.0);
+        assert_eq!(all["DL_COMM_STALL_WARN_S"], 0.5);
+        assert_eq!(all["DL_COMM_CHUNK_KB"], 64);
+        assert_eq!(all["DL_COMM_AFFINITY"], "1,3");
+        assert_eq!(all["DL_COMM_SHM_DIR"], "/dev/shm");
+        // What it tells can be set again.
+        let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let again = Config::from_lookup(|name| all.get(name).map(text)).unwrap();
+        assert_eq!(by_variable(&again), all);
+    }
+
+    #[test]
+    fn addresses_are_found_in_the_maps() {
+        let maps = "1000-2000 r-xp 00000000 fe:01 42     /lib/a b.so\n2000-3000 rw-p 00000000 00:00 0\n";
+        assert_eq!(file_at(maps, 0x1fff), Some("/lib/a b.so"));
+        assert_eq!(file_at(maps, 0x2000), None);
+        assert_eq!(file_at(maps, 0x5000), None);
+    }
+}

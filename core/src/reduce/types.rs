@@ -1,0 +1,180 @@
+//! The element and accumulator types of every reduction, and the arithmetic on them.
+
+use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, f64_to_odd_f32};
+use super::epilogue::Epilogue;
+use super::half_tiles::half_tiles;
+use super::isa::Isa;
+use super::storage::StorageFormat;
+
+/// The element and accumulator types of a reduction, and the conversions between them.
+pub(crate) trait ReduceType: Sized {
+    /// What a tensor is made of; `u16` stands for float16 and bfloat16.
+    type Element: Copy;
+    /// What sums are kept in.
+    type Acc: Copy;
+    /// Exact.
+    fn widen(element: Self::Element) -> Self::Acc;
+    /// Rounds to nearest even; exact where the value came from `widen`.
+    fn narrow(acc: Self::Acc) -> Self::Element;
+    /// Integers wrap around.
+    fn add(left: Self::Acc, right: Self::Acc) -> Self::Acc;
+    /// A divisor, from 1 to `i32::MAX`, for `divide`.
+    fn divisor(count: u32) -> Self::Acc;
+    /// Divides; integers round toward zero.
+    fn divide(acc: Self::Acc, divisor: Self::Acc) -> Self::Acc;
+    /// The divisor 2 to the `log`, `log` from 0 to 30, for `divide_power`.
+    fn power(log: u8) -> Self::Acc;
+    /// As `divide`, to the bit, but by what `power` made.
+    fn divide_power(acc: Self::Acc, power: Self::Acc) -> Self::Acc;
+    /// Does the first elements in a way of the instruction set's own, if it has one; returns how many.
+    ///
+    /// # Safety
+    /// As for [`super::kernel::blocks`].
+    #[inline(always)]
+    unsafe fn start<
+        I: Isa,
+        First: StorageFormat<Self>,
+        In: StorageFormat<Self>,
+        Out: StorageFormat<Self>,
+        F: Epilogue<Self>,
+        const N: usize,
+    >(
+        _sources: [*const u8; N],
+        _outs: &[*mut u8],
+        _count: usize,
+        _finish: F,
+    ) -> usize {
+        0
+    }
+}
+
+macro_rules! float {
+    ($name:ident, $element:ty, $acc:ty, $widen:expr, $narrow:expr $(, $start:item)?) => {
+        pub(crate) struct $name;
+        impl ReduceType for $name {
+            type Element = $element;
+            type Acc = $acc;
+            #[inline(always)]
+            fn widen(element: $element) -> $acc {
+                ($widen)(element)
+            }
+            #[inline(always)]
+            fn narrow(acc: $acc) -> $element {
+                ($narrow)(acc)
+            }
+            #[inline(always)]
+            fn add(left: $acc, right: $acc) -> $acc {
+                left + right
+            }
+            fn divisor(count: u32) -> $acc {
+                count as $acc
+            }
+            #[inline(always)]
+            fn divide(acc: $acc, divisor: $acc) -> $acc {
+                acc / divisor
+            }
+            /// The reciprocal, which is exact. So quotient and product are the same real number, and rounded the same.
+            fn power(log: u8) -> $acc {
+                1.0 / (1u32 << log) as $acc
+            }
+            #[inline(always)]
+            fn divide_power(acc: $acc, power: $acc) -> $acc {
+                acc * power
+            }
+            $($start)?
+        }
+    };
+}
+
+macro_rules! integer {
+    ($name:ident, $element:ty, $acc:ty, $divide:expr) => {
+        pub(crate) struct $name;
+        impl ReduceType for $name {
+            type Element = $element;
+            type Acc = $acc;
+            #[inline(always)]
+            fn widen(element: $element) -> $acc {
+                element.into()
+            }
+            #[inline(always)]
+            fn narrow(acc: $acc) -> $element {
+                acc as $element
+            }
+            #[inline(always)]
+            fn add(left: $acc, right: $acc) -> $acc {
+                left.wrapping_add(right)
+            }
+            fn divisor(count: u32) -> $acc {
+                count as $acc
+            }
+            #[inline(always)]
+            fn divide(acc: $acc, divisor: $acc) -> $acc {
+                ($divide)(acc, divisor)
+            }
+            fn power(log: u8) -> $acc {
+                log.into()
+            }
+            /// A shift rounds down: negative numbers are raised by the divisor less one before it.
+            #[inline(always)]
+            fn divide_power(acc: $acc, power: $acc) -> $acc {
+                let sign = acc >> (<$acc>::BITS - 1);
+                acc.wrapping_add(sign & ((1 << power) - 1)) >> power
+            }
+        }
+    };
+}
+
+float!(
+    F16,
+    u16,
+    f32,
+    f16_to_f32,
+    f32_to_f16,
+    #[inline(always)]
+    unsafe fn start<
+        I: Isa,
+        First: StorageFormat<F16>,
+        In: StorageFormat<F16>,
+        Out: StorageFormat<F16>,
+        F: Epilogue<F16>,
+        const N: usize,
+    >(
+        sources: [*const u8; N],
+        outs: &[*mut u8],
+        count: usize,
+        finish: F,
+    ) -> usize {
+        // SAFETY: the caller's promise.
+        unsafe { half_tiles::<I, First, In, Out, F, N>(sources, outs, count, finish) }
+    }
+);
+float!(F16AccF64, u16, f64, |e| f16_to_f32(e).into(), |a| f32_to_f16(f64_to_odd_f32(a)));
+float!(BF16, u16, f32, bf16_to_f32, f32_to_bf16);
+float!(BF16AccF64, u16, f64, |e| bf16_to_f32(e).into(), |a| f32_to_bf16(f64_to_odd_f32(a)));
+float!(F32, f32, f32, |e| e, |a| a);
+float!(F32AccF64, f32, f64, f64::from, |a| a as f32);
+float!(F64, f64, f64, |e| e, |a| a);
+integer!(I8, i8, i32, divide_i32);
+integer!(U8, u8, i32, divide_i32);
+integer!(I32, i32, i64, |acc: i64, divisor| acc / divisor);
+integer!(I64, i64, i128, divide_i128);
+
+/// `acc / divisor` by way of float64, which has vectors for it.
+///
+/// A quotient that is no integer differs from the nearest one by `1 / divisor` or more, which is more than 2^-31 of it: it
+/// is not rounded up to it among the 53 bits.
+#[inline(always)]
+fn divide_i32(acc: i32, divisor: i32) -> i32 {
+    let quotient = f64::from(acc) / f64::from(divisor);
+    // SAFETY: the divisor is 1 or more, so the quotient is no larger than `acc`.
+    unsafe { quotient.to_int_unchecked() }
+}
+
+/// `acc / divisor`, in 64 bits where they do.
+#[inline(always)]
+fn divide_i128(acc: i128, divisor: i128) -> i128 {
+    match i64::try_from(acc) {
+        Ok(acc) => (acc / divisor as i64).into(),
+        Err(_) => acc / divisor,
+    }
+}

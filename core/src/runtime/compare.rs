@@ -1,0 +1,46 @@
+//! Whether the ranks hold the same bytes.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{CONTROL, average, broadcast, topology, wait};
+use crate::buffer::{Buffer, Tensor};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::log::log_line;
+
+/// Whether all ranks hold the same bytes: compares hashes with those of rank 0, then the outcomes with everybody's. Where they
+/// do not, and `verbose`, this rank says which of its tensors differ. Collective.
+///
+/// # Errors
+/// [`Error::Invalid`] for what cannot be memory; those of a broadcast and an average, such as [`Error::Mismatch`] when the
+/// ranks' lists differ.
+///
+/// # Safety
+/// The memory of `tensors` is valid, and nobody writes to it meanwhile.
+pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
+    let rank = topology()?.rank();
+    let hash = |tensor: &Tensor| {
+        // SAFETY: the caller's promise.
+        xxh3_64(unsafe { tensor.buffer.bytes(0, tensor.buffer.len()) })
+    };
+    tensors.iter().try_for_each(|tensor| tensor.buffer.check_source())?;
+    // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
+    let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
+    let shown = &list[..list.floor_char_boundary(200)];
+    let name = format!("check_buffers_match of {shown}{}", if shown == list { "" } else { " ..." });
+    let name = if shown == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
+    let mine: Vec<u64> = tensors.iter().map(hash).collect();
+    let mut first = mine.clone();
+    let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);
+    wait(&name, |request| broadcast(0, request, || Ok(vec![Tensor::new(hashes, &[])])))?;
+    let differing: Vec<usize> = (0..mine.len()).filter(|&index| mine[index] != first[index]).collect();
+    if verbose {
+        for &index in &differing {
+            log_line(&format!("tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe()));
+        }
+    }
+    let mut share = [if differing.is_empty() { 0f64 } else { 1.0 }];
+    let flag = Buffer::in_place(share.as_mut_ptr().cast(), 1, DType::F64);
+    wait(&name, |request| average(CONTROL, request, || Ok(vec![vec![Tensor::new(flag, &[])]])))?;
+    Ok(share[0] == 0.0)
+}

@@ -1,0 +1,285 @@
+//! The process-wide state behind the faces: MPI, the teams, and the rules of init, finalize and fork.
+//!
+//! Thread rule: everything in here may be called from any thread. Collective functions that make teams run one at a time.
+
+mod calls;
+mod compare;
+mod exit;
+mod introspect;
+mod memory;
+mod teams;
+
+pub use calls::{
+    average, average_and_wait, average_list, average_on, barrier, blocked, broadcast, broadcast_towers,
+    look_for_signals, wait,
+};
+pub use compare::buffers_match;
+pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
+pub use memory::{alloc, free};
+pub use teams::{
+    CONTROL, MAX_TEAMS, add_waited, config_team, create_team, discard_carried, ensure_team, init_teams,
+    may_return_early, nteams, release, set_timeout, waited,
+};
+
+use std::collections::BTreeMap;
+use std::process;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use teams::make_team;
+
+use crate::config::Config;
+use crate::dump::{Dumper, SignalDumper};
+use crate::error::{Error, Result};
+use crate::fork;
+use crate::helper::{self, RankPosition};
+use crate::log::log_line;
+use crate::team::{ProcessTeams, Team, report_waited};
+use crate::timeline;
+use crate::topology::Topology;
+use crate::transport::NetworkModel;
+use crate::transport::mpi::{self, RankInfo, World};
+use crate::variables;
+
+/// What there is while dl_comm is up.
+struct Runtime {
+    world: Arc<Mutex<World>>,
+    topology: Arc<Topology>,
+    places: Arc<[RankInfo]>,
+    network: Option<NetworkModel>,
+    config: Config,
+    teams: BTreeMap<i32, Arc<Team>>,
+    siblings: Arc<ProcessTeams>,
+    dumper: Arc<Dumper>,
+    /// For what it does as long as it is there.
+    _on_signal: SignalDumper,
+}
+
+enum RuntimeState {
+    NotStarted,
+    Started(Box<Runtime>),
+    /// The ranks stay known.
+    Finalized(Arc<Topology>),
+}
+
+static STATE: RwLock<RuntimeState> = RwLock::new(RuntimeState::NotStarted);
+
+/// A number that differs between two cores in one process: the address of this one's state.
+pub fn core_id() -> usize {
+    (&raw const STATE).addr()
+}
+
+fn check_fork() -> Result<()> {
+    if fork::is_child() { helper::refusal().map_or(Ok(()), Err) } else { Ok(()) }
+}
+
+fn not_started() -> Error {
+    helper::refusal().unwrap_or_else(|| Error::State("dl_comm is not initialised; call init() first".into()))
+}
+
+fn finalized() -> Error {
+    Error::State("dl_comm was finalised and cannot be used again in this process".into())
+}
+
+fn read<T>(view: impl FnOnce(&RuntimeState) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    view(&STATE.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// What `view` makes of the session, if there is one.
+fn started<T>(view: impl FnOnce(&Runtime) -> Result<T>) -> Result<T> {
+    read(|state| match state {
+        RuntimeState::Started(session) => view(session),
+        RuntimeState::NotStarted => Err(not_started()),
+        RuntimeState::Finalized(_) => Err(finalized()),
+    })
+}
+
+fn write<T>(change: impl FnOnce(&mut RuntimeState) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Brings MPI up, or adopts it. Nothing happens when that was done, and in a helper of a rank. Collective.
+///
+/// # Errors
+/// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
+pub fn init_mpi() -> Result<()> {
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
+    // Before anything takes a lock that a forked child would find held for ever.
+    fork::install_handler();
+    write(|state| match state {
+        RuntimeState::Started(_) => Ok(()),
+        RuntimeState::Finalized(_) => Err(finalized()),
+        RuntimeState::NotStarted => {
+            let world = World::start(Config::from_env())?;
+            let config = world.config().clone();
+            if config.timeout.is_none() && world.topology().rank() == 0 {
+                log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
+            }
+            helper::mark(world.topology());
+            if world.topology().rank() == 0 {
+                let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+                variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
+            }
+            let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let network = world.network();
+            memory::keep(world.arenas());
+            let rank = topology.rank();
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
+            if topology.local_rank() == 0 {
+                dumper.clean();
+            }
+            let ready = || {
+                if !config.timeline.is_empty() {
+                    timeline::start(&config.timeline, rank, &places[rank].display_name(rank), &dumper.job())
+                        .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
+                }
+                SignalDumper::start(Arc::clone(&dumper))
+            };
+            let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
+            let world = Arc::new(Mutex::new(world));
+            let (teams, siblings) = (BTreeMap::new(), Arc::new(ProcessTeams::of_process()));
+            let session = Runtime { world, topology, places, network, config, teams, siblings, dumper, _on_signal };
+            *state = RuntimeState::Started(Box::new(session));
+            Ok(())
+        }
+    })
+}
+
+/// Brings up everything that the collectives need. Nothing happens when that was done. Collective.
+///
+/// # Errors
+/// Those of [`init_mpi`] and of the making of a team.
+pub fn init() -> Result<()> {
+    init_mpi()?;
+    if is_initialized() || helper::refusal().is_some() {
+        return Ok(());
+    }
+    let config = config()?;
+    make_team(CONTROL, config.default_nthreads, config.default_prec_level, None)
+}
+
+/// Whether [`init`] has succeeded and [`finalize`] was not called.
+pub fn is_initialized() -> bool {
+    started(|session| Ok(session.teams.contains_key(&CONTROL))).unwrap_or(false)
+}
+
+/// The settings of this process.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`] and after [`finalize`].
+pub fn config() -> Result<Config> {
+    started(|session| Ok(session.config.clone()))
+}
+
+/// The numbers of this rank, or of that which this process helps. Known after [`finalize`] too.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`].
+pub fn rank_info() -> Result<RankPosition> {
+    helper::info().ok_or_else(not_started)
+}
+
+/// Whether this process is a helper of a rank: forked or started by it, and not by a launcher.
+pub fn is_helper() -> bool {
+    helper::refusal().is_some()
+}
+
+/// Where the ranks are. Known after [`finalize`] too.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`].
+pub fn topology() -> Result<Arc<Topology>> {
+    read(|state| match state {
+        RuntimeState::Started(session) => Ok(Arc::clone(&session.topology)),
+        RuntimeState::Finalized(topology) => Ok(Arc::clone(topology)),
+        RuntimeState::NotStarted => Err(not_started()),
+    })
+}
+
+/// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.
+///
+/// It waits for the other ranks, up to the deadline, also after a failure: they may have work to do yet, which the launcher
+/// would end with them. Where they do not come, one line says so, MPI is left as it is, and the status of the process will
+/// not be 0.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn finalize() -> Result<()> {
+    end(None)
+}
+
+/// Ends the use of dl_comm after a failure elsewhere in the program: the other ranks hear of it, with the first line of
+/// `why`, and MPI is left as it is, so that the launcher ends the job. Not collective.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn abort(why: &str) -> Result<()> {
+    let why = why.lines().next().map_or_else(String::new, |line| format!(": {line}"));
+    end(Some(Error::PeerLost(format!("the program failed on {}{why}", process_name()))))
+}
+
+fn process_name() -> String {
+    let rank = topology().map_or(0, |topology| topology.rank());
+    format!("rank {rank} (pid {})", process::id())
+}
+
+/// The plugin's line about the waited time, and a word about means that no call has returned.
+fn report(teams: &BTreeMap<i32, Arc<Team>>, rank: usize) {
+    let scheduled = teams.iter().filter(|(id, _)| **id != CONTROL);
+    report_waited(scheduled.clone().map(|(_, team)| team), rank);
+    for (id, team) in scheduled {
+        if team.undelivered_means() > 0 && team.waited().0.prints_on(rank) {
+            log_line(&format!(
+                "finalize() came before the last of team {id}'s max_steps calls: the mean of its last call was not returned"
+            ));
+        }
+    }
+}
+
+fn end(reason: Option<Error>) -> Result<()> {
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
+    let ended = {
+        let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
+        let RuntimeState::Started(session) = &*state else {
+            // There is one without a session where its start has failed.
+            mpi::end();
+            return Ok(());
+        };
+        let next = RuntimeState::Finalized(Arc::clone(&session.topology));
+        std::mem::replace(&mut *state, next)
+    };
+    let RuntimeState::Started(session) = ended else { return Ok(()) };
+    let Runtime { world, teams, topology, .. } = *session;
+    if let Some(error) = &reason {
+        teams.values().for_each(|team| team.fail(error));
+    }
+    teams.values().for_each(|team| team.stop());
+    timeline::stop();
+    report(&teams, topology.rank());
+    let gathered = {
+        let world = world.lock().unwrap_or_else(PoisonError::into_inner);
+        match &reason {
+            Some(_) => {
+                world.leave();
+                Ok(())
+            }
+            None => world.gather(teams.values().find_map(|team| team.failure()).as_ref()),
+        }
+    };
+    if let Err(error) = gathered {
+        log_line(&format!("{error}; this process ends with a status other than 0"));
+        exit::fail();
+    }
+    // The teams' communicators go before MPI, the teams themselves when no thread remembers them any more.
+    calls::forget_teams();
+    teams.values().for_each(|team| team.let_go());
+    drop(teams);
+    drop(world);
+    mpi::end();
+    Ok(())
+}

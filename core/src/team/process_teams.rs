@@ -1,0 +1,150 @@
+//! The teams of one rank, as far as they must know of each other: two ranks may wait for each other in different teams.
+//!
+//! A thread that has waited long for a call marks the call's step in its team's shared memory ([`ShmRegion::stall`]); the failure
+//! detector carries the mark to other hosts. Every thread that waits long also looks for such marks of other ranks in all
+//! teams of its rank. In a team that has no call for the marked step, the lead then takes part in the step without a call
+//! ([`Call::absent`]). That brings all ranks of that team to reconciliation ([`crate::collective::lineup`]), where lists of
+//! calls, also empty ones, decide. A rank that waits nowhere does not look, so a slow rank is no mismatch.
+//! Thread rule: may be used from any thread.
+//!
+//! [`ShmRegion::stall`]: crate::transport::Node::stall
+//! [`Call::absent`]: crate::collective::Job::absent
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::TeamState;
+use super::callers::{ThreadId, this_thread};
+use crate::error::Error;
+
+/// How long reconciliations of other teams are waited for.
+const SETTLED: Duration = Duration::from_secs(2);
+
+/// The teams of one rank.
+#[derive(Default)]
+pub struct ProcessTeams {
+    teams: Mutex<Vec<Weak<TeamState>>>,
+    /// Threads that wait for calls which did not block, outside of the core, and since when.
+    blocked: Mutex<Vec<(ThreadId, Instant)>>,
+    /// A thread that may call at any time, even if it has not done so yet; 0 for none.
+    main: ThreadId,
+    /// How many calls of this rank were given up because the ranks called different things.
+    given_up: AtomicU64,
+}
+
+impl ProcessTeams {
+    /// For a process whose main thread may call at any time.
+    pub fn of_process() -> ProcessTeams {
+        ProcessTeams { main: rustix::process::getpid().as_raw_nonzero().get(), ..ProcessTeams::default() }
+    }
+
+    pub(super) fn add(&self, team: &Arc<TeamState>) {
+        let mut teams = lock(&self.teams);
+        teams.retain(|team| team.strong_count() > 0);
+        teams.push(Arc::downgrade(team));
+    }
+
+    fn teams(&self) -> Vec<Arc<TeamState>> {
+        lock(&self.teams).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn others(&self, own: &TeamState) -> impl Iterator<Item = Arc<TeamState>> {
+        let own = std::ptr::from_ref(own);
+        self.teams().into_iter().filter(move |team| !std::ptr::eq(Arc::as_ptr(team), own))
+    }
+
+    /// Lets this rank's other teams take part in steps in which other ranks wait long; called by a thread that waits long.
+    pub(super) fn check_deadlock(&self, own: &TeamState) {
+        self.others(own).for_each(|team| team.join_stalled());
+    }
+
+    /// The threads of this rank that have waited for calls, in whatever team, for at least `long`. A call that has come just
+    /// now may be about to meet its counterpart.
+    pub(super) fn waiting(&self, long: Duration) -> Vec<ThreadId> {
+        let blocked = lock(&self.blocked);
+        let old = blocked.iter().filter(|(_, since)| since.elapsed() >= long);
+        let mut threads: Vec<ThreadId> = old.map(|(thread, _)| *thread).collect();
+        drop(blocked);
+        for team in self.teams() {
+            let pending = team.recorder.pending();
+            let old = pending.iter().filter(|record| record.submitted.elapsed() >= long);
+            threads.extend(old.filter_map(|record| record.thread));
+        }
+        threads
+    }
+
+    /// What this rank has waited for in other teams than `own` for at least `long`: the oldest call's heading.
+    pub(super) fn pending_elsewhere(&self, own: &TeamState, long: Duration) -> Option<String> {
+        let waits = |team: Arc<TeamState>| team.recorder.pending();
+        let oldest = self.others(own).flat_map(waits).min_by_key(|record| record.submitted)?;
+        (oldest.submitted.elapsed() >= long).then(|| oldest.summary.name_line.clone())
+    }
+
+    /// Whether every thread that has called any team, and the main thread, has waited for a call for at least `long`.
+    pub(super) fn all_blocked(&self, long: Duration) -> bool {
+        let waiting = self.waiting(long);
+        let main = self.main == 0 || waiting.contains(&self.main);
+        main && self.teams().iter().all(|team| team.callers.all_blocked(&waiting))
+    }
+
+    /// Whether another team than `own` reconciles its calls.
+    pub(super) fn reconcile_elsewhere(&self, own: &TeamState) -> bool {
+        self.others(own).any(|team| team.reconciles())
+    }
+
+    /// Counts a call that was given up because the ranks called different things.
+    pub(super) fn give_up(&self) {
+        self.given_up.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(super) fn given_up(&self) -> u64 {
+        self.given_up.load(Ordering::Acquire)
+    }
+
+    /// Ends the teams in which calls of this rank have not ended, because a signal has interrupted their caller.
+    pub fn interrupt(&self) {
+        for team in self.teams() {
+            if let Some(record) = team.recorder.pending().first() {
+                let words = format!("{} was interrupted by a signal on {}", record.summary.name_line, team.rank_name());
+                team.fail(&Error::PeerLost(words));
+            }
+        }
+    }
+
+    /// This thread waits, until the guard goes, for a call that it has started and that did not block.
+    pub fn blocked(self: &Arc<ProcessTeams>) -> BlockedCaller {
+        let thread = this_thread();
+        lock(&self.blocked).push((thread, Instant::now()));
+        BlockedCaller { siblings: Arc::clone(self), thread }
+    }
+
+    /// Waits a while until reconciliations of other teams than `own` have ended: the other ranks then learn of the mismatch, and
+    /// not of what this rank does after it has learned of it.
+    pub(super) fn settle(&self, own: &TeamState) {
+        let until = Instant::now() + SETTLED;
+        let reconcile = || self.others(own).any(|team| team.reconciles() || team.attends());
+        while reconcile() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// See [`ProcessTeams::blocked`].
+pub struct BlockedCaller {
+    siblings: Arc<ProcessTeams>,
+    thread: ThreadId,
+}
+
+impl Drop for BlockedCaller {
+    fn drop(&mut self) {
+        let mut blocked = lock(&self.siblings.blocked);
+        if let Some(place) = blocked.iter().position(|(thread, _)| *thread == self.thread) {
+            blocked.swap_remove(place);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

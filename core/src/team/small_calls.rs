@@ -1,0 +1,139 @@
+//! Calls that are over before anything else could be started for them: a short list, averaged on one host by a caller that
+//! waits, when the other ranks come at about the same time.
+//!
+//! The first such call goes the long way and leaves its job in the seat; a later one that is like it puts its memory into
+//! that job and shows it to the other ranks. If all of them have shown theirs within a short look, that was all: no
+//! allocation, no system call, no change of threads. If not, the call goes on as any other, from that step.
+//! Thread rule: a [`CachedCall`] is in the seat; a [`SmallCallStats`] is written by who has the seat and read by anybody.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::record::CallSummary;
+use crate::buffer::View;
+use crate::collective::{Call, Channel, Op, PostedCall};
+
+/// As many kinds of short calls are kept.
+const MAX_CACHED: usize = 8;
+
+/// What is remembered of the short calls of one kind that ended at once.
+#[derive(Debug)]
+pub(super) struct SmallCallStats {
+    pub signature: u64,
+    pub brief: Arc<CallSummary>,
+    /// How many there were.
+    pub calls: AtomicU64,
+    /// What all of them took, in nanoseconds, as far as those that were timed tell.
+    pub nanos: AtomicU64,
+    /// Of the last one: its number on this rank, and its place among the matched calls.
+    pub number: AtomicU64,
+    pub match_index: AtomicU64,
+    /// When the last one ended, to some milliseconds (nanoseconds after the start of the recorder).
+    pub last_ended: AtomicU64,
+    /// What the last one that was timed took, in nanoseconds.
+    pub last_nanos: AtomicU64,
+}
+
+/// One call of so many is timed: a look at the precise clock is a good part of what such a call costs.
+const SAMPLE_EVERY: u64 = 8;
+
+/// Whether the call after the `matched`-th is one of those that are timed: whichever, so that no rhythm of calls is missed.
+pub(super) fn is_sampled(matched: u64) -> bool {
+    matched.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & (SAMPLE_EVERY - 1) == 0
+}
+
+impl SmallCallStats {
+    pub fn new(signature: u64, brief: Arc<CallSummary>) -> SmallCallStats {
+        let zero = AtomicU64::default;
+        SmallCallStats {
+            signature,
+            brief,
+            calls: zero(),
+            nanos: zero(),
+            number: zero(),
+            match_index: zero(),
+            last_ended: zero(),
+            last_nanos: zero(),
+        }
+    }
+
+    /// Counts a call that ended so long after the start of the recorder, and what it took if it was timed.
+    pub fn count(&self, number: u64, place: u64, ended: Duration, took: Option<Duration>) {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        // One writer at a time: plain additions will do.
+        let add = |sum: &AtomicU64, more: u64| sum.store(sum.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+        self.number.store(number, Ordering::Relaxed);
+        self.match_index.store(place, Ordering::Relaxed);
+        self.last_ended.store(nanos(ended), Ordering::Relaxed);
+        add(&self.calls, 1);
+        if let Some(took) = took {
+            self.last_nanos.store(nanos(took), Ordering::Relaxed);
+            add(&self.nanos, nanos(took).saturating_mul(SAMPLE_EVERY));
+        }
+    }
+}
+
+/// The job of a short call, for those that are like it.
+struct CachedCall {
+    job: Call,
+    kind: Arc<SmallCallStats>,
+}
+
+/// The templates of a seat.
+#[derive(Default)]
+pub(super) struct CachedCalls {
+    calls: Vec<CachedCall>,
+    /// Whose place the next one takes.
+    oldest: usize,
+}
+
+/// How a short call began.
+pub(super) enum SmallCall<'a> {
+    /// It is over, one of these.
+    Done(&'a SmallCallStats),
+    /// It goes on as any other call, after what was shown.
+    Pending(Box<Call>, PostedCall),
+}
+
+impl CachedCalls {
+    /// Keeps `job`, which was carried out, as a template for others like it.
+    pub fn keep(&mut self, job: &Call, kind: impl FnOnce() -> Arc<SmallCallStats>) {
+        if self.calls.iter().any(|template| template.job.signature == job.signature) {
+            return;
+        }
+        let template = CachedCall { job: job.clone(), kind: kind() };
+        if self.calls.len() < MAX_CACHED {
+            self.calls.push(template);
+        } else {
+            self.calls[self.oldest] = template;
+            self.oldest = (self.oldest + 1) % MAX_CACHED;
+        }
+    }
+
+    /// Begins a call, if there is a template for it and nothing is to be waited for before.
+    pub fn begin(&mut self, channel: &mut Channel, op: Op, name: &str, views: &[View<'_>]) -> Option<SmallCall<'_>> {
+        let template = self.calls.iter_mut().find_map(|template| {
+            let fits = template.job.rebind_buffers(op, name, views);
+            fits.then_some(template)
+        })?;
+        let shown = channel.try_post(&template.job)?;
+        Some(match channel.try_finish_posted(&template.job, &shown) {
+            true => SmallCall::Done(&template.kind),
+            false => SmallCall::Pending(Box::new(template.job.clone()), shown),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_call_of_eight_is_timed_in_any_rhythm() {
+        for rhythm in 1..20 {
+            let timed = (0..8000).filter(|call| is_sampled(call * rhythm)).count();
+            assert!((600..1400).contains(&timed), "{timed} of 8000 in steps of {rhythm}");
+        }
+    }
+}

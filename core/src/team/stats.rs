@@ -1,0 +1,87 @@
+//! What a team tells of itself: its numbers for `stats()`, and its last calls for a dump. JSON, because programs read it.
+
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use super::Team;
+use super::record::Record;
+use crate::timings::{Activity, WaitTarget};
+use crate::topology::Topology;
+
+impl Team {
+    /// The numbers of the team, as `docs/diagnosis.md` describes them.
+    pub fn stats(&self) -> Value {
+        let totals = self.shared.recorder.totals();
+        let [copied, waited, reduced, network] = totals.activities;
+        let [steps, flags, messages, sent] = totals.counts;
+        let (_, exposed) = self.waited();
+        let overlap = if totals.comm > 0.0 { (1.0 - exposed / totals.comm).clamp(0.0, 1.0) } else { 0.0 };
+        json!({
+            "calls": totals.calls, "failed": totals.failed, "bytes": totals.bytes,
+            "queued_s": totals.queued, "busy_s": totals.comm,
+            "copied_s": copied, "waited_s": waited, "reduced_s": reduced, "network_s": network,
+            "exposed_s": exposed, "overlap": overlap,
+            "steps": steps, "flags": flags, "messages": messages, "sent_bytes": sent,
+        })
+    }
+
+    /// The last calls, oldest first, and what the team waits for.
+    pub fn dump(&self) -> Value {
+        let records = self.shared.recorder.last(self.config.team);
+        let calls: Vec<Value> = records.iter().map(|record| call(record, &self.topology)).collect();
+        let failure = self.shared.known_failure().map(|error| error.to_string());
+        json!({
+            "team": self.config.team, "threads": self.config.channels,
+            "matched": self.shared.matched(), "failure": failure, "calls": calls,
+        })
+    }
+}
+
+/// Seconds since 1970 of `moment`, by the clock of now.
+fn unix_seconds(moment: Instant) -> f64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+    now - moment.elapsed().as_secs_f64()
+}
+
+fn ranks(late: WaitTarget, topology: &Topology) -> Vec<usize> {
+    match late {
+        WaitTarget::Rank(rank) => vec![rank],
+        WaitTarget::Host(host) => topology.ranks_of(host).to_vec(),
+    }
+}
+
+fn call(record: &Arc<Record>, topology: &Topology) -> Value {
+    let log = &record.timings;
+    let state = match (record.ended(), record.error(), record.started(), record.match_index()) {
+        (Some(_), None, ..) => "done",
+        (Some(_), Some(_), ..) => "failed",
+        (None, _, None, _) => "queued",
+        (None, _, Some(_), None) => "meeting",
+        (None, _, Some(_), Some(_)) => "running",
+    };
+    let waits: Vec<Value> = log
+        .late()
+        .into_iter()
+        .map(|(late, time)| json!({"ranks": ranks(late, topology), "seconds": time.as_secs_f64()}))
+        .collect();
+    let waiting: Vec<usize> = match record.ended() {
+        Some(_) => Vec::new(),
+        None => log.waiting().into_iter().flat_map(|late| ranks(late, topology)).collect(),
+    };
+    let [steps, flags, messages, sent] = log.counts();
+    json!({
+        "number": record.number, "matched": record.match_index(), "call": record.summary.name_line,
+        "signature": format!("{:016x}", record.signature), "state": state,
+        "error": record.error().map(ToString::to_string),
+        "tensors": record.summary.tensors, "count": record.summary.count, "bytes": record.summary.bytes,
+        "submitted": unix_seconds(record.submitted),
+        "started_s": record.started().map(|time| time.as_secs_f64()),
+        "ended_s": record.ended().map(|time| time.as_secs_f64()),
+        "copied_s": log.seconds(Activity::Copy), "waited_s": log.seconds(Activity::Wait),
+        "reduced_s": log.seconds(Activity::Reduce), "network_s": log.seconds(Activity::Network),
+        "waits": waits, "waiting_for": waiting,
+        "steps": steps, "flags": flags, "messages": messages, "sent_bytes": sent,
+    })
+}

@@ -1,0 +1,61 @@
+//! How long the callers of a team have waited for communication, and the plugin's lines about it.
+//!
+//! Thread rule: may be used from any thread.
+
+use std::io::Write;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::timeline;
+
+/// The waited time of one team.
+pub(super) struct WaitTime {
+    team: i32,
+    rank: usize,
+    seconds: Mutex<f64>,
+}
+
+impl WaitTime {
+    pub fn new(team: i32, rank: usize) -> WaitTime {
+        WaitTime { team, rank, seconds: Mutex::new(0.0) }
+    }
+
+    /// A caller has waited for `seconds`.
+    pub fn add(&self, seconds: f64) {
+        *self.seconds.lock().unwrap_or_else(PoisonError::into_inner) += seconds;
+        if timeline::is_on() {
+            let now = Instant::now();
+            let from = now.checked_sub(Duration::from_secs_f64(seconds.max(0.0))).unwrap_or(now);
+            timeline::span("exposed", "waits for communication", from, now, &[("team", self.team.into())]);
+        }
+    }
+
+    /// The seconds so far.
+    pub fn total(&self) -> f64 {
+        *self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Prints the total after call number `calls`, in the words of the Cray PE DL Plugin.
+    pub fn report(&self, calls: u64) {
+        print(&format!(
+            "Rank {} has waited a total of {:.6} seconds for communication to complete so far on team {} (calls = {calls})",
+            self.rank,
+            self.total(),
+            self.team
+        ));
+    }
+}
+
+/// Prints the total of all teams, in the words of the Cray PE DL Plugin.
+pub(super) fn report_all(rank: usize, seconds: f64) {
+    print(&format!(
+        "Rank {rank} waited a total of {seconds:.6} seconds for communication to complete summed across all thread teams"
+    ));
+}
+
+/// A line on standard output, written at once, so that those of several ranks do not mix. That nobody reads it is no
+/// failure of the caller's.
+fn print(line: &str) {
+    let mut out = std::io::stdout().lock();
+    let _heard = out.write_all(format!("{line}\n").as_bytes()).and_then(|()| out.flush());
+}

@@ -1,0 +1,232 @@
+//! How the hosts of a job find and reach each other for the alert ([`super::alert`]): the first rank of each listens, and
+//! connects with those of the hosts 1, 2, 4, ... before and after its own. Who connects, and who answers, must know the
+//! job's key, a random number that the ranks told each other through MPI ([`super::handshake`]).
+//! Thread rule: used by the thread that brings the job up.
+
+use std::collections::HashSet;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt;
+
+use super::close_on_fork::CloseOnForkStream;
+use super::hello::{PendingConnections, hello};
+use crate::error::{Error, Result};
+use crate::log::log_line;
+
+/// How long hosts have to connect to each other.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The first rank of a host.
+#[derive(Debug, Clone)]
+pub struct HostAddress {
+    /// The name of the rank there, for messages.
+    pub name: String,
+    /// Where it listens.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// What the first rank of a host has to offer before it knows the others: a socket for each address.
+pub struct Listener {
+    pub(super) sockets: Vec<TcpListener>,
+}
+
+impl Listener {
+    /// Listens on the addresses of interface `network`, of all interfaces when it is empty.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such interface; [`Error::System`].
+    pub fn open(network: &str) -> Result<Listener> {
+        let all = if_addrs::get_if_addrs().map_err(|error| Error::system("listing the network interfaces", error))?;
+        let mut addresses: Vec<IpAddr> = all
+            .iter()
+            .filter(|interface| if network.is_empty() { !interface.is_loopback() } else { interface.name == network })
+            .map(if_addrs::Interface::ip)
+            // A link-local address needs its interface beside it.
+            .filter(|address| !matches!(address, IpAddr::V6(address) if address.is_unicast_link_local()))
+            .collect();
+        if addresses.is_empty() {
+            if !network.is_empty() {
+                let names: HashSet<&str> = all.iter().map(|interface| interface.name.as_str()).collect();
+                let mut names: Vec<&str> = names.into_iter().collect();
+                names.sort_unstable();
+                return Err(Error::Invalid(format!(
+                    "DL_COMM_SOCKET_IFNAME is '{network}', which is no interface with an address; there are {}",
+                    names.join(", ")
+                )));
+            }
+            addresses = all.iter().map(if_addrs::Interface::ip).collect();
+        }
+        addresses.sort_by_key(IpAddr::is_ipv6);
+        // On these only: nobody else has to reach it. An address may not be ready, or be the kind that none can be bound to.
+        let (mut sockets, mut refused) = (Vec::new(), None);
+        for address in addresses {
+            match TcpListener::bind((address, 0)) {
+                Ok(socket) => sockets.push(socket),
+                Err(error) => refused = Some(error),
+            }
+        }
+        match refused {
+            Some(error) if sockets.is_empty() => {
+                Err(Error::system("listening for other hosts (DL_COMM_SOCKET_IFNAME chooses the interface)", error))
+            }
+            _ => Ok(Listener { sockets }),
+        }
+    }
+
+    /// Where it can be reached, separated by commas.
+    pub fn address(&self) -> String {
+        let words = self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string()));
+        words.collect::<Vec<_>>().join(",")
+    }
+}
+
+/// The hosts that host `me` of `count` is connected with.
+fn neighbours(me: usize, count: usize) -> Vec<usize> {
+    let mut found: Vec<usize> = Vec::new();
+    let mut distance = 1;
+    while distance < count {
+        found.extend([(me + distance) % count, (me + count - distance) % count]);
+        distance *= 2;
+    }
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
+/// A connection to another host.
+pub(super) struct HostConnection {
+    /// The rank there, for messages.
+    pub name: String,
+    pub stream: CloseOnForkStream,
+    /// What has come of a line.
+    pub partial: Vec<u8>,
+    /// What it has not taken yet.
+    pub unsent: Vec<u8>,
+}
+
+/// Connects to the neighbours with higher numbers, and takes the connections of those with lower ones.
+pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> Vec<HostConnection> {
+    let until = Instant::now() + CONNECT_TIMEOUT;
+    let (below, above): (Vec<usize>, Vec<usize>) = neighbours(me, hosts.len()).into_iter().partition(|&host| host < me);
+    let mut peers = Vec::new();
+    let mut called = Vec::new();
+    for host in above {
+        match dial(&hosts[host], me, key, until) {
+            Ok(stream) => called.push((host, stream)),
+            Err(error) => warn_unmonitored(&hosts[host].name, &error),
+        }
+    }
+    let mut missing: HashSet<usize> = below.into_iter().collect();
+    let mut unknown = PendingConnections::default();
+    while !missing.is_empty() {
+        match unknown.next(&listener.sockets, key, until) {
+            Ok((host, stream)) if missing.remove(&host) => peers.extend(configure(stream, &hosts[host].name)),
+            // Not expected, or here already.
+            Ok(_) => {}
+            Err(error) => {
+                missing.iter().for_each(|&host| warn_unmonitored(&hosts[host].name, &error));
+                break;
+            }
+        }
+    }
+    // Now that nobody waits for this host.
+    for (host, mut stream) in called {
+        match verify_key(&mut stream, key, until) {
+            Ok(()) => peers.extend(configure(stream, &hosts[host].name)),
+            Err(error) => warn_unmonitored(&hosts[host].name, &error),
+        }
+    }
+    peers
+}
+
+/// Whether who took the call knows the key too: else it is somebody else who listens at that address.
+fn verify_key(stream: &mut TcpStream, key: u128, until: Instant) -> std::io::Result<()> {
+    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(left))?;
+    let mut answer = [0; 16];
+    stream.read_exact(&mut answer)?;
+    if answer == (!key).to_le_bytes() { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }
+}
+
+fn warn_unmonitored(name: &str, error: &std::io::Error) {
+    log_line(&format!(
+        "no connection with {name} ({error}; DL_COMM_SOCKET_IFNAME chooses the interface): its end may be noticed at the deadline \
+         only"
+    ));
+}
+
+/// Calls `host` until it answers.
+fn dial(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::new(ErrorKind::AddrNotAvailable, "it has no address");
+    loop {
+        for address in &host.addresses {
+            match TcpStream::connect_timeout(address, Duration::from_secs(2)) {
+                Ok(mut stream) => match stream.write_all(&hello(key, me)) {
+                    Ok(()) => return Ok(stream),
+                    Err(error) => last = error,
+                },
+                Err(error) => last = error,
+            }
+        }
+        if Instant::now() >= until {
+            return Err(last);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// A connection as the thread uses it.
+fn configure(stream: TcpStream, name: &str) -> Option<HostConnection> {
+    let set = || -> std::io::Result<()> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        sockopt::set_tcp_keepidle(&stream, Duration::from_secs(2))?;
+        sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
+        sockopt::set_tcp_keepcnt(&stream, 3)?;
+        sockopt::set_tcp_user_timeout(&stream, 5000)?;
+        Ok(())
+    };
+    match set() {
+        Ok(()) => Some(HostConnection {
+            name: name.to_owned(),
+            stream: CloseOnForkStream::new(stream),
+            partial: Vec::new(),
+            unsent: Vec::new(),
+        }),
+        Err(error) => {
+            warn_unmonitored(name, &error);
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_mutual_and_reach_everybody() {
+        for count in 1..40 {
+            for me in 0..count {
+                let near = neighbours(me, count);
+                assert!(!near.contains(&me));
+                assert!(near.iter().all(|&host| neighbours(host, count).contains(&me)), "{me} of {count}");
+            }
+        }
+        assert_eq!(neighbours(0, 8), [1, 2, 4, 6, 7]);
+    }
+
+    #[test]
+    fn it_listens_on_the_interface_that_is_named() {
+        let loopback = Listener::open("lo").unwrap();
+        assert!(loopback.sockets.iter().all(|socket| socket.local_addr().unwrap().ip().is_loopback()));
+        assert!(loopback.address().contains("127.0.0.1:"));
+        let any = Listener::open("").unwrap();
+        assert!(any.sockets.iter().all(|socket| !socket.local_addr().unwrap().ip().is_unspecified()));
+        assert!(matches!(Listener::open("no-such-interface"), Err(Error::Invalid(text)) if text.contains("lo")));
+    }
+}

@@ -1,0 +1,469 @@
+//! The alert between hosts: the end of a process, or a team's failure, on one host is known on all within a second or so,
+//! not at the deadline.
+//!
+//! The first rank of each host keeps TCP connections to those of some others ([`super::hosts`]; as many as the logarithm of
+//! the number of hosts), on a thread that sleeps until something happens. It watches the processes of
+//! its host; what it learns it writes into the failure blocks of its teams ([`ShmRegion::fail`]) and passes on, so that every
+//! host hears it even when some are gone. A closed connection that nobody said good-bye on is the end of the rank behind
+//! it; a host that goes silent is noticed by TCP's keepalive, within some seconds.
+//! Thread rule: an [`FailureDetector`] may be used from any thread.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use serde_json::{Value, json};
+
+use super::detector_links::{HostAddress, HostConnection, Listener, connect};
+use super::process::Process;
+use super::shm_region::ShmRegion;
+use super::step::reached;
+use crate::error::{Error, Result};
+use crate::log::log_line;
+
+/// How often the thread looks for failures of its own host's teams.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// What the thread is told at its end.
+const SHUTDOWN: &[u8] = b".";
+/// As [`SHUTDOWN`], for an end of which the other hosts shall hear as a loss.
+const ABORT: &[u8] = b"!";
+/// The longest line that is taken from another host.
+const MAX_LINE_BYTES: usize = 16 << 10;
+
+/// The alert of a host; ends, with a good-bye unless it was told to [`FailureDetector::leave`], when dropped.
+pub struct FailureDetector {
+    teams: Arc<Mutex<MonitoredGroups>>,
+    stop: UnixStream,
+    aborted: bool,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The failure blocks that are written, and what was written to all.
+#[derive(Default)]
+struct MonitoredGroups {
+    nodes: Vec<(i32, Arc<ShmRegion>)>,
+    lost: Option<Error>,
+}
+
+impl MonitoredGroups {
+    fn fail(&mut self, team: Option<i32>, error: &Error) {
+        for (_, node) in self.nodes.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
+            node.set_failure(error);
+        }
+        if team.is_none() && self.lost.is_none() {
+            self.lost = Some(error.clone());
+        }
+    }
+
+    /// The steps in which ranks of this host wait long.
+    fn stalled(&self) -> Vec<(i32, u32)> {
+        self.nodes.iter().filter_map(|(team, node)| Some((*team, node.stalled()?))).collect()
+    }
+
+    /// The ranks of this host that make no further steps, and the last step of each.
+    fn left(&self) -> Vec<(i32, usize, u32)> {
+        let left = |(team, node): &(i32, Arc<ShmRegion>)| {
+            node.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
+        };
+        self.nodes.iter().flat_map(left).collect()
+    }
+
+    fn failures(&self) -> Vec<(i32, Error)> {
+        let failure = |(team, node): &(i32, Arc<ShmRegion>)| Some((*team, node.failure()?));
+        self.nodes.iter().filter_map(failure).collect()
+    }
+}
+
+fn lock(teams: &Mutex<MonitoredGroups>) -> std::sync::MutexGuard<'_, MonitoredGroups> {
+    teams.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl FailureDetector {
+    /// Connects host `me` with its neighbours among `hosts`, and watches the local `processes` (named, without this
+    /// one). A neighbour that cannot be reached is told of and done without: its end is noticed at the deadline, or
+    /// through others. Collective over the hosts.
+    ///
+    /// # Errors
+    /// [`Error::System`] when the system refuses a thread or a socket pair.
+    pub fn start(
+        listener: Listener,
+        me: usize,
+        hosts: &[HostAddress],
+        key: u128,
+        processes: Vec<(String, Arc<Process>)>,
+    ) -> Result<FailureDetector> {
+        let peers = connect(&listener, me, hosts, key);
+        let refused = |error: std::io::Error| Error::system("starting the alert between hosts", error);
+        let (stop, stopped) = UnixStream::pair().map_err(refused)?;
+        let teams = Arc::<Mutex<MonitoredGroups>>::default();
+        let watch = DetectorThread {
+            teams: Arc::clone(&teams),
+            stopped,
+            peers,
+            processes,
+            forwarded: HashSet::new(),
+            stalled: HashMap::new(),
+        };
+        let thread = Builder::new().name("dlcomm-alert".into()).spawn(move || watch.run()).map_err(refused)?;
+        Ok(FailureDetector { teams, stop, aborted: false, thread: Some(thread) })
+    }
+
+    /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
+    pub fn watch(&self, team: i32, node: &Arc<ShmRegion>) {
+        let mut teams = lock(&self.teams);
+        teams.nodes.push((team, Arc::clone(node)));
+        if let Some(error) = &teams.lost {
+            node.set_failure(error);
+        }
+    }
+}
+
+impl FailureDetector {
+    /// What all teams have heard of a process that has ended, on whatever host.
+    pub fn lost(&self) -> Option<Error> {
+        lock(&self.teams).lost.clone()
+    }
+
+    /// Ends without a good-bye: to the other hosts this process is lost, for they may wait for it yet.
+    pub fn mark_aborted(&mut self) {
+        self.aborted = true;
+    }
+}
+
+impl Drop for FailureDetector {
+    fn drop(&mut self) {
+        // The thread ends for nothing else but a failure of its own, which it has told.
+        let _told = self.stop.write_all(if self.aborted { ABORT } else { SHUTDOWN });
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            log_line("the alert between hosts panicked");
+        }
+    }
+}
+
+/// What the thread has.
+struct DetectorThread {
+    teams: Arc<Mutex<MonitoredGroups>>,
+    stopped: UnixStream,
+    peers: Vec<HostConnection>,
+    processes: Vec<(String, Arc<Process>)>,
+    /// The lines that were passed on.
+    forwarded: HashSet<String>,
+    /// By team, the last step that was passed on because somebody has waited long in it.
+    stalled: HashMap<i32, u32>,
+}
+
+impl DetectorThread {
+    fn run(mut self) {
+        loop {
+            let last = self.sleep();
+            let mut words = Vec::new();
+            // One look at each: who ends between two would be forgotten untold.
+            self.processes.retain(|(name, process)| match process.ended() {
+                Some(how) => {
+                    words.push(format!("{name} {how}"));
+                    false
+                }
+                None => true,
+            });
+            words.into_iter().for_each(|words| self.lost(words));
+            let stalled = lock(&self.teams).stalled();
+            stalled.into_iter().for_each(|(team, step)| self.forward_stall(team, step));
+            let left = lock(&self.teams).left();
+            for (team, rank, step) in left {
+                self.forward(&json!({"team": team, "left": rank, "step": step}));
+            }
+            let failures = lock(&self.teams).failures();
+            for (team, error) in failures {
+                self.forward(&json!({"team": team, "code": error.code(), "text": error.detail()}));
+            }
+            self.peers.iter_mut().for_each(flush);
+            let mut index = 0;
+            while index < self.peers.len() {
+                match self.read_peer(index) {
+                    PeerEvent::All => index += 1,
+                    PeerEvent::End => {
+                        let peer = self.peers.remove(index);
+                        self.lost(format!("{} has ended, or its host is out of reach", peer.name));
+                    }
+                    PeerEvent::Shutdown => drop(self.peers.remove(index)),
+                }
+            }
+            // What happened just before the end has been told by now.
+            if last {
+                let mut word = [0; 1];
+                if self.stopped.read_exact(&mut word).is_ok() && word == SHUTDOWN {
+                    self.send(&json!({"bye": true}));
+                }
+                return;
+            }
+        }
+    }
+
+    /// Sleeps until something happens; whether it is time to end.
+    fn sleep(&self) -> bool {
+        let mut fds = vec![PollFd::new(&self.stopped, PollFlags::IN)];
+        let events =
+            |peer: &HostConnection| if peer.unsent.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
+        fds.extend(self.peers.iter().map(|peer| PollFd::new(&*peer.stream, events(peer))));
+        let ends = self.processes.iter().filter_map(|(_, process)| process.end());
+        fds.extend(ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)));
+        let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(POLL_INTERVAL.subsec_nanos()) };
+        // Interrupted or refused: the next look comes soon.
+        let _count = poll(&mut fds, Some(&timeout));
+        !fds[0].revents().is_empty()
+    }
+
+    fn lost(&mut self, words: String) {
+        let error = Error::PeerLost(words);
+        lock(&self.teams).fail(None, &error);
+        self.forward(&json!({"team": null, "code": error.code(), "text": error.detail()}));
+    }
+
+    /// Lets the ranks of all hosts know that somebody has waited long in a step of a team; no step before the last one.
+    fn forward_stall(&mut self, team: i32, step: u32) {
+        if self.stalled.get(&team).is_some_and(|&last| reached(last, step)) {
+            return;
+        }
+        self.stalled.insert(team, step);
+        lock(&self.teams).nodes.iter().filter(|(id, _)| *id == team).for_each(|(_, node)| node.stall(step));
+        self.send(&json!({"team": team, "stalled": step}));
+    }
+
+    /// Tells the other hosts, once.
+    fn forward(&mut self, message: &Value) {
+        if self.forwarded.insert(message.to_string()) {
+            self.send(message);
+        }
+    }
+
+    fn send(&mut self, message: &Value) {
+        let line = format!("{message}\n");
+        for peer in &mut self.peers {
+            peer.unsent.extend_from_slice(line.as_bytes());
+            flush(peer);
+        }
+    }
+
+    /// Takes what a peer has sent.
+    fn read_peer(&mut self, index: usize) -> PeerEvent {
+        let mut bytes = [0; 4096];
+        loop {
+            let peer = &mut self.peers[index];
+            match (&*peer.stream).read(&mut bytes) {
+                Ok(0) => return PeerEvent::End,
+                Ok(count) => peer.partial.extend_from_slice(&bytes[..count]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return PeerEvent::All,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return PeerEvent::End,
+            }
+            // Line by line: many may come at once.
+            while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
+                let Ok(message) = serde_json::from_slice::<Value>(&line) else { return PeerEvent::End };
+                if message["bye"] == true {
+                    return PeerEvent::Shutdown;
+                }
+                self.apply(&message);
+            }
+            if self.peers[index].partial.len() > MAX_LINE_BYTES {
+                return PeerEvent::End;
+            }
+        }
+    }
+
+    /// Does what another host tells.
+    fn apply(&mut self, message: &Value) {
+        let team = message["team"].as_i64().and_then(|team| i32::try_from(team).ok());
+        let stalled = message["stalled"].as_u64().and_then(|step| u32::try_from(step).ok());
+        if let (Some(team), Some(step)) = (team, stalled) {
+            return self.forward_stall(team, step);
+        }
+        let number = |name: &str| message[name].as_u64();
+        if let (Some(rank), Some(step)) = (number("left"), number("step").and_then(|step| u32::try_from(step).ok())) {
+            let rank = usize::try_from(rank).unwrap_or(usize::MAX);
+            let teams = lock(&self.teams);
+            teams.nodes.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, node)| node.depart(rank, step));
+            drop(teams);
+            return self.forward(message);
+        }
+        let code = message["code"].as_i64().and_then(|code| i32::try_from(code).ok()).unwrap_or(-9);
+        let text = message["text"].as_str().unwrap_or("another host failed").to_owned();
+        lock(&self.teams).fail(team, &Error::from_code(code, text));
+        self.forward(message);
+    }
+}
+
+/// Sends as much of what a peer has not got as it takes now. A peer that takes nothing any more is found out by its
+/// connection.
+fn flush(peer: &mut HostConnection) {
+    while !peer.unsent.is_empty() {
+        match (&*peer.stream).write(&peer.unsent) {
+            Ok(count) => drop(peer.unsent.drain(..count)),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+            Err(_) => peer.unsent.clear(),
+        }
+    }
+}
+
+/// What came of listening to a peer.
+enum PeerEvent {
+    /// It goes on.
+    All,
+    /// The connection has ended without a word.
+    End,
+    /// It has ended as it should.
+    Shutdown,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::time::Instant;
+
+    use crate::transport::step::START;
+    use crate::transport::{Phase, in_process};
+
+    fn start(count: usize) -> Vec<(FailureDetector, Arc<ShmRegion>)> {
+        let listeners: Vec<Listener> = (0..count).map(|_| Listener::open("").unwrap()).collect();
+        let address = |(host, listener): (usize, &Listener)| HostAddress {
+            name: format!("rank {host}"),
+            addresses: listener.address().split(',').map(|text| text.parse().unwrap()).collect(),
+        };
+        let hosts: Vec<HostAddress> = listeners.iter().enumerate().map(address).collect();
+        let endpoints = in_process::world(&vec![1; count], 1, 4096, false).unwrap();
+        std::thread::scope(|scope| {
+            let started: Vec<_> = listeners
+                .into_iter()
+                .enumerate()
+                .map(|(me, listener)| {
+                    let hosts = &hosts;
+                    scope.spawn(move || FailureDetector::start(listener, me, hosts, 7, Vec::new()).unwrap())
+                })
+                .collect();
+            let alerts = started.into_iter().map(|alert| alert.join().unwrap());
+            alerts.zip(endpoints).map(|(alert, endpoint)| (alert, endpoint.node)).collect()
+        })
+    }
+
+    fn wait_for(node: &ShmRegion) -> Error {
+        let until = Instant::now() + Duration::from_secs(20);
+        while Instant::now() < until {
+            if let Some(error) = node.failure() {
+                return error;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("no failure was told");
+    }
+
+    #[test]
+    fn a_failure_and_an_end_reach_every_host() {
+        let mut hosts = start(5);
+        for (alert, node) in &hosts {
+            alert.watch(3, node);
+        }
+        hosts[4].1.set_failure(&Error::Timeout("too late".into()));
+        for (_, node) in &hosts {
+            assert_eq!(wait_for(node), Error::Timeout("too late".into()));
+        }
+        // One says good-bye: no loss. Other teams are their own.
+        drop(hosts.remove(4));
+        let [fresh, other] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node);
+        hosts[0].0.watch(4, &fresh);
+        hosts[1].0.watch(4, &other);
+        std::thread::sleep(3 * POLL_INTERVAL);
+        assert_eq!(fresh.failure(), None);
+        other.set_failure(&Error::PeerLost("rank 9 has ended".into()));
+        assert_eq!(wait_for(&fresh), Error::PeerLost("rank 9 has ended".into()));
+    }
+
+    #[test]
+    fn many_failures_at_once_end_no_other_team() {
+        let hosts = start(2);
+        let others: Vec<_> = (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node).collect();
+        let bystander = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        hosts[1].0.watch(99, &bystander);
+        // All are seen in one look, and sent in one burst.
+        for (team, node) in (0..).zip(&others) {
+            node.set_failure(&Error::Timeout("\u{1}".repeat(1000)));
+            hosts[0].0.watch(team, node);
+        }
+        let seen = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        hosts[1].0.watch(39, &seen);
+        wait_for(&seen);
+        std::thread::sleep(3 * POLL_INTERVAL);
+        assert_eq!(bystander.failure(), None);
+    }
+
+    #[test]
+    fn a_rank_that_has_left_and_one_that_waits_long_are_known_on_every_host() {
+        let hosts = start(5);
+        for (alert, node) in &hosts {
+            alert.watch(3, node);
+        }
+        let (early, late) = (START.wrapping_add(1), START.wrapping_add(2));
+        for (_, node) in &hosts[..4] {
+            node.channel(0).raise(Phase::Packed, late);
+        }
+        hosts[4].1.channel(0).raise(Phase::Packed, early);
+        hosts[0].1.stall(late);
+        hosts[4].1.set_departed();
+        let until = Instant::now() + Duration::from_secs(20);
+        while hosts[1..].iter().any(|(_, node)| node.stalled() != Some(late))
+            || hosts[..4].iter().any(|(_, node)| node.departed() != Some(4))
+        {
+            assert!(Instant::now() < until, "not every host knows");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(hosts[4].1.departed(), None, "it has its own steps");
+    }
+
+    #[test]
+    fn a_connection_that_breaks_is_a_loss_for_all_teams() {
+        let (listener, other) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+        let address = |name: &str, socket: &TcpListener| HostAddress {
+            name: name.into(),
+            addresses: vec![socket.local_addr().unwrap()],
+        };
+        let hosts = [address("rank 0", &listener.sockets[0]), address("rank 3", &other)];
+        let take = std::thread::spawn(move || {
+            let (mut stream, _) = other.accept().unwrap();
+            stream.read_exact(&mut [0; 24]).unwrap();
+            stream.write_all(&(!7u128).to_le_bytes()).unwrap();
+            stream
+        });
+        let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
+        let stream = take.join().unwrap();
+        let [early, late] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node);
+        alert.watch(0, &early);
+        drop(stream);
+        let lost = Error::PeerLost("rank 3 has ended, or its host is out of reach".into());
+        assert_eq!(wait_for(&early), lost);
+        alert.watch(1, &late);
+        assert_eq!(late.failure(), Some(lost));
+    }
+
+    #[test]
+    fn a_stranger_who_is_called_is_not_taken_for_a_host() {
+        let (listener, stranger) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = vec![stranger.local_addr().unwrap()];
+        let hosts = [
+            HostAddress { name: "rank 0".into(), addresses: vec![] },
+            HostAddress { name: "rank 1".into(), addresses },
+        ];
+        let hangs_up = std::thread::spawn(move || drop(stranger.accept().unwrap()));
+        let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
+        hangs_up.join().unwrap();
+        let node = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        alert.watch(0, &node);
+        std::thread::sleep(3 * POLL_INTERVAL);
+        assert_eq!(node.failure(), None);
+    }
+}

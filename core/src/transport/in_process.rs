@@ -1,0 +1,172 @@
+//! Ranks as threads of one process, on hosts of any shape: the transport of the tests. Shared memory is the heap, messages
+//! go through channels; everything above runs unchanged.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use super::arena::PeerMemory;
+use super::memory::Aligned;
+use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
+use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
+use crate::error::{Error, Result};
+use crate::timings::WaitTarget;
+use crate::topology::Topology;
+use crate::wire_layout::exchange_buffer_bytes;
+
+impl RegionMemory for Arc<Aligned> {
+    fn base(&self) -> *mut u8 {
+        self.as_ptr()
+    }
+    fn len(&self) -> usize {
+        Aligned::len(self)
+    }
+}
+
+struct AlwaysAlive;
+
+impl Liveness for AlwaysAlive {
+    fn lost(&self, _local_rank: usize) -> Option<String> {
+        None
+    }
+}
+
+/// All memory: the ranks are in one process.
+struct AllMemory;
+
+impl PeerMemory for AllMemory {
+    fn offset_of(&self, range: Range<usize>) -> Option<u64> {
+        Some(range.start as u64)
+    }
+    fn resolve(&self, _local_rank: usize, place: u64, _len: usize) -> Option<*mut u8> {
+        usize::try_from(place).ok().map(std::ptr::with_exposed_provenance_mut)
+    }
+}
+
+/// The endpoints of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes. With `shares` the ranks of a host see
+/// each other's tensors.
+///
+/// # Errors
+/// Those of [`ShmRegion::new`].
+pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Result<Vec<GroupResources>> {
+    let keys: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
+    let memories: Vec<(RegionLayout, Arc<Aligned>)> = sizes
+        .iter()
+        .map(|&ranks| {
+            let geometry = RegionLayout { ranks, channels, slot };
+            (geometry, Arc::new(Aligned::new(geometry.bytes())))
+        })
+        .collect();
+    let mut links = all_links(&Topology::new(0, &keys), channels, slot);
+    let endpoint = |rank: usize| {
+        let topology = Topology::new(rank, &keys);
+        let (geometry, memory) = &memories[topology.host()];
+        let peers =
+            topology.local_ranks().iter().map(|&rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
+        let node = ShmRegion::new(
+            Box::new(Arc::clone(memory)),
+            *geometry,
+            topology.local_rank(),
+            peers,
+            Box::new(AlwaysAlive),
+            100,
+        )?;
+        let node = node.with_peer_memory(shares.then(|| Arc::new(AllMemory) as Arc<dyn PeerMemory>));
+        let links = std::mem::take(&mut links[rank]);
+        Ok(GroupResources {
+            names: (0..keys.len()).map(|rank| format!("rank {rank}")).collect(),
+            topology: Arc::new(topology),
+            node: Arc::new(node),
+            links,
+            network: NetworkModel::UNKNOWN,
+            oversubscribed: false,
+        })
+    };
+    (0..keys.len()).map(endpoint).collect()
+}
+
+/// The links of every rank and channel.
+fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn HostLink>>>> {
+    let mut links: Vec<Vec<Option<Box<dyn HostLink>>>> = (0..topology.size()).map(|_| Vec::new()).collect();
+    let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
+    let lanes = if topology.hosts() > 1 { topology.num_shards() } else { 0 };
+    for lane in 0..lanes {
+        for _channel in 0..channels {
+            for (host, link) in link_group(topology.hosts(), capacity).into_iter().enumerate() {
+                links[topology.ranks_of(host)[lane]].push(Some(Box::new(link)));
+            }
+        }
+    }
+    for links in &mut links {
+        links.resize_with(channels, || None);
+    }
+    links
+}
+
+/// The links of one lane and channel, by host.
+fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
+    let memory = || Aligned::new(capacity);
+    let turn = |_| Exchange { out: memory(), inbox: memory(), outbox: vec![], arrives: vec![], awaited: vec![] };
+    let link = |_| ThreadLink { turns: [0; MAX_EXCHANGES].map(turn) };
+    let mut links: Vec<ThreadLink> = (0..hosts).map(link).collect();
+    for turn in 0..MAX_EXCHANGES {
+        for from in 0..hosts {
+            for to in 0..hosts {
+                let (sender, receiver) = channel();
+                links[from].turns[turn].outbox.push(sender);
+                links[to].turns[turn].arrives.push(receiver);
+            }
+        }
+    }
+    links
+}
+
+struct ThreadLink {
+    turns: [Exchange; MAX_EXCHANGES],
+}
+
+struct Exchange {
+    out: Aligned,
+    inbox: Aligned,
+    /// By host.
+    outbox: Vec<Sender<Vec<u8>>>,
+    arrives: Vec<Receiver<Vec<u8>>>,
+    awaited: Vec<Message>,
+}
+
+impl HostLink for ThreadLink {
+    fn buffers(&mut self, turn: usize) -> ExchangeBuffers<'_> {
+        let Exchange { out, inbox, .. } = &mut self.turns[turn];
+        ExchangeBuffers { send: out.as_mut_slice(), recv: inbox.as_mut_slice() }
+    }
+
+    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let Exchange { out, outbox, awaited, .. } = &mut self.turns[turn];
+        for Message { host, bytes } in sends {
+            // A peer that is gone is noticed where it is waited for.
+            outbox[*host].send(out.as_slice()[bytes.clone()].to_vec()).ok();
+        }
+        awaited.extend_from_slice(receives);
+        Ok(())
+    }
+
+    fn finish(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()> {
+        let Exchange { inbox, arrives, awaited, .. } = &mut self.turns[turn];
+        for Message { host, bytes } in awaited.drain(..) {
+            let from = Instant::now();
+            let message = loop {
+                match arrives[host].recv_timeout(Duration::from_millis(20)) {
+                    Ok(message) => break message,
+                    Err(RecvTimeoutError::Timeout) => patience.check(Duration::ZERO, &|| format!("host {host}"))?,
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Err(Error::PeerLost(format!("a rank of host {host} has ended")));
+                    }
+                }
+            };
+            patience.log().add_wait(WaitTarget::Host(host), from, Instant::now());
+            inbox.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
+        }
+        Ok(())
+    }
+}

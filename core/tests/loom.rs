@@ -1,0 +1,253 @@
+//! The protocol of the shared memory under Loom, which runs every order of the ranks' steps, within the bounds told below,
+//! and every value that the memory model lets a load return. Only with `--cfg loom`; `docs/verification.md` has the command, what
+//! is modelled and what is not.
+#![cfg(loom)]
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::{Call, CallConfig, Channel, Op};
+use dl_comm_core::dtype::DType;
+use dl_comm_core::error::{Error, Result};
+use dl_comm_core::timings::CallTimings;
+use dl_comm_core::topology::Topology;
+use dl_comm_core::transport::flag::Flag;
+use dl_comm_core::transport::memory::Aligned;
+use dl_comm_core::transport::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
+use dl_comm_core::transport::step::START;
+use dl_comm_core::transport::wait_context::WaitCallbacks;
+use dl_comm_core::transport::{Phase, ShmChannel, WaitContext};
+use loom::thread::{Builder, JoinHandle};
+
+/// Floats of a slot.
+const FLOATS: usize = 32;
+
+struct AlwaysAlive;
+
+impl Liveness for AlwaysAlive {
+    fn lost(&self, _local_rank: usize) -> Option<String> {
+        None
+    }
+}
+
+/// Explores `body`; `preemptions` is how often a thread may be abort_reason where it could go on, `None` for no bound.
+fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = preemptions;
+    model.max_branches = 100_000;
+    let from = Instant::now();
+    let runs = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = Arc::clone(&runs);
+    model.check(move || {
+        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        body();
+    });
+    println!("{runs:?} executions, preemptions {preemptions:?}, {:.1} s", from.elapsed().as_secs_f64());
+}
+
+/// The nodes of `ranks` ranks on new memory, with one channel.
+fn nodes(ranks: usize) -> Vec<Arc<ShmRegion>> {
+    let geometry = RegionLayout { ranks, channels: 1, slot: FLOATS * size_of::<f32>() };
+    let memory = Arc::new(Aligned::new(geometry.bytes()));
+    geometry.prepare(&memory);
+    let peers: Vec<LocalPeer> = (0..ranks).map(|rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
+    let node = |me| {
+        ShmRegion::new(Box::new(Arc::clone(&memory)), geometry, me, peers.clone(), Box::new(AlwaysAlive), 0).unwrap()
+    };
+    (0..ranks).map(|me| Arc::new(node(me))).collect()
+}
+
+/// Runs a rank; the exploring thread's stack is too small for one.
+fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+    Builder::new().stack_size(0x8000).spawn(body).unwrap()
+}
+
+/// Calls `body` with a patience that only the node's failure ends.
+fn with_wait_context<T>(node: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
+    let (warned, log) = (AtomicBool::new(false), CallTimings::new(0, 0));
+    let abort_reason = || node.failure();
+    let asked = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
+    body(&WaitContext::new(Instant::now(), None, None, &warned, &log, &asked))
+}
+
+/// An average of `data` on `ranks` ranks.
+fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
+    let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
+    let slot = FLOATS * size_of::<f32>();
+    let carrier =
+        CallConfig { team: 0, ranks, channels: 1, slot, small_max: slot, single_thread_max: 0, acc_f64: false };
+    Call::new(Op::Allreduce, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), carrier).unwrap()
+}
+
+/// Every rank averages `steps` slots of floats, packing one ahead as the team's threads do.
+fn averages(ranks: usize, steps: usize) {
+    let rank = |(rank, node): (usize, Arc<ShmRegion>)| {
+        spawn(move || {
+            let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), node.channel(0));
+            let value = |rank: usize, index: usize| (rank * 1000 + index) as f32;
+            let mut data: Vec<f32> = (0..steps * FLOATS).map(|index| value(rank, index)).collect();
+            let job = average(&mut data, ranks, "");
+            assert_eq!(job.plan.chunks(), steps);
+            with_wait_context(&node, |patience| {
+                assert!(channel.run_first_chunk(&job, patience).unwrap());
+                channel.run_chunks(&job, 1..steps, false, patience).unwrap();
+            });
+            let mean = |index| (0..ranks).map(|rank| value(rank, index)).sum::<f32>() / ranks as f32;
+            assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
+        })
+    };
+    let ranks: Vec<_> = nodes(ranks).into_iter().enumerate().map(rank).collect();
+    ranks.into_iter().for_each(|rank| rank.join().unwrap());
+}
+
+#[test]
+fn two_ranks_take_three_steps() {
+    explore(Some(3), || averages(2, 3));
+}
+
+#[test]
+fn three_ranks_take_two_steps() {
+    explore(Some(1), || averages(3, 2));
+}
+
+/// Two ranks make calls of so many chunks, one after the other.
+fn calls(preemptions: usize, chunks: &'static [usize]) {
+    explore(Some(preemptions), move || {
+        let rank = |(rank, node): (usize, Arc<ShmRegion>)| {
+            spawn(move || {
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
+                for (call, &chunks) in chunks.iter().enumerate() {
+                    let mut data = vec![(rank + call) as f32; chunks * FLOATS];
+                    let job = average(&mut data, 2, "");
+                    assert_eq!(job.plan.chunks(), chunks);
+                    with_wait_context(&node, |patience| {
+                        assert!(channel.run_first_chunk(&job, patience).unwrap());
+                        channel.run_chunks(&job, 1..chunks, false, patience).unwrap();
+                    });
+                    assert!(data.iter().all(|&value| value == call as f32 + 0.5));
+                }
+            })
+        };
+        let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+/// Short calls, which take one exchange, before and after one of several chunks, on slots that they share.
+#[test]
+fn short_calls_mix_with_long_ones() {
+    calls(2, &[1, 2, 1, 1]);
+}
+
+/// So many short calls that the flags they leave alone would seem to be ahead, and a long one that waits for these.
+#[test]
+fn a_phase_of_short_calls_does_not_outrun_the_counters() {
+    calls(1, &[1, 1, 1, 1, 1, 1, 1, 1, 1, 2]);
+}
+
+/// Both ranks find out that they called different things, and the channel can be used again.
+fn differing(longer: usize) {
+    explore(Some(3), move || {
+        let rank = move |(rank, node): (usize, Arc<ShmRegion>)| {
+            spawn(move || {
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
+                let mut data = vec![rank as f32; FLOATS];
+                let mut more = vec![0.0; if rank == 0 { FLOATS } else { longer }];
+                let other = average(&mut more, 2, if rank == 0 { "a" } else { "b" });
+                let same = average(&mut data, 2, "c");
+                with_wait_context(&node, |patience| {
+                    assert!(!channel.run_first_chunk(&other, patience).unwrap());
+                    assert!(channel.run_first_chunk(&same, patience).unwrap());
+                });
+                assert!(data.iter().all(|&value| value == 0.5));
+            })
+        };
+        let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+#[test]
+fn different_calls_are_seen_by_both() {
+    differing(FLOATS);
+}
+
+/// The same where one of them takes a call in one exchange and the other in several steps.
+#[test]
+fn different_lengths_are_seen_by_both() {
+    differing(2 * FLOATS);
+}
+
+/// Two raises, and as many sleepers as there are targets.
+fn raises(targets: &'static [u32]) {
+    let flag = Arc::new(Flag::default());
+    let wait = |&target: &u32| {
+        let flag = Arc::clone(&flag);
+        spawn(move || flag.sleep(START.wrapping_add(target), &mut || Ok(())).unwrap())
+    };
+    let waiters: Vec<_> = targets.iter().map(wait).collect();
+    flag.raise(START.wrapping_add(1));
+    flag.raise(START.wrapping_add(2));
+    waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
+}
+
+/// No wake of a raise is lost: there are no naps here that would mend it.
+#[test]
+fn a_raise_wakes_every_sleeper() {
+    explore(None, || raises(&[2]));
+    explore(Some(2), || raises(&[1, 2]));
+}
+
+/// The first step.
+const FIRST: u32 = START.wrapping_add(1);
+
+/// Waits for `Packed` of both ranks in the first step.
+fn wait_packed(channel: &ShmChannel) -> Result<()> {
+    with_wait_context(channel.node(), |patience| channel.wait(Phase::Packed, FIRST, 2, patience))
+}
+
+/// Of two failures at once one is told, whole, to all who wait; it ends their wait by the next nap.
+#[test]
+fn a_failure_is_told_whole() {
+    explore(Some(3), || {
+        let nodes = nodes(2);
+        let fail = |rank: usize, error: Error| {
+            let node = Arc::clone(&nodes[rank]);
+            spawn(move || node.set_failure(&error))
+        };
+        let failing = [fail(0, Error::PeerLost("one".into())), fail(1, Error::Timeout("two".into()))];
+        let channel = nodes[0].channel(0);
+        let waiter = spawn(move || {
+            let told = wait_packed(&channel).unwrap_err();
+            assert!(told == Error::PeerLost("one".into()) || told == Error::Timeout("two".into()), "{told:?}");
+        });
+        failing.into_iter().for_each(|failing| failing.join().unwrap());
+        nodes[0].end_waits();
+        waiter.join().unwrap();
+    });
+}
+
+/// A rank that makes its last step and leaves is not taken for one that left before it; one that did leave before is.
+#[test]
+fn who_leaves_after_its_step_is_not_lost() {
+    for packs in [true, false] {
+        explore(Some(3), move || {
+            let nodes = nodes(2);
+            let (mine, other) = (nodes[0].channel(0), nodes[1].channel(0));
+            let waiter = spawn(move || {
+                mine.raise(Phase::Packed, FIRST);
+                let result = wait_packed(&mine);
+                assert_eq!(result.is_ok(), packs, "{result:?}");
+            });
+            if packs {
+                other.raise(Phase::Packed, FIRST);
+            }
+            nodes[1].set_departed();
+            nodes[0].end_waits();
+            waiter.join().unwrap();
+        });
+    }
+}
