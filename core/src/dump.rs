@@ -27,7 +27,7 @@ const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Writes this rank's dumps.
 pub struct Dumper {
     rank: usize,
-    places: Arc<[RankInfo]>,
+    rank_info: Arc<[RankInfo]>,
     key: u128,
     folder: DumpDir,
     teams: Mutex<Vec<Weak<Team>>>,
@@ -37,7 +37,7 @@ pub struct Dumper {
 impl Dumper {
     /// For rank `rank` of a job with ranks at these places, and this key.
     pub fn new(rank: usize, places: Arc<[RankInfo]>, key: u128, folder: DumpDir) -> Dumper {
-        Dumper { rank, places, key, folder, teams: Mutex::default(), writing: Mutex::default() }
+        Dumper { rank, rank_info: places, key, folder, teams: Mutex::default(), writing: Mutex::default() }
     }
 
     /// Adds a team to what is written.
@@ -138,8 +138,8 @@ impl Dumper {
             "reason": reason,
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
             "rank": self.rank,
-            "size": self.places.len(),
-            "ranks": self.places.iter().enumerate().map(place).collect::<Vec<_>>(),
+            "size": self.rank_info.len(),
+            "ranks": self.rank_info.iter().enumerate().map(place).collect::<Vec<_>>(),
             "stacks": stacks::take(),
             "teams": teams.iter().map(|team| team.dump()).collect::<Vec<_>>(),
         })

@@ -84,7 +84,7 @@ fn ranks(overview: &ProcessInfo) -> Value {
             "shm_device": place.device,
         })
     };
-    overview.places.iter().enumerate().map(place).collect()
+    overview.rank_info.iter().enumerate().map(place).collect()
 }
 
 fn team(carrier: &CallConfig, gpus: Option<&Value>, lanes: usize) -> Value {

@@ -150,7 +150,7 @@ impl CallTimings {
 /// A look at the clock, and what happens until the next. Work on few bytes is not timed, unless a timeline is recorded:
 /// the clock would be a good part of it. Waits tell their own time ([`CallTimings::waited`]).
 pub struct PhaseTimer<'a> {
-    log: &'a CallTimings,
+    timings: &'a CallTimings,
     since: Option<Instant>,
 }
 
@@ -160,14 +160,14 @@ const SMALL: usize = 16 << 10;
 impl PhaseTimer<'_> {
     /// Starts now, with work on `bytes`.
     pub fn start(log: &CallTimings, bytes: usize) -> PhaseTimer<'_> {
-        PhaseTimer { log, since: (bytes >= SMALL || timeline::is_on()).then(Instant::now) }
+        PhaseTimer { timings: log, since: (bytes >= SMALL || timeline::is_on()).then(Instant::now) }
     }
 
     /// What was done since the last look was `activity`.
     pub fn end(&mut self, activity: Activity) {
         if let Some(since) = &mut self.since {
             let now = Instant::now();
-            self.log.add(activity, *since, now);
+            self.timings.add(activity, *since, now);
             *since = now;
         }
     }

@@ -12,7 +12,7 @@ pub(super) struct Allreduce;
 
 impl Collective for Allreduce {
     unsafe fn pack(&self, job: &Call, _topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
-        for piece in job.plan.ranges(chunk, part) {
+        for piece in job.layout.ranges(chunk, part) {
             let buffers = job.tower_buffers(piece.tensor);
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
@@ -39,7 +39,7 @@ impl Collective for Allreduce {
     unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>) {
         if self.reads_own_tensor(job) {
             let mut sources = PerRank::new();
-            for piece in job.plan.ranges(lane.chunk, slice) {
+            for piece in job.layout.ranges(lane.chunk, slice) {
                 let buffer = &job.tensors(0)[piece.tensor].buffer;
                 // SAFETY: the piece is this lane's in all slots, and the tensor's memory is the call's.
                 unsafe {
@@ -51,7 +51,7 @@ impl Collective for Allreduce {
             }
             return;
         }
-        for run in job.plan.runs(lane.chunk, slice) {
+        for run in job.layout.runs(lane.chunk, slice) {
             let reduction = job.reduction(run.dtype);
             let count = run.bytes.len() / reduction.wire_size();
             // SAFETY: the run is whole elements of the slice, which is this lane's in all slots.
@@ -64,7 +64,7 @@ impl Collective for Allreduce {
 
     unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>) {
         let mut sources = PerRank::new();
-        for piece in job.plan.ranges(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
+        for piece in job.layout.ranges(lane.chunk, 0..job.layout.chunk_len(lane.chunk)) {
             let buffer = &job.tensors(0)[piece.tensor].buffer;
             // SAFETY: the slots are read-only, and the tensor's memory is the call's.
             unsafe {
@@ -137,7 +137,7 @@ impl PartialRange {
 /// What a host's part of `piece` consists of.
 pub(super) fn parts(job: &Call, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = PartialRange> {
     let mut at = 0;
-    job.plan.runs(chunk, piece).map(move |run| {
+    job.layout.runs(chunk, piece).map(move |run| {
         let reduction = job.reduction(run.dtype);
         let elements =
             PartialRange { reduction, count: run.bytes.len() / reduction.wire_size(), wire: run.bytes.start, at };

@@ -21,7 +21,7 @@ impl Collective for Broadcast {
         if (topology.host(), topology.local_rank()) != root_place(job, topology) {
             return;
         }
-        for piece in job.plan.ranges(chunk, part) {
+        for piece in job.layout.ranges(chunk, part) {
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
                 let bytes = job.tensors(0)[piece.tensor].buffer.bytes(piece.first, piece.count);
@@ -42,7 +42,7 @@ impl Collective for Broadcast {
 
     unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>) {
         let (_, root) = root_place(job, lane.topology);
-        for piece in job.plan.ranges(lane.chunk, 0..job.plan.chunk_len(lane.chunk)) {
+        for piece in job.layout.ranges(lane.chunk, 0..job.layout.chunk_len(lane.chunk)) {
             for buffer in job.tower_buffers(piece.tensor) {
                 // SAFETY: the slots are read-only, and the tensors' memory is the call's.
                 unsafe {

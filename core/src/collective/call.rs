@@ -69,7 +69,7 @@ pub struct Call {
     /// What to do.
     pub op: Op,
     /// Where the bytes go on the wire.
-    pub plan: WireLayout,
+    pub layout: WireLayout,
     /// The same on all ranks that call the same thing; different, but for chance, where anything differs.
     pub signature: u64,
     /// The same for all calls on one list of tensors under one name.
@@ -126,7 +126,7 @@ impl Call {
         let name = name.to_owned();
         let mut job = Call {
             op,
-            plan,
+            layout: plan,
             signature: 0,
             list_hash: 0,
             replicas: towers,
@@ -182,9 +182,9 @@ impl Call {
             )));
         }
         let signature = xxh3_64_with_seed(b"device", self.signature);
-        let share = self.plan.total().div_ceil(STAGES * self.channels().max(1)).next_multiple_of(ALIGN);
+        let share = self.layout.total().div_ceil(STAGES * self.channels().max(1)).next_multiple_of(ALIGN);
         let chunk = share.clamp(MIN_STAGED_BYTES.min(chunk), chunk);
-        Ok(Call { plan: self.plan.with_chunk_size(chunk), signature, producer: Some(producer), ..self })
+        Ok(Call { layout: self.layout.with_chunk_size(chunk), signature, producer: Some(producer), ..self })
     }
 
     /// Who makes and awaits the tensors of a call on device memory.
@@ -196,7 +196,7 @@ impl Call {
     pub fn without_data(&self) -> Call {
         Call {
             op: Op::Barrier,
-            plan: self.plan.empty(),
+            layout: self.layout.empty(),
             signature: self.signature,
             list_hash: self.list_hash,
             replicas: Vec::new(),
@@ -214,14 +214,14 @@ impl Call {
             let count = run.bytes.len() / run.dtype.size();
             Tensor::new(Buffer::in_place(memory.wrapping_add(run.bytes.start), count, run.dtype), &[])
         };
-        let len = self.plan.chunk_len(chunk);
-        let tensors: Vec<Tensor> = self.plan.runs(chunk, 0..len).map(run).collect();
+        let len = self.layout.chunk_len(chunk);
+        let tensors: Vec<Tensor> = self.layout.runs(chunk, 0..len).map(run).collect();
         let lengths = lengths(&tensors);
         let signature = xxh3_64_with_seed(&(chunk as u64).to_le_bytes(), self.signature);
         let carrier = CallConfig { channels: 1, ..self.config };
         Call {
             op: self.op,
-            plan: WireLayout::new(&lengths, DType::size, self.config.slot),
+            layout: WireLayout::new(&lengths, DType::size, self.config.slot),
             signature,
             list_hash: signature,
             replicas: vec![tensors],
@@ -270,7 +270,7 @@ impl Call {
 
     /// Whether it takes one exchange; the same on all ranks that call the same.
     pub fn is_small(&self) -> bool {
-        self.config.small_max > 0 && self.plan.total() <= self.config.small_max && !self.wire_is_acc()
+        self.config.small_max > 0 && self.layout.total() <= self.config.small_max && !self.wire_is_acc()
     }
 
     /// The bytes of a slot.
@@ -280,7 +280,7 @@ impl Call {
 
     /// How many channels carry it.
     pub fn channels(&self) -> usize {
-        self.config.channels_for(self.plan.total())
+        self.config.channels_for(self.layout.total())
     }
 
     /// What the sum is divided by.

@@ -34,7 +34,7 @@ const CONTINUED: &str = "+";
 /// A channel; see the module's text.
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
-    pub(super) node: ShmChannel,
+    pub(super) shm: ShmChannel,
     /// The way to the other hosts, for a rank that drives a lane where there are any.
     pub(super) inter_host: Option<InterHost>,
     /// The last step.
@@ -73,7 +73,7 @@ impl Channel {
     pub fn new(topology: Arc<Topology>, node: ShmChannel) -> Channel {
         Channel {
             topology,
-            node,
+            shm: node,
             inter_host: None,
             seq: START,
             freed_seq: START,
@@ -117,7 +117,7 @@ impl Channel {
             let step = self.pack(job, 0, patience)?;
             met = self.finish_chunk(job, step, patience)?;
         }
-        if met == ChunkResult::Matched && self.zero_copy && job.plan.chunks() == 1 {
+        if met == ChunkResult::Matched && self.zero_copy && job.layout.chunks() == 1 {
             self.wait_reduced(patience)?;
         }
         Ok(met == ChunkResult::Matched)
@@ -125,7 +125,7 @@ impl Channel {
 
     /// Memory that the ranks see in each other, if there are no others than those of this host.
     fn shared(&self) -> Option<&dyn PeerMemory> {
-        if self.topology.hosts() == 1 { self.node.node().shared() } else { None }
+        if self.topology.hosts() == 1 { self.shm.node().shared() } else { None }
     }
 
     /// Whether the first chunk of the last call held places, so that its other chunks do.
@@ -211,8 +211,8 @@ impl Channel {
         let mut chunks = chunks.peekable();
         if let Some(&first) = chunks.peek() {
             let step = self.pack(job, first, patience)?;
-            self.node.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
-            if !self.node.same_signatures(step.seq) {
+            self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
+            if !self.shm.same_signatures(step.seq) {
                 return Err(lost(job, first));
             }
             self.combine_zero_copy(job, step.seq, chunks, patience)?;
@@ -230,14 +230,14 @@ impl Channel {
 
     /// Waits until the other ranks have written what they write to this rank's tensors.
     fn wait_reduced(&mut self, patience: &WaitContext<'_>) -> Result<()> {
-        self.node.wait(Phase::Reduced, self.seq, self.topology.num_shards(), patience)
+        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), patience)
     }
 
     /// The number of the next step, once its slot is free. Also tells the other ranks what this one has unpacked: they may
     /// wait for it before they come to what this rank will wait for.
     pub(super) fn begin_round(&mut self, patience: &WaitContext<'_>) -> Result<u32> {
-        if self.node.own(Phase::Unpacked) != self.unpacked_seq {
-            self.node.raise(Phase::Unpacked, self.unpacked_seq);
+        if self.shm.own(Phase::Unpacked) != self.unpacked_seq {
+            self.shm.raise(Phase::Unpacked, self.unpacked_seq);
             patience.log().flag();
         }
         self.next_seq(patience)
@@ -248,8 +248,8 @@ impl Channel {
     #[inline]
     pub(super) fn refresh(&mut self) {
         if self.seq.wrapping_sub(self.refreshed) >= REFRESH {
-            self.node.raise(Phase::Reduced, self.seq);
-            self.node.raise(Phase::Unpacked, self.unpacked_seq);
+            self.shm.raise(Phase::Reduced, self.seq);
+            self.shm.raise(Phase::Unpacked, self.unpacked_seq);
             self.refreshed = self.seq;
         }
     }
@@ -258,7 +258,7 @@ impl Channel {
         let number = self.seq.wrapping_add(1);
         if !self.is_free(number) {
             let before = number.wrapping_sub(2);
-            self.node.wait(Phase::Unpacked, before, self.topology.local_size(), patience)?;
+            self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), patience)?;
             self.freed_seq = before;
         }
         self.seq = number;
@@ -273,12 +273,12 @@ impl Channel {
     /// This rank has taken what it wanted from step `number`.
     pub(super) fn finish_round(&mut self, number: u32) {
         self.unpacked_seq = number;
-        self.node.raise(Phase::Unpacked, number);
+        self.shm.raise(Phase::Unpacked, number);
     }
 
     /// Copies `part` of a chunk into the slot of step `number`.
     pub(super) fn copy_in(&self, job: &Call, chunk: usize, part: Range<usize>, number: u32) {
-        let slot = self.node.slot(self.topology.local_rank(), number);
+        let slot = self.shm.slot(self.topology.local_rank(), number);
         sync::check_write(slot.wrapping_add(part.start), part.len());
         // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
         unsafe { job.op.collective().pack(job, &self.topology, chunk, part, slot) };
@@ -296,17 +296,17 @@ impl Channel {
 
     fn pack(&mut self, job: &Call, chunk: usize, patience: &WaitContext<'_>) -> Result<PackedChunk> {
         let number = self.begin_round(patience)?;
-        let len = job.plan.chunk_len(chunk);
+        let len = job.layout.chunk_len(chunk);
         let mut lap = PhaseTimer::start(patience.log(), len);
         if let Some(shared) = self.shared().filter(|_| self.zero_copy) {
             // SAFETY: `begin` waited until the slot is this rank's.
-            unsafe { zero_copy::post_addresses(job, self.node.slot(self.topology.local_rank(), number), shared) }?;
+            unsafe { zero_copy::post_addresses(job, self.shm.slot(self.topology.local_rank(), number), shared) }?;
         } else {
             let staying = self.own_range(job, chunk);
             [0..staying.start, staying.end..len].into_iter().for_each(|part| self.copy_in(job, chunk, part, number));
         }
-        self.node.post_signature(number, job.signature, self.zero_copy);
-        self.node.raise(Phase::Packed, number);
+        self.shm.post_signature(number, job.signature, self.zero_copy);
+        self.shm.raise(Phase::Packed, number);
         lap.end(Activity::Copy);
         patience.log().step();
         patience.log().flag();
@@ -323,9 +323,9 @@ impl Channel {
         patience: &WaitContext<'_>,
     ) -> Result<()> {
         let (Some(_), Some(lane)) = (&self.inter_host, self.topology.shard()) else { return Ok(()) };
-        self.node.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
-        let agreed = self.node.same_signatures(step.seq);
-        let slots = self.node.slots(step.seq);
+        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
+        let agreed = self.shm.same_signatures(step.seq);
+        let slots = self.shm.slots(step.seq);
         let slice = slice_of(&self.topology, job, step.seq, step.chunk, lane, slots);
         let cluster = self.inter_host.as_mut();
         step.in_flight = cluster.map(|cluster| cluster.start(&slice, matched, agreed, patience)).transpose()?;
@@ -335,15 +335,15 @@ impl Channel {
     /// Brings a packed step to its end. Nothing is written unless the ranks agree.
     fn finish_chunk(&mut self, job: &Call, step: PackedChunk, patience: &WaitContext<'_>) -> Result<ChunkResult> {
         let log = patience.log();
-        self.node.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
-        let mut lap = PhaseTimer::start(log, job.plan.chunk_len(step.chunk));
+        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
+        let mut lap = PhaseTimer::start(log, job.layout.chunk_len(step.chunk));
         // On one host every rank sees at once whether all agree; else the lanes find out.
-        let agreed_here = self.node.same_signatures(step.seq);
+        let agreed_here = self.shm.same_signatures(step.seq);
         if self.topology.hosts() == 1 && !agreed_here {
             self.finish_round(step.seq);
             return Ok(ChunkResult::Mismatch);
         }
-        match self.node.zero_copy_ranks(step.seq) {
+        match self.shm.zero_copy_ranks(step.seq) {
             0 => {}
             all if all == self.topology.local_size() => {
                 self.combine_zero_copy(job, step.seq, [step.chunk], patience)?;
@@ -356,7 +356,7 @@ impl Channel {
         }
         let PackedChunk { seq: number, chunk, in_flight: flight } = step;
         if let Some(lane) = self.topology.shard() {
-            let slots = self.node.slots(number);
+            let slots = self.shm.slots(number);
             let slice = slice_of(&self.topology, job, number, chunk, lane, slots);
             let agreed = match (flight, &mut self.inter_host) {
                 (Some(flight), Some(cluster)) => cluster.finish(&slice, flight, patience)?,
@@ -367,17 +367,17 @@ impl Channel {
                     agreed_here
                 }
             };
-            self.node.agree(number, agreed);
-            self.node.raise(Phase::Reduced, number);
+            self.shm.agree(number, agreed);
+            self.shm.raise(Phase::Reduced, number);
             log.flag();
             // Between hosts the lane itself has told its parts apart.
             if self.inter_host.is_none() {
                 lap.end(Activity::Reduce);
             }
         }
-        self.node.wait(Phase::Reduced, number, self.topology.num_shards(), patience)?;
+        self.shm.wait(Phase::Reduced, number, self.topology.num_shards(), patience)?;
         lap.reset();
-        let agreed = self.node.all_agreed(number, self.topology.num_shards());
+        let agreed = self.shm.all_agreed(number, self.topology.num_shards());
         if agreed {
             self.unpack(job, number, chunk);
         }
@@ -397,14 +397,14 @@ impl Channel {
     ) -> Result<()> {
         if let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.shard()) {
             for chunk in chunks {
-                let mut lap = PhaseTimer::start(patience.log(), job.plan.chunk_len(chunk));
-                let lane = ShardView { topology: &self.topology, chunk, slots: self.node.slots(number) };
+                let mut lap = PhaseTimer::start(patience.log(), job.layout.chunk_len(chunk));
+                let lane = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(number) };
                 // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
                 unsafe { zero_copy::combine(job, &lane, shard_range(&self.topology, job, chunk, lane_index), shared) }?;
                 lap.end(Activity::Reduce);
             }
         }
-        self.node.raise(Phase::Reduced, number);
+        self.shm.raise(Phase::Reduced, number);
         self.finish_round(number);
         Ok(())
     }
@@ -413,15 +413,15 @@ impl Channel {
     fn unpack(&self, job: &Call, number: u32, chunk: usize) {
         let staying = self.own_range(job, chunk);
         // A long result that is not where the argument was, and so in no cache, need not go through them.
-        let streams = |buffer: &Buffer| !buffer.is_in_place() && job.plan.total() > STREAM_COPY_MIN_BYTES;
+        let streams = |buffer: &Buffer| !buffer.is_in_place() && job.layout.total() > STREAM_COPY_MIN_BYTES;
         for lane in 0..self.topology.num_shards() {
-            let slot = self.node.slot(lane, number).cast_const();
+            let slot = self.shm.slot(lane, number).cast_const();
             let slice = shard_range(&self.topology, job, chunk, lane);
             if slice == staying {
                 continue;
             }
             sync::check_read(slot.wrapping_add(slice.start), slice.len());
-            for piece in job.plan.ranges(chunk, slice) {
+            for piece in job.layout.ranges(chunk, slice) {
                 for buffer in job.tower_buffers(piece.tensor) {
                     // SAFETY: all lanes have reduced, so the slots are read-only; the tensor's memory is the call's.
                     unsafe {
@@ -447,7 +447,7 @@ fn lost(job: &Call, chunk: usize) -> Error {
 
 /// The bytes of a chunk that a lane brings to an end.
 pub(super) fn shard_range(topology: &Topology, job: &Call, chunk: usize, lane: usize) -> Range<usize> {
-    slice(0..job.plan.chunk_len(chunk), lane, topology.num_shards())
+    slice(0..job.layout.chunk_len(chunk), lane, topology.num_shards())
 }
 
 /// What a lane does on the step `step`, which has these slots.

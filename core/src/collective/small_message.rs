@@ -21,7 +21,7 @@ impl Channel {
     /// is missed.
     pub(super) fn exchange(&mut self, job: &Call, patience: &WaitContext<'_>) -> Result<bool> {
         let number = self.next_seq(patience)?;
-        let len = job.plan.chunk_len(0);
+        let len = job.layout.chunk_len(0);
         let mut lap = PhaseTimer::start(patience.log(), len);
         self.copy_in(job, 0, 0..len, number);
         lap.end(Activity::Copy);
@@ -36,15 +36,15 @@ impl Channel {
         let number = self.seq.wrapping_add(1);
         self.is_free(number).then(|| {
             self.seq = number;
-            self.copy_in(job, 0, 0..job.plan.chunk_len(0), number);
+            self.copy_in(job, 0, 0..job.layout.chunk_len(0), number);
             self.post(job, number)
         })
     }
 
     /// Shows the others what this rank has put into its slot.
     fn post(&mut self, job: &Call, number: u32) -> PostedCall {
-        self.node.post_signature(number, job.signature, false);
-        PostedCall { number, all: self.node.post_and_spin(Phase::Packed, number) }
+        self.shm.post_signature(number, job.signature, false);
+        PostedCall { number, all: self.shm.post_and_spin(Phase::Packed, number) }
     }
 
     /// Ends a short call that was shown, once all ranks have; false, and nothing written, when they called other things.
@@ -55,9 +55,9 @@ impl Channel {
         patience.log().step();
         patience.log().flag();
         if !shown.all {
-            self.node.wait(Phase::Packed, shown.number, self.topology.local_size(), patience)?;
+            self.shm.wait(Phase::Packed, shown.number, self.topology.local_size(), patience)?;
         }
-        let mut lap = PhaseTimer::start(patience.log(), job.plan.chunk_len(0));
+        let mut lap = PhaseTimer::start(patience.log(), job.layout.chunk_len(0));
         let agreed = self.take(job, shown.number);
         lap.end(Activity::Reduce);
         Ok(agreed)
@@ -72,10 +72,10 @@ impl Channel {
         // Nobody shows a call before it has ended what came before.
         self.freed_seq = number.wrapping_sub(1);
         self.unpacked_seq = number;
-        let agreed = self.node.same_signatures(number);
+        let agreed = self.shm.same_signatures(number);
         if agreed {
-            let slots = self.node.slots(number);
-            slots.iter().for_each(|&slot| sync::check_read(slot, job.plan.chunk_len(0)));
+            let slots = self.shm.slots(number);
+            slots.iter().for_each(|&slot| sync::check_read(slot, job.layout.chunk_len(0)));
             let lane = ShardView { topology: &self.topology, chunk: 0, slots };
             // SAFETY: all have packed, and nobody writes to a slot before all have come to the step after this one.
             unsafe { job.op.collective().reduce_to_tensor(job, &lane) };

@@ -20,7 +20,7 @@ const MAX_TEXT_BYTES: usize = 16 << 10;
 
 /// The longest text of a rank that fits a slot: the same number on every rank.
 pub(super) fn max_text_bytes(channel: &Channel) -> usize {
-    MAX_TEXT_BYTES.min(channel.node.node().geometry().slot / 4)
+    MAX_TEXT_BYTES.min(channel.shm.node().geometry().slot / 4)
 }
 
 /// All ranks tell `mine`; returns what `merge` makes of that, by rank, on lane 0.
@@ -34,30 +34,30 @@ pub(super) fn allgather_merge(
     let local_rank = channel.topology.local_rank();
     let step = channel.begin_round(patience)?;
     // Each rank's text lies in the first half of its slot, the result in the second half of the first.
-    let half = channel.node.node().geometry().slot / 2;
+    let half = channel.shm.node().geometry().slot / 2;
 
     // SAFETY: `begin` waited until the slot is this rank's.
-    unsafe { write_text(channel.node.slot(local_rank, step), half, mine) };
-    channel.node.raise(Phase::Packed, step);
-    channel.node.wait(Phase::Packed, step, local_size, patience)?;
+    unsafe { write_text(channel.shm.slot(local_rank, step), half, mine) };
+    channel.shm.raise(Phase::Packed, step);
+    channel.shm.wait(Phase::Packed, step, local_size, patience)?;
 
     if channel.topology.shard() == Some(0) {
         let mut told = Vec::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
             // SAFETY: all have packed; only this rank goes on before it has reduced.
-            told.push((rank, unsafe { read_text(channel.node.slot(local, step), half) }));
+            told.push((rank, unsafe { read_text(channel.shm.slot(local, step), half) }));
         }
         told.extend(from_other_hosts(channel, &told, patience)?);
         told.sort_by_key(|(rank, _)| *rank);
         // SAFETY: the second half of the own slot is nobody else's before `Reduced`.
-        unsafe { write_text(channel.node.slot(local_rank, step).add(half), half, &merge(&told)) };
+        unsafe { write_text(channel.shm.slot(local_rank, step).add(half), half, &merge(&told)) };
     }
     if channel.topology.shard().is_some() {
-        channel.node.raise(Phase::Reduced, step);
+        channel.shm.raise(Phase::Reduced, step);
     }
-    channel.node.wait(Phase::Reduced, step, channel.topology.num_shards(), patience)?;
+    channel.shm.wait(Phase::Reduced, step, channel.topology.num_shards(), patience)?;
     // SAFETY: all have reduced, so the slots are read-only.
-    let text = unsafe { read_text(channel.node.slot(0, step).add(half), half) };
+    let text = unsafe { read_text(channel.shm.slot(0, step).add(half), half) };
     channel.finish_round(step);
     Ok(text)
 }

@@ -16,7 +16,7 @@ pub(super) fn is_possible(job: &Call, shared: &dyn PeerMemory) -> bool {
     let visible = |bytes: Range<usize>| bytes.is_empty() || shared.offset_of(bytes).is_some();
     job.op == Op::Allreduce
         && !job.wire_is_acc()
-        && job.plan.tensors().len() * size_of::<u64>() <= job.slot()
+        && job.layout.tensors().len() * size_of::<u64>() <= job.slot()
         && job.tensors(0).iter().all(|tensor| {
             let (read, written) = tensor.buffer.byte_ranges();
             read == written && visible(written)
@@ -31,7 +31,7 @@ pub(super) fn is_possible(job: &Call, shared: &dyn PeerMemory) -> bool {
 /// # Safety
 /// `slot` is this rank's slot of the step, its to write.
 pub(super) unsafe fn post_addresses(job: &Call, slot: *mut u8, shared: &dyn PeerMemory) -> Result<()> {
-    for (index, tensor) in job.plan.tensors().enumerate() {
+    for (index, tensor) in job.layout.tensors().enumerate() {
         let place = shared.offset_of(job.tensors(0)[tensor].buffer.byte_ranges().1).ok_or_else(cannot_map)?;
         // SAFETY: the places fit the slot, which `is_possible` has checked.
         unsafe { slot.cast::<u64>().add(index).write(place) };
@@ -52,7 +52,7 @@ pub(super) unsafe fn combine(
     slice: Range<usize>,
     shared: &dyn PeerMemory,
 ) -> Result<()> {
-    for piece in job.plan.ranges(lane.chunk, slice) {
+    for piece in job.layout.ranges(lane.chunk, slice) {
         let dtype = job.tensors(0)[piece.tensor].buffer.dtype();
         let (skip, len) = (piece.first * dtype.size(), piece.count * dtype.size());
         let tensor = |(rank, slot): (usize, &*mut u8)| {

@@ -146,14 +146,14 @@ pub fn wait(name: &str, start: impl FnOnce(CallOptions)) -> Result<()> {
 fn interrupt() {
     // Without a session there is nothing to end.
     let _ended = started(|session| {
-        session.siblings.interrupt();
+        session.process_teams.interrupt();
         Ok(())
     });
 }
 
 /// What a caller holds that waits, outside of the core, for a call that it has started; `None` when nothing is up any more.
 pub fn blocked() -> Option<BlockedCaller> {
-    started(|session| Ok(session.siblings.blocked())).ok()
+    started(|session| Ok(session.process_teams.blocked())).ok()
 }
 
 /// Looks for signals for such a caller. When one wants the wait to end, the calls that are under way end soon, with an error.

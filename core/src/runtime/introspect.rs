@@ -28,7 +28,7 @@ pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
 pub fn start_timeline(folder: &str) -> Result<()> {
     let (rank, title, job) = started(|session| {
         let rank = session.topology.rank();
-        Ok((rank, session.places[rank].display_name(rank), session.dumper.job()))
+        Ok((rank, session.rank_info[rank].display_name(rank), session.dumper.job()))
     })?;
     timeline::start(folder, rank, &title, &job)
 }
@@ -65,7 +65,7 @@ pub struct ProcessInfo {
     /// Where the ranks are, once it was started.
     pub topology: Option<Arc<Topology>>,
     /// Every rank's place, while started.
-    pub places: Arc<[RankInfo]>,
+    pub rank_info: Arc<[RankInfo]>,
     /// What was measured of the network between the hosts, while started, where there are several.
     pub network: Option<NetworkModel>,
     /// The teams, by number, while started, and what is known of their GPUs.
@@ -79,7 +79,7 @@ pub struct ProcessInfo {
 pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
         let (places, teams) = (Arc::new([]), Vec::new());
-        let mut told = ProcessInfo { state: "fresh", config: None, topology: None, places, network: None, teams };
+        let mut told = ProcessInfo { state: "fresh", config: None, topology: None, rank_info: places, network: None, teams };
         match state {
             RuntimeState::NotStarted => {}
             RuntimeState::Finalized(topology) => {
@@ -90,8 +90,8 @@ pub fn overview() -> Result<ProcessInfo> {
                 told.state = "started";
                 told.config = Some(session.config.clone());
                 told.topology = Some(Arc::clone(&session.topology));
-                told.places = Arc::clone(&session.places);
-                told.teams = session.teams.values().map(|team| (team.carrier(), team.gpus())).collect();
+                told.rank_info = Arc::clone(&session.rank_info);
+                told.teams = session.teams.values().map(|team| (team.call_config(), team.gpus())).collect();
             }
         }
         Ok(told)

@@ -44,11 +44,11 @@ use crate::variables;
 struct Runtime {
     world: Arc<Mutex<World>>,
     topology: Arc<Topology>,
-    places: Arc<[RankInfo]>,
+    rank_info: Arc<[RankInfo]>,
     network: Option<NetworkModel>,
     config: Config,
     teams: BTreeMap<i32, Arc<Team>>,
-    siblings: Arc<ProcessTeams>,
+    process_teams: Arc<ProcessTeams>,
     dumper: Arc<Dumper>,
     /// For what it does as long as it is there.
     _on_signal: SignalDumper,
@@ -141,7 +141,7 @@ pub fn init_mpi() -> Result<()> {
             let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
             let world = Arc::new(Mutex::new(world));
             let (teams, siblings) = (BTreeMap::new(), Arc::new(ProcessTeams::of_process()));
-            let session = Runtime { world, topology, places, network, config, teams, siblings, dumper, _on_signal };
+            let session = Runtime { world, topology, rank_info: places, network, config, teams, process_teams: siblings, dumper, _on_signal };
             *state = RuntimeState::Started(Box::new(session));
             Ok(())
         }

@@ -89,7 +89,7 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     }
     let config = config()?;
     let (world, dumper, siblings) = started(|session| {
-        Ok((Arc::clone(&session.world), Arc::clone(&session.dumper), Arc::clone(&session.siblings)))
+        Ok((Arc::clone(&session.world), Arc::clone(&session.dumper), Arc::clone(&session.process_teams)))
     })?;
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);

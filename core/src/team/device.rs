@@ -31,7 +31,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 impl Team {
     /// Makes a call on device memory of `job`.
     pub(super) fn on_device(&self, job: Call, device: Device) -> Result<Call> {
-        if let Some(ordinal) = self.shared.gpus.get().and_then(|gpus| gpus["gpu"].as_i64())
+        if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
             && ordinal != i64::from(device.ordinal)
         {
             return Err(Error::Invalid(format!(
@@ -57,7 +57,7 @@ impl Team {
 
     /// What is known of the way that calls on device memory take, after the first.
     pub fn gpus(&self) -> Option<Value> {
-        let mut gpus = self.shared.gpus.get()?.clone();
+        let mut gpus = self.shared.gpu_info.get()?.clone();
         gpus["device_bytes"] = self.shared.device_bytes.load(Ordering::Relaxed).into();
         gpus["calls_in_chunks"] = self.shared.calls_in_chunks.load(Ordering::Relaxed).into();
         Some(gpus)
@@ -74,14 +74,14 @@ pub(super) struct DeviceExecutor {
 
 /// A call that was enqueued, and its end on the GPU.
 struct DeviceWork {
-    call: Arc<Work>,
-    end: Event,
+    work: Arc<Work>,
+    done: Event,
 }
 
 impl DeviceWork {
     /// A part of a call that waits ends with this.
     fn new(call: &Arc<Work>, end: Event) -> DeviceWork {
-        let watched = DeviceWork { call: Arc::clone(call), end };
+        let watched = DeviceWork { work: Arc::clone(call), done: end };
         if watched.waits() {
             call.add_parts(1);
         }
@@ -89,17 +89,17 @@ impl DeviceWork {
     }
 
     fn waits(&self) -> bool {
-        self.call.call.producer().is_some_and(|producer| producer.waits())
+        self.work.call.producer().is_some_and(|producer| producer.waits())
     }
 
     /// Whether the GPU has done it, or cannot tell.
     fn has_ended(&self) -> bool {
-        self.end.context().push().and_then(|_entered| self.end.is_complete()).unwrap_or(true)
+        self.done.context().push().and_then(|_entered| self.done.is_complete()).unwrap_or(true)
     }
 
     fn finish(self, result: Result<()>) {
         if self.waits() {
-            self.call.finish(result);
+            self.work.finish(result);
         }
     }
 }
@@ -136,7 +136,7 @@ impl DeviceExecutor {
         let gpus = worker
             .run_checked(call, |channel, call, patience| DevicePath::new(channel, &call.call, settings, patience))?;
         // One call is the first.
-        let _first = worker.shared.gpus.set(gpus.about());
+        let _first = worker.shared.gpu_info.set(gpus.about());
         let (sender, receiver) = channel();
         let (shared, rescue) = (Arc::clone(&worker.shared), gpus.release_streams());
         let builder = Builder::new().name(format!("dlcomm-{}.gpu", worker.shared.settings.id));
@@ -183,7 +183,7 @@ fn poll_device_work(shared: &Arc<TeamState>, calls: &Receiver<DeviceWork>, rescu
     while let Ok(watched) = calls.recv() {
         let mut nap = Duration::from_micros(20);
         let longest = if watched.waits() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };
-        let DeviceWork { call, end } = &watched;
+        let DeviceWork { work: call, done: end } = &watched;
         let entered = end.context().push();
         let failed = loop {
             if let Err(error) = &entered {
@@ -254,7 +254,7 @@ impl Worker {
                 (place, Some(producer)) => place.insert(StagingPipeline::new(channel, producer.context(), settings)?),
                 (None, None) => return Err(Error::Internal("a call on host memory has no GPU".into())),
             };
-            let chunks = (index..call.call.plan.chunks()).step_by(channels);
+            let chunks = (index..call.call.layout.chunks()).step_by(channels);
             stager.run(channel, &call.call, chunks, patience).map_err(out_of_step)
         });
         // Once all have been told.

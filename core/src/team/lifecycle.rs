@@ -46,7 +46,7 @@ impl Team {
         alarm: OnFailure,
         siblings: &Arc<ProcessTeams>,
     ) -> Result<Team> {
-        let GroupResources { topology, names, node, links, network, oversubscribed: crowded } = endpoint;
+        let GroupResources { topology, names, region: node, links, network, oversubscribed: crowded } = endpoint;
         let carrier = CallConfig {
             team: settings.id,
             ranks: topology.size(),
@@ -68,7 +68,7 @@ impl Team {
             on_failure: alarm,
             recorder: Arc::default(),
             callers: CallerThreads::default(),
-            siblings: Arc::clone(siblings),
+            process_teams: Arc::clone(siblings),
             queue: Mutex::new(Some(sender)),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             is_reconciling: AtomicBool::new(false),
@@ -76,7 +76,7 @@ impl Team {
             joined_seq: AtomicU64::new(0),
             matched: AtomicU64::new(0),
             timeout: AtomicU64::new(0),
-            gpus: OnceLock::new(),
+            gpu_info: OnceLock::new(),
             device_bytes: AtomicUsize::new(0),
             calls_in_chunks: AtomicUsize::new(0),
         });
@@ -91,7 +91,7 @@ impl Team {
                 shared: Arc::clone(&shared),
                 index,
                 rank,
-                carrier,
+                config: carrier,
                 channel: Channel::new(topology, node.channel(index)).with(cluster),
                 staging: None,
             };

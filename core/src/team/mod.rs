@@ -106,7 +106,7 @@ struct TeamState {
     on_failure: OnFailure,
     recorder: Arc<record::Recorder>,
     callers: CallerThreads,
-    siblings: Arc<ProcessTeams>,
+    process_teams: Arc<ProcessTeams>,
     /// What the thread that leads is given; none when the team is about to end.
     queue: Mutex<Option<Sender<QueueItem>>>,
     /// Calls have waited so long when they look whether the ranks wait for each other.
@@ -122,7 +122,7 @@ struct TeamState {
     /// The deadline of calls in nanoseconds; 0 for none.
     timeout: AtomicU64,
     /// What is known of the way that calls on device memory take, after the first.
-    gpus: OnceLock<Value>,
+    gpu_info: OnceLock<Value>,
     /// The bytes of device memory that the team has taken.
     device_bytes: AtomicUsize,
     /// How many calls on device memory went in chunks, because a rank could not open the memory of another.
@@ -182,7 +182,7 @@ impl TeamState {
             }
         } else if head.record.submitted.elapsed() > self.stall_check_after {
             self.region.stall(self.region.step());
-            self.siblings.check_deadlock(self);
+            self.process_teams.check_deadlock(self);
         }
         let elsewhere = || if self.several_hosts { self.lost_rank() } else { None };
         self.failure().or_else(elsewhere).or_else(|| {
@@ -268,7 +268,7 @@ impl TeamState {
 
 impl Team {
     /// How it carries its calls.
-    pub fn carrier(&self) -> CallConfig {
+    pub fn call_config(&self) -> CallConfig {
         self.config
     }
 
@@ -339,7 +339,7 @@ impl Team {
         drop(pipeline);
         self.run(placed);
         let (pipeline, ledger) = (Arc::clone(&self.schedule), Arc::clone(&self.wait_time));
-        ResultAssembly { pipeline, ledger, list, plan: turn, own, done, return_weights: separate, waiting_since }
+        ResultAssembly { schedule: pipeline, wait_time: ledger, list, plan: turn, own, done, return_weights: separate, waiting_since }
             .start();
     }
 
@@ -362,7 +362,7 @@ impl Team {
         };
         let since = since.unwrap_or_else(Instant::now);
         let result = wait_for_result(
-            || self.shared.siblings.interrupt(),
+            || self.shared.process_teams.interrupt(),
             |ended| {
                 let call = self.call(*job, true, timeout, ended);
                 self.carry(held, &call, Some(shown));

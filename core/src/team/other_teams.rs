@@ -31,14 +31,14 @@ impl OtherTeams {
     /// At the start of a reconciliation of `team`.
     pub fn new(team: &TeamState) -> OtherTeams {
         let since = (Instant::now(), spent());
-        let mut elsewhere = OtherTeams { given_up: team.siblings.given_up(), pending: None, waits: false, since };
+        let mut elsewhere = OtherTeams { given_up: team.process_teams.given_up(), pending: None, waits: false, since };
         elsewhere.poll(team);
         elsewhere
     }
 
     /// Looks again.
     pub fn poll(&mut self, team: &TeamState) {
-        let pending = team.siblings.pending_elsewhere(team, team.stall_check_after);
+        let pending = team.process_teams.pending_elsewhere(team, team.stall_check_after);
         self.waits = pending.is_some();
         self.pending = pending.or(self.pending.take());
     }
@@ -53,7 +53,7 @@ impl OtherTeams {
 
     /// What further calls this rank expects in `team`, to which the last one came at `arrived`.
     pub fn outlook(&self, team: &TeamState, arrived: Instant) -> Outlook {
-        let siblings = &team.siblings;
+        let siblings = &team.process_teams;
         if self.pending.is_some() && siblings.given_up() > self.given_up {
             // The call elsewhere was given up because this team's ranks and that one's wait for each other: so was this rank's
             // part here.

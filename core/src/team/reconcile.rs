@@ -32,7 +32,7 @@ impl Worker {
         let ended = self.run_rounds(queue, absent, elsewhere);
         self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
-            self.shared.siblings.settle(&self.shared);
+            self.shared.process_teams.settle(&self.shared);
         }
         ended
     }
@@ -98,7 +98,7 @@ impl Worker {
         let quiet = queue.calls.front().is_some_and(|head| {
             let unchanged = queue.arrived.max(head.alone_since()).elapsed();
             let all_wait = || {
-                let mut waiting = shared.siblings.waiting(shared.stall_check_after);
+                let mut waiting = shared.process_teams.waiting(shared.stall_check_after);
                 waiting.extend(queue.calls.iter().filter_map(|call| call.record.thread));
                 shared.callers.all_blocked(&waiting)
             };
@@ -107,7 +107,7 @@ impl Worker {
         let outlook = match queue.calls.front() {
             _ if queue.closed => Outlook::Closed,
             None => elsewhere.outlook(shared, queue.arrived),
-            Some(_) if quiet && shared.siblings.all_blocked(shared.stall_check_after) => Outlook::Settled,
+            Some(_) if quiet && shared.process_teams.all_blocked(shared.stall_check_after) => Outlook::Settled,
             Some(_) => elsewhere.unsettled(),
         };
         PendingCalls { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
@@ -124,7 +124,7 @@ impl Worker {
         let given_up = place.and_then(|place| queue.calls.remove(place));
         let account = match &given_up {
             Some(call) => {
-                self.shared.siblings.give_up();
+                self.shared.process_teams.give_up();
                 MismatchEntry::Call(&call.call)
             }
             None if head.is_absent() => MismatchEntry::None(elsewhere.describe(&self.shared, queue.closed)),

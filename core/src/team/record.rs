@@ -401,7 +401,7 @@ impl CallSummary {
             name_line: job.name_line(),
             tensors: job.lines(0..TENSORS_SHOWN).collect(),
             count,
-            bytes: job.plan.total(),
+            bytes: job.layout.total(),
         }
     }
 }

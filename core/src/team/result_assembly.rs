@@ -14,8 +14,8 @@ use crate::weighted_sum::{CarryWeights, weighted_sum};
 
 /// A call that waits for what it returns.
 pub(super) struct ResultAssembly {
-    pub pipeline: Arc<Mutex<ScheduleState>>,
-    pub ledger: Arc<WaitTime>,
+    pub schedule: Arc<Mutex<ScheduleState>>,
+    pub wait_time: Arc<WaitTime>,
     pub list: u64,
     pub plan: CallPlan,
     pub own: Arc<InFlightMean>,
@@ -61,7 +61,7 @@ impl ResultAssembly {
                 Err(error)
             }
         };
-        let ResultAssembly { ledger, plan: turn, done, waiting_since, own, .. } = self;
+        let ResultAssembly { wait_time: ledger, plan: turn, done, waiting_since, own, .. } = self;
         // The memory of a mean goes with its parcel, on the thread of the one who takes it.
         drop(own);
         if let Some(since) = waiting_since {
@@ -74,7 +74,7 @@ impl ResultAssembly {
     }
 
     fn replace(&self, instead: Option<(Arc<InFlightMean>, f64)>) {
-        let mut pipeline = self.pipeline.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pipeline = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
         pipeline.replace_carried(self.list, &self.own, instead);
     }
 }

@@ -28,7 +28,7 @@ pub(super) struct Worker {
     pub shared: Arc<TeamState>,
     pub index: usize,
     pub rank: usize,
-    pub carrier: CallConfig,
+    pub config: CallConfig,
     pub channel: Channel,
     /// For calls on device memory that go through the host, once there was one.
     pub staging: Option<StagingPipeline>,
@@ -309,7 +309,7 @@ impl ExecutorState {
         // Before the others can see this rank: what follows on other teams is noticed.
         shared.joins_stalled.store(true, Ordering::Release);
         let elsewhere = OtherTeams::new(&shared);
-        let job = Call::absent(self.worker.carrier);
+        let job = Call::absent(self.worker.config);
         let absent = job.map(|job| Arc::new(Work::absent(job, Arc::clone(&shared.recorder))));
         let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
             Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), elsewhere),
@@ -346,12 +346,12 @@ impl ExecutorState {
             if DeviceExecutor::run(device, worker, call)? {
                 return Ok(());
             }
-        } else if call.call.plan.chunks() == 1 {
+        } else if call.call.layout.chunks() == 1 {
             return Ok(());
         }
         call.zero_copy.store(worker.channel.is_zero_copy(), Ordering::Relaxed);
         // Helper h takes the chunks h, h + channels, ...
-        let helped = (call.call.channels() - 1).min(call.call.plan.chunks() - 1);
+        let helped = (call.call.channels() - 1).min(call.call.layout.chunks() - 1);
         call.add_parts(helped);
         for helper in &helpers[..helped] {
             if helper.send(Arc::clone(call)).is_err() {
@@ -378,7 +378,7 @@ impl Worker {
         }
         let (index, channels) = (self.index, call.call.channels());
         self.run_checked(call, |channel, call, patience| {
-            let chunks = (index..call.call.plan.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
+            let chunks = (index..call.call.layout.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
             channel.run_chunks(&call.call, chunks, call.zero_copy.load(Ordering::Relaxed), patience)
         })
     }

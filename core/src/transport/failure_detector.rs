@@ -45,13 +45,13 @@ pub struct FailureDetector {
 /// The failure blocks that are written, and what was written to all.
 #[derive(Default)]
 struct MonitoredGroups {
-    nodes: Vec<(i32, Arc<ShmRegion>)>,
+    regions: Vec<(i32, Arc<ShmRegion>)>,
     lost: Option<Error>,
 }
 
 impl MonitoredGroups {
     fn fail(&mut self, team: Option<i32>, error: &Error) {
-        for (_, node) in self.nodes.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
+        for (_, node) in self.regions.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
             node.set_failure(error);
         }
         if team.is_none() && self.lost.is_none() {
@@ -61,7 +61,7 @@ impl MonitoredGroups {
 
     /// The steps in which ranks of this host wait long.
     fn stalled(&self) -> Vec<(i32, u32)> {
-        self.nodes.iter().filter_map(|(team, node)| Some((*team, node.stalled()?))).collect()
+        self.regions.iter().filter_map(|(team, node)| Some((*team, node.stalled()?))).collect()
     }
 
     /// The ranks of this host that make no further steps, and the last step of each.
@@ -69,12 +69,12 @@ impl MonitoredGroups {
         let left = |(team, node): &(i32, Arc<ShmRegion>)| {
             node.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
         };
-        self.nodes.iter().flat_map(left).collect()
+        self.regions.iter().flat_map(left).collect()
     }
 
     fn failures(&self) -> Vec<(i32, Error)> {
         let failure = |(team, node): &(i32, Arc<ShmRegion>)| Some((*team, node.failure()?));
-        self.nodes.iter().filter_map(failure).collect()
+        self.regions.iter().filter_map(failure).collect()
     }
 }
 
@@ -115,7 +115,7 @@ impl FailureDetector {
     /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
     pub fn watch(&self, team: i32, node: &Arc<ShmRegion>) {
         let mut teams = lock(&self.teams);
-        teams.nodes.push((team, Arc::clone(node)));
+        teams.regions.push((team, Arc::clone(node)));
         if let Some(error) = &teams.lost {
             node.set_failure(error);
         }
@@ -229,7 +229,7 @@ impl DetectorThread {
             return;
         }
         self.stalled.insert(team, step);
-        lock(&self.teams).nodes.iter().filter(|(id, _)| *id == team).for_each(|(_, node)| node.stall(step));
+        lock(&self.teams).regions.iter().filter(|(id, _)| *id == team).for_each(|(_, node)| node.stall(step));
         self.send(&json!({"team": team, "stalled": step}));
     }
 
@@ -286,7 +286,7 @@ impl DetectorThread {
         if let (Some(rank), Some(step)) = (number("left"), number("step").and_then(|step| u32::try_from(step).ok())) {
             let rank = usize::try_from(rank).unwrap_or(usize::MAX);
             let teams = lock(&self.teams);
-            teams.nodes.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, node)| node.depart(rank, step));
+            teams.regions.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, node)| node.depart(rank, step));
             drop(teams);
             return self.forward(message);
         }
@@ -348,7 +348,7 @@ mod tests {
                 })
                 .collect();
             let alerts = started.into_iter().map(|alert| alert.join().unwrap());
-            alerts.zip(endpoints).map(|(alert, endpoint)| (alert, endpoint.node)).collect()
+            alerts.zip(endpoints).map(|(alert, endpoint)| (alert, endpoint.region)).collect()
         })
     }
 
@@ -375,7 +375,7 @@ mod tests {
         }
         // One says good-bye: no loss. Other teams are their own.
         drop(hosts.remove(4));
-        let [fresh, other] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node);
+        let [fresh, other] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
         hosts[0].0.watch(4, &fresh);
         hosts[1].0.watch(4, &other);
         std::thread::sleep(3 * POLL_INTERVAL);
@@ -387,15 +387,15 @@ mod tests {
     #[test]
     fn many_failures_at_once_end_no_other_team() {
         let hosts = start(2);
-        let others: Vec<_> = (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node).collect();
-        let bystander = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        let others: Vec<_> = (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region).collect();
+        let bystander = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         hosts[1].0.watch(99, &bystander);
         // All are seen in one look, and sent in one burst.
         for (team, node) in (0..).zip(&others) {
             node.set_failure(&Error::Timeout("\u{1}".repeat(1000)));
             hosts[0].0.watch(team, node);
         }
-        let seen = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        let seen = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         hosts[1].0.watch(39, &seen);
         wait_for(&seen);
         std::thread::sleep(3 * POLL_INTERVAL);
@@ -441,7 +441,7 @@ mod tests {
         });
         let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         let stream = take.join().unwrap();
-        let [early, late] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node);
+        let [early, late] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
         alert.watch(0, &early);
         drop(stream);
         let lost = Error::PeerLost("rank 3 has ended, or its host is out of reach".into());
@@ -461,7 +461,7 @@ mod tests {
         let hangs_up = std::thread::spawn(move || drop(stranger.accept().unwrap()));
         let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         hangs_up.join().unwrap();
-        let node = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).node;
+        let node = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         alert.watch(0, &node);
         std::thread::sleep(3 * POLL_INTERVAL);
         assert_eq!(node.failure(), None);

@@ -77,7 +77,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
         Ok(GroupResources {
             names: (0..keys.len()).map(|rank| format!("rank {rank}")).collect(),
             topology: Arc::new(topology),
-            node: Arc::new(node),
+            region: Arc::new(node),
             links,
             network: NetworkModel::UNKNOWN,
             oversubscribed: false,

@@ -41,7 +41,7 @@ pub struct GroupResources {
     /// The names of all ranks of the job, for messages.
     pub names: Arc<[String]>,
     /// Its view of the host's memory.
-    pub node: Arc<ShmRegion>,
+    pub region: Arc<ShmRegion>,
     /// The link of each channel, for a rank that drives a lane where there are several hosts.
     pub links: Vec<Option<Box<dyn HostLink>>>,
     /// What is known of the network between the hosts; the same on all ranks.

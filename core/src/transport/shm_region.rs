@@ -127,7 +127,7 @@ impl ShmRegion {
             unsafe { self.region.base.add(self.geometry.slot_at(channel, rank, parity)) }
         };
         let slots = [0, 1].map(|parity| (0..self.geometry.ranks).map(|rank| slot(rank, parity)).collect());
-        ShmChannel { node: Arc::clone(self), channel, slots: Slots(slots), spins: Cell::new(self.spins) }
+        ShmChannel { region: Arc::clone(self), channel, slots: Slots(slots), spins: Cell::new(self.spins) }
     }
 
     /// The end of another rank's process, for waits that are not for this host's ranks.
@@ -265,7 +265,7 @@ unsafe impl Send for Slots {}
 
 /// One channel of a [`ShmRegion`].
 pub struct ShmChannel {
-    node: Arc<ShmRegion>,
+    region: Arc<ShmRegion>,
     channel: usize,
     slots: Slots,
     /// How often a wait looks before it sleeps: as often as has paid lately, up to the node's number.
@@ -275,7 +275,7 @@ pub struct ShmChannel {
 impl ShmChannel {
     /// The node.
     pub fn node(&self) -> &Arc<ShmRegion> {
-        &self.node
+        &self.region
     }
 
     /// The slots of all ranks in step `step`, by local rank; [`RegionLayout::slot`] bytes each. See the module's text for who may
@@ -291,22 +291,22 @@ impl ShmChannel {
 
     /// Raises this rank's flag of `phase` to `step`.
     pub fn raise(&self, phase: Phase, step: u32) {
-        self.flag(self.node.me, phase).raise(step);
+        self.flag(self.region.me, phase).raise(step);
     }
 
     /// Raises this rank's flag of `phase` to `step`, looks for a while whether all ranks of the host have, and only then
     /// wakes who sleeps for it; whether all have.
     pub fn post_and_spin(&self, phase: Phase, step: u32) -> bool {
-        let own = self.flag(self.node.me, phase);
+        let own = self.flag(self.region.me, phase);
         own.raise_no_wake(step);
-        let all = (0..self.node.geometry.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
+        let all = (0..self.region.geometry.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
         own.wake_sleepers();
         all
     }
 
     /// The step to which this rank has raised its flag of `phase`.
     pub fn own(&self, phase: Phase) -> u32 {
-        self.flag(self.node.me, phase).raised()
+        self.flag(self.region.me, phase).raised()
     }
 
     /// Waits until each of the ranks below `ranks` (local ranks) has come to `step` in `phase`.
@@ -327,7 +327,7 @@ impl ShmChannel {
             };
             let now = Instant::now();
             self.adapt(now - from < SPIN_MAX);
-            patience.log().waited(self.node.peers[rank].rank, from, now);
+            patience.log().waited(self.region.peers[rank].rank, from, now);
             result?;
         }
         Ok(())
@@ -340,7 +340,7 @@ impl ShmChannel {
 
     /// Looks longer from now on where that `pays`, and not so long where it does not.
     fn adapt(&self, pays: bool) {
-        let (spins, most) = (self.spins.get(), self.node.spins);
+        let (spins, most) = (self.spins.get(), self.region.spins);
         let wanted = if pays { spins.saturating_mul(2) } else { spins / 2 };
         self.spins.set(wanted.clamp(MIN_SPINS.min(most), most));
     }
@@ -348,7 +348,7 @@ impl ShmChannel {
     /// Writes down the call's signature, and whether the slot holds places (`direct`) instead of content, right before
     /// `Packed`.
     pub fn post_signature(&self, step: u32, signature: u64, direct: bool) {
-        let note = self.note(self.node.me, step);
+        let note = self.note(self.region.me, step);
         note.signature.store(signature, Ordering::Relaxed);
         note.direct.store(u32::from(direct), Ordering::Relaxed);
     }
@@ -356,18 +356,18 @@ impl ShmChannel {
     /// Of how many ranks the slots hold places, after all `Packed`.
     pub fn zero_copy_ranks(&self, step: u32) -> usize {
         let direct = |rank: &usize| self.note(*rank, step).direct.load(Ordering::Relaxed) == 1;
-        (0..self.node.geometry.ranks).filter(direct).count()
+        (0..self.region.geometry.ranks).filter(direct).count()
     }
 
     /// Whether all ranks of the host signed the same, after all `Packed`.
     pub fn same_signatures(&self, step: u32) -> bool {
         let signature = |rank| self.note(rank, step).signature.load(Ordering::Relaxed);
-        (1..self.node.geometry.ranks).all(|rank| signature(rank) == signature(0))
+        (1..self.region.geometry.ranks).all(|rank| signature(rank) == signature(0))
     }
 
     /// Writes down whether this lane found all ranks agreed, before `Reduced`.
     pub fn agree(&self, step: u32, agreed: bool) {
-        self.agreed(self.node.me, step).store(u32::from(agreed), Ordering::Relaxed);
+        self.agreed(self.region.me, step).store(u32::from(agreed), Ordering::Relaxed);
     }
 
     /// Whether the drivers of all lanes found agreement, after their `Reduced`.
@@ -376,7 +376,7 @@ impl ShmChannel {
     }
 
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
-        let control = self.node.control(self.channel, rank);
+        let control = self.region.control(self.channel, rank);
         match phase {
             Phase::Packed => &control.packed.flag,
             Phase::Reduced => &control.reduced.flag,
@@ -385,33 +385,33 @@ impl ShmChannel {
     }
 
     fn note(&self, rank: usize, step: u32) -> &CallHeader {
-        &self.node.control(self.channel, rank).packed.payload[parity(step)]
+        &self.region.control(self.channel, rank).packed.payload[parity(step)]
     }
 
     fn agreed(&self, rank: usize, step: u32) -> &AtomicU32 {
-        &self.node.control(self.channel, rank).reduced.payload[parity(step)]
+        &self.region.control(self.channel, rank).reduced.payload[parity(step)]
     }
 
     /// Asked while a wait sleeps.
     fn check_wait(&self, phase: Phase, step: u32, ranks: usize, patience: &WaitContext<'_>) -> Result<()> {
         let is_late = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_late(rank)) {
-            let left = self.node.control(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
-            let how = if left { Some("has called finalize".to_owned()) } else { self.node.watch.lost(rank) };
+            let left = self.region.control(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
+            let how = if left { Some("has called finalize".to_owned()) } else { self.region.watch.lost(rank) };
             // It may have made the step just before it left.
             if let Some(how) = how
                 && is_late(rank)
             {
                 // Who left after a failure said so before.
-                let lost = || Error::PeerLost(format!("{} {how}", self.node.peers[rank].name));
-                return Err(self.node.failure().unwrap_or_else(lost));
+                let lost = || Error::PeerLost(format!("{} {how}", self.region.peers[rank].name));
+                return Err(self.region.failure().unwrap_or_else(lost));
             }
         }
-        let rank = |local: usize| WaitTarget::Rank(self.node.peers[local].rank);
+        let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
         patience.log().set_waiting((0..ranks).filter(|&rank| is_late(rank)).map(rank).collect());
         // Who waits for a lane waits for its driver, who knows better for whom and may say it first.
         let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
-        let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.node.peers[rank].name.as_str());
+        let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.region.peers[rank].name.as_str());
         patience.check(grace, &|| late().collect::<Vec<_>>().join(", "))
     }
 }

@@ -13,7 +13,7 @@ pub struct WaitContext<'a> {
     timeout: Option<Duration>,
     warn: Option<Duration>,
     warned: &'a AtomicBool,
-    log: &'a CallTimings,
+    timings: &'a CallTimings,
     describe: &'a dyn Fn() -> String,
     abort_reason: &'a dyn Fn() -> Option<Error>,
     on_stall: &'a dyn Fn(&str),
@@ -41,12 +41,12 @@ impl<'a> WaitContext<'a> {
         callbacks: &WaitCallbacks<'a>,
     ) -> WaitContext<'a> {
         let WaitCallbacks { describe, abort_reason: interrupted, on_stall: stalled } = *callbacks;
-        WaitContext { started, timeout, warn, warned, log, describe, abort_reason: interrupted, on_stall: stalled }
+        WaitContext { started, timeout, warn, warned, timings: log, describe, abort_reason: interrupted, on_stall: stalled }
     }
 
     /// The log of the call.
     pub fn log(&self) -> &'a CallTimings {
-        self.log
+        self.timings
     }
 
     /// Whether to go on waiting, `grace` past the deadline at most; `late` names who is being waited for.

@@ -111,7 +111,7 @@ impl IpcPath {
     /// # Errors
     /// Those of the driver and of the transports; the ranks are then out of step.
     pub fn run(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
-        let total = job.plan.total();
+        let total = job.layout.total();
         if total == 0 {
             wait_inputs(job, &self.peers.stream)?;
             return end(job, &self.peers.stream).map(DeviceResult::Enqueued);
@@ -130,12 +130,12 @@ impl IpcPath {
     fn one_shot(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<Event> {
         let at = (self.shots % 2 * ONE_SHOT_MAX_BYTES) as u64;
         self.shots += 1;
-        let total = job.plan.total();
+        let total = job.layout.total();
         let root = root(job, &channel.topology);
         let brings = root.is_none_or(|root| root == self.peers.me);
         wait_inputs(job, &self.peers.stream)?;
         if brings {
-            let pieces = job.plan.all_ranges(0..total);
+            let pieces = job.layout.all_ranges(0..total);
             self.batch.copies(pieces, job.tensors(0), total, self.peers.bounces[self.peers.me] + at, false);
             // SAFETY: the tensors are the call's, and the bounce is free, as told above.
             unsafe { self.table.copy(&self.batch, &self.peers.stream, patience) }?;
@@ -147,7 +147,7 @@ impl IpcPath {
                 None => &self.peers.bounces[..],
             };
             self.batch.start(bounces.len(), 1, total);
-            for piece in job.plan.all_ranges(0..total) {
+            for piece in job.layout.all_ranges(0..total) {
                 let buffer = &job.tensors(0)[piece.tensor].buffer;
                 let sources = bounces.iter().map(|bounce| bounce + at + piece.offset as u64);
                 let to = buffer.byte_ranges().1.start as u64;
@@ -193,7 +193,7 @@ impl IpcPath {
         let mut exports = self.peers.context.exports();
         exports.forget_freed();
         let (mut used, mut places, mut visible) = (BTreeMap::new(), Places::default(), true);
-        for tensor in job.plan.tensors() {
+        for tensor in job.layout.tensors() {
             let (read, written) = job.tensors(0)[tensor].buffer.byte_ranges();
             for span in [read, written] {
                 match exports.locate(span.start as u64, span.len() as u64)? {
@@ -222,7 +222,7 @@ impl IpcPath {
         let ranks = self.peers.imports.len();
         let me = self.peers.me;
         let root = root(job, &channel.topology);
-        let total = job.plan.total();
+        let total = job.layout.total();
         let part = match root {
             None => slice(0..total, me, ranks),
             Some(root) if root == me && job.is_in_place() => 0..0,
@@ -230,7 +230,7 @@ impl IpcPath {
         };
         let (sources, targets) = if root.is_some() { (1, 1) } else { (ranks, ranks) };
         self.batch.start(sources, targets, part.len());
-        for piece in job.plan.all_ranges(part) {
+        for piece in job.layout.all_ranges(part) {
             let buffer = &job.tensors(0)[piece.tensor].buffer;
             let skip = (piece.first * buffer.dtype().size()) as u64;
             // Element `piece.first` of the tensor as rank `rank` reads it (0) or writes it (1).
@@ -274,7 +274,7 @@ impl IpcPath {
         let Chunks::Open(window) = &self.chunks else { return Ok(DeviceResult::FallBackToHost) };
         let at = window.at.clone();
         self.chunked += 1;
-        let total = job.plan.total();
+        let total = job.layout.total();
         let (me, ranks) = (self.peers.me, at.len());
         let root = root(job, &channel.topology);
         let chunks = total.div_ceil(CHUNK_BYTES);
@@ -284,7 +284,7 @@ impl IpcPath {
             let place = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
             let within =
                 move |piece: TensorRange| TensorRange { offset: piece.offset - chunk * CHUNK_BYTES + place, ..piece };
-            job.plan.all_ranges(bytes).map(within)
+            job.layout.all_ranges(bytes).map(within)
         };
         wait_inputs(job, &self.peers.stream)?;
         for turn in 0..=chunks {

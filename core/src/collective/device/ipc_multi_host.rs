@@ -107,14 +107,14 @@ impl MultiHostIpc {
     /// Those of the driver and of the transports; the ranks are then out of step.
     pub fn run(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
         wait_inputs(job, &self.peers.stream)?;
-        if job.plan.total() > 0 {
+        if job.layout.total() > 0 {
             self.run_chunks(channel, job, patience)?;
         }
         end(job, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
     fn run_chunks(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<()> {
-        let chunks = job.plan.chunks();
+        let chunks = job.layout.chunks();
         let ahead = PREFETCH_CHUNKS.min(chunks);
         let topology = Arc::clone(&channel.topology);
         let call = DeviceCall {
@@ -215,7 +215,7 @@ impl MultiHostIpc {
         patience: &WaitContext<'_>,
     ) -> Result<()> {
         let (Some(driver), Some(cluster)) = (&mut self.driver, &mut channel.inter_host) else { return Ok(()) };
-        for next in (chunk..call.job.plan.chunks()).take(2) {
+        for next in (chunk..call.job.layout.chunks()).take(2) {
             let place = next % NUM_BUFFERS;
             if driver.flights[place].is_some() {
                 continue;
@@ -309,7 +309,7 @@ struct DeviceCall<'a> {
 
 impl DeviceCall<'_> {
     fn pieces(&self, chunk: usize) -> impl Iterator<Item = crate::wire_layout::TensorRange> {
-        self.job.plan.ranges(chunk, 0..self.job.plan.chunk_len(chunk))
+        self.job.layout.ranges(chunk, 0..self.job.layout.chunk_len(chunk))
     }
 
     fn slice(&self, chunk: usize, lane: usize) -> Range<usize> {

@@ -105,7 +105,7 @@ impl NcclPath {
         }
         let size = |index: usize| job.tensors(0)[index].buffer.byte_ranges().0.len();
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
-            job.plan.tensors().partition(|&index| size(index) <= FUSE_MAX_BYTES);
+            job.layout.tensors().partition(|&index| size(index) <= FUSE_MAX_BYTES);
         // The copies need kernels.
         if small.len() <= MIN_TO_FUSE || self.stream.context().kernels().is_err() {
             large.append(&mut small);

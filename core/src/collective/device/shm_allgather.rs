@@ -6,7 +6,7 @@ use crate::transport::{Phase, WaitContext};
 
 /// The most numbers that a rank can tell.
 pub(super) fn max_words(channel: &Channel) -> usize {
-    channel.node.node().geometry().slot / size_of::<u64>() - 1
+    channel.shm.node().geometry().slot / size_of::<u64>() - 1
 }
 
 /// Tells the other ranks of the host `mine`, at most [`most`] numbers, and calls `hear` with what every rank told, by local
@@ -21,15 +21,15 @@ pub(super) fn allgather_u64<T>(
     let most = max_words(channel);
     let step = channel.begin_round(patience)?;
     let (local_rank, local_size) = (channel.topology.local_rank(), channel.topology.local_size());
-    let slot = channel.node.slot(local_rank, step).cast::<u64>();
+    let slot = channel.shm.slot(local_rank, step).cast::<u64>();
     // SAFETY: `begin` waited until the slot is this rank's; it has room, and is aligned to cache lines.
     unsafe {
         slot.write(mine.len() as u64);
         slot.add(1).copy_from_nonoverlapping(mine.as_ptr(), mine.len());
     }
-    channel.node.raise(Phase::Packed, step);
-    channel.node.wait(Phase::Packed, step, local_size, patience)?;
-    let told: Vec<&[u64]> = (channel.node.slots(step).iter())
+    channel.shm.raise(Phase::Packed, step);
+    channel.shm.wait(Phase::Packed, step, local_size, patience)?;
+    let told: Vec<&[u64]> = (channel.shm.slots(step).iter())
         .map(|slot| {
             let slot = slot.cast::<u64>().cast_const();
             // SAFETY: all have packed, and nobody writes before all have unpacked; the length is checked.

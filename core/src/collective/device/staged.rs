@@ -57,7 +57,7 @@ impl PinnedBuffer {
     /// `None` where there is none, or it cannot be pinned (memory of a file system that is none of memory, say): the average
     /// copies then.
     fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<PinnedBuffer> {
-        let shared = channel.node.node().peer_memory_arc()?;
+        let shared = channel.shm.node().peer_memory_arc()?;
         // Pages, of which pieces that are too small for one would share some.
         let len = len.max(4096);
         let memory = shared.alloc_zeroed(len).ok()?;
@@ -184,9 +184,9 @@ impl StagingPipeline {
             if !channel.run_first_chunk(&part, patience)? {
                 return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.full_name())));
             }
-            if part.plan.chunks() > 1 {
+            if part.layout.chunks() > 1 {
                 // A chunk may be longer than a slot.
-                channel.run_chunks(&part, 1..part.plan.chunks(), channel.is_zero_copy(), patience)?;
+                channel.run_chunks(&part, 1..part.layout.chunks(), channel.is_zero_copy(), patience)?;
             }
             if takes {
                 self.busy_until[place] = Some(self.send(job, chunk, turn, Direction::HostToDevice, patience)?);
@@ -217,8 +217,8 @@ impl StagingPipeline {
         way: Direction,
         patience: &WaitContext<'_>,
     ) -> Result<Event> {
-        let (place, len) = (self.place(turn), job.plan.chunk_len(chunk));
-        let pieces = || job.plan.ranges(chunk, 0..len);
+        let (place, len) = (self.place(turn), job.layout.chunk_len(chunk));
+        let pieces = || job.layout.ranges(chunk, 0..len);
         let packs = pieces().nth(MIN_TO_PACK).is_some() && self.can_pack()?;
         let streams = if way == Direction::DeviceToHost { &self.down } else { &self.up };
         let stream = &streams[turn % streams.len()];

@@ -135,18 +135,18 @@ impl InterHost {
         Ok(true)
     }
 
-    fn work<'a>(&'a mut self, slice: &'a Slice<'a>, patience: &'a WaitContext<'a>) -> SliceExchange<'a> {
+    fn work<'a>(&'a mut self, slice: &'a Slice<'a>, wait_ctx: &'a WaitContext<'a>) -> SliceExchange<'a> {
         let exchange = slice.step as usize % MAX_EXCHANGES;
         // Beside a message the clock is nothing.
-        let lap = PhaseTimer::start(patience.log(), usize::MAX);
+        let timer = PhaseTimer::start(wait_ctx.log(), usize::MAX);
         SliceExchange {
             slice,
             turn: exchange,
             link: self.link.as_mut(),
             ipc: &mut self.ipc[exchange],
             tree: &self.tree,
-            patience,
-            lap,
+            patience: wait_ctx,
+            lap: timer,
         }
     }
 }

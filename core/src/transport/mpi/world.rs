@@ -402,7 +402,7 @@ impl World {
         }
         let crowded = shape.threads > self.processors;
         let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
-        Ok(GroupResources { topology, names, node, links, network: self.network, oversubscribed: crowded })
+        Ok(GroupResources { topology, names, region: node, links, network: self.network, oversubscribed: crowded })
     }
 
     /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
