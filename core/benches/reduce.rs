@@ -1,7 +1,7 @@
 //! How fast means are computed: `cargo bench -p dl_comm_core --bench reduce [-- TYPE…]`, with types as in `float16`.
 //!
 //! A line for each element type, kernel, number of sources and size of a source. The result replaces the first source, as
-//! it does in a node's slots. `GB/s` counts all bytes read and written, `copy` is that rate over the rate of a plain
+//! it does in a region's slots. `GB/s` counts all bytes read and written, `copy` is that rate over the rate of a plain
 //! memcpy of a buffer of the source's size, `Gelem/s` counts elements of the result. Every number is of the fastest of
 //! several runs.
 
@@ -11,7 +11,7 @@ use std::time::Instant;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::reduce::{Kernel, KernelOp, Reduction};
 
-/// As in a node's slots.
+/// As in a region's slots.
 const ALIGN: usize = 64;
 const SIZES: [(&str, usize); 2] = [("64 KiB", 64 << 10), ("64 MiB", 64 << 20)];
 const TYPES: [(DType, bool); 11] = [

@@ -1,6 +1,6 @@
 //! A tensor's memory and shape as the core sees them. The only place where a caller's raw pointer becomes a slice.
 //!
-//! The caller owns the memory and keeps it valid until the call has ended; that promise is made at the faces.
+//! The caller owns the memory and keeps it valid until the call has ended; that promise is made at the bindings.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub struct Buffer {
 }
 
 // SAFETY: a Buffer is only an address; the promise that the memory outlives the call, and that nobody else writes to it
-// meanwhile, is the caller's (see the faces).
+// meanwhile, is the caller's (see the bindings).
 unsafe impl Send for Buffer {}
 // SAFETY: as above; the team's threads touch disjoint ranges.
 unsafe impl Sync for Buffer {}

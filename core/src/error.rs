@@ -1,6 +1,6 @@
 //! The one error type of the core, its codes, and the guard that keeps panics from crossing a foreign interface.
 //!
-//! Messages are lower case and say what to do; each face maps the codes once to its own kind of error.
+//! Messages are lower case and say what to do; each binding maps the codes once to its own kind of error.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -172,9 +172,9 @@ impl ResultBuffer for OpLibraryResults {
 }
 
 /// What the op library gets of a result.
-fn memory(parcel: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> {
-    let Some(parcel) = parcel else { return Ok(SharedPtr::null()) };
-    let any: Arc<dyn Any + Send + Sync> = parcel;
+fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> {
+    let Some(results) = results else { return Ok(SharedPtr::null()) };
+    let any: Arc<dyn Any + Send + Sync> = results;
     let memory = any
         .downcast::<OpLibraryResults>()
         .map_err(|_| Error::Internal("a mean came in memory of another face".into()))?;
@@ -250,7 +250,7 @@ unsafe fn average(
 ) {
     catch(|| {
         let request = request(call.name, call.labels, completion).instance(call.instance);
-        let request = request.with_owner(call.owner).part(call.part).separate(call.separate).timed(call.timed);
+        let request = request.with_owner(call.owner).part(call.part).return_weights(call.separate).timed(call.timed);
         let request = request.with_caller_blocks(call.blocks).with_timeout(Timeout::from_seconds(call.timeout));
         let request = request.with_device(device(call.device, call.stream, call.waits));
         let request =

@@ -87,7 +87,7 @@ pub fn refusal() -> Option<Error> {
     }
     let RankPosition { rank, pid, .. } = marked().filter(|_| MINE.get().is_none())?;
     Some(Error::State(format!(
-        "this process is a helper of rank {rank} (pid {pid}), which has started it: it knows rank and size and cannot \
+        "this process is a helper of rank {rank} (pid {pid}), which has started it knows rank and size and cannot \
          communicate; do that in the rank itself, or start it with a launcher, or with DL_COMM_ALONE=1, for a job of its own"
     )))
 }

@@ -1,10 +1,10 @@
 //! The core of dl_comm: means and broadcasts of lists of tensors over the ranks of a data-parallel job.
 //!
 //! Layers, each using only those below it:
-//! - faces: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both, [`describe`] and
+//! - bindings: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both, [`describe`] and
 //!   [`dump`] tell of it;
 //! - [`team`]: queues, threads, the life of a call;
-//! - [`collective`]: average, broadcast, barrier, composed over node and cluster;
+//! - [`collective`]: average, broadcast, barrier, composed over region and cluster;
 //! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
 //! - ground: [`dtype`], [`buffer`], [`device`], [`plan`], [`reduce`], `blend`, [`stream_copy`], [`schedule`], [`topology`], [`affinity`],
 //!   [`config`], [`error`], [`trace`] and [`timeline`] (where the time goes).

@@ -52,8 +52,8 @@ pub fn process_info() -> Result<String> {
         if let Some(NetworkModel { latency_s: latency, message_gap_s: message, byte_s: byte }) = overview.network {
             all["network"] = json!({"latency_s": latency, "message_s": message, "byte_s": byte});
         }
-        let lanes = topology.num_shards();
-        all["teams"] = overview.teams.iter().map(|(carrier, gpus)| team(carrier, gpus.as_ref(), lanes)).collect();
+        let shards = topology.num_shards();
+        all["teams"] = overview.teams.iter().map(|(config, gpus)| team(config, gpus.as_ref(), shards)).collect();
     }
     Ok(all.to_string())
 }
@@ -87,13 +87,13 @@ fn ranks(overview: &ProcessInfo) -> Value {
     overview.rank_info.iter().enumerate().map(place).collect()
 }
 
-fn team(carrier: &CallConfig, gpus: Option<&Value>, lanes: usize) -> Value {
+fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
     json!({
-        "id": carrier.team,
-        "threads": carrier.channels,
-        "prec_level": i32::from(carrier.acc_f64),
-        "slot_bytes": carrier.slot,
-        "lanes": lanes,
+        "id": config.team,
+        "threads": config.channels,
+        "prec_level": i32::from(config.acc_f64),
+        "slot_bytes": config.slot,
+        "lanes": shards,
         "gpu": gpus,
     })
 }

@@ -209,10 +209,10 @@ mod tests {
     fn laps_and_waits_add_up() {
         let log = CallTimings::default();
         let start = Instant::now();
-        let mut lap = PhaseTimer::start(&log, SMALL);
+        let mut timer = PhaseTimer::start(&log, SMALL);
         std::thread::sleep(Duration::from_millis(5));
-        lap.end(Activity::Reduce);
-        lap.end(Activity::Copy);
+        timer.end(Activity::Reduce);
+        timer.end(Activity::Copy);
         let spent = start.elapsed().as_secs_f64();
         let mut few = PhaseTimer::start(&log, SMALL - 1);
         few.reset();

@@ -1,8 +1,8 @@
 //! Which rank lives on which host, and what follows for the levels of a collective. Pure.
 //!
-//! A host is a set of ranks that can share memory. Within a host, slices of the data are carried by *lanes*: lane l is
-//! driven by the rank with local rank l, reduces slice l, and talks to lane l of the other hosts. There are as many lanes
-//! as the smallest host has ranks, so that every host has the same lanes.
+//! A host is a set of ranks that can share memory. Within a host, slices of the data are carried by *shards*: shard l is
+//! driven by the rank with local rank l, reduces slice l, and talks to shard l of the other hosts. There are as many shards
+//! as the smallest host has ranks, so that every host has the same shards.
 
 /// The ranks of a job by host, as one rank sees them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,12 +84,12 @@ impl Topology {
         })
     }
 
-    /// The number of lanes: slices that the data of a host is cut into.
+    /// The number of shards: slices that the data of a host is cut into.
     pub fn num_shards(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
-    /// The lane that this rank drives, if it drives one.
+    /// The shard that this rank drives, if it drives one.
     pub fn shard(&self) -> Option<usize> {
         (self.local_rank < self.num_shards()).then_some(self.local_rank)
     }

@@ -23,10 +23,10 @@ pub fn max_acc_bytes(wire: usize) -> usize {
     wire.next_multiple_of(ALIGN) * MAX_ACC_RATIO
 }
 
-/// The bytes that the messages of one exchange between hosts take at most, for slots of `slot` bytes: one lane's slice as
+/// The bytes that the messages of one exchange between hosts take at most, for slots of `slot` bytes: one shard's slice as
 /// accumulators, in a piece and with a header for each host.
-pub fn exchange_buffer_bytes(slot: usize, lanes: usize, hosts: usize) -> usize {
-    let slice_lines = slot.div_ceil(ALIGN).div_ceil(lanes) + 1;
+pub fn exchange_buffer_bytes(slot: usize, shards: usize, hosts: usize) -> usize {
+    let slice_lines = slot.div_ceil(ALIGN).div_ceil(shards) + 1;
     hosts * HEADER + max_acc_bytes((slice_lines + hosts) * ALIGN)
 }
 

@@ -75,9 +75,9 @@ fn every_dtype_is_averaged() {
             let size = u8::try_from(rank.size).unwrap();
             let sum = size * (size - 1) / 2;
             let mean = f64::from(sum) / f64::from(size);
-            let shown = |i: u8| f64::from(i) + mean;
+            let posted = |i: u8| f64::from(i) + mean;
             let values = || (0..100u8).map(move |i| i + mine);
-            let expected = || (0..100u8).map(shown);
+            let expected = || (0..100u8).map(posted);
             expect(rank, values().map(f64::from).collect(), &expected().collect::<Vec<f64>>());
             let narrow = |value: u8| f32::from(value);
             let sums = |i: u8| (0..size).map(|r| narrow(i + r)).sum::<f32>() / narrow(size);

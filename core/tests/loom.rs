@@ -48,16 +48,16 @@ fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) 
     println!("{runs:?} executions, preemptions {preemptions:?}, {:.1} s", from.elapsed().as_secs_f64());
 }
 
-/// The nodes of `ranks` ranks on new memory, with one channel.
-fn nodes(ranks: usize) -> Vec<Arc<ShmRegion>> {
-    let geometry = RegionLayout { ranks, channels: 1, slot: FLOATS * size_of::<f32>() };
-    let memory = Arc::new(Aligned::new(geometry.bytes()));
-    geometry.prepare(&memory);
+/// The regions of `ranks` ranks on new memory, with one channel.
+fn regions(ranks: usize) -> Vec<Arc<ShmRegion>> {
+    let layout = RegionLayout { ranks, channels: 1, slot: FLOATS * size_of::<f32>() };
+    let memory = Arc::new(Aligned::new(layout.bytes()));
+    layout.prepare(&memory);
     let peers: Vec<LocalPeer> = (0..ranks).map(|rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
-    let node = |me| {
-        ShmRegion::new(Box::new(Arc::clone(&memory)), geometry, me, peers.clone(), Box::new(AlwaysAlive), 0).unwrap()
+    let region = |me| {
+        ShmRegion::new(Box::new(Arc::clone(&memory)), layout, me, peers.clone(), Box::new(AlwaysAlive), 0).unwrap()
     };
-    (0..ranks).map(|me| Arc::new(node(me))).collect()
+    (0..ranks).map(|me| Arc::new(region(me))).collect()
 }
 
 /// Runs a rank; the exploring thread's stack is too small for one.
@@ -65,10 +65,10 @@ fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
     Builder::new().stack_size(0x8000).spawn(body).unwrap()
 }
 
-/// Calls `body` with a patience that only the node's failure ends.
-fn with_wait_context<T>(node: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
+/// Calls `body` with a wait context that only the region's failure ends.
+fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
     let (warned, log) = (AtomicBool::new(false), CallTimings::new(0, 0));
-    let abort_reason = || node.failure();
+    let abort_reason = || region.failure();
     let asked = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
     body(&WaitContext::new(Instant::now(), None, None, &warned, &log, &asked))
 }
@@ -77,29 +77,29 @@ fn with_wait_context<T>(node: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) ->
 fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
     let slot = FLOATS * size_of::<f32>();
-    let carrier =
+    let config =
         CallConfig { team: 0, ranks, channels: 1, slot, small_max: slot, single_thread_max: 0, acc_f64: false };
-    Call::new(Op::Allreduce, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), carrier).unwrap()
+    Call::new(Op::Allreduce, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), config).unwrap()
 }
 
 /// Every rank averages `steps` slots of floats, packing one ahead as the team's threads do.
 fn averages(ranks: usize, steps: usize) {
-    let rank = |(rank, node): (usize, Arc<ShmRegion>)| {
+    let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
         spawn(move || {
-            let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), node.channel(0));
+            let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), region.channel(0));
             let value = |rank: usize, index: usize| (rank * 1000 + index) as f32;
             let mut data: Vec<f32> = (0..steps * FLOATS).map(|index| value(rank, index)).collect();
             let job = average(&mut data, ranks, "");
             assert_eq!(job.plan.chunks(), steps);
-            with_wait_context(&node, |patience| {
-                assert!(channel.run_first_chunk(&job, patience).unwrap());
-                channel.run_chunks(&job, 1..steps, false, patience).unwrap();
+            with_wait_context(&region, |wait_ctx| {
+                assert!(channel.run_first_chunk(&job, wait_ctx).unwrap());
+                channel.run_chunks(&job, 1..steps, false, wait_ctx).unwrap();
             });
             let mean = |index| (0..ranks).map(|rank| value(rank, index)).sum::<f32>() / ranks as f32;
             assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
         })
     };
-    let ranks: Vec<_> = nodes(ranks).into_iter().enumerate().map(rank).collect();
+    let ranks: Vec<_> = regions(ranks).into_iter().enumerate().map(rank).collect();
     ranks.into_iter().for_each(|rank| rank.join().unwrap());
 }
 
@@ -116,22 +116,22 @@ fn three_ranks_take_two_steps() {
 /// Two ranks make calls of so many chunks, one after the other.
 fn calls(preemptions: usize, chunks: &'static [usize]) {
     explore(Some(preemptions), move || {
-        let rank = |(rank, node): (usize, Arc<ShmRegion>)| {
+        let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
-                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), region.channel(0));
                 for (call, &chunks) in chunks.iter().enumerate() {
                     let mut data = vec![(rank + call) as f32; chunks * FLOATS];
                     let job = average(&mut data, 2, "");
                     assert_eq!(job.plan.chunks(), chunks);
-                    with_wait_context(&node, |patience| {
-                        assert!(channel.run_first_chunk(&job, patience).unwrap());
-                        channel.run_chunks(&job, 1..chunks, false, patience).unwrap();
+                    with_wait_context(&region, |wait_ctx| {
+                        assert!(channel.run_first_chunk(&job, wait_ctx).unwrap());
+                        channel.run_chunks(&job, 1..chunks, false, wait_ctx).unwrap();
                     });
                     assert!(data.iter().all(|&value| value == call as f32 + 0.5));
                 }
             })
         };
-        let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
+        let ranks: Vec<_> = regions(2).into_iter().enumerate().map(rank).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
     });
 }
@@ -151,21 +151,21 @@ fn a_phase_of_short_calls_does_not_outrun_the_counters() {
 /// Both ranks find out that they called different things, and the channel can be used again.
 fn differing(longer: usize) {
     explore(Some(3), move || {
-        let rank = move |(rank, node): (usize, Arc<ShmRegion>)| {
+        let rank = move |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
-                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), node.channel(0));
+                let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), region.channel(0));
                 let mut data = vec![rank as f32; FLOATS];
                 let mut more = vec![0.0; if rank == 0 { FLOATS } else { longer }];
                 let other = average(&mut more, 2, if rank == 0 { "a" } else { "b" });
                 let same = average(&mut data, 2, "c");
-                with_wait_context(&node, |patience| {
-                    assert!(!channel.run_first_chunk(&other, patience).unwrap());
-                    assert!(channel.run_first_chunk(&same, patience).unwrap());
+                with_wait_context(&region, |wait_ctx| {
+                    assert!(!channel.run_first_chunk(&other, wait_ctx).unwrap());
+                    assert!(channel.run_first_chunk(&same, wait_ctx).unwrap());
                 });
                 assert!(data.iter().all(|&value| value == 0.5));
             })
         };
-        let ranks: Vec<_> = nodes(2).into_iter().enumerate().map(rank).collect();
+        let ranks: Vec<_> = regions(2).into_iter().enumerate().map(rank).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
     });
 }
@@ -206,26 +206,26 @@ const FIRST: u32 = START.wrapping_add(1);
 
 /// Waits for `Packed` of both ranks in the first step.
 fn wait_packed(channel: &ShmChannel) -> Result<()> {
-    with_wait_context(channel.node(), |patience| channel.wait(Phase::Packed, FIRST, 2, patience))
+    with_wait_context(channel.region(), |wait_ctx| channel.wait(Phase::Packed, FIRST, 2, wait_ctx))
 }
 
 /// Of two failures at once one is told, whole, to all who wait; it ends their wait by the next nap.
 #[test]
 fn a_failure_is_told_whole() {
     explore(Some(3), || {
-        let nodes = nodes(2);
+        let regions = regions(2);
         let fail = |rank: usize, error: Error| {
-            let node = Arc::clone(&nodes[rank]);
-            spawn(move || node.set_failure(&error))
+            let region = Arc::clone(&regions[rank]);
+            spawn(move || region.set_failure(&error))
         };
         let failing = [fail(0, Error::PeerLost("one".into())), fail(1, Error::Timeout("two".into()))];
-        let channel = nodes[0].channel(0);
+        let channel = regions[0].channel(0);
         let waiter = spawn(move || {
             let told = wait_packed(&channel).unwrap_err();
             assert!(told == Error::PeerLost("one".into()) || told == Error::Timeout("two".into()), "{told:?}");
         });
         failing.into_iter().for_each(|failing| failing.join().unwrap());
-        nodes[0].end_waits();
+        regions[0].end_waits();
         waiter.join().unwrap();
     });
 }
@@ -235,8 +235,8 @@ fn a_failure_is_told_whole() {
 fn who_leaves_after_its_step_is_not_lost() {
     for packs in [true, false] {
         explore(Some(3), move || {
-            let nodes = nodes(2);
-            let (mine, other) = (nodes[0].channel(0), nodes[1].channel(0));
+            let regions = regions(2);
+            let (mine, other) = (regions[0].channel(0), regions[1].channel(0));
             let waiter = spawn(move || {
                 mine.raise(Phase::Packed, FIRST);
                 let result = wait_packed(&mine);
@@ -245,8 +245,8 @@ fn who_leaves_after_its_step_is_not_lost() {
             if packs {
                 other.raise(Phase::Packed, FIRST);
             }
-            nodes[1].set_departed();
-            nodes[0].end_waits();
+            regions[1].set_departed();
+            regions[0].end_waits();
             waiter.join().unwrap();
         });
     }

@@ -11,15 +11,15 @@ use crate::wire_layout::ALIGN;
 pub(super) struct Allreduce;
 
 impl Collective for Allreduce {
-    unsafe fn pack(&self, job: &Call, _topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
-        for piece in job.layout.ranges(chunk, part) {
-            let buffers = job.tower_buffers(piece.tensor);
+    unsafe fn pack(&self, call: &Call, _topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
+        for piece in call.layout.ranges(chunk, part) {
+            let buffers = call.tower_buffers(piece.tensor);
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
-                if job.wire_is_acc() {
+                if call.wire_is_acc() {
                     let sources: Vec<*const u8> =
                         buffers.map(|buffer| buffer.bytes(piece.first, piece.count).as_ptr()).collect();
-                    let reduction = job.reduction(job.tensors(0)[piece.tensor].buffer.dtype());
+                    let reduction = call.reduction(call.tensors(0)[piece.tensor].buffer.dtype());
                     let native = Reduction { wire_is_acc: false, ..reduction };
                     native.sum(&sources, slot.add(piece.offset), piece.count);
                 } else {
@@ -32,74 +32,74 @@ impl Collective for Allreduce {
         }
     }
 
-    fn reads_own_tensor(&self, job: &Call) -> bool {
-        !job.wire_is_acc()
+    fn reads_own_tensor(&self, call: &Call) -> bool {
+        !call.wire_is_acc()
     }
 
-    unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>) {
-        if self.reads_own_tensor(job) {
+    unsafe fn combine(&self, call: &Call, shard: &ShardView<'_>, slice: Range<usize>) {
+        if self.reads_own_tensor(call) {
             let mut sources = PerRank::new();
-            for piece in job.layout.ranges(lane.chunk, slice) {
-                let buffer = &job.tensors(0)[piece.tensor].buffer;
-                // SAFETY: the piece is this lane's in all slots, and the tensor's memory is the call's.
+            for piece in call.layout.ranges(shard.chunk, slice) {
+                let buffer = &call.tensors(0)[piece.tensor].buffer;
+                // SAFETY: the piece is this shard's in all slots, and the tensor's memory is the call's.
                 unsafe {
                     let own = buffer.read_at(piece.first);
-                    let outs = [lane.own().add(piece.offset), buffer.written_at(piece.first)];
-                    lane.sources_with(piece.offset, own, &mut sources);
-                    job.reduction(buffer.dtype()).mean(&sources, &outs, piece.count, job.divisor());
+                    let outs = [shard.own().add(piece.offset), buffer.written_at(piece.first)];
+                    shard.sources_with(piece.offset, own, &mut sources);
+                    call.reduction(buffer.dtype()).mean(&sources, &outs, piece.count, call.divisor());
                 }
             }
             return;
         }
-        for run in job.layout.runs(lane.chunk, slice) {
-            let reduction = job.reduction(run.dtype);
+        for run in call.layout.runs(shard.chunk, slice) {
+            let reduction = call.reduction(run.dtype);
             let count = run.bytes.len() / reduction.wire_size();
-            // SAFETY: the run is whole elements of the slice, which is this lane's in all slots.
+            // SAFETY: the run is whole elements of the slice, which is this shard's in all slots.
             unsafe {
-                let out = lane.own().add(run.bytes.start);
-                reduction.mean(&lane.sources(run.bytes.start), &[out], count, job.divisor());
+                let out = shard.own().add(run.bytes.start);
+                reduction.mean(&shard.sources(run.bytes.start), &[out], count, call.divisor());
             }
         }
     }
 
-    unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>) {
+    unsafe fn reduce_to_tensor(&self, call: &Call, shard: &ShardView<'_>) {
         let mut sources = PerRank::new();
-        for piece in job.layout.ranges(lane.chunk, 0..job.layout.chunk_len(lane.chunk)) {
-            let buffer = &job.tensors(0)[piece.tensor].buffer;
+        for piece in call.layout.ranges(shard.chunk, 0..call.layout.chunk_len(shard.chunk)) {
+            let buffer = &call.tensors(0)[piece.tensor].buffer;
             // SAFETY: the slots are read-only, and the tensor's memory is the call's.
             unsafe {
-                lane.sources_with(piece.offset, buffer.read_at(piece.first), &mut sources);
+                shard.sources_with(piece.offset, buffer.read_at(piece.first), &mut sources);
                 let out = [buffer.written_at(piece.first)];
-                job.reduction(buffer.dtype()).mean(&sources, &out, piece.count, job.divisor());
+                call.reduction(buffer.dtype()).mean(&sources, &out, piece.count, call.divisor());
             }
         }
     }
 }
 
 impl InterHostOps for Allreduce {
-    fn partial_bytes(&self, job: &Call, chunk: usize, piece: Range<usize>) -> usize {
-        parts(job, chunk, piece).last().map_or(0, |part| part.end())
+    fn partial_bytes(&self, call: &Call, chunk: usize, piece: Range<usize>) -> usize {
+        parts(call, chunk, piece).last().map_or(0, |part| part.end())
     }
 
-    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
-        for part in parts(job, lane.chunk, piece) {
+    unsafe fn contribute(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+        for part in parts(call, shard.chunk, piece) {
             // SAFETY: as in `combine`; the slicing checks that the accumulators fit.
-            unsafe { part.reduction.sum(&lane.sources(part.wire), out[part.at..part.end()].as_mut_ptr(), part.count) };
+            unsafe { part.reduction.sum(&shard.sources(part.wire), out[part.at..part.end()].as_mut_ptr(), part.count) };
         }
         true
     }
 
     unsafe fn add_partials(
         &self,
-        job: &Call,
-        lane: &ShardView<'_>,
+        call: &Call,
+        shard: &ShardView<'_>,
         piece: Range<usize>,
         low: Partial,
         high: Partial,
         out: *mut u8,
     ) {
         let (Some(low), Some(high)) = (low, high) else { return };
-        for part in parts(job, lane.chunk, piece) {
+        for part in parts(call, shard.chunk, piece) {
             // Accumulators are the wide form.
             let reduction = Reduction { wire_is_acc: true, ..part.reduction };
             // SAFETY: the caller's promise; the parts were contributed to the same piece.
@@ -107,12 +107,19 @@ impl InterHostOps for Allreduce {
         }
     }
 
-    unsafe fn finish_shard(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial) {
+    unsafe fn finish_shard(
+        &self,
+        call: &Call,
+        shard: &ShardView<'_>,
+        piece: Range<usize>,
+        low: Partial,
+        high: Partial,
+    ) {
         let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
-        for part in parts(job, lane.chunk, piece) {
+        for part in parts(call, shard.chunk, piece) {
             let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
-            // SAFETY: as in `merge`; the slot's piece is this lane's.
-            unsafe { part.reduction.finish(&accs, &[lane.own().add(part.wire)], part.count, job.divisor()) };
+            // SAFETY: as in `merge`; the slot's piece is this shard's.
+            unsafe { part.reduction.finish(&accs, &[shard.own().add(part.wire)], part.count, call.divisor()) };
         }
     }
 }
@@ -135,10 +142,10 @@ impl PartialRange {
 }
 
 /// What a host's part of `piece` consists of.
-pub(super) fn parts(job: &Call, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = PartialRange> {
+pub(super) fn parts(call: &Call, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = PartialRange> {
     let mut at = 0;
-    job.layout.runs(chunk, piece).map(move |run| {
-        let reduction = job.reduction(run.dtype);
+    call.layout.runs(chunk, piece).map(move |run| {
+        let reduction = call.reduction(run.dtype);
         let elements =
             PartialRange { reduction, count: run.bytes.len() / reduction.wire_size(), wire: run.bytes.start, at };
         at = elements.end();

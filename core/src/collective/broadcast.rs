@@ -11,20 +11,20 @@ use crate::topology::Topology;
 pub(super) struct Broadcast;
 
 /// The root's host and its local rank there.
-fn root_place(job: &Call, topology: &Topology) -> (usize, usize) {
-    let Op::Broadcast { root } = job.op else { return (0, 0) };
+fn root_place(call: &Call, topology: &Topology) -> (usize, usize) {
+    let Op::Broadcast { root } = call.op else { return (0, 0) };
     topology.host_and_local_rank(root).unwrap_or((0, 0))
 }
 
 impl Collective for Broadcast {
-    unsafe fn pack(&self, job: &Call, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
-        if (topology.host(), topology.local_rank()) != root_place(job, topology) {
+    unsafe fn pack(&self, call: &Call, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
+        if (topology.host(), topology.local_rank()) != root_place(call, topology) {
             return;
         }
-        for piece in job.layout.ranges(chunk, part) {
+        for piece in call.layout.ranges(chunk, part) {
             // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
             unsafe {
-                let bytes = job.tensors(0)[piece.tensor].buffer.bytes(piece.first, piece.count);
+                let bytes = call.tensors(0)[piece.tensor].buffer.bytes(piece.first, piece.count);
                 ptr::copy_nonoverlapping(bytes.as_ptr(), slot.add(piece.offset), bytes.len());
             }
         }
@@ -34,20 +34,20 @@ impl Collective for Broadcast {
         false
     }
 
-    unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>) {
-        let (_, root) = root_place(job, lane.topology);
-        // SAFETY: the slice is this lane's in all slots.
-        unsafe { copy_slice(lane.slots[root], lane.own(), slice) };
+    unsafe fn combine(&self, call: &Call, shard: &ShardView<'_>, slice: Range<usize>) {
+        let (_, root) = root_place(call, shard.topology);
+        // SAFETY: the slice is this shard's in all slots.
+        unsafe { copy_slice(shard.slots[root], shard.own(), slice) };
     }
 
-    unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>) {
-        let (_, root) = root_place(job, lane.topology);
-        for piece in job.layout.ranges(lane.chunk, 0..job.layout.chunk_len(lane.chunk)) {
-            for buffer in job.tower_buffers(piece.tensor) {
+    unsafe fn reduce_to_tensor(&self, call: &Call, shard: &ShardView<'_>) {
+        let (_, root) = root_place(call, shard.topology);
+        for piece in call.layout.ranges(shard.chunk, 0..call.layout.chunk_len(shard.chunk)) {
+            for buffer in call.tower_buffers(piece.tensor) {
                 // SAFETY: the slots are read-only, and the tensors' memory is the call's.
                 unsafe {
                     let to = buffer.bytes_mut(piece.first, piece.count);
-                    ptr::copy_nonoverlapping(lane.slots[root].add(piece.offset), to.as_mut_ptr(), to.len());
+                    ptr::copy_nonoverlapping(shard.slots[root].add(piece.offset), to.as_mut_ptr(), to.len());
                 }
             }
         }
@@ -59,14 +59,14 @@ impl InterHostOps for Broadcast {
         piece.len()
     }
 
-    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
-        let (host, root) = root_place(job, lane.topology);
-        if host != lane.topology.host() {
+    unsafe fn contribute(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+        let (host, root) = root_place(call, shard.topology);
+        if host != shard.topology.host() {
             return false;
         }
         let out = &mut out[..piece.len()];
-        // SAFETY: the piece is this lane's in all slots.
-        unsafe { ptr::copy_nonoverlapping(lane.slots[root].add(piece.start), out.as_mut_ptr(), piece.len()) };
+        // SAFETY: the piece is this shard's in all slots.
+        unsafe { ptr::copy_nonoverlapping(shard.slots[root].add(piece.start), out.as_mut_ptr(), piece.len()) };
         true
     }
 
@@ -85,10 +85,17 @@ impl InterHostOps for Broadcast {
         }
     }
 
-    unsafe fn finish_shard(&self, _job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial) {
+    unsafe fn finish_shard(
+        &self,
+        _job: &Call,
+        shard: &ShardView<'_>,
+        piece: Range<usize>,
+        low: Partial,
+        high: Partial,
+    ) {
         if let Some(part) = low.or(high) {
-            // SAFETY: the piece of the own slot is this lane's.
-            unsafe { ptr::copy_nonoverlapping(part, lane.own().add(piece.start), piece.len()) };
+            // SAFETY: the piece of the own slot is this shard's.
+            unsafe { ptr::copy_nonoverlapping(part, shard.own().add(piece.start), piece.len()) };
         }
     }
 }

@@ -93,61 +93,61 @@ const STAGES: usize = 4;
 const MIN_CHUNK_BYTES: usize = 64 << 10;
 
 impl Call {
-    /// Checks and lays out a call on `towers` (replicas) of equal lists of tensors; a barrier has none. `labels` are names
+    /// Checks and lays out a call on `replicas` (replicas) of equal lists of tensors; a barrier has none. `labels` are names
     /// of the tensors, a line each. `instance` tells apart calls of one `name` that are under way at once.
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::DType`], naming the tensor.
     pub fn new(
         op: Op,
-        towers: Vec<Vec<Tensor>>,
+        replicas: Vec<Vec<Tensor>>,
         name: &str,
         instance: &str,
         labels: String,
-        carrier: CallConfig,
+        config: CallConfig,
     ) -> Result<Call> {
-        check(op, &towers, &labels, carrier.ranks)?;
-        let wide = op == Op::Allreduce && towers.len() > 1;
-        let lengths = lengths(towers.first().map_or(&[], Vec::as_slice));
-        let wire_size = |dtype| Reduction { dtype, acc_f64: carrier.acc_f64, wire_is_acc: wide }.wire_size();
+        check(op, &replicas, &labels, config.ranks)?;
+        let wide = op == Op::Allreduce && replicas.len() > 1;
+        let lengths = lengths(replicas.first().map_or(&[], Vec::as_slice));
+        let wire_size = |dtype| Reduction { dtype, acc_f64: config.acc_f64, wire_is_acc: wide }.wire_size();
         let bytes = |&(dtype, len): &(DType, usize)| len.checked_mul(wire_size(dtype));
         let total = lengths.iter().try_fold(0usize, |total, tensor| total.checked_add(bytes(tensor)?));
         // Half of what could be addressed leaves room for rounding up.
         let total = total
             .filter(|&total| total <= isize::MAX as usize / 2)
             .ok_or_else(|| Error::Invalid("the tensors together are longer than memory can be".into()))?;
-        let share = total.div_ceil(2 * carrier.channels_for(total)).next_multiple_of(ALIGN);
-        let chunk = if total <= carrier.small_max {
-            carrier.slot
+        let share = total.div_ceil(2 * config.channels_for(total)).next_multiple_of(ALIGN);
+        let chunk = if total <= config.small_max {
+            config.slot
         } else {
-            share.clamp(MIN_CHUNK_BYTES.min(carrier.slot), carrier.slot)
+            share.clamp(MIN_CHUNK_BYTES.min(config.slot), config.slot)
         };
-        let plan = WireLayout::new(&lengths, wire_size, chunk);
+        let layout = WireLayout::new(&lengths, wire_size, chunk);
         let name = name.to_owned();
-        let mut job = Call {
+        let mut call = Call {
             op,
-            layout: plan,
+            layout,
             signature: 0,
             list_hash: 0,
-            replicas: towers,
-            config: carrier,
+            replicas,
+            config,
             name,
             labels,
             schedule_position: String::new(),
             producer: None,
         };
-        job.list_hash = job.sign();
-        job.name += instance;
-        job.signature = if instance.is_empty() { job.list_hash } else { job.sign() };
-        Ok(job)
+        call.list_hash = call.sign();
+        call.name += instance;
+        call.signature = if instance.is_empty() { call.list_hash } else { call.sign() };
+        Ok(call)
     }
 
     /// What a rank brings to a step for which it has no call: nothing, under a signature that no call has.
     ///
     /// # Errors
     /// None; those of [`Call::new`].
-    pub fn absent(carrier: CallConfig) -> Result<Call> {
-        Call::new(Op::Barrier, Vec::new(), ABSENT, "", String::new(), carrier)
+    pub fn absent(config: CallConfig) -> Result<Call> {
+        Call::new(Op::Barrier, Vec::new(), ABSENT, "", String::new(), config)
     }
 
     /// Whether it was made by [`Call::absent`].
@@ -218,14 +218,14 @@ impl Call {
         let tensors: Vec<Tensor> = self.layout.runs(chunk, 0..len).map(run).collect();
         let lengths = lengths(&tensors);
         let signature = xxh3_64_with_seed(&(chunk as u64).to_le_bytes(), self.signature);
-        let carrier = CallConfig { channels: 1, ..self.config };
+        let config = CallConfig { channels: 1, ..self.config };
         Call {
             op: self.op,
             layout: WireLayout::new(&lengths, DType::size, self.config.slot),
             signature,
             list_hash: signature,
             replicas: vec![tensors],
-            config: carrier,
+            config,
             name: self.name.clone(),
             labels: String::new(),
             schedule_position: String::new(),
@@ -413,7 +413,7 @@ fn place(index: usize, label: &str) -> String {
     if label.is_empty() { format!("tensor {index}") } else { format!("tensor {index} '{label}'") }
 }
 
-fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<()> {
+fn check(op: Op, replicas: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<()> {
     let what = match op {
         Op::Barrier => return Ok(()),
         Op::Broadcast { root } if root >= ranks => {
@@ -422,10 +422,10 @@ fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<(
         Op::Broadcast { .. } => "broadcast",
         Op::Allreduce => "average",
     };
-    let Some(first) = towers.first().filter(|tower| !tower.is_empty()) else {
+    let Some(first) = replicas.first().filter(|tower| !tower.is_empty()) else {
         return Err(Error::Invalid(format!("the list of tensors is empty; {what} needs at least one")));
     };
-    for (tower, tensors) in towers.iter().enumerate() {
+    for (tower, tensors) in replicas.iter().enumerate() {
         if tensors.len() != first.len() {
             return Err(Error::Invalid(format!(
                 "tower {tower} has {} tensors and tower 0 has {}; all towers need the same list",
@@ -449,14 +449,14 @@ fn check(op: Op, towers: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result<(
             }
         }
     }
-    if op == Op::Allreduce { check_overlap(towers) } else { Ok(()) }
+    if op == Op::Allreduce { check_overlap(replicas) } else { Ok(()) }
 }
 
 /// Refuses an average that would read what it has written: chunks are carried by several threads, in no fixed order. (In a
 /// broadcast all that is written to one place is the same.)
-fn check_overlap(towers: &[Vec<Tensor>]) -> Result<()> {
+fn check_overlap(replicas: &[Vec<Tensor>]) -> Result<()> {
     let mut spans = Vec::new();
-    for (index, tensor) in towers.iter().flat_map(|tower| tower.iter().enumerate()) {
+    for (index, tensor) in replicas.iter().flat_map(|tower| tower.iter().enumerate()) {
         let (read, written) = tensor.buffer.byte_ranges();
         if read != written && !read.is_empty() {
             spans.push((read.start, read.end, false, index));
@@ -489,7 +489,7 @@ mod tests {
     /// Each tower's tensor could be memory; what they are added up in could not.
     #[test]
     fn more_than_memory_can_be_is_refused() {
-        let carrier = CallConfig {
+        let config = CallConfig {
             team: 0,
             ranks: 2,
             channels: 1,
@@ -502,8 +502,8 @@ mod tests {
             let place = std::ptr::without_provenance_mut(place);
             vec![Tensor::new(Buffer::in_place(place, isize::MAX as usize, DType::U8), &[])]
         };
-        let towers = vec![tower(1), tower(1 + isize::MAX as usize)];
-        let error = Call::new(Op::Allreduce, towers, "", "", String::new(), carrier).map(|_| ()).unwrap_err();
+        let replicas = vec![tower(1), tower(1 + isize::MAX as usize)];
+        let error = Call::new(Op::Allreduce, replicas, "", "", String::new(), config).map(|_| ()).unwrap_err();
         assert!(matches!(error, Error::Invalid(text) if text.contains("memory")));
     }
 }

@@ -1,4 +1,4 @@
-//! One channel of a team: carries chunks of calls through the steps of the node and the exchanges between hosts.
+//! One channel of a team: carries chunks of calls through the steps of the region and the exchanges between hosts.
 //!
 //! Every chunk, of whatever collective, begins with the same step, so that ranks that called different things still meet, see
 //! each other's signatures, and can say so.
@@ -35,7 +35,7 @@ const CONTINUED: &str = "+";
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
     pub(super) shm: ShmChannel,
-    /// The way to the other hosts, for a rank that drives a lane where there are any.
+    /// The way to the other hosts, for a rank that drives a shard where there are any.
     pub(super) inter_host: Option<InterHost>,
     /// The last step.
     pub(super) seq: u32,
@@ -64,16 +64,16 @@ enum ChunkResult {
 struct PackedChunk {
     seq: u32,
     chunk: usize,
-    /// The lane's slice, where it is on its way to other hosts.
+    /// The shard's slice, where it is on its way to other hosts.
     in_flight: Option<InFlightSlice>,
 }
 
 impl Channel {
-    /// A channel over `node`, for the ranks of one host.
-    pub fn new(topology: Arc<Topology>, node: ShmChannel) -> Channel {
+    /// A channel over `region`, for the ranks of one host.
+    pub fn new(topology: Arc<Topology>, region: ShmChannel) -> Channel {
         Channel {
             topology,
-            shm: node,
+            shm: region,
             inter_host: None,
             seq: START,
             freed_seq: START,
@@ -83,49 +83,49 @@ impl Channel {
         }
     }
 
-    /// The same channel with the way to the other hosts, where there are any and this rank drives a lane.
-    pub(crate) fn with(self, cluster: Option<InterHost>) -> Channel {
-        Channel { inter_host: cluster, ..self }
+    /// The same channel with the way to the other hosts, where there are any and this rank drives a shard.
+    pub(crate) fn with(self, inter_host: Option<InterHost>) -> Channel {
+        Channel { inter_host, ..self }
     }
 
     /// Lets go of the way to the other hosts; the channel carries no more calls. After a failure it stays as it is: to free a
     /// communicator takes all ranks, of which some may not come.
     pub(crate) fn close_links(&mut self, failed: bool) {
-        let cluster = self.inter_host.take();
+        let inter_host = self.inter_host.take();
         if failed {
-            mem::forget(cluster);
+            mem::forget(inter_host);
         }
     }
 
-    /// Carries out the first chunk of `job`, and with it finds out whether all ranks called the same; false, on every rank
+    /// Carries out the first chunk of `call`, and with it finds out whether all ranks called the same; false, on every rank
     /// and with nothing written, when they did not.
     ///
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
-    pub fn run_first_chunk(&mut self, job: &Call, patience: &WaitContext<'_>) -> Result<bool> {
+    pub fn run_first_chunk(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         self.zero_copy = false;
         self.refresh();
-        if job.is_small() {
-            return self.exchange(job, patience);
+        if call.is_small() {
+            return self.exchange(call, wait_ctx);
         }
-        self.zero_copy = self.shared().is_some_and(|shared| zero_copy::is_possible(job, shared));
-        let mut step = self.pack(job, 0, patience)?;
-        self.send_slice(job, &mut step, false, patience)?;
-        let mut met = self.finish_chunk(job, step, patience)?;
+        self.zero_copy = self.shared().is_some_and(|shared| zero_copy::is_possible(call, shared));
+        let mut step = self.pack(call, 0, wait_ctx)?;
+        self.send_slice(call, &mut step, false, wait_ctx)?;
+        let mut met = self.finish_chunk(call, step, wait_ctx)?;
         if met == ChunkResult::MixedMemory {
             self.zero_copy = false;
-            let step = self.pack(job, 0, patience)?;
-            met = self.finish_chunk(job, step, patience)?;
+            let step = self.pack(call, 0, wait_ctx)?;
+            met = self.finish_chunk(call, step, wait_ctx)?;
         }
-        if met == ChunkResult::Matched && self.zero_copy && job.layout.chunks() == 1 {
-            self.wait_reduced(patience)?;
+        if met == ChunkResult::Matched && self.zero_copy && call.layout.chunks() == 1 {
+            self.wait_reduced(wait_ctx)?;
         }
         Ok(met == ChunkResult::Matched)
     }
 
     /// Memory that the ranks see in each other, if there are no others than those of this host.
     fn shared(&self) -> Option<&dyn PeerMemory> {
-        if self.topology.hosts() == 1 { self.shm.node().shared() } else { None }
+        if self.topology.hosts() == 1 { self.shm.region().shared() } else { None }
     }
 
     /// Whether the first chunk of the last call held places, so that its other chunks do.
@@ -137,17 +137,17 @@ impl Channel {
     ///
     /// # Errors
     /// As for [`Channel::first`].
-    pub fn reconcile(&mut self, list: &PendingCalls, patience: &WaitContext<'_>) -> Result<Reconciliation> {
+    pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
         let limit = text_allgather::max_text_bytes(self);
         let text = matching::encode(list);
         let mut pages = text.as_bytes().chunks(limit - CONTINUED.len());
         // By rank, on the ranks that decide.
         let mut so_far: BTreeMap<usize, String> = BTreeMap::new();
-        let mut decide = |told: &RankTexts| {
-            for (rank, page) in told {
+        let mut decide = |texts: &RankTexts| {
+            for (rank, page) in texts {
                 so_far.entry(*rank).or_default().push_str(page.trim_start_matches(CONTINUED));
             }
-            if told.iter().any(|(_, page)| page.starts_with(CONTINUED)) {
+            if texts.iter().any(|(_, page)| page.starts_with(CONTINUED)) {
                 return CONTINUED.to_owned();
             }
             let lists: Option<Vec<PendingCalls>> = so_far.values().map(|text| matching::decode(text)).collect();
@@ -156,7 +156,7 @@ impl Channel {
         let text = loop {
             let page = String::from_utf8_lossy(pages.next().unwrap_or_default());
             let mark = if pages.len() > 0 { CONTINUED } else { "" };
-            let text = text_allgather::allgather_merge(self, &format!("{mark}{page}"), patience, &mut decide)?;
+            let text = text_allgather::allgather_merge(self, &format!("{mark}{page}"), wait_ctx, &mut decide)?;
             if text != CONTINUED {
                 break text;
             }
@@ -170,77 +170,77 @@ impl Channel {
     }
 
     /// The error of calls that do not match, the same on every rank, where every rank gives its account.
-    pub fn explain(&mut self, account: &MismatchEntry<'_>, patience: &WaitContext<'_>) -> Error {
-        mismatch::explain(self, account, patience)
+    pub fn explain(&mut self, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
+        mismatch::explain(self, account, wait_ctx)
     }
 
-    /// Carries out further chunks of `job`, one packed and on its way to the other hosts ahead; `direct` is what
+    /// Carries out further chunks of `call`, one packed and on its way to the other hosts ahead; `direct` is what
     /// [`Channel::is_direct`] told of the first.
     ///
     /// # Errors
     /// Those of the transports; the channel can then not be used any more.
     pub fn run_chunks(
         &mut self,
-        job: &Call,
+        call: &Call,
         chunks: impl Iterator<Item = usize>,
         direct: bool,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         self.zero_copy = direct;
         if direct {
-            return self.run_chunks_zero_copy(job, chunks, patience);
+            return self.run_chunks_zero_copy(call, chunks, wait_ctx);
         }
         let mut ahead: Option<PackedChunk> = None;
         for chunk in chunks {
-            let mut next = self.pack(job, chunk, patience)?;
-            self.send_slice(job, &mut next, true, patience)?;
+            let mut next = self.pack(call, chunk, wait_ctx)?;
+            self.send_slice(call, &mut next, true, wait_ctx)?;
             if let Some(step) = ahead.replace(next) {
-                self.settle_matched(job, step, patience)?;
+                self.settle_matched(call, step, wait_ctx)?;
             }
         }
-        ahead.map_or(Ok(()), |step| self.settle_matched(job, step, patience))
+        ahead.map_or(Ok(()), |step| self.settle_matched(call, step, wait_ctx))
     }
 
     /// The same where the slots hold places: in one step.
     fn run_chunks_zero_copy(
         &mut self,
-        job: &Call,
+        call: &Call,
         chunks: impl Iterator<Item = usize>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         let mut chunks = chunks.peekable();
         if let Some(&first) = chunks.peek() {
-            let step = self.pack(job, first, patience)?;
-            self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
+            let step = self.pack(call, first, wait_ctx)?;
+            self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
             if !self.shm.same_signatures(step.seq) {
-                return Err(lost(job, first));
+                return Err(lost(call, first));
             }
-            self.combine_zero_copy(job, step.seq, chunks, patience)?;
+            self.combine_zero_copy(call, step.seq, chunks, wait_ctx)?;
         }
-        self.wait_reduced(patience)
+        self.wait_reduced(wait_ctx)
     }
 
-    fn settle_matched(&mut self, job: &Call, step: PackedChunk, patience: &WaitContext<'_>) -> Result<()> {
+    fn settle_matched(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let chunk = step.chunk;
-        match self.finish_chunk(job, step, patience)? {
+        match self.finish_chunk(call, step, wait_ctx)? {
             ChunkResult::Matched => Ok(()),
-            _ => Err(lost(job, chunk)),
+            _ => Err(lost(call, chunk)),
         }
     }
 
     /// Waits until the other ranks have written what they write to this rank's tensors.
-    fn wait_reduced(&mut self, patience: &WaitContext<'_>) -> Result<()> {
-        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), patience)
+    fn wait_reduced(&mut self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), wait_ctx)
     }
 
     /// The number of the next step, once its slot is free. Also tells the other ranks what this one has unpacked: they may
     /// wait for it before they come to what this rank will wait for.
-    pub(super) fn begin_round(&mut self, patience: &WaitContext<'_>) -> Result<u32> {
+    pub(super) fn begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
         if self.shm.own(Phase::Unpacked) != self.unpacked_seq {
             self.shm.raise(Phase::Unpacked, self.unpacked_seq);
-            patience.log().flag();
+            wait_ctx.log().flag();
         }
-        self.next_seq(patience)
+        self.next_seq(wait_ctx)
     }
 
     /// Raises the flags that short calls and calls that differ leave alone, before they fall so far behind that they seem to
@@ -254,11 +254,11 @@ impl Channel {
         }
     }
 
-    pub(super) fn next_seq(&mut self, patience: &WaitContext<'_>) -> Result<u32> {
+    pub(super) fn next_seq(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
         let number = self.seq.wrapping_add(1);
         if !self.is_free(number) {
             let before = number.wrapping_sub(2);
-            self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), patience)?;
+            self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), wait_ctx)?;
             self.freed_seq = before;
         }
         self.seq = number;
@@ -277,67 +277,68 @@ impl Channel {
     }
 
     /// Copies `part` of a chunk into the slot of step `number`.
-    pub(super) fn copy_in(&self, job: &Call, chunk: usize, part: Range<usize>, number: u32) {
+    pub(super) fn copy_in(&self, call: &Call, chunk: usize, part: Range<usize>, number: u32) {
         let slot = self.shm.slot(self.topology.local_rank(), number);
         sync::check_write(slot.wrapping_add(part.start), part.len());
         // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
-        unsafe { job.op.collective().pack(job, &self.topology, chunk, part, slot) };
+        unsafe { call.op.collective().pack(call, &self.topology, chunk, part, slot) };
     }
 
     /// The slice of a chunk that this rank's tensors and nobody's slot hold, before and after the reduction.
-    fn own_range(&self, job: &Call, chunk: usize) -> Range<usize> {
+    fn own_range(&self, call: &Call, chunk: usize) -> Range<usize> {
         match self.topology.shard() {
-            Some(lane) if self.topology.hosts() == 1 && job.op.collective().reads_own_tensor(job) => {
-                shard_range(&self.topology, job, chunk, lane)
+            Some(shard) if self.topology.hosts() == 1 && call.op.collective().reads_own_tensor(call) => {
+                shard_range(&self.topology, call, chunk, shard)
             }
             _ => 0..0,
         }
     }
 
-    fn pack(&mut self, job: &Call, chunk: usize, patience: &WaitContext<'_>) -> Result<PackedChunk> {
-        let number = self.begin_round(patience)?;
-        let len = job.layout.chunk_len(chunk);
-        let mut lap = PhaseTimer::start(patience.log(), len);
+    fn pack(&mut self, call: &Call, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<PackedChunk> {
+        let number = self.begin_round(wait_ctx)?;
+        let len = call.layout.chunk_len(chunk);
+        let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         if let Some(shared) = self.shared().filter(|_| self.zero_copy) {
             // SAFETY: `begin` waited until the slot is this rank's.
-            unsafe { zero_copy::post_addresses(job, self.shm.slot(self.topology.local_rank(), number), shared) }?;
+            unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), number), shared) }?;
         } else {
-            let staying = self.own_range(job, chunk);
-            [0..staying.start, staying.end..len].into_iter().for_each(|part| self.copy_in(job, chunk, part, number));
+            let staying = self.own_range(call, chunk);
+            [0..staying.start, staying.end..len].into_iter().for_each(|part| self.copy_in(call, chunk, part, number));
         }
-        self.shm.post_signature(number, job.signature, self.zero_copy);
+        self.shm.post_signature(number, call.signature, self.zero_copy);
         self.shm.raise(Phase::Packed, number);
-        lap.end(Activity::Copy);
-        patience.log().step();
-        patience.log().flag();
+        timer.end(Activity::Copy);
+        wait_ctx.log().step();
+        wait_ctx.log().flag();
         Ok(PackedChunk { seq: number, chunk, in_flight: None })
     }
 
-    /// Between hosts: sends the first messages of this lane's slice of a packed step, once all ranks of the host have packed
+    /// Between hosts: sends the first messages of this shard's slice of a packed step, once all ranks of the host have packed
     /// it. `matched` where all hosts are known to have called the same.
     fn send_slice(
         &mut self,
-        job: &Call,
+        call: &Call,
         step: &mut PackedChunk,
         matched: bool,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        let (Some(_), Some(lane)) = (&self.inter_host, self.topology.shard()) else { return Ok(()) };
-        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
+        let (Some(_), Some(shard)) = (&self.inter_host, self.topology.shard()) else { return Ok(()) };
+        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
         let agreed = self.shm.same_signatures(step.seq);
         let slots = self.shm.slots(step.seq);
-        let slice = slice_of(&self.topology, job, step.seq, step.chunk, lane, slots);
-        let cluster = self.inter_host.as_mut();
-        step.in_flight = cluster.map(|cluster| cluster.start(&slice, matched, agreed, patience)).transpose()?;
+        let slice = slice_of(&self.topology, call, step.seq, step.chunk, shard, slots);
+        let inter_host = self.inter_host.as_mut();
+        step.in_flight =
+            inter_host.map(|inter_host| inter_host.start(&slice, matched, agreed, wait_ctx)).transpose()?;
         Ok(())
     }
 
     /// Brings a packed step to its end. Nothing is written unless the ranks agree.
-    fn finish_chunk(&mut self, job: &Call, step: PackedChunk, patience: &WaitContext<'_>) -> Result<ChunkResult> {
-        let log = patience.log();
-        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), patience)?;
-        let mut lap = PhaseTimer::start(log, job.layout.chunk_len(step.chunk));
-        // On one host every rank sees at once whether all agree; else the lanes find out.
+    fn finish_chunk(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<ChunkResult> {
+        let log = wait_ctx.log();
+        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
+        let mut timer = PhaseTimer::start(log, call.layout.chunk_len(step.chunk));
+        // On one host every rank sees at once whether all agree; else the shards find out.
         let agreed_here = self.shm.same_signatures(step.seq);
         if self.topology.hosts() == 1 && !agreed_here {
             self.finish_round(step.seq);
@@ -346,7 +347,7 @@ impl Channel {
         match self.shm.zero_copy_ranks(step.seq) {
             0 => {}
             all if all == self.topology.local_size() => {
-                self.combine_zero_copy(job, step.seq, [step.chunk], patience)?;
+                self.combine_zero_copy(call, step.seq, [step.chunk], wait_ctx)?;
                 return Ok(ChunkResult::Matched);
             }
             _ => {
@@ -354,12 +355,12 @@ impl Channel {
                 return Ok(ChunkResult::MixedMemory);
             }
         }
-        let PackedChunk { seq: number, chunk, in_flight: flight } = step;
-        if let Some(lane) = self.topology.shard() {
+        let PackedChunk { seq: number, chunk, in_flight } = step;
+        if let Some(shard) = self.topology.shard() {
             let slots = self.shm.slots(number);
-            let slice = slice_of(&self.topology, job, number, chunk, lane, slots);
-            let agreed = match (flight, &mut self.inter_host) {
-                (Some(flight), Some(cluster)) => cluster.finish(&slice, flight, patience)?,
+            let slice = slice_of(&self.topology, call, number, chunk, shard, slots);
+            let agreed = match (in_flight, &mut self.inter_host) {
+                (Some(in_flight), Some(inter_host)) => inter_host.finish(&slice, in_flight, wait_ctx)?,
                 _ => {
                     if agreed_here {
                         combine(&slice);
@@ -370,38 +371,40 @@ impl Channel {
             self.shm.agree(number, agreed);
             self.shm.raise(Phase::Reduced, number);
             log.flag();
-            // Between hosts the lane itself has told its parts apart.
+            // Between hosts the shard itself has told its parts apart.
             if self.inter_host.is_none() {
-                lap.end(Activity::Reduce);
+                timer.end(Activity::Reduce);
             }
         }
-        self.shm.wait(Phase::Reduced, number, self.topology.num_shards(), patience)?;
-        lap.reset();
+        self.shm.wait(Phase::Reduced, number, self.topology.num_shards(), wait_ctx)?;
+        timer.reset();
         let agreed = self.shm.all_agreed(number, self.topology.num_shards());
         if agreed {
-            self.unpack(job, number, chunk);
+            self.unpack(call, number, chunk);
         }
         self.finish_round(number);
         log.flag();
-        lap.end(Activity::Copy);
+        timer.end(Activity::Copy);
         Ok(if agreed { ChunkResult::Matched } else { ChunkResult::Mismatch })
     }
 
-    /// A lane's work on a step whose slots hold places, for these chunks; ends the step.
+    /// A shard's work on a step whose slots hold places, for these chunks; ends the step.
     fn combine_zero_copy(
         &mut self,
-        job: &Call,
+        call: &Call,
         number: u32,
         chunks: impl IntoIterator<Item = usize>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         if let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.shard()) {
             for chunk in chunks {
-                let mut lap = PhaseTimer::start(patience.log(), job.layout.chunk_len(chunk));
-                let lane = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(number) };
-                // SAFETY: all have packed places, so the slice of all their tensors is this lane's.
-                unsafe { zero_copy::combine(job, &lane, shard_range(&self.topology, job, chunk, lane_index), shared) }?;
-                lap.end(Activity::Reduce);
+                let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
+                let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(number) };
+                // SAFETY: all have packed places, so the slice of all their tensors is this shard's.
+                unsafe {
+                    zero_copy::combine(call, &shard, shard_range(&self.topology, call, chunk, lane_index), shared)
+                }?;
+                timer.end(Activity::Reduce);
             }
         }
         self.shm.raise(Phase::Reduced, number);
@@ -409,26 +412,26 @@ impl Channel {
         Ok(())
     }
 
-    /// Copies the results from the lanes' slots to the tensors of every tower.
-    fn unpack(&self, job: &Call, number: u32, chunk: usize) {
-        let staying = self.own_range(job, chunk);
+    /// Copies the results from the shards' slots to the tensors of every tower.
+    fn unpack(&self, call: &Call, number: u32, chunk: usize) {
+        let staying = self.own_range(call, chunk);
         // A long result that is not where the argument was, and so in no cache, need not go through them.
-        let streams = |buffer: &Buffer| !buffer.is_in_place() && job.layout.total() > STREAM_COPY_MIN_BYTES;
-        for lane in 0..self.topology.num_shards() {
-            let slot = self.shm.slot(lane, number).cast_const();
-            let slice = shard_range(&self.topology, job, chunk, lane);
+        let streams = |buffer: &Buffer| !buffer.is_in_place() && call.layout.total() > STREAM_COPY_MIN_BYTES;
+        for shard in 0..self.topology.num_shards() {
+            let slot = self.shm.slot(shard, number).cast_const();
+            let slice = shard_range(&self.topology, call, chunk, shard);
             if slice == staying {
                 continue;
             }
             sync::check_read(slot.wrapping_add(slice.start), slice.len());
-            for piece in job.layout.ranges(chunk, slice) {
-                for buffer in job.tower_buffers(piece.tensor) {
-                    // SAFETY: all lanes have reduced, so the slots are read-only; the tensor's memory is the call's.
+            for piece in call.layout.ranges(chunk, slice) {
+                for buffer in call.tower_buffers(piece.tensor) {
+                    // SAFETY: all shards have reduced, so the slots are read-only; the tensor's memory is the call's.
                     unsafe {
                         let from = slot.add(piece.offset);
                         let to = buffer.bytes_mut(piece.first, piece.count);
-                        if job.wire_is_acc() {
-                            job.reduction(buffer.dtype()).narrow(from, to.as_mut_ptr(), piece.count);
+                        if call.wire_is_acc() {
+                            call.reduction(buffer.dtype()).narrow(from, to.as_mut_ptr(), piece.count);
                         } else if streams(buffer) {
                             stream_copy(from, to.as_mut_ptr(), to.len());
                         } else {
@@ -441,32 +444,32 @@ impl Channel {
     }
 }
 
-fn lost(job: &Call, chunk: usize) -> Error {
-    Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.full_name()))
+fn lost(call: &Call, chunk: usize) -> Error {
+    Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", call.full_name()))
 }
 
-/// The bytes of a chunk that a lane brings to an end.
-pub(super) fn shard_range(topology: &Topology, job: &Call, chunk: usize, lane: usize) -> Range<usize> {
-    slice(0..job.layout.chunk_len(chunk), lane, topology.num_shards())
+/// The bytes of a chunk that a shard brings to an end.
+pub(super) fn shard_range(topology: &Topology, call: &Call, chunk: usize, shard: usize) -> Range<usize> {
+    slice(0..call.layout.chunk_len(chunk), shard, topology.num_shards())
 }
 
-/// What a lane does on the step `step`, which has these slots.
+/// What a shard does on the step `step`, which has these slots.
 fn slice_of<'a>(
     topology: &'a Topology,
-    job: &'a Call,
+    call: &'a Call,
     step: u32,
     chunk: usize,
-    lane: usize,
+    shard: usize,
     slots: &'a [*mut u8],
 ) -> Slice<'a> {
-    let bytes = shard_range(topology, job, chunk, lane);
-    Slice { collective: job.op.collective(), job, shard: ShardView { topology, chunk, slots }, bytes, step }
+    let bytes = shard_range(topology, call, chunk, shard);
+    Slice { collective: call.op.collective(), call, shard: ShardView { topology, chunk, slots }, bytes, step }
 }
 
-/// A lane's work on one host, once all have packed: completes its slice in its own slot.
-fn combine(Slice { job, shard: lane, bytes, .. }: &Slice<'_>) {
-    lane.slots.iter().for_each(|&slot| sync::check_read(slot.wrapping_add(bytes.start), bytes.len()));
-    sync::check_write(lane.own().wrapping_add(bytes.start), bytes.len());
-    // SAFETY: all have packed, so this lane's slice is this thread's in all slots.
-    unsafe { job.op.collective().combine(job, lane, bytes.clone()) };
+/// A shard's work on one host, once all have packed: completes its slice in its own slot.
+fn combine(Slice { call, shard, bytes, .. }: &Slice<'_>) {
+    shard.slots.iter().for_each(|&slot| sync::check_read(slot.wrapping_add(bytes.start), bytes.len()));
+    sync::check_write(shard.own().wrapping_add(bytes.start), bytes.len());
+    // SAFETY: all have packed, so this shard's slice is this thread's in all slots.
+    unsafe { call.op.collective().combine(call, shard, bytes.clone()) };
 }

@@ -293,8 +293,8 @@ mod tests {
     fn who_waits_in_vain_hears_what_the_others_do() {
         let with = |outlook| PendingCalls { outlook, ..list(&[], false) };
         let lists = [list(&[1], true), list(&[2], false), with(Outlook::Busy), with(Outlook::Open)];
-        let told = decide(&lists).encode_within(100);
-        let Some(Reconciliation::Wait(ranks)) = Reconciliation::decode(&told) else { panic!("{told}") };
+        let texts = decide(&lists).encode_within(100);
+        let Some(Reconciliation::Wait(ranks)) = Reconciliation::decode(&texts) else { panic!("{texts}") };
         let words: Vec<_> = ranks.iter().map(|rank| rank.describe()).collect();
         assert_eq!(words[0], "waits in a different call");
         assert_eq!(words[1], words[0]);

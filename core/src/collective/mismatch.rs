@@ -27,7 +27,7 @@ pub enum MismatchEntry<'a> {
 impl MismatchEntry<'_> {
     fn tensors(&self) -> usize {
         match self {
-            MismatchEntry::Call(job) => job.tensors(0).len(),
+            MismatchEntry::Call(call) => call.tensors(0).len(),
             MismatchEntry::None(_) => 0,
         }
     }
@@ -35,42 +35,42 @@ impl MismatchEntry<'_> {
     /// Hashes of the blocks, with a space behind each.
     fn hashes(&self, blocks: impl Iterator<Item = Range<usize>>) -> String {
         match self {
-            MismatchEntry::Call(job) => blocks.map(|block| format!("{:08x} ", job.range_hash(block) >> 32)).collect(),
+            MismatchEntry::Call(call) => blocks.map(|block| format!("{:08x} ", call.range_hash(block) >> 32)).collect(),
             MismatchEntry::None(_) => String::new(),
         }
     }
 
     fn describe(&self, range: Range<usize>, limit: usize) -> String {
         match self {
-            MismatchEntry::Call(job) => job.describe(range, limit),
+            MismatchEntry::Call(call) => call.describe(range, limit),
             MismatchEntry::None(words) => words[..words.floor_char_boundary(limit)].to_owned(),
         }
     }
 }
 
 /// The mismatch as an error; or the error that kept the ranks from finding out about it.
-pub(super) fn explain(channel: &mut Channel, account: &MismatchEntry<'_>, patience: &WaitContext<'_>) -> Error {
-    match locate_difference(channel, account, patience) {
+pub(super) fn explain(channel: &mut Channel, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
+    match locate_difference(channel, account, wait_ctx) {
         Ok(text) => Error::Mismatch(text),
         Err(error) => error,
     }
 }
 
-fn locate_difference(channel: &mut Channel, account: &MismatchEntry<'_>, patience: &WaitContext<'_>) -> Result<String> {
+fn locate_difference(channel: &mut Channel, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Result<String> {
     let limit = max_text_bytes(channel);
-    let length = allgather_merge(channel, &account.tensors().to_string(), patience, |told| {
-        told.iter().filter_map(|(_, text)| text.parse::<usize>().ok()).max().unwrap_or(0).to_string()
+    let length = allgather_merge(channel, &account.tensors().to_string(), wait_ctx, |texts| {
+        texts.iter().filter_map(|(_, text)| text.parse::<usize>().ok()).max().unwrap_or(0).to_string()
     })?;
     let mut range = 0..length.parse::<usize>().unwrap_or(0);
     while range.len() > MAX_SHOWN {
         let parts = (limit / HASH_BYTES).clamp(2, 64);
-        let first = allgather_merge(channel, &account.hashes(blocks(&range, parts)), patience, first_difference)?;
+        let first = allgather_merge(channel, &account.hashes(blocks(&range, parts)), wait_ctx, first_difference)?;
         range = match first.parse::<usize>().ok().and_then(|index| blocks(&range, parts).nth(index)) {
             Some(block) => block,
             None => 0..0, // the tensors are the same
         };
     }
-    allgather_merge(channel, &account.describe(range, limit), patience, compare)
+    allgather_merge(channel, &account.describe(range, limit), wait_ctx, compare)
 }
 
 fn blocks(range: &Range<usize>, parts: usize) -> impl Iterator<Item = Range<usize>> {
@@ -80,19 +80,19 @@ fn blocks(range: &Range<usize>, parts: usize) -> impl Iterator<Item = Range<usiz
 }
 
 /// The position of the first hash in which the ranks that have a call differ, or "none".
-fn first_difference(told: &RankTexts) -> String {
+fn first_difference(texts: &RankTexts) -> String {
     let hashes = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
     let all: Vec<Vec<String>> =
-        told.iter().filter(|(_, text)| !text.is_empty()).map(|(_, text)| hashes(text)).collect();
+        texts.iter().filter(|(_, text)| !text.is_empty()).map(|(_, text)| hashes(text)).collect();
     let count = all.iter().map(Vec::len).max().unwrap_or(0);
     let differ = |&index: &usize| all.iter().any(|hashes| hashes.get(index) != all[0].get(index));
     (0..count).find(differ).map_or("none".to_owned(), |index| index.to_string())
 }
 
 /// The descriptions side by side: ranks that said the same together, tensors only where they differ.
-fn compare(told: &RankTexts) -> String {
+fn compare(texts: &RankTexts) -> String {
     let mut groups: Vec<(Vec<usize>, &str)> = Vec::new();
-    for (rank, text) in told {
+    for (rank, text) in texts {
         match groups.iter_mut().find(|(_, other)| other == text) {
             Some((ranks, _)) => ranks.push(*rank),
             None => groups.push((vec![*rank], text)),
@@ -133,13 +133,13 @@ mod tests {
 
     #[test]
     fn only_what_differs_is_shown() {
-        let told = [
+        let texts = [
             (0, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned()),
             (1, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[5]".to_owned()),
             (2, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned()),
         ];
         assert_eq!(
-            compare(&told),
+            compare(&texts),
             "  ranks 0, 2: average 'a' of 2 tensors\n    tensor 1: float32[4]\n  \
              rank 1: average 'a' of 2 tensors\n    tensor 1: float32[5]"
         );
@@ -147,9 +147,9 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_found() {
-        let told = |texts: &[&str]| texts.iter().map(|&text| (0, text.to_owned())).collect::<Vec<_>>();
-        assert_eq!(first_difference(&told(&["a b c", "a b d", "a b c"])), "2");
-        assert_eq!(first_difference(&told(&["a b", "", "a b"])), "none");
+        let texts = |texts: &[&str]| texts.iter().map(|&text| (0, text.to_owned())).collect::<Vec<_>>();
+        assert_eq!(first_difference(&texts(&["a b c", "a b d", "a b c"])), "2");
+        assert_eq!(first_difference(&texts(&["a b", "", "a b"])), "none");
         assert_eq!(blocks(&(10..21), 4).collect::<Vec<_>>(), [10..13, 13..16, 16..19, 19..21]);
     }
 }

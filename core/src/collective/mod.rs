@@ -1,11 +1,11 @@
-//! The collectives, composed over two levels: the node (shared memory), then the cluster (messages between hosts).
+//! The collectives, composed over two levels: the region (shared memory), then the cluster (messages between hosts).
 //!
-//! Every collective is a [`Collective`]: what a rank puts into its slot and what a lane does with its slice. [`Channel`]
-//! carries any of them through the steps of the node and the exchanges of the cluster; read one file, know all. Algorithms
+//! Every collective is a [`Collective`]: what a rank puts into its slot and what a shard does with its slice. [`Channel`]
+//! carries any of them through the steps of the region and the exchanges of the cluster; read one file, know all. Algorithms
 //! name no transport.
 //!
-//! In a node: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts each
-//! lane brings its slice to an end, by an algorithm that suits its length and the number of hosts ([`cluster`]); those for
+//! In a region: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts each
+//! shard brings its slice to an end, by an algorithm that suits its length and the number of hosts ([`inter_host`]); those for
 //! long slices move 2 (n - 1) / n of it, the least there is (Patarasuk and Yuan, 2009). The order of addition is fixed: the
 //! ranks of a host in order, then the hosts in the order of a tree.
 
@@ -35,43 +35,43 @@ use smallvec::SmallVec;
 
 use crate::topology::Topology;
 
-/// What tells the collectives apart. All ranges are bytes of the chunk; slots are as in [`crate::transport::node`].
+/// What tells the collectives apart. All ranges are bytes of the chunk; slots are as in [`crate::transport::region`].
 pub(crate) trait Collective: InterHostOps {
     /// Copies what this rank brings to `part` of chunk `chunk` into its slot.
     ///
     /// # Safety
     /// `slot` is this rank's slot of the step, its to write.
-    unsafe fn pack(&self, job: &Call, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8);
+    unsafe fn pack(&self, call: &Call, topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8);
 
-    /// On one host, whether a lane's driver takes its own part of its lane's slice from its tensors, and puts the result
+    /// On one host, whether a shard's driver takes its own part of its shard's slice from its tensors, and puts the result
     /// there: then it need not pack or unpack that slice.
-    fn reads_own_tensor(&self, job: &Call) -> bool;
+    fn reads_own_tensor(&self, call: &Call) -> bool;
 
-    /// On one host: completes `slice` from all slots into this lane's slot, and, where that slice of the rank's own
+    /// On one host: completes `slice` from all slots into this shard's slot, and, where that slice of the rank's own
     /// tensors [stays](Collective::stays), into these.
     ///
     /// # Safety
-    /// The slice of all slots is this lane's, and the rank's tensors are the call's.
-    unsafe fn combine(&self, job: &Call, lane: &ShardView<'_>, slice: Range<usize>);
+    /// The slice of all slots is this shard's, and the rank's tensors are the call's.
+    unsafe fn combine(&self, call: &Call, shard: &ShardView<'_>, slice: Range<usize>);
 
     /// On one host, for a call that is not [wide](Job::is_wide): the results of the whole chunk from all slots into this
     /// rank's tensors.
     ///
     /// # Safety
     /// All slots are read-only, and the rank's tensors are the call's.
-    unsafe fn reduce_to_tensor(&self, job: &Call, lane: &ShardView<'_>);
+    unsafe fn reduce_to_tensor(&self, call: &Call, shard: &ShardView<'_>);
 }
 
-/// What the lanes of a host do with other hosts: what [`cluster`] needs of a collective. All ranges are bytes of the chunk.
+/// What the shards of a host do with other hosts: what [`inter_host`] needs of a collective. All ranges are bytes of the chunk.
 pub(crate) trait InterHostOps: Sync {
     /// The bytes that a host's part of `piece` takes; that of two pieces side by side is as long as theirs.
-    fn partial_bytes(&self, job: &Call, chunk: usize, piece: Range<usize>) -> usize;
+    fn partial_bytes(&self, call: &Call, chunk: usize, piece: Range<usize>) -> usize;
 
     /// Writes this host's part of `piece`; false when it has none.
     ///
     /// # Safety
-    /// The slice of all slots that `piece` is in is this lane's.
-    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool;
+    /// The slice of all slots that `piece` is in is this shard's.
+    unsafe fn contribute(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool;
 
     /// Makes one part of two of the same `piece`, `low` being that of the hosts that come first; nothing when
     /// neither is there.
@@ -80,19 +80,19 @@ pub(crate) trait InterHostOps: Sync {
     /// The parts are valid for what they carry, as is `out`, which is one of them or overlaps neither.
     unsafe fn add_partials(
         &self,
-        job: &Call,
-        lane: &ShardView<'_>,
+        call: &Call,
+        shard: &ShardView<'_>,
         piece: Range<usize>,
         low: Partial,
         high: Partial,
         out: *mut u8,
     );
 
-    /// Completes `piece` into this lane's slot from the last two parts.
+    /// Completes `piece` into this shard's slot from the last two parts.
     ///
     /// # Safety
     /// As for `contribute` and `merge`.
-    unsafe fn finish_shard(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial);
+    unsafe fn finish_shard(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial);
 }
 
 /// What hosts bring to a piece, if they have anything.
@@ -101,7 +101,7 @@ pub(crate) type Partial = Option<*const u8>;
 /// The ranks of a host, for lists on the stack; longer lists go to the heap.
 pub(crate) type PerRank<T> = SmallVec<[T; 16]>;
 
-/// A lane at work on a chunk.
+/// A shard at work on a chunk.
 pub(crate) struct ShardView<'a> {
     /// Where the rank is.
     pub topology: &'a Topology,
@@ -112,7 +112,7 @@ pub(crate) struct ShardView<'a> {
 }
 
 impl ShardView<'_> {
-    /// The slot of this lane's driver.
+    /// The slot of this shard's driver.
     pub fn own(&self) -> *mut u8 {
         self.slots[self.topology.local_rank()]
     }

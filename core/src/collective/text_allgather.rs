@@ -1,7 +1,7 @@
 //! Rounds in which all ranks tell each other a text, and every rank gets what is made of all of them: how ranks that are
 //! out of agreement speak, since they still go through the same steps.
 //!
-//! The ranks of a host put their texts into their slots; the driver of lane 0 collects them, exchanges the host's with the
+//! The ranks of a host put their texts into their slots; the driver of shard 0 collects them, exchanges the host's with the
 //! other hosts, and leaves what it makes of all in its own slot. Every host makes the same of the same texts.
 //! Thread rule: as for [`Channel`].
 
@@ -15,47 +15,47 @@ use crate::wire_layout::{ALIGN, HEADER};
 /// What the ranks told in a round: rank and text, in the order of ranks.
 pub(super) type RankTexts = [(usize, String)];
 
-/// No text is longer than that: hundreds of calls, and the driver of a lane holds the texts of all ranks.
+/// No text is longer than that: hundreds of calls, and the driver of a shard holds the texts of all ranks.
 const MAX_TEXT_BYTES: usize = 16 << 10;
 
 /// The longest text of a rank that fits a slot: the same number on every rank.
 pub(super) fn max_text_bytes(channel: &Channel) -> usize {
-    MAX_TEXT_BYTES.min(channel.shm.node().geometry().slot / 4)
+    MAX_TEXT_BYTES.min(channel.shm.region().layout().slot / 4)
 }
 
-/// All ranks tell `mine`; returns what `merge` makes of that, by rank, on lane 0.
+/// All ranks tell `mine`; returns what `merge` makes of that, by rank, on shard 0.
 pub(super) fn allgather_merge(
     channel: &mut Channel,
     mine: &str,
-    patience: &WaitContext<'_>,
+    wait_ctx: &WaitContext<'_>,
     merge: impl FnOnce(&RankTexts) -> String,
 ) -> Result<String> {
     let local_size = channel.topology.local_size();
     let local_rank = channel.topology.local_rank();
-    let step = channel.begin_round(patience)?;
+    let step = channel.begin_round(wait_ctx)?;
     // Each rank's text lies in the first half of its slot, the result in the second half of the first.
-    let half = channel.shm.node().geometry().slot / 2;
+    let half = channel.shm.region().layout().slot / 2;
 
     // SAFETY: `begin` waited until the slot is this rank's.
     unsafe { write_text(channel.shm.slot(local_rank, step), half, mine) };
     channel.shm.raise(Phase::Packed, step);
-    channel.shm.wait(Phase::Packed, step, local_size, patience)?;
+    channel.shm.wait(Phase::Packed, step, local_size, wait_ctx)?;
 
     if channel.topology.shard() == Some(0) {
-        let mut told = Vec::new();
+        let mut texts = Vec::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
             // SAFETY: all have packed; only this rank goes on before it has reduced.
-            told.push((rank, unsafe { read_text(channel.shm.slot(local, step), half) }));
+            texts.push((rank, unsafe { read_text(channel.shm.slot(local, step), half) }));
         }
-        told.extend(from_other_hosts(channel, &told, patience)?);
-        told.sort_by_key(|(rank, _)| *rank);
+        texts.extend(from_other_hosts(channel, &texts, wait_ctx)?);
+        texts.sort_by_key(|(rank, _)| *rank);
         // SAFETY: the second half of the own slot is nobody else's before `Reduced`.
-        unsafe { write_text(channel.shm.slot(local_rank, step).add(half), half, &merge(&told)) };
+        unsafe { write_text(channel.shm.slot(local_rank, step).add(half), half, &merge(&texts)) };
     }
     if channel.topology.shard().is_some() {
         channel.shm.raise(Phase::Reduced, step);
     }
-    channel.shm.wait(Phase::Reduced, step, channel.topology.num_shards(), patience)?;
+    channel.shm.wait(Phase::Reduced, step, channel.topology.num_shards(), wait_ctx)?;
     // SAFETY: all have reduced, so the slots are read-only.
     let text = unsafe { read_text(channel.shm.slot(0, step).add(half), half) };
     channel.finish_round(step);
@@ -65,11 +65,11 @@ pub(super) fn allgather_merge(
 /// Exchanges what the ranks of this host told with the other hosts, in as many messages as the longest takes.
 fn from_other_hosts(
     channel: &mut Channel,
-    told: &RankTexts,
-    patience: &WaitContext<'_>,
+    texts: &RankTexts,
+    wait_ctx: &WaitContext<'_>,
 ) -> Result<Vec<(usize, String)>> {
     let Some(InterHost { link, .. }) = &mut channel.inter_host else { return Ok(Vec::new()) };
-    let bytes = encode(told);
+    let bytes = encode(texts);
     let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
     // One message goes to all, and there is room for one of each.
     let room = link.buffers(0).recv.len() / hosts.len() / ALIGN * ALIGN;
@@ -88,7 +88,7 @@ fn from_other_hosts(
         let len = HEADER + part.len();
         let sends: Vec<Message> = hosts.iter().map(|&host| Message { host, bytes: 0..len }).collect();
         link.start(0, &sends, &receives)?;
-        link.finish(0, patience)?;
+        link.finish(0, wait_ctx)?;
         let mut last = sent == bytes.len();
         for (received, text) in receives.iter().zip(&mut texts) {
             let message = &link.buffers(0).recv[received.bytes.clone()];
@@ -128,8 +128,8 @@ unsafe fn read_text(at: *const u8, capacity: usize) -> String {
 }
 
 /// `rank NUL text NUL` for each rank.
-fn encode(told: &RankTexts) -> Vec<u8> {
-    told.iter().flat_map(|(rank, text)| format!("{rank}\0{text}\0").into_bytes()).collect()
+fn encode(texts: &RankTexts) -> Vec<u8> {
+    texts.iter().flat_map(|(rank, text)| format!("{rank}\0{text}\0").into_bytes()).collect()
 }
 
 fn decode(bytes: &[u8]) -> Vec<(usize, String)> {
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn texts_travel() {
-        let told = vec![(3, "barrier".to_owned()), (4, String::new())];
-        assert_eq!(decode(&encode(&told)), told);
+        let texts = vec![(3, "barrier".to_owned()), (4, String::new())];
+        assert_eq!(decode(&encode(&texts)), texts);
     }
 }

@@ -1,7 +1,7 @@
 //! Two neighbouring bfloat16 as one element: the mean of plain bfloat16, which is the gradient of most large models.
 //!
-//! One alone has to be moved to another lane of the vectors on its way to float32 and back, as that is twice as wide. Of a
-//! pair in 32 bits, either half becomes a float32 in the lane where it is, by a shift or a mask.
+//! One alone has to be moved to another shard of the vectors on its way to float32 and back, as that is twice as wide. Of a
+//! pair in 32 bits, either half becomes a float32 in the shard where it is, by a shift or a mask.
 
 use super::convert::rounded_to_bf16;
 use super::types::{BF16, ReduceType};

@@ -1,4 +1,4 @@
-//! The calls that faces make on teams, by their numbers.
+//! The calls that bindings make on teams, by their numbers.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use crate::signals;
 use crate::team::{self, BlockedCaller, CallOptions, ResultBuffer, StagingBuffer, Team, Timeout};
 
 fn submit(op: Op, id: i32, request: CallOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    // The memory's validity is what the faces ask of their callers.
+    // The memory's validity is what the bindings ask of their callers.
     match guard(|| Ok((team(id)?, towers()?))) {
-        // SAFETY: see the faces' contracts: dl_comm.h, completion.h.
+        // SAFETY: see the bindings' contracts: dl_comm.h, completion.h.
         Ok((team, towers)) if op == Op::Allreduce && id != CONTROL => unsafe { team.gradients(towers, request) },
         // SAFETY: as above.
         Ok((team, towers)) => unsafe { team.submit(op, towers, request) },
@@ -95,11 +95,11 @@ pub unsafe fn average_and_wait(id: i32, name: &str, limit: Timeout, towers: Vec<
         return wait(name, |request| average(id, request.with_timeout(limit), || Ok(towers)));
     }
     // SAFETY: the caller's promise.
-    let (stage, copies) = unsafe { StagingBuffer::of(&towers, team(id)?.pool()) }?;
-    let mine = Arc::clone(&stage);
+    let (staging, copies) = unsafe { StagingBuffer::of(&towers, team(id)?.pool()) }?;
+    let mine = Arc::clone(&staging);
     let result =
         wait_for_result(name, |request| average(id, request.with_timeout(limit).with_results(mine), || Ok(copies)))?;
-    let result = result.map_or(Ok(stage), StagingBuffer::from_results)?;
+    let result = result.map_or(Ok(staging), StagingBuffer::from_results)?;
     // SAFETY: the caller's promise; a result is nobody else's any more.
     unsafe { result.copy_to(&towers) };
     Ok(())
@@ -145,15 +145,15 @@ pub fn wait(name: &str, start: impl FnOnce(CallOptions)) -> Result<()> {
 /// Ends the teams in which calls of this process have not ended: a signal has interrupted their caller.
 fn interrupt() {
     // Without a session there is nothing to end.
-    let _ended = started(|session| {
-        session.process_teams.interrupt();
+    let _ended = started(|runtime| {
+        runtime.process_teams.interrupt();
         Ok(())
     });
 }
 
 /// What a caller holds that waits, outside of the core, for a call that it has started; `None` when nothing is up any more.
 pub fn blocked() -> Option<BlockedCaller> {
-    started(|session| Ok(session.process_teams.blocked())).ok()
+    started(|runtime| Ok(runtime.process_teams.blocked())).ok()
 }
 
 /// Looks for signals for such a caller. When one wants the wait to end, the calls that are under way end soon, with an error.

@@ -26,9 +26,9 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     tensors.iter().try_for_each(|tensor| tensor.buffer.check_source())?;
     // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
     let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
-    let shown = &list[..list.floor_char_boundary(200)];
-    let name = format!("check_buffers_match of {shown}{}", if shown == list { "" } else { " ..." });
-    let name = if shown == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
+    let posted = &list[..list.floor_char_boundary(200)];
+    let name = format!("check_buffers_match of {posted}{}", if posted == list { "" } else { " ..." });
+    let name = if posted == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
     let mine: Vec<u64> = tensors.iter().map(hash).collect();
     let mut first = mine.clone();
     let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);

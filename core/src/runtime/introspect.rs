@@ -17,7 +17,7 @@ use crate::transport::mpi::RankInfo;
 /// # Errors
 /// [`Error::State`] before [`init_mpi`] and after [`finalize`]; [`Error::System`].
 pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
-    let dumper = started(|session| Ok(Arc::clone(&session.dumper)))?;
+    let dumper = started(|runtime| Ok(Arc::clone(&runtime.dumper)))?;
     dumper.write("asked for", folder)
 }
 
@@ -26,9 +26,9 @@ pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
 /// # Errors
 /// As for [`dump`]; [`Error::State`] when one is being recorded.
 pub fn start_timeline(folder: &str) -> Result<()> {
-    let (rank, title, job) = started(|session| {
-        let rank = session.topology.rank();
-        Ok((rank, session.rank_info[rank].display_name(rank), session.dumper.job()))
+    let (rank, title, job) = started(|runtime| {
+        let rank = runtime.topology.rank();
+        Ok((rank, runtime.rank_info[rank].display_name(rank), runtime.dumper.job()))
     })?;
     timeline::start(folder, rank, &title, &job)
 }
@@ -79,19 +79,20 @@ pub struct ProcessInfo {
 pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
         let (places, teams) = (Arc::new([]), Vec::new());
-        let mut told = ProcessInfo { state: "fresh", config: None, topology: None, rank_info: places, network: None, teams };
+        let mut told =
+            ProcessInfo { state: "fresh", config: None, topology: None, rank_info: places, network: None, teams };
         match state {
             RuntimeState::NotStarted => {}
             RuntimeState::Finalized(topology) => {
                 (told.state, told.topology) = ("finalized", Some(Arc::clone(topology)))
             }
-            RuntimeState::Started(session) => {
-                told.network = session.network;
+            RuntimeState::Started(runtime) => {
+                told.network = runtime.network;
                 told.state = "started";
-                told.config = Some(session.config.clone());
-                told.topology = Some(Arc::clone(&session.topology));
-                told.rank_info = Arc::clone(&session.rank_info);
-                told.teams = session.teams.values().map(|team| (team.call_config(), team.gpus())).collect();
+                told.config = Some(runtime.config.clone());
+                told.topology = Some(Arc::clone(&runtime.topology));
+                told.rank_info = Arc::clone(&runtime.rank_info);
+                told.teams = runtime.teams.values().map(|team| (team.call_config(), team.gpus())).collect();
             }
         }
         Ok(told)

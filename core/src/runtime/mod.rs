@@ -1,4 +1,4 @@
-//! The process-wide state behind the faces: MPI, the teams, and the rules of init, finalize and fork.
+//! The process-wide state behind the bindings: MPI, the teams, and the rules of init, finalize and fork.
 //!
 //! Thread rule: everything in here may be called from any thread. Collective functions that make teams run one at a time.
 
@@ -88,7 +88,7 @@ fn read<T>(view: impl FnOnce(&RuntimeState) -> Result<T>) -> Result<T> {
 /// What `view` makes of the session, if there is one.
 fn started<T>(view: impl FnOnce(&Runtime) -> Result<T>) -> Result<T> {
     read(|state| match state {
-        RuntimeState::Started(session) => view(session),
+        RuntimeState::Started(runtime) => view(runtime),
         RuntimeState::NotStarted => Err(not_started()),
         RuntimeState::Finalized(_) => Err(finalized()),
     })
@@ -140,9 +140,19 @@ pub fn init_mpi() -> Result<()> {
             };
             let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
             let world = Arc::new(Mutex::new(world));
-            let (teams, siblings) = (BTreeMap::new(), Arc::new(ProcessTeams::of_process()));
-            let session = Runtime { world, topology, rank_info: places, network, config, teams, process_teams: siblings, dumper, _on_signal };
-            *state = RuntimeState::Started(Box::new(session));
+            let (teams, process_teams) = (BTreeMap::new(), Arc::new(ProcessTeams::of_process()));
+            let runtime = Runtime {
+                world,
+                topology,
+                rank_info: places,
+                network,
+                config,
+                teams,
+                process_teams,
+                dumper,
+                _on_signal,
+            };
+            *state = RuntimeState::Started(Box::new(runtime));
             Ok(())
         }
     })
@@ -163,7 +173,7 @@ pub fn init() -> Result<()> {
 
 /// Whether [`init`] has succeeded and [`finalize`] was not called.
 pub fn is_initialized() -> bool {
-    started(|session| Ok(session.teams.contains_key(&CONTROL))).unwrap_or(false)
+    started(|runtime| Ok(runtime.teams.contains_key(&CONTROL))).unwrap_or(false)
 }
 
 /// The settings of this process.
@@ -171,7 +181,7 @@ pub fn is_initialized() -> bool {
 /// # Errors
 /// [`Error::State`] before [`init_mpi`] and after [`finalize`].
 pub fn config() -> Result<Config> {
-    started(|session| Ok(session.config.clone()))
+    started(|runtime| Ok(runtime.config.clone()))
 }
 
 /// The numbers of this rank, or of that which this process helps. Known after [`finalize`] too.
@@ -193,7 +203,7 @@ pub fn is_helper() -> bool {
 /// [`Error::State`] before [`init_mpi`].
 pub fn topology() -> Result<Arc<Topology>> {
     read(|state| match state {
-        RuntimeState::Started(session) => Ok(Arc::clone(&session.topology)),
+        RuntimeState::Started(runtime) => Ok(Arc::clone(&runtime.topology)),
         RuntimeState::Finalized(topology) => Ok(Arc::clone(topology)),
         RuntimeState::NotStarted => Err(not_started()),
     })
@@ -245,16 +255,16 @@ fn end(reason: Option<Error>) -> Result<()> {
     }
     let ended = {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
-        let RuntimeState::Started(session) = &*state else {
+        let RuntimeState::Started(runtime) = &*state else {
             // There is one without a session where its start has failed.
             mpi::end();
             return Ok(());
         };
-        let next = RuntimeState::Finalized(Arc::clone(&session.topology));
+        let next = RuntimeState::Finalized(Arc::clone(&runtime.topology));
         std::mem::replace(&mut *state, next)
     };
-    let RuntimeState::Started(session) = ended else { return Ok(()) };
-    let Runtime { world, teams, topology, .. } = *session;
+    let RuntimeState::Started(runtime) = ended else { return Ok(()) };
+    let Runtime { world, teams, topology, .. } = *runtime;
     if let Some(error) = &reason {
         teams.values().for_each(|team| team.fail(error));
     }

@@ -63,7 +63,7 @@ pub fn init_teams(count: i32, threads: Option<i32>) -> Result<()> {
         None => config.default_nthreads,
         Some(threads) => checked_threads(threads)?,
     };
-    let missing: Vec<i32> = started(|session| Ok((0..count).filter(|id| !session.teams.contains_key(id)).collect()))?;
+    let missing: Vec<i32> = started(|runtime| Ok((0..count).filter(|id| !runtime.teams.contains_key(id)).collect()))?;
     for (index, id) in missing.into_iter().enumerate() {
         // One agreement for all: a rank that asks for fewer teams must not go on to other calls.
         let call = (index == 0).then(|| format!("init(nteams={count}, nthread_per_team={threads})"));
@@ -88,8 +88,8 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
         wait(call, barrier)?;
     }
     let config = config()?;
-    let (world, dumper, siblings) = started(|session| {
-        Ok((Arc::clone(&session.world), Arc::clone(&session.dumper), Arc::clone(&session.process_teams)))
+    let (world, dumper, process_teams) = started(|runtime| {
+        Ok((Arc::clone(&runtime.world), Arc::clone(&runtime.dumper), Arc::clone(&runtime.process_teams)))
     })?;
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
@@ -107,13 +107,13 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
         Settings { id, acc_f64: prec_level == 1, algorithm, timeout, stall_warn, match_timeout: match_within, device };
     let on_alarm = Arc::clone(&dumper);
     let alarm = Arc::new(move |words: &str| on_alarm.write_on_failure(words));
-    let team = Team::start(endpoint, settings, cpus.as_deref(), alarm, &siblings).map(Arc::new);
+    let team = Team::start(endpoint, settings, cpus.as_deref(), alarm, &process_teams).map(Arc::new);
     let team = world.confirm(&format!("the creation of team {id}"), team)?;
     drop(world);
     dumper.add(&team);
     write(|state| match state {
-        RuntimeState::Started(session) => {
-            session.teams.insert(id, team);
+        RuntimeState::Started(runtime) => {
+            runtime.teams.insert(id, team);
             Ok(())
         }
         _ => Err(not_started()),
@@ -131,7 +131,7 @@ fn processors(config: &Config, id: i32, threads: usize) -> Result<Option<Vec<usi
 }
 
 pub(super) fn find_team(id: i32) -> Result<Option<Arc<Team>>> {
-    started(|session| Ok(session.teams.get(&id).cloned()))
+    started(|runtime| Ok(runtime.teams.get(&id).cloned()))
 }
 
 pub(super) fn team(id: i32) -> Result<Arc<Team>> {
@@ -172,7 +172,7 @@ pub fn set_timeout(id: i32, timeout: Option<Duration>) -> Result<()> {
 /// # Errors
 /// As for [`config`].
 pub fn nteams() -> Result<usize> {
-    started(|session| Ok(session.teams.keys().filter(|&&id| id != CONTROL).count()))
+    started(|runtime| Ok(runtime.teams.keys().filter(|&&id| id != CONTROL).count()))
 }
 
 /// Sets the schedule of team `id`, which is made when it does not exist, as by [`ensure_team`]. A `cooldown` of `None` is

@@ -3,7 +3,7 @@
 //! Such a call ends for its caller when it is enqueued, which may be long before its GPU has done it, or, if it waits, when its
 //! GPU has. A thread of its own watches over it until then: when a rank is lost or the deadline passes meanwhile, it ends
 //! the team and lets the GPU's streams go on, so that nothing on them waits for ever.
-//! Thread rule: [`DeviceExecutor`] is in the seat; a [`StagingPipeline`] is its worker's.
+//! Thread rule: [`DeviceExecutor`] is in the executor; a [`StagingPipeline`] is its worker's.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,8 +29,8 @@ const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
 impl Team {
-    /// Makes a call on device memory of `job`.
-    pub(super) fn on_device(&self, job: Call, device: Device) -> Result<Call> {
+    /// Makes a call on device memory of `call`.
+    pub(super) fn on_device(&self, call: Call, device: Device) -> Result<Call> {
         if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
             && ordinal != i64::from(device.ordinal)
         {
@@ -40,19 +40,19 @@ impl Team {
             )));
         }
         let producer = guard(|| CallerStream::new(device))?;
-        job.on_device(Arc::new(producer), self.shared.settings.device.chunk)
+        call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
     }
 
     /// Refuses a call on device memory whose mean the core would have to mix with another one: it does so in host memory only.
-    pub(super) fn check_schedule(&self, job: Call, owner: u64, separate: bool) -> Result<Call> {
-        if job.producer().is_some() && !separate && self.may_return_early(owner) {
+    pub(super) fn check_schedule(&self, call: Call, owner: u64, return_weights: bool) -> Result<Call> {
+        if call.producer().is_some() && !return_weights && self.may_return_early(owner) {
             return Err(Error::Invalid(format!(
                 "team {} is on a schedule with non-blocking calls, which GPU tensors have in dl_comm.torch's optimizer only; \
                  use another team, or host tensors",
                 self.config.team
             )));
         }
-        Ok(job)
+        Ok(call)
     }
 
     /// What is known of the way that calls on device memory take, after the first.
@@ -80,10 +80,10 @@ struct DeviceWork {
 
 impl DeviceWork {
     /// A part of a call that waits ends with this.
-    fn new(call: &Arc<Work>, end: Event) -> DeviceWork {
-        let watched = DeviceWork { work: Arc::clone(call), done: end };
+    fn new(work: &Arc<Work>, end: Event) -> DeviceWork {
+        let watched = DeviceWork { work: Arc::clone(work), done: end };
         if watched.waits() {
-            call.add_parts(1);
+            work.add_parts(1);
         }
         watched
     }
@@ -107,40 +107,40 @@ impl DeviceWork {
 impl DeviceExecutor {
     /// Carries out a call on which the ranks agree; false when it has to go through the host, by all threads. At the first
     /// one, all ranks agree on the way.
-    pub fn run(place: &mut Option<DeviceExecutor>, worker: &mut Worker, call: &Arc<Work>) -> Result<bool> {
+    pub fn run(place: &mut Option<DeviceExecutor>, worker: &mut Worker, work: &Arc<Work>) -> Result<bool> {
         if place.is_none() {
-            *place = Some(DeviceExecutor::start(worker, call)?);
+            *place = Some(DeviceExecutor::start(worker, work)?);
         }
-        let Some(DeviceExecutor { path: gpus, watched, .. }) = place else {
+        let Some(DeviceExecutor { path, watched, .. }) = place else {
             return Err(Error::Internal("there is no GPU for a call on device memory".into()));
         };
-        let carried = worker.run_checked(call, |channel, _, patience| {
-            let carried = gpus.run(channel, &call.call, patience).map_err(out_of_step)?;
+        let carried = worker.run_checked(work, |channel, _, wait_ctx| {
+            let carried = path.run(channel, &work.call, wait_ctx).map_err(out_of_step)?;
             let DeviceResult::Enqueued(end) = carried else { return Ok(false) };
-            watch_over(watched.as_ref(), call, end).map(|()| true)
+            watch_over(watched.as_ref(), work, end).map(|()| true)
         });
-        worker.shared.device_bytes.store(gpus.held(), Ordering::Relaxed);
-        worker.shared.calls_in_chunks.store(gpus.in_chunks(), Ordering::Relaxed);
+        worker.shared.device_bytes.store(path.held(), Ordering::Relaxed);
+        worker.shared.calls_in_chunks.store(path.in_chunks(), Ordering::Relaxed);
         if carried.is_err() {
-            gpus.release_streams()();
+            path.release_streams()();
             // Part of it may be enqueued: the tensors are their caller's again when the GPU is at work on them no more.
-            if let Some(end) = gpus.signal_outputs(&call.call) {
-                watch_over(watched.as_ref(), call, end)?;
+            if let Some(end) = path.signal_outputs(&work.call) {
+                watch_over(watched.as_ref(), work, end)?;
             }
         }
         carried
     }
 
-    fn start(worker: &mut Worker, call: &Arc<Work>) -> Result<DeviceExecutor> {
+    fn start(worker: &mut Worker, work: &Arc<Work>) -> Result<DeviceExecutor> {
         let settings = worker.shared.settings.device;
-        let gpus = worker
-            .run_checked(call, |channel, call, patience| DevicePath::new(channel, &call.call, settings, patience))?;
+        let path = worker
+            .run_checked(work, |channel, work, wait_ctx| DevicePath::new(channel, &work.call, settings, wait_ctx))?;
         // One call is the first.
-        let _first = worker.shared.gpu_info.set(gpus.about());
+        let _first = worker.shared.gpu_info.set(path.about());
         let (sender, receiver) = channel();
-        let (shared, rescue) = (Arc::clone(&worker.shared), gpus.release_streams());
+        let (shared, rescue) = (Arc::clone(&worker.shared), path.release_streams());
         let builder = Builder::new().name(format!("dlcomm-{}.gpu", worker.shared.settings.id));
-        let watch = worker.run_checked(call, |_, _, _| {
+        let watch = worker.run_checked(work, |_, _, _| {
             let spawned = builder.spawn(move || {
                 if let Err(error) = unbind() {
                     log_line(&error.to_string());
@@ -149,14 +149,14 @@ impl DeviceExecutor {
             });
             spawned.map_err(|error| Error::system("starting a thread", error))
         })?;
-        Ok(DeviceExecutor { path: gpus, watched: Some(sender), watch: Some(watch) })
+        Ok(DeviceExecutor { path, watched: Some(sender), watch: Some(watch) })
     }
 }
 
 /// Gives a call to the watch, which ends after who gives it.
-fn watch_over(watched: Option<&Sender<DeviceWork>>, call: &Arc<Work>, end: Event) -> Result<()> {
+fn watch_over(watched: Option<&Sender<DeviceWork>>, work: &Arc<Work>, end: Event) -> Result<()> {
     let nobody = || Error::Internal("nobody watches over the GPU".into());
-    let sent = watched.ok_or_else(nobody)?.send(DeviceWork::new(call, end));
+    let sent = watched.ok_or_else(nobody)?.send(DeviceWork::new(work, end));
     sent.map_err(|unsent| {
         unsent.0.finish(Err(nobody()));
         nobody()
@@ -183,7 +183,7 @@ fn poll_device_work(shared: &Arc<TeamState>, calls: &Receiver<DeviceWork>, rescu
     while let Ok(watched) = calls.recv() {
         let mut nap = Duration::from_micros(20);
         let longest = if watched.waits() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };
-        let DeviceWork { work: call, done: end } = &watched;
+        let DeviceWork { work, done: end } = &watched;
         let entered = end.context().push();
         let failed = loop {
             if let Err(error) = &entered {
@@ -194,7 +194,7 @@ fn poll_device_work(shared: &Arc<TeamState>, calls: &Receiver<DeviceWork>, rescu
                 Ok(false) => {}
                 Err(error) => break Some(error),
             }
-            if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(|| overdue(call)) {
+            if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(|| overdue(work)) {
                 break Some(error);
             }
             std::thread::sleep(nap);
@@ -231,12 +231,12 @@ fn drain_failed(failed: DeviceWork, calls: &Receiver<DeviceWork>, rescue: &dyn F
     }
 }
 
-fn overdue(call: &Work) -> Option<Error> {
-    let waited = call.record.submitted.elapsed();
-    call.timeout.filter(|&timeout| waited >= timeout).map(|_| {
+fn overdue(work: &Work) -> Option<Error> {
+    let waited = work.record.submitted.elapsed();
+    work.timeout.filter(|&timeout| waited >= timeout).map(|_| {
         Error::Timeout(format!(
             "{} was not complete on the GPU after {:.1} s (DL_COMM_TIMEOUT_S)",
-            call.call.full_name(),
+            work.call.full_name(),
             waited.as_secs_f64()
         ))
     })
@@ -244,26 +244,26 @@ fn overdue(call: &Work) -> Option<Error> {
 
 impl Worker {
     /// This thread's chunks of a call on device memory that goes through the host.
-    pub(super) fn share_on_device(&mut self, call: &Arc<Work>) -> Result<()> {
-        let (index, channels) = (self.index, call.call.channels());
+    pub(super) fn share_on_device(&mut self, work: &Arc<Work>) -> Result<()> {
+        let (index, channels) = (self.index, work.call.channels());
         let settings = self.shared.settings.device;
-        let mut stager = self.staging.take();
-        let done = self.run_checked(call, |channel, call, patience| {
-            let stager = match (&mut stager, call.call.producer()) {
-                (Some(stager), _) => stager,
+        let mut staging = self.staging.take();
+        let done = self.run_checked(work, |channel, work, wait_ctx| {
+            let staging = match (&mut staging, work.call.producer()) {
+                (Some(staging), _) => staging,
                 (place, Some(producer)) => place.insert(StagingPipeline::new(channel, producer.context(), settings)?),
                 (None, None) => return Err(Error::Internal("a call on host memory has no GPU".into())),
             };
-            let chunks = (index..call.call.layout.chunks()).step_by(channels);
-            stager.run(channel, &call.call, chunks, patience).map_err(out_of_step)
+            let chunks = (index..work.call.layout.chunks()).step_by(channels);
+            staging.run(channel, &work.call, chunks, wait_ctx).map_err(out_of_step)
         });
         // Once all have been told.
-        if let (Err(_), Some(stager)) = (&done, &stager)
-            && call.call.producer().is_some_and(|producer| producer.waits())
+        if let (Err(_), Some(staging)) = (&done, &staging)
+            && work.call.producer().is_some_and(|producer| producer.waits())
         {
-            stager.drain();
+            staging.drain();
         }
-        self.staging = stager;
+        self.staging = staging;
         done
     }
 }

@@ -29,13 +29,13 @@ const ALONE: usize = 4 << 20;
 const READ: usize = 1 << 20;
 
 /// The longest call that takes one exchange. It is worth more to threads that could share a call than to one.
-fn short(geometry: RegionLayout) -> usize {
-    (READ / geometry.ranks.saturating_sub(1).max(1) / geometry.channels).min(geometry.slot)
+fn short(layout: RegionLayout) -> usize {
+    (READ / layout.ranks.saturating_sub(1).max(1) / layout.channels).min(layout.slot)
 }
 
 impl Team {
     /// Starts a team with one thread for each channel of `endpoint`, thread i on processor `cpus[i]` if these are given.
-    /// `siblings` are the teams of the rank, to which this one is added.
+    /// `process_teams` are the teams of the rank, to which this one is added.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
@@ -44,23 +44,23 @@ impl Team {
         settings: Settings,
         cpus: Option<&[usize]>,
         alarm: OnFailure,
-        siblings: &Arc<ProcessTeams>,
+        process_teams: &Arc<ProcessTeams>,
     ) -> Result<Team> {
-        let GroupResources { topology, names, region: node, links, network, oversubscribed: crowded } = endpoint;
-        let carrier = CallConfig {
+        let GroupResources { topology, names, region, links, network, oversubscribed: crowded } = endpoint;
+        let config = CallConfig {
             team: settings.id,
             ranks: topology.size(),
             channels: links.len(),
-            slot: node.geometry().slot,
+            slot: region.layout().slot,
             single_thread_max: if crowded { ALONE } else { 0 },
-            small_max: if topology.hosts() == 1 { short(node.geometry()) } else { 0 },
+            small_max: if topology.hosts() == 1 { short(region.layout()) } else { 0 },
             acc_f64: settings.acc_f64,
         };
         let rank = topology.rank();
         let (sender, notes) = channel();
         let shared = Arc::new(TeamState {
             settings,
-            region: Arc::clone(&node),
+            region: Arc::clone(&region),
             several_hosts: topology.hosts() > 1,
             rank,
             names,
@@ -68,7 +68,7 @@ impl Team {
             on_failure: alarm,
             recorder: Arc::default(),
             callers: CallerThreads::default(),
-            process_teams: Arc::clone(siblings),
+            process_teams: Arc::clone(process_teams),
             queue: Mutex::new(Some(sender)),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             is_reconciling: AtomicBool::new(false),
@@ -83,38 +83,38 @@ impl Team {
         shared.set_timeout(settings.timeout);
         let mut threads = Vec::new();
         let mut helpers = Vec::new();
-        let mut lead = None;
+        let mut state = None;
         for (index, link) in links.into_iter().enumerate() {
             let topology: Arc<Topology> = Arc::clone(&topology);
-            let cluster = link.map(|link| InterHost::new(link, &topology, network, settings.algorithm));
+            let inter_host = link.map(|link| InterHost::new(link, &topology, network, settings.algorithm));
             let worker = Worker {
                 shared: Arc::clone(&shared),
                 index,
                 rank,
-                config: carrier,
-                channel: Channel::new(topology, node.channel(index)).with(cluster),
+                config,
+                channel: Channel::new(topology, region.channel(index)).with(inter_host),
                 staging: None,
             };
             if index == 0 {
-                lead = Some(worker);
+                state = Some(worker);
             } else {
                 let (sender, receiver) = channel();
                 helpers.push(sender);
                 threads.push(spawn(&settings, index, cpus, move || worker.run_helper(&receiver))?);
             }
         }
-        let Some(worker) = lead else {
+        let Some(worker) = state else {
             return Err(Error::Invalid("a team needs at least one thread".into()));
         };
-        let seat = Arc::new(Executor::new(worker, helpers));
-        let served = Arc::clone(&seat);
+        let executor = Arc::new(Executor::new(worker, helpers));
+        let served = Arc::clone(&executor);
         threads.push(spawn(&settings, 0, cpus, move || served.run_loop(&notes))?);
-        siblings.add(&shared);
+        process_teams.add(&shared);
         Ok(Team {
             shared,
             topology,
-            config: carrier,
-            executor: seat,
+            config,
+            executor,
             threads: Mutex::new(threads),
             schedule: Arc::new(Mutex::new(ScheduleState::new(rank))),
             unscheduled: AtomicBool::new(true),

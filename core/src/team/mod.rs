@@ -97,7 +97,7 @@ pub struct Team {
 struct TeamState {
     settings: Settings,
     region: Arc<ShmRegion>,
-    /// Then threads wait for other hosts too, where the node does not look.
+    /// Then threads wait for other hosts too, where the region does not look.
     several_hosts: bool,
     rank: usize,
     /// The names of all ranks.
@@ -184,8 +184,8 @@ impl TeamState {
             self.region.stall(self.region.step());
             self.process_teams.check_deadlock(self);
         }
-        let elsewhere = || if self.several_hosts { self.lost_rank() } else { None };
-        self.failure().or_else(elsewhere).or_else(|| {
+        let other_teams = || if self.several_hosts { self.lost_rank() } else { None };
+        self.failure().or_else(other_teams).or_else(|| {
             let behind = self.recorder.overdue()?;
             Some(Error::Timeout(format!(
                 "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); it is behind {}, which waits for other ranks",
@@ -245,7 +245,7 @@ impl TeamState {
         }
     }
 
-    /// Counts a call that the ranks have matched; returns its place, from 1. For who has the seat.
+    /// Counts a call that the ranks have matched; returns its place, from 1. For who has the executor.
     fn next_match_index(&self) -> u64 {
         let place = self.matched() + 1;
         self.matched.store(place, Ordering::Relaxed);
@@ -289,7 +289,7 @@ impl Team {
             ..
         } = request;
         match self.new_call(op, towers, &name, &instance, labels, device) {
-            Ok(job) => self.run(self.new_work(job, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
+            Ok(call) => self.run(self.new_work(call, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
             Err(error) => done(Err(error)),
         }
     }
@@ -298,7 +298,7 @@ impl Team {
     /// `request.done` is called exactly once.
     ///
     /// # Safety
-    /// As for [`Team::submit`]; with a parcel (`request.keeping`) the memory stays valid as long as the parcel does, also
+    /// As for [`Team::submit`]; with a result buffer (`request.keeping`) the memory stays valid as long as the result buffer does, also
     /// after `done` was called.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: CallOptions) {
         let waiting_since = request.count_wait.then(Instant::now);
@@ -307,40 +307,40 @@ impl Team {
             name,
             instance_id: instance,
             tensor_names: labels,
-            results: parcel,
+            results,
             owner,
             continues_step: part,
-            return_weights: separate,
+            return_weights,
             caller_blocks: blocks,
             timeout,
             device,
             ..
         } = request;
-        let job = self.new_call(Op::Allreduce, towers, &name, &instance, labels, device);
-        let mut job = match job.and_then(|job| self.check_schedule(job, owner, separate && parcel.is_some())) {
-            Ok(job) => job,
+        let call = self.new_call(Op::Allreduce, towers, &name, &instance, labels, device);
+        let mut call = match call.and_then(|call| self.check_schedule(call, owner, return_weights && results.is_some()))
+        {
+            Ok(call) => call,
             Err(error) => return done(Err(error)),
         };
-        let list = xxh3_64_with_seed(&owner.to_le_bytes(), job.list_hash);
-        let mut pipeline = self.pipeline();
-        let turn = pipeline.plan_call(list, owner, part, parcel.as_deref());
-        job.schedule(turn.weights.left, turn.position.clone());
+        let list = xxh3_64_with_seed(&owner.to_le_bytes(), call.list_hash);
+        let mut schedule = self.schedule();
+        let plan = schedule.plan_call(list, owner, part, results.as_deref());
+        call.schedule(plan.weights.left, plan.position.clone());
         if timeline::is_on() && !part {
             let now = Instant::now();
-            let args = [("team", self.config.team.into()), ("call", turn.index.into())];
+            let args = [("team", self.config.team.into()), ("call", plan.index.into())];
             timeline::span("step", "gradients", now, now, &args);
         }
         // A call that gets nothing and leaves nothing has its mean where it belongs: nobody else looks at it.
-        let alone = turn.before.is_none() && turn.weights.left == 0.0;
-        let own = InFlightMean::new(parcel, if alone { Vec::new() } else { job.outputs() });
-        let flight = Arc::clone(&own);
-        let placed = self.new_work(job, blocks, timeout, Box::new(move |result| flight.end(&result)));
-        pipeline.carry(list, Arc::clone(&own), turn.weights.left);
-        drop(pipeline);
+        let alone = plan.before.is_none() && plan.weights.left == 0.0;
+        let own = InFlightMean::new(results, if alone { Vec::new() } else { call.outputs() });
+        let in_flight = Arc::clone(&own);
+        let placed = self.new_work(call, blocks, timeout, Box::new(move |result| in_flight.end(&result)));
+        schedule.carry(list, Arc::clone(&own), plan.weights.left);
+        drop(schedule);
         self.run(placed);
-        let (pipeline, ledger) = (Arc::clone(&self.schedule), Arc::clone(&self.wait_time));
-        ResultAssembly { schedule: pipeline, wait_time: ledger, list, plan: turn, own, done, return_weights: separate, waiting_since }
-            .start();
+        let (schedule, wait_time) = (Arc::clone(&self.schedule), Arc::clone(&self.wait_time));
+        ResultAssembly { schedule, wait_time, list, plan, own, done, return_weights, waiting_since }.start();
     }
 
     /// Carries out an average on this thread, if that is a short call that nothing stands in the way of and others like it
@@ -353,9 +353,9 @@ impl Team {
             return None;
         }
         self.shared.callers.note(true);
-        let mut held = self.executor.try_acquire()?;
+        let mut guard = self.executor.try_acquire()?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
-        let (job, shown) = match held.begin_small(Op::Allreduce, name, views, since)? {
+        let (call, posted) = match guard.begin_small(Op::Allreduce, name, views, since)? {
             Ok(None) => return Some(Ok(())),
             Ok(Some(rest)) => rest,
             Err(error) => return Some(Err(error)),
@@ -364,8 +364,8 @@ impl Team {
         let result = wait_for_result(
             || self.shared.process_teams.interrupt(),
             |ended| {
-                let call = self.call(*job, true, timeout, ended);
-                self.carry(held, &call, Some(shown));
+                let work = self.call(*call, true, timeout, ended);
+                self.carry(guard, &work, Some(posted));
             },
         );
         if self.times_callers() {
@@ -395,87 +395,87 @@ impl Team {
             let words = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
             return Err(Error::State(words.into()));
         }
-        let job = Call::new(op, towers, name, instance, labels, self.config)?;
+        let call = Call::new(op, towers, name, instance, labels, self.config)?;
         match device {
-            None => Ok(job),
-            Some(device) => self.on_device(job, device),
+            None => Ok(call),
+            Some(device) => self.on_device(call, device),
         }
     }
 
     /// Puts a call in its place among the team's calls: into the queue, or, where its caller waits and may carry it out,
-    /// into the seat, for [`Team::run`].
+    /// into the executor, for [`Team::run`].
     fn new_work(
         &self,
-        job: Call,
+        call: Call,
         blocks: bool,
         timeout: Timeout,
         ended: OnAllParts,
     ) -> Option<(ExecutorGuard<'_>, Arc<Work>)> {
-        let call = self.call(job, blocks, timeout, ended);
-        if blocks && let Some(held) = self.executor.try_acquire() {
-            return Some((held, call));
+        let work = self.call(call, blocks, timeout, ended);
+        if blocks && let Some(guard) = self.executor.try_acquire() {
+            return Some((guard, work));
         }
         self.executor.enqueue();
-        if let Some(QueueItem::Call(call)) = self.shared.send(QueueItem::Call(call)) {
-            call.finish(Err(Error::State("the team has ended".into())));
+        if let Some(QueueItem::Call(work)) = self.shared.send(QueueItem::Call(work)) {
+            work.finish(Err(Error::State("the team has ended".into())));
         }
         None
     }
 
     /// A call that is submitted now.
-    fn call(&self, job: Call, blocks: bool, timeout: Timeout, ended: OnAllParts) -> Arc<Work> {
+    fn call(&self, call: Call, blocks: bool, timeout: Timeout, ended: OnAllParts) -> Arc<Work> {
         let timeout = match timeout {
             Timeout::GroupDefault => self.shared.timeout(),
             Timeout::Override(timeout) => timeout,
         };
         let thread = self.shared.callers.note(blocks);
-        let record = self.shared.recorder.open(&job, timeout, thread);
-        Arc::new(Work::new(job, ended, timeout, record, Arc::clone(&self.shared.recorder)))
+        let record = self.shared.recorder.open(&call, timeout, thread);
+        Arc::new(Work::new(call, ended, timeout, record, Arc::clone(&self.shared.recorder)))
     }
 
     /// Carries out a call that is in its place, if that is not for the team's threads.
     fn run(&self, placed: Option<(ExecutorGuard<'_>, Arc<Work>)>) {
-        if let Some((held, call)) = placed {
-            self.carry(held, &call, None);
+        if let Some((guard, work)) = placed {
+            self.carry(guard, &work, None);
         }
     }
 
-    fn carry(&self, held: ExecutorGuard<'_>, call: &Arc<Work>, shown: Option<PostedCall>) {
-        if !held.run(call, shown) {
-            // Without a queue the team is about to end, and looks at the seat once more.
+    fn carry(&self, guard: ExecutorGuard<'_>, work: &Arc<Work>, posted: Option<PostedCall>) {
+        if !guard.run(work, posted) {
+            // Without a queue the team is about to end, and looks at the executor once more.
             let _none = self.shared.send(QueueItem::HandedBack);
         }
     }
 
-    fn pipeline(&self) -> MutexGuard<'_, ScheduleState> {
+    fn schedule(&self) -> MutexGuard<'_, ScheduleState> {
         self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts `schedule` with the next call of [`Team::gradients`].
     pub fn configure(&self, schedule: Schedule) {
-        let mut pipeline = self.pipeline();
-        pipeline.configure(schedule);
-        let plain = schedule == Schedule::BLOCKING && pipeline.undelivered_means() == 0;
+        let mut state = self.schedule();
+        state.configure(schedule);
+        let plain = schedule == Schedule::BLOCKING && state.undelivered_means() == 0;
         self.unscheduled.store(plain, Ordering::Relaxed);
     }
 
     /// Whether coming calls of `owner` ([`Team::gradients`]) may return before their average has ended, if they bring a
-    /// parcel, or another one's mean.
+    /// result buffer, or another one's mean.
     pub fn may_return_early(&self, owner: u64) -> bool {
-        self.pipeline().may_return_early(owner)
+        self.schedule().may_return_early(owner)
     }
 
     /// Forgets the lists of `owner`, and the means that its last calls have left to calls that will not come.
     pub fn release(&self, owner: u64) {
-        self.pipeline().release(owner);
+        self.schedule().release(owner);
     }
 
     /// Forgets the means that the last calls of `owner` have left.
     pub fn discard_carried(&self, owner: u64) {
-        self.pipeline().discard_carried(owner);
+        self.schedule().discard_carried(owner);
     }
 
-    /// Memory for faces whose callers keep theirs.
+    /// Memory for bindings whose callers keep theirs.
     pub fn pool(&self) -> &Arc<StagingPool> {
         &self.pool
     }
@@ -488,12 +488,12 @@ impl Team {
     /// Who prints, and for how long callers have waited.
     pub fn waited(&self) -> (Verbosity, f64) {
         let shortly = if self.times_callers() { self.shared.recorder.small_call_wait() } else { 0.0 };
-        (self.pipeline().verbosity(), self.wait_time.total() + shortly)
+        (self.schedule().verbosity(), self.wait_time.total() + shortly)
     }
 
     /// The number of means that were left to calls that have not come.
     pub fn undelivered_means(&self) -> usize {
-        self.pipeline().undelivered_means()
+        self.schedule().undelivered_means()
     }
 
     /// Sets the deadline of coming calls; `None` for none. The ranks need not agree on it.

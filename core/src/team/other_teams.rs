@@ -31,9 +31,10 @@ impl OtherTeams {
     /// At the start of a reconciliation of `team`.
     pub fn new(team: &TeamState) -> OtherTeams {
         let since = (Instant::now(), spent());
-        let mut elsewhere = OtherTeams { given_up: team.process_teams.given_up(), pending: None, waits: false, since };
-        elsewhere.poll(team);
-        elsewhere
+        let mut other_teams =
+            OtherTeams { given_up: team.process_teams.given_up(), pending: None, waits: false, since };
+        other_teams.poll(team);
+        other_teams
     }
 
     /// Looks again.
@@ -53,8 +54,8 @@ impl OtherTeams {
 
     /// What further calls this rank expects in `team`, to which the last one came at `arrived`.
     pub fn outlook(&self, team: &TeamState, arrived: Instant) -> Outlook {
-        let siblings = &team.process_teams;
-        if self.pending.is_some() && siblings.given_up() > self.given_up {
+        let process_teams = &team.process_teams;
+        if self.pending.is_some() && process_teams.given_up() > self.given_up {
             // The call elsewhere was given up because this team's ranks and that one's wait for each other: so was this rank's
             // part here.
             return Outlook::Settled;
@@ -64,8 +65,8 @@ impl OtherTeams {
         }
         // The teams that wait for each other find out together.
         let settled = arrived.elapsed() > team.stall_check_after
-            && siblings.all_blocked(team.stall_check_after)
-            && siblings.reconcile_elsewhere(team);
+            && process_teams.all_blocked(team.stall_check_after)
+            && process_teams.reconcile_elsewhere(team);
         if settled { Outlook::Settled } else { self.unsettled() }
     }
 

@@ -116,7 +116,7 @@ impl ProcessTeams {
     pub fn blocked(self: &Arc<ProcessTeams>) -> BlockedCaller {
         let thread = this_thread();
         lock(&self.blocked).push((thread, Instant::now()));
-        BlockedCaller { siblings: Arc::clone(self), thread }
+        BlockedCaller { process_teams: Arc::clone(self), thread }
     }
 
     /// Waits a while until reconciliations of other teams than `own` have ended: the other ranks then learn of the mismatch, and
@@ -132,13 +132,13 @@ impl ProcessTeams {
 
 /// See [`ProcessTeams::blocked`].
 pub struct BlockedCaller {
-    siblings: Arc<ProcessTeams>,
+    process_teams: Arc<ProcessTeams>,
     thread: ThreadId,
 }
 
 impl Drop for BlockedCaller {
     fn drop(&mut self) {
-        let mut blocked = lock(&self.siblings.blocked);
+        let mut blocked = lock(&self.process_teams.blocked);
         if let Some(place) = blocked.iter().position(|(thread, _)| *thread == self.thread) {
             blocked.swap_remove(place);
         }

@@ -26,10 +26,10 @@ impl Worker {
         &mut self,
         queue: &mut Queue<'_>,
         absent: Option<&Arc<Work>>,
-        elsewhere: OtherTeams,
+        other_teams: OtherTeams,
     ) -> Option<(Arc<Work>, Result<()>)> {
         self.shared.is_reconciling.store(true, Ordering::Release);
-        let ended = self.run_rounds(queue, absent, elsewhere);
+        let ended = self.run_rounds(queue, absent, other_teams);
         self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
             self.shared.process_teams.settle(&self.shared);
@@ -41,19 +41,19 @@ impl Worker {
         &mut self,
         queue: &mut Queue<'_>,
         absent: Option<&Arc<Work>>,
-        mut elsewhere: OtherTeams,
+        mut other_teams: OtherTeams,
     ) -> Option<(Arc<Work>, Result<()>)> {
         let mut nap = Duration::from_millis(1);
         loop {
             queue.drain();
             if queue.calls.is_empty() {
-                elsewhere.poll(&self.shared);
+                other_teams.poll(&self.shared);
             }
-            let list = self.list(queue, &elsewhere);
+            let list = self.list(queue, &other_teams);
             let head = Arc::clone(queue.calls.front().or(absent)?);
             let own = self.rank;
-            let decision = self.run_checked(&head, |channel, _, patience| {
-                let decision = channel.reconcile(&list, patience)?;
+            let decision = self.run_checked(&head, |channel, _, wait_ctx| {
+                let decision = channel.reconcile(&list, wait_ctx)?;
                 if let Reconciliation::Wait(ranks) = &decision {
                     // The rounds themselves do not wait for what is missing.
                     let counterpart = || {
@@ -61,7 +61,7 @@ impl Worker {
                         let words = others.map(|(rank, standing)| format!("rank {rank} {}", standing.describe()));
                         format!("its counterpart; {}", words.collect::<Vec<_>>().join(", "))
                     };
-                    patience.check(Duration::ZERO, &counterpart)?;
+                    wait_ctx.check(Duration::ZERO, &counterpart)?;
                 }
                 Ok(decision)
             });
@@ -70,7 +70,9 @@ impl Worker {
                     queue.reorder(&order);
                     return None;
                 }
-                Ok(Reconciliation::Fail(places)) => return self.fail_call(queue, &head, places[self.rank], &elsewhere),
+                Ok(Reconciliation::Fail(places)) => {
+                    return self.fail_call(queue, &head, places[self.rank], &other_teams);
+                }
                 Ok(Reconciliation::Wait(_)) => {
                     nap = if queue.wait_for_more(nap) { Duration::from_millis(1) } else { (2 * nap).min(MAX_BACKOFF) };
                 }
@@ -80,18 +82,18 @@ impl Worker {
     }
 
     /// What this rank tells of its calls.
-    fn list(&self, queue: &Queue<'_>, elsewhere: &OtherTeams) -> PendingCalls {
+    fn list(&self, queue: &Queue<'_>, other_teams: &OtherTeams) -> PendingCalls {
         let shared = &self.shared;
         // Before the deadline, so that what differs is told rather than that time is up.
-        let within = |call: &Work| {
-            call.timeout.map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
+        let within = |work: &Work| {
+            work.timeout.map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
         };
-        let pending = |call: &Arc<Work>| PendingCall {
-            signature: call.call.signature,
-            key: call.call.key(),
-            age: match call.alone_since().elapsed() {
-                alone if alone > within(call) => Age::Expired,
-                alone if alone > within(call) / EARLY_DIVISOR => Age::Conflicting,
+        let pending = |work: &Arc<Work>| PendingCall {
+            signature: work.call.signature,
+            key: work.call.key(),
+            age: match work.alone_since().elapsed() {
+                alone if alone > within(work) => Age::Expired,
+                alone if alone > within(work) / EARLY_DIVISOR => Age::Conflicting,
                 _ => Age::New,
             },
         };
@@ -99,16 +101,16 @@ impl Worker {
             let unchanged = queue.arrived.max(head.alone_since()).elapsed();
             let all_wait = || {
                 let mut waiting = shared.process_teams.waiting(shared.stall_check_after);
-                waiting.extend(queue.calls.iter().filter_map(|call| call.record.thread));
+                waiting.extend(queue.calls.iter().filter_map(|work| work.record.thread));
                 shared.callers.all_blocked(&waiting)
             };
             unchanged > within(head) / EARLY_DIVISOR && all_wait()
         });
         let outlook = match queue.calls.front() {
             _ if queue.closed => Outlook::Closed,
-            None => elsewhere.outlook(shared, queue.arrived),
+            None => other_teams.outlook(shared, queue.arrived),
             Some(_) if quiet && shared.process_teams.all_blocked(shared.stall_check_after) => Outlook::Settled,
-            Some(_) => elsewhere.unsettled(),
+            Some(_) => other_teams.unsettled(),
         };
         PendingCalls { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
     }
@@ -119,18 +121,18 @@ impl Worker {
         queue: &mut Queue<'_>,
         head: &Arc<Work>,
         place: Option<usize>,
-        elsewhere: &OtherTeams,
+        other_teams: &OtherTeams,
     ) -> Option<(Arc<Work>, Result<()>)> {
         let given_up = place.and_then(|place| queue.calls.remove(place));
         let account = match &given_up {
-            Some(call) => {
+            Some(work) => {
                 self.shared.process_teams.give_up();
-                MismatchEntry::Call(&call.call)
+                MismatchEntry::Call(&work.call)
             }
-            None if head.is_absent() => MismatchEntry::None(elsewhere.describe(&self.shared, queue.closed)),
+            None if head.is_absent() => MismatchEntry::None(other_teams.describe(&self.shared, queue.closed)),
             None => MismatchEntry::None(format!("nothing that matches; it waits for {}", head.call.full_name())),
         };
-        let told = self.run_checked::<()>(head, |channel, _, patience| Err(channel.explain(&account, patience)));
+        let told = self.run_checked::<()>(head, |channel, _, wait_ctx| Err(channel.explain(&account, wait_ctx)));
         Some((given_up?, told))
     }
 }

@@ -63,7 +63,7 @@ impl Record {
         Record {
             number,
             signature: kind.signature,
-            summary: Arc::clone(&kind.brief),
+            summary: Arc::clone(&kind.summary),
             submitted: since + Duration::from_nanos(ended.saturating_sub(took)),
             timeout: None,
             thread: None,
@@ -76,15 +76,15 @@ impl Record {
     }
 
     /// The record of a call that is in no ring and in no sum.
-    pub fn detached(job: &Call) -> Record {
-        Record::new(job.team(), 0, Arc::new(CallSummary::new(job)), job.signature, None, None)
+    pub fn detached(call: &Call) -> Record {
+        Record::new(call.team(), 0, Arc::new(CallSummary::new(call)), call.signature, None, None)
     }
 
     /// The record of call `number`, which is submitted now.
     fn new(
         team: i32,
         number: u64,
-        brief: Arc<CallSummary>,
+        summary: Arc<CallSummary>,
         signature: u64,
         timeout: Option<Duration>,
         thread: Option<ThreadId>,
@@ -92,7 +92,7 @@ impl Record {
         Record {
             number,
             signature,
-            summary: brief,
+            summary,
             submitted: Instant::now(),
             timeout,
             thread,
@@ -198,7 +198,7 @@ impl Totals {
     fn add_short(&mut self, kind: &SmallCallStats) {
         let calls = kind.calls.load(Ordering::Relaxed);
         self.calls += calls;
-        self.bytes += calls * kind.brief.bytes as u64;
+        self.bytes += calls * kind.summary.bytes as u64;
         self.comm += kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
         self.counts[0] += calls;
         self.counts[1] += calls;
@@ -288,7 +288,7 @@ impl Recorder {
         }
         let RecorderState { small_calls: shorts, totals, .. } = &mut *recorder;
         if shorts.len() >= MAX_SUMMARIES {
-            // Those that no seat has.
+            // Those that no executor has.
             shorts.retain(|kind| {
                 let used = Arc::strong_count(kind) > 1;
                 if !used {
@@ -309,14 +309,14 @@ impl Recorder {
     }
 
     /// Opens the record of a call that is submitted now.
-    pub fn open(&self, job: &Call, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
+    pub fn open(&self, call: &Call, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.summaries.len() > MAX_SUMMARIES {
             recorder.summaries.clear();
         }
-        let brief = recorder.summaries.entry(job.signature).or_insert_with(|| Arc::new(CallSummary::new(job)));
-        let brief = Arc::clone(brief);
-        let fresh = Record::new(job.team(), self.number(), brief, job.signature, timeout, thread);
+        let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
+        let summary = Arc::clone(summary);
+        let fresh = Record::new(call.team(), self.number(), summary, call.signature, timeout, thread);
         // The memory of the oldest, where nobody has it any more.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
@@ -340,10 +340,10 @@ impl Recorder {
         let now = record.now();
         record.ended.store(now, Ordering::Release);
         if timeline::is_on() {
-            let [team, call] = record.place();
+            let [team, work] = record.place();
             let (matched, bytes) = (record.match_index(), record.summary.bytes);
             let error = result.as_ref().err().map(ToString::to_string);
-            let args = [team, call, ("matched", matched.into()), ("bytes", bytes.into()), ("error", error.into())];
+            let args = [team, work, ("matched", matched.into()), ("bytes", bytes.into()), ("error", error.into())];
             let until = record.submitted + Duration::from_nanos(now);
             timeline::span("call", &record.summary.name_line, record.submitted, until, &args);
         }
@@ -395,13 +395,13 @@ impl Recorder {
 }
 
 impl CallSummary {
-    fn new(job: &Call) -> CallSummary {
-        let count = job.tensors(0).len();
+    fn new(call: &Call) -> CallSummary {
+        let count = call.tensors(0).len();
         CallSummary {
-            name_line: job.name_line(),
-            tensors: job.lines(0..TENSORS_SHOWN).collect(),
+            name_line: call.name_line(),
+            tensors: call.lines(0..TENSORS_SHOWN).collect(),
             count,
-            bytes: job.layout.total(),
+            bytes: call.layout.total(),
         }
     }
 }
@@ -415,8 +415,8 @@ mod tests {
     use crate::dtype::DType;
     use crate::timings::PhaseTimer;
 
-    fn job(data: &mut [f32], name: &str) -> Call {
-        let carrier = CallConfig {
+    fn call(data: &mut [f32], name: &str) -> Call {
+        let config = CallConfig {
             team: 0,
             ranks: 2,
             channels: 1,
@@ -426,7 +426,7 @@ mod tests {
             acc_f64: false,
         };
         let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
-        Call::new(Op::Allreduce, vec![vec![tensor]], name, "", "weight".into(), carrier).unwrap()
+        Call::new(Op::Allreduce, vec![vec![tensor]], name, "", "weight".into(), config).unwrap()
     }
 
     #[test]
@@ -434,7 +434,7 @@ mod tests {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         for number in 0..RING_CALLS as u64 + 10 {
-            let record = recorder.open(&job(&mut data, "a"), Some(Duration::ZERO), None);
+            let record = recorder.open(&call(&mut data, "a"), Some(Duration::ZERO), None);
             assert_eq!(record.number, number);
             assert!(recorder.overdue().is_some_and(|late| Arc::ptr_eq(&late, &record)));
             record.start(number % 2 == 0);
@@ -455,7 +455,7 @@ mod tests {
     fn a_short_call_is_told_with_the_time_of_its_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let first = recorder.open(&job(&mut data, "a"), None, None);
+        let first = recorder.open(&call(&mut data, "a"), None, None);
         recorder.close(&first, &Ok(()));
         let kind = recorder.small_call_stats(&first);
         recorder.count_small(&kind, 2, Some(Instant::now()));
@@ -472,7 +472,7 @@ mod tests {
     fn many_kinds_of_calls_do_not_fill_the_memory() {
         let recorder = Recorder::default();
         for kind in 0..3 * MAX_SUMMARIES {
-            recorder.open(&job(&mut [0.0], &kind.to_string()), None, None);
+            recorder.open(&call(&mut [0.0], &kind.to_string()), None, None);
             assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
@@ -483,17 +483,17 @@ mod tests {
     fn what_a_record_costs() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let job = job(&mut data, "a");
+        let call = call(&mut data, "a");
         let rounds = 200_000;
         // Of this thread, whatever else the machine does.
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
-            let record = recorder.open(&job, None, None);
+            let record = recorder.open(&call, None, None);
             record.start(true);
-            let mut lap = PhaseTimer::start(&record.timings, 64);
+            let mut timer = PhaseTimer::start(&record.timings, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {
-                lap.end(activity);
+                timer.end(activity);
             }
             record.matched(1);
             recorder.close(&record, &Ok(()));

@@ -61,28 +61,28 @@ impl ResultAssembly {
                 Err(error)
             }
         };
-        let ResultAssembly { wait_time: ledger, plan: turn, done, waiting_since, own, .. } = self;
-        // The memory of a mean goes with its parcel, on the thread of the one who takes it.
+        let ResultAssembly { wait_time, plan, done, waiting_since, own, .. } = self;
+        // The memory of a mean goes with its result buffer, on the thread of the one who takes it.
         drop(own);
         if let Some(since) = waiting_since {
-            ledger.add(since.elapsed().as_secs_f64());
+            wait_time.add(since.elapsed().as_secs_f64());
         }
-        if turn.prints {
-            ledger.report(turn.index);
+        if plan.prints {
+            wait_time.report(plan.index);
         }
         done(result);
     }
 
     fn replace(&self, instead: Option<(Arc<InFlightMean>, f64)>) {
-        let mut pipeline = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
-        pipeline.replace_carried(self.list, &self.own, instead);
+        let mut schedule = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
+        schedule.replace_carried(self.list, &self.own, instead);
     }
 }
 
-/// The parcel with the result; `None` when it is in the call's own memory.
+/// The result buffer with the result; `None` when it is in the call's own memory.
 fn results_of(
     shares: CarryWeights,
-    separate: bool,
+    return_weights: bool,
     own: &Arc<InFlightMean>,
     before: Option<Arc<InFlightMean>>,
 ) -> Result<Option<Arc<dyn ResultBuffer>>> {
@@ -91,21 +91,21 @@ fn results_of(
         if left == 0.0 {
             return Ok(None);
         }
-        let (parcel, addresses) = kept(own)?.zeros_like()?;
-        if separate {
-            parcel.set_weights(1.0 - left, 0.0);
+        let (results, addresses) = kept(own)?.zeros_like()?;
+        if return_weights {
+            results.set_weights(1.0 - left, 0.0);
         } else if left < 1.0 {
             let fresh =
                 |(mean, address): (&Buffer, usize)| Buffer::in_place(address as *mut u8, mean.len(), mean.dtype());
             let fresh: Vec<Buffer> = own.means.iter().zip(addresses).map(fresh).collect();
             mix(&own.means, &fresh, &fresh, shares);
         }
-        return Ok(Some(parcel));
+        return Ok(Some(results));
     };
-    if separate && own.results.is_some() {
-        let parcel = kept(&before)?;
-        parcel.set_weights(1.0 - left, carried);
-        return Ok(Some(parcel));
+    if return_weights && own.results.is_some() {
+        let results = kept(&before)?;
+        results.set_weights(1.0 - left, carried);
+        return Ok(Some(results));
     }
     if left == 0.0 {
         mix(&own.means, &before.means, &own.means, shares);
@@ -120,14 +120,14 @@ fn results_of(
     kept(&before).map(Some)
 }
 
-fn kept(flight: &InFlightMean) -> Result<Arc<dyn ResultBuffer>> {
-    flight.results.clone().ok_or_else(|| Error::Internal("a mean was left behind without its memory".into()))
+fn kept(in_flight: &InFlightMean) -> Result<Arc<dyn ResultBuffer>> {
+    in_flight.results.clone().ok_or_else(|| Error::Internal("a mean was left behind without its memory".into()))
 }
 
 fn mix(own: &[Buffer], before: &[Buffer], out: &[Buffer], shares: CarryWeights) {
     for ((own, before), out) in own.iter().zip(before).zip(out) {
         // SAFETY: the flights have ended, and their lists are alike; the memory of `own` is the call's, that of `before`
-        // its parcel's, and nobody else's until the call is done.
+        // its result buffer's, and nobody else's until the call is done.
         unsafe { weighted_sum(own.dtype(), own.dst(), before.dst(), out.dst(), own.len(), shares) };
     }
 }

@@ -15,14 +15,14 @@ use crate::error::Result;
 use crate::schedule::{Schedule, Verbosity};
 use crate::weighted_sum::CarryWeights;
 
-/// The memory of a scheduled call, owned by the face that made the call and kept until the mean in it has been returned.
+/// The memory of a scheduled call, owned by the binding that made the call and kept until the mean in it has been returned.
 /// May be dropped on any thread.
 pub trait ResultBuffer: Any + Send + Sync {
-    /// The same for all parcels that the maker can take the place of each other; other makers have other kinds.
+    /// The same for all result buffers that the maker can take the place of each other; other makers have other kinds.
     fn owner_type(&self) -> usize;
 
     /// How much of the call's own mean, and of what this memory holds, its result is made of: for callers that put it
-    /// together themselves ([`super::CallOptions::separate`]). Called before the caller gets this parcel.
+    /// together themselves ([`super::CallOptions::return_weights`]). Called before the caller gets this result buffer.
     fn set_weights(&self, _own: f64, _here: f64) {}
 
     /// Fresh memory of zeros for the same tensors, and the addresses of the tensors in it, tower by tower.
@@ -49,8 +49,8 @@ pub(super) struct InFlightMean {
 }
 
 impl InFlightMean {
-    pub fn new(parcel: Option<Arc<dyn ResultBuffer>>, means: Vec<Buffer>) -> Arc<InFlightMean> {
-        Arc::new(InFlightMean { state: Mutex::new(PendingState::Running(Vec::new())), results: parcel, means })
+    pub fn new(results: Option<Arc<dyn ResultBuffer>>, means: Vec<Buffer>) -> Arc<InFlightMean> {
+        Arc::new(InFlightMean { state: Mutex::new(PendingState::Running(Vec::new())), results, means })
     }
 
     /// The average has ended.
@@ -147,10 +147,10 @@ impl ScheduleState {
         self.lists.values().filter(|list| list.carried.is_some()).count()
     }
 
-    /// What the next call does, which is on `list` of `owner` and brings `parcel`. A `part` belongs to the call before it and
-    /// is not counted. Without a parcel, or where the mean before is in a parcel of another kind, nothing is left to the next
+    /// What the next call does, which is on `list` of `owner` and brings `results`. A `part` belongs to the call before it and
+    /// is not counted. Without a result buffer, or where the mean before is in a result buffer of another kind, nothing is left to the next
     /// call: what is behind is then added where the call's own result is.
-    pub fn plan_call(&mut self, list: u64, owner: u64, part: bool, parcel: Option<&dyn ResultBuffer>) -> CallPlan {
+    pub fn plan_call(&mut self, list: u64, owner: u64, part: bool, results: Option<&dyn ResultBuffer>) -> CallPlan {
         let index = if part { self.calls.saturating_sub(1) } else { self.calls };
         let state = self.lists.entry(list).or_default();
         state.owner = owner;
@@ -161,11 +161,11 @@ impl ScheduleState {
         }
         let planned = self.schedule.carry_weight(index, self.counted.max(1));
         let (before, carried) = match state.carried.take() {
-            Some(CarriedMean { mean: flight, carry }) => (Some(flight), carry),
+            Some(CarriedMean { mean: in_flight, carry }) => (Some(in_flight), carry),
             None => (None, 0.0),
         };
         let kept = before.as_ref().and_then(|before| before.results.as_deref());
-        let keeps = parcel.is_some_and(|parcel| kept.is_none_or(|kept| kept.owner_type() == parcel.owner_type()));
+        let keeps = results.is_some_and(|results| kept.is_none_or(|kept| kept.owner_type() == results.owner_type()));
         let left = if state.entered && keeps { planned } else { 0.0 };
         state.entered = self.schedule.is_non_blocking(index);
         if !self.schedule.may_carry_from(index) {
@@ -193,10 +193,10 @@ impl ScheduleState {
         self.lists.values_mut().filter(|list| list.owner == owner).for_each(|list| list.carried = None);
     }
 
-    /// Leaves a share of `flight`'s mean to the next call on `list`.
-    pub fn carry(&mut self, list: u64, flight: Arc<InFlightMean>, carry: f64) {
+    /// Leaves a share of `in_flight`'s mean to the next call on `list`.
+    pub fn carry(&mut self, list: u64, in_flight: Arc<InFlightMean>, carry: f64) {
         if carry > 0.0 {
-            self.lists.entry(list).or_default().carried = Some(CarriedMean { mean: flight, carry });
+            self.lists.entry(list).or_default().carried = Some(CarriedMean { mean: in_flight, carry });
         }
     }
 
@@ -210,7 +210,7 @@ impl ScheduleState {
     ) {
         let Some(state) = self.lists.get_mut(&list) else { return };
         if state.carried.as_ref().is_none_or(|behind| Arc::ptr_eq(&behind.mean, failed)) {
-            state.carried = instead.map(|(flight, carry)| CarriedMean { mean: flight, carry });
+            state.carried = instead.map(|(in_flight, carry)| CarriedMean { mean: in_flight, carry });
         }
     }
 }
@@ -221,11 +221,11 @@ mod tests {
 
     #[test]
     fn lists_that_come_once_do_not_fill_the_memory() {
-        let mut pipeline = ScheduleState::new(0);
+        let mut schedule = ScheduleState::new(0);
         for list in 0..100 {
-            let turn = pipeline.plan_call(list, 0, false, None);
-            assert_eq!((turn.index, turn.weights.left), (list, 0.0));
-            assert!(pipeline.lists.is_empty());
+            let plan = schedule.plan_call(list, 0, false, None);
+            assert_eq!((plan.index, plan.weights.left), (list, 0.0));
+            assert!(schedule.lists.is_empty());
         }
     }
 }

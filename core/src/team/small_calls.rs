@@ -1,10 +1,10 @@
 //! Calls that are over before anything else could be started for them: a short list, averaged on one host by a caller that
 //! waits, when the other ranks come at about the same time.
 //!
-//! The first such call goes the long way and leaves its job in the seat; a later one that is like it puts its memory into
+//! The first such call goes the long way and leaves its job in the executor; a later one that is like it puts its memory into
 //! that job and shows it to the other ranks. If all of them have shown theirs within a short look, that was all: no
 //! allocation, no system call, no change of threads. If not, the call goes on as any other, from that step.
-//! Thread rule: a [`CachedCall`] is in the seat; a [`SmallCallStats`] is written by who has the seat and read by anybody.
+//! Thread rule: a [`CachedCall`] is in the executor; a [`SmallCallStats`] is written by who has the executor and read by anybody.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ const MAX_CACHED: usize = 8;
 #[derive(Debug)]
 pub(super) struct SmallCallStats {
     pub signature: u64,
-    pub brief: Arc<CallSummary>,
+    pub summary: Arc<CallSummary>,
     /// How many there were.
     pub calls: AtomicU64,
     /// What all of them took, in nanoseconds, as far as those that were timed tell.
@@ -44,11 +44,11 @@ pub(super) fn is_sampled(matched: u64) -> bool {
 }
 
 impl SmallCallStats {
-    pub fn new(signature: u64, brief: Arc<CallSummary>) -> SmallCallStats {
+    pub fn new(signature: u64, summary: Arc<CallSummary>) -> SmallCallStats {
         let zero = AtomicU64::default;
         SmallCallStats {
             signature,
-            brief,
+            summary,
             calls: zero(),
             nanos: zero(),
             number: zero(),
@@ -76,11 +76,11 @@ impl SmallCallStats {
 
 /// The job of a short call, for those that are like it.
 struct CachedCall {
-    job: Call,
+    call: Call,
     kind: Arc<SmallCallStats>,
 }
 
-/// The templates of a seat.
+/// The templates of a executor.
 #[derive(Default)]
 pub(super) struct CachedCalls {
     calls: Vec<CachedCall>,
@@ -97,12 +97,12 @@ pub(super) enum SmallCall<'a> {
 }
 
 impl CachedCalls {
-    /// Keeps `job`, which was carried out, as a template for others like it.
-    pub fn keep(&mut self, job: &Call, kind: impl FnOnce() -> Arc<SmallCallStats>) {
-        if self.calls.iter().any(|template| template.job.signature == job.signature) {
+    /// Keeps `call`, which was carried out, as a template for others like it.
+    pub fn keep(&mut self, call: &Call, kind: impl FnOnce() -> Arc<SmallCallStats>) {
+        if self.calls.iter().any(|template| template.call.signature == call.signature) {
             return;
         }
-        let template = CachedCall { job: job.clone(), kind: kind() };
+        let template = CachedCall { call: call.clone(), kind: kind() };
         if self.calls.len() < MAX_CACHED {
             self.calls.push(template);
         } else {
@@ -114,13 +114,13 @@ impl CachedCalls {
     /// Begins a call, if there is a template for it and nothing is to be waited for before.
     pub fn begin(&mut self, channel: &mut Channel, op: Op, name: &str, views: &[View<'_>]) -> Option<SmallCall<'_>> {
         let template = self.calls.iter_mut().find_map(|template| {
-            let fits = template.job.rebind_buffers(op, name, views);
+            let fits = template.call.rebind_buffers(op, name, views);
             fits.then_some(template)
         })?;
-        let shown = channel.try_post(&template.job)?;
-        Some(match channel.try_finish_posted(&template.job, &shown) {
+        let posted = channel.try_post(&template.call)?;
+        Some(match channel.try_finish_posted(&template.call, &posted) {
             true => SmallCall::Done(&template.kind),
-            false => SmallCall::Pending(Box::new(template.job.clone()), shown),
+            false => SmallCall::Pending(Box::new(template.call.clone()), posted),
         })
     }
 }
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn one_call_of_eight_is_timed_in_any_rhythm() {
         for rhythm in 1..20 {
-            let timed = (0..8000).filter(|call| is_sampled(call * rhythm)).count();
+            let timed = (0..8000).filter(|work| is_sampled(work * rhythm)).count();
             assert!((600..1400).contains(&timed), "{timed} of 8000 in steps of {rhythm}");
         }
     }

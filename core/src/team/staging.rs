@@ -1,4 +1,4 @@
-//! Memory of the core's own for scheduled calls of faces whose callers keep their memory: C programs and NumPy.
+//! Memory of the core's own for scheduled calls of bindings whose callers keep their memory: C programs and NumPy.
 //!
 //! The caller's tensors are copied in before the call returns, and the result is copied out to them; in between the
 //! average has the stage to itself. Stages are used again and again.
@@ -72,8 +72,8 @@ impl StagingBuffer {
             places.push((at, buffer.len(), buffer.dtype()));
             at = (at + buffer.len() * buffer.dtype().size()).next_multiple_of(ALIGN);
         }
-        let stage = StagingBuffer::like(places, pool);
-        let mut places = stage.buffers();
+        let staging = StagingBuffer::like(places, pool);
+        let mut places = staging.buffers();
         let copies = towers.iter().map(|tower| {
             let copy = |tensor: &Tensor| {
                 let place = places.next().unwrap_or(tensor.buffer);
@@ -85,7 +85,7 @@ impl StagingBuffer {
         });
         let copies = copies.collect();
         drop(places);
-        Ok((Arc::new(stage), copies))
+        Ok((Arc::new(staging), copies))
     }
 
     /// Where the tensors are.
@@ -105,12 +105,12 @@ impl StagingBuffer {
         }
     }
 
-    /// The stage that a parcel is.
+    /// The stage that a result buffer is.
     ///
     /// # Errors
     /// [`Error::Internal`] when it is not one.
-    pub fn from_results(parcel: Arc<dyn ResultBuffer>) -> Result<Arc<StagingBuffer>> {
-        let any: Arc<dyn Any + Send + Sync> = parcel;
+    pub fn from_results(results: Arc<dyn ResultBuffer>) -> Result<Arc<StagingBuffer>> {
+        let any: Arc<dyn Any + Send + Sync> = results;
         any.downcast().map_err(|_| Error::Internal("a mean came in memory of another face".into()))
     }
 }

@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::signals;
 
-/// What to do when a call has ended: with the parcel that holds the result, or `None` when that is where the call's own
+/// What to do when a call has ended: with the result buffer that holds the result, or `None` when that is where the call's own
 /// tensors are written. Runs on a thread of the team, or on the submitting thread when the call is refused or need not wait;
 /// it must not block, and may submit further calls.
 pub type OnComplete = Box<dyn FnOnce(Result<Option<Arc<dyn ResultBuffer>>>) + Send>;
@@ -73,7 +73,7 @@ pub enum Timeout {
 }
 
 impl Timeout {
-    /// The limit that a face gives in seconds: negative or not a number for that of the team, 0 for none.
+    /// The limit that a binding gives in seconds: negative or not a number for that of the team, 0 for none.
     pub fn from_seconds(seconds: f64) -> Timeout {
         if seconds > 0.0 {
             // Longer than anybody waits, and what a Duration holds.
@@ -129,8 +129,8 @@ impl CallOptions {
     }
 
     /// Adds the owner of the memory, so that the call may return before its average has ended.
-    pub fn with_results(self, parcel: Arc<dyn ResultBuffer>) -> CallOptions {
-        CallOptions { results: Some(parcel), ..self }
+    pub fn with_results(self, results: Arc<dyn ResultBuffer>) -> CallOptions {
+        CallOptions { results: Some(results), ..self }
     }
 
     /// Tells apart equal lists of tensors of one name, of two optimizers say, on a schedule. The ranks need not agree on it:
@@ -145,9 +145,9 @@ impl CallOptions {
     }
 
     /// Leaves the call's own mean and the one before apart, for a caller that may yet throw its own away; see
-    /// [`ResultBuffer::settle`]. Only with a parcel.
-    pub fn separate(self, separate: bool) -> CallOptions {
-        CallOptions { return_weights: separate, ..self }
+    /// [`ResultBuffer::settle`]. Only with a result buffer.
+    pub fn return_weights(self, return_weights: bool) -> CallOptions {
+        CallOptions { return_weights, ..self }
     }
 
     /// Whether the time until the call is done is time that the caller waits; true by default.
@@ -180,14 +180,14 @@ pub(super) struct Work {
 
 impl Work {
     pub fn new(
-        job: Call,
+        call: Call,
         ended: OnAllParts,
         timeout: Option<Duration>,
         record: Arc<Record>,
         recorder: Arc<record::Recorder>,
     ) -> Work {
         Work {
-            call: job,
+            call,
             timeout,
             warned: AtomicBool::new(false),
             zero_copy: AtomicBool::new(false),
@@ -200,9 +200,9 @@ impl Work {
     }
 
     /// What a rank brings to a step for which it has no call.
-    pub fn absent(job: Call, recorder: Arc<record::Recorder>) -> Work {
-        let record = Arc::new(Record::detached(&job));
-        Work::new(job, Box::new(|_| {}), None, record, recorder)
+    pub fn absent(call: Call, recorder: Arc<record::Recorder>) -> Work {
+        let record = Arc::new(Record::detached(&call));
+        Work::new(call, Box::new(|_| {}), None, record, recorder)
     }
 
     /// Whether it is such a call.

@@ -57,13 +57,13 @@ struct ExecutorState {
 pub(super) enum QueueItem {
     /// A call.
     Call(Arc<Work>),
-    /// A call was left in the seat.
+    /// A call was left in the executor.
     HandedBack,
     /// Other ranks wait long in a step for which there is no call here.
     JoinStalled,
 }
 
-/// The seat in the hands of a caller.
+/// The executor in the hands of a caller.
 pub(super) struct ExecutorGuard<'a> {
     executor: &'a Executor,
     state: MutexGuard<'a, ExecutorState>,
@@ -132,7 +132,7 @@ impl Queue<'_> {
 
     fn push(&mut self, note: QueueItem) {
         match note {
-            QueueItem::Call(call) => self.calls.push_back(call),
+            QueueItem::Call(work) => self.calls.push_back(work),
             QueueItem::HandedBack => {}
             QueueItem::JoinStalled => self.joins_stalled = true,
         }
@@ -143,19 +143,19 @@ impl Queue<'_> {
     pub fn reorder(&mut self, order: &[u64]) {
         let mut first = VecDeque::with_capacity(self.calls.len());
         for &signature in order {
-            let place = self.calls.iter().position(|call| call.call.signature == signature);
+            let place = self.calls.iter().position(|work| work.call.signature == signature);
             first.extend(place.and_then(|place| self.calls.remove(place)));
         }
-        self.calls.iter().for_each(|call| call.reset_unmatched());
+        self.calls.iter().for_each(|work| work.reset_unmatched());
         first.append(&mut self.calls);
         self.calls = first;
     }
 }
 
 impl Executor {
-    /// A seat with channel 0 and the threads that help.
+    /// A executor with channel 0 and the threads that help.
     pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Work>>>) -> Executor {
-        let lead = ExecutorState {
+        let state = ExecutorState {
             worker,
             helpers,
             handed_back: None,
@@ -163,20 +163,20 @@ impl Executor {
             device: None,
             closed: false,
         };
-        Executor { state: Mutex::new(lead), queued: AtomicUsize::new(0) }
+        Executor { state: Mutex::new(state), queued: AtomicUsize::new(0) }
     }
 
-    /// The seat for a caller that waits, if nobody has it and nothing is queued.
+    /// The executor for a caller that waits, if nobody has it and nothing is queued.
     pub fn try_acquire(&self) -> Option<ExecutorGuard<'_>> {
         if self.queued.load(Ordering::Acquire) > 0 {
             return None;
         }
-        let lead = match self.state.try_lock() {
-            Ok(lead) => lead,
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        (!lead.closed).then_some(ExecutorGuard { executor: self, state: lead })
+        (!state.closed).then_some(ExecutorGuard { executor: self, state })
     }
 
     /// Counts a call that is about to be queued.
@@ -184,34 +184,34 @@ impl Executor {
         self.queued.fetch_add(1, Ordering::Release);
     }
 
-    /// Carries out the calls that `receiver` gets until it closes; then nobody takes the seat any more.
+    /// Carries out the calls that `receiver` gets until it closes; then nobody takes the executor any more.
     pub fn run_loop(&self, receiver: &Receiver<QueueItem>) {
         let (calls, arrived) = (VecDeque::new(), Instant::now());
         let mut queue = Queue { receiver, calls, arrived, idle: true, joins_stalled: false, closed: false };
         while queue.wait() {
             let ended = self.lock().run_next(&mut queue);
-            // The next caller finds the seat free.
-            if let Some((call, result)) = ended {
+            // The next caller finds the executor free.
+            if let Some((work, result)) = ended {
                 self.queued.fetch_sub(1, Ordering::Release);
-                call.finish(result);
+                work.finish(result);
             }
         }
-        let mut lead = self.lock();
-        lead.closed = true;
-        lead.helpers.clear(); // which ends their threads
-        let left = lead.handed_back.take();
-        drop(lead);
-        if let Some(call) = left {
-            call.finish(Err(Error::State("the team has ended".into())));
+        let mut state = self.lock();
+        state.closed = true;
+        state.helpers.clear(); // which ends their threads
+        let left = state.handed_back.take();
+        drop(state);
+        if let Some(work) = left {
+            work.finish(Err(Error::State("the team has ended".into())));
         }
     }
 
     /// Lets go of channel 0's way to other hosts, and of GPUs; the helpers' have gone with their threads.
     pub fn release_resources(&self, failed: bool) {
-        let mut lead = self.lock();
-        lead.worker.channel.close_links(failed);
-        lead.worker.staging = None;
-        lead.device = None;
+        let mut state = self.lock();
+        state.worker.channel.close_links(failed);
+        state.worker.staging = None;
+        state.device = None;
     }
 
     fn lock(&self) -> MutexGuard<'_, ExecutorState> {
@@ -237,7 +237,7 @@ impl ExecutorGuard<'_> {
                     shared.recorder.count_small(kind, shared.next_match_index(), since);
                     None
                 }
-                SmallCall::Pending(job, shown) => Some((job, shown)),
+                SmallCall::Pending(call, posted) => Some((call, posted)),
             }))
         });
         if let Err(error) = &begun {
@@ -246,32 +246,32 @@ impl ExecutorGuard<'_> {
         begun.transpose()
     }
 
-    /// Carries `call` out on this thread, what was `shown` of it already included. False when the thread that leads must see
-    /// to it: the call was left in the seat.
-    pub fn run(mut self, call: &Arc<Work>, shown: Option<PostedCall>) -> bool {
-        let first = match shown {
-            None => self.state.run_first_chunk(call, true),
-            Some(shown) => {
-                call.record.start(true);
+    /// Carries `work` out on this thread, what was `posted` of it already included. False when the thread that leads must see
+    /// to it: the call was left in the executor.
+    pub fn run(mut self, work: &Arc<Work>, posted: Option<PostedCall>) -> bool {
+        let first = match posted {
+            None => self.state.run_first_chunk(work, true),
+            Some(posted) => {
+                work.record.start(true);
                 self.state
                     .worker
-                    .run_checked(call, |channel, call, patience| channel.finish_posted(&call.call, shown, patience))
+                    .run_checked(work, |channel, work, wait_ctx| channel.finish_posted(&work.call, posted, wait_ctx))
             }
         };
         let result = match first {
             Ok(true) => {
-                self.state.cache_call(call);
-                self.state.run_matched(call)
+                self.state.cache_call(work);
+                self.state.run_matched(work)
             }
             Ok(false) => {
-                self.state.handed_back = Some(Arc::clone(call));
+                self.state.handed_back = Some(Arc::clone(work));
                 self.executor.enqueue();
                 return false;
             }
             Err(error) => Err(error),
         };
         drop(self);
-        call.finish(result);
+        work.finish(result);
         true
     }
 }
@@ -279,25 +279,25 @@ impl ExecutorGuard<'_> {
 impl ExecutorState {
     /// Deals with the first call of `queue`; returns it when this thread's part of it has ended.
     fn run_next(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
-        if let Some(call) = self.handed_back.take() {
-            queue.calls.push_front(call);
+        if let Some(work) = self.handed_back.take() {
+            queue.calls.push_front(work);
             return self.worker.reconcile(queue, None, OtherTeams::new(&self.worker.shared));
         }
         // A note may tell of what was seen to before it was read.
         let attends = std::mem::take(&mut queue.joins_stalled);
-        let Some(call) = queue.calls.front().cloned() else {
+        let Some(work) = queue.calls.front().cloned() else {
             return if attends { self.join_stalled(queue) } else { None };
         };
-        match self.run_first_chunk(&call, queue.idle) {
+        match self.run_first_chunk(&work, queue.idle) {
             Ok(true) => {
                 queue.calls.pop_front();
-                let result = self.run_matched(&call);
-                Some((call, result))
+                let result = self.run_matched(&work);
+                Some((work, result))
             }
             Ok(false) => self.worker.reconcile(queue, None, OtherTeams::new(&self.worker.shared)),
             Err(error) => {
                 queue.calls.pop_front();
-                Some((call, Err(error)))
+                Some((work, Err(error)))
             }
         }
     }
@@ -308,11 +308,11 @@ impl ExecutorState {
         shared.stalled_seq()?;
         // Before the others can see this rank: what follows on other teams is noticed.
         shared.joins_stalled.store(true, Ordering::Release);
-        let elsewhere = OtherTeams::new(&shared);
-        let job = Call::absent(self.worker.config);
-        let absent = job.map(|job| Arc::new(Work::absent(job, Arc::clone(&shared.recorder))));
+        let other_teams = OtherTeams::new(&shared);
+        let call = Call::absent(self.worker.config);
+        let absent = call.map(|call| Arc::new(Work::absent(call, Arc::clone(&shared.recorder))));
         let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
-            Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), elsewhere),
+            Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), other_teams),
             // The others had no call either; or the team has failed, or ends.
             Ok((true, _)) | Err(_) => None,
         };
@@ -320,74 +320,74 @@ impl ExecutorState {
         ended
     }
 
-    /// The first chunk of `call`; false when the ranks called different things.
-    fn run_first_chunk(&mut self, call: &Arc<Work>, at_once: bool) -> Result<bool> {
-        call.record.start(at_once);
-        self.worker.run_checked(call, |channel, call, patience| match call.call.producer() {
-            None => channel.run_first_chunk(&call.call, patience),
+    /// The first chunk of `work`; false when the ranks called different things.
+    fn run_first_chunk(&mut self, work: &Arc<Work>, at_once: bool) -> Result<bool> {
+        work.record.start(at_once);
+        self.worker.run_checked(work, |channel, work, wait_ctx| match work.call.producer() {
+            None => channel.run_first_chunk(&work.call, wait_ctx),
             // Nothing of the data moves before all ranks are known to have called the same.
-            Some(_) => channel.run_first_chunk(&call.call.without_data(), patience),
+            Some(_) => channel.run_first_chunk(&work.call.without_data(), wait_ctx),
         })
     }
 
-    /// Keeps the job of `call` for short calls like it, if it is one.
-    fn cache_call(&mut self, call: &Work) {
+    /// Keeps the job of `work` for short calls like it, if it is one.
+    fn cache_call(&mut self, work: &Work) {
         let ExecutorState { worker, templates, .. } = self;
-        if call.call.is_repeatable() && call.call.is_small() {
-            templates.keep(&call.call, || worker.shared.recorder.small_call_stats(&call.record));
+        if work.call.is_repeatable() && work.call.is_small() {
+            templates.keep(&work.call, || worker.shared.recorder.small_call_stats(&work.record));
         }
     }
 
     /// Carries out what is left of a call that the ranks have matched.
-    fn run_matched(&mut self, call: &Arc<Work>) -> Result<()> {
+    fn run_matched(&mut self, work: &Arc<Work>) -> Result<()> {
         let ExecutorState { worker, helpers, device, .. } = self;
-        call.record.matched(worker.shared.next_match_index());
-        if call.call.producer().is_some() {
-            if DeviceExecutor::run(device, worker, call)? {
+        work.record.matched(worker.shared.next_match_index());
+        if work.call.producer().is_some() {
+            if DeviceExecutor::run(device, worker, work)? {
                 return Ok(());
             }
-        } else if call.call.layout.chunks() == 1 {
+        } else if work.call.layout.chunks() == 1 {
             return Ok(());
         }
-        call.zero_copy.store(worker.channel.is_zero_copy(), Ordering::Relaxed);
+        work.zero_copy.store(worker.channel.is_zero_copy(), Ordering::Relaxed);
         // Helper h takes the chunks h, h + channels, ...
-        let helped = (call.call.channels() - 1).min(call.call.layout.chunks() - 1);
-        call.add_parts(helped);
+        let helped = (work.call.channels() - 1).min(work.call.layout.chunks() - 1);
+        work.add_parts(helped);
         for helper in &helpers[..helped] {
-            if helper.send(Arc::clone(call)).is_err() {
-                call.finish(Err(Error::Internal("a thread of the team has ended".into())));
+            if helper.send(Arc::clone(work)).is_err() {
+                work.finish(Err(Error::Internal("a thread of the team has ended".into())));
             }
         }
-        worker.run_own_chunks(call)
+        worker.run_own_chunks(work)
     }
 }
 
 impl Worker {
     /// Carries out this thread's share of the calls of `queue` until it closes.
     pub fn run_helper(mut self, queue: &Receiver<Arc<Work>>) {
-        while let Ok(call) = queue.recv() {
-            let result = self.run_own_chunks(&call);
-            call.finish(result);
+        while let Ok(work) = queue.recv() {
+            let result = self.run_own_chunks(&work);
+            work.finish(result);
         }
     }
 
     /// The chunks of this thread but the first of all.
-    fn run_own_chunks(&mut self, call: &Arc<Work>) -> Result<()> {
-        if call.call.producer().is_some() {
-            return self.share_on_device(call);
+    fn run_own_chunks(&mut self, work: &Arc<Work>) -> Result<()> {
+        if work.call.producer().is_some() {
+            return self.share_on_device(work);
         }
-        let (index, channels) = (self.index, call.call.channels());
-        self.run_checked(call, |channel, call, patience| {
-            let chunks = (index..call.call.layout.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
-            channel.run_chunks(&call.call, chunks, call.zero_copy.load(Ordering::Relaxed), patience)
+        let (index, channels) = (self.index, work.call.channels());
+        self.run_checked(work, |channel, work, wait_ctx| {
+            let chunks = (index..work.call.layout.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
+            channel.run_chunks(&work.call, chunks, work.zero_copy.load(Ordering::Relaxed), wait_ctx)
         })
     }
 
     /// Runs `work` unless the team has failed; ends the team when its failure leaves the ranks out of step.
     pub fn run_checked<T>(
         &mut self,
-        call: &Arc<Work>,
-        work: impl FnOnce(&mut Channel, &Work, &WaitContext<'_>) -> Result<T>,
+        work: &Arc<Work>,
+        body: impl FnOnce(&mut Channel, &Work, &WaitContext<'_>) -> Result<T>,
     ) -> Result<T> {
         let shared = &self.shared;
         if let Some(error) = shared.failure() {
@@ -398,14 +398,14 @@ impl Worker {
             (shared.on_failure)(words);
         };
         let asked = WaitCallbacks {
-            describe: &|| call.call.summary(),
-            abort_reason: &|| shared.abort_reason(call),
+            describe: &|| work.call.summary(),
+            abort_reason: &|| shared.abort_reason(work),
             on_stall: &stalled,
         };
-        let (log, warn) = (&call.record.timings, shared.settings.stall_warn);
-        let patience = WaitContext::new(call.record.submitted, call.timeout, warn, &call.warned, log, &asked);
+        let (log, warn) = (&work.record.timings, shared.settings.stall_warn);
+        let wait_ctx = WaitContext::new(work.record.submitted, work.timeout, warn, &work.warned, log, &asked);
         let channel = &mut self.channel;
-        let result = guard(|| work(channel, call, &patience));
+        let result = guard(|| body(channel, work, &wait_ctx));
         if let Err(error) = &result
             && !error.is_recoverable()
         {

@@ -51,8 +51,8 @@ struct MonitoredGroups {
 
 impl MonitoredGroups {
     fn fail(&mut self, team: Option<i32>, error: &Error) {
-        for (_, node) in self.regions.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
-            node.set_failure(error);
+        for (_, region) in self.regions.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
+            region.set_failure(error);
         }
         if team.is_none() && self.lost.is_none() {
             self.lost = Some(error.clone());
@@ -61,19 +61,19 @@ impl MonitoredGroups {
 
     /// The steps in which ranks of this host wait long.
     fn stalled(&self) -> Vec<(i32, u32)> {
-        self.regions.iter().filter_map(|(team, node)| Some((*team, node.stalled()?))).collect()
+        self.regions.iter().filter_map(|(team, region)| Some((*team, region.stalled()?))).collect()
     }
 
     /// The ranks of this host that make no further steps, and the last step of each.
     fn left(&self) -> Vec<(i32, usize, u32)> {
-        let left = |(team, node): &(i32, Arc<ShmRegion>)| {
-            node.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
+        let left = |(team, region): &(i32, Arc<ShmRegion>)| {
+            region.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
         };
         self.regions.iter().flat_map(left).collect()
     }
 
     fn failures(&self) -> Vec<(i32, Error)> {
-        let failure = |(team, node): &(i32, Arc<ShmRegion>)| Some((*team, node.failure()?));
+        let failure = |(team, region): &(i32, Arc<ShmRegion>)| Some((*team, region.failure()?));
         self.regions.iter().filter_map(failure).collect()
     }
 }
@@ -113,11 +113,11 @@ impl FailureDetector {
     }
 
     /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
-    pub fn watch(&self, team: i32, node: &Arc<ShmRegion>) {
+    pub fn watch(&self, team: i32, region: &Arc<ShmRegion>) {
         let mut teams = lock(&self.teams);
-        teams.regions.push((team, Arc::clone(node)));
+        teams.regions.push((team, Arc::clone(region)));
         if let Some(error) = &teams.lost {
-            node.set_failure(error);
+            region.set_failure(error);
         }
     }
 }
@@ -229,7 +229,7 @@ impl DetectorThread {
             return;
         }
         self.stalled.insert(team, step);
-        lock(&self.teams).regions.iter().filter(|(id, _)| *id == team).for_each(|(_, node)| node.stall(step));
+        lock(&self.teams).regions.iter().filter(|(id, _)| *id == team).for_each(|(_, region)| region.stall(step));
         self.send(&json!({"team": team, "stalled": step}));
     }
 
@@ -286,7 +286,7 @@ impl DetectorThread {
         if let (Some(rank), Some(step)) = (number("left"), number("step").and_then(|step| u32::try_from(step).ok())) {
             let rank = usize::try_from(rank).unwrap_or(usize::MAX);
             let teams = lock(&self.teams);
-            teams.regions.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, node)| node.depart(rank, step));
+            teams.regions.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, region)| region.depart(rank, step));
             drop(teams);
             return self.forward(message);
         }
@@ -352,10 +352,10 @@ mod tests {
         })
     }
 
-    fn wait_for(node: &ShmRegion) -> Error {
+    fn wait_for(region: &ShmRegion) -> Error {
         let until = Instant::now() + Duration::from_secs(20);
         while Instant::now() < until {
-            if let Some(error) = node.failure() {
+            if let Some(error) = region.failure() {
                 return error;
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -366,12 +366,12 @@ mod tests {
     #[test]
     fn a_failure_and_an_end_reach_every_host() {
         let mut hosts = start(5);
-        for (alert, node) in &hosts {
-            alert.watch(3, node);
+        for (alert, region) in &hosts {
+            alert.watch(3, region);
         }
         hosts[4].1.set_failure(&Error::Timeout("too late".into()));
-        for (_, node) in &hosts {
-            assert_eq!(wait_for(node), Error::Timeout("too late".into()));
+        for (_, region) in &hosts {
+            assert_eq!(wait_for(region), Error::Timeout("too late".into()));
         }
         // One says good-bye: no loss. Other teams are their own.
         drop(hosts.remove(4));
@@ -387,13 +387,14 @@ mod tests {
     #[test]
     fn many_failures_at_once_end_no_other_team() {
         let hosts = start(2);
-        let others: Vec<_> = (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region).collect();
+        let others: Vec<_> =
+            (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region).collect();
         let bystander = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         hosts[1].0.watch(99, &bystander);
         // All are seen in one look, and sent in one burst.
-        for (team, node) in (0..).zip(&others) {
-            node.set_failure(&Error::Timeout("\u{1}".repeat(1000)));
-            hosts[0].0.watch(team, node);
+        for (team, region) in (0..).zip(&others) {
+            region.set_failure(&Error::Timeout("\u{1}".repeat(1000)));
+            hosts[0].0.watch(team, region);
         }
         let seen = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         hosts[1].0.watch(39, &seen);
@@ -405,19 +406,19 @@ mod tests {
     #[test]
     fn a_rank_that_has_left_and_one_that_waits_long_are_known_on_every_host() {
         let hosts = start(5);
-        for (alert, node) in &hosts {
-            alert.watch(3, node);
+        for (alert, region) in &hosts {
+            alert.watch(3, region);
         }
         let (early, late) = (START.wrapping_add(1), START.wrapping_add(2));
-        for (_, node) in &hosts[..4] {
-            node.channel(0).raise(Phase::Packed, late);
+        for (_, region) in &hosts[..4] {
+            region.channel(0).raise(Phase::Packed, late);
         }
         hosts[4].1.channel(0).raise(Phase::Packed, early);
         hosts[0].1.stall(late);
         hosts[4].1.set_departed();
         let until = Instant::now() + Duration::from_secs(20);
-        while hosts[1..].iter().any(|(_, node)| node.stalled() != Some(late))
-            || hosts[..4].iter().any(|(_, node)| node.departed() != Some(4))
+        while hosts[1..].iter().any(|(_, region)| region.stalled() != Some(late))
+            || hosts[..4].iter().any(|(_, region)| region.departed() != Some(4))
         {
             assert!(Instant::now() < until, "not every host knows");
             std::thread::sleep(Duration::from_millis(10));
@@ -461,9 +462,9 @@ mod tests {
         let hangs_up = std::thread::spawn(move || drop(stranger.accept().unwrap()));
         let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         hangs_up.join().unwrap();
-        let node = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
-        alert.watch(0, &node);
+        let region = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
+        alert.watch(0, &region);
         std::thread::sleep(3 * POLL_INTERVAL);
-        assert_eq!(node.failure(), None);
+        assert_eq!(region.failure(), None);
     }
 }

@@ -47,7 +47,7 @@ impl Flag {
         self.value.load(Ordering::Relaxed).wrapping_add(START)
     }
 
-    /// Wakes every sleeper, so that it asks its patience.
+    /// Wakes every sleeper, so that it asks its wait context.
     pub fn wake(&self) {
         self.value.wake();
     }

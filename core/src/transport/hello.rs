@@ -155,9 +155,7 @@ impl PendingConnections {
         match stream.read(hello.rest()) {
             Ok(0) => Caller::Stranger,
             Ok(count) => hello.take(count, key),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
-                Caller::Unknown
-            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Caller::Unknown,
             Err(_) => Caller::Stranger,
         }
     }

@@ -54,30 +54,30 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
     let memories: Vec<(RegionLayout, Arc<Aligned>)> = sizes
         .iter()
         .map(|&ranks| {
-            let geometry = RegionLayout { ranks, channels, slot };
-            (geometry, Arc::new(Aligned::new(geometry.bytes())))
+            let layout = RegionLayout { ranks, channels, slot };
+            (layout, Arc::new(Aligned::new(layout.bytes())))
         })
         .collect();
     let mut links = all_links(&Topology::new(0, &keys), channels, slot);
     let endpoint = |rank: usize| {
         let topology = Topology::new(rank, &keys);
-        let (geometry, memory) = &memories[topology.host()];
+        let (layout, memory) = &memories[topology.host()];
         let peers =
             topology.local_ranks().iter().map(|&rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
-        let node = ShmRegion::new(
+        let region = ShmRegion::new(
             Box::new(Arc::clone(memory)),
-            *geometry,
+            *layout,
             topology.local_rank(),
             peers,
             Box::new(AlwaysAlive),
             100,
         )?;
-        let node = node.with_peer_memory(shares.then(|| Arc::new(AllMemory) as Arc<dyn PeerMemory>));
+        let region = region.with_peer_memory(shares.then(|| Arc::new(AllMemory) as Arc<dyn PeerMemory>));
         let links = std::mem::take(&mut links[rank]);
         Ok(GroupResources {
             names: (0..keys.len()).map(|rank| format!("rank {rank}")).collect(),
             topology: Arc::new(topology),
-            region: Arc::new(node),
+            region: Arc::new(region),
             links,
             network: NetworkModel::UNKNOWN,
             oversubscribed: false,
@@ -90,11 +90,11 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
 fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn HostLink>>>> {
     let mut links: Vec<Vec<Option<Box<dyn HostLink>>>> = (0..topology.size()).map(|_| Vec::new()).collect();
     let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
-    let lanes = if topology.hosts() > 1 { topology.num_shards() } else { 0 };
-    for lane in 0..lanes {
+    let shards = if topology.hosts() > 1 { topology.num_shards() } else { 0 };
+    for shard in 0..shards {
         for _channel in 0..channels {
             for (host, link) in link_group(topology.hosts(), capacity).into_iter().enumerate() {
-                links[topology.ranks_of(host)[lane]].push(Some(Box::new(link)));
+                links[topology.ranks_of(host)[shard]].push(Some(Box::new(link)));
             }
         }
     }
@@ -104,7 +104,7 @@ fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Optio
     links
 }
 
-/// The links of one lane and channel, by host.
+/// The links of one shard and channel, by host.
 fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
     let memory = || Aligned::new(capacity);
     let turn = |_| Exchange { out: memory(), inbox: memory(), outbox: vec![], arrives: vec![], awaited: vec![] };
@@ -151,20 +151,20 @@ impl HostLink for ThreadLink {
         Ok(())
     }
 
-    fn finish(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()> {
+    fn finish(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let Exchange { inbox, arrives, awaited, .. } = &mut self.turns[turn];
         for Message { host, bytes } in awaited.drain(..) {
             let from = Instant::now();
             let message = loop {
                 match arrives[host].recv_timeout(Duration::from_millis(20)) {
                     Ok(message) => break message,
-                    Err(RecvTimeoutError::Timeout) => patience.check(Duration::ZERO, &|| format!("host {host}"))?,
+                    Err(RecvTimeoutError::Timeout) => wait_ctx.check(Duration::ZERO, &|| format!("host {host}"))?,
                     Err(RecvTimeoutError::Disconnected) => {
                         return Err(Error::PeerLost(format!("a rank of host {host} has ended")));
                     }
                 }
             };
-            patience.log().add_wait(WaitTarget::Host(host), from, Instant::now());
+            wait_ctx.log().add_wait(WaitTarget::Host(host), from, Instant::now());
             inbox.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
         }
         Ok(())

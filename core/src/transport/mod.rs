@@ -1,4 +1,4 @@
-//! What carries bytes: memory shared by the ranks of a host ([`node`], made by [`shm`] or [`threads`]), messages between
+//! What carries bytes: memory shared by the ranks of a host ([`region`], made by [`shm`] or [`threads`]), messages between
 //! hosts ([`HostLink`], by [`mpi`] or [`threads`]), and GPUs ([`cuda`]). Collectives name neither of the first two.
 //!
 //! Every wait here spins briefly, then sleeps, and asks its [`Patience`] now and then whether to go on.
@@ -42,7 +42,7 @@ pub struct GroupResources {
     pub names: Arc<[String]>,
     /// Its view of the host's memory.
     pub region: Arc<ShmRegion>,
-    /// The link of each channel, for a rank that drives a lane where there are several hosts.
+    /// The link of each channel, for a rank that drives a shard where there are several hosts.
     pub links: Vec<Option<Box<dyn HostLink>>>,
     /// What is known of the network between the hosts; the same on all ranks.
     pub network: NetworkModel,
@@ -70,7 +70,7 @@ pub struct ExchangeBuffers<'a> {
 /// How many exchanges may be under way at once on a link.
 pub const MAX_EXCHANGES: usize = 2;
 
-/// The message channel between one lane's drivers on all hosts, hosts being numbered as in the topology. Two exchanges may
+/// The message channel between one shard's drivers on all hosts, hosts being numbered as in the topology. Two exchanges may
 /// be under way at once, one of each turn (0 and 1); the messages of one turn from one host to another arrive in order.
 ///
 /// The link owns the memory, so that a transfer that outlives an aborted call never touches freed memory.
@@ -88,6 +88,6 @@ pub trait HostLink: Send {
     /// Returns when the exchange of `turn` that was started is done.
     ///
     /// # Errors
-    /// When the patience ends or the transport fails; the link can then not be used any more.
-    fn finish(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()>;
+    /// When the wait context ends or the transport fails; the link can then not be used any more.
+    fn finish(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()>;
 }

@@ -1,6 +1,6 @@
-//! Where things lie in the memory of a [`super::node`]: the host's failure, the ranks' flags and notes, the slots.
+//! Where things lie in the memory of a [`super::region`]: the host's failure, the ranks' flags and notes, the slots.
 //!
-//! Thread rule: plain places; what is at them are atomics, and slots of which [`super::node`] says whose they are.
+//! Thread rule: plain places; what is at them are atomics, and slots of which [`super::region`] says whose they are.
 
 use super::flag::Flag;
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
@@ -65,7 +65,7 @@ impl RegionLayout {
 #[derive(Default)]
 pub(super) struct RankFlags {
     pub packed: CacheLine<[CallHeader; 2]>,
-    /// Whether the lane's driver found all ranks agreed, by step parity.
+    /// Whether the shard's driver found all ranks agreed, by step parity.
     pub reduced: CacheLine<[AtomicU32; 2]>,
     /// Whether the rank will make no further steps.
     pub unpacked: CacheLine<AtomicU32>,
@@ -148,21 +148,21 @@ mod tests {
 
     #[test]
     fn nothing_overlaps() {
-        let geometry = RegionLayout { ranks: 3, channels: 2, slot: 128 };
+        let layout = RegionLayout { ranks: 3, channels: 2, slot: 128 };
         let mut ranges = vec![(0, size_of::<RegionHeader>())];
         for channel in 0..2 {
             for rank in 0..3 {
-                let at = geometry.control_at(channel, rank);
+                let at = layout.control_at(channel, rank);
                 ranges.push((at, at + size_of::<RankFlags>()));
                 for parity in 0..2 {
-                    let at = geometry.slot_at(channel, rank, parity);
-                    ranges.push((at, at + geometry.slot));
+                    let at = layout.slot_at(channel, rank, parity);
+                    ranges.push((at, at + layout.slot));
                 }
             }
         }
         ranges.sort_unstable();
         assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
-        assert_eq!(ranges.last().unwrap().1, geometry.bytes());
+        assert_eq!(ranges.last().unwrap().1, layout.bytes());
         assert!(ranges.iter().all(|range| range.0.is_multiple_of(ALIGN)));
     }
 }

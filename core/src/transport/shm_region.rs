@@ -2,10 +2,10 @@
 //! slots of data used in turn.
 //!
 //! A channel goes in steps, numbered alike on all ranks ([`super::step`]). In a step every rank fills its slot and raises
-//! `Packed`; the lanes combine their slices and raise `Reduced`; every rank takes the results and raises `Unpacked`. Step s
+//! `Packed`; the shards combine their slices and raise `Reduced`; every rank takes the results and raises `Unpacked`. Step s
 //! uses slot s mod 2, so it may be packed when all have unpacked step s - 2.
 //! Who owns what: between its own `Unpacked` of step s - 2 and `Packed` of step s a rank owns its slot; between all `Packed`
-//! and all `Reduced` lane l owns slice l of all slots; then all slots are read-only until `Unpacked`.
+//! and all `Reduced` shard l owns slice l of all slots; then all slots are read-only until `Unpacked`.
 //! The memory may come from `/dev/shm` (processes) or the heap (threads); everything in it is valid when zero.
 //! Thread rule: a `ShmRegion` is shared by the team's threads; each channel is used by one of them.
 
@@ -26,7 +26,7 @@ use crate::wire_layout::ALIGN;
 
 pub use super::region_layout::{RegionLayout, RegionMemory};
 
-/// How much longer a rank waits for a lane's driver than the driver for others.
+/// How much longer a rank waits for a shard's driver than the driver for others.
 const OWNER_GRACE: Duration = Duration::from_millis(200);
 
 /// Tells a departed rank from none.
@@ -39,7 +39,7 @@ const STALLED: u64 = 1 << 32;
 pub enum Phase {
     /// Its data is in its slot.
     Packed,
-    /// Its lane's slice is complete.
+    /// Its shard's slice is complete.
     Reduced,
     /// It has taken the results.
     Unpacked,
@@ -74,7 +74,7 @@ unsafe impl Sync for MappedRegion {}
 /// One rank's view of the shared memory of a team on its host.
 pub struct ShmRegion {
     region: MappedRegion,
-    geometry: RegionLayout,
+    layout: RegionLayout,
     me: usize,
     peers: Vec<LocalPeer>,
     watch: Box<dyn Liveness>,
@@ -90,26 +90,26 @@ impl ShmRegion {
     /// [`Error::Internal`] when the memory is too small for the geometry.
     pub fn new(
         memory: Box<dyn RegionMemory>,
-        geometry: RegionLayout,
+        layout: RegionLayout,
         me: usize,
         peers: Vec<LocalPeer>,
         watch: Box<dyn Liveness>,
         spins: u32,
     ) -> Result<ShmRegion> {
         let region = MappedRegion { base: memory.base(), memory };
-        let fits = region.memory.len() >= geometry.bytes() && region.base.addr().is_multiple_of(ALIGN);
-        if !fits || peers.len() != geometry.ranks || me >= geometry.ranks {
+        let fits = region.memory.len() >= layout.bytes() && region.base.addr().is_multiple_of(ALIGN);
+        if !fits || peers.len() != layout.ranks || me >= layout.ranks {
             return Err(Error::Internal("the shared memory does not fit the team".into()));
         }
-        Ok(ShmRegion { region, geometry, me, peers, watch, spins, peer_memory: None })
+        Ok(ShmRegion { region, layout, me, peers, watch, spins, peer_memory: None })
     }
 
-    /// The same node, whose ranks see `shared` in each other.
+    /// The same region, whose ranks see `shared` in each other.
     pub fn with_peer_memory(self, shared: Option<Arc<dyn PeerMemory>>) -> ShmRegion {
         ShmRegion { peer_memory: shared, ..self }
     }
 
-    /// What the ranks see in each other beside the node's own memory.
+    /// What the ranks see in each other beside the region's own memory.
     pub fn shared(&self) -> Option<&dyn PeerMemory> {
         self.peer_memory.as_deref()
     }
@@ -119,32 +119,32 @@ impl ShmRegion {
         self.peer_memory.clone()
     }
 
-    /// Channel `channel` of `node`.
+    /// Channel `channel` of `region`.
     pub fn channel(self: &Arc<ShmRegion>, channel: usize) -> ShmChannel {
-        assert!(channel < self.geometry.channels, "channel {channel} of {}", self.geometry.channels);
+        assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
         let slot = |rank, parity| {
             // SAFETY: inside the region, as checked in `ShmRegion::new`.
-            unsafe { self.region.base.add(self.geometry.slot_at(channel, rank, parity)) }
+            unsafe { self.region.base.add(self.layout.slot_at(channel, rank, parity)) }
         };
-        let slots = [0, 1].map(|parity| (0..self.geometry.ranks).map(|rank| slot(rank, parity)).collect());
+        let slots = [0, 1].map(|parity| (0..self.layout.ranks).map(|rank| slot(rank, parity)).collect());
         ShmChannel { region: Arc::clone(self), channel, slots: Slots(slots), spins: Cell::new(self.spins) }
     }
 
     /// The end of another rank's process, for waits that are not for this host's ranks.
     pub fn lost_rank(&self) -> Option<Error> {
         let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.watch.lost(rank)?));
-        (0..self.geometry.ranks).filter(|&rank| rank != self.me).find_map(lost).map(Error::PeerLost)
+        (0..self.layout.ranks).filter(|&rank| rank != self.me).find_map(lost).map(Error::PeerLost)
     }
 
     /// The geometry.
-    pub fn geometry(&self) -> RegionLayout {
-        self.geometry
+    pub fn layout(&self) -> RegionLayout {
+        self.layout
     }
 
     fn control(&self, channel: usize, rank: usize) -> &RankFlags {
-        debug_assert!(channel < self.geometry.channels && rank < self.geometry.ranks);
+        debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
         // SAFETY: inside the region (checked in `new`), aligned, zero is valid, and all fields are atomics.
-        unsafe { &*self.region.base.add(self.geometry.control_at(channel, rank)).cast::<RankFlags>() }
+        unsafe { &*self.region.base.add(self.layout.control_at(channel, rank)).cast::<RankFlags>() }
     }
 
     fn head(&self) -> &RegionHeader {
@@ -160,7 +160,7 @@ impl ShmRegion {
     pub fn left(&self) -> Vec<(usize, u32)> {
         let left = |&local: &usize| self.control(0, local).unpacked.payload.load(Ordering::Acquire) == 1;
         let last = |local: usize| (self.peers[local].rank, self.control(0, local).packed.flag.raised());
-        (0..self.geometry.ranks).filter(left).map(last).collect()
+        (0..self.layout.ranks).filter(left).map(last).collect()
     }
 
     /// Tells the ranks of this host that rank `rank` of another one makes no further steps after `step`; the earliest
@@ -211,8 +211,8 @@ impl ShmRegion {
         block.code.store(error.code(), Ordering::Relaxed);
         block.len.store(u32::try_from(len).unwrap_or(0), Ordering::Relaxed);
         block.state.store(2, Ordering::Release);
-        for channel in 0..self.geometry.channels {
-            for rank in 0..self.geometry.ranks {
+        for channel in 0..self.layout.channels {
+            for rank in 0..self.layout.ranks {
                 self.wake(channel, rank);
             }
         }
@@ -220,7 +220,7 @@ impl ShmRegion {
 
     /// Tells every rank of the host that this one will make no further steps.
     pub fn set_departed(&self) {
-        for channel in 0..self.geometry.channels {
+        for channel in 0..self.layout.channels {
             self.control(channel, self.me).unpacked.payload.store(1, Ordering::Release);
             self.wake(channel, self.me);
         }
@@ -234,7 +234,7 @@ impl ShmRegion {
     #[cfg(loom)]
     pub fn end_waits(&self) {
         for (channel, rank) in
-            (0..self.geometry.channels).flat_map(|channel| (0..self.geometry.ranks).map(move |rank| (channel, rank)))
+            (0..self.layout.channels).flat_map(|channel| (0..self.layout.ranks).map(move |rank| (channel, rank)))
         {
             self.control(channel, rank).flags().into_iter().for_each(Flag::end_waits);
         }
@@ -260,7 +260,7 @@ const MIN_SPINS: u32 = 64;
 /// Where the slots of a channel are, by step parity and local rank.
 struct Slots([Box<[*mut u8]>; 2]);
 
-// SAFETY: addresses in the region of the channel's node, which may be used from any thread.
+// SAFETY: addresses in the region of the channel's region, which may be used from any thread.
 unsafe impl Send for Slots {}
 
 /// One channel of a [`ShmRegion`].
@@ -268,13 +268,13 @@ pub struct ShmChannel {
     region: Arc<ShmRegion>,
     channel: usize,
     slots: Slots,
-    /// How often a wait looks before it sleeps: as often as has paid lately, up to the node's number.
+    /// How often a wait looks before it sleeps: as often as has paid lately, up to the region's number.
     spins: Cell<u32>,
 }
 
 impl ShmChannel {
-    /// The node.
-    pub fn node(&self) -> &Arc<ShmRegion> {
+    /// The region.
+    pub fn region(&self) -> &Arc<ShmRegion> {
         &self.region
     }
 
@@ -299,7 +299,7 @@ impl ShmChannel {
     pub fn post_and_spin(&self, phase: Phase, step: u32) -> bool {
         let own = self.flag(self.region.me, phase);
         own.raise_no_wake(step);
-        let all = (0..self.region.geometry.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
+        let all = (0..self.region.layout.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
         own.wake_sleepers();
         all
     }
@@ -312,8 +312,8 @@ impl ShmChannel {
     /// Waits until each of the ranks below `ranks` (local ranks) has come to `step` in `phase`.
     ///
     /// # Errors
-    /// What the patience says; [`Error::PeerLost`] when one of them has ended.
-    pub fn wait(&self, phase: Phase, step: u32, ranks: usize, patience: &WaitContext<'_>) -> Result<()> {
+    /// What the wait context says; [`Error::PeerLost`] when one of them has ended.
+    pub fn wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         for rank in 0..ranks {
             let flag = self.flag(rank, phase);
             if flag.reached(step) {
@@ -323,11 +323,11 @@ impl ShmChannel {
             let result = if self.spin(flag, step) {
                 Ok(())
             } else {
-                flag.sleep(step, &mut || self.check_wait(phase, step, ranks, patience))
+                flag.sleep(step, &mut || self.check_wait(phase, step, ranks, wait_ctx))
             };
             let now = Instant::now();
             self.adapt(now - from < SPIN_MAX);
-            patience.log().waited(self.region.peers[rank].rank, from, now);
+            wait_ctx.log().waited(self.region.peers[rank].rank, from, now);
             result?;
         }
         Ok(())
@@ -356,23 +356,23 @@ impl ShmChannel {
     /// Of how many ranks the slots hold places, after all `Packed`.
     pub fn zero_copy_ranks(&self, step: u32) -> usize {
         let direct = |rank: &usize| self.note(*rank, step).direct.load(Ordering::Relaxed) == 1;
-        (0..self.region.geometry.ranks).filter(direct).count()
+        (0..self.region.layout.ranks).filter(direct).count()
     }
 
     /// Whether all ranks of the host signed the same, after all `Packed`.
     pub fn same_signatures(&self, step: u32) -> bool {
         let signature = |rank| self.note(rank, step).signature.load(Ordering::Relaxed);
-        (1..self.region.geometry.ranks).all(|rank| signature(rank) == signature(0))
+        (1..self.region.layout.ranks).all(|rank| signature(rank) == signature(0))
     }
 
-    /// Writes down whether this lane found all ranks agreed, before `Reduced`.
+    /// Writes down whether this shard found all ranks agreed, before `Reduced`.
     pub fn agree(&self, step: u32, agreed: bool) {
         self.agreed(self.region.me, step).store(u32::from(agreed), Ordering::Relaxed);
     }
 
-    /// Whether the drivers of all lanes found agreement, after their `Reduced`.
-    pub fn all_agreed(&self, step: u32, lanes: usize) -> bool {
-        (0..lanes).all(|rank| self.agreed(rank, step).load(Ordering::Relaxed) == 1)
+    /// Whether the drivers of all shards found agreement, after their `Reduced`.
+    pub fn all_agreed(&self, step: u32, shards: usize) -> bool {
+        (0..shards).all(|rank| self.agreed(rank, step).load(Ordering::Relaxed) == 1)
     }
 
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
@@ -393,7 +393,7 @@ impl ShmChannel {
     }
 
     /// Asked while a wait sleeps.
-    fn check_wait(&self, phase: Phase, step: u32, ranks: usize, patience: &WaitContext<'_>) -> Result<()> {
+    fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let is_late = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_late(rank)) {
             let left = self.region.control(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
@@ -408,11 +408,11 @@ impl ShmChannel {
             }
         }
         let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
-        patience.log().set_waiting((0..ranks).filter(|&rank| is_late(rank)).map(rank).collect());
-        // Who waits for a lane waits for its driver, who knows better for whom and may say it first.
+        wait_ctx.log().set_waiting((0..ranks).filter(|&rank| is_late(rank)).map(rank).collect());
+        // Who waits for a shard waits for its driver, who knows better for whom and may say it first.
         let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
         let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.region.peers[rank].name.as_str());
-        patience.check(grace, &|| late().collect::<Vec<_>>().join(", "))
+        wait_ctx.check(grace, &|| late().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -436,11 +436,11 @@ mod tests {
     #[test]
     fn waits_look_as_long_as_it_pays() {
         for (most, least) in [(2000, MIN_SPINS), (10, 10)] {
-            let geometry = RegionLayout { ranks: 1, channels: 1, slot: 64 };
-            let memory = Box::new(super::super::memory::Aligned::new(geometry.bytes()));
+            let layout = RegionLayout { ranks: 1, channels: 1, slot: 64 };
+            let memory = Box::new(super::super::memory::Aligned::new(layout.bytes()));
             let peers = vec![LocalPeer { rank: 0, name: "rank 0".into() }];
-            let node = Arc::new(ShmRegion::new(memory, geometry, 0, peers, Box::new(NoWatch), most).unwrap());
-            let channel = node.channel(0);
+            let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(NoWatch), most).unwrap());
+            let channel = region.channel(0);
             assert_eq!(channel.spins.get(), most);
             (0..20).for_each(|_| channel.adapt(false));
             assert_eq!(channel.spins.get(), least);

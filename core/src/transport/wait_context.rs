@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::timings::CallTimings;
 
-/// The patience of one call. Waits ask it when they have slept a little; it costs nothing while data flows.
+/// The wait context of one call. Waits ask it when they have slept a little; it costs nothing while data flows.
 /// Thread rule: one per thread and call.
 pub struct WaitContext<'a> {
     started: Instant,
@@ -41,7 +41,16 @@ impl<'a> WaitContext<'a> {
         callbacks: &WaitCallbacks<'a>,
     ) -> WaitContext<'a> {
         let WaitCallbacks { describe, abort_reason: interrupted, on_stall: stalled } = *callbacks;
-        WaitContext { started, timeout, warn, warned, timings: log, describe, abort_reason: interrupted, on_stall: stalled }
+        WaitContext {
+            started,
+            timeout,
+            warn,
+            warned,
+            timings: log,
+            describe,
+            abort_reason: interrupted,
+            on_stall: stalled,
+        }
     }
 
     /// The log of the call.

@@ -94,10 +94,11 @@ impl World {
                 .map(|(rank, endpoints)| {
                     let (body, quiet, settings) = (&body, &quiet, &settings);
                     scope.spawn(move || {
-                        let siblings = Arc::new(ProcessTeams::default());
+                        let process_teams = Arc::new(ProcessTeams::default());
                         let team = |(id, endpoint): (i32, GroupResources)| {
                             let endpoint = GroupResources { oversubscribed: self.crowded, ..endpoint };
-                            let team = Team::start(endpoint, settings(id), None, Arc::clone(quiet), &siblings).unwrap();
+                            let team =
+                                Team::start(endpoint, settings(id), None, Arc::clone(quiet), &process_teams).unwrap();
                             Rank { rank, size, team }
                         };
                         let teams: Vec<Rank> = (0..).zip(endpoints).map(team).collect();
@@ -169,7 +170,7 @@ impl Rank {
 }
 
 impl Rank {
-    /// Averages one list by the team's schedule, in memory of the team's; returns what the caller of a face gets.
+    /// Averages one list by the team's schedule, in memory of the team's; returns what the caller of a binding gets.
     pub fn gradients(&self, data: &mut [f32], name: &str) -> Result<Vec<f32>> {
         self.gradients_of(data, name, "")
     }
@@ -178,14 +179,14 @@ impl Rank {
     pub fn gradients_of(&self, data: &mut [f32], name: &str, instance: &str) -> Result<Vec<f32>> {
         let towers = vec![vec![tensor(data)]];
         // SAFETY: the vector is alive.
-        let (stage, copies) = unsafe { StagingBuffer::of(&towers, self.team.pool()) }?;
+        let (staging, copies) = unsafe { StagingBuffer::of(&towers, self.team.pool()) }?;
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
         let request =
-            CallOptions::new(done).with_name(name, "").instance(instance).with_results(Arc::clone(&stage) as _);
+            CallOptions::new(done).with_name(name, "").instance(instance).with_results(Arc::clone(&staging) as _);
         // SAFETY: the stage owns the memory.
         unsafe { self.team.gradients(copies, request) };
-        let result = receiver.recv().unwrap()?.map_or(Ok(stage), StagingBuffer::from_results)?;
+        let result = receiver.recv().unwrap()?.map_or(Ok(staging), StagingBuffer::from_results)?;
         // SAFETY: as above.
         unsafe { result.copy_to(&towers) };
         Ok(data.to_vec())

@@ -212,20 +212,20 @@ impl UploadRing {
     /// Uploads `batch`, unless it is short, and calls `launch` with each part of the work.
     ///
     /// # Errors
-    /// Those of the driver and of `launch`, and when the patience ends.
+    /// Those of the driver and of `launch`, and when the wait context ends.
     pub fn run(
         &mut self,
         batch: &Batch,
         divisor: u32,
         stream: &Stream,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
         mut launch: impl FnMut(DType, &KernelArgs) -> Result<()>,
     ) -> Result<()> {
         if batch.is_empty() {
             return Ok(());
         }
         let mut work = batch.work(divisor, self.stop, self.blocks)?;
-        let place = if batch.fits() { None } else { Some(self.place(batch.bytes(), patience)?) };
+        let place = if batch.fits() { None } else { Some(self.place(batch.bytes(), wait_ctx)?) };
         if let Some(place) = &place {
             // SAFETY: the place is as long as all lists, and no kernel reads it any more.
             unsafe { batch.write(place.host.memory()) };
@@ -248,22 +248,22 @@ impl UploadRing {
     /// Uploads a batch of copies, and starts them.
     ///
     /// # Errors
-    /// Those of the driver, and when the patience ends.
+    /// Those of the driver, and when the wait context ends.
     ///
     /// # Safety
     /// The memory is valid until the copies are done, and nobody else's.
-    pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, patience: &WaitContext<'_>) -> Result<()> {
+    pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let context = Arc::clone(&self.context);
         let kernels = context.kernels()?;
         // SAFETY: the caller's promise.
-        self.run(batch, 1, stream, patience, |_, work| unsafe { kernels.copy(work, stream) })
+        self.run(batch, 1, stream, wait_ctx, |_, work| unsafe { kernels.copy(work, stream) })
     }
 
-    fn place(&mut self, bytes: usize, patience: &WaitContext<'_>) -> Result<&mut UploadBuffer> {
+    fn place(&mut self, bytes: usize, wait_ctx: &WaitContext<'_>) -> Result<&mut UploadBuffer> {
         let index = self.next % NUM_BUFFERS;
         self.next = index + 1;
         if let Some(event) = self.buffers.get_mut(index).and_then(|place| place.free.take()) {
-            wait_event(&event, patience)?;
+            wait_event(&event, wait_ctx)?;
         }
         if self.buffers.get(index).is_none_or(|place| place.host.bytes() < bytes) {
             let len = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();

@@ -62,17 +62,17 @@ enum Chunks {
 impl IpcPath {
     /// For ranks whose memory is open to each other, each with a bounce of [`BOUNCE_BYTES`] bytes; `own_gpus`: no two of them share a
     /// GPU.
-    pub fn new(near: IpcPeers, own_gpus: bool) -> IpcPath {
-        let mut table = UploadRing::new(&near.context);
-        table.stopped_by(near.stop_address());
+    pub fn new(peers: IpcPeers, own_gpus: bool) -> IpcPath {
+        let mut table = UploadRing::new(&peers.context);
+        table.stopped_by(peers.stop_address());
         if own_gpus {
             table.limited_to(LINK_BLOCKS);
         }
-        let shown = ReportedExports::default();
+        let posted = ReportedExports::default();
         IpcPath {
-            peers: near,
+            peers,
             shots: 0,
-            reported: shown,
+            reported: posted,
             chunks: Chunks::Unasked,
             chunked: 0,
             batch: Batch::default(),
@@ -110,67 +110,67 @@ impl IpcPath {
     ///
     /// # Errors
     /// Those of the driver and of the transports; the ranks are then out of step.
-    pub fn run(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
-        let total = job.layout.total();
+    pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
+        let total = call.layout.total();
         if total == 0 {
-            wait_inputs(job, &self.peers.stream)?;
-            return end(job, &self.peers.stream).map(DeviceResult::Enqueued);
+            wait_inputs(call, &self.peers.stream)?;
+            return end(call, &self.peers.stream).map(DeviceResult::Enqueued);
         }
         if total <= ONE_SHOT_MAX_BYTES {
-            return self.one_shot(channel, job, patience).map(DeviceResult::Enqueued);
+            return self.one_shot(channel, call, wait_ctx).map(DeviceResult::Enqueued);
         }
-        match self.exchange_places(channel, job, patience)? {
-            Some(places) => self.two_shot(channel, job, &places, patience).map(DeviceResult::Enqueued),
-            None => self.run_in_chunks(channel, job, patience),
+        match self.exchange_places(channel, call, wait_ctx)? {
+            Some(places) => self.two_shot(channel, call, &places, wait_ctx).map(DeviceResult::Enqueued),
+            None => self.run_in_chunks(channel, call, wait_ctx),
         }
     }
 
     /// Every rank makes the whole result from what all have put into their bounces. Two of them are used in turn: who has
     /// come to a call has done with what is read in the one before.
-    fn one_shot(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<Event> {
+    fn one_shot(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
         let at = (self.shots % 2 * ONE_SHOT_MAX_BYTES) as u64;
         self.shots += 1;
-        let total = job.layout.total();
-        let root = root(job, &channel.topology);
+        let total = call.layout.total();
+        let root = root(call, &channel.topology);
         let brings = root.is_none_or(|root| root == self.peers.me);
-        wait_inputs(job, &self.peers.stream)?;
+        wait_inputs(call, &self.peers.stream)?;
         if brings {
-            let pieces = job.layout.all_ranges(0..total);
-            self.batch.copies(pieces, job.tensors(0), total, self.peers.bounces[self.peers.me] + at, false);
+            let pieces = call.layout.all_ranges(0..total);
+            self.batch.copies(pieces, call.tensors(0), total, self.peers.bounces[self.peers.me] + at, false);
             // SAFETY: the tensors are the call's, and the bounce is free, as told above.
-            unsafe { self.table.copy(&self.batch, &self.peers.stream, patience) }?;
+            unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
         }
-        self.peers.stream_barrier(channel, patience)?;
-        if root != Some(self.peers.me) || !job.is_in_place() {
+        self.peers.stream_barrier(channel, wait_ctx)?;
+        if root != Some(self.peers.me) || !call.is_in_place() {
             let bounces = match root {
                 Some(root) => &self.peers.bounces[root..=root],
                 None => &self.peers.bounces[..],
             };
             self.batch.start(bounces.len(), 1, total);
-            for piece in job.layout.all_ranges(0..total) {
-                let buffer = &job.tensors(0)[piece.tensor].buffer;
+            for piece in call.layout.all_ranges(0..total) {
+                let buffer = &call.tensors(0)[piece.tensor].buffer;
                 let sources = bounces.iter().map(|bounce| bounce + at + piece.offset as u64);
                 let to = buffer.byte_ranges().1.start as u64;
-                add(&mut self.batch, job.op, buffer.dtype(), piece.count, sources, [to]);
+                add(&mut self.batch, call.op, buffer.dtype(), piece.count, sources, [to]);
             }
-            self.launch(job, patience)?;
+            self.launch(call, wait_ctx)?;
         }
-        end(job, &self.peers.stream)
+        end(call, &self.peers.stream)
     }
 
     /// Where the tensors of all ranks are, by local rank; `None` when those of a rank are where the others cannot see them.
     fn exchange_places(
         &mut self,
         channel: &mut Channel,
-        job: &Call,
-        patience: &WaitContext<'_>,
+        call: &Call,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<Option<Vec<Places>>> {
         let most = max_words(channel);
-        let note = self.note(job, most)?;
+        let note = self.note(call, most)?;
         let (seen, me) = (&mut self.peers.imports, self.peers.me);
-        let (places, news, opened) = allgather_u64(channel, &note.write(most), patience, |told| {
-            let (mut places, mut news, mut opened) = (Vec::with_capacity(told.len()), false, true);
-            for (rank, words) in told.iter().enumerate() {
+        let (places, news, opened) = allgather_u64(channel, &note.write(most), wait_ctx, |texts| {
+            let (mut places, mut news, mut opened) = (Vec::with_capacity(texts.len()), false, true);
+            for (rank, words) in texts.iter().enumerate() {
                 let note = IpcUpdate::read(words)?;
                 news |= !note.added.is_empty();
                 if rank != me {
@@ -181,7 +181,7 @@ impl IpcPath {
             // Without those of one rank nobody goes this way.
             Ok((places.into_iter().collect::<Option<Vec<Places>>>(), news, opened))
         })?;
-        if news && !all_agree(channel, opened, patience)? {
+        if news && !all_agree(channel, opened, wait_ctx)? {
             self.reported.forget(&note.added);
             return Ok(None);
         }
@@ -189,12 +189,12 @@ impl IpcPath {
     }
 
     /// What this rank tells of its tensors.
-    fn note(&mut self, job: &Call, most: usize) -> Result<IpcUpdate> {
+    fn note(&mut self, call: &Call, most: usize) -> Result<IpcUpdate> {
         let mut exports = self.peers.context.exports();
         exports.forget_freed();
         let (mut used, mut places, mut visible) = (BTreeMap::new(), Places::default(), true);
-        for tensor in job.layout.tensors() {
-            let (read, written) = job.tensors(0)[tensor].buffer.byte_ranges();
+        for tensor in call.layout.tensors() {
+            let (read, written) = call.tensors(0)[tensor].buffer.byte_ranges();
             for span in [read, written] {
                 match exports.locate(span.start as u64, span.len() as u64)? {
                     Some(export) => {
@@ -215,23 +215,23 @@ impl IpcPath {
     fn two_shot(
         &mut self,
         channel: &mut Channel,
-        job: &Call,
+        call: &Call,
         places: &[Places],
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<Event> {
         let ranks = self.peers.imports.len();
         let me = self.peers.me;
-        let root = root(job, &channel.topology);
-        let total = job.layout.total();
+        let root = root(call, &channel.topology);
+        let total = call.layout.total();
         let part = match root {
             None => slice(0..total, me, ranks),
-            Some(root) if root == me && job.is_in_place() => 0..0,
+            Some(root) if root == me && call.is_in_place() => 0..0,
             Some(_) => 0..total,
         };
         let (sources, targets) = if root.is_some() { (1, 1) } else { (ranks, ranks) };
         self.batch.start(sources, targets, part.len());
-        for piece in job.layout.all_ranges(part) {
-            let buffer = &job.tensors(0)[piece.tensor].buffer;
+        for piece in call.layout.all_ranges(part) {
+            let buffer = &call.tensors(0)[piece.tensor].buffer;
             let skip = (piece.first * buffer.dtype().size()) as u64;
             // Element `piece.first` of the tensor as rank `rank` reads it (0) or writes it (1).
             let at = |rank: usize, which: usize| {
@@ -254,29 +254,34 @@ impl IpcPath {
                 Some(_) => vec![at(me, 1)?],
                 None => (0..ranks).map(|rank| at(rank, 1)).collect::<Result<_>>()?,
             };
-            add(&mut self.batch, job.op, buffer.dtype(), piece.count, sources, targets);
+            add(&mut self.batch, call.op, buffer.dtype(), piece.count, sources, targets);
         }
-        wait_inputs(job, &self.peers.stream)?;
-        self.peers.stream_barrier(channel, patience)?;
-        self.launch(job, patience)?;
-        self.peers.stream_barrier(channel, patience)?;
-        end(job, &self.peers.stream)
+        wait_inputs(call, &self.peers.stream)?;
+        self.peers.stream_barrier(channel, wait_ctx)?;
+        self.launch(call, wait_ctx)?;
+        self.peers.stream_barrier(channel, wait_ctx)?;
+        end(call, &self.peers.stream)
     }
 
     /// A chunk at a time: all pack it; each adds its slice up and writes the mean to the packed chunks of all; all unpack it,
     /// after the meeting for the next one. Of a broadcast the root packs, and the others copy. After the last meeting nobody
     /// reads what another rank may write in its next call.
-    fn run_in_chunks(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
+    fn run_in_chunks(
+        &mut self,
+        channel: &mut Channel,
+        call: &Call,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<DeviceResult> {
         if matches!(self.chunks, Chunks::Unasked) {
-            let window = self.peers.window(channel, NUM_CHUNK_BUFFERS * CHUNK_BYTES, patience)?;
+            let window = self.peers.window(channel, NUM_CHUNK_BUFFERS * CHUNK_BYTES, wait_ctx)?;
             self.chunks = window.map_or(Chunks::Refused, Chunks::Open);
         }
         let Chunks::Open(window) = &self.chunks else { return Ok(DeviceResult::FallBackToHost) };
         let at = window.at.clone();
         self.chunked += 1;
-        let total = job.layout.total();
+        let total = call.layout.total();
         let (me, ranks) = (self.peers.me, at.len());
-        let root = root(job, &channel.topology);
+        let root = root(call, &channel.topology);
         let chunks = total.div_ceil(CHUNK_BYTES);
         let range = |chunk: usize| chunk * CHUNK_BYTES..total.min((chunk + 1) * CHUNK_BYTES);
         // Pieces of a chunk, whose offsets are in its place.
@@ -284,53 +289,53 @@ impl IpcPath {
             let place = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
             let within =
                 move |piece: TensorRange| TensorRange { offset: piece.offset - chunk * CHUNK_BYTES + place, ..piece };
-            job.layout.all_ranges(bytes).map(within)
+            call.layout.all_ranges(bytes).map(within)
         };
-        wait_inputs(job, &self.peers.stream)?;
+        wait_inputs(call, &self.peers.stream)?;
         for turn in 0..=chunks {
             let comes = (turn < chunks).then_some(turn);
             if let Some(chunk) = comes.filter(|_| root.is_none_or(|root| root == me)) {
                 let bytes = range(chunk);
                 let len = bytes.len();
-                self.batch.copies(pieces(chunk, bytes), job.tensors(0), len, at[me], false);
+                self.batch.copies(pieces(chunk, bytes), call.tensors(0), len, at[me], false);
                 // SAFETY: the tensors are the call's; the place is free, since all ranks have met after they used it.
-                unsafe { self.table.copy(&self.batch, &self.peers.stream, patience) }?;
+                unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
             }
-            self.peers.stream_barrier(channel, patience)?;
+            self.peers.stream_barrier(channel, wait_ctx)?;
             if let (Some(chunk), None) = (comes, root) {
                 let part = slice(range(chunk), me, ranks);
                 self.batch.start(ranks, ranks, part.len());
                 for piece in pieces(chunk, part) {
-                    let dtype = job.tensors(0)[piece.tensor].buffer.dtype();
+                    let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
                     let places = || at.iter().map(|start| start + piece.offset as Address);
                     self.batch.add(dtype, piece.count, places(), places());
                 }
-                self.launch(job, patience)?;
+                self.launch(call, wait_ctx)?;
             }
             let (goes, from) = match root {
                 None => (turn.checked_sub(1), me),
                 Some(root) => (comes, root),
             };
-            if let Some(chunk) = goes.filter(|_| root != Some(me) || !job.is_in_place()) {
+            if let Some(chunk) = goes.filter(|_| root != Some(me) || !call.is_in_place()) {
                 let bytes = range(chunk);
                 let len = bytes.len();
-                self.batch.copies(pieces(chunk, bytes), job.tensors(0), len, at[from], true);
+                self.batch.copies(pieces(chunk, bytes), call.tensors(0), len, at[from], true);
                 // SAFETY: as above; what is read was written before all ranks met.
-                unsafe { self.table.copy(&self.batch, &self.peers.stream, patience) }?;
+                unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
             }
         }
-        end(job, &self.peers.stream).map(DeviceResult::Enqueued)
+        end(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
-    /// Starts the kernels of the batch for `job`.
-    fn launch(&mut self, job: &Call, patience: &WaitContext<'_>) -> Result<()> {
+    /// Starts the kernels of the batch for `call`.
+    fn launch(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let (kernels, stream) = (self.peers.context.kernels()?, &self.peers.stream);
-        let (precise, copies) = (job.accumulates_f64(), matches!(job.op, Op::Broadcast { .. }));
+        let (precise, copies) = (call.accumulates_f64(), matches!(call.op, Op::Broadcast { .. }));
         // SAFETY: the tensors of all ranks are the call's; between the meetings each slice is one rank's.
         let start = |dtype, work: &KernelArgs| unsafe {
             if copies { kernels.copy(work, stream) } else { kernels.average(dtype, precise, work, stream) }
         };
-        self.table.run(&self.batch, job.divisor(), stream, patience, start)
+        self.table.run(&self.batch, call.divisor(), stream, wait_ctx, start)
     }
 }
 

@@ -157,7 +157,7 @@ impl LocalIpc {
     /// Takes `bytes` of the GPU, and a page that the other ranks see.
     pub fn new(channel: &Channel, context: &Arc<Context>, bytes: usize) -> Result<LocalIpc> {
         let none = || Error::System("the ranks of the host share no memory".into());
-        let shared = channel.shm.node().peer_memory_arc().ok_or_else(none)?;
+        let shared = channel.shm.region().peer_memory_arc().ok_or_else(none)?;
         let (bounce, export) = exported(context, bytes)?;
         let start = shared.alloc_zeroed(PAGE)?.addr();
         let place = shared.offset_of(start..start + PAGE).ok_or_else(none)?;

@@ -1,9 +1,9 @@
 //! Averages over hosts whose ranks see each other's GPU memory: within a host on the GPUs, between hosts in slices through
 //! host memory, so that of each tensor every byte leaves the GPUs of a host once and comes back once, however many there are.
 //!
-//! A chunk goes like this. Every rank packs what it brings into its bounce. Each rank that drives a lane adds its slice up
+//! A chunk goes like this. Every rank packs what it brings into its bounce. Each rank that drives a shard adds its slice up
 //! from the bounces of all, with a kernel that writes the sums to pinned host memory; brings them to an end with the same
-//! lane of the other hosts, as calls on host memory do; and has the means copied into the bounces of all, from which every
+//! shard of the other hosts, as calls on host memory do; and has the means copied into the bounces of all, from which every
 //! rank unpacks them. Some chunks are under way at a time: while the network carries one, the GPU adds up the next ones. The
 //! additions are those of the host, in the same order: same bits.
 //! Thread rule: used by one thread; the closure of [`Across::rescue`] may run on any.
@@ -39,9 +39,9 @@ struct KernelBatch {
     table: UploadRing,
 }
 
-/// What the driver of a lane has.
+/// What the driver of a shard has.
 pub(super) struct ShardOwner {
-    lane: usize,
+    shard: usize,
     /// The sums of this host, `room` bytes for each place.
     sums: PinnedHostBuffer,
     room: usize,
@@ -70,14 +70,14 @@ pub(super) struct MultiHostIpc {
 
 impl MultiHostIpc {
     /// For ranks whose memory is open to each other, each with a bounce of [`NUM_BUFFERS`] chunks of `chunk` bytes.
-    pub fn new(near: IpcPeers, driver: Option<ShardOwner>, chunk: usize) -> MultiHostIpc {
-        let stage = || {
-            let mut table = UploadRing::new(&near.context);
-            table.stopped_by(near.stop_address());
+    pub fn new(peers: IpcPeers, driver: Option<ShardOwner>, chunk: usize) -> MultiHostIpc {
+        let staging = || {
+            let mut table = UploadRing::new(&peers.context);
+            table.stopped_by(peers.stop_address());
             KernelBatch { batch: Batch::default(), table }
         };
-        let [pack, add, spread, unpack] = [(); 4].map(|()| stage());
-        MultiHostIpc { peers: near, driver, chunk, pack, add, all_gather: spread, unpack }
+        let [pack, add, spread, unpack] = [(); 4].map(|()| staging());
+        MultiHostIpc { peers, driver, chunk, pack, add, all_gather: spread, unpack }
     }
 
     /// Who waits for the other ranks of the host.
@@ -93,7 +93,7 @@ impl MultiHostIpc {
     /// The bytes of device memory that this rank has taken.
     pub fn held(&self) -> usize {
         let stages = [&self.pack, &self.add, &self.all_gather, &self.unpack];
-        self.peers.held() + stages.map(|stage| stage.table.held()).iter().sum::<usize>()
+        self.peers.held() + stages.map(|staging| staging.table.held()).iter().sum::<usize>()
     }
 
     /// Lets the streams of all ranks of the host go on after one was lost.
@@ -105,39 +105,39 @@ impl MultiHostIpc {
     ///
     /// # Errors
     /// Those of the driver and of the transports; the ranks are then out of step.
-    pub fn run(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
-        wait_inputs(job, &self.peers.stream)?;
-        if job.layout.total() > 0 {
-            self.run_chunks(channel, job, patience)?;
+    pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
+        wait_inputs(call, &self.peers.stream)?;
+        if call.layout.total() > 0 {
+            self.run_chunks(channel, call, wait_ctx)?;
         }
-        end(job, &self.peers.stream).map(DeviceResult::Enqueued)
+        end(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
-    fn run_chunks(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<()> {
-        let chunks = job.layout.chunks();
+    fn run_chunks(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let chunks = call.layout.chunks();
         let ahead = PREFETCH_CHUNKS.min(chunks);
         let topology = Arc::clone(&channel.topology);
         let call = DeviceCall {
-            job,
+            call,
             topology: &topology,
-            root: root(job, &topology),
+            root: root(call, &topology),
             first_step: channel.seq.wrapping_add(1),
         };
         for turn in 0..chunks + ahead {
             let (comes, goes) = (Some(turn).filter(|&turn| turn < chunks), turn.checked_sub(ahead));
             if let Some(chunk) = goes {
-                self.exchange(channel, &call, chunk, patience)?;
-                self.spread(&call, chunk, patience)?;
+                self.exchange(channel, &call, chunk, wait_ctx)?;
+                self.spread(&call, chunk, wait_ctx)?;
             }
             if let Some(chunk) = comes {
-                self.pack(&call, chunk, patience)?;
+                self.pack(&call, chunk, wait_ctx)?;
             }
-            self.peers.stream_barrier(channel, patience)?;
+            self.peers.stream_barrier(channel, wait_ctx)?;
             if let Some(chunk) = comes {
-                self.add_up(&call, chunk, patience)?;
+                self.add_up(&call, chunk, wait_ctx)?;
             }
             if let Some(chunk) = goes {
-                self.unpack(&call, chunk, patience)?;
+                self.unpack(&call, chunk, wait_ctx)?;
             }
         }
         Ok(())
@@ -150,47 +150,47 @@ impl MultiHostIpc {
     }
 
     /// From the tensors to the own bounce.
-    fn pack(&mut self, call: &DeviceCall<'_>, chunk: usize, patience: &WaitContext<'_>) -> Result<()> {
+    fn pack(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         if !call.brings(self.peers.me) {
             return Ok(());
         }
         let place = self.places(chunk)[self.peers.me];
-        self.pack.batch.copies(call.pieces(chunk), call.job.tensors(0), self.chunk, place, false);
+        self.pack.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, place, false);
         // SAFETY: the tensors are the call's; the place is this rank's until the ranks meet.
-        unsafe { self.pack.table.copy(&self.pack.batch, &self.peers.stream, patience) }
+        unsafe { self.pack.table.copy(&self.pack.batch, &self.peers.stream, wait_ctx) }
     }
 
     /// From the own bounce to the tensors.
-    fn unpack(&mut self, call: &DeviceCall<'_>, chunk: usize, patience: &WaitContext<'_>) -> Result<()> {
-        if call.is_here(self.peers.me) && call.job.is_in_place() {
+    fn unpack(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        if call.is_here(self.peers.me) && call.call.is_in_place() {
             return Ok(());
         }
         let place = self.places(chunk)[self.peers.me];
-        self.unpack.batch.copies(call.pieces(chunk), call.job.tensors(0), self.chunk, place, true);
-        // SAFETY: as for `pack`; all lanes have written the place before the ranks met.
-        unsafe { self.unpack.table.copy(&self.unpack.batch, &self.peers.stream, patience) }
+        self.unpack.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, place, true);
+        // SAFETY: as for `pack`; all shards have written the place before the ranks met.
+        unsafe { self.unpack.table.copy(&self.unpack.batch, &self.peers.stream, wait_ctx) }
     }
 
     /// The own slice, from the bounces of all ranks to the host.
-    fn add_up(&mut self, call: &DeviceCall<'_>, chunk: usize, patience: &WaitContext<'_>) -> Result<()> {
+    fn add_up(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let places = self.places(chunk);
         let Some(driver) = &mut self.driver else { return Ok(()) };
-        let (slice, stream) = (call.slice(chunk, driver.lane), &self.peers.stream);
+        let (slice, stream) = (call.slice(chunk, driver.shard), &self.peers.stream);
         let KernelBatch { batch, table } = &mut self.add;
-        match call.job.op {
+        match call.call.op {
             Op::Allreduce => {
                 let to = driver.sums_address(chunk);
                 batch.start(self.peers.bounces.len(), 1, slice.len());
-                for part in parts(call.job, chunk, slice) {
+                for part in parts(call.call, chunk, slice) {
                     let sources = places.iter().map(|place| place + part.wire as Address);
                     batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
                 }
                 let kernels = self.peers.context.kernels()?;
-                let precise = call.job.accumulates_f64();
+                let precise = call.call.accumulates_f64();
                 // SAFETY: all have packed, and nobody writes to this slice of the bounces before the ranks meet again; the
                 // host has done with what was in the sums' place.
                 let add = |dtype, work: &KernelArgs| unsafe { kernels.sum(dtype, precise, work, stream) };
-                table.run(batch, 1, stream, patience, add)?;
+                table.run(batch, 1, stream, wait_ctx, add)?;
             }
             Op::Broadcast { .. } | Op::Barrier => {
                 let Some(root) = call.root else { return Ok(()) };
@@ -199,7 +199,7 @@ impl MultiHostIpc {
                 batch.start(1, 1, slice.len());
                 batch.add(DType::U8, slice.len(), [places[root] + start], [to + start]);
                 // SAFETY: as above; what was in the means' place has been read, by this stream.
-                unsafe { table.copy(batch, stream, patience) }?;
+                unsafe { table.copy(batch, stream, wait_ctx) }?;
             }
         }
         driver.summed[chunk % NUM_BUFFERS] = Some(stream.record()?);
@@ -212,57 +212,57 @@ impl MultiHostIpc {
         channel: &mut Channel,
         call: &DeviceCall<'_>,
         chunk: usize,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        let (Some(driver), Some(cluster)) = (&mut self.driver, &mut channel.inter_host) else { return Ok(()) };
-        for next in (chunk..call.job.layout.chunks()).take(2) {
+        let (Some(driver), Some(inter_host)) = (&mut self.driver, &mut channel.inter_host) else { return Ok(()) };
+        for next in (chunk..call.call.layout.chunks()).take(2) {
             let place = next % NUM_BUFFERS;
             if driver.flights[place].is_some() {
                 continue;
             }
             for event in [driver.summed[place].take(), driver.free[place].take()].into_iter().flatten() {
-                wait_event(&event, patience)?;
+                wait_event(&event, wait_ctx)?;
             }
-            let flight = driver.with_slice(call, next, |slice| cluster.start(slice, true, true, patience))?;
-            driver.flights[place] = Some(flight);
+            let in_flight = driver.with_slice(call, next, |slice| inter_host.start(slice, true, true, wait_ctx))?;
+            driver.flights[place] = Some(in_flight);
         }
-        let lost = || Error::Internal(format!("the hosts lost step in chunk {chunk} of {}", call.job.full_name()));
-        let flight = driver.flights[chunk % NUM_BUFFERS].take().ok_or_else(lost)?;
-        let agreed = driver.with_slice(call, chunk, |slice| cluster.finish(slice, flight, patience))?;
+        let lost = || Error::Internal(format!("the hosts lost step in chunk {chunk} of {}", call.call.full_name()));
+        let in_flight = driver.flights[chunk % NUM_BUFFERS].take().ok_or_else(lost)?;
+        let agreed = driver.with_slice(call, chunk, |slice| inter_host.finish(slice, in_flight, wait_ctx))?;
         if agreed { Ok(()) } else { Err(lost()) }
     }
 
     /// The own slice, from the host to the bounces of all ranks.
-    fn spread(&mut self, call: &DeviceCall<'_>, chunk: usize, patience: &WaitContext<'_>) -> Result<()> {
+    fn spread(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let places = self.places(chunk);
         let Some(driver) = &mut self.driver else { return Ok(()) };
-        let slice = call.slice(chunk, driver.lane);
+        let slice = call.slice(chunk, driver.shard);
         let start = slice.start as Address;
         let from = driver.means_address(chunk);
         let KernelBatch { batch, table } = &mut self.all_gather;
         batch.start(1, self.peers.bounces.len(), slice.len());
         batch.add(DType::U8, slice.len(), [from + start], places.iter().map(|place| place + start));
-        // SAFETY: this slice of the bounces is this lane's between the meetings.
-        unsafe { table.copy(batch, &self.peers.stream, patience) }?;
+        // SAFETY: this slice of the bounces is this shard's between the meetings.
+        unsafe { table.copy(batch, &self.peers.stream, wait_ctx) }?;
         driver.free[chunk % NUM_BUFFERS] = Some(self.peers.stream.record()?);
         Ok(())
     }
 }
 
 impl ShardOwner {
-    /// For calls in chunks of `chunk` bytes, which may be averages of all types; `None` for a rank that drives no lane.
+    /// For calls in chunks of `chunk` bytes, which may be averages of all types; `None` for a rank that drives no shard.
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn new(context: &Arc<Context>, topology: &Topology, chunk: usize) -> Result<Option<ShardOwner>> {
-        let Some(lane) = topology.shard() else { return Ok(None) };
+        let Some(shard) = topology.shard() else { return Ok(None) };
         let _entered = context.push()?;
         context.kernels()?.load_sums()?;
         let room = max_acc_bytes(slice(0..chunk, topology.num_shards() - 1, topology.num_shards()).len());
         let (sums, means) =
             (PinnedHostBuffer::new(context, NUM_BUFFERS * room)?, PinnedHostBuffer::new(context, NUM_BUFFERS * chunk)?);
         let (free, summed, flights) = Default::default();
-        Ok(Some(ShardOwner { lane, sums, room, means, chunk, free, summed, flights }))
+        Ok(Some(ShardOwner { shard, sums, room, means, chunk, free, summed, flights }))
     }
 
     fn sums_address(&self, chunk: usize) -> Address {
@@ -281,26 +281,26 @@ impl ShardOwner {
         work: impl FnOnce(&Slice<'_>) -> Result<T>,
     ) -> Result<T> {
         let place = chunk % NUM_BUFFERS;
-        let bytes = call.slice(chunk, self.lane);
-        // Everything that a lane looks for in a slot, its own or another's, is with the means.
+        let bytes = call.slice(chunk, self.shard);
+        // Everything that a shard looks for in a slot, its own or another's, is with the means.
         let means = self.means.memory().wrapping_add(place * self.chunk);
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
-        let lane = ShardView { topology: call.topology, chunk, slots: &slots };
+        let shard = ShardView { topology: call.topology, chunk, slots: &slots };
         let sums = self.sums.memory().wrapping_add(place * self.room);
         let summed = HostSums { sums, slice: bytes.clone() };
-        let collective: &dyn InterHostOps = match call.job.op {
+        let collective: &dyn InterHostOps = match call.call.op {
             Op::Allreduce => &summed,
             op => op.collective(),
         };
         // The same on all hosts, and another one for each chunk under way.
         let step = call.first_step.wrapping_add(chunk as u32);
-        work(&Slice { collective, job: call.job, shard: lane, bytes, step })
+        work(&Slice { collective, call: call.call, shard, bytes, step })
     }
 }
 
 /// A call under way.
 struct DeviceCall<'a> {
-    job: &'a Call,
+    call: &'a Call,
     topology: &'a Topology,
     /// The local rank on this host that a broadcast is from.
     root: Option<usize>,
@@ -309,11 +309,11 @@ struct DeviceCall<'a> {
 
 impl DeviceCall<'_> {
     fn pieces(&self, chunk: usize) -> impl Iterator<Item = crate::wire_layout::TensorRange> {
-        self.job.layout.ranges(chunk, 0..self.job.layout.chunk_len(chunk))
+        self.call.layout.ranges(chunk, 0..self.call.layout.chunk_len(chunk))
     }
 
-    fn slice(&self, chunk: usize, lane: usize) -> Range<usize> {
-        shard_range(self.topology, self.job, chunk, lane)
+    fn slice(&self, chunk: usize, shard: usize) -> Range<usize> {
+        shard_range(self.topology, self.call, chunk, shard)
     }
 
     /// Whether local rank `me` is where the values of a broadcast come from.
@@ -322,7 +322,7 @@ impl DeviceCall<'_> {
     }
 
     fn brings(&self, me: usize) -> bool {
-        self.job.op == Op::Allreduce || self.is_here(me)
+        self.call.op == Op::Allreduce || self.is_here(me)
     }
 }
 
@@ -337,13 +337,13 @@ struct HostSums {
 unsafe impl Sync for HostSums {}
 
 impl InterHostOps for HostSums {
-    fn partial_bytes(&self, job: &Call, chunk: usize, piece: Range<usize>) -> usize {
-        Allreduce.partial_bytes(job, chunk, piece)
+    fn partial_bytes(&self, call: &Call, chunk: usize, piece: Range<usize>) -> usize {
+        Allreduce.partial_bytes(call, chunk, piece)
     }
 
-    unsafe fn contribute(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
-        let skipped = Allreduce.partial_bytes(job, lane.chunk, self.slice.start..piece.start);
-        let out = &mut out[..Allreduce.partial_bytes(job, lane.chunk, piece)];
+    unsafe fn contribute(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
+        let skipped = Allreduce.partial_bytes(call, shard.chunk, self.slice.start..piece.start);
+        let out = &mut out[..Allreduce.partial_bytes(call, shard.chunk, piece)];
         // SAFETY: the sums of the whole slice are there, and nobody writes to them; those of pieces lie side by side.
         unsafe { self.sums.add(skipped).copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
         true
@@ -351,19 +351,26 @@ impl InterHostOps for HostSums {
 
     unsafe fn add_partials(
         &self,
-        job: &Call,
-        lane: &ShardView<'_>,
+        call: &Call,
+        shard: &ShardView<'_>,
         piece: Range<usize>,
         low: Partial,
         high: Partial,
         out: *mut u8,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { Allreduce.add_partials(job, lane, piece, low, high, out) };
+        unsafe { Allreduce.add_partials(call, shard, piece, low, high, out) };
     }
 
-    unsafe fn finish_shard(&self, job: &Call, lane: &ShardView<'_>, piece: Range<usize>, low: Partial, high: Partial) {
-        // SAFETY: the caller's promise; the means are this lane's slot.
-        unsafe { Allreduce.finish_shard(job, lane, piece, low, high) };
+    unsafe fn finish_shard(
+        &self,
+        call: &Call,
+        shard: &ShardView<'_>,
+        piece: Range<usize>,
+        low: Partial,
+        high: Partial,
+    ) {
+        // SAFETY: the caller's promise; the means are this shard's slot.
+        unsafe { Allreduce.finish_shard(call, shard, piece, low, high) };
     }
 }

@@ -63,7 +63,7 @@ impl IpcPeers {
         wait: SyncMode,
         bytes: usize,
         more: Result<M>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<std::result::Result<(IpcPeers, M), String>> {
         let _entered = context.push()?;
         let own = more.and_then(|more| Ok((LocalIpc::new(channel, context, bytes)?, more)));
@@ -72,33 +72,33 @@ impl IpcPeers {
             Err(_) => Vec::new(),
         };
         let topology = Arc::clone(&channel.topology);
-        let made = allgather_u64(channel, &mine, patience, |told| {
-            Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, wait, &topology, own, told)?, more))))
+        let made = allgather_u64(channel, &mine, wait_ctx, |texts| {
+            Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, wait, &topology, own, texts)?, more))))
         })?;
         let mine = match &made {
-            Ok((near, _)) if near.wait == SyncMode::Host => HOST_WAITS.to_owned(),
+            Ok((peers, _)) if peers.wait == SyncMode::Host => HOST_WAITS.to_owned(),
             Ok(_) => String::new(),
             Err(error) => error.detail().to_owned(),
         };
-        let told = text_allgather::allgather_merge(channel, &mine, patience, |told| {
-            let failed = told.iter().find(|(_, words)| !words.is_empty() && words != HOST_WAITS);
+        let texts = text_allgather::allgather_merge(channel, &mine, wait_ctx, |texts| {
+            let failed = texts.iter().find(|(_, words)| !words.is_empty() && words != HOST_WAITS);
             match failed {
                 Some((rank, why)) => format!("rank {rank}: {why}"),
-                None if told.iter().any(|(_, words)| words == HOST_WAITS) => HOST_WAITS.to_owned(),
+                None if texts.iter().any(|(_, words)| words == HOST_WAITS) => HOST_WAITS.to_owned(),
                 None => String::new(),
             }
         })?;
         Ok(match made {
-            Ok((mut near, more)) if told.is_empty() || told == HOST_WAITS => {
-                near.wait = if told.is_empty() { SyncMode::Stream } else { SyncMode::Host };
-                Ok((near, more))
+            Ok((mut peers, more)) if texts.is_empty() || texts == HOST_WAITS => {
+                peers.wait = if texts.is_empty() { SyncMode::Stream } else { SyncMode::Host };
+                Ok((peers, more))
             }
-            Ok((near, _)) => {
+            Ok((peers, _)) => {
                 // Some of the others may not be there to wait for.
-                near.flags.release_all();
-                Err(told)
+                peers.flags.release_all();
+                Err(texts)
             }
-            Err(_) => Err(told),
+            Err(_) => Err(texts),
         })
     }
 
@@ -107,12 +107,12 @@ impl IpcPeers {
         mut wait: SyncMode,
         topology: &Topology,
         own: LocalIpc,
-        told: &[&[u64]],
+        texts: &[&[u64]],
     ) -> Result<IpcPeers> {
         let me = topology.local_rank();
         let LocalIpc { shared, bounce, place: _, export: _ } = own;
         let mut pages = Vec::new();
-        for (rank, words) in told.iter().enumerate() {
+        for (rank, words) in texts.iter().enumerate() {
             let [place, ..] = words else {
                 return Err(Error::System("another rank cannot show its memory".into()));
             };
@@ -123,7 +123,7 @@ impl IpcPeers {
         }
         let mut seen: Vec<PeerImports> =
             topology.local_ranks().iter().map(|&rank| PeerImports::new(context, rank)).collect();
-        let exports: Vec<&[u64]> = told.iter().map(|words| &words[1..]).collect();
+        let exports: Vec<&[u64]> = texts.iter().map(|words| &words[1..]).collect();
         let bounces = addresses(&mut seen, me, bounce.address(), &exports)?;
         let stream = Stream::new(context)?;
         let flags = StreamFlags::new(context, pages)?;
@@ -150,15 +150,15 @@ impl IpcPeers {
         &mut self,
         channel: &mut Channel,
         bytes: usize,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<Option<Window>> {
         let own = exported(&self.context, bytes).ok();
         let mine: Vec<u64> = own.iter().flat_map(|(_, export)| export_words(export)).collect();
         let (seen, me) = (&mut self.imports, self.me);
-        let made = allgather_u64(channel, &mine, patience, |told| {
-            Ok(own.and_then(|(own, _)| Some(Window { at: addresses(seen, me, own.address(), told).ok()?, own })))
+        let made = allgather_u64(channel, &mine, wait_ctx, |texts| {
+            Ok(own.and_then(|(own, _)| Some(Window { at: addresses(seen, me, own.address(), texts).ok()?, own })))
         })?;
-        let all = all_agree(channel, made.is_some(), patience)?;
+        let all = all_agree(channel, made.is_some(), wait_ctx)?;
         Ok(made.filter(|_| all))
     }
 
@@ -186,8 +186,8 @@ impl IpcPeers {
     /// What all ranks have enqueued before is done before anything that this one enqueues from here on.
     ///
     /// # Errors
-    /// Those of the driver and of the transports, and when the patience ends.
-    pub fn stream_barrier(&mut self, channel: &mut Channel, patience: &WaitContext<'_>) -> Result<()> {
+    /// Those of the driver and of the transports, and when the wait context ends.
+    pub fn stream_barrier(&mut self, channel: &mut Channel, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let step = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
         self.flags.seq.store(step, Ordering::Relaxed);
         match self.wait {
@@ -195,7 +195,7 @@ impl IpcPeers {
                 // SAFETY: the page is pinned as long as the stream lives.
                 unsafe { self.stream.write_value32(self.flags.pages[self.me].address()?, step) }?;
                 // Now all have enqueued what the others wait for.
-                allgather_u64(channel, &[], patience, |_| Ok(()))?;
+                allgather_u64(channel, &[], wait_ctx, |_| Ok(()))?;
                 for (_, page) in self.flags.pages.iter().enumerate().filter(|(rank, _)| *rank != self.me) {
                     // SAFETY: as above.
                     unsafe { self.stream.wait_value32_ge(page.address()?, step) }?;
@@ -204,8 +204,8 @@ impl IpcPeers {
             }
             SyncMode::Host => {
                 let event = self.stream.record()?;
-                wait_event(&event, patience)?;
-                allgather_u64(channel, &[], patience, |_| Ok(()))
+                wait_event(&event, wait_ctx)?;
+                allgather_u64(channel, &[], wait_ctx, |_| Ok(()))
             }
         }
     }
@@ -225,7 +225,7 @@ fn sees_pages(stream: &Stream, flags: &StreamFlags, me: usize) -> Result<bool> {
 }
 
 /// Where memory of each rank is in this process: `own`, and what the others told, each an export in numbers.
-fn addresses(seen: &mut [PeerImports], me: usize, own: Address, told: &[&[u64]]) -> Result<Vec<Address>> {
+fn addresses(seen: &mut [PeerImports], me: usize, own: Address, texts: &[&[u64]]) -> Result<Vec<Address>> {
     let address = |(rank, words): (usize, &&[u64])| {
         if rank == me {
             return Ok(own);
@@ -234,15 +234,15 @@ fn addresses(seen: &mut [PeerImports], me: usize, own: Address, told: &[&[u64]])
         seen[rank].apply(&[export], &[])?;
         seen[rank].at(export.id)
     };
-    told.iter().enumerate().map(address).collect()
+    texts.iter().enumerate().map(address).collect()
 }
 
 /// Whether `mine` is true on all ranks of the host.
 ///
 /// # Errors
 /// Those of the transports.
-pub(super) fn all_agree(channel: &mut Channel, mine: bool, patience: &WaitContext<'_>) -> Result<bool> {
-    allgather_u64(channel, &[u64::from(mine)], patience, |told| Ok(told.iter().all(|words| words == &[1])))
+pub(super) fn all_agree(channel: &mut Channel, mine: bool, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+    allgather_u64(channel, &[u64::from(mine)], wait_ctx, |texts| Ok(texts.iter().all(|words| words == &[1])))
 }
 
 impl Drop for IpcPeers {

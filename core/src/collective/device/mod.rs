@@ -47,7 +47,7 @@ pub struct DeviceSettings {
     /// `DL_COMM_GPU_PATH`.
     pub path: PathSetting,
     /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: the most that goes between host and GPU at a time. For a team a multiple of
-    /// [`crate::plan::ALIGN`], and, where it has several hosts, no more than a slot has.
+    /// [`crate::layout::ALIGN`], and, where it has several hosts, no more than a slot has.
     pub chunk: usize,
     /// `DL_COMM_NUM_CUDA_STREAMS`: a thread's streams for each direction.
     pub streams: usize,
@@ -84,28 +84,28 @@ pub enum DeviceResult {
 }
 
 impl DevicePath {
-    /// Finds the path of a team with the other ranks, all of which have made `job`.
+    /// Finds the path of a team with the other ranks, all of which have made `call`.
     ///
     /// # Errors
     /// [`Error::System`], the same on all ranks, when one of them cannot use its GPU, or not in the way that was asked for;
     /// those of the transports.
     pub fn new(
         channel: &mut Channel,
-        job: &Call,
+        call: &Call,
         settings: DeviceSettings,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<DevicePath> {
-        let context = Arc::clone(producer(job)?.context());
+        let context = Arc::clone(producer(call)?.context());
         let mut facts = GpuCapabilities::gather(&context);
         let topology = Arc::clone(&channel.topology);
         let (decision, made) = loop {
-            let decide = |told: &RankTexts| path::choose_path(told, settings.path, &topology).encode();
-            let text = text_allgather::allgather_merge(channel, &facts.encode(), patience, decide)?;
+            let decide = |texts: &RankTexts| path::choose_path(texts, settings.path, &topology).encode();
+            let text = text_allgather::allgather_merge(channel, &facts.encode(), wait_ctx, decide)?;
             let decision = path::PathChoice::decode(&text)?;
             let made = match decision.path {
                 Path::SingleRank => Ok(PathState::SingleRank(Stream::new(&context)?)),
                 Path::Staged => Ok(PathState::Staged),
-                Path::Nccl => match NcclPath::new(channel, &context, patience)? {
+                Path::Nccl => match NcclPath::new(channel, &context, wait_ctx)? {
                     Ok(ring) => Ok(PathState::Nccl(Box::new(ring))),
                     Err(why) => {
                         // On one rank at least. Without NCCL there is another path, or a refusal.
@@ -115,13 +115,13 @@ impl DevicePath {
                         continue;
                     }
                 },
-                Path::Ipc(wait) => IpcPeers::new(channel, &context, wait, ipc::BOUNCE_BYTES, Ok(()), patience)?
-                    .map(|(near, ())| PathState::Ipc(Box::new(IpcPath::new(near, decision.own_gpus)))),
+                Path::Ipc(wait) => IpcPeers::new(channel, &context, wait, ipc::BOUNCE_BYTES, Ok(()), wait_ctx)?
+                    .map(|(peers, ())| PathState::Ipc(Box::new(IpcPath::new(peers, decision.own_gpus)))),
                 Path::IpcStaged(wait) => {
                     let driver = ShardOwner::new(&context, &topology, settings.chunk);
                     let bounce = (ipc_multi_host::NUM_BUFFERS * settings.chunk).max(ipc::BOUNCE_BYTES);
-                    IpcPeers::new(channel, &context, wait, bounce, driver, patience)?.map(|(near, driver)| {
-                        PathState::IpcStaged(Box::new(MultiHostIpc::new(near, driver, settings.chunk)))
+                    IpcPeers::new(channel, &context, wait, bounce, driver, wait_ctx)?.map(|(peers, driver)| {
+                        PathState::IpcStaged(Box::new(MultiHostIpc::new(peers, driver, settings.chunk)))
                     })
                 }
             };
@@ -176,24 +176,24 @@ impl DevicePath {
         }
     }
 
-    /// Carries out `job`, on which the ranks agree, as far as this thread can alone.
+    /// Carries out `call`, on which the ranks agree, as far as this thread can alone.
     ///
     /// # Errors
     /// Those of the driver and of the transports: the ranks are then out of step.
-    pub fn run(&mut self, channel: &mut Channel, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
+    pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let _entered = self.context.push()?;
         match &mut self.state {
-            PathState::SingleRank(stream) => alone(job, stream).map(DeviceResult::Enqueued),
-            PathState::Nccl(ring) => ring.run(job, patience),
-            PathState::Ipc(direct) => direct.run(channel, job, patience),
-            PathState::IpcStaged(across) => across.run(channel, job, patience),
+            PathState::SingleRank(stream) => alone(call, stream).map(DeviceResult::Enqueued),
+            PathState::Nccl(ring) => ring.run(call, wait_ctx),
+            PathState::Ipc(direct) => direct.run(channel, call, wait_ctx),
+            PathState::IpcStaged(across) => across.run(channel, call, wait_ctx),
             PathState::Staged => Ok(DeviceResult::FallBackToHost),
         }
     }
 
-    /// The end of what this thread has enqueued so far, for which what waits for the tensors of `job` then waits; `None` where
+    /// The end of what this thread has enqueued so far, for which what waits for the tensors of `call` then waits; `None` where
     /// the GPU does not tell any more, and when other threads carry such calls.
-    pub fn signal_outputs(&self, job: &Call) -> Option<Event> {
+    pub fn signal_outputs(&self, call: &Call) -> Option<Event> {
         let stream = match &self.state {
             PathState::SingleRank(stream) => stream,
             PathState::Nccl(ring) => ring.stream(),
@@ -202,7 +202,7 @@ impl DevicePath {
             PathState::Staged => return None,
         };
         let _entered = self.context.push().ok()?;
-        end(job, stream).ok()
+        end(call, stream).ok()
     }
 
     /// What lets the GPU of this rank go on after a failure of another: a closure for the thread that watches over calls.
@@ -224,36 +224,36 @@ fn mps() -> bool {
 }
 
 /// The average over one rank.
-fn alone(job: &Call, stream: &Stream) -> Result<Event> {
-    wait_inputs(job, stream)?;
-    for tensor in job.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
+fn alone(call: &Call, stream: &Stream) -> Result<Event> {
+    wait_inputs(call, stream)?;
+    for tensor in call.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
         let (read, written) = tensor.buffer.byte_ranges();
         // SAFETY: the memory is the call's.
         unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
     }
-    end(job, stream)
+    end(call, stream)
 }
 
-/// Who makes and awaits the tensors of `job`, which is on device memory.
-fn producer(job: &Call) -> Result<&Arc<CallerStream>> {
-    job.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))
+/// Who makes and awaits the tensors of `call`, which is on device memory.
+fn producer(call: &Call) -> Result<&Arc<CallerStream>> {
+    call.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))
 }
 
 /// Lets `stream` wait for what the call's tensors wait for.
-fn wait_inputs(job: &Call, stream: &Stream) -> Result<()> {
-    stream.wait(producer(job)?.ready())
+fn wait_inputs(call: &Call, stream: &Stream) -> Result<()> {
+    stream.wait(producer(call)?.ready())
 }
 
 /// Lets what waits for the call's tensors wait for what `stream` has been given.
-fn end(job: &Call, stream: &Stream) -> Result<Event> {
+fn end(call: &Call, stream: &Stream) -> Result<Event> {
     let end = stream.record()?;
-    producer(job)?.make_caller_wait(&end)?;
+    producer(call)?.make_caller_wait(&end)?;
     Ok(end)
 }
 
 /// The local rank on this host that a broadcast is from.
-fn root(job: &Call, topology: &Topology) -> Option<usize> {
-    match job.op {
+fn root(call: &Call, topology: &Topology) -> Option<usize> {
+    match call.op {
         Op::Broadcast { root } => {
             topology.host_and_local_rank(root).filter(|(host, _)| *host == topology.host()).map(|(_, local)| local)
         }
@@ -270,13 +270,13 @@ const MAX_SLEEP: Duration = Duration::from_millis(1);
 /// Waits on the host until `event` has come.
 ///
 /// # Errors
-/// Those of the driver, and when the patience ends.
-pub(super) fn wait_event(event: &Event, patience: &WaitContext<'_>) -> Result<()> {
-    poll(|| event.is_complete(), &|| "the GPU".to_owned(), patience)
+/// Those of the driver, and when the wait context ends.
+pub(super) fn wait_event(event: &Event, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    poll(|| event.is_complete(), &|| "the GPU".to_owned(), wait_ctx)
 }
 
 /// Waits until `done` says so, for `whom`.
-fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &WaitContext<'_>) -> Result<()> {
+fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, wait_ctx: &WaitContext<'_>) -> Result<()> {
     let mut nap = Duration::from_micros(20);
     let since = Instant::now();
     let mut asked = since;
@@ -288,7 +288,7 @@ fn poll(done: impl Fn() -> Result<bool>, whom: &dyn Fn() -> String, patience: &W
         std::thread::sleep(nap);
         nap = (nap * 2).min(MAX_SLEEP);
         if asked.elapsed() > MAX_SLEEP {
-            patience.check(Duration::ZERO, whom)?;
+            wait_ctx.check(Duration::ZERO, whom)?;
             asked = Instant::now();
         }
     }

@@ -47,18 +47,18 @@ impl NcclPath {
     /// one GPU by MIG, a small /dev/shm), no rank has one: the inner error is why this rank has none, if it is the reason.
     ///
     /// # Errors
-    /// Those of the transports, and when the patience ends.
+    /// Those of the transports, and when the wait context ends.
     pub fn new(
         channel: &mut Channel,
         context: &Arc<Context>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<std::result::Result<NcclPath, Option<String>>> {
         let _entered = context.push()?;
         let (rank, size) = (channel.topology.rank(), channel.topology.size());
         let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
         let text = mine.as_ref().map_or(String::new(), UniqueId::to_text);
-        let told = text_allgather::allgather_merge(channel, &text, patience, |told| told[0].1.clone())?;
-        let Some(id) = UniqueId::from_text(&told) else {
+        let texts = text_allgather::allgather_merge(channel, &text, wait_ctx, |texts| texts[0].1.clone())?;
+        let Some(id) = UniqueId::from_text(&texts) else {
             return Ok(Err(mine.err().map(|error| error.detail().to_owned())));
         };
         let mut started = mine.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
@@ -73,8 +73,8 @@ impl NcclPath {
                 Ok(false) => STARTS,
                 Err(_) => FAILED,
             };
-            let all = text_allgather::allgather_merge(channel, mine, patience, |told| {
-                let worst = [FAILED, STARTS].into_iter().find(|&state| told.iter().any(|(_, told)| told == state));
+            let all = text_allgather::allgather_merge(channel, mine, wait_ctx, |texts| {
+                let worst = [FAILED, STARTS].into_iter().find(|&state| texts.iter().any(|(_, texts)| texts == state));
                 worst.unwrap_or(READY).to_owned()
             })?;
             match (all.as_str(), started) {
@@ -87,7 +87,7 @@ impl NcclPath {
                 (FAILED | READY, _) => return Ok(Err(state.err().map(|error| error.detail().to_owned()))),
                 (_, going) => started = going,
             }
-            patience.check(Duration::ZERO, &|| "the other ranks in NCCL".to_owned())?;
+            wait_ctx.check(Duration::ZERO, &|| "the other ranks in NCCL".to_owned())?;
             std::thread::sleep(nap);
             nap = (2 * nap).min(MAX_SLEEP);
         }
@@ -96,24 +96,24 @@ impl NcclPath {
     /// Carries out a call on which all ranks agree.
     ///
     /// # Errors
-    /// Those of NCCL, and when the patience ends.
-    pub fn run(&mut self, job: &Call, patience: &WaitContext<'_>) -> Result<DeviceResult> {
+    /// Those of NCCL, and when the wait context ends.
+    pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let float = |dtype| matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-        let fits = |dtype| float(dtype) && (!job.accumulates_f64() || dtype == DType::F64);
-        if job.op == Op::Allreduce && !job.tensors(0).iter().all(|tensor| fits(tensor.buffer.dtype())) {
+        let fits = |dtype| float(dtype) && (!call.accumulates_f64() || dtype == DType::F64);
+        if call.op == Op::Allreduce && !call.tensors(0).iter().all(|tensor| fits(tensor.buffer.dtype())) {
             return Ok(DeviceResult::FallBackToHost);
         }
-        let size = |index: usize| job.tensors(0)[index].buffer.byte_ranges().0.len();
+        let size = |index: usize| call.tensors(0)[index].buffer.byte_ranges().0.len();
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
-            job.layout.tensors().partition(|&index| size(index) <= FUSE_MAX_BYTES);
+            call.layout.tensors().partition(|&index| size(index) <= FUSE_MAX_BYTES);
         // The copies need kernels.
         if small.len() <= MIN_TO_FUSE || self.stream.context().kernels().is_err() {
             large.append(&mut small);
         }
-        wait_inputs(job, &self.stream)?;
-        self.group(job.op, large.iter().map(|&index| NcclBuffer::of(&job.tensors(0)[index].buffer)), patience)?;
-        self.fused(job, &small, patience)?;
-        end(job, &self.stream).map(DeviceResult::Enqueued)
+        wait_inputs(call, &self.stream)?;
+        self.group(call.op, large.iter().map(|&index| NcclBuffer::of(&call.tensors(0)[index].buffer)), wait_ctx)?;
+        self.fused(call, &small, wait_ctx)?;
+        end(call, &self.stream).map(DeviceResult::Enqueued)
     }
 
     /// What everything is enqueued on.
@@ -127,36 +127,36 @@ impl NcclPath {
     }
 
     /// Carries the tensors `small` in the bucket, as many at a time as it holds.
-    fn fused(&mut self, job: &Call, small: &[usize], patience: &WaitContext<'_>) -> Result<()> {
+    fn fused(&mut self, call: &Call, small: &[usize], wait_ctx: &WaitContext<'_>) -> Result<()> {
         if small.is_empty() {
             return Ok(());
         }
-        let tensors: Vec<Tensor> = small.iter().map(|&index| job.tensors(0)[index].clone()).collect();
-        let plan = WireLayout::new(&lengths(&tensors), DType::size, BUCKET);
+        let tensors: Vec<Tensor> = small.iter().map(|&index| call.tensors(0)[index].clone()).collect();
+        let layout = WireLayout::new(&lengths(&tensors), DType::size, BUCKET);
         if self.bucket.is_none() {
             self.bucket = Some(DeviceBuffer::new(self.stream.context(), BUCKET)?);
         }
         let bucket = self.bucket.as_ref().map_or(0, DeviceBuffer::address);
-        for chunk in 0..plan.chunks() {
-            let all = 0..plan.chunk_len(chunk);
-            self.batch.copies(plan.ranges(chunk, all.clone()), &tensors, all.len(), bucket, false);
+        for chunk in 0..layout.chunks() {
+            let all = 0..layout.chunk_len(chunk);
+            self.batch.copies(layout.ranges(chunk, all.clone()), &tensors, all.len(), bucket, false);
             // SAFETY: the tensors are the call's, and the bucket is the stream's.
-            unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
+            unsafe { self.table.copy(&self.batch, &self.stream, wait_ctx) }?;
             let part = |run: DtypeRun| {
                 let at = bucket + run.bytes.start as Address;
                 NcclBuffer { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
             };
-            self.group(job.op, plan.runs(chunk, all.clone()).map(part), patience)?;
+            self.group(call.op, layout.runs(chunk, all.clone()).map(part), wait_ctx)?;
             let bytes = all.len();
-            self.batch.copies(plan.ranges(chunk, all), &tensors, bytes, bucket, true);
+            self.batch.copies(layout.ranges(chunk, all), &tensors, bytes, bucket, true);
             // SAFETY: as above.
-            unsafe { self.table.copy(&self.batch, &self.stream, patience) }?;
+            unsafe { self.table.copy(&self.batch, &self.stream, wait_ctx) }?;
         }
         Ok(())
     }
 
     /// Starts the operations for these parts as one.
-    fn group(&self, op: Op, parts: impl Iterator<Item = NcclBuffer>, patience: &WaitContext<'_>) -> Result<()> {
+    fn group(&self, op: Op, parts: impl Iterator<Item = NcclBuffer>, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let NcclPath { stream, communicator, .. } = self;
         communicator.grouped(|group| {
             for NcclBuffer { from, to, count, dtype } in parts {
@@ -171,7 +171,7 @@ impl NcclPath {
             }
             Ok(())
         })?;
-        poll(|| communicator.is_ready(), &|| "NCCL".to_owned(), patience)
+        poll(|| communicator.is_ready(), &|| "NCCL".to_owned(), wait_ctx)
     }
 
     /// Ends the communicator, and with it what waits for a rank that was lost.

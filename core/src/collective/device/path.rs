@@ -195,8 +195,8 @@ impl PathChoice {
 }
 
 /// What follows from the facts of all ranks: the same on every one.
-pub(super) fn choose_path(told: &RankTexts, wanted: PathSetting, topology: &Topology) -> PathChoice {
-    let facts: Option<Vec<GpuCapabilities>> = told.iter().map(|(_, text)| GpuCapabilities::decode(text)).collect();
+pub(super) fn choose_path(texts: &RankTexts, wanted: PathSetting, topology: &Topology) -> PathChoice {
+    let facts: Option<Vec<GpuCapabilities>> = texts.iter().map(|(_, text)| GpuCapabilities::decode(text)).collect();
     let Some(facts) = facts.filter(|facts| facts.len() == topology.size()) else {
         let refused = Some("the ranks could not tell each other of their GPUs".into());
         return PathChoice { path: Path::Staged, reason: String::new(), own_gpus: false, unavailable: refused };
@@ -273,9 +273,9 @@ mod tests {
     }
 
     fn decision(facts: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> PathChoice {
-        let told: Vec<(usize, String)> = facts.iter().map(GpuCapabilities::encode).enumerate().collect();
+        let texts: Vec<(usize, String)> = facts.iter().map(GpuCapabilities::encode).enumerate().collect();
         let topology = Topology::new(0, hosts);
-        let decision = choose_path(&told, wanted, &topology);
+        let decision = choose_path(&texts, wanted, &topology);
         assert!(decision.unavailable.is_some() || PathChoice::decode(&decision.encode()) == Ok(decision.clone()));
         decision
     }

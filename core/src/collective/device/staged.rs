@@ -57,7 +57,7 @@ impl PinnedBuffer {
     /// `None` where there is none, or it cannot be pinned (memory of a file system that is none of memory, say): the average
     /// copies then.
     fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<PinnedBuffer> {
-        let shared = channel.shm.node().peer_memory_arc()?;
+        let shared = channel.shm.region().peer_memory_arc()?;
         // Pages, of which pieces that are too small for one would share some.
         let len = len.max(4096);
         let memory = shared.alloc_zeroed(len).ok()?;
@@ -125,18 +125,18 @@ impl StagingPipeline {
     pub fn run(
         &mut self,
         channel: &mut Channel,
-        job: &Call,
+        call: &Call,
         chunks: impl Iterator<Item = usize>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         let context = Arc::clone(&self.context);
         let _entered = context.push()?;
-        let done = self.run_all(channel, job, chunks.collect(), patience);
+        let done = self.run_all(channel, call, chunks.collect(), wait_ctx);
         // After a failure too: copies may be on their way to tensors that the caller then frees.
         let ends: Vec<Event> =
-            self.up.iter().chain(&self.down).map(|stream| end(job, stream)).collect::<Result<_>>()?;
-        if done.is_ok() && producer(job)?.waits() {
-            return ends.iter().try_for_each(|end| wait_event(end, patience));
+            self.up.iter().chain(&self.down).map(|stream| end(call, stream)).collect::<Result<_>>()?;
+        if done.is_ok() && producer(call)?.waits() {
+            return ends.iter().try_for_each(|end| wait_event(end, wait_ctx));
         }
         done
     }
@@ -151,15 +151,15 @@ impl StagingPipeline {
     fn run_all(
         &mut self,
         channel: &mut Channel,
-        job: &Call,
+        call: &Call,
         chunks: Vec<usize>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         // What goes up overwrites what the tensors' makers may still read.
-        self.down.iter().chain(&self.up).try_for_each(|stream| wait_inputs(job, stream))?;
+        self.down.iter().chain(&self.up).try_for_each(|stream| wait_inputs(call, stream))?;
         let rank = channel.topology.rank();
-        let (brings, takes) = match job.op {
-            Op::Broadcast { root } => (root == rank, root != rank || !job.is_in_place()),
+        let (brings, takes) = match call.op {
+            Op::Broadcast { root } => (root == rank, root != rank || !call.is_in_place()),
             Op::Allreduce | Op::Barrier => (true, true),
         };
         let mut arrived: [Option<Event>; NUM_BUFFERS] = Default::default();
@@ -168,28 +168,28 @@ impl StagingPipeline {
             while fetched < chunks.len() && fetched < turn + PREFETCH_CHUNKS {
                 let place = fetched % NUM_BUFFERS;
                 if let Some(event) = self.busy_until[place].take() {
-                    wait_event(&event, patience)?;
+                    wait_event(&event, wait_ctx)?;
                 }
                 if brings {
                     arrived[place] =
-                        Some(self.send(job, chunks[fetched], fetched, Direction::DeviceToHost, patience)?);
+                        Some(self.send(call, chunks[fetched], fetched, Direction::DeviceToHost, wait_ctx)?);
                 }
                 fetched += 1;
             }
             let place = turn % NUM_BUFFERS;
             if let Some(event) = arrived[place].take() {
-                wait_event(&event, patience)?;
+                wait_event(&event, wait_ctx)?;
             }
-            let part = job.chunk_call(chunk, self.place(turn));
-            if !channel.run_first_chunk(&part, patience)? {
-                return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", job.full_name())));
+            let part = call.chunk_call(chunk, self.place(turn));
+            if !channel.run_first_chunk(&part, wait_ctx)? {
+                return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", call.full_name())));
             }
             if part.layout.chunks() > 1 {
                 // A chunk may be longer than a slot.
-                channel.run_chunks(&part, 1..part.layout.chunks(), channel.is_zero_copy(), patience)?;
+                channel.run_chunks(&part, 1..part.layout.chunks(), channel.is_zero_copy(), wait_ctx)?;
             }
             if takes {
-                self.busy_until[place] = Some(self.send(job, chunk, turn, Direction::HostToDevice, patience)?);
+                self.busy_until[place] = Some(self.send(call, chunk, turn, Direction::HostToDevice, wait_ctx)?);
             }
         }
         Ok(())
@@ -211,14 +211,14 @@ impl StagingPipeline {
     /// Starts a chunk's way in this direction.
     fn send(
         &mut self,
-        job: &Call,
+        call: &Call,
         chunk: usize,
         turn: usize,
         way: Direction,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<Event> {
-        let (place, len) = (self.place(turn), job.layout.chunk_len(chunk));
-        let pieces = || job.layout.ranges(chunk, 0..len);
+        let (place, len) = (self.place(turn), call.layout.chunk_len(chunk));
+        let pieces = || call.layout.ranges(chunk, 0..len);
         let packs = pieces().nth(MIN_TO_PACK).is_some() && self.can_pack()?;
         let streams = if way == Direction::DeviceToHost { &self.down } else { &self.up };
         let stream = &streams[turn % streams.len()];
@@ -236,9 +236,9 @@ impl StagingPipeline {
         match &mut self.packer {
             Some(Packer { memory, batch, table }) if packs => {
                 let packed = memory.address() + (turn % NUM_BUFFERS * self.settings.chunk) as Address;
-                batch.copies(pieces(), job.tensors(0), len, packed, way == Direction::HostToDevice);
+                batch.copies(pieces(), call.tensors(0), len, packed, way == Direction::HostToDevice);
                 // SAFETY: as above; the packed chunk is this turn's, as its place is.
-                let pack = |table: &mut UploadRing| unsafe { table.copy(batch, stream, patience) };
+                let pack = |table: &mut UploadRing| unsafe { table.copy(batch, stream, wait_ctx) };
                 match way {
                     Direction::DeviceToHost => pack(table).and_then(|()| copy(0, packed, len))?,
                     Direction::HostToDevice => copy(0, packed, len).and_then(|()| pack(table))?,
@@ -246,7 +246,7 @@ impl StagingPipeline {
             }
             _ => {
                 for piece in pieces() {
-                    let buffer = &job.tensors(0)[piece.tensor].buffer;
+                    let buffer = &call.tensors(0)[piece.tensor].buffer;
                     let size = buffer.dtype().size();
                     let (read, written) = buffer.byte_ranges();
                     let start = if way == Direction::DeviceToHost { read.start } else { written.start };

@@ -9,18 +9,18 @@ use crate::wire_layout::{ALIGN, HEADER};
 /// The algorithms that give the same bits.
 const SAME_BITS: [Algorithm; 3] = [Algorithm::Pairwise, Algorithm::Halving, Algorithm::Doubling];
 
-/// Seconds that a lane takes to add up a byte that has come.
+/// Seconds that a shard takes to add up a byte that has come.
 const ADD: f64 = 1e-10;
 
-/// What the lanes of a host bring, together.
+/// What the shards of a host bring, together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CostInput {
     /// Bytes of the result.
     pub finished: usize,
     /// Bytes of a host's part, which may be wider.
     pub carried: usize,
-    /// The lanes, which share the link of their host and add side by side.
-    pub lanes: usize,
+    /// The shards, which share the link of their host and add side by side.
+    pub shards: usize,
 }
 
 /// The fastest algorithm for such a load of each of `hosts` hosts; `first` where the hosts have to find out on the way
@@ -47,29 +47,29 @@ pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize
         Algorithm::Ring => (meeting + 2.0 * (n - 1.0), (n - 1.0) / n * carried),
     };
     let further = if algorithm == Algorithm::Pairwise { 2.0 * (n - 2.0) } else { 0.0 };
-    let given = folds * (carried + finished + 2.0 * (HEADER * load.lanes) as f64);
+    let given = folds * (carried + finished + 2.0 * (HEADER * load.shards) as f64);
     let sent = match algorithm {
-        Algorithm::Doubling => rounds * (carried + (HEADER * load.lanes) as f64) + given,
+        Algorithm::Doubling => rounds * (carried + (HEADER * load.shards) as f64) + given,
         Algorithm::Halving => in_halves(hosts.ilog2(), load) + given,
-        Algorithm::Pairwise | Algorithm::Ring => (n - 1.0) * both_ways(load, load.finished / load.lanes / hosts),
+        Algorithm::Pairwise | Algorithm::Ring => (n - 1.0) * both_ways(load, load.finished / load.shards / hosts),
     };
     network.latency_s * latencies
         + (network.message_gap_s * further).max(network.byte_s * sent)
-        + ADD * added / load.lanes as f64
+        + ADD * added / load.shards as f64
 }
 
-/// The bytes on a host's link when each lane sends and gets back so many bytes of results, and their headers.
+/// The bytes on a host's link when each shard sends and gets back so many bytes of results, and their headers.
 fn both_ways(load: CostInput, piece: usize) -> f64 {
     // A piece is whole lines.
     let piece = piece.next_multiple_of(ALIGN) as f64;
     let width = load.carried as f64 / load.finished.max(1) as f64;
-    (piece * (width + 1.0) + 2.0 * HEADER as f64) * load.lanes as f64
+    (piece * (width + 1.0) + 2.0 * HEADER as f64) * load.shards as f64
 }
 
 /// The same for halves of halves, there and back.
 fn in_halves(rounds: u32, load: CostInput) -> f64 {
-    let lane = load.finished / load.lanes;
-    (1..=rounds).map(|round| both_ways(load, lane >> round)).sum()
+    let shard = load.finished / load.shards;
+    (1..=rounds).map(|round| both_ways(load, shard >> round)).sum()
 }
 
 #[cfg(test)]
@@ -80,7 +80,7 @@ mod tests {
     const TCP: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
     fn float32(bytes: usize) -> CostInput {
-        CostInput { finished: bytes, carried: bytes, lanes: 1 }
+        CostInput { finished: bytes, carried: bytes, shards: 1 }
     }
 
     #[test]
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn what_is_wide_on_its_way_takes_halves_sooner() {
-        let bfloat16 = |bytes: usize| CostInput { finished: bytes, carried: 2 * bytes, lanes: 1 };
+        let bfloat16 = |bytes: usize| CostInput { finished: bytes, carried: 2 * bytes, shards: 1 };
         assert_eq!(fastest(&TCP, 2, float32(64 << 10), true), Doubling);
         assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10), true), Halving);
     }
@@ -118,8 +118,8 @@ mod tests {
 
     #[test]
     fn lanes_add_side_by_side_and_share_the_link() {
-        let load = |lanes| CostInput { finished: 1 << 20, carried: 1 << 20, lanes };
-        let of = |lanes| seconds(&TCP, Halving, 2, load(lanes), false);
+        let load = |shards| CostInput { finished: 1 << 20, carried: 1 << 20, shards };
+        let of = |shards| seconds(&TCP, Halving, 2, load(shards), false);
         let (added, header) = (ADD * f64::from(1 << 19), 64.0 * TCP.byte_s);
         assert!((of(1) - of(4) - (0.75 * added - 6.0 * header)).abs() < 1e-12);
     }

@@ -89,7 +89,7 @@ impl SliceExchange<'_> {
             self.finish()?;
             let (_, first) = self.tree.partner(round);
             let last = round + 1 == rounds;
-            self.add_received(ROUND + stage(round), first, last, &mut load)?;
+            self.add_received(ROUND + staging(round), first, last, &mut load)?;
             if !last {
                 ranges.push(load.range.clone());
                 self.start_round(round + 1, &mut load)?;
@@ -134,22 +134,22 @@ impl SliceExchange<'_> {
                 link.buffers(*turn).send[HEADER..HEADER + len].copy_from_slice(&own.as_slice()[from..from + len]);
             }
         }
-        let message = self.write_header(ROUND + stage(round), load, sent);
+        let message = self.write_header(ROUND + staging(round), load, sent);
         let room = self.recv_buffer();
         self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])
     }
 
     /// Writes the header of a message whose content, `sent` of the slice, is in its place already, or not there.
-    fn write_header(&mut self, stage: u32, load: &HandshakeState, sent: Range<usize>) -> Range<usize> {
+    fn write_header(&mut self, staging: u32, load: &HandshakeState, sent: Range<usize>) -> Range<usize> {
         let holds = load.has_payload() && load.has_data;
-        self.header(stage, load.agreed, holds).write(self.link.buffers(self.turn).send);
+        self.header(staging, load.agreed, holds).write(self.link.buffers(self.turn).send);
         0..HEADER + if holds { self.carried(sent) } else { 0 }
     }
 
     /// Adds what has come to this host's part, `first` telling whether that comes before the other; the `last` time the sum
     /// is finished.
-    fn add_received(&mut self, stage: u32, first: bool, last: bool, load: &mut HandshakeState) -> Result<()> {
-        let Some(theirs) = self.read(0, stage)? else {
+    fn add_received(&mut self, staging: u32, first: bool, last: bool, load: &mut HandshakeState) -> Result<()> {
+        let Some(theirs) = self.read(0, staging)? else {
             load.agreed = false;
             return Ok(());
         };
@@ -162,18 +162,18 @@ impl SliceExchange<'_> {
         };
         let mine: Partial = load.has_data.then_some(place.cast_const());
         let (low, high) = if first { (mine, theirs) } else { (theirs, mine) };
-        let (collective, job, lane) = (self.slice.collective, self.slice.job, &self.slice.shard);
-        // SAFETY: both parts were contributed to that range, which is this lane's; memory of different owners does not
+        let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
+        // SAFETY: both parts were contributed to that range, which is this shard's; memory of different owners does not
         // overlap.
         unsafe {
             if last {
-                collective.finish_shard(job, lane, load.range.clone(), low, high);
+                collective.finish_shard(call, shard, load.range.clone(), low, high);
             } else {
-                collective.add_partials(job, lane, load.range.clone(), low, high, place);
+                collective.add_partials(call, shard, load.range.clone(), low, high, place);
                 load.has_data |= theirs.is_some();
             }
         }
-        self.lap.end(Activity::Reduce);
+        self.timer.end(Activity::Reduce);
         Ok(())
     }
 
@@ -182,11 +182,11 @@ impl SliceExchange<'_> {
         for round in (0..self.tree.rounds()).rev() {
             let (host, first) = self.tree.partner(round);
             let (mine, theirs) = halves(&ranges[round], first);
-            let message = self.pack_result(0, mine, UNFOLD + stage(round));
+            let message = self.pack_result(0, mine, UNFOLD + staging(round));
             let room = 0..HEADER + theirs.len();
             self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])?;
             self.finish()?;
-            self.unpack_result(0, theirs, UNFOLD + stage(round))?;
+            self.unpack_result(0, theirs, UNFOLD + staging(round))?;
         }
         Ok(())
     }
@@ -198,7 +198,7 @@ fn halves(range: &Range<usize>, first: bool) -> (Range<usize>, Range<usize>) {
     if first { (low, high) } else { (high, low) }
 }
 
-fn stage(round: usize) -> u32 {
+fn staging(round: usize) -> u32 {
     // There are no more rounds than bits in a number of hosts.
     u32::try_from(round).unwrap_or(u32::MAX)
 }

@@ -3,7 +3,7 @@
 use crate::collective::Call;
 use crate::error::{Error, Result};
 
-/// The header of a message; [`crate::plan::HEADER`] bytes are kept for it.
+/// The header of a message; [`crate::layout::HEADER`] bytes are kept for it.
 pub(super) struct Header {
     /// Of the sender's call.
     pub signature: u64,
@@ -27,18 +27,18 @@ impl Header {
     }
 
     /// The header of a message that must be of that step and stage.
-    pub fn read(message: &[u8], step: u32, stage: u32, job: &Call) -> Result<Header> {
-        if message[8..12] != step.to_le_bytes() || message[12..16] != stage.to_le_bytes() {
-            return Err(Error::Internal(format!("a message of another step arrived in {}", job.full_name())));
+    pub fn read(message: &[u8], step: u32, staging: u32, call: &Call) -> Result<Header> {
+        if message[8..12] != step.to_le_bytes() || message[12..16] != staging.to_le_bytes() {
+            return Err(Error::Internal(format!("a message of another step arrived in {}", call.full_name())));
         }
         let mut signature = [0; 8];
         signature.copy_from_slice(&message[0..8]);
         let signature = u64::from_le_bytes(signature);
-        Ok(Header { signature, step, message_kind: stage, agreed: message[16] == 1, has_data: message[17] == 1 })
+        Ok(Header { signature, step, message_kind: staging, agreed: message[16] == 1, has_data: message[17] == 1 })
     }
 }
 
 /// Hosts that had agreed do so no more.
-pub(super) fn out_of_sync(job: &Call) -> Error {
-    Error::Internal(format!("the hosts lost step in {}", job.full_name()))
+pub(super) fn out_of_sync(call: &Call) -> Error {
+    Error::Internal(format!("the hosts lost step in {}", call.full_name()))
 }

@@ -1,4 +1,4 @@
-//! A lane's slice of a chunk between hosts, by one of several algorithms.
+//! A shard's slice of a chunk between hosts, by one of several algorithms.
 //!
 //! The *first* chunk of a call decides whether all hosts called the same thing. Before that is known, hosts may hold calls of
 //! any kind and size, so the pattern of messages must not depend on the call: the hosts [meet](meeting) by recursive
@@ -32,7 +32,7 @@ use handshake::{HandshakeState, Payload};
 use header::Header;
 use tree::ReductionTree;
 
-/// One lane's way to the other hosts.
+/// One shard's way to the other hosts.
 pub(crate) struct InterHost {
     pub link: Box<dyn HostLink>,
     tree: ReductionTree,
@@ -55,8 +55,8 @@ pub(super) struct Slice<'a> {
     /// How.
     pub collective: &'a dyn InterHostOps,
     /// The call.
-    pub job: &'a Call,
-    /// The lane, on this host.
+    pub call: &'a Call,
+    /// The shard, on this host.
     pub shard: ShardView<'a>,
     /// Its bytes of the chunk.
     pub bytes: Range<usize>,
@@ -65,7 +65,7 @@ pub(super) struct Slice<'a> {
 }
 
 impl InterHost {
-    /// For the links of a host's lane.
+    /// For the links of a host's shard.
     pub fn new(
         mut link: Box<dyn HostLink>,
         topology: &Topology,
@@ -90,10 +90,10 @@ impl InterHost {
         slice: &Slice<'_>,
         matched: bool,
         agreed: bool,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<InFlightSlice> {
         let (choice, network) = (self.setting, self.network);
-        let mut work = self.work(slice, patience);
+        let mut work = self.work(slice, wait_ctx);
         let algorithm = match choice {
             AlgorithmSetting::Always(algorithm) => algorithm,
             AlgorithmSetting::Auto => cost::fastest(&network, work.hosts(), work.load(), !matched),
@@ -110,16 +110,16 @@ impl InterHost {
         Ok(InFlightSlice { algorithm, load })
     }
 
-    /// Completes a slice in this lane's slot; false, with nothing written and the same on all hosts, where ranks of a host
+    /// Completes a slice in this shard's slot; false, with nothing written and the same on all hosts, where ranks of a host
     /// or hosts differ.
     pub(super) fn finish(
         &mut self,
         slice: &Slice<'_>,
-        flight: InFlightSlice,
-        patience: &WaitContext<'_>,
+        in_flight: InFlightSlice,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<bool> {
-        let mut work = self.work(slice, patience);
-        let InFlightSlice { algorithm, load } = flight;
+        let mut work = self.work(slice, wait_ctx);
+        let InFlightSlice { algorithm, load } = in_flight;
         let in_pieces = matches!(algorithm, Algorithm::Pairwise | Algorithm::Ring);
         if let Some(load) = load {
             let agreed = work.finish_handshake(load)?;
@@ -145,8 +145,8 @@ impl InterHost {
             link: self.link.as_mut(),
             ipc: &mut self.ipc[exchange],
             tree: &self.tree,
-            patience: wait_ctx,
-            lap: timer,
+            wait_ctx,
+            timer,
         }
     }
 }
@@ -158,8 +158,8 @@ struct SliceExchange<'a> {
     link: &'a mut dyn HostLink,
     ipc: &'a mut Aligned,
     tree: &'a ReductionTree,
-    patience: &'a WaitContext<'a>,
-    lap: PhaseTimer<'a>,
+    wait_ctx: &'a WaitContext<'a>,
+    timer: PhaseTimer<'a>,
 }
 
 impl SliceExchange<'_> {
@@ -189,76 +189,76 @@ impl SliceExchange<'_> {
         slice(self.slice.bytes.clone(), host, self.hosts())
     }
 
-    fn header(&self, stage: u32, agreed: bool, holds: bool) -> Header {
+    fn header(&self, staging: u32, agreed: bool, holds: bool) -> Header {
         Header {
-            signature: self.slice.job.signature,
+            signature: self.slice.call.signature,
             step: self.slice.step,
-            message_kind: stage,
+            message_kind: staging,
             agreed,
             has_data: holds,
         }
     }
 
     /// What the message at `at` in the inbox says, and where its content is; `None` when its sender does not agree.
-    fn read(&mut self, at: usize, stage: u32) -> Result<Option<Partial>> {
+    fn read(&mut self, at: usize, staging: u32) -> Result<Option<Partial>> {
         let message = &self.link.buffers(self.turn).recv[at..];
-        let header = Header::read(message, self.slice.step, stage, self.slice.job)?;
-        let agrees = header.agreed && header.signature == self.slice.job.signature;
+        let header = Header::read(message, self.slice.step, staging, self.slice.call)?;
+        let agrees = header.agreed && header.signature == self.slice.call.signature;
         Ok(agrees.then(|| header.has_data.then(|| message[HEADER..].as_ptr())))
     }
 
     /// The same where all hosts are known to agree.
-    fn read_matched(&mut self, at: usize, stage: u32) -> Result<Partial> {
-        let read = self.read(at, stage)?;
-        read.ok_or_else(|| header::out_of_sync(self.slice.job))
+    fn read_matched(&mut self, at: usize, staging: u32) -> Result<Partial> {
+        let read = self.read(at, staging)?;
+        read.ok_or_else(|| header::out_of_sync(self.slice.call))
     }
 
-    /// What the lanes of this host bring, as if all were like this one.
+    /// What the shards of this host bring, as if all were like this one.
     fn load(&self) -> cost::CostInput {
-        let lanes = self.slice.shard.topology.num_shards();
+        let shards = self.slice.shard.topology.num_shards();
         let bytes = self.slice.bytes.clone();
-        cost::CostInput { finished: bytes.len() * lanes, carried: self.carried(bytes) * lanes, lanes }
+        cost::CostInput { finished: bytes.len() * shards, carried: self.carried(bytes) * shards, shards }
     }
 
     /// The bytes that the hosts' parts of `piece` take.
     fn carried(&self, piece: Range<usize>) -> usize {
-        self.slice.collective.partial_bytes(self.slice.job, self.slice.shard.chunk, piece)
+        self.slice.collective.partial_bytes(self.slice.call, self.slice.shard.chunk, piece)
     }
 
     /// Writes this host's part of `piece` to what is sent, from byte `at`; false when it has none.
     fn contribute_to_out(&mut self, at: usize, piece: Range<usize>) -> bool {
-        let Slice { collective, job, shard: lane, .. } = self.slice;
-        // SAFETY: all ranks of the host have packed, so the slice is this lane's.
-        unsafe { collective.contribute(job, lane, piece, &mut self.link.buffers(self.turn).send[at..]) }
+        let Slice { collective, call, shard, .. } = self.slice;
+        // SAFETY: all ranks of the host have packed, so the slice is this shard's.
+        unsafe { collective.contribute(call, shard, piece, &mut self.link.buffers(self.turn).send[at..]) }
     }
 
     /// The same to the start of the own memory.
     fn contribute_to_own(&mut self, piece: Range<usize>) -> bool {
-        let Slice { collective, job, shard: lane, .. } = self.slice;
+        let Slice { collective, call, shard, .. } = self.slice;
         // SAFETY: as above.
-        unsafe { collective.contribute(job, lane, piece, self.ipc.as_mut_slice()) }
+        unsafe { collective.contribute(call, shard, piece, self.ipc.as_mut_slice()) }
     }
 
     /// Writes a message with this host's part of `piece` to what is sent, from byte `at`.
-    fn pack_partial(&mut self, at: usize, piece: Range<usize>, stage: u32) -> Range<usize> {
+    fn pack_partial(&mut self, at: usize, piece: Range<usize>, staging: u32) -> Range<usize> {
         let holds = self.contribute_to_out(at + HEADER, piece.clone());
-        self.header(stage, true, holds).write(&mut self.link.buffers(self.turn).send[at..]);
+        self.header(staging, true, holds).write(&mut self.link.buffers(self.turn).send[at..]);
         at..at + HEADER + if holds { self.carried(piece) } else { 0 }
     }
 
     /// Writes a message with the finished `piece` to what is sent, from byte `at`.
-    fn pack_result(&mut self, at: usize, piece: Range<usize>, stage: u32) -> Range<usize> {
-        self.header(stage, true, true).write(&mut self.link.buffers(self.turn).send[at..]);
+    fn pack_result(&mut self, at: usize, piece: Range<usize>, staging: u32) -> Range<usize> {
+        self.header(staging, true, true).write(&mut self.link.buffers(self.turn).send[at..]);
         let end = at + HEADER + piece.len();
         let body = &mut self.link.buffers(self.turn).send[at + HEADER..end];
-        // SAFETY: the slice of the own slot is this lane's, and completed there.
+        // SAFETY: the slice of the own slot is this shard's, and completed there.
         unsafe { ptr::copy_nonoverlapping(self.slice.shard.own().add(piece.start), body.as_mut_ptr(), piece.len()) };
         at..end
     }
 
     /// Takes a finished `piece` from the message at `at` of what has come.
-    fn unpack_result(&mut self, at: usize, piece: Range<usize>, stage: u32) -> Result<()> {
-        self.read_matched(at, stage)?;
+    fn unpack_result(&mut self, at: usize, piece: Range<usize>, staging: u32) -> Result<()> {
+        self.read_matched(at, staging)?;
         let body = &self.link.buffers(self.turn).recv[at + HEADER..at + HEADER + piece.len()];
         // SAFETY: as in `finished`.
         unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.slice.shard.own().add(piece.start), piece.len()) };
@@ -271,15 +271,15 @@ impl SliceExchange<'_> {
     }
 
     fn start(&mut self, sends: &[Message], receives: &[Message]) -> Result<()> {
-        self.lap.end(Activity::Reduce);
-        self.patience.log().messages(sends.len(), sends.iter().map(|message| message.bytes.len()).sum());
+        self.timer.end(Activity::Reduce);
+        self.wait_ctx.log().messages(sends.len(), sends.iter().map(|message| message.bytes.len()).sum());
         self.link.start(self.turn, sends, receives)
     }
 
     fn finish(&mut self) -> Result<()> {
-        self.lap.reset();
-        self.link.finish(self.turn, self.patience)?;
-        self.lap.end(Activity::Network);
+        self.timer.reset();
+        self.link.finish(self.turn, self.wait_ctx)?;
+        self.timer.end(Activity::Network);
         Ok(())
     }
 }

@@ -33,7 +33,7 @@ impl SliceExchange<'_> {
         let mine = self.piece(me);
         // While the messages travel.
         let own: Partial = self.contribute_to_own(mine.clone()).then(|| self.ipc.as_ptr().cast_const());
-        self.lap.end(Activity::Reduce);
+        self.timer.end(Activity::Reduce);
         self.finish()?;
         let mut parts = vec![None; self.hosts()];
         parts[me] = own;
@@ -41,15 +41,15 @@ impl SliceExchange<'_> {
             parts[room.host] = self.read_matched(room.bytes.start, REDUCE_SCATTER)?;
         }
         let additions = self.tree.add_order();
-        let (collective, job, lane) = (self.slice.collective, self.slice.job, &self.slice.shard);
+        let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
         for (number, &(low, high)) in additions.iter().enumerate() {
             let (first, second) = (parts[low], parts[high]);
             // SAFETY: the parts were contributed to this piece; those that came, and the own memory, are nobody else's.
             unsafe {
                 if number + 1 == additions.len() {
-                    collective.finish_shard(job, lane, mine.clone(), first, second);
+                    collective.finish_shard(call, shard, mine.clone(), first, second);
                 } else if let Some(place) = first.or(second) {
-                    collective.add_partials(job, lane, mine.clone(), first, second, place.cast_mut());
+                    collective.add_partials(call, shard, mine.clone(), first, second, place.cast_mut());
                     parts[low] = Some(place);
                 }
             }

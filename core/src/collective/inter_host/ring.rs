@@ -26,7 +26,7 @@ impl SliceExchange<'_> {
     }
 
     pub fn start_ring(&mut self) -> Result<()> {
-        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), stage(0));
+        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), staging(0));
         self.send_next(message, self.ring_piece(1))
     }
 
@@ -43,19 +43,19 @@ impl SliceExchange<'_> {
             let piece = self.piece(self.ring_piece(round));
             // While the message travels.
             let own: Partial = self.contribute_to_own(piece.clone()).then(|| self.ipc.as_ptr().cast_const());
-            self.lap.end(Activity::Reduce);
+            self.timer.end(Activity::Reduce);
             self.finish()?;
-            let theirs = self.read_matched(0, stage(round - 1))?;
-            let (collective, job, lane) = (self.slice.collective, self.slice.job, &self.slice.shard);
+            let theirs = self.read_matched(0, staging(round - 1))?;
+            let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
             let out = self.link.buffers(self.turn).send[HEADER..].as_mut_ptr();
             // SAFETY: both were contributed to this piece; what came, what is kept and what is sent do not overlap.
             unsafe {
                 if round == last {
-                    collective.finish_shard(job, lane, piece, theirs, own);
+                    collective.finish_shard(call, shard, piece, theirs, own);
                 } else {
-                    collective.add_partials(job, lane, piece.clone(), theirs, own, out);
+                    collective.add_partials(call, shard, piece.clone(), theirs, own, out);
                     let holds = theirs.is_some() || own.is_some();
-                    self.header(stage(round), true, holds).write(self.link.buffers(self.turn).send);
+                    self.header(staging(round), true, holds).write(self.link.buffers(self.turn).send);
                     let len = if holds { self.carried(piece) } else { 0 };
                     self.send_next(0..HEADER + len, self.ring_piece(round + 1))?;
                 }
@@ -64,16 +64,16 @@ impl SliceExchange<'_> {
         for round in 0..last {
             // The piece that was finished here goes first.
             let (sent, received) = (self.ring_piece(last + round), self.ring_piece(last + round + 1));
-            let message = self.pack_result(0, self.piece(sent), ALLGATHER + stage(round));
+            let message = self.pack_result(0, self.piece(sent), ALLGATHER + staging(round));
             self.send_next(message, received)?;
             self.finish()?;
-            self.unpack_result(0, self.piece(received), ALLGATHER + stage(round))?;
+            self.unpack_result(0, self.piece(received), ALLGATHER + staging(round))?;
         }
         Ok(())
     }
 }
 
-fn stage(round: usize) -> u32 {
+fn staging(round: usize) -> u32 {
     // No job has that many hosts.
     u32::try_from(round + 1).unwrap_or(u32::MAX)
 }

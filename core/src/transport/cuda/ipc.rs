@@ -59,21 +59,21 @@ impl IpcExports {
     /// numbers of those that were freed, in whatever team they were used.
     pub fn take_updates(
         &mut self,
-        shown: &mut ReportedExports,
+        posted: &mut ReportedExports,
         used: &BTreeMap<u64, ExportedAllocation>,
         most: usize,
     ) -> ExportUpdates {
         let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
-        shown.reported.retain(|id| alive.contains(id));
+        posted.reported.retain(|id| alive.contains(id));
         let removed: Vec<u64> = self.reported.difference(&alive).copied().take(most).collect();
         removed.iter().for_each(|id| {
             self.reported.remove(id);
         });
         let mut added: Vec<ExportedAllocation> =
-            used.values().filter(|export| !shown.reported.contains(&export.id)).copied().collect();
+            used.values().filter(|export| !posted.reported.contains(&export.id)).copied().collect();
         let whole = added.len() <= most;
         added.truncate(most);
-        shown.reported.extend(added.iter().map(|export| export.id));
+        posted.reported.extend(added.iter().map(|export| export.id));
         self.reported.extend(added.iter().map(|export| export.id));
         ExportUpdates { fresh: added, gone: removed, whole }
     }

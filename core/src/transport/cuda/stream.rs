@@ -201,7 +201,7 @@ impl Drop for Event {
 
 fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Event> {
     let event = Event::new(context)?;
-    // SAFETY: both are alive, and of one context, as the caller of the face promises of its stream.
+    // SAFETY: both are alive, and of one context, as the caller of the binding promises of its stream.
     check("recording an event on a stream", unsafe { sys::cuEventRecord(event.raw, stream) })?;
     Ok(event)
 }

@@ -64,13 +64,13 @@ impl Comm {
     }
 
     /// A duplicate whose errors return. Collective.
-    pub fn duplicate(&self, patience: &WaitContext<'_>) -> Result<Comm> {
+    pub fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Comm> {
         // SAFETY: a constant of the library.
         let mut raw = Box::new(unsafe { ffi::RSMPI_COMM_NULL });
         let mut request = null_request();
         // SAFETY: `raw` and `request` live until the request is complete; `raw` is leaked when it never is.
         self.call(|| unsafe { ffi::MPI_Comm_idup(self.raw, &mut *raw, &mut request) })?;
-        if let Err(error) = self.wait(&mut [request], patience, "the other ranks") {
+        if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
             Box::leak(raw);
             return Err(error);
         }
@@ -81,7 +81,7 @@ impl Comm {
     }
 
     /// Every rank's `record`, by rank; all have one length. Collective.
-    pub fn allgather(&self, record: &[u8], patience: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
+    pub fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
         let count = int(record.len())?;
         let mine = record.to_vec();
         let mut all = vec![0u8; record.len() * self.size()?];
@@ -92,7 +92,7 @@ impl Comm {
             let (from, to) = (mine.as_ptr().cast(), all.as_mut_ptr().cast());
             ffi::MPI_Iallgather(from, count, byte, to, count, byte, self.raw, &mut request)
         })?;
-        if let Err(error) = self.wait(&mut [request], patience, "the other ranks") {
+        if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
             mine.leak();
             all.leak();
             return Err(error);
@@ -101,11 +101,11 @@ impl Comm {
     }
 
     /// Returns when every rank has called it. Collective.
-    pub fn barrier(&self, patience: &WaitContext<'_>) -> Result<()> {
+    pub fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let mut request = null_request();
         // SAFETY: the request lives until it is complete, or for ever.
         self.call(|| unsafe { ffi::MPI_Ibarrier(self.raw, &mut request) })?;
-        self.wait(&mut [request], patience, "the other ranks")
+        self.wait(&mut [request], wait_ctx, "the other ranks")
     }
 
     /// Starts to send `bytes` to rank `to`.
@@ -139,9 +139,9 @@ impl Comm {
     /// Waits until all requests are complete; `late` names who is being waited for.
     ///
     /// # Errors
-    /// When the patience ends (the requests are then still under way) or MPI fails.
-    pub fn wait(&self, requests: &mut [Request], patience: &WaitContext<'_>, late: &str) -> Result<()> {
-        self.wait_each(requests, patience, |_| {}, |_| late.to_owned())
+    /// When the wait context ends (the requests are then still under way) or MPI fails.
+    pub fn wait(&self, requests: &mut [Request], wait_ctx: &WaitContext<'_>, late: &str) -> Result<()> {
+        self.wait_each(requests, wait_ctx, |_| {}, |_| late.to_owned())
     }
 
     /// Waits until all requests are complete; `done` is told of each that is, by its position, and `late` names who is being
@@ -152,7 +152,7 @@ impl Comm {
     pub fn wait_each(
         &self,
         requests: &mut [Request],
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
         mut done: impl FnMut(usize),
         late: impl Fn(&[bool]) -> String,
     ) -> Result<()> {
@@ -184,7 +184,7 @@ impl Comm {
                 _ => thread::sleep(Duration::from_micros(200)),
             }
             if turns > 500 && asked.elapsed() > Duration::from_millis(20) {
-                patience.check(Duration::ZERO, &|| late(&open))?;
+                wait_ctx.check(Duration::ZERO, &|| late(&open))?;
                 asked = Instant::now();
             }
         }

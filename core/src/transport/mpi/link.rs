@@ -1,4 +1,4 @@
-//! The link of one lane and channel over MPI messages.
+//! The link of one shard and channel over MPI messages.
 
 use std::mem;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::timings::WaitTarget;
 use crate::transport::memory::Aligned;
 use crate::transport::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message, WaitContext};
 
-/// Exchanges messages with the drivers of the same lane on the other hosts.
+/// Exchanges messages with the drivers of the same shard on the other hosts.
 pub struct MpiLink {
     comm: Arc<Comm>,
     /// The first of as many tags as there are turns.
@@ -60,23 +60,23 @@ impl MpiLink {
         Ok(())
     }
 
-    fn wait(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()> {
+    fn wait(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let MpiLink { comm, hosts, turns, .. } = self;
         let Exchange { requests, with, .. } = &mut turns[turn];
         let mut since = Instant::now();
         let came = |position: usize| {
             let now = Instant::now();
-            patience.log().add_wait(WaitTarget::Host(with[position]), since, now);
+            wait_ctx.log().add_wait(WaitTarget::Host(with[position]), since, now);
             since = now;
         };
         let late = |open: &[bool]| {
             let mut late: Vec<usize> = (0..open.len()).filter(|&place| open[place]).map(|place| with[place]).collect();
             late.sort_unstable();
             late.dedup();
-            patience.log().set_waiting(late.iter().map(|&host| WaitTarget::Host(host)).collect());
+            wait_ctx.log().set_waiting(late.iter().map(|&host| WaitTarget::Host(host)).collect());
             late.iter().map(|&host| hosts[host].as_str()).collect::<Vec<_>>().join(", ")
         };
-        comm.wait_each(requests, patience, came, late)?;
+        comm.wait_each(requests, wait_ctx, came, late)?;
         requests.clear();
         with.clear();
         Ok(())
@@ -95,8 +95,8 @@ impl HostLink for MpiLink {
         result
     }
 
-    fn finish(&mut self, turn: usize, patience: &WaitContext<'_>) -> Result<()> {
-        let result = self.wait(turn, patience);
+    fn finish(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let result = self.wait(turn, wait_ctx);
         self.broken |= result.is_err();
         result
     }

@@ -18,11 +18,11 @@ const LONG: usize = 256 << 10;
 /// What the first ranks of two hosts measure between them; `other` is the rank of the other one. Called by both at once.
 ///
 /// # Errors
-/// When the patience ends or MPI fails.
-pub(super) fn measure(comm: &Comm, other: usize, patience: &WaitContext<'_>) -> Result<NetworkModel> {
-    let latency = median(|| exchange(comm, other, 1, SHORT, patience))?;
-    let burst = median(|| exchange(comm, other, BURST_MESSAGES, SHORT, patience))?;
-    let long = median(|| exchange(comm, other, 1, LONG, patience))?;
+/// When the wait context ends or MPI fails.
+pub(super) fn measure(comm: &Comm, other: usize, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {
+    let latency = median(|| exchange(comm, other, 1, SHORT, wait_ctx))?;
+    let burst = median(|| exchange(comm, other, BURST_MESSAGES, SHORT, wait_ctx))?;
+    let long = median(|| exchange(comm, other, 1, LONG, wait_ctx))?;
     let further = (burst - latency).max(0.0) / (BURST_MESSAGES - 1) as f64;
     Ok(NetworkModel {
         latency_s: latency,
@@ -40,12 +40,12 @@ fn median(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
 }
 
 /// The seconds that it takes to send `count` messages to the other rank and to receive as many at the same time.
-fn exchange(comm: &Comm, other: usize, count: usize, bytes: usize, patience: &WaitContext<'_>) -> Result<f64> {
+fn exchange(comm: &Comm, other: usize, count: usize, bytes: usize, wait_ctx: &WaitContext<'_>) -> Result<f64> {
     let out = vec![1u8; bytes];
     let mut inbox = vec![0u8; count * bytes];
     let from = Instant::now();
     let done = post(comm, other, &out, &mut inbox)
-        .and_then(|mut requests| comm.wait(&mut requests, patience, "the neighbouring host"));
+        .and_then(|mut requests| comm.wait(&mut requests, wait_ctx, "the neighbouring host"));
     if done.is_err() {
         // MPI may still read or write these.
         out.leak();

@@ -47,7 +47,7 @@ impl RankInfo {
 pub(super) fn exchange_rank_info(
     comm: &Comm,
     shm_dir: &str,
-    patience: &WaitContext<'_>,
+    wait_ctx: &WaitContext<'_>,
 ) -> Result<(Vec<RankInfo>, u128)> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -59,7 +59,7 @@ pub(super) fn exchange_rank_info(
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::system("drawing a random number", error))?;
     let key = format!("{:032x}", u128::from_ne_bytes(key));
-    let records = comm.allgather(&record(&[&host, boot.trim(), &device, &pid, &space, &key]), patience)?;
+    let records = comm.allgather(&record(&[&host, boot.trim(), &device, &pid, &space, &key]), wait_ctx)?;
     let place = |bytes: &Vec<u8>| {
         let [host, boot, device, pid, pid_space] = fields(bytes);
         RankInfo { host, boot, device, pid: pid.parse().unwrap_or(0), pid_namespace: pid_space }
@@ -73,12 +73,12 @@ pub(super) fn exchange_rank_info(
 /// What must be added to this host's monotonic clock, in nanoseconds, to have that of the first host, to within half the
 /// time of a message there and back (Cristian, 1989). Called by the first rank of each host, `leaders`, this one being
 /// that of host `me`.
-pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, patience: &WaitContext<'_>) -> Result<i64> {
+pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> {
     if me == 0 {
         for &leader in &leaders[1..] {
             for _ in 0..LOOKS {
-                receive(comm, leader, patience)?;
-                send(comm, leader, monotonic(Instant::now()), patience)?;
+                receive(comm, leader, wait_ctx)?;
+                send(comm, leader, monotonic(Instant::now()), wait_ctx)?;
             }
         }
         return Ok(0);
@@ -86,30 +86,30 @@ pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, patience: 
     let mut best = (i64::MAX, 0);
     for _ in 0..LOOKS {
         let before = monotonic(Instant::now());
-        send(comm, leaders[0], 0, patience)?;
-        let there = receive(comm, leaders[0], patience)?;
+        send(comm, leaders[0], 0, wait_ctx)?;
+        let there = receive(comm, leaders[0], wait_ctx)?;
         let after = monotonic(Instant::now());
         best = best.min((after - before, there - (before + (after - before) / 2)));
     }
     Ok(best.1)
 }
 
-fn send(comm: &Comm, to: usize, value: i64, patience: &WaitContext<'_>) -> Result<()> {
+fn send(comm: &Comm, to: usize, value: i64, wait_ctx: &WaitContext<'_>) -> Result<()> {
     let bytes = Vec::from(value.to_le_bytes());
     // SAFETY: the bytes live until the request is complete, and are leaked when it never is.
     let request = unsafe { comm.send(&bytes, to, CLOCK_TAG) }?;
-    let sent = comm.wait(&mut [request], patience, "the other hosts");
+    let sent = comm.wait(&mut [request], wait_ctx, "the other hosts");
     if sent.is_err() {
         bytes.leak();
     }
     sent
 }
 
-fn receive(comm: &Comm, from: usize, patience: &WaitContext<'_>) -> Result<i64> {
+fn receive(comm: &Comm, from: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> {
     let mut bytes = vec![0u8; 8];
     // SAFETY: as above.
     let request = unsafe { comm.receive(&mut bytes, from, CLOCK_TAG) }?;
-    let received = comm.wait(&mut [request], patience, "the other hosts");
+    let received = comm.wait(&mut [request], wait_ctx, "the other hosts");
     let mut value = [0; 8];
     value.copy_from_slice(&bytes);
     if let Err(error) = received {

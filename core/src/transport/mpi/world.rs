@@ -113,9 +113,9 @@ impl World {
         launcher::check_connection(|name| std::env::var(name).ok())?;
         let threading = lifetime::start(config)?;
         let adopted = !lifetime::is_owned();
-        let found = with_deadline(config, "init_mpi", &|| None, |patience| {
-            let comm = Comm::world().duplicate(patience)?;
-            let places = rank_info::exchange_rank_info(&comm, &config.shm_dir, patience)?;
+        let found = with_deadline(config, "init_mpi", &|| None, |wait_ctx| {
+            let comm = Comm::world().duplicate(wait_ctx)?;
+            let places = rank_info::exchange_rank_info(&comm, &config.shm_dir, wait_ctx)?;
             Ok((comm, places))
         });
         let (comm, (places, key)) = found.inspect_err(|_| lifetime::leak())?;
@@ -173,7 +173,7 @@ impl World {
             leaves: AtomicBool::new(false),
         };
         let ready = settings.and(watch);
-        let counted = world.with_deadline("init_mpi", |patience| world.count_processors(ready.map(drop), patience));
+        let counted = world.with_deadline("init_mpi", |wait_ctx| world.count_processors(ready.map(drop), wait_ctx));
         world.processors = counted.inspect_err(|error| {
             // Else all ranks have it, and may try again.
             if !error.is_recoverable() {
@@ -181,8 +181,8 @@ impl World {
             }
         })?;
         if world.topology.hosts() > 1 {
-            let joined = world.with_deadline("init_mpi", |patience| {
-                Ok((world.start_detector(patience)?, world.measure_network(patience)?))
+            let joined = world.with_deadline("init_mpi", |wait_ctx| {
+                Ok((world.start_detector(wait_ctx)?, world.measure_network(wait_ctx)?))
             });
             match joined {
                 Ok((alert, network)) => (world.detector, world.network) = (alert, network),
@@ -192,7 +192,7 @@ impl World {
                 }
             }
         }
-        let arenas = world.with_deadline("init_mpi", |patience| Ok(world.make_arenas(patience)))?;
+        let arenas = world.with_deadline("init_mpi", |wait_ctx| Ok(world.make_arenas(wait_ctx)))?;
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = arenas {
             world.leave();
             return Err(error);
@@ -202,10 +202,10 @@ impl World {
     }
 
     /// The processors for each rank; the fewest of any host. Fails on all ranks where one of them is not `ready`.
-    fn count_processors(&self, ready: Result<()>, patience: &WaitContext<'_>) -> Result<usize> {
+    fn count_processors(&self, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<usize> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed).encode());
-        let told = self.agree_or_fail(own, "", mine, patience)?;
+        let told = self.agree_or_fail(own, "", mine, wait_ctx)?;
         let bounds: Vec<CpuBounds> = told.iter().filter_map(|text| CpuBounds::decode(text)).collect();
         let of_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
@@ -213,12 +213,12 @@ impl World {
     }
 
     /// Makes this rank's arena and maps those of the host's other ranks; the outcome is good on all ranks or on none.
-    fn make_arenas(&self, patience: &WaitContext<'_>) -> Result<Arc<Arenas>> {
+    fn make_arenas(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
         let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
-        let told = self.agree_or_fail(own, "", path, patience)?;
+        let told = self.agree_or_fail(own, "", path, wait_ctx)?;
         let (mine, file, name) = created?;
         let me = topology.local_rank();
         let mut mine = Some(mine);
@@ -228,7 +228,7 @@ impl World {
         };
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
         let mapped = maps.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.agree_or_fail(own, "", mapped, patience)?;
+        self.agree_or_fail(own, "", mapped, wait_ctx)?;
         drop::<Name>(name);
         Ok(Arc::new(Arenas::new(maps?, me, file)))
     }
@@ -239,19 +239,19 @@ impl World {
     }
 
     /// Measures this host's clock, and starts the alert between hosts on the first rank of each.
-    fn start_detector(&self, patience: &WaitContext<'_>) -> Result<Option<FailureDetector>> {
+    fn start_detector(&self, wait_ctx: &WaitContext<'_>) -> Result<Option<FailureDetector>> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let leads = topology.local_rank() == 0;
         let listener = if leads { Listener::open(&self.config.interface).map(Some) } else { Ok(None) };
         let address = listener.as_ref().map(|found| found.as_ref().map_or(String::new(), Listener::address));
         let leaders: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[0]).collect();
-        let offset = if leads { rank_info::clock_offset(own, &leaders, topology.host(), patience)? } else { 0 };
+        let offset = if leads { rank_info::clock_offset(own, &leaders, topology.host(), wait_ctx)? } else { 0 };
         let told = self.agree_or_fail(
             own,
             "",
             address.map(|text| format!("{offset} {text}")).map_err(Error::clone),
-            patience,
+            wait_ctx,
         )?;
         let parts = |rank: usize| told[rank].split_once(' ').unwrap_or(("0", ""));
         timeline::set_offset(parts(leaders[topology.host()]).0.parse().unwrap_or(0));
@@ -268,17 +268,17 @@ impl World {
     }
 
     /// Measures the network between neighbouring hosts; the slowest figures, on all ranks.
-    fn measure_network(&self, patience: &WaitContext<'_>) -> Result<NetworkModel> {
+    fn measure_network(&self, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let neighbour = topology.host() ^ 1;
         let measured = if topology.local_rank() == 0 && neighbour < topology.hosts() {
-            Some(probe::measure(own, topology.ranks_of(neighbour)[0], patience)?)
+            Some(probe::measure(own, topology.ranks_of(neighbour)[0], wait_ctx)?)
         } else {
             None
         };
         let told =
-            self.agree_or_fail(own, "", Ok(measured.map_or(String::new(), |network| network.encode())), patience)?;
+            self.agree_or_fail(own, "", Ok(measured.map_or(String::new(), |network| network.encode())), wait_ctx)?;
         Ok(NetworkModel::slowest(told.iter().filter_map(|text| NetworkModel::decode(text))))
     }
 
@@ -297,7 +297,7 @@ impl World {
         self.key
     }
 
-    /// Runs `work` with the patience that the settings give it, or until a process of this host, or one of which the alert
+    /// Runs `work` with the wait context that the settings give it, or until a process of this host, or one of which the alert
     /// has told, has ended; `what` names it in messages.
     fn with_deadline<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
         let seen = Cell::new(None);
@@ -308,8 +308,8 @@ impl World {
             let ranks = self.topology.local_ranks();
             let ended =
                 |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.local_processes.lost(local)?));
-            let elsewhere = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
-            let words = (0..ranks.len()).find_map(ended).or_else(elsewhere)?;
+            let other_teams = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
+            let words = (0..ranks.len()).find_map(ended).or_else(other_teams)?;
             // What it did just before may still be on its way.
             let since: Instant = seen.get().unwrap_or_else(Instant::now);
             seen.set(Some(since));
@@ -336,7 +336,7 @@ impl World {
     /// passed deadline leaves the ranks out of step: then no further team can be made.
     pub fn endpoint(&self, shape: TeamShape, ready: Result<()>) -> Result<GroupResources> {
         let what = format!("the creation of team {}", shape.id);
-        self.in_step(&what, |patience| self.make_endpoint(shape, ready, patience))
+        self.in_step(&what, |wait_ctx| self.make_endpoint(shape, ready, wait_ctx))
     }
 
     /// `outcome`, where it is good on all ranks; else the error of one of them on every rank. `what` names it in messages.
@@ -347,7 +347,7 @@ impl World {
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = outcome.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.in_step(what, |patience| self.agree_or_fail(own, "", mine, patience))?;
+        self.in_step(what, |wait_ctx| self.agree_or_fail(own, "", mine, wait_ctx))?;
         outcome
     }
 
@@ -363,53 +363,53 @@ impl World {
         made
     }
 
-    fn make_endpoint(&self, shape: TeamShape, ready: Result<()>, patience: &WaitContext<'_>) -> Result<GroupResources> {
+    fn make_endpoint(&self, shape: TeamShape, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<GroupResources> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let comm = Arc::new(own.duplicate(patience)?);
+        let comm = Arc::new(own.duplicate(wait_ctx)?);
         let topology = &self.topology;
         let ranks = topology.local_size();
-        let geometry = RegionLayout { ranks, channels: shape.threads, slot: shape.slot };
+        let layout = RegionLayout { ranks, channels: shape.threads, slot: shape.slot };
         let leads = topology.local_rank() == 0;
         let created = ready.and_then(|()| match leads && ranks > 1 {
-            true => Segment::create(&self.config.shm_dir, geometry.bytes()).map(Some),
+            true => Segment::create(&self.config.shm_dir, layout.bytes()).map(Some),
             false => Ok(None),
         });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let told = self.agree_or_fail(&comm, &shape.to_string(), path.map_err(Error::clone), patience)?;
+        let told = self.agree_or_fail(&comm, &shape.to_string(), path.map_err(Error::clone), wait_ctx)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn RegionMemory>), Some(name)),
-            None if ranks == 1 => (Ok(Box::new(Aligned::new(geometry.bytes())) as Box<dyn RegionMemory>), None),
+            None if ranks == 1 => (Ok(Box::new(Aligned::new(layout.bytes())) as Box<dyn RegionMemory>), None),
             None => {
                 let path = &told[topology.local_ranks()[0]];
                 (Segment::open(Path::new(path)).map(|segment| Box::new(segment) as Box<dyn RegionMemory>), None)
             }
         };
         let mapped = memory.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.agree_or_fail(&comm, "", mapped, patience)?;
+        self.agree_or_fail(&comm, "", mapped, wait_ctx)?;
         drop::<Option<Name>>(name);
 
         let peer = |&rank: &usize| LocalPeer { rank, name: self.names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
         let watch = Box::new(Arc::clone(&self.local_processes));
         let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn PeerMemory>);
-        let node = ShmRegion::new(memory?, geometry, topology.local_rank(), peers, watch, spins(ranks))?
+        let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, watch, spins(ranks))?
             .with_peer_memory(shared);
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
-        let node = Arc::new(node);
+        let region = Arc::new(region);
         if let Some(alert) = &self.detector {
-            alert.watch(shape.id, &node);
+            alert.watch(shape.id, &region);
         }
         let crowded = shape.threads > self.processors;
         let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
-        Ok(GroupResources { topology, names, region: node, links, network: self.network, oversubscribed: crowded })
+        Ok(GroupResources { topology, names, region, links, network: self.network, oversubscribed: crowded })
     }
 
-    /// The link of this rank's lane in `channel`, if there are other hosts and it drives one.
+    /// The link of this rank's shard in `channel`, if there are other hosts and it drives one.
     fn link(&self, comm: &Arc<Comm>, channel: usize, slot: usize) -> Option<Box<dyn HostLink>> {
         let topology = &self.topology;
-        let lane = topology.shard().filter(|_| topology.hosts() > 1)?;
-        let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[lane]).collect();
+        let shard = topology.shard().filter(|_| topology.hosts() > 1)?;
+        let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[shard]).collect();
         let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
         Some(Box::new(MpiLink::new(Arc::clone(comm), channel, drivers, self.hosts.clone(), capacity)))
     }
@@ -420,13 +420,13 @@ impl World {
         comm: &Comm,
         shape: &str,
         outcome: Result<String>,
-        patience: &WaitContext<'_>,
+        wait_ctx: &WaitContext<'_>,
     ) -> Result<Vec<String>> {
         let (code, text) = match &outcome {
             Ok(text) => (0, text.clone()),
             Err(error) => (error.code(), error.detail().to_owned()),
         };
-        let records = comm.allgather(&record(&[shape, &code.to_string(), &text]), patience)?;
+        let records = comm.allgather(&record(&[shape, &code.to_string(), &text]), wait_ctx)?;
         let mut texts = Vec::with_capacity(records.len());
         let mut shapes = Vec::with_capacity(records.len());
         for (rank, bytes) in records.iter().enumerate() {
@@ -461,7 +461,7 @@ impl World {
         let lost = failure.filter(|error| self.topology.hosts() > 1 && matches!(error, Error::PeerLost(_)));
         let gathered = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.with_deadline("finalize", |patience| comm.barrier(patience)),
+            None => self.with_deadline("finalize", |wait_ctx| comm.barrier(wait_ctx)),
         };
         gathered.inspect_err(|_| self.leave())
     }
@@ -479,7 +479,7 @@ impl Drop for World {
     }
 }
 
-/// Runs `work` with the patience that the settings give it; `what` names it in messages.
+/// Runs `work` with the wait context that the settings give it; `what` names it in messages.
 fn with_deadline<T>(
     config: &Config,
     what: &str,
