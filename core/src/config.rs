@@ -7,7 +7,7 @@ use crate::affinity::Affinity;
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::error::{Error, Result};
-use crate::schedule::Cooldown;
+use crate::plugin::Cooldown;
 
 /// The settings of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -16,9 +16,9 @@ use signal_hook::iterator::{Handle, Signals};
 use crate::config::DumpDir;
 use crate::error::{Error, Result};
 use crate::folder::{Folder, Found};
+use crate::group::Group;
 use crate::log::log_line;
 use crate::stacks;
-use crate::team::Team;
 use crate::transport::mpi::RankInfo;
 
 /// How long dumps stay that nobody has removed.
@@ -30,7 +30,7 @@ pub struct Dumper {
     rank_info: Arc<[RankInfo]>,
     key: u128,
     folder: DumpDir,
-    teams: Mutex<Vec<Weak<Team>>>,
+    teams: Mutex<Vec<Weak<Group>>>,
     writing: Mutex<()>,
 }
 
@@ -41,7 +41,7 @@ impl Dumper {
     }
 
     /// Adds a team to what is written.
-    pub fn add(&self, team: &Arc<Team>) {
+    pub fn add(&self, team: &Arc<Group>) {
         let mut teams = self.teams.lock().unwrap_or_else(PoisonError::into_inner);
         teams.retain(|team| team.strong_count() > 0);
         teams.push(Arc::downgrade(team));
@@ -129,7 +129,7 @@ impl Dumper {
     }
 
     fn content(&self, reason: &str) -> Value {
-        let teams: Vec<Arc<Team>> =
+        let teams: Vec<Arc<Group>> =
             self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
         let place = |(rank, place): (usize, &RankInfo)| json!({"rank": rank, "host": place.host, "pid": place.pid});
         json!({

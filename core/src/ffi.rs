@@ -8,8 +8,9 @@ use crate::buffer::{Buffer, Tensor};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
+use crate::group::{BlockedCaller, CallOptions, Timeout};
+use crate::plugin::{OnResult, ResultBuffer, StepOptions};
 use crate::runtime;
-use crate::team::{BlockedCaller, CallOptions, OnComplete, ResultBuffer, Timeout};
 use crate::transport::cuda;
 
 #[cxx::bridge(namespace = "dl_comm")]
@@ -208,10 +209,9 @@ impl Drop for CompletionGuard {
     }
 }
 
-fn request(name: &str, labels: &str, completion: UniquePtr<Completion>) -> CallOptions {
-    let ticket = CompletionGuard(completion);
-    let done: OnComplete = Box::new(move |result| ticket.finish(result.and_then(memory)));
-    CallOptions::new(done).with_name(name, labels)
+fn on_result(completion: UniquePtr<Completion>) -> OnResult {
+    let guard = CompletionGuard(completion);
+    Box::new(move |result| guard.finish(result.and_then(memory)))
 }
 
 /// Runs `body`; after a panic in it, the ticket that it held has told the caller.
@@ -249,13 +249,23 @@ unsafe fn average(
     results: SharedPtr<Results>,
 ) {
     catch(|| {
-        let request = request(call.name, call.labels, completion).instance(call.instance);
-        let request = request.with_owner(call.owner).part(call.part).return_weights(call.separate).timed(call.timed);
-        let request = request.with_caller_blocks(call.blocks).with_timeout(Timeout::from_seconds(call.timeout));
-        let request = request.with_device(device(call.device, call.stream, call.waits));
-        let request =
-            if results.is_null() { request } else { request.with_results(Arc::new(OpLibraryResults(results))) };
-        runtime::average(call.team, request, || towers(translate(tensors, shapes)?, call.towers));
+        let options = StepOptions {
+            call: CallOptions {
+                name: call.name.to_owned(),
+                instance_id: call.instance.to_owned(),
+                tensor_names: call.labels.to_owned(),
+                caller_blocks: call.blocks,
+                timeout: Timeout::from_seconds(call.timeout),
+                device: device(call.device, call.stream, call.waits),
+            },
+            done: on_result(completion),
+            results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
+            owner: call.owner,
+            continues_step: call.part,
+            return_weights: call.separate,
+            count_wait: call.timed,
+        };
+        runtime::average(call.team, options, || towers(translate(tensors, shapes)?, call.towers));
     });
 }
 
@@ -287,10 +297,16 @@ fn add_waited(team: i32, seconds: f64) {
 /// As for [`average`].
 unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64], completion: UniquePtr<Completion>) {
     catch(|| {
-        let request = request(call.name, call.labels, completion);
-        let request = request.with_caller_blocks(call.blocks).with_timeout(Timeout::from_seconds(call.timeout));
-        let request = request.with_device(device(call.device, call.stream, call.waits));
-        runtime::broadcast(call.root, request, || translate(tensors, shapes));
+        let mut options = StepOptions::new(on_result(completion));
+        options.call = CallOptions {
+            name: call.name.to_owned(),
+            instance_id: String::new(),
+            tensor_names: call.labels.to_owned(),
+            caller_blocks: call.blocks,
+            timeout: Timeout::from_seconds(call.timeout),
+            device: device(call.device, call.stream, call.waits),
+        };
+        runtime::broadcast(call.root, options, || translate(tensors, shapes));
     });
 }
 

@@ -194,7 +194,7 @@ fn a_failed_team_ends_the_waits_of_the_others() {
     World::new(&[3]).run(|rank| {
         if rank.rank == 0 {
             std::thread::sleep(Duration::from_millis(50));
-            rank.team.fail(&Error::PeerLost("rank 0 gave up".into()));
+            rank.team.group().fail(&Error::PeerLost("rank 0 gave up".into()));
         } else {
             let error = rank.average(vec![tensor(&mut [1f32])]).unwrap_err();
             assert_eq!(error, Error::PeerLost("rank 0 gave up".into()));
@@ -244,7 +244,7 @@ fn a_rank_that_has_left_is_named_at_once() {
     World::new(&[2]).run(|rank| {
         rank.average(vec![tensor(&mut [1f32])]).unwrap();
         if rank.rank == 0 {
-            rank.team.stop();
+            rank.team.group().stop();
         } else {
             let error = rank.average(vec![tensor(&mut [1f32])]).unwrap_err();
             assert_eq!(error, Error::PeerLost("rank 0 has called finalize".into()));

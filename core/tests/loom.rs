@@ -90,7 +90,7 @@ fn averages(ranks: usize, steps: usize) {
             let value = |rank: usize, index: usize| (rank * 1000 + index) as f32;
             let mut data: Vec<f32> = (0..steps * FLOATS).map(|index| value(rank, index)).collect();
             let job = average(&mut data, ranks, "");
-            assert_eq!(job.plan.chunks(), steps);
+            assert_eq!(job.layout.chunks(), steps);
             with_wait_context(&region, |wait_ctx| {
                 assert!(channel.run_first_chunk(&job, wait_ctx).unwrap());
                 channel.run_chunks(&job, 1..steps, false, wait_ctx).unwrap();
@@ -122,7 +122,7 @@ fn calls(preemptions: usize, chunks: &'static [usize]) {
                 for (call, &chunks) in chunks.iter().enumerate() {
                     let mut data = vec![(rank + call) as f32; chunks * FLOATS];
                     let job = average(&mut data, 2, "");
-                    assert_eq!(job.plan.chunks(), chunks);
+                    assert_eq!(job.layout.chunks(), chunks);
                     with_wait_context(&region, |wait_ctx| {
                         assert!(channel.run_first_chunk(&job, wait_ctx).unwrap());
                         channel.run_chunks(&job, 1..chunks, false, wait_ctx).unwrap();

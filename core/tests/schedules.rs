@@ -5,7 +5,7 @@ mod common;
 
 use common::{Rank, World};
 use dl_comm_core::error::Error;
-use dl_comm_core::schedule::{Arguments, Cooldown, Schedule};
+use dl_comm_core::plugin::{Arguments, Cooldown, Schedule};
 use proptest::prelude::*;
 
 fn schedule(trans_alg: i32, ksteps: i32, max_steps: i32) -> Schedule {

@@ -5,8 +5,8 @@ use std::ffi::{c_char, c_int, c_void};
 use super::arguments::{self, CBuffer, CDevice, number, tensors, text};
 use super::{catch, dl_comm_average_towers, status};
 use crate::error::guard;
+use crate::group::Timeout;
 use crate::runtime;
-use crate::team::Timeout;
 use crate::transport::cuda;
 
 /// `dl_comm_average_on` of `dl_comm.h`.

@@ -15,12 +15,12 @@ pub use arguments::{CBuffer, CDevice};
 pub use device::{dl_comm_average_on, dl_comm_broadcast_on, dl_comm_device_of_pointer, dl_comm_gpu_count};
 
 use crate::error::{Error, Result, guard};
+use crate::group::Timeout;
+use crate::plugin::{Arguments, Cooldown};
 use crate::process_info::process_info;
 use crate::runtime;
-use crate::schedule::{Arguments, Cooldown};
 use crate::signals;
 use crate::stacks;
-use crate::team::Timeout;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();

@@ -10,24 +10,25 @@ use crate::buffer::{Tensor, View};
 use crate::collective::Op;
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
+use crate::group::{self, BlockedCaller, Timeout};
+use crate::plugin::{ResultBuffer, StagingBuffer, StepOptions, Team};
 use crate::signals;
-use crate::team::{self, BlockedCaller, CallOptions, ResultBuffer, StagingBuffer, Team, Timeout};
 
-fn submit(op: Op, id: i32, request: CallOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+fn submit(op: Op, id: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
     // The memory's validity is what the bindings ask of their callers.
     match guard(|| Ok((team(id)?, towers()?))) {
         // SAFETY: see the bindings' contracts: dl_comm.h, completion.h.
-        Ok((team, towers)) if op == Op::Allreduce && id != CONTROL => unsafe { team.gradients(towers, request) },
+        Ok((team, towers)) if op == Op::Allreduce && id != CONTROL => unsafe { team.gradients(towers, options) },
         // SAFETY: as above.
-        Ok((team, towers)) => unsafe { team.submit(op, towers, request) },
-        Err(error) => request.fail(error),
+        Ok((team, towers)) => unsafe { team.submit(op, towers, options) },
+        Err(error) => options.fail(error),
     }
 }
 
 /// Starts the average of several replicas of a list of tensors on team `id`, by the team's schedule. The lists are made by
-/// `towers`, whose errors reach `request` too.
-pub fn average(id: i32, request: CallOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    submit(Op::Allreduce, id, request, towers);
+/// `towers`, whose errors reach `options` too.
+pub fn average(id: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+    submit(Op::Allreduce, id, options, towers);
 }
 
 /// Counts sessions that have ended, from which no thread uses a team any more.
@@ -92,13 +93,15 @@ pub unsafe fn average_list(id: i32, name: &str, limit: Timeout, views: &[View<'_
 /// The memory of `towers` is valid, and nobody else uses it meanwhile.
 pub unsafe fn average_and_wait(id: i32, name: &str, limit: Timeout, towers: Vec<Vec<Tensor>>) -> Result<()> {
     if id == CONTROL || !may_return_early(id, 0)? {
-        return wait(name, |request| average(id, request.with_timeout(limit), || Ok(towers)));
+        return wait(name, |options| average(id, options.with_timeout(limit), || Ok(towers)));
     }
     // SAFETY: the caller's promise.
-    let (staging, copies) = unsafe { StagingBuffer::of(&towers, team(id)?.pool()) }?;
+    let (staging, copies) = unsafe { StagingBuffer::of(&towers, team(id)?.staging()) }?;
     let mine = Arc::clone(&staging);
-    let result =
-        wait_for_result(name, |request| average(id, request.with_timeout(limit).with_results(mine), || Ok(copies)))?;
+    let result = wait_for_result(name, |options| {
+        let options = StepOptions { results: Some(mine), ..options.with_timeout(limit) };
+        average(id, options, || Ok(copies));
+    })?;
     let result = result.map_or(Ok(staging), StagingBuffer::from_results)?;
     // SAFETY: the caller's promise; a result is nobody else's any more.
     unsafe { result.copy_to(&towers) };
@@ -113,32 +116,32 @@ pub unsafe fn average_and_wait(id: i32, name: &str, limit: Timeout, towers: Vec<
 /// # Safety
 /// The memory of `tensors` is valid, and nobody but what is on the stream before and after the call uses it.
 pub unsafe fn average_on(device: Device, id: i32, name: &str, limit: Timeout, tensors: Vec<Tensor>) -> Result<()> {
-    wait(name, |request| average(id, request.with_timeout(limit).with_device(Some(device)), || Ok(vec![tensors])))
+    wait(name, |options| average(id, options.with_timeout(limit).with_device(Some(device)), || Ok(vec![tensors])))
 }
 
 /// Starts the broadcast of a list of tensors from rank `root`.
-pub fn broadcast(root: i32, request: CallOptions, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
-    broadcast_towers(root, request, || Ok(vec![tensors()?]));
+pub fn broadcast(root: i32, options: StepOptions, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
+    broadcast_towers(root, options, || Ok(vec![tensors()?]));
 }
 
 /// Starts the broadcast of the root's first tower to all towers of all ranks.
-pub fn broadcast_towers(root: i32, request: CallOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
+pub fn broadcast_towers(root: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
     match usize::try_from(root) {
-        Ok(root) => submit(Op::Broadcast { root }, CONTROL, request, towers),
-        Err(_) => request.fail(Error::Invalid(format!("root {root} is not a rank"))),
+        Ok(root) => submit(Op::Broadcast { root }, CONTROL, options, towers),
+        Err(_) => options.fail(Error::Invalid(format!("root {root} is not a rank"))),
     }
 }
 
 /// Starts a barrier.
-pub fn barrier(request: CallOptions) {
-    submit(Op::Barrier, CONTROL, request, || Ok(Vec::new()));
+pub fn barrier(options: StepOptions) {
+    submit(Op::Barrier, CONTROL, options, || Ok(Vec::new()));
 }
 
-/// Runs `start` with a request and waits for its outcome.
+/// Runs `start` with a options and waits for its outcome.
 ///
 /// # Errors
 /// The outcome.
-pub fn wait(name: &str, start: impl FnOnce(CallOptions)) -> Result<()> {
+pub fn wait(name: &str, start: impl FnOnce(StepOptions)) -> Result<()> {
     wait_for_result(name, start).map(drop)
 }
 
@@ -146,14 +149,14 @@ pub fn wait(name: &str, start: impl FnOnce(CallOptions)) -> Result<()> {
 fn interrupt() {
     // Without a session there is nothing to end.
     let _ended = started(|runtime| {
-        runtime.process_teams.interrupt();
+        runtime.process_groups.interrupt();
         Ok(())
     });
 }
 
 /// What a caller holds that waits, outside of the core, for a call that it has started; `None` when nothing is up any more.
 pub fn blocked() -> Option<BlockedCaller> {
-    started(|runtime| Ok(runtime.process_teams.blocked())).ok()
+    started(|runtime| Ok(runtime.process_groups.blocked())).ok()
 }
 
 /// Looks for signals for such a caller. When one wants the wait to end, the calls that are under way end soon, with an error.
@@ -163,6 +166,10 @@ pub fn look_for_signals() {
     }
 }
 
-fn wait_for_result(name: &str, start: impl FnOnce(CallOptions)) -> Result<Option<Arc<dyn ResultBuffer>>> {
-    team::wait_for_result(interrupt, |done| start(CallOptions::new(done).with_name(name, "").with_caller_blocks(true)))
+fn wait_for_result(name: &str, start: impl FnOnce(StepOptions)) -> Result<Option<Arc<dyn ResultBuffer>>> {
+    group::wait_for_result(interrupt, |done| {
+        let mut options = StepOptions::new(done);
+        (options.call.name, options.call.caller_blocks) = (name.to_owned(), true);
+        start(options);
+    })
 }

@@ -92,7 +92,8 @@ pub fn overview() -> Result<ProcessInfo> {
                 told.config = Some(runtime.config.clone());
                 told.topology = Some(Arc::clone(&runtime.topology));
                 told.rank_info = Arc::clone(&runtime.rank_info);
-                told.teams = runtime.teams.values().map(|team| (team.call_config(), team.gpus())).collect();
+                told.teams =
+                    runtime.teams.values().map(|team| (team.group().call_config(), team.group().gpus())).collect();
             }
         }
         Ok(told)

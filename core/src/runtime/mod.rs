@@ -31,9 +31,10 @@ use crate::config::Config;
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
 use crate::fork;
+use crate::group::ProcessGroups;
 use crate::helper::{self, RankPosition};
 use crate::log::log_line;
-use crate::team::{ProcessTeams, Team, report_waited};
+use crate::plugin::{Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::NetworkModel;
@@ -48,7 +49,7 @@ struct Runtime {
     network: Option<NetworkModel>,
     config: Config,
     teams: BTreeMap<i32, Arc<Team>>,
-    process_teams: Arc<ProcessTeams>,
+    process_groups: Arc<ProcessGroups>,
     dumper: Arc<Dumper>,
     /// For what it does as long as it is there.
     _on_signal: SignalDumper,
@@ -140,7 +141,7 @@ pub fn init_mpi() -> Result<()> {
             };
             let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
             let world = Arc::new(Mutex::new(world));
-            let (teams, process_teams) = (BTreeMap::new(), Arc::new(ProcessTeams::of_process()));
+            let (teams, process_groups) = (BTreeMap::new(), Arc::new(ProcessGroups::of_process()));
             let runtime = Runtime {
                 world,
                 topology,
@@ -148,7 +149,7 @@ pub fn init_mpi() -> Result<()> {
                 network,
                 config,
                 teams,
-                process_teams,
+                process_groups,
                 dumper,
                 _on_signal,
             };
@@ -266,9 +267,9 @@ fn end(reason: Option<Error>) -> Result<()> {
     let RuntimeState::Started(runtime) = ended else { return Ok(()) };
     let Runtime { world, teams, topology, .. } = *runtime;
     if let Some(error) = &reason {
-        teams.values().for_each(|team| team.fail(error));
+        teams.values().for_each(|team| team.group().fail(error));
     }
-    teams.values().for_each(|team| team.stop());
+    teams.values().for_each(|team| team.group().stop());
     timeline::stop();
     report(&teams, topology.rank());
     let gathered = {
@@ -278,7 +279,7 @@ fn end(reason: Option<Error>) -> Result<()> {
                 world.leave();
                 Ok(())
             }
-            None => world.gather(teams.values().find_map(|team| team.failure()).as_ref()),
+            None => world.gather(teams.values().find_map(|team| team.group().failure()).as_ref()),
         }
     };
     if let Err(error) = gathered {
@@ -287,7 +288,7 @@ fn end(reason: Option<Error>) -> Result<()> {
     }
     // The teams' communicators go before MPI, the teams themselves when no thread remembers them any more.
     calls::forget_teams();
-    teams.values().for_each(|team| team.let_go());
+    teams.values().for_each(|team| team.group().release_resources());
     drop(teams);
     drop(world);
     mpi::end();

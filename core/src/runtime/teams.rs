@@ -8,8 +8,8 @@ use crate::affinity::{self, GroupPlacement};
 use crate::collective::device::DeviceSettings;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::schedule::{Arguments, Cooldown, Schedule};
-use crate::team::{Settings, Team};
+use crate::group::{Group, GroupConfig};
+use crate::plugin::{Arguments, Cooldown, Schedule, Team};
 use crate::transport::mpi::TeamShape;
 use crate::wire_layout::ALIGN;
 
@@ -88,8 +88,8 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
         wait(call, barrier)?;
     }
     let config = config()?;
-    let (world, dumper, process_teams) = started(|runtime| {
-        Ok((Arc::clone(&runtime.world), Arc::clone(&runtime.dumper), Arc::clone(&runtime.process_teams)))
+    let (world, dumper, process_groups) = started(|runtime| {
+        Ok((Arc::clone(&runtime.world), Arc::clone(&runtime.dumper), Arc::clone(&runtime.process_groups)))
     })?;
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
@@ -103,14 +103,22 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     let endpoint = world.endpoint(shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
     let cpus = cpus?;
     let Config { timeout, stall_warn, match_timeout: match_within, .. } = config;
-    let settings =
-        Settings { id, acc_f64: prec_level == 1, algorithm, timeout, stall_warn, match_timeout: match_within, device };
+    let settings = GroupConfig {
+        id,
+        acc_f64: prec_level == 1,
+        algorithm,
+        timeout,
+        stall_warn,
+        match_timeout: match_within,
+        device,
+    };
     let on_alarm = Arc::clone(&dumper);
     let alarm = Arc::new(move |words: &str| on_alarm.write_on_failure(words));
-    let team = Team::start(endpoint, settings, cpus.as_deref(), alarm, &process_teams).map(Arc::new);
+    let group = Group::start(endpoint, settings, cpus.as_deref(), alarm, &process_groups);
+    let team = group.map(|group| Arc::new(Team::new(group)));
     let team = world.confirm(&format!("the creation of team {id}"), team)?;
     drop(world);
-    dumper.add(&team);
+    dumper.add(team.group());
     write(|state| match state {
         RuntimeState::Started(runtime) => {
             runtime.teams.insert(id, team);
@@ -164,7 +172,7 @@ pub fn ensure_team(id: i32, threads: Option<i32>) -> Result<()> {
 /// # Errors
 /// When there is no such team.
 pub fn set_timeout(id: i32, timeout: Option<Duration>) -> Result<()> {
-    team(id).map(|team| team.set_timeout(timeout))
+    team(id).map(|team| team.group().set_timeout(timeout))
 }
 
 /// The number of teams that [`create_team`] made.

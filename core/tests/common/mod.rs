@@ -12,7 +12,8 @@ use dl_comm_core::collective::device::DeviceSettings;
 use dl_comm_core::collective::{AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
-use dl_comm_core::team::{CallOptions, OnFailure, ProcessTeams, Settings, StagingBuffer, Team, Timeout};
+use dl_comm_core::group::{CallOptions, Group, GroupConfig, OnFailure, ProcessGroups, Timeout};
+use dl_comm_core::plugin::{StagingBuffer, StepOptions, Team};
 use dl_comm_core::transport::{GroupResources, in_process};
 
 /// One rank of a test, in one of its teams.
@@ -77,7 +78,7 @@ impl World {
         for world in (0..count).map(world) {
             endpoints.iter_mut().zip(world).for_each(|(mine, endpoint)| mine.push(endpoint));
         }
-        let settings = |id: i32| Settings {
+        let settings = |id: i32| GroupConfig {
             id,
             acc_f64: self.precise,
             algorithm: self.algorithm,
@@ -94,12 +95,12 @@ impl World {
                 .map(|(rank, endpoints)| {
                     let (body, quiet, settings) = (&body, &quiet, &settings);
                     scope.spawn(move || {
-                        let process_teams = Arc::new(ProcessTeams::default());
+                        let process_groups = Arc::new(ProcessGroups::default());
                         let team = |(id, endpoint): (i32, GroupResources)| {
                             let endpoint = GroupResources { oversubscribed: self.crowded, ..endpoint };
                             let team =
-                                Team::start(endpoint, settings(id), None, Arc::clone(quiet), &process_teams).unwrap();
-                            Rank { rank, size, team }
+                                Group::start(endpoint, settings(id), None, Arc::clone(quiet), &process_groups).unwrap();
+                            Rank { rank, size, team: Team::new(team) }
                         };
                         let teams: Vec<Rank> = (0..).zip(endpoints).map(team).collect();
                         body(&teams)
@@ -131,30 +132,31 @@ impl Rank {
     /// Starts a call; the receiver gets its outcome.
     pub fn start(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
-        let request =
-            CallOptions::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).with_name(name, "");
+        let done = Box::new(move |result| sender.send(result).unwrap());
+        let options = CallOptions { name: name.to_owned(), ..CallOptions::default() };
         // SAFETY: tests wait for the outcome before the vectors go.
-        unsafe { self.team.submit(op, towers, request) };
+        unsafe { self.team.group().submit(op, towers, &options, done) };
         receiver
     }
 
     /// Starts an average with a deadline of its own, in seconds.
     pub fn start_within(&self, seconds: f64, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
-        let request =
-            CallOptions::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).with_name(name, "");
+        let done = Box::new(move |result| sender.send(result).unwrap());
+        let options =
+            CallOptions { name: name.to_owned(), timeout: Timeout::from_seconds(seconds), ..CallOptions::default() };
         // SAFETY: as above.
-        unsafe { self.team.submit(Op::Allreduce, towers, request.with_timeout(Timeout::from_seconds(seconds))) };
+        unsafe { self.team.group().submit(Op::Allreduce, towers, &options, done) };
         receiver
     }
 
     /// Carries a call out.
     pub fn call(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
         let (sender, receiver) = channel();
-        let request =
-            CallOptions::new(Box::new(move |result| sender.send(result.map(drop)).unwrap())).with_name(name, "");
+        let done = Box::new(move |result| sender.send(result).unwrap());
+        let options = CallOptions { name: name.to_owned(), caller_blocks: true, ..CallOptions::default() };
         // SAFETY: the outcome is waited for.
-        unsafe { self.team.submit(op, towers, request.with_caller_blocks(true)) };
+        unsafe { self.team.group().submit(op, towers, &options, done) };
         receiver.recv().unwrap()
     }
 
@@ -179,13 +181,14 @@ impl Rank {
     pub fn gradients_of(&self, data: &mut [f32], name: &str, instance: &str) -> Result<Vec<f32>> {
         let towers = vec![vec![tensor(data)]];
         // SAFETY: the vector is alive.
-        let (staging, copies) = unsafe { StagingBuffer::of(&towers, self.team.pool()) }?;
+        let (staging, copies) = unsafe { StagingBuffer::of(&towers, self.team.staging()) }?;
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
-        let request =
-            CallOptions::new(done).with_name(name, "").instance(instance).with_results(Arc::clone(&staging) as _);
+        let mut options = StepOptions::new(done);
+        (options.call.name, options.call.instance_id) = (name.to_owned(), instance.to_owned());
+        options.results = Some(Arc::clone(&staging) as _);
         // SAFETY: the stage owns the memory.
-        unsafe { self.team.gradients(copies, request) };
+        unsafe { self.team.gradients(copies, options) };
         let result = receiver.recv().unwrap()?.map_or(Ok(staging), StagingBuffer::from_results)?;
         // SAFETY: as above.
         unsafe { result.copy_to(&towers) };

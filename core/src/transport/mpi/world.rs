@@ -308,8 +308,8 @@ impl World {
             let ranks = self.topology.local_ranks();
             let ended =
                 |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.local_processes.lost(local)?));
-            let other_teams = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
-            let words = (0..ranks.len()).find_map(ended).or_else(other_teams)?;
+            let other_groups = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
+            let words = (0..ranks.len()).find_map(ended).or_else(other_groups)?;
             // What it did just before may still be on its way.
             let since: Instant = seen.get().unwrap_or_else(Instant::now);
             seen.set(Some(since));

@@ -5,12 +5,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use super::options::OnResult;
 use super::schedule_state::{CallPlan, InFlightMean, ResultBuffer, ScheduleState};
 use super::wait_time::WaitTime;
-use super::work::OnComplete;
+use super::weighted_sum::{CarryWeights, weighted_sum};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result, guard};
-use crate::weighted_sum::{CarryWeights, weighted_sum};
 
 /// A call that waits for what it returns.
 pub(super) struct ResultAssembly {
@@ -19,7 +19,7 @@ pub(super) struct ResultAssembly {
     pub list: u64,
     pub plan: CallPlan,
     pub own: Arc<InFlightMean>,
-    pub done: OnComplete,
+    pub done: OnResult,
     /// The caller puts the result together itself.
     pub return_weights: bool,
     /// When the caller began to wait; `None` when the caller counts by itself.

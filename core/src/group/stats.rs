@@ -5,24 +5,21 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::Team;
+use super::Group;
 use super::record::Record;
 use crate::timings::{Activity, WaitTarget};
 use crate::topology::Topology;
 
-impl Team {
+impl Group {
     /// The numbers of the team, as `docs/diagnosis.md` describes them.
     pub fn stats(&self) -> Value {
         let totals = self.shared.recorder.totals();
         let [copied, waited, reduced, network] = totals.activities;
         let [steps, flags, messages, sent] = totals.counts;
-        let (_, exposed) = self.waited();
-        let overlap = if totals.comm > 0.0 { (1.0 - exposed / totals.comm).clamp(0.0, 1.0) } else { 0.0 };
         json!({
             "calls": totals.calls, "failed": totals.failed, "bytes": totals.bytes,
             "queued_s": totals.queued, "busy_s": totals.comm,
             "copied_s": copied, "waited_s": waited, "reduced_s": reduced, "network_s": network,
-            "exposed_s": exposed, "overlap": overlap,
             "steps": steps, "flags": flags, "messages": messages, "sent_bytes": sent,
         })
     }

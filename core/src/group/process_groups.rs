@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::TeamState;
+use super::GroupState;
 use super::callers::{ThreadId, this_thread};
 use crate::error::Error;
 
@@ -23,8 +23,8 @@ const SETTLED: Duration = Duration::from_secs(2);
 
 /// The teams of one rank.
 #[derive(Default)]
-pub struct ProcessTeams {
-    teams: Mutex<Vec<Weak<TeamState>>>,
+pub struct ProcessGroups {
+    teams: Mutex<Vec<Weak<GroupState>>>,
     /// Threads that wait for calls which did not block, outside of the core, and since when.
     blocked: Mutex<Vec<(ThreadId, Instant)>>,
     /// A thread that may call at any time, even if it has not done so yet; 0 for none.
@@ -33,29 +33,29 @@ pub struct ProcessTeams {
     given_up: AtomicU64,
 }
 
-impl ProcessTeams {
+impl ProcessGroups {
     /// For a process whose main thread may call at any time.
-    pub fn of_process() -> ProcessTeams {
-        ProcessTeams { main: rustix::process::getpid().as_raw_nonzero().get(), ..ProcessTeams::default() }
+    pub fn of_process() -> ProcessGroups {
+        ProcessGroups { main: rustix::process::getpid().as_raw_nonzero().get(), ..ProcessGroups::default() }
     }
 
-    pub(super) fn add(&self, team: &Arc<TeamState>) {
+    pub(super) fn add(&self, team: &Arc<GroupState>) {
         let mut teams = lock(&self.teams);
         teams.retain(|team| team.strong_count() > 0);
         teams.push(Arc::downgrade(team));
     }
 
-    fn teams(&self) -> Vec<Arc<TeamState>> {
+    fn teams(&self) -> Vec<Arc<GroupState>> {
         lock(&self.teams).iter().filter_map(Weak::upgrade).collect()
     }
 
-    fn others(&self, own: &TeamState) -> impl Iterator<Item = Arc<TeamState>> {
+    fn others(&self, own: &GroupState) -> impl Iterator<Item = Arc<GroupState>> {
         let own = std::ptr::from_ref(own);
         self.teams().into_iter().filter(move |team| !std::ptr::eq(Arc::as_ptr(team), own))
     }
 
     /// Lets this rank's other teams take part in steps in which other ranks wait long; called by a thread that waits long.
-    pub(super) fn check_deadlock(&self, own: &TeamState) {
+    pub(super) fn check_deadlock(&self, own: &GroupState) {
         self.others(own).for_each(|team| team.join_stalled());
     }
 
@@ -75,8 +75,8 @@ impl ProcessTeams {
     }
 
     /// What this rank has waited for in other teams than `own` for at least `long`: the oldest call's heading.
-    pub(super) fn pending_elsewhere(&self, own: &TeamState, long: Duration) -> Option<String> {
-        let waits = |team: Arc<TeamState>| team.recorder.pending();
+    pub(super) fn pending_elsewhere(&self, own: &GroupState, long: Duration) -> Option<String> {
+        let waits = |team: Arc<GroupState>| team.recorder.pending();
         let oldest = self.others(own).flat_map(waits).min_by_key(|record| record.submitted)?;
         (oldest.submitted.elapsed() >= long).then(|| oldest.summary.name_line.clone())
     }
@@ -89,7 +89,7 @@ impl ProcessTeams {
     }
 
     /// Whether another team than `own` reconciles its calls.
-    pub(super) fn reconcile_elsewhere(&self, own: &TeamState) -> bool {
+    pub(super) fn reconcile_elsewhere(&self, own: &GroupState) -> bool {
         self.others(own).any(|team| team.reconciles())
     }
 
@@ -113,15 +113,15 @@ impl ProcessTeams {
     }
 
     /// This thread waits, until the guard goes, for a call that it has started and that did not block.
-    pub fn blocked(self: &Arc<ProcessTeams>) -> BlockedCaller {
+    pub fn blocked(self: &Arc<ProcessGroups>) -> BlockedCaller {
         let thread = this_thread();
         lock(&self.blocked).push((thread, Instant::now()));
-        BlockedCaller { process_teams: Arc::clone(self), thread }
+        BlockedCaller { process_groups: Arc::clone(self), thread }
     }
 
     /// Waits a while until reconciliations of other teams than `own` have ended: the other ranks then learn of the mismatch, and
     /// not of what this rank does after it has learned of it.
-    pub(super) fn settle(&self, own: &TeamState) {
+    pub(super) fn settle(&self, own: &GroupState) {
         let until = Instant::now() + SETTLED;
         let reconcile = || self.others(own).any(|team| team.reconciles() || team.attends());
         while reconcile() && Instant::now() < until {
@@ -130,15 +130,15 @@ impl ProcessTeams {
     }
 }
 
-/// See [`ProcessTeams::blocked`].
+/// See [`ProcessGroups::blocked`].
 pub struct BlockedCaller {
-    process_teams: Arc<ProcessTeams>,
+    process_groups: Arc<ProcessGroups>,
     thread: ThreadId,
 }
 
 impl Drop for BlockedCaller {
     fn drop(&mut self) {
-        let mut blocked = lock(&self.process_teams.blocked);
+        let mut blocked = lock(&self.process_groups.blocked);
         if let Some(place) = blocked.iter().position(|(thread, _)| *thread == self.thread) {
             blocked.swap_remove(place);
         }

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-use super::TeamState;
+use super::GroupState;
 use crate::collective::matching::Outlook;
 
 /// What is known of it; see the module's text.
-pub(super) struct OtherTeams {
+pub(super) struct OtherGroups {
     /// How many calls of this rank were given up, in whatever team, before this reconciliation.
     given_up: u64,
     /// The call that it waits for, or waited for last.
@@ -27,19 +27,19 @@ fn spent() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-impl OtherTeams {
+impl OtherGroups {
     /// At the start of a reconciliation of `team`.
-    pub fn new(team: &TeamState) -> OtherTeams {
+    pub fn new(team: &GroupState) -> OtherGroups {
         let since = (Instant::now(), spent());
-        let mut other_teams =
-            OtherTeams { given_up: team.process_teams.given_up(), pending: None, waits: false, since };
-        other_teams.poll(team);
-        other_teams
+        let mut other_groups =
+            OtherGroups { given_up: team.process_groups.given_up(), pending: None, waits: false, since };
+        other_groups.poll(team);
+        other_groups
     }
 
     /// Looks again.
-    pub fn poll(&mut self, team: &TeamState) {
-        let pending = team.process_teams.pending_elsewhere(team, team.stall_check_after);
+    pub fn poll(&mut self, team: &GroupState) {
+        let pending = team.process_groups.pending_elsewhere(team, team.stall_check_after);
         self.waits = pending.is_some();
         self.pending = pending.or(self.pending.take());
     }
@@ -53,9 +53,9 @@ impl OtherTeams {
     }
 
     /// What further calls this rank expects in `team`, to which the last one came at `arrived`.
-    pub fn outlook(&self, team: &TeamState, arrived: Instant) -> Outlook {
-        let process_teams = &team.process_teams;
-        if self.pending.is_some() && process_teams.given_up() > self.given_up {
+    pub fn outlook(&self, team: &GroupState, arrived: Instant) -> Outlook {
+        let process_groups = &team.process_groups;
+        if self.pending.is_some() && process_groups.given_up() > self.given_up {
             // The call elsewhere was given up because this team's ranks and that one's wait for each other: so was this rank's
             // part here.
             return Outlook::Settled;
@@ -65,13 +65,13 @@ impl OtherTeams {
         }
         // The teams that wait for each other find out together.
         let settled = arrived.elapsed() > team.stall_check_after
-            && process_teams.all_blocked(team.stall_check_after)
-            && process_teams.reconcile_elsewhere(team);
+            && process_groups.all_blocked(team.stall_check_after)
+            && process_groups.reconcile_elsewhere(team);
         if settled { Outlook::Settled } else { self.unsettled() }
     }
 
     /// Words for the other ranks.
-    pub fn describe(&self, team: &TeamState, closed: bool) -> String {
+    pub fn describe(&self, team: &GroupState, closed: bool) -> String {
         let name = match team.settings.id {
             -1 => "the control team".to_owned(),
             id => format!("team {id}"),

@@ -10,10 +10,10 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::schedule::{Schedule, Verbosity};
+use super::weighted_sum::CarryWeights;
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::schedule::{Schedule, Verbosity};
-use crate::weighted_sum::CarryWeights;
 
 /// The memory of a scheduled call, owned by the binding that made the call and kept until the mean in it has been returned.
 /// May be dropped on any thread.

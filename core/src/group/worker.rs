@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::TeamState;
+use super::GroupState;
 use super::device::DeviceExecutor;
-use super::other_teams::OtherTeams;
+use super::other_groups::OtherGroups;
 use super::small_calls::{CachedCalls, SmallCall};
 use super::work::Work;
 use crate::buffer::View;
@@ -25,7 +25,7 @@ use crate::transport::wait_context::WaitCallbacks;
 
 /// One thread of a team and its channel.
 pub(super) struct Worker {
-    pub shared: Arc<TeamState>,
+    pub shared: Arc<GroupState>,
     pub index: usize,
     pub rank: usize,
     pub config: CallConfig,
@@ -281,7 +281,7 @@ impl ExecutorState {
     fn run_next(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
         if let Some(work) = self.handed_back.take() {
             queue.calls.push_front(work);
-            return self.worker.reconcile(queue, None, OtherTeams::new(&self.worker.shared));
+            return self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared));
         }
         // A note may tell of what was seen to before it was read.
         let attends = std::mem::take(&mut queue.joins_stalled);
@@ -294,7 +294,7 @@ impl ExecutorState {
                 let result = self.run_matched(&work);
                 Some((work, result))
             }
-            Ok(false) => self.worker.reconcile(queue, None, OtherTeams::new(&self.worker.shared)),
+            Ok(false) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
             Err(error) => {
                 queue.calls.pop_front();
                 Some((work, Err(error)))
@@ -308,11 +308,11 @@ impl ExecutorState {
         shared.stalled_seq()?;
         // Before the others can see this rank: what follows on other teams is noticed.
         shared.joins_stalled.store(true, Ordering::Release);
-        let other_teams = OtherTeams::new(&shared);
+        let other_groups = OtherGroups::new(&shared);
         let call = Call::absent(self.worker.config);
         let absent = call.map(|call| Arc::new(Work::absent(call, Arc::clone(&shared.recorder))));
         let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
-            Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), other_teams),
+            Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), other_groups),
             // The others had no call either; or the team has failed, or ends.
             Ok((true, _)) | Err(_) => None,
         };

@@ -47,7 +47,7 @@ impl WaitTime {
 }
 
 /// Prints the total of all teams, in the words of the Cray PE DL Plugin.
-pub(super) fn report_all(rank: usize, seconds: f64) {
+pub(super) fn print_total(rank: usize, seconds: f64) {
     print(&format!(
         "Rank {rank} waited a total of {seconds:.6} seconds for communication to complete summed across all thread teams"
     ));

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::work::Work;
 use super::worker::Worker;
-use super::{Team, TeamState};
+use super::{Group, GroupState};
 use crate::affinity::unbind;
 use crate::collective::Call;
 use crate::collective::device::{DevicePath, DeviceResult, StagingPipeline, TEARDOWN_TIMEOUT};
@@ -28,7 +28,7 @@ use crate::transport::cuda::{CallerStream, Event};
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
-impl Team {
+impl Group {
     /// Makes a call on device memory of `call`.
     pub(super) fn on_device(&self, call: Call, device: Device) -> Result<Call> {
         if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
@@ -41,18 +41,6 @@ impl Team {
         }
         let producer = guard(|| CallerStream::new(device))?;
         call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
-    }
-
-    /// Refuses a call on device memory whose mean the core would have to mix with another one: it does so in host memory only.
-    pub(super) fn check_schedule(&self, call: Call, owner: u64, return_weights: bool) -> Result<Call> {
-        if call.producer().is_some() && !return_weights && self.may_return_early(owner) {
-            return Err(Error::Invalid(format!(
-                "team {} is on a schedule with non-blocking calls, which GPU tensors have in dl_comm.torch's optimizer only; \
-                 use another team, or host tensors",
-                self.config.team
-            )));
-        }
-        Ok(call)
     }
 
     /// What is known of the way that calls on device memory take, after the first.
@@ -179,7 +167,7 @@ impl Drop for DeviceExecutor {
 }
 
 /// Looks after calls until they have come to their end on the GPU.
-fn poll_device_work(shared: &Arc<TeamState>, calls: &Receiver<DeviceWork>, rescue: &dyn Fn()) {
+fn poll_device_work(shared: &Arc<GroupState>, calls: &Receiver<DeviceWork>, rescue: &dyn Fn()) {
     while let Ok(watched) = calls.recv() {
         let mut nap = Duration::from_micros(20);
         let longest = if watched.waits() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };

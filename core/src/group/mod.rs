@@ -6,59 +6,47 @@
 //! ([`crate::collective::lineup`]). The thread that ends a call's last part completes it.
 //! A failure that leaves the ranks out of step (a deadline, a lost peer) ends the team: every call, waiting or new, gets
 //! that first error.
-//! Thread rule: a [`Team`] may be shared and used by any thread.
+//! Thread rule: a [`Group`] may be shared and used by any thread.
 
 mod callers;
 mod device;
 mod lifecycle;
-mod other_teams;
-mod process_teams;
+mod other_groups;
+mod process_groups;
 mod reconcile;
 mod record;
-mod result_assembly;
-mod schedule_state;
 mod small_calls;
-mod staging;
 mod stats;
-mod wait_time;
 mod work;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use process_teams::{BlockedCaller, ProcessTeams};
+pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use record::Totals;
-pub use schedule_state::ResultBuffer;
-pub use staging::{StagingBuffer, StagingPool};
 pub use work::{CallOptions, OnComplete, Timeout, wait_for_result};
 
 use crate::buffer::{Tensor, View};
 use crate::collective::device::DeviceSettings;
 use crate::collective::{AlgorithmSetting, Call, CallConfig, Op, PostedCall};
-use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::schedule::{Schedule, Verbosity};
 use crate::signals;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::ShmRegion;
 use callers::CallerThreads;
-use result_assembly::ResultAssembly;
-use schedule_state::{InFlightMean, ScheduleState};
-use wait_time::WaitTime;
-use work::{OnAllParts, Work};
+use work::Work;
 use worker::{Executor, ExecutorGuard, QueueItem};
 
 /// The settings of a team.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Settings {
+pub struct GroupConfig {
     /// Its number; -1 is the control team.
     pub id: i32,
     /// Whether floating point is added up in float64.
@@ -80,22 +68,21 @@ pub struct Settings {
 pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// A team of threads that carries out calls; see the module's text.
-pub struct Team {
-    shared: Arc<TeamState>,
+pub struct Group {
+    shared: Arc<GroupState>,
     topology: Arc<Topology>,
     config: CallConfig,
     executor: Arc<Executor>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    schedule: Arc<Mutex<ScheduleState>>,
-    /// Whether all calls block and get their own mean, which no schedule needs to know.
-    unscheduled: AtomicBool,
-    wait_time: Arc<WaitTime>,
-    pool: Arc<StagingPool>,
 }
 
+/// A submitted call: in the queue, or with the executor that its caller holds. Ends with [`Group::run`].
+#[must_use]
+pub(crate) struct Placed<'a>(Option<(ExecutorGuard<'a>, Arc<Work>)>);
+
 /// What the team's threads share.
-struct TeamState {
-    settings: Settings,
+struct GroupState {
+    settings: GroupConfig,
     region: Arc<ShmRegion>,
     /// Then threads wait for other hosts too, where the region does not look.
     several_hosts: bool,
@@ -106,7 +93,7 @@ struct TeamState {
     on_failure: OnFailure,
     recorder: Arc<record::Recorder>,
     callers: CallerThreads,
-    process_teams: Arc<ProcessTeams>,
+    process_groups: Arc<ProcessGroups>,
     /// What the thread that leads is given; none when the team is about to end.
     queue: Mutex<Option<Sender<QueueItem>>>,
     /// Calls have waited so long when they look whether the ranks wait for each other.
@@ -129,7 +116,7 @@ struct TeamState {
     calls_in_chunks: AtomicUsize,
 }
 
-impl TeamState {
+impl GroupState {
     /// The first failure that ended the team, here or on another rank of the host.
     fn failure(&self) -> Option<Error> {
         if let Some(error) = self.failure.get() {
@@ -182,10 +169,10 @@ impl TeamState {
             }
         } else if head.record.submitted.elapsed() > self.stall_check_after {
             self.region.stall(self.region.step());
-            self.process_teams.check_deadlock(self);
+            self.process_groups.check_deadlock(self);
         }
-        let other_teams = || if self.several_hosts { self.lost_rank() } else { None };
-        self.failure().or_else(other_teams).or_else(|| {
+        let other_groups = || if self.several_hosts { self.lost_rank() } else { None };
+        self.failure().or_else(other_groups).or_else(|| {
             let behind = self.recorder.overdue()?;
             Some(Error::Timeout(format!(
                 "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); it is behind {}, which waits for other ranks",
@@ -266,176 +253,115 @@ impl TeamState {
     }
 }
 
-impl Team {
-    /// How it carries its calls.
+impl Group {
+    /// The number of this rank.
+    pub fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    /// What its calls have in common.
     pub fn call_config(&self) -> CallConfig {
         self.config
     }
 
-    /// Enqueues `op` on `towers` and returns; the schedule does not count it. `request.done` is called exactly once: with the
-    /// outcome, or at once when the call is refused.
+    /// Enqueues `op` on `replicas` (lists of the same tensors) and returns. `done` is called once, at once if the call is
+    /// refused.
     ///
     /// # Safety
     /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
-    pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, request: CallOptions) {
-        let CallOptions {
-            done,
-            name,
-            instance_id: instance,
-            tensor_names: labels,
-            caller_blocks: blocks,
-            timeout,
-            device,
-            ..
-        } = request;
-        match self.new_call(op, towers, &name, &instance, labels, device) {
-            Ok(call) => self.run(self.new_work(call, blocks, timeout, Box::new(|result| done(result.map(|()| None))))),
+    pub unsafe fn submit(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &CallOptions, done: OnComplete) {
+        match self.new_call(op, replicas, options) {
+            Ok(call) => self.run(self.new_work(call, options, done)),
             Err(error) => done(Err(error)),
         }
     }
 
-    /// Averages `towers` on the team's schedule, and returns; see [`crate::schedule`] for what the caller gets.
-    /// `request.done` is called exactly once.
-    ///
-    /// # Safety
-    /// As for [`Team::submit`]; with a result buffer (`request.keeping`) the memory stays valid as long as the result buffer does, also
-    /// after `done` was called.
-    pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, request: CallOptions) {
-        let waiting_since = request.count_wait.then(Instant::now);
-        let CallOptions {
-            done,
-            name,
-            instance_id: instance,
-            tensor_names: labels,
-            results,
-            owner,
-            continues_step: part,
-            return_weights,
-            caller_blocks: blocks,
-            timeout,
-            device,
-            ..
-        } = request;
-        let call = self.new_call(Op::Allreduce, towers, &name, &instance, labels, device);
-        let mut call = match call.and_then(|call| self.check_schedule(call, owner, return_weights && results.is_some()))
-        {
-            Ok(call) => call,
-            Err(error) => return done(Err(error)),
-        };
-        let list = xxh3_64_with_seed(&owner.to_le_bytes(), call.list_hash);
-        let mut schedule = self.schedule();
-        let plan = schedule.plan_call(list, owner, part, results.as_deref());
-        call.schedule(plan.weights.left, plan.position.clone());
-        if timeline::is_on() && !part {
-            let now = Instant::now();
-            let args = [("team", self.config.team.into()), ("call", plan.index.into())];
-            timeline::span("step", "gradients", now, now, &args);
-        }
-        // A call that gets nothing and leaves nothing has its mean where it belongs: nobody else looks at it.
-        let alone = plan.before.is_none() && plan.weights.left == 0.0;
-        let own = InFlightMean::new(results, if alone { Vec::new() } else { call.outputs() });
-        let in_flight = Arc::clone(&own);
-        let placed = self.new_work(call, blocks, timeout, Box::new(move |result| in_flight.end(&result)));
-        schedule.carry(list, Arc::clone(&own), plan.weights.left);
-        drop(schedule);
-        self.run(placed);
-        let (schedule, wait_time) = (Arc::clone(&self.schedule), Arc::clone(&self.wait_time));
-        ResultAssembly { schedule, wait_time, list, plan, own, done, return_weights, waiting_since }.start();
-    }
-
-    /// Carries out an average on this thread, if that is a short call that nothing stands in the way of and others like it
-    /// came before; else `None`, and nothing has happened.
+    /// Runs an allreduce on this thread if it is small, calls like it came before, and nothing is queued. `None`: nothing
+    /// has happened. Otherwise the outcome, and how long the caller has waited if the statistics of small calls do not
+    /// count that.
     ///
     /// # Safety
     /// The memory of `views` is valid, and nobody else uses it meanwhile.
-    pub unsafe fn try_small_allreduce(&self, name: &str, views: &[View<'_>], timeout: Timeout) -> Option<Result<()>> {
-        if !self.unscheduled.load(Ordering::Relaxed) || timeline::is_on() || self.shared.failure.get().is_some() {
+    pub unsafe fn try_small_allreduce(
+        &self,
+        name: &str,
+        views: &[View<'_>],
+        timeout: Timeout,
+    ) -> Option<(Result<()>, Option<Duration>)> {
+        if timeline::is_on() || self.shared.failure.get().is_some() {
             return None;
         }
         self.shared.callers.note(true);
         let mut guard = self.executor.try_acquire()?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
         let (call, posted) = match guard.begin_small(Op::Allreduce, name, views, since)? {
-            Ok(None) => return Some(Ok(())),
+            Ok(None) => return Some((Ok(()), None)),
             Ok(Some(rest)) => rest,
-            Err(error) => return Some(Err(error)),
+            Err(error) => return Some((Err(error), None)),
         };
         let since = since.unwrap_or_else(Instant::now);
         let result = wait_for_result(
-            || self.shared.process_teams.interrupt(),
-            |ended| {
-                let work = self.call(*call, true, timeout, ended);
+            || self.shared.process_groups.interrupt(),
+            |done| {
+                let work = self.work(*call, true, timeout, done);
                 self.carry(guard, &work, Some(posted));
             },
         );
-        if self.times_callers() {
-            self.wait_time.add(since.elapsed().as_secs_f64());
-        }
-        Some(result)
+        Some((result, Some(since.elapsed())))
     }
 
-    /// Whether the time that callers wait is told: of training, not of broadcasts and metrics.
-    fn times_callers(&self) -> bool {
-        self.config.team >= 0
+    /// Seconds that callers have waited in small allreduces that ended at once.
+    pub fn small_call_wait(&self) -> f64 {
+        self.shared.recorder.small_call_wait()
     }
 
-    fn new_call(
-        &self,
-        op: Op,
-        towers: Vec<Vec<Tensor>>,
-        name: &str,
-        instance: &str,
-        labels: String,
-        device: Option<Device>,
-    ) -> Result<Call> {
+    /// Checks a call and lays it out; nothing is submitted yet.
+    pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &CallOptions) -> Result<Call> {
         if let Some(error) = self.shared.failure() {
             return Err(error);
         }
         if signals::checking() {
-            let words = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
-            return Err(Error::State(words.into()));
+            let text = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
+            return Err(Error::State(text.into()));
         }
-        let call = Call::new(op, towers, name, instance, labels, self.config)?;
+        let CallOptions { name, instance_id, tensor_names, device, .. } = options;
+        let call = Call::new(op, replicas, name, instance_id, tensor_names.clone(), self.config)?;
         match device {
             None => Ok(call),
-            Some(device) => self.on_device(call, device),
+            Some(device) => self.on_device(call, *device),
         }
     }
 
     /// Puts a call in its place among the team's calls: into the queue, or, where its caller waits and may carry it out,
-    /// into the executor, for [`Team::run`].
-    fn new_work(
-        &self,
-        call: Call,
-        blocks: bool,
-        timeout: Timeout,
-        ended: OnAllParts,
-    ) -> Option<(ExecutorGuard<'_>, Arc<Work>)> {
-        let work = self.call(call, blocks, timeout, ended);
-        if blocks && let Some(guard) = self.executor.try_acquire() {
-            return Some((guard, work));
+    /// into the executor, for [`Group::run`].
+    pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Placed<'_> {
+        let work = self.work(call, options.caller_blocks, options.timeout, done);
+        if options.caller_blocks
+            && let Some(guard) = self.executor.try_acquire()
+        {
+            return Placed(Some((guard, work)));
         }
         self.executor.enqueue();
         if let Some(QueueItem::Call(work)) = self.shared.send(QueueItem::Call(work)) {
             work.finish(Err(Error::State("the team has ended".into())));
         }
-        None
+        Placed(None)
     }
 
     /// A call that is submitted now.
-    fn call(&self, call: Call, blocks: bool, timeout: Timeout, ended: OnAllParts) -> Arc<Work> {
+    fn work(&self, call: Call, blocks: bool, timeout: Timeout, done: OnComplete) -> Arc<Work> {
         let timeout = match timeout {
             Timeout::GroupDefault => self.shared.timeout(),
             Timeout::Override(timeout) => timeout,
         };
         let thread = self.shared.callers.note(blocks);
         let record = self.shared.recorder.open(&call, timeout, thread);
-        Arc::new(Work::new(call, ended, timeout, record, Arc::clone(&self.shared.recorder)))
+        Arc::new(Work::new(call, done, timeout, record, Arc::clone(&self.shared.recorder)))
     }
 
     /// Carries out a call that is in its place, if that is not for the team's threads.
-    fn run(&self, placed: Option<(ExecutorGuard<'_>, Arc<Work>)>) {
-        if let Some((guard, work)) = placed {
+    pub(crate) fn run(&self, placed: Placed<'_>) {
+        if let Some((guard, work)) = placed.0 {
             self.carry(guard, &work, None);
         }
     }
@@ -445,55 +371,6 @@ impl Team {
             // Without a queue the team is about to end, and looks at the executor once more.
             let _none = self.shared.send(QueueItem::HandedBack);
         }
-    }
-
-    fn schedule(&self) -> MutexGuard<'_, ScheduleState> {
-        self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Starts `schedule` with the next call of [`Team::gradients`].
-    pub fn configure(&self, schedule: Schedule) {
-        let mut state = self.schedule();
-        state.configure(schedule);
-        let plain = schedule == Schedule::BLOCKING && state.undelivered_means() == 0;
-        self.unscheduled.store(plain, Ordering::Relaxed);
-    }
-
-    /// Whether coming calls of `owner` ([`Team::gradients`]) may return before their average has ended, if they bring a
-    /// result buffer, or another one's mean.
-    pub fn may_return_early(&self, owner: u64) -> bool {
-        self.schedule().may_return_early(owner)
-    }
-
-    /// Forgets the lists of `owner`, and the means that its last calls have left to calls that will not come.
-    pub fn release(&self, owner: u64) {
-        self.schedule().release(owner);
-    }
-
-    /// Forgets the means that the last calls of `owner` have left.
-    pub fn discard_carried(&self, owner: u64) {
-        self.schedule().discard_carried(owner);
-    }
-
-    /// Memory for bindings whose callers keep theirs.
-    pub fn pool(&self) -> &Arc<StagingPool> {
-        &self.pool
-    }
-
-    /// Counts `seconds` that a caller has waited, for calls that are not timed.
-    pub fn add_waited(&self, seconds: f64) {
-        self.wait_time.add(seconds);
-    }
-
-    /// Who prints, and for how long callers have waited.
-    pub fn waited(&self) -> (Verbosity, f64) {
-        let shortly = if self.times_callers() { self.shared.recorder.small_call_wait() } else { 0.0 };
-        (self.schedule().verbosity(), self.wait_time.total() + shortly)
-    }
-
-    /// The number of means that were left to calls that have not come.
-    pub fn undelivered_means(&self) -> usize {
-        self.schedule().undelivered_means()
     }
 
     /// Sets the deadline of coming calls; `None` for none. The ranks need not agree on it.
@@ -512,16 +389,8 @@ impl Team {
     }
 }
 
-impl Drop for Team {
+impl Drop for Group {
     fn drop(&mut self) {
         self.stop();
-    }
-}
-
-/// Prints how long this rank has waited on all `teams`, if one of them wants it.
-pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize) {
-    let waited: Vec<(Verbosity, f64)> = teams.map(|team| team.waited()).collect();
-    if waited.iter().any(|(verbosity, _)| verbosity.prints_on(rank)) {
-        wait_time::report_all(rank, waited.iter().map(|(_, seconds)| seconds).sum());
     }
 }

@@ -6,16 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::record::{self, Record};
-use super::schedule_state::ResultBuffer;
 use crate::collective::Call;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::signals;
 
-/// What to do when a call has ended: with the result buffer that holds the result, or `None` when that is where the call's own
-/// tensors are written. Runs on a thread of the team, or on the submitting thread when the call is refused or need not wait;
-/// it must not block, and may submit further calls.
-pub type OnComplete = Box<dyn FnOnce(Result<Option<Arc<dyn ResultBuffer>>>) + Send>;
+/// Called once with the outcome of a call: on the thread that completes the call, or on the submitting thread when the call
+/// is refused. It must not block, and may submit further calls.
+pub type OnComplete = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// How often a caller that waits looks for signals.
 const SIGNAL_POLL: Duration = Duration::from_millis(100);
@@ -46,20 +44,21 @@ pub fn wait_for_result<T: Send + 'static>(
     }
 }
 
-/// What goes with a call beside its tensors.
+/// The options of a call.
+#[derive(Debug, Clone, Default)]
 pub struct CallOptions {
-    pub(super) done: OnComplete,
-    pub(super) name: String,
-    pub(super) instance_id: String,
-    pub(super) tensor_names: String,
-    pub(super) results: Option<Arc<dyn ResultBuffer>>,
-    pub(super) owner: u64,
-    pub(super) continues_step: bool,
-    pub(super) return_weights: bool,
-    pub(super) count_wait: bool,
-    pub(super) caller_blocks: bool,
-    pub(super) timeout: Timeout,
-    pub(super) device: Option<Device>,
+    /// Part of the signature: all ranks must give the same name.
+    pub name: String,
+    /// Tells apart calls of one name that are in flight at once. Part of the signature.
+    pub instance_id: String,
+    /// The names of the tensors, for messages: a line each, or empty.
+    pub tensor_names: String,
+    /// The calling thread makes no other call before this one has ended. A call without a counterpart then fails sooner.
+    pub caller_blocks: bool,
+    /// The deadline.
+    pub timeout: Timeout,
+    /// The tensors are in the memory of this device; `None`: in host memory.
+    pub device: Option<Device>,
 }
 
 /// The deadline of a call.
@@ -83,87 +82,6 @@ impl Timeout {
     }
 }
 
-impl CallOptions {
-    /// A request without a name.
-    pub fn new(done: OnComplete) -> CallOptions {
-        CallOptions {
-            done,
-            name: String::new(),
-            instance_id: String::new(),
-            tensor_names: String::new(),
-            results: None,
-            owner: 0,
-            continues_step: false,
-            return_weights: false,
-            count_wait: true,
-            caller_blocks: false,
-            timeout: Timeout::GroupDefault,
-            device: None,
-        }
-    }
-
-    /// Says that the calling thread makes no other call before this one has ended: a call that no other rank has a
-    /// counterpart for is then given up sooner.
-    pub fn with_caller_blocks(self, blocks: bool) -> CallOptions {
-        CallOptions { caller_blocks: blocks, ..self }
-    }
-
-    /// Gives the call a deadline of its own.
-    pub fn with_timeout(self, timeout: Timeout) -> CallOptions {
-        CallOptions { timeout, ..self }
-    }
-
-    /// Says that the tensors are in device memory, made and used on a stream of it.
-    pub fn with_device(self, device: Option<Device>) -> CallOptions {
-        CallOptions { device, ..self }
-    }
-
-    /// Adds the name, which all ranks must agree on, and the tensors' names (a line each, may be empty) for messages.
-    pub fn with_name(self, name: &str, labels: &str) -> CallOptions {
-        CallOptions { name: name.to_owned(), tensor_names: labels.to_owned(), ..self }
-    }
-
-    /// Adds what tells apart calls of one name that are under way at once; the ranks must agree on it too.
-    pub fn instance(self, instance: &str) -> CallOptions {
-        CallOptions { instance_id: instance.to_owned(), ..self }
-    }
-
-    /// Adds the owner of the memory, so that the call may return before its average has ended.
-    pub fn with_results(self, results: Arc<dyn ResultBuffer>) -> CallOptions {
-        CallOptions { results: Some(results), ..self }
-    }
-
-    /// Tells apart equal lists of tensors of one name, of two optimizers say, on a schedule. The ranks need not agree on it:
-    /// it is a matter of who gets the mean.
-    pub fn with_owner(self, owner: u64) -> CallOptions {
-        CallOptions { owner, ..self }
-    }
-
-    /// Makes the call a further part of the one before, which the schedule does not count.
-    pub fn part(self, part: bool) -> CallOptions {
-        CallOptions { continues_step: part, ..self }
-    }
-
-    /// Leaves the call's own mean and the one before apart, for a caller that may yet throw its own away; see
-    /// [`ResultBuffer::settle`]. Only with a result buffer.
-    pub fn return_weights(self, return_weights: bool) -> CallOptions {
-        CallOptions { return_weights, ..self }
-    }
-
-    /// Whether the time until the call is done is time that the caller waits; true by default.
-    pub fn timed(self, timed: bool) -> CallOptions {
-        CallOptions { count_wait: timed, ..self }
-    }
-
-    /// Refuses the call before it reaches a team.
-    pub fn fail(self, error: Error) {
-        (self.done)(Err(error));
-    }
-}
-
-/// What to do when all parts of a call have ended.
-pub(super) type OnAllParts = Box<dyn FnOnce(Result<()>) + Send>;
-
 /// A call that a team carries out.
 pub(super) struct Work {
     pub call: Call,
@@ -175,13 +93,13 @@ pub(super) struct Work {
     unmatched_since: Mutex<Option<Instant>>,
     recorder: Arc<record::Recorder>,
     parts: AtomicUsize,
-    outcome: Mutex<(Option<OnAllParts>, Result<()>)>,
+    outcome: Mutex<(Option<OnComplete>, Result<()>)>,
 }
 
 impl Work {
     pub fn new(
         call: Call,
-        ended: OnAllParts,
+        ended: OnComplete,
         timeout: Option<Duration>,
         record: Arc<Record>,
         recorder: Arc<record::Recorder>,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::other_teams::OtherTeams;
+use super::other_groups::OtherGroups;
 use super::work::Work;
 use super::worker::{Queue, Worker};
 use crate::collective::MismatchEntry;
@@ -26,13 +26,13 @@ impl Worker {
         &mut self,
         queue: &mut Queue<'_>,
         absent: Option<&Arc<Work>>,
-        other_teams: OtherTeams,
+        other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         self.shared.is_reconciling.store(true, Ordering::Release);
-        let ended = self.run_rounds(queue, absent, other_teams);
+        let ended = self.run_rounds(queue, absent, other_groups);
         self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
-            self.shared.process_teams.settle(&self.shared);
+            self.shared.process_groups.settle(&self.shared);
         }
         ended
     }
@@ -41,15 +41,15 @@ impl Worker {
         &mut self,
         queue: &mut Queue<'_>,
         absent: Option<&Arc<Work>>,
-        mut other_teams: OtherTeams,
+        mut other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         let mut nap = Duration::from_millis(1);
         loop {
             queue.drain();
             if queue.calls.is_empty() {
-                other_teams.poll(&self.shared);
+                other_groups.poll(&self.shared);
             }
-            let list = self.list(queue, &other_teams);
+            let list = self.list(queue, &other_groups);
             let head = Arc::clone(queue.calls.front().or(absent)?);
             let own = self.rank;
             let decision = self.run_checked(&head, |channel, _, wait_ctx| {
@@ -71,7 +71,7 @@ impl Worker {
                     return None;
                 }
                 Ok(Reconciliation::Fail(places)) => {
-                    return self.fail_call(queue, &head, places[self.rank], &other_teams);
+                    return self.fail_call(queue, &head, places[self.rank], &other_groups);
                 }
                 Ok(Reconciliation::Wait(_)) => {
                     nap = if queue.wait_for_more(nap) { Duration::from_millis(1) } else { (2 * nap).min(MAX_BACKOFF) };
@@ -82,7 +82,7 @@ impl Worker {
     }
 
     /// What this rank tells of its calls.
-    fn list(&self, queue: &Queue<'_>, other_teams: &OtherTeams) -> PendingCalls {
+    fn list(&self, queue: &Queue<'_>, other_groups: &OtherGroups) -> PendingCalls {
         let shared = &self.shared;
         // Before the deadline, so that what differs is told rather than that time is up.
         let within = |work: &Work| {
@@ -100,7 +100,7 @@ impl Worker {
         let quiet = queue.calls.front().is_some_and(|head| {
             let unchanged = queue.arrived.max(head.alone_since()).elapsed();
             let all_wait = || {
-                let mut waiting = shared.process_teams.waiting(shared.stall_check_after);
+                let mut waiting = shared.process_groups.waiting(shared.stall_check_after);
                 waiting.extend(queue.calls.iter().filter_map(|work| work.record.thread));
                 shared.callers.all_blocked(&waiting)
             };
@@ -108,9 +108,9 @@ impl Worker {
         });
         let outlook = match queue.calls.front() {
             _ if queue.closed => Outlook::Closed,
-            None => other_teams.outlook(shared, queue.arrived),
-            Some(_) if quiet && shared.process_teams.all_blocked(shared.stall_check_after) => Outlook::Settled,
-            Some(_) => other_teams.unsettled(),
+            None => other_groups.outlook(shared, queue.arrived),
+            Some(_) if quiet && shared.process_groups.all_blocked(shared.stall_check_after) => Outlook::Settled,
+            Some(_) => other_groups.unsettled(),
         };
         PendingCalls { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
     }
@@ -121,15 +121,15 @@ impl Worker {
         queue: &mut Queue<'_>,
         head: &Arc<Work>,
         place: Option<usize>,
-        other_teams: &OtherTeams,
+        other_groups: &OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         let given_up = place.and_then(|place| queue.calls.remove(place));
         let account = match &given_up {
             Some(work) => {
-                self.shared.process_teams.give_up();
+                self.shared.process_groups.give_up();
                 MismatchEntry::Call(&work.call)
             }
-            None if head.is_absent() => MismatchEntry::None(other_teams.describe(&self.shared, queue.closed)),
+            None if head.is_absent() => MismatchEntry::None(other_groups.describe(&self.shared, queue.closed)),
             None => MismatchEntry::None(format!("nothing that matches; it waits for {}", head.call.full_name())),
         };
         let told = self.run_checked::<()>(head, |channel, _, wait_ctx| Err(channel.explain(&account, wait_ctx)));

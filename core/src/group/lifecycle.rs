@@ -7,10 +7,8 @@ use std::thread::{Builder, JoinHandle};
 
 use super::callers::CallerThreads;
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
-use super::schedule_state::ScheduleState;
-use super::wait_time::WaitTime;
 use super::worker::{Executor, Worker};
-use super::{OnFailure, ProcessTeams, Settings, Team, TeamState};
+use super::{Group, GroupConfig, GroupState, OnFailure, ProcessGroups};
 use crate::affinity::{bind, request_short_slice};
 use crate::collective::{CallConfig, Channel, InterHost};
 use crate::error::{Error, Result};
@@ -33,19 +31,19 @@ fn short(layout: RegionLayout) -> usize {
     (READ / layout.ranks.saturating_sub(1).max(1) / layout.channels).min(layout.slot)
 }
 
-impl Team {
+impl Group {
     /// Starts a team with one thread for each channel of `endpoint`, thread i on processor `cpus[i]` if these are given.
-    /// `process_teams` are the teams of the rank, to which this one is added.
+    /// `process_groups` are the teams of the rank, to which this one is added.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses a thread.
     pub fn start(
         endpoint: GroupResources,
-        settings: Settings,
+        settings: GroupConfig,
         cpus: Option<&[usize]>,
         alarm: OnFailure,
-        process_teams: &Arc<ProcessTeams>,
-    ) -> Result<Team> {
+        process_groups: &Arc<ProcessGroups>,
+    ) -> Result<Group> {
         let GroupResources { topology, names, region, links, network, oversubscribed: crowded } = endpoint;
         let config = CallConfig {
             team: settings.id,
@@ -58,7 +56,7 @@ impl Team {
         };
         let rank = topology.rank();
         let (sender, notes) = channel();
-        let shared = Arc::new(TeamState {
+        let shared = Arc::new(GroupState {
             settings,
             region: Arc::clone(&region),
             several_hosts: topology.hosts() > 1,
@@ -68,7 +66,7 @@ impl Team {
             on_failure: alarm,
             recorder: Arc::default(),
             callers: CallerThreads::default(),
-            process_teams: Arc::clone(process_teams),
+            process_groups: Arc::clone(process_groups),
             queue: Mutex::new(Some(sender)),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             is_reconciling: AtomicBool::new(false),
@@ -109,18 +107,8 @@ impl Team {
         let executor = Arc::new(Executor::new(worker, helpers));
         let served = Arc::clone(&executor);
         threads.push(spawn(&settings, 0, cpus, move || served.run_loop(&notes))?);
-        process_teams.add(&shared);
-        Ok(Team {
-            shared,
-            topology,
-            config,
-            executor,
-            threads: Mutex::new(threads),
-            schedule: Arc::new(Mutex::new(ScheduleState::new(rank))),
-            unscheduled: AtomicBool::new(true),
-            wait_time: Arc::new(WaitTime::new(settings.id, rank)),
-            pool: Arc::default(),
-        })
+        process_groups.add(&shared);
+        Ok(Group { shared, topology, config, executor, threads: Mutex::new(threads) })
     }
 
     /// Completes what is enqueued and ends the threads. Further calls are refused.
@@ -135,15 +123,15 @@ impl Team {
         self.shared.region.set_departed();
     }
 
-    /// Lets go of what leads to other hosts, and of GPUs, after [`Team::stop`].
-    pub fn let_go(&self) {
+    /// Lets go of what leads to other hosts, and of GPUs, after [`Group::stop`].
+    pub fn release_resources(&self) {
         self.executor.release_resources(self.shared.known_failure().is_some());
     }
 }
 
 /// Starts a thread whose name fits the 15 characters that Linux keeps.
 fn spawn(
-    settings: &Settings,
+    settings: &GroupConfig,
     index: usize,
     cpus: Option<&[usize]>,
     body: impl FnOnce() + Send + 'static,

@@ -1,4 +1,4 @@
-//! The weighted sum of a call's own mean and the one carried over from the call before; see [`crate::schedule`]. Pure
+//! The weighted sum of a call's own mean and the one carried over from the call before; see [`crate::plugin`]. Pure
 //! arithmetic on raw memory.
 //!
 //! Floating point is computed in float64 and rounded to the element type once. Integers cannot be split: a share of a
