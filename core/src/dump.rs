@@ -19,7 +19,7 @@ use crate::folder::{Folder, Found};
 use crate::group::Group;
 use crate::log::log_line;
 use crate::stacks;
-use crate::transport::mpi::RankInfo;
+use crate::transport::bootstrap::RankInfo;
 
 /// How long dumps stay that nobody has removed.
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);

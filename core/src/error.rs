@@ -29,9 +29,9 @@ pub enum Error {
     /// The operating system refused something.
     #[error("{0}")]
     System(String),
-    /// MPI refused something.
+    /// The library that starts ranks and carries messages between hosts refused something.
     #[error("{0}")]
-    Mpi(String),
+    Network(String),
     /// A defect of dl_comm itself.
     #[error("defect in dl_comm: {0}")]
     Internal(String),
@@ -51,7 +51,7 @@ impl Error {
             Error::Timeout(_) => -5,
             Error::PeerLost(_) => -6,
             Error::System(_) => -7,
-            Error::Mpi(_) => -8,
+            Error::Network(_) => -8,
             Error::Internal(_) => -9,
         }
     }
@@ -66,7 +66,7 @@ impl Error {
             -5 => Error::Timeout(text),
             -6 => Error::PeerLost(text),
             -7 => Error::System(text),
-            -8 => Error::Mpi(text),
+            -8 => Error::Network(text),
             _ => Error::Internal(text),
         }
     }
@@ -81,7 +81,7 @@ impl Error {
             | Error::Timeout(text)
             | Error::PeerLost(text)
             | Error::System(text)
-            | Error::Mpi(text)
+            | Error::Network(text)
             | Error::Internal(text) => text,
         }
     }

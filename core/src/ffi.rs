@@ -11,7 +11,7 @@ use crate::error::{Error, Result, guard};
 use crate::group::{BlockedCaller, CallOptions, Timeout};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
 use crate::runtime;
-use crate::transport::cuda;
+use crate::transport::gpu;
 
 #[cxx::bridge(namespace = "dl_comm")]
 #[allow(missing_docs, clippy::missing_safety_doc)]
@@ -334,7 +334,7 @@ fn device(ordinal: i32, stream: usize, waits: bool) -> Option<Device> {
 }
 
 fn order(device: i32, stream: usize, later: usize) -> Result<()> {
-    guard(|| cuda::order_streams(device, stream, later))
+    guard(|| gpu::order_streams(device, stream, later))
 }
 
 fn core_id() -> usize {

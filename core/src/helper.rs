@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use crate::error::Error;
 use crate::fork;
 use crate::topology::Topology;
-use crate::transport::mpi::{connection, identity, launched};
+use crate::transport::bootstrap::{identity, launched, leave_launcher};
 
 /// The variable.
 pub const MARK: &str = "DL_COMM_HELPER_OF";
@@ -45,7 +45,7 @@ fn alone() -> bool {
 }
 
 /// Notes that this process is a rank, here and, where a launcher has started it, for the processes that it will start. These
-/// do not get the launcher's connection: an MPI of theirs would speak in this rank's name.
+/// do not get the launcher's connection: with it they could act in this rank's name.
 pub fn mark(topology: &Topology) {
     let (rank, size, hosts) = (topology.rank(), topology.size(), topology.hosts());
     let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
@@ -55,14 +55,6 @@ pub fn mark(topology: &Topology) {
         leave_launcher();
         // SAFETY: as in `leave_launcher`.
         unsafe { std::env::set_var(MARK, info.encode(identity(lookup))) };
-    }
-}
-
-/// Takes the launcher's connection out of the environment.
-pub fn leave_launcher() {
-    for name in connection() {
-        // SAFETY: nobody reads the environment in another thread: MPI's start, just before or after, changes it as well.
-        unsafe { std::env::remove_var(name) };
     }
 }
 
@@ -87,7 +79,7 @@ pub fn refusal() -> Option<Error> {
     }
     let RankPosition { rank, pid, .. } = marked().filter(|_| MINE.get().is_none())?;
     Some(Error::State(format!(
-        "this process is a helper of rank {rank} (pid {pid}), which has started it knows rank and size and cannot \
+        "this process is a helper of rank {rank} (pid {pid}), which has started it: it knows rank and size and cannot \
          communicate; do that in the rank itself, or start it with a launcher, or with DL_COMM_ALONE=1, for a job of its own"
     )))
 }

@@ -17,6 +17,7 @@ compile_error!("dl_comm needs Linux: futexes, pidfds and /dev/shm");
 pub mod affinity;
 pub mod buffer;
 pub mod capi;
+mod clock;
 pub mod collective;
 pub mod config;
 pub mod device;

@@ -1,7 +1,7 @@
-//! What this process can tell of itself, as JSON: versions, the files of the libraries, the settings; once MPI is up also
+//! What this process can tell of itself, as JSON: versions, the files of the libraries, the settings; once ranks are known also
 //! the ranks and the teams. For `python -m dl_comm.doctor`, bug reports, and C programs that want to log it.
 //!
-//! Thread rule: any thread, any time; waits while another thread brings MPI up.
+//! Thread rule: any thread, any time; waits while another thread starts the job.
 
 use std::fs;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::plugin::Cooldown;
 use crate::runtime::{self, ProcessInfo};
 use crate::transport::NetworkModel;
-use crate::transport::mpi::{MpiInfo, RankInfo, mpi_info};
+use crate::transport::bootstrap::{LibraryInfo, NAME, RankInfo, library_info};
 use crate::variables;
 
 /// The JSON object that `dl_comm.h` describes.
@@ -26,13 +26,13 @@ use crate::variables;
 pub fn process_info() -> Result<String> {
     let overview = runtime::overview()?;
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let mpi = mpi_info();
+    let bootstrap = library_info();
     // Before init the settings are those that it would read now.
     let settings = overview.config.clone().map_or_else(Config::from_env, Ok);
     let mut all = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "library": file_at(&maps, process_info as *const () as usize),
-        "mpi": library(&mpi, file_at(&maps, mpi.symbol_address)),
+        NAME: library(&bootstrap, file_at(&maps, bootstrap.symbol_address)),
         "state": overview.state,
     });
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
@@ -58,7 +58,7 @@ pub fn process_info() -> Result<String> {
     Ok(all.to_string())
 }
 
-fn library(about: &MpiInfo, path: Option<&str>) -> Value {
+fn library(about: &LibraryInfo, path: Option<&str>) -> Value {
     json!({
         "library_version": about.library_version.trim(),
         "standard": about.standard,
@@ -175,11 +175,11 @@ mod tests {
         let told: Value = serde_json::from_str(&process_info().unwrap()).unwrap();
         assert_eq!(told["state"], "fresh");
         assert_eq!(told["version"], env!("CARGO_PKG_VERSION"));
-        let standard = told["mpi"]["standard"].as_str().unwrap();
+        let standard = told[NAME]["standard"].as_str().unwrap();
         assert!(standard.split_once('.').unwrap().0.parse::<u32>().unwrap() >= 3, "{standard}");
-        assert!(!told["mpi"]["library_version"].as_str().unwrap().is_empty());
-        assert!(told["mpi"]["library"].as_str().unwrap().contains("libmpi"), "{told}");
-        assert_eq!(told["mpi"]["thread_level"], Value::Null);
+        assert!(!told[NAME]["library_version"].as_str().unwrap().is_empty());
+        assert!(told[NAME]["library"].as_str().unwrap().contains("libmpi"), "{told}");
+        assert_eq!(told[NAME]["thread_level"], Value::Null);
         assert!(told["library"].as_str().unwrap().starts_with('/'), "{told}");
         assert!(told.get("ranks").is_none());
     }

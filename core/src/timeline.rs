@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::clock::monotonic;
 use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::log::log_line;
-use crate::timings::monotonic;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static WRITER: Mutex<Option<Writer>> = Mutex::new(None);

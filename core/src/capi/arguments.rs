@@ -10,7 +10,7 @@ use crate::buffer::{Buffer, Tensor, View};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::transport::cuda;
+use crate::transport::gpu;
 
 /// `dl_comm_buffer_t` of `dl_comm.h`, which has the contract.
 #[repr(C)]
@@ -62,9 +62,9 @@ pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
 /// [`Error::Invalid`] when they are in several.
 pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
     let mut tensors = towers.iter().flatten().filter(|tensor| !tensor.buffer.is_empty());
-    let owner = |tensor: &Tensor| cuda::device_of_pointer(tensor.buffer.dst().addr());
+    let owner = |tensor: &Tensor| gpu::device_of_pointer(tensor.buffer.dst().addr());
     // Who has memory of a GPU has loaded the driver.
-    let Some(first) = tensors.next().filter(|_| cuda::is_loaded()).map(owner) else { return Ok(None) };
+    let Some(first) = tensors.next().filter(|_| gpu::is_loaded()).map(owner) else { return Ok(None) };
     if tensors.any(|tensor| owner(tensor) != first) {
         return Err(Error::Invalid("the tensors are in the memory of different devices; average them apart".into()));
     }

@@ -7,7 +7,7 @@ use super::{catch, dl_comm_average_towers, status};
 use crate::error::guard;
 use crate::group::Timeout;
 use crate::runtime;
-use crate::transport::cuda;
+use crate::transport::gpu;
 
 /// `dl_comm_average_on` of `dl_comm.h`.
 ///
@@ -62,11 +62,11 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
 /// `dl_comm_gpu_count` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_gpu_count() -> c_int {
-    catch(|| number(cuda::count()?))
+    catch(|| number(gpu::count()?))
 }
 
 /// `dl_comm_device_of_pointer` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_device_of_pointer(memory: *const c_void) -> c_int {
-    guard(|| Ok(cuda::device_of_pointer(memory.addr()))).ok().flatten().unwrap_or(-1)
+    guard(|| Ok(gpu::device_of_pointer(memory.addr()))).ok().flatten().unwrap_or(-1)
 }

@@ -43,7 +43,7 @@ fn status(body: impl FnOnce() -> Result<()>) -> c_int {
 /// `dl_comm_init_mpi` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_init_mpi() -> c_int {
-    status(runtime::init_mpi)
+    status(runtime::start)
 }
 
 /// `dl_comm_init` of `dl_comm.h`.

@@ -9,7 +9,7 @@ use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::reduce::Reduction;
-use crate::transport::cuda::CallerStream;
+use crate::transport::gpu::CallerStream;
 use crate::wire_layout::{ALIGN, DtypeRun, WireLayout};
 
 /// What a call does.

@@ -22,7 +22,7 @@ use crate::collective::device::{DevicePath, DeviceResult, StagingPipeline, TEARD
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
 use crate::log::log_line;
-use crate::transport::cuda::{CallerStream, Event};
+use crate::transport::gpu::{CallerStream, Event};
 
 /// The longest sleep of the watch between two looks; while a caller waits, and else.
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);

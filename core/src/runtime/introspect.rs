@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::NetworkModel;
-use crate::transport::mpi::RankInfo;
+use crate::transport::bootstrap::RankInfo;
 
 /// Writes this rank's last calls into `folder`, or where `DL_COMM_DUMP_DIR` says; returns the file.
 ///
@@ -58,7 +58,7 @@ pub fn stats() -> Result<serde_json::Value> {
 /// What there is to tell of this process ([`crate::describe`]).
 #[derive(Debug, Clone)]
 pub struct ProcessInfo {
-    /// `fresh`, `started` (MPI is up) or `finalized`.
+    /// `fresh`, `started` or `finalized`.
     pub state: &'static str,
     /// The settings, while started.
     pub config: Option<Config>,

@@ -1,4 +1,4 @@
-//! The process-wide state behind the bindings: MPI, the teams, and the rules of init, finalize and fork.
+//! The process-wide state behind the bindings: the job, the teams, and the rules of init, finalize and fork.
 //!
 //! Thread rule: everything in here may be called from any thread. Collective functions that make teams run one at a time.
 
@@ -38,7 +38,7 @@ use crate::plugin::{Team, report_waited};
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::NetworkModel;
-use crate::transport::mpi::{self, RankInfo, World};
+use crate::transport::bootstrap::{self, RankInfo, World};
 use crate::variables;
 
 /// What there is while dl_comm is up.
@@ -100,11 +100,11 @@ fn write<T>(change: impl FnOnce(&mut RuntimeState) -> Result<T>) -> Result<T> {
     change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Brings MPI up, or adopts it. Nothing happens when that was done, and in a helper of a rank. Collective.
+/// Makes this process a rank. Does nothing when it is one, and in a helper of a rank. Collective.
 ///
 /// # Errors
 /// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
-pub fn init_mpi() -> Result<()> {
+pub fn start() -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
     }
@@ -164,7 +164,7 @@ pub fn init_mpi() -> Result<()> {
 /// # Errors
 /// Those of [`init_mpi`] and of the making of a team.
 pub fn init() -> Result<()> {
-    init_mpi()?;
+    start()?;
     if is_initialized() || helper::refusal().is_some() {
         return Ok(());
     }
@@ -210,10 +210,10 @@ pub fn topology() -> Result<Arc<Topology>> {
     })
 }
 
-/// Ends the teams and, where dl_comm started it, MPI. Nothing happens when nothing was started or all is ended. Collective.
+/// Ends the teams, and what [`start`] has started. Does nothing when nothing was started or all has ended. Collective.
 ///
 /// It waits for the other ranks, up to the deadline, also after a failure: they may have work to do yet, which the launcher
-/// would end with them. Where they do not come, one line says so, MPI is left as it is, and the status of the process will
+/// would end with them. If they do not come, one line says so, the job is not ended in order, and the exit status will
 /// not be 0.
 ///
 /// # Errors
@@ -223,7 +223,7 @@ pub fn finalize() -> Result<()> {
 }
 
 /// Ends the use of dl_comm after a failure elsewhere in the program: the other ranks hear of it, with the first line of
-/// `why`, and MPI is left as it is, so that the launcher ends the job. Not collective.
+/// `why`, and the job is not ended in order, so that the launcher ends it. Not collective.
 ///
 /// # Errors
 /// [`Error::State`] in a forked child.
@@ -258,7 +258,7 @@ fn end(reason: Option<Error>) -> Result<()> {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
         let RuntimeState::Started(runtime) = &*state else {
             // There is one without a session where its start has failed.
-            mpi::end();
+            bootstrap::end();
             return Ok(());
         };
         let next = RuntimeState::Finalized(Arc::clone(&runtime.topology));
@@ -286,11 +286,11 @@ fn end(reason: Option<Error>) -> Result<()> {
         log_line(&format!("{error}; this process ends with a status other than 0"));
         exit::fail();
     }
-    // The teams' communicators go before MPI, the teams themselves when no thread remembers them any more.
+    // Links between hosts close before the job ends; a team is freed when the last thread forgets it.
     calls::forget_teams();
     teams.values().for_each(|team| team.group().release_resources());
     drop(teams);
     drop(world);
-    mpi::end();
+    bootstrap::end();
     Ok(())
 }

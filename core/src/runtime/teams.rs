@@ -10,7 +10,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::group::{Group, GroupConfig};
 use crate::plugin::{Arguments, Cooldown, Schedule, Team};
-use crate::transport::mpi::TeamShape;
+use crate::transport::bootstrap::TeamShape;
 use crate::wire_layout::ALIGN;
 
 /// The team of broadcasts, barriers and averages outside of training.

@@ -1,6 +1,6 @@
 //! How the hosts of a job find and reach each other for the alert ([`super::alert`]): the first rank of each listens, and
 //! connects with those of the hosts 1, 2, 4, ... before and after its own. Who connects, and who answers, must know the
-//! job's key, a random number that the ranks told each other through MPI ([`super::handshake`]).
+//! job's key, a random number that the ranks exchanged at start-up ([`super::hello`]).
 //! Thread rule: used by the thread that brings the job up.
 
 use std::collections::HashSet;

@@ -1,18 +1,18 @@
 //! What carries bytes: memory shared by the ranks of a host ([`region`], made by [`shm`] or [`threads`]), messages between
-//! hosts ([`HostLink`], by [`mpi`] or [`threads`]), and GPUs ([`cuda`]). Collectives name neither of the first two.
+//! hosts ([`HostLink`], by [`bootstrap`] or [`in_process`]), and GPUs ([`gpu`]). Collectives do not know who carries host bytes.
 //!
 //! Every wait here spins briefly, then sleeps, and asks its [`Patience`] now and then whether to go on.
 
 pub mod arena;
 pub mod close_on_fork;
-pub mod cuda;
+mod cuda;
 pub mod detector_links;
 pub mod failure_detector;
 pub mod flag;
 pub mod hello;
 pub mod in_process;
 pub mod memory;
-pub mod mpi;
+mod mpi;
 pub mod network_model;
 pub mod process;
 mod range_allocator;
@@ -27,6 +27,16 @@ pub mod wait_context;
 pub use network_model::NetworkModel;
 pub use shm_region::{Phase, ShmChannel, ShmRegion};
 pub use wait_context::WaitContext;
+
+/// How the processes of a job become ranks, and the messages between their hosts.
+pub mod bootstrap {
+    pub use super::mpi::*;
+}
+
+/// The driver, streams, memory and kernels of GPUs.
+pub mod gpu {
+    pub use super::cuda::*;
+}
 
 use std::ops::Range;
 use std::sync::Arc;

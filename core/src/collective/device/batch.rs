@@ -11,7 +11,7 @@ use crate::buffer::Tensor;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-use crate::transport::cuda::{Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, PinnedHostBuffer, Stream};
 use crate::wire_layout::TensorRange;
 
 /// Elements of one type that one kernel takes.

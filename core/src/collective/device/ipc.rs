@@ -22,7 +22,7 @@ use super::{DeviceResult, end, root, wait_inputs};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::transport::WaitContext;
-use crate::transport::cuda::{Address, Event, ExportUpdates, KernelArgs, ReportedExports, Stream};
+use crate::transport::gpu::{Address, Event, ExportUpdates, KernelArgs, ReportedExports, Stream};
 use crate::wire_layout::{TensorRange, slice};
 
 /// The longest call, in bytes, that takes one shot.

@@ -11,7 +11,7 @@ use super::path::SyncMode;
 use super::{TEARDOWN_TIMEOUT, poll_until};
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
-use crate::transport::cuda::{
+use crate::transport::gpu::{
     Address, Context, DeviceBuffer, ExportedAllocation, HostRegistration, PinnedHostBuffer, Stream,
 };
 

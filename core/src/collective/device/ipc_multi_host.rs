@@ -25,7 +25,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::cuda::{Address, Context, Event, KernelArgs, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{Address, Context, Event, KernelArgs, PinnedHostBuffer, Stream};
 use crate::wire_layout::{max_acc_bytes, slice};
 
 /// Chunks that are added up before their turn on the network, at most.

@@ -18,7 +18,7 @@ use super::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::cuda::{Address, Context, DeviceBuffer, PeerImports, Stream};
+use crate::transport::gpu::{Address, Context, DeviceBuffer, PeerImports, Stream};
 
 pub(super) struct IpcPeers {
     pub context: Arc<Context>,

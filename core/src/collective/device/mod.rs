@@ -34,7 +34,7 @@ use super::{Call, Channel, Op};
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::cuda::{Address, CallerStream, Context, Event, Stream, nccl_version};
+use crate::transport::gpu::{Address, CallerStream, Context, Event, Stream, nccl_version};
 use ipc::IpcPath;
 use ipc_multi_host::{MultiHostIpc, ShardOwner};
 use ipc_peers::IpcPeers;

@@ -15,7 +15,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-use crate::transport::cuda::{Address, Communicator, Context, DeviceBuffer, Stream, UniqueId};
+use crate::transport::gpu::{Address, Communicator, Context, DeviceBuffer, Stream, UniqueId};
 use crate::wire_layout::{DtypeRun, WireLayout};
 
 /// Tensors up to so many bytes are fused, if there are more than [`FEW`] of them: an operation of NCCL's own costs more.

@@ -10,7 +10,7 @@ use super::super::text_allgather::RankTexts;
 use super::ipc_flags::probe;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
-use crate::transport::cuda::{Context, nccl_version};
+use crate::transport::gpu::{Context, nccl_version};
 
 /// Who waits for the other ranks while the data is on its way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

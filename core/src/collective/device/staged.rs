@@ -13,7 +13,7 @@ use super::{DeviceSettings, TEARDOWN_TIMEOUT, end, is_idle, poll_until, producer
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::arena::PeerMemory;
-use crate::transport::cuda::{Address, Context, DeviceBuffer, Event, HostRegistration, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{Address, Context, DeviceBuffer, Event, HostRegistration, PinnedHostBuffer, Stream};
 
 /// Chunks that are on their way down before their turn.
 const PREFETCH_CHUNKS: usize = 2;

@@ -44,7 +44,7 @@ impl Comm {
             self.serialized.then(|| MPI_LOCK.lock().unwrap_or_else(PoisonError::into_inner));
         let code = function();
         drop(turn);
-        if code == 0 { Ok(()) } else { Err(Error::Mpi(error_text(code))) }
+        if code == 0 { Ok(()) } else { Err(Error::Network(error_text(code))) }
     }
 
     /// This process's rank.

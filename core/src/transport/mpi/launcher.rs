@@ -83,7 +83,7 @@ pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> 
     let torchrun = lookup("TORCHELASTIC_RUN_ID").is_some();
     if let Some(size) = several("WORLD_SIZE").filter(|_| torchrun || number("RANK").is_some()) {
         let who = if torchrun { "torchrun" } else { "something that sets RANK and WORLD_SIZE" };
-        return Err(Error::Mpi(format!(
+        return Err(Error::Network(format!(
             "{who} started {size} processes, but MPI sees only this one: each would train alone. Start them with dl-comm-run \
              -n {size}, with the mpiexec beside the Python that has dl_comm, or with srun. {way_out}"
         )));
@@ -101,7 +101,7 @@ pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> 
         (number("SLURM_STEP_NUM_TASKS") != Some(1)).then_some(("SLURM_NTASKS", "srun", size))
     });
     if let Some((name, who, size)) = started {
-        return Err(Error::Mpi(format!(
+        return Err(Error::Network(format!(
             "{who} started {size} processes ({name}), but MPI sees only this one: each would train alone, since the launcher \
              is of another MPI than the one that dl_comm was built with, or was not asked to bring MPI up (srun --mpi=pmi2 or \
              pmix does). Use dl-comm-run or the mpiexec beside the Python that has dl_comm, or build dl_comm for the \
@@ -135,6 +135,14 @@ pub fn connection() -> Vec<String> {
         CONNECTION.contains(&name.as_str()) || (name.starts_with("PMIX_") && !name.starts_with("PMIX_MCA_"))
     };
     names.filter(ours).collect()
+}
+
+/// Takes the launcher's connection out of the environment.
+pub fn leave_launcher() {
+    for name in connection() {
+        // SAFETY: no other thread reads the environment: the start of the job, just before or after, changes it too.
+        unsafe { std::env::remove_var(name) };
+    }
 }
 
 /// Makes sure that the connection to the launcher that the environment tells of is there: MPI would abort without.

@@ -4,18 +4,21 @@
 //! Thread rule: team threads call MPI side by side when it grants `MPI_THREAD_MULTIPLE`, one at a time when it grants
 //! `MPI_THREAD_SERIALIZED`; with less, teams must not span hosts.
 
+/// The name of the library, in JSON and messages.
+pub const NAME: &str = "mpi";
+
 mod comm;
 mod launcher;
+mod library_info;
 mod lifetime;
 mod link;
-mod mpi_info;
 mod probe;
 mod rank_info;
 mod startup;
 mod world;
 
-pub use launcher::{connection, identity, launched};
+pub use launcher::{identity, launched, leave_launcher};
+pub use library_info::{LibraryInfo, library_info};
 pub use lifetime::end;
-pub use mpi_info::{MpiInfo, mpi_info};
 pub use rank_info::RankInfo;
 pub use world::{TeamShape, World};

@@ -5,8 +5,8 @@ use std::os::unix::fs::MetadataExt;
 use std::time::Instant;
 
 use super::comm::Comm;
+use crate::clock::monotonic;
 use crate::error::{Error, Result};
-use crate::timings::monotonic;
 use crate::transport::WaitContext;
 
 /// The bytes of the records that ranks tell each other; longer texts are cut.

@@ -21,7 +21,6 @@ use crate::collective::AlgorithmSetting;
 use crate::collective::device::PathSetting;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::helper;
 use crate::log::log_line;
 use crate::signals;
 use crate::timeline;
@@ -108,7 +107,7 @@ impl World {
     pub fn start(settings: Result<Config>) -> Result<World> {
         let config = &settings.clone().unwrap_or_default();
         if config.alone {
-            helper::leave_launcher();
+            launcher::leave_launcher();
         }
         launcher::check_connection(|name| std::env::var(name).ok())?;
         let threading = lifetime::start(config)?;
@@ -136,7 +135,7 @@ impl World {
         // Who started MPI may call it at any time, so that taking turns among our threads is not enough.
         let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
         if topology.hosts() > 1 && threading < needed {
-            return Err(Error::Mpi(format!(
+            return Err(Error::Network(format!(
                 "MPI was started with {threading:?} threads, but a job on {} hosts needs {needed:?}; call \
                  dl_comm.init_mpi() before whoever starts MPI, or ask that one for MPI_THREAD_MULTIPLE",
                 topology.hosts()
@@ -193,7 +192,7 @@ impl World {
             }
         }
         let arenas = world.with_deadline("init_mpi", |wait_ctx| Ok(world.make_arenas(wait_ctx)))?;
-        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = arenas {
+        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = arenas {
             world.leave();
             return Err(error);
         }
@@ -357,7 +356,7 @@ impl World {
             return Err(error.clone());
         }
         let made = self.with_deadline(what, work);
-        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Mpi(_))) = &made {
+        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = &made {
             let _first = self.poisoned.set(error.clone());
         }
         made

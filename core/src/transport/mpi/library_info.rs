@@ -6,7 +6,7 @@ use mpi::ffi;
 
 /// The MPI library of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MpiInfo {
+pub struct LibraryInfo {
     /// The text of `MPI_Get_library_version`; its first line, or first words, tell the vendor.
     pub library_version: String,
     /// The version of the MPI standard, "4.1" say.
@@ -22,7 +22,7 @@ pub struct MpiInfo {
 }
 
 /// Asks the library.
-pub fn mpi_info() -> MpiInfo {
+pub fn library_info() -> LibraryInfo {
     let (major, minor) = version();
     let (initialized, finalized) = (is_initialized(), is_finalized());
     let level = || match threading_support() {
@@ -31,7 +31,7 @@ pub fn mpi_info() -> MpiInfo {
         Threading::Serialized => "MPI_THREAD_SERIALIZED",
         Threading::Multiple => "MPI_THREAD_MULTIPLE",
     };
-    MpiInfo {
+    LibraryInfo {
         // A library whose text is not UTF-8 has not been met; its other answers are still worth telling.
         library_version: library_version().unwrap_or_else(|error| format!("not UTF-8: {error}")),
         standard: format!("{major}.{minor}"),
