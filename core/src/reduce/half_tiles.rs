@@ -3,8 +3,58 @@
 
 use super::epilogue::Epilogue;
 use super::isa::{Isa, TILE_ELEMENTS};
+use super::pair::BF16Pair;
 use super::storage::StorageFormat;
-use super::types::{F16, ReduceType};
+use super::types::{BF16, BF16AccF64, F16, F16AccF64, F32, F32AccF64, F64, I8, I32, I64, ReduceType, U8};
+
+/// Element types whose first elements an instruction set may reduce in a way of its own.
+pub(super) trait TiledType: ReduceType {
+    /// Reduces the first elements in that way, if there is one; returns how many.
+    ///
+    /// # Safety
+    /// As for [`super::kernel::blocks`].
+    #[inline(always)]
+    unsafe fn start<
+        I: Isa,
+        First: StorageFormat<Self>,
+        In: StorageFormat<Self>,
+        Out: StorageFormat<Self>,
+        F: Epilogue<Self>,
+        const N: usize,
+    >(
+        _sources: [*const u8; N],
+        _outs: &[*mut u8],
+        _count: usize,
+        _finish: F,
+    ) -> usize {
+        0
+    }
+}
+
+macro_rules! untiled {
+    ($($name:ty),*) => { $(impl TiledType for $name {})* };
+}
+untiled!(F16AccF64, BF16, BF16AccF64, F32, F32AccF64, F64, I8, U8, I32, I64, BF16Pair);
+
+impl TiledType for F16 {
+    #[inline(always)]
+    unsafe fn start<
+        I: Isa,
+        First: StorageFormat<F16>,
+        In: StorageFormat<F16>,
+        Out: StorageFormat<F16>,
+        F: Epilogue<F16>,
+        const N: usize,
+    >(
+        sources: [*const u8; N],
+        outs: &[*mut u8],
+        count: usize,
+        finish: F,
+    ) -> usize {
+        // SAFETY: the caller's promise.
+        unsafe { half_tiles::<I, First, In, Out, F, N>(sources, outs, count, finish) }
+    }
+}
 
 /// Does the whole tiles among the first `count` elements, if the instruction set converts float16; returns how many
 /// elements that were.
@@ -12,7 +62,7 @@ use super::types::{F16, ReduceType};
 /// # Safety
 /// As for [`super::kernel::blocks`].
 #[inline(always)]
-pub(super) unsafe fn half_tiles<I, First, In, Out, F, const N: usize>(
+unsafe fn half_tiles<I, First, In, Out, F, const N: usize>(
     sources: [*const u8; N],
     outs: &[*mut u8],
     count: usize,

@@ -4,11 +4,11 @@ use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
 use super::epilogue::{Epilogue, Identity};
+use super::half_tiles::TiledType;
 #[cfg(target_arch = "x86_64")]
 use super::isa::x86::{Avx2, Avx512};
 use super::isa::{Baseline, Isa};
 use super::storage::{AsAccumulator, StorageFormat};
-use super::types::ReduceType;
 
 /// The loops, compiled for one instruction set. All give the same bits, but for the sign and payload of a NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ const BLOCK: usize = 512;
 /// # Safety
 /// The processor has the instructions of `kernel`. There is a source. The pointers are valid for `count` elements of their
 /// form; their alignment does not matter. An out equals a source or does not overlap it.
-pub(super) unsafe fn reduce<S: ReduceType, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>>(
+pub(super) unsafe fn reduce<S: TiledType, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>>(
     kernel: Kernel,
     sources: &[*const u8],
     outs: &[*mut u8],
@@ -113,7 +113,7 @@ pub(super) unsafe fn reduce<S: ReduceType, In: StorageFormat<S>, Out: StorageFor
 /// # Safety
 /// As for [`blocks`]; the processor has the instructions of `kernel`.
 unsafe fn compiled<
-    S: ReduceType,
+    S: TiledType,
     First: StorageFormat<S>,
     In: StorageFormat<S>,
     Out: StorageFormat<S>,
@@ -129,7 +129,7 @@ unsafe fn compiled<
     macro_rules! compile {
         ($isa:ty $(, $features:literal)?) => {{
             $(#[target_feature(enable = $features)])?
-            unsafe fn loops<S: ReduceType, First: StorageFormat<S>, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>, const N: usize>(
+            unsafe fn loops<S: TiledType, First: StorageFormat<S>, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>, const N: usize>(
                 sources: [*const u8; N],
                 outs: &[*mut u8],
                 count: usize,
@@ -167,7 +167,7 @@ pub(super) unsafe fn blocks<I, S, First, In, Out, F, const N: usize>(
     finish: F,
 ) where
     I: Isa,
-    S: ReduceType,
+    S: TiledType,
     First: StorageFormat<S>,
     In: StorageFormat<S>,
     Out: StorageFormat<S>,

@@ -1,10 +1,6 @@
 //! The element and accumulator types of every reduction, and the arithmetic on them.
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, f64_to_odd_f32};
-use super::epilogue::Epilogue;
-use super::half_tiles::half_tiles;
-use super::isa::Isa;
-use super::storage::StorageFormat;
 
 /// The element and accumulator types of a reduction, and the conversions between them.
 pub(crate) trait ReduceType: Sized {
@@ -26,30 +22,10 @@ pub(crate) trait ReduceType: Sized {
     fn power(log: u8) -> Self::Acc;
     /// As `divide`, to the bit, but by what `power` made.
     fn divide_power(acc: Self::Acc, power: Self::Acc) -> Self::Acc;
-    /// Does the first elements in a way of the instruction set's own, if it has one; returns how many.
-    ///
-    /// # Safety
-    /// As for [`super::kernel::blocks`].
-    #[inline(always)]
-    unsafe fn start<
-        I: Isa,
-        First: StorageFormat<Self>,
-        In: StorageFormat<Self>,
-        Out: StorageFormat<Self>,
-        F: Epilogue<Self>,
-        const N: usize,
-    >(
-        _sources: [*const u8; N],
-        _outs: &[*mut u8],
-        _count: usize,
-        _finish: F,
-    ) -> usize {
-        0
-    }
 }
 
 macro_rules! float {
-    ($name:ident, $element:ty, $acc:ty, $widen:expr, $narrow:expr $(, $start:item)?) => {
+    ($name:ident, $element:ty, $acc:ty, $widen:expr, $narrow:expr) => {
         pub(crate) struct $name;
         impl ReduceType for $name {
             type Element = $element;
@@ -81,7 +57,6 @@ macro_rules! float {
             fn divide_power(acc: $acc, power: $acc) -> $acc {
                 acc * power
             }
-            $($start)?
         }
     };
 }
@@ -124,30 +99,7 @@ macro_rules! integer {
     };
 }
 
-float!(
-    F16,
-    u16,
-    f32,
-    f16_to_f32,
-    f32_to_f16,
-    #[inline(always)]
-    unsafe fn start<
-        I: Isa,
-        First: StorageFormat<F16>,
-        In: StorageFormat<F16>,
-        Out: StorageFormat<F16>,
-        F: Epilogue<F16>,
-        const N: usize,
-    >(
-        sources: [*const u8; N],
-        outs: &[*mut u8],
-        count: usize,
-        finish: F,
-    ) -> usize {
-        // SAFETY: the caller's promise.
-        unsafe { half_tiles::<I, First, In, Out, F, N>(sources, outs, count, finish) }
-    }
-);
+float!(F16, u16, f32, f16_to_f32, f32_to_f16);
 float!(F16AccF64, u16, f64, |e| f16_to_f32(e).into(), |a| f32_to_f16(f64_to_odd_f32(a)));
 float!(BF16, u16, f32, bf16_to_f32, f32_to_bf16);
 float!(BF16AccF64, u16, f64, |e| bf16_to_f32(e).into(), |a| f32_to_bf16(f64_to_odd_f32(a)));
