@@ -256,7 +256,7 @@ impl UploadRing {
         let context = Arc::clone(&self.context);
         let kernels = context.kernels()?;
         // SAFETY: the caller's promise.
-        self.run(batch, 1, stream, wait_ctx, |_, work| unsafe { kernels.copy(work, stream) })
+        self.run(batch, 1, stream, wait_ctx, |_, work| unsafe { kernels.copy(work, stream.raw()) })
     }
 
     fn place(&mut self, bytes: usize, wait_ctx: &WaitContext<'_>) -> Result<&mut UploadBuffer> {

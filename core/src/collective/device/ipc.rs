@@ -333,7 +333,7 @@ impl IpcPath {
         let (precise, copies) = (call.accumulates_f64(), matches!(call.op, Op::Broadcast { .. }));
         // SAFETY: the tensors of all ranks are the call's; between the meetings each slice is one rank's.
         let start = |dtype, work: &KernelArgs| unsafe {
-            if copies { kernels.copy(work, stream) } else { kernels.average(dtype, precise, work, stream) }
+            if copies { kernels.copy(work, stream.raw()) } else { kernels.average(dtype, precise, work, stream.raw()) }
         };
         self.table.run(&self.batch, call.divisor(), stream, wait_ctx, start)
     }

@@ -189,7 +189,7 @@ impl MultiHostIpc {
                 let precise = call.call.accumulates_f64();
                 // SAFETY: all have packed, and nobody writes to this slice of the bounces before the ranks meet again; the
                 // host has done with what was in the sums' place.
-                let add = |dtype, work: &KernelArgs| unsafe { kernels.sum(dtype, precise, work, stream) };
+                let add = |dtype, work: &KernelArgs| unsafe { kernels.sum(dtype, precise, work, stream.raw()) };
                 table.run(batch, 1, stream, wait_ctx, add)?;
             }
             Op::Broadcast { .. } | Op::Barrier => {

@@ -155,7 +155,7 @@ impl Context {
     pub fn kernels(&self) -> Result<&Kernels> {
         let made = self.kernels.get_or_init(|| {
             let _entered = self.push()?;
-            Kernels::compile(self.capability)
+            Kernels::compile(self.capability, self.processors)
         });
         made.as_ref().map_err(Error::clone)
     }

@@ -7,8 +7,10 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 
-use super::Address;
 use crate::error::{Error, Result, guard};
+
+/// An address in device memory.
+pub type Address = u64;
 
 /// The functions that the core calls. One that is missing means a driver older than any that PyTorch or TensorFlow still take.
 const NEEDED: [&str; 40] = [

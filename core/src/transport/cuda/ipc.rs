@@ -12,13 +12,10 @@
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::Address;
-use super::context::Context;
-use super::driver::{attribute_of, check};
+use super::driver::{Address, attribute_of, check};
 use crate::error::{Error, Result};
 
 /// What other processes need to see an allocation.
@@ -173,7 +170,7 @@ pub struct IpcImports {
 
 impl IpcImports {
     /// Opens an export of rank `rank` for one more team.
-    fn open(&mut self, rank: usize, export: &ExportedAllocation) -> Result<Address> {
+    pub fn open(&mut self, rank: usize, export: &ExportedAllocation) -> Result<Address> {
         // What the owner has had at these addresses before is freed.
         let stale: Vec<u64> = (self.open.range((rank, 0)..=(rank, u64::MAX)))
             .filter(|((_, id), open)| {
@@ -201,80 +198,25 @@ impl IpcImports {
     }
 
     /// Closes memory that its owner has freed, whichever teams have used it: nothing is enqueued on it any more.
-    fn close(&mut self, rank: usize, id: u64) -> Result<()> {
+    pub fn close(&mut self, rank: usize, id: u64) -> Result<()> {
         let Some(open) = self.open.remove(&(rank, id)) else { return Ok(()) };
         // SAFETY: opened here, and removed from the table.
         check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(open.address) })
     }
 
+    /// Whether the export `id` of `rank` is open.
+    pub fn is_open(&self, rank: usize, id: u64) -> bool {
+        self.open.contains_key(&(rank, id))
+    }
+
     /// A team has done with the memory.
-    fn release(&mut self, rank: usize, id: u64) {
+    pub fn release(&mut self, rank: usize, id: u64) {
         let Entry::Occupied(mut open) = self.open.entry((rank, id)) else { return };
         open.get_mut().teams -= 1;
         if open.get().teams == 0 {
             let open = open.remove();
             // SAFETY: opened here; the team has waited for what uses it.
             unsafe { sys::cuIpcCloseMemHandle(open.address) };
-        }
-    }
-}
-
-/// The allocations of one other rank that a team sees.
-pub struct PeerImports {
-    context: Arc<Context>,
-    rank: usize,
-    open: BTreeMap<u64, Address>,
-}
-
-impl PeerImports {
-    /// Nothing of `rank` yet.
-    pub fn new(context: &Arc<Context>, rank: usize) -> PeerImports {
-        PeerImports { context: Arc::clone(context), rank, open: BTreeMap::new() }
-    }
-
-    /// Opens what is new and closes what was freed.
-    ///
-    /// # Errors
-    /// [`Error::System`]: what could not be opened is not seen; the rest is.
-    pub fn apply(&mut self, fresh: &[ExportedAllocation], gone: &[u64]) -> Result<()> {
-        let mut imports = self.context.imports();
-        for &id in gone {
-            self.open.remove(&id);
-            imports.close(self.rank, id)?;
-        }
-        if !fresh.is_empty() {
-            // What another team has heard of.
-            self.open.retain(|&id, _| imports.open.contains_key(&(self.rank, id)));
-        }
-        let mut failed = Ok(());
-        for export in fresh {
-            if let Entry::Vacant(place) = self.open.entry(export.id) {
-                match imports.open(self.rank, export) {
-                    Ok(address) => {
-                        place.insert(address);
-                    }
-                    Err(error) => failed = Err(error),
-                }
-            }
-        }
-        failed
-    }
-
-    /// Where this process sees the export `id`.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] when it does not.
-    pub fn at(&self, id: u64) -> Result<Address> {
-        let unknown = || Error::Internal("a tensor is in memory that nobody exported".into());
-        self.open.get(&id).copied().ok_or_else(unknown)
-    }
-}
-
-impl Drop for PeerImports {
-    fn drop(&mut self) {
-        if let Ok(_entered) = self.context.push() {
-            let mut imports = self.context.imports();
-            self.open.keys().for_each(|&id| imports.release(self.rank, id));
         }
     }
 }

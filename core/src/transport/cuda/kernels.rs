@@ -10,11 +10,8 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 use cudarc::nvrtc::sys as nvrtc;
 
-use super::Address;
 use super::cache::{self, Cache};
-use super::context::Context;
-use super::driver::check;
-use super::stream::Stream;
+use super::driver::{Address, check};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -110,6 +107,8 @@ impl KernelArgs {
 /// The kernels for one kind of GPU, loaded into a context.
 pub struct Kernels {
     capability: (i32, i32),
+    /// The most blocks of a launch.
+    blocks: u32,
     /// By type.
     means: Vec<Function>,
     copy: Function,
@@ -124,11 +123,12 @@ unsafe impl Send for Kernels {}
 unsafe impl Sync for Kernels {}
 
 impl Kernels {
-    /// Compiles the kernels for GPUs of `capability` and loads them into the current context.
-    pub(super) fn compile(capability: (i32, i32)) -> Result<Kernels> {
+    /// Compiles the kernels for GPUs of `capability` with that many multiprocessors, and loads them into the current context.
+    pub(super) fn compile(capability: (i32, i32), multiprocessors: u32) -> Result<Kernels> {
         let mut means = load(capability, ALLREDUCE_MEAN, "average", &["copy_bytes"])?;
         let copy = means.pop().ok_or_else(|| Error::Internal("no kernel was asked for".into()))?;
-        Ok(Kernels { capability, means, copy, sums: OnceLock::new() })
+        let blocks = multiprocessors.max(1) * BLOCKS;
+        Ok(Kernels { capability, blocks, means, copy, sums: OnceLock::new() })
     }
 
     /// Averages elements of `dtype`, in float64 when `precise`, by `work`, of which each element is `sources` added up and
@@ -139,9 +139,9 @@ impl Kernels {
     ///
     /// # Safety
     /// What `work` tells of is valid device memory until the kernel is done, and nobody else's.
-    pub unsafe fn average(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: &Stream) -> Result<()> {
+    pub unsafe fn average(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { launch(self.means[place(dtype, precise)?], work, stream) }
+        unsafe { self.launch(self.means[place(dtype, precise)?], work, stream) }
     }
 
     /// Adds elements of `dtype` up by `work`, which has one target of [`crate::reduce::Reduction::acc_size`] bytes for an
@@ -152,10 +152,10 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`Kernels::average`]; the stream's context is the current one.
-    pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: &Stream) -> Result<()> {
+    pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         let function = self.sums()?[place(dtype, precise)?];
         // SAFETY: the caller's promise.
-        unsafe { launch(function, work, stream) }
+        unsafe { self.launch(function, work, stream) }
     }
 
     /// Compiles the sums and loads them into the current context, unless that was done.
@@ -178,9 +178,37 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`Kernels::average`].
-    pub unsafe fn copy(&self, work: &KernelArgs, stream: &Stream) -> Result<()> {
+    pub unsafe fn copy(&self, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { launch(self.copy, work, stream) }
+        unsafe { self.launch(self.copy, work, stream) }
+    }
+
+    /// # Safety
+    /// As for [`Kernels::average`].
+    unsafe fn launch(&self, function: Function, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+        if work.nitems == 0 {
+            return Ok(());
+        }
+        let most = if work.blocks == 0 { u32::MAX } else { work.blocks };
+        let blocks = work.nitems.min(most).min(self.blocks);
+        let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
+        // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                blocks,
+                1,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                stream,
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check("starting a kernel", code)
     }
 }
 
@@ -225,38 +253,6 @@ fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
     let module = load(&image)?;
     cache.put(&name, &image);
     Ok(module)
-}
-
-/// # Safety
-/// As for [`Kernels::average`].
-unsafe fn launch(function: Function, work: &KernelArgs, stream: &Stream) -> Result<()> {
-    if work.nitems == 0 {
-        return Ok(());
-    }
-    let most = if work.blocks == 0 { u32::MAX } else { work.blocks };
-    let blocks = work.nitems.min(most).min(blocks(stream.context()));
-    let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
-    // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
-    let code = unsafe {
-        sys::cuLaunchKernel(
-            function,
-            blocks,
-            1,
-            1,
-            THREADS,
-            1,
-            1,
-            0,
-            stream.raw(),
-            parameters.as_mut_ptr(),
-            ptr::null_mut(),
-        )
-    };
-    check("starting a kernel", code)
-}
-
-fn blocks(context: &Context) -> u32 {
-    context.processors().max(1) * BLOCKS
 }
 
 fn c_string(text: &str) -> Result<CString> {

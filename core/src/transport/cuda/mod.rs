@@ -11,16 +11,15 @@ mod driver;
 mod ipc;
 mod kernels;
 mod nccl;
+mod peer_imports;
 mod pinned;
 mod stream;
 
 pub use context::{Context, ContextGuard};
-pub use driver::count;
-pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, PeerImports, ReportedExports};
+pub use driver::{Address, count};
+pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
 pub use kernels::{BlockRange, KernelArgs, Kernels};
 pub use nccl::{Communicator, UniqueId, version as nccl_version};
+pub use peer_imports::PeerImports;
 pub use pinned::{DeviceBuffer, HostRegistration, PinnedHostBuffer, device_of_pointer, is_loaded};
 pub use stream::{CallerStream, Event, RawStream, Stream, order_streams};
-
-/// An address in device memory.
-pub type Address = u64;

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
 
-use super::Address;
+use super::driver::Address;
 use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};

@@ -7,9 +7,8 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::Address;
 use super::context::Context;
-use super::driver::{attribute_of, check, start};
+use super::driver::{Address, attribute_of, check, start};
 use crate::error::Result;
 
 /// Host memory that is pinned and mapped for a GPU as long as this lives. The memory itself is somebody else's.

@@ -10,9 +10,8 @@ use std::sync::{Arc, PoisonError};
 
 use cudarc::driver::sys::{self, CUresult};
 
-use super::Address;
 use super::context::Context;
-use super::driver::check;
+use super::driver::{Address, check};
 use crate::device::Device;
 use crate::error::{Error, Result};
 
