@@ -1,4 +1,4 @@
-//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.blame`. Written after a failure or a
+//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.analyze_dumps`. Written after a failure or a
 //! stall, on SIGUSR1, and when somebody asks.
 //!
 //! Thread rule: a [`Dumper`] may be used from any thread; one file is written at a time.
@@ -80,7 +80,7 @@ impl Dumper {
             .map_err(|error| Error::system(format!("writing the last calls to {}", path.display()), error))?;
         if found == Found::New {
             let folder = folder.path().display();
-            say(&format!("the last calls of each rank are in {folder}; python -m dl_comm.blame {folder} reads them"));
+            say(&format!("the last calls of each rank are in {folder}; python -m dl_comm.analyze_dumps {folder} reads them"));
         }
         Ok(path)
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dl_comm.blame._dumps import Job
-from dl_comm.blame._findings import Finding, names, time_text
+from dl_comm.analyze_dumps._dumps import JobDumps
+from dl_comm.analyze_dumps._findings import Finding, names, time_text
 
 # Waits make up this share of the time of those who wait, and the first is this much of all: then one is to be named.
 _SHARE = 0.1
@@ -14,7 +14,7 @@ _SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Late:
+class Straggler:
     """Others waited ``seconds`` for ``ranks`` (one, or all of another host), the sum over ``calls`` and who waited."""
 
     ranks: tuple[int, ...]
@@ -23,7 +23,7 @@ class Late:
     waiting: tuple[int, ...]
 
 
-def late_ranks(job: Job) -> list[Late]:
+def stragglers(job: JobDumps) -> list[Straggler]:
     """For whom others waited, most first."""
     sums: dict[tuple[int, ...], tuple[float, int, set[int]]] = {}
     for dump in job.dumps.values():
@@ -31,11 +31,11 @@ def late_ranks(job: Job) -> list[Late]:
             for ranks, seconds in call.waits:
                 before, calls, waiting = sums.get(ranks, (0.0, 0, set()))
                 sums[ranks] = (before + seconds, calls + 1, waiting | {dump.rank})
-    rows = [Late(ranks, seconds, calls, tuple(sorted(who))) for ranks, (seconds, calls, who) in sums.items()]
+    rows = [Straggler(ranks, seconds, calls, tuple(sorted(who))) for ranks, (seconds, calls, who) in sums.items()]
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def findings(job: Job, table: list[Late]) -> list[Finding]:
+def findings(job: JobDumps, table: list[Straggler]) -> list[Finding]:
     """Names the first of the table, when it is what costs time."""
     if not table:
         return []
@@ -51,4 +51,4 @@ def findings(job: Job, table: list[Late]) -> list[Finding]:
         f"the others waited most for {names(first.ranks)}: {names(first.waiting)} "
         f"{time_text(each)} each, of the {time_text(window)} that the remembered calls cover"
     )
-    return [Finding("late", first.ranks, text, waiting=first.waiting, seconds=first.seconds)]
+    return [Finding("straggler", first.ranks, text, waiting=first.waiting, seconds=first.seconds)]

@@ -1,4 +1,4 @@
-"""Who is to blame: ``python -m dl_comm.blame FOLDER`` reads the dumps of all ranks and says which rank, which call.
+"""``python -m dl_comm.analyze_dumps FOLDER``: reads the dumps of all ranks and finds the rank and call that others wait for.
 
 ``docs/diagnosis.md`` tells where dumps come from and what they hold.
 """

@@ -1,4 +1,4 @@
-"""The command line of ``python -m dl_comm.blame``."""
+"""The command line of ``python -m dl_comm.analyze_dumps``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from dl_comm.blame._dumps import BadInput, Job, read
-from dl_comm.blame._findings import Finding, names, time_text
-from dl_comm.blame._lateness import Late, late_ranks
-from dl_comm.blame._processes import states
-from dl_comm.blame._verdict import judge
+from dl_comm.analyze_dumps._analysis import analyze
+from dl_comm.analyze_dumps._dumps import BadInput, JobDumps, read
+from dl_comm.analyze_dumps._findings import Finding, names, time_text
+from dl_comm.analyze_dumps._processes import states
+from dl_comm.analyze_dumps._stragglers import Straggler, stragglers
 
 _ROWS = 5
 
@@ -21,7 +21,7 @@ _ROWS = 5
 def main() -> int:
     """Says what the dumps tell; returns the exit status: 0 nobody to blame, 1 somebody, 2 nothing to read."""
     parser = argparse.ArgumentParser(
-        prog="python -m dl_comm.blame",
+        prog="python -m dl_comm.analyze_dumps",
         description="Reads the dumps of all ranks of a job and says which rank, which call, which tensor others wait "
         "for. Exits with 0 when there is nobody to blame, 1 when there is, 2 when there is nothing to read.",
     )
@@ -36,26 +36,26 @@ def main() -> int:
     except BadInput as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    findings, table = judge(job, states(job), options.least), late_ranks(job)
+    findings, table = analyze(job, states(job), options.least), stragglers(job)
     print(_as_json(job, findings, table) if options.json else _as_text(job, findings, table))
-    return int(any(finding.blames for finding in findings))
+    return int(any(finding.is_problem for finding in findings))
 
 
-def _as_json(job: Job, findings: list[Finding], table: list[Late]) -> str:
+def _as_json(job: JobDumps, findings: list[Finding], table: list[Straggler]) -> str:
     content = {
         "job": job.name,
-        "size": len(job.places),
-        "ranks": [asdict(place) for place in job.places],
+        "size": len(job.rank_info),
+        "ranks": [asdict(info) for info in job.rank_info],
         "dumps": {rank: {"time": dump.time, "reason": dump.reason} for rank, dump in job.dumps.items()},
         "notes": job.notes,
-        "findings": [{**asdict(finding), "blames": finding.blames} for finding in findings],
-        "late": [asdict(row) for row in table],
+        "findings": [{**asdict(finding), "is_problem": finding.is_problem} for finding in findings],
+        "stragglers": [asdict(row) for row in table],
     }
     return json.dumps(content, indent=2)
 
 
-def _as_text(job: Job, findings: list[Finding], table: list[Late]) -> str:
-    size, hosts = len(job.places), len({place.host for place in job.places})
+def _as_text(job: JobDumps, findings: list[Finding], table: list[Straggler]) -> str:
+    size, hosts = len(job.rank_info), len({info.host for info in job.rank_info})
     last = max(job.dumps.values(), key=lambda dump: dump.time)
     when = datetime.fromtimestamp(last.time).strftime("%Y-%m-%d %H:%M:%S")
     dumps = f"{len(job.dumps)} dump{'s' * (len(job.dumps) > 1)}"

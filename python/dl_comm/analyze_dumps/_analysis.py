@@ -11,37 +11,37 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dl_comm.blame._dumps import MISMATCH, Call, Dump, Job
-from dl_comm.blame._findings import Finding, names, ordered, time_text
-from dl_comm.blame._lateness import findings as late_findings
-from dl_comm.blame._lateness import late_ranks
+from dl_comm.analyze_dumps._dumps import MISMATCH, CallRecord, Dump, JobDumps
+from dl_comm.analyze_dumps._findings import Finding, names, ordered, time_text
+from dl_comm.analyze_dumps._stragglers import findings as straggler_findings
+from dl_comm.analyze_dumps._stragglers import stragglers
 
-_ENDED = re.compile(r"rank (\d+) on \S+ (\(pid \d+\) )?(has ended|has called finalize)([^;\n]*)")
+_LOST = re.compile(r"rank (\d+) on \S+ (\(pid \d+\) )?(has ended|has called finalize)([^;\n]*)")
 _FAILED = re.compile(r"the program failed on rank (\d+) \(pid \d+\)")
 
 
 @dataclass(frozen=True)
-class Wait:
+class BlockedCall:
     """Ranks that wait in the same call, ``seconds`` at the longest; they came to it between ``first`` and ``last``."""
 
-    call: Call
-    place: int
+    call: CallRecord
+    match_index: int
     ranks: tuple[int, ...]
     seconds: float
     first: float
     last: float
 
-    def until(self, moment: float) -> Wait:
-        """The same, when it is known to have gone on until ``moment``."""
+    def until(self, moment: float) -> BlockedCall:
+        """The same, when it is known to have lost on until ``moment``."""
         return replace(self, seconds=max(self.seconds, moment - self.first))
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Who waits how long."""
         return f"{names(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'} waited {time_text(self.seconds)}"
 
 
-def judge(job: Job, states: Mapping[int, str], least: float = 1.0) -> list[Finding]:
+def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> list[Finding]:
     """What there is to say, most important first; never empty.
 
     Args:
@@ -49,41 +49,41 @@ def judge(job: Job, states: Mapping[int, str], least: float = 1.0) -> list[Findi
         states: What the system says now of the processes of ranks on this host: ``has ended`` or ``is stopped``.
         least: Waits below this many seconds are what happens in a healthy job.
     """
-    gone = _gone(job, states)
+    lost = _lost_ranks(job, states)
     waits = [wait for wait in _waits(job) if wait.seconds >= least or wait.call.state == "failed"]
-    found = [finding for wait in waits for finding in _blame(job, wait, gone)]
-    found += [_ended(job, rank, how) for rank, how in gone.items() if rank not in _blamed(found)]
+    found = [finding for wait in waits for finding in _explain(job, wait, lost)]
+    found += [_lost(job, rank, how) for rank, how in lost.items() if rank not in _problem_ranks(found)]
     found += _failures(job, found) + _mismatches(job) + _without_dump(job, found)
-    if not any(finding.blames for finding in found):
-        found += late_findings(job, late_ranks(job))
+    if not any(finding.is_problem for finding in found):
+        found += straggler_findings(job, stragglers(job))
         idle = all(not call.is_open for dump in job.dumps.values() for call in dump.calls)
-        words = "no rank has a call that has not ended" if idle else f"no call has waited for {time_text(least)}"
+        text = "no rank has a call that has not ended" if idle else f"no call has waited for {time_text(least)}"
         count = f"all {len(job.dumps)}" if not job.missing else f"the {len(job.dumps)}"
-        found.append(Finding("idle" if idle else "well", (), f"{words}, on {count} ranks that have written a dump"))
+        found.append(Finding("idle" if idle else "healthy", (), f"{text}, on {count} ranks that have written a dump"))
     return ordered(found)
 
 
-def _blamed(found: list[Finding]) -> set[int]:
+def _problem_ranks(found: list[Finding]) -> set[int]:
     return {rank for finding in found for rank in finding.ranks}
 
 
-def _gone(job: Job, states: Mapping[int, str]) -> dict[int, str]:
+def _lost_ranks(job: JobDumps, states: Mapping[int, str]) -> dict[int, str]:
     """The ranks that have ended, or are stopped, by what the failures of others and the system say."""
-    gone: dict[int, str] = {}
+    lost: dict[int, str] = {}
     for dump in job.dumps.values():
         for team in dump.teams.values():
-            for rank, _, how, detail in _ENDED.findall(team.failure or ""):
-                gone[int(rank)] = how + detail.rstrip(" .")
+            for rank, _, how, detail in _LOST.findall(team.failure or ""):
+                lost[int(rank)] = how + detail.rstrip(" .")
             for rank in _FAILED.findall(team.failure or ""):
                 # Not when its program failed because a team of it did.
                 if int(rank) not in job.dumps or not _has_failed(job.dumps[int(rank)]):
-                    gone.setdefault(int(rank), "has failed: its program ended with an error")
+                    lost.setdefault(int(rank), "has failed: its program ended with an error")
     # After a failure all ranks end: that is news only of a rank for which a failure or a missing dump speaks.
     failed = any(team.failure for dump in job.dumps.values() for team in dump.teams.values())
     for rank, how in states.items():
         if how != "has ended" or (not failed and rank in job.missing):
-            gone.setdefault(rank, how)
-    return gone
+            lost.setdefault(rank, how)
+    return lost
 
 
 def _has_failed(dump: Dump) -> bool:
@@ -91,95 +91,96 @@ def _has_failed(dump: Dump) -> bool:
     return any(team.failure and not _FAILED.search(team.failure) for team in dump.teams.values())
 
 
-def _waits(job: Job) -> list[Wait]:
+def _waits(job: JobDumps) -> list[BlockedCall]:
     """The calls in which ranks wait, for each team and call one."""
-    groups: dict[tuple[int, int, str], list[tuple[Dump, Call]]] = {}
+    groups: dict[tuple[int, int, str], list[tuple[Dump, CallRecord]]] = {}
     for dump in job.dumps.values():
         for team in dump.teams.values():
             head = team.head
             if head is not None:
-                place = team.matched + 1 if head.matched is None else head.matched
-                groups.setdefault((team.number, place, head.signature), []).append((dump, head))
+                index = team.matched + 1 if head.matched is None else head.matched
+                groups.setdefault((team.number, index, head.signature), []).append((dump, head))
     waits = []
-    for (_, place, _), members in groups.items():
+    for (_, index, _), members in groups.items():
         seconds = max(call.seconds(dump.time) for dump, call in members)
         came = [call.submitted for _, call in members]
-        waits.append(Wait(members[0][1], place, tuple(dump.rank for dump, _ in members), seconds, min(came), max(came)))
+        waits.append(
+            BlockedCall(members[0][1], index, tuple(dump.rank for dump, _ in members), seconds, min(came), max(came))
+        )
     return waits
 
 
-def _blame(job: Job, wait: Wait, gone: Mapping[int, str]) -> list[Finding]:
+def _explain(job: JobDumps, wait: BlockedCall, lost: Mapping[int, str]) -> list[Finding]:
     """Why the others are not in the call."""
-    others = [place.rank for place in job.places if place.rank not in wait.ranks]
+    others = [info.rank for info in job.rank_info if info.rank not in wait.ranks]
     named = {rank for waiting in wait.ranks for rank in _head(job, waiting, wait.call.team).waiting_for}
-    silent: list[int] = []
+    no_response: list[int] = []
     found: list[Finding] = []
     for rank in others:
         dump = job.dumps.get(rank)
-        if rank in gone:
-            found.append(_finding("ended", rank, wait, f"{job.places[rank]} {gone[rank]}{_wanted(wait)}"))
+        if rank in lost:
+            found.append(_finding("lost", rank, wait, f"{job.rank_info[rank]} {lost[rank]}{_waiters(wait)}"))
         elif dump is None:
-            silent += [rank] if rank in named or not named else []
+            no_response += [rank] if rank in named or not named else []
         else:
-            found += _why_not(job, dump, wait)
-    if silent:
-        found.append(_silent(job, silent, wait))
+            found += _why_absent(job, dump, wait)
+    if no_response:
+        found.append(_no_response(job, no_response, wait))
     if not others:
-        found += _all_in(job, wait)
-    return _together(job, found)
+        found += _all_present(job, wait)
+    return _group(job, found)
 
 
-def _head(job: Job, rank: int, team: int) -> Call:
+def _head(job: JobDumps, rank: int, team: int) -> CallRecord:
     head = job.dumps[rank].teams[team].head
     assert head is not None, "the rank waits on the team"
     return head
 
 
-def _finding(kind: str, rank: int, wait: Wait, text: str) -> Finding:
+def _finding(kind: str, rank: int, wait: BlockedCall, text: str) -> Finding:
     return Finding(kind, (rank,), text, wait.call.team, wait.call.title, wait.ranks, wait.seconds)
 
 
-def _wanted(wait: Wait) -> str:
-    return f"; {wait.words} for it in {wait.call.words}"
+def _waiters(wait: BlockedCall) -> str:
+    return f"; {wait.text} for it in {wait.call.text}"
 
 
-def _not_called(job: Job, rank: int, wait: Wait) -> str:
-    return f"{job.places[rank]} has not called {wait.call.words}, in which {wait.words} for it"
+def _not_called(job: JobDumps, rank: int, wait: BlockedCall) -> str:
+    return f"{job.rank_info[rank]} has not called {wait.call.text}, in which {wait.text} for it"
 
 
-def _why_not(job: Job, dump: Dump, wait: Wait) -> list[Finding]:
+def _why_absent(job: JobDumps, dump: Dump, wait: BlockedCall) -> list[Finding]:
     """Why the rank of ``dump``, which does not wait in the call, does not."""
     rank, team = dump.rank, dump.teams.get(wait.call.team)
-    if team is not None and team.matched >= wait.place:
+    if team is not None and team.matched >= wait.match_index:
         # It has been in this call: it is through, or its part is done.
         return []
     still = [call for call in dump.calls if call.is_open]
     here = [call for call in still if call.team == wait.call.team]
     if any(call.signature == wait.call.signature for call in here):
         head = _head(job, rank, wait.call.team)
-        text = (
-            f"{job.places[rank]} has called {wait.call.title}, but it is behind {head.words}, which waits{_whom(head)}"
-        )
-        return [_finding("other call", rank, wait, text)]
+        behind = f"it is behind {head.text}, which waits{_waiting_for(head)}"
+        text = f"{job.rank_info[rank]} has called {wait.call.title}, but {behind}"
+        return [_finding("different_call", rank, wait, text)]
     if here:
         head = _head(job, rank, wait.call.team)
-        text = f"{_not_called(job, rank, wait)}; it called {head.words} instead, which waits{_whom(head)}"
-        return [_finding("other call", rank, wait, text)]
+        text = f"{_not_called(job, rank, wait)}; it called {head.text} instead, which waits{_waiting_for(head)}"
+        return [_finding("different_call", rank, wait, text)]
     if dump.time < wait.last:
         age = time_text(job.newest - dump.time)
-        text = f"{job.places[rank]} has written no dump since {age} before the newest: {_quiet(job, rank)}"
-        return [_finding("silent", rank, wait, text + _wanted(wait))]
+        text = f"{job.rank_info[rank]} has written no dump since {age} before the newest: {_silence_reason(job, rank)}"
+        return [_finding("no_response", rank, wait, text + _waiters(wait))]
     if still:
         other = still[0]
-        text = f"{_not_called(job, rank, wait)}; it waits in {other.words}{_whom(other)}"
-        return [_finding("other call", rank, wait, text)]
+        text = f"{_not_called(job, rank, wait)}; it waits in {other.text}{_waiting_for(other)}"
+        return [_finding("different_call", rank, wait, text)]
     wait = wait.until(dump.time)
     text = f"{_not_called(job, rank, wait)}; {_last(dump)}: it is in its own code"
-    place = ", called from ".join(dump.place_in_code[:3]) or _look(job, rank)
-    return [_finding("not called", rank, wait, f"{text} ({place})")]
+    location = ", called from ".join(dump.code_location[:3]) or _py_spy_hint(job, rank)
+    return [_finding("not_called", rank, wait, f"{text} ({location})")]
 
 
-def _whom(call: Call) -> str:
+def _waiting_for(call: CallRecord) -> str:
     return f" for {names(call.waiting_for)}" if call.waiting_for else ""
 
 
@@ -194,26 +195,26 @@ def _last(dump: Dump) -> str:
     return f"its last call was {last.title}, number {last.number}, which ended {age} before its dump"
 
 
-def _look(job: Job, rank: int) -> str:
-    place = job.places[rank]
-    return f"py-spy dump --pid {place.pid} on {place.host} shows where"
+def _py_spy_hint(job: JobDumps, rank: int) -> str:
+    info = job.rank_info[rank]
+    return f"py-spy dump --pid {info.pid} on {info.host} shows where"
 
 
-def _quiet(job: Job, rank: int) -> str:
-    place = job.places[rank]
+def _silence_reason(job: JobDumps, rank: int) -> str:
+    info = job.rank_info[rank]
     if any(dump.reason == "SIGUSR1" for dump in job.dumps.values()):
         return "it has ended, is stopped, or was not sent the signal"
-    return f"it waits for nobody, or has ended, or is stopped; 'kill -USR1 {place.pid}' on {place.host} tells which"
+    return f"it waits for nobody, or has ended, or is stopped; 'kill -USR1 {info.pid}' on {info.host} tells which"
 
 
-def _silent(job: Job, ranks: list[int], wait: Wait) -> Finding:
-    who = str(job.places[ranks[0]]) if len(ranks) == 1 else names(ranks)
+def _no_response(job: JobDumps, ranks: list[int], wait: BlockedCall) -> Finding:
+    who = str(job.rank_info[ranks[0]]) if len(ranks) == 1 else names(ranks)
     verb = "has" if len(ranks) == 1 else "have"
-    text = f"{who} {verb} written no dump: {_quiet(job, ranks[0])}{_wanted(wait)}"
-    return Finding("silent", tuple(ranks), text, wait.call.team, wait.call.title, wait.ranks, wait.seconds)
+    text = f"{who} {verb} written no dump: {_silence_reason(job, ranks[0])}{_waiters(wait)}"
+    return Finding("no_response", tuple(ranks), text, wait.call.team, wait.call.title, wait.ranks, wait.seconds)
 
 
-def _all_in(job: Job, wait: Wait) -> list[Finding]:
+def _all_present(job: JobDumps, wait: BlockedCall) -> list[Finding]:
     """All ranks are in the call: who waits for nobody there keeps the others."""
     heads = {rank: _head(job, rank, wait.call.team) for rank in wait.ranks}
     busy = [rank for rank in wait.ranks if not heads[rank].waiting_for and heads[rank].state != "queued"]
@@ -221,15 +222,15 @@ def _all_in(job: Job, wait: Wait) -> list[Finding]:
         return []
     waiting = tuple(rank for rank in wait.ranks if rank not in busy)
     text = (
-        f"{names(busy)} {'is' if len(busy) == 1 else 'are'} in {wait.call.words} like all others, and wait"
+        f"{names(busy)} {'is' if len(busy) == 1 else 'are'} in {wait.call.text} like all others, and wait"
         f"{'s' * (len(busy) == 1)} for nobody: slow, stopped, or the dumps are of different moments; {names(waiting)} "
         f"{'has' if len(waiting) == 1 else 'have'} waited {time_text(wait.seconds)}"
     )
-    return [Finding("running", tuple(busy), text, wait.call.team, wait.call.title, waiting, wait.seconds)]
+    return [Finding("stalled_in_call", tuple(busy), text, wait.call.team, wait.call.title, waiting, wait.seconds)]
 
 
-def _together(job: Job, found: list[Finding]) -> list[Finding]:
-    """Many ranks of which the same is to be said become one finding, with the words of the first."""
+def _group(job: JobDumps, found: list[Finding]) -> list[Finding]:
+    """Many ranks of which the same is to be said become one finding, with the text of the first."""
     kinds: dict[str, list[Finding]] = {}
     for finding in found:
         kinds.setdefault(finding.kind, []).append(finding)
@@ -245,23 +246,23 @@ def _together(job: Job, found: list[Finding]) -> list[Finding]:
     return out
 
 
-def _ended(job: Job, rank: int, how: str) -> Finding:
+def _lost(job: JobDumps, rank: int, how: str) -> Finding:
     dump = job.dumps.get(rank)
     last = "" if dump is None else f"; {_last(dump)}"
-    return Finding("ended", (rank,), f"{job.places[rank]} {how}{last}")
+    return Finding("lost", (rank,), f"{job.rank_info[rank]} {how}{last}")
 
 
-def _failures(job: Job, found: list[Finding]) -> list[Finding]:
+def _failures(job: JobDumps, found: list[Finding]) -> list[Finding]:
     """The failures of teams, each text once; not those that only say what was found to be the cause."""
     texts: dict[tuple[int, str], list[int]] = {}
     for dump in job.dumps.values():
         for team in dump.teams.values():
             if team.failure:
                 texts.setdefault((team.number, team.failure), []).append(dump.rank)
-    ended = {rank for finding in found if finding.kind == "ended" for rank in finding.ranks}
+    ended = {rank for finding in found if finding.kind == "lost" for rank in finding.ranks}
     out = []
     for (number, failure), ranks in texts.items():
-        cause = _ENDED.search(failure) or _FAILED.search(failure)
+        cause = _LOST.search(failure) or _FAILED.search(failure)
         if cause and (int(cause[1]) in ended or cause.re is _FAILED):
             continue
         out.append(
@@ -272,9 +273,9 @@ def _failures(job: Job, found: list[Finding]) -> list[Finding]:
     return out
 
 
-def _mismatches(job: Job) -> list[Finding]:
+def _mismatches(job: JobDumps) -> list[Finding]:
     """The last calls that did not match, each text once."""
-    texts: dict[str, tuple[Call, list[int]]] = {}
+    texts: dict[str, tuple[CallRecord, list[int]]] = {}
     for dump in job.dumps.values():
         for call in dump.calls:
             if call.error and call.error.startswith(MISMATCH):
@@ -284,10 +285,10 @@ def _mismatches(job: Job) -> list[Finding]:
     return [Finding("mismatch", (), text, call.team, call.title, waiting=tuple(ranks)) for text, (call, ranks) in last]
 
 
-def _without_dump(job: Job, found: list[Finding]) -> list[Finding]:
-    blamed = _blamed([finding for finding in found if finding.blames])
+def _without_dump(job: JobDumps, found: list[Finding]) -> list[Finding]:
+    blamed = _problem_ranks([finding for finding in found if finding.is_problem])
     ranks = tuple(rank for rank in job.missing if rank not in blamed)
     if not ranks:
         return []
-    text = f"{names(ranks)} {'has' if len(ranks) == 1 else 'have'} written no dump: {_quiet(job, ranks[0])}"
-    return [Finding("no dump", ranks, text)]
+    text = f"{names(ranks)} {'has' if len(ranks) == 1 else 'have'} written no dump: {_silence_reason(job, ranks[0])}"
+    return [Finding("no_dump", ranks, text)]

@@ -25,7 +25,7 @@ class BadInput(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRecord:
     """A call of a rank; times in seconds since 1970, by the clock of its host."""
 
     team: int
@@ -52,7 +52,7 @@ class Call:
         return (now if self.ended is None else self.ended) - self.submitted
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The call with its tensors, as far as the dump has them."""
         if not self.tensors:
             return self.title
@@ -68,17 +68,17 @@ class Team:
     number: int
     matched: int
     failure: str | None
-    calls: tuple[Call, ...]
+    calls: tuple[CallRecord, ...]
 
     @property
-    def head(self) -> Call | None:
+    def head(self) -> CallRecord | None:
         """The oldest call that has not ended, one under way before one in the queue."""
         still = [call for call in self.calls if call.is_open]
         return next((call for call in still if call.state != "queued"), still[0] if still else None)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where a rank runs."""
 
     rank: int
@@ -98,12 +98,12 @@ class Dump:
     reason: str
     time: float
     rank: int
-    places: tuple[Place, ...]
+    rank_info: tuple[RankInfo, ...]
     teams: dict[int, Team]
     stacks: tuple[str, ...] = ()
 
     @property
-    def place_in_code(self) -> list[str]:
+    def code_location(self) -> list[str]:
         """Where Python's main thread is, ``train.py, line 7 in load``, the innermost first; empty when not known."""
         lines = list(self.stacks)
         threads = [index for index, line in enumerate(lines) if line.lower().startswith(("thread ", "current thread "))]
@@ -113,24 +113,24 @@ class Dump:
         return [f"{Path(found[1]).name}, line {found[2]} in {found[3]}" for found in frames if found]
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CallRecord]:
         """The calls of all teams."""
         return [call for team in self.teams.values() for call in team.calls]
 
 
 @dataclass(frozen=True)
-class Job:
+class JobDumps:
     """All dumps of a job, by rank. ``notes`` says what was passed over while reading."""
 
     name: str
-    places: tuple[Place, ...]
+    rank_info: tuple[RankInfo, ...]
     dumps: dict[int, Dump]
     notes: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[int]:
         """The ranks without a dump."""
-        return [place.rank for place in self.places if place.rank not in self.dumps]
+        return [info.rank for info in self.rank_info if info.rank not in self.dumps]
 
     @property
     def newest(self) -> float:
@@ -138,7 +138,7 @@ class Job:
         return max(dump.time for dump in self.dumps.values())
 
 
-def read(folder: Path) -> Job:
+def read(folder: Path) -> JobDumps:
     """Reads the dumps in ``folder`` and the folders in it.
 
     Raises:
@@ -160,7 +160,7 @@ def read(folder: Path) -> Job:
     return _newest_job(found, notes)
 
 
-def _newest_job(found: Iterable[Dump], notes: list[str]) -> Job:
+def _newest_job(found: Iterable[Dump], notes: list[str]) -> JobDumps:
     jobs: dict[str, list[Dump]] = {}
     for dump in sorted(found, key=lambda dump: dump.time):
         jobs.setdefault(dump.job, []).append(dump)
@@ -168,8 +168,8 @@ def _newest_job(found: Iterable[Dump], notes: list[str]) -> Job:
     others = len(jobs) - 1
     if others:
         notes.append(f"dumps of {others} other job{'s' * (others > 1)} are there too; job {name} is the newest")
-    dumps = {dump.rank: dump for dump in jobs[name]}  # a later one takes the place of an earlier one
-    return Job(name, jobs[name][-1].places, dict(sorted(dumps.items())), tuple(notes))
+    dumps = {dump.rank: dump for dump in jobs[name]}  # a later one replaces an earlier one
+    return JobDumps(name, jobs[name][-1].rank_info, dict(sorted(dumps.items())), tuple(notes))
 
 
 def _why(error: Exception) -> str:
@@ -180,14 +180,14 @@ def _dump(path: Path) -> Dump:
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not '{FORMAT}'")
-    places = tuple(Place(int(place["rank"]), str(place["host"]), int(place["pid"])) for place in content["ranks"])
+    rank_info = tuple(RankInfo(int(info["rank"]), str(info["host"]), int(info["pid"])) for info in content["ranks"])
     rank = int(content["rank"])
-    if [place.rank for place in places] != list(range(int(content["size"]))) or not 0 <= rank < len(places):
+    if [info.rank for info in rank_info] != list(range(int(content["size"]))) or not 0 <= rank < len(rank_info):
         raise ValueError("its ranks do not add up")
     teams = {int(team["team"]): _team(team) for team in content["teams"]}
     time, reason = float(content["time"]), str(content["reason"])
     stacks = tuple(map(str, content.get("stacks", ())))  # older dumps have none
-    return Dump(path, str(content["job"]), reason, time, rank, places, teams, stacks)
+    return Dump(path, str(content["job"]), reason, time, rank, rank_info, teams, stacks)
 
 
 def _team(team: dict[str, Any]) -> Team:
@@ -196,11 +196,11 @@ def _team(team: dict[str, Any]) -> Team:
     return Team(number, int(team["matched"]), team["failure"], calls)
 
 
-def _call(team: int, call: dict[str, Any]) -> Call:
+def _call(team: int, call: dict[str, Any]) -> CallRecord:
     submitted, ended = float(call["submitted"]), call["ended_s"]
     if call["state"] not in (*_OPEN, "done", "failed"):
         raise ValueError(f"a call is in state {call['state']!r}")
-    return Call(
+    return CallRecord(
         team=team,
         number=int(call["number"]),
         matched=call["matched"],

@@ -7,25 +7,25 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from dl_comm.blame._dumps import Job, Place
+from dl_comm.analyze_dumps._dumps import JobDumps, RankInfo
 
 
-def states(job: Job) -> dict[int, str]:
+def states(job: JobDumps) -> dict[int, str]:
     """``has ended`` or ``is stopped`` by rank, of those on this host; one that runs is not in it.
 
     Nothing is said where the dumps may come from another host, or container, of this one's name: when none of the
     processes is there. A process that began after its rank's job wrote dumps is another one of the same number.
     """
-    here = [place for place in job.places if place.host in (socket.gethostname(), os.uname().nodename)]
-    found = {place.rank: _state(place, job.newest) for place in here}
+    here = [info for info in job.rank_info if info.host in (socket.gethostname(), os.uname().nodename)]
+    found = {info.rank: _state(info, job.newest) for info in here}
     if all(state == "has ended" for state in found.values()):
         return {}
     return {rank: state for rank, state in found.items() if state}
 
 
-def _state(place: Place, newest: float) -> str:
+def _state(info: RankInfo, newest: float) -> str:
     try:
-        fields = Path(f"/proc/{place.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{info.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "has ended"
     state, start = fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK")

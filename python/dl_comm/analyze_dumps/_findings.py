@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Most important first. Those before "late" name somebody to blame.
+# Most important first. Those before "straggler" name somebody to blame.
 KINDS = (
-    "ended",  # a process is gone
-    "silent",  # a rank that others wait for has written nothing
-    "not called",  # a rank is in its own code while others wait for it
-    "other call",  # a rank waits in another call
-    "running",  # a rank has the call, and is not through
+    "lost",  # a process is lost
+    "no_response",  # a rank that others wait for has written nothing
+    "not_called",  # a rank is in its own code while others wait for it
+    "different_call",  # a rank waits in another call
+    "stalled_in_call",  # a rank has the call, and is not through
     "failed",  # a team has failed
     "mismatch",  # calls that did not match; the job went on
-    "late",  # nobody hangs, but others wait much for one rank
-    "no dump",  # nobody waits for the rank, and it has written nothing
+    "straggler",  # nobody hangs, but others wait much for one rank
+    "no_dump",  # nobody waits for the rank, and it has written nothing
     "idle",
-    "well",
+    "healthy",
 )
-BLAMED = KINDS[: KINDS.index("late")]
+PROBLEMS = KINDS[: KINDS.index("straggler")]
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Finding:
     seconds: float | None = None
 
     @property
-    def blames(self) -> bool:
+    def is_problem(self) -> bool:
         """Whether something is wrong."""
-        return self.kind in BLAMED
+        return self.kind in PROBLEMS
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
