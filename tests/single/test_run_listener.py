@@ -71,7 +71,7 @@ def test_one_that_knows_the_token_does_no_harm_either(listener: Listener, line: 
 
 
 def test_a_silent_stranger_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_listener, "_UNKNOWN_S", 0.3)
+    monkeypatch.setattr(_listener, "_TOKEN_TIMEOUT_S", 0.3)
     slow = [caller(listener), caller(listener, b"0123")]
     with caller(listener, hello(listener, 2)) as member:
         assert member.recv(16) == b"ok\n"

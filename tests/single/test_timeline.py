@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dl_comm.timeline._figures import Figures, exponent
 from dl_comm.timeline._files import BadInput, events, find
+from dl_comm.timeline._metrics import TraceMetrics, exponent
 from dl_comm.timeline._page import page as page_of
 from dl_comm.timeline._recent import Recent
 from dl_comm.timeline._report import quantile, report
@@ -55,12 +55,12 @@ def made_up(folder: Path) -> None:
         write(folder, rank, [event for n in range(5) for event in a_step(rank, n, 1e6 + 1000 * n, 50.0 * rank)])
 
 
-def figures_of(folder: Path) -> Figures:
-    figures = Figures()
+def metrics_of(folder: Path) -> TraceMetrics:
+    metrics = TraceMetrics()
     for path in find(folder).values():
         for event in events(path, lambda _: None):
-            figures.add(event)
-    return figures
+            metrics.add(event)
+    return metrics
 
 
 def timeline(folder: Path, *options: str) -> Finished:
@@ -69,11 +69,11 @@ def timeline(folder: Path, *options: str) -> Finished:
 
 def test_the_numbers_of_a_made_up_job(tmp_path: Path) -> None:
     made_up(tmp_path)
-    content = report(figures_of(tmp_path), None)
+    content = report(metrics_of(tmp_path), None)
     whole = content["all"]
     assert whole == content["teams"][0]
     assert (whole["calls"], whole["failed"], whole["bytes"]) == (10, 0, 10_000)
-    assert whole["busy_s"] == pytest.approx(1e-3)
+    assert whole["comm_s"] == pytest.approx(1e-3)
     assert whole["exposed_s"] == pytest.approx(4e-4)
     assert whole["overlap"] == pytest.approx(0.6)
     steps = whole["steps"]
@@ -85,7 +85,7 @@ def test_the_numbers_of_a_made_up_job(tmp_path: Path) -> None:
     (size,) = whole["sizes"]
     assert (size["exponent"], size["calls"], size["rate"]) == (10, 10, pytest.approx(1e7))
     assert content["reference"] == {"rate": size["best"], "source": "the best call of this timeline", "measured": False}
-    assert report(figures_of(tmp_path), (2 * GB, "x"))["reference"] == {"rate": 2 * GB, "source": "x", "measured": True}
+    assert report(metrics_of(tmp_path), (2 * GB, "x"))["reference"] == {"rate": 2 * GB, "source": "x", "measured": True}
 
 
 def test_quantiles_and_size_classes() -> None:
@@ -171,17 +171,17 @@ def test_the_limit_comes_from_the_doctor(tmp_path: Path) -> None:
 
 
 def test_a_page_of_many_ranks_and_calls_stays_small(tmp_path: Path) -> None:
-    figures, recent = Figures(), Recent()
+    metrics, recent = TraceMetrics(), Recent()
     for rank in range(64):
         for number in range(300):
             for event in a_step(rank, number, 1e6 + 1000 * number, 0.5 * rank):
                 if event["cat"] == "call":
                     event["args"]["bytes"] = 1 << (number % 30)
-                figures.add(event)
+                metrics.add(event)
                 recent.add(event)
-    content = report(figures, None)
+    content = report(metrics, None)
     assert len(content["all"]["steps"]["series"]) == 100
-    text = page_of(content, recent.rows(figures, 0), [])
+    text = page_of(content, recent.rows(metrics, 0), [])
     assert len(text) < 1_000_000
     assert content["all"]["last"][0]["rank"] == 63
     assert content["all"]["late"]["rows"][:2] == ["0-1", "2-3"]
@@ -232,9 +232,9 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     finished = launch(3, [sys.executable, str(program)], 100, {"DL_COMM_TIMELINE": str(folder)})
     assert finished.returncode == 0, finished.output
-    told = timeline(folder, "-o", str(folder / "trace.json"), "--html", str(folder / "page.html"))
-    assert told.returncode == 0, told.output
-    assert "rank 2 came last" in told.output.splitlines()[3], told.output
+    finished = timeline(folder, "-o", str(folder / "trace.json"), "--html", str(folder / "page.html"))
+    assert finished.returncode == 0, finished.output
+    assert "rank 2 came last" in finished.output.splitlines()[3], finished.output
     return folder
 
 
@@ -244,10 +244,10 @@ def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     for ranks in (3, 2):
         finished = launch(ranks, [sys.executable, str(program)], 60, {"DL_COMM_TIMELINE": str(tmp_path / "traces")})
         assert finished.returncode == 0, finished.output
-    told = timeline(tmp_path / "traces")
-    assert told.returncode == 0, told.output
-    assert "2 ranks, " in told.output
-    (note,) = re.findall(r"another job is left out, 3 rank\(s\) of job (\w+), --job \1 reads it", told.output)
+    finished = timeline(tmp_path / "traces")
+    assert finished.returncode == 0, finished.output
+    assert "2 ranks, " in finished.output
+    (note,) = re.findall(r"another job is left out, 3 rank\(s\) of job (\w+), --job \1 reads it", finished.output)
     assert "3 ranks, " in timeline(tmp_path / "traces", "--job", note).output
     assert "has no timeline of job x" in timeline(tmp_path / "traces", "--job", "x").output
 
@@ -280,9 +280,9 @@ def test_the_numbers_of_the_page_are_those_of_the_trace(slow: Path) -> None:
     exposed = sum(event["dur"] for event in own if event["cat"] == "exposed") * 1e-6
     assert view["exposed_s"] == pytest.approx(exposed, abs=1e-6)
     queued = sum(event["dur"] for event in own if event["name"] == "queue") * 1e-6
-    busy = sum(event["dur"] for event in calls) * 1e-6 - queued
-    assert view["busy_s"] == pytest.approx(busy, abs=1e-5)
-    assert view["overlap"] == pytest.approx(max(1 - exposed / busy, 0), abs=1e-3)
+    comm = sum(event["dur"] for event in calls) * 1e-6 - queued
+    assert view["comm_s"] == pytest.approx(comm, abs=1e-5)
+    assert view["overlap"] == pytest.approx(max(1 - exposed / comm, 0), abs=1e-3)
     steps = defaultdict(list)
     for event in own:
         if event["ph"] == "i" and event["args"]["team"] == 0:

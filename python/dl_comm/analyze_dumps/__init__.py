@@ -1,6 +1,6 @@
-"""``python -m dl_comm.analyze_dumps FOLDER``: reads the dumps of all ranks and finds the rank and call that others wait for.
+"""``python -m dl_comm.analyze_dumps FOLDER`` reads the dumps of all ranks and finds the rank that the others wait for.
 
-``docs/diagnosis.md`` tells where dumps come from and what they hold.
+``docs/diagnosis.md`` describes how dumps are written and their format.
 """
 
 from __future__ import annotations

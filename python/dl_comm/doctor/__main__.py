@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from dl_comm.doctor import _alone, _job
+from dl_comm.doctor import _job, _single_rank
 from dl_comm.doctor._launcher import launch_of
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     launch = launch_of(os.environ)
     if launch:
         return _job.run(launch, options.json, options.quick, options.ranks_only)
-    return _alone.run(options.json, options.quick, starts=not options.no_launch)
+    return _single_rank.run(options.json, options.quick, starts=not options.no_launch)
 
 
 if __name__ == "__main__":

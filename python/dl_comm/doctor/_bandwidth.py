@@ -21,24 +21,24 @@ from dl_comm import _dl_comm
 from dl_comm.doctor._checks import Check, size_text
 from dl_comm.doctor._gather import gather
 
-_MOST = 64 << 20
-_LEAST = 1 << 20
+_MAX_BYTES = 64 << 20
+_MIN_BYTES = 1 << 20
 _BLOCK = 64 << 10  # float32 elements
 _SECONDS = 0.7
-_FAR_OFF = 8.0
+_SLOW_RATIO = 8.0
 
 
-def check_alone() -> Check:
+def check_single_rank() -> Check:
     """What one rank can tell: how fast it copies."""
-    source = np.ones(_MOST // 4, np.float32)
+    source = np.ones(_MAX_BYTES // 4, np.float32)
     target = np.zeros_like(source)
     times: list[float] = []
     while sum(times) < _SECONDS:
         began = time.perf_counter()
         np.copyto(target, source)
         times.append(time.perf_counter() - began)
-    rate = _MOST / float(np.median(times)) / 1e9
-    text = f"one rank has nothing to average with; it copies {size_text(_MOST)} at {rate:.1f} GB/s"
+    rate = _MAX_BYTES / float(np.median(times)) / 1e9
+    text = f"one rank has nothing to average with; it copies {size_text(_MAX_BYTES)} at {rate:.1f} GB/s"
     return Check("bandwidth", "one rank", "ok", text, {"copy_gb_per_s": round(rate, 3)})
 
 
@@ -47,9 +47,9 @@ def check(described: dict[str, Any]) -> Check:
     folder = Path(described["settings"]["DL_COMM_SHM_DIR"])
     local_size, hosts = int(described["local_size"]), int(described["hosts"])
     # All ranks take the size that every host has room for.
-    size = min(gather(_room(folder, local_size), "bandwidth: room"))
-    if size < _LEAST:
-        text = f"not measured: {folder}, or the memory, has less than {size_text(_LEAST * local_size)} to spare"
+    size = min(gather(_available_bytes(folder, local_size), "bandwidth: room"))
+    if size < _MIN_BYTES:
+        text = f"not measured: {folder}, or the memory, has less than {size_text(_MIN_BYTES * local_size)} to spare"
         return Check("bandwidth", "average", "warn", text, {"room_bytes": size})
     average = _average(size)
     limit = _limit(size, folder, described)
@@ -71,19 +71,19 @@ def check(described: dict[str, Any]) -> Check:
     )
     if hosts > 1:
         return Check("bandwidth", "average", "ok", f"{text}; the network between the hosts is part of it", facts)
-    if ratio > _FAR_OFF:
-        text += f", more than {_FAR_OFF:.0f}: is something else running, or do the ranks share processors?"
+    if ratio > _SLOW_RATIO:
+        text += f", more than {_SLOW_RATIO:.0f}: is something else running, or do the ranks share processors?"
         return Check("bandwidth", "average", "warn", text, facts)
     return Check("bandwidth", "average", "ok", text, facts)
 
 
-def _room(folder: Path, local_size: int) -> int:
+def _available_bytes(folder: Path, local_size: int) -> int:
     """How long the arrays of this host's ranks may be, in bytes: a multiple of 4 KiB and of the ranks."""
     usage = os.statvfs(folder)
     free = usage.f_bavail * usage.f_frsize
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Half of what is free there; a quarter of the memory, which holds the arrays twice; never gigabytes.
-    room = min(_MOST, free // 2 // local_size, memory // 4 // local_size, (1 << 30) // local_size)
+    room = min(_MAX_BYTES, free // 2 // local_size, memory // 4 // local_size, (1 << 30) // local_size)
     return room - room % 4096
 
 

@@ -56,8 +56,8 @@ def _settings(described: dict[str, Any]) -> Check:
         return Check("build", "settings", "bad", str(error), {"error": error})
     settings: dict[str, Any] = described["settings"]
     if unknown := described["unknown_variables"]:
-        words = [f"{name} (is {nearest} meant?)" if nearest else name for name, nearest in unknown.items()]
-        text = f"no variable of this name is known, so it has no effect: {', '.join(words)}"
+        names = [f"{name} (is {nearest} meant?)" if nearest else name for name, nearest in unknown.items()]
+        text = f"no variable of this name is known, so it has no effect: {', '.join(names)}"
         return Check("build", "settings", "warn", text, {**settings, "unknown": unknown})
     chosen = [f"{name}={settings[name]}" for name in settings if os.environ.get(name)]
     text = ", ".join(chosen) or "all DL_COMM_* variables have their defaults"

@@ -133,7 +133,7 @@ def _processors(local_ranks: int) -> Check:
 
 
 def _cgroup(name: str) -> list[str]:
-    """The words of this process's cgroup v2 file of that name, of the nearest group that limits."""
+    """The values of this process's cgroup v2 file of that name, of the nearest group that limits."""
     try:
         path = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0].strip("/")
     except OSError:
@@ -141,8 +141,8 @@ def _cgroup(name: str) -> list[str]:
     folder = Path("/sys/fs/cgroup", path)
     for group in (folder, *folder.parents):
         file = group / name
-        if file.is_file() and (words := file.read_text().split()) and words[0] != "max":
-            return words
+        if file.is_file() and (values := file.read_text().split()) and values[0] != "max":
+            return values
         if group == Path("/sys/fs/cgroup"):
             break
     return []
@@ -150,14 +150,14 @@ def _cgroup(name: str) -> list[str]:
 
 def cgroup_cpus() -> float | None:
     """How many processors' time the cgroup (v2, cpu.max) gives; None: no limit, or not known."""
-    words = _cgroup("cpu.max")
-    return int(words[0]) / int(words[1]) if words else None
+    values = _cgroup("cpu.max")
+    return int(values[0]) / int(values[1]) if values else None
 
 
 def cgroup_memory() -> int | None:
     """The memory limit of the cgroup (v2, memory.max) in bytes; None: no limit, or not known."""
-    words = _cgroup("memory.max")
-    return int(words[0]) if words else None
+    values = _cgroup("memory.max")
+    return int(values[0]) if values else None
 
 
 def numa_nodes() -> dict[int, set[int]]:

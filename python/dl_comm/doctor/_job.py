@@ -31,7 +31,7 @@ _GRACE_S = 5.0
 
 def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
     """Checks and reports; returns the exit status. ``ranks_only``: what needs no other rank is left out."""
-    report = Report(as_json, speaks=None if launch.rank is None else launch.rank == 0)
+    report = Report(as_json, prints=None if launch.rank is None else launch.rank == 0)
     described: dict[str, Any] = json.loads(_dl_comm.describe())
     first = _local.quick_checks(described, launch)
     if any(check.name == "launcher" and check.verdict == "bad" for check in first):
@@ -45,11 +45,11 @@ def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
             local += checks
             report.add(checks)
     try:
-        with _Watch(report, described, launch, "bringing MPI up"):
+        with _Watchdog(report, described, launch, "bringing MPI up"):
             init()
         described = json.loads(_dl_comm.describe())
-        report.speak(described["rank"] == 0)
-        with _Watch(report, described, launch, "the test of the ranks"):
+        report.set_prints(described["rank"] == 0)
+        with _Watchdog(report, described, launch, "the test of the ranks"):
             _check_ranks(report, described, local, quick)
             healthy = not any(gather(worst(report.checks) == "bad", "verdict"))
     except (CommError, OSError) as error:
@@ -59,7 +59,7 @@ def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
     return 0 if healthy else 1
 
 
-class _Watch:
+class _Watchdog:
     """Ends the program with a report when what it surrounds takes too long: MPI may hang without a deadline."""
 
     def __init__(self, report: Report, described: dict[str, Any], launch: Launch, what: str) -> None:
@@ -86,7 +86,7 @@ def _fail(report: Report, described: dict[str, Any], rank: int | None, name: str
     """Ends the report with what went wrong; a rank that does not know whether another one speaks does so itself."""
     where = f"process {os.getpid()}" if rank is None else f"rank {rank}"
     report.add([Check("ranks", name, "bad", f"{where}: {text}", {"error": text})])
-    report.speak(rank in (None, 0))
+    report.set_prints(rank in (None, 0))
     if rank:
         # Some launchers end the job with its first process that fails: rank 0 may still have something to say.
         time.sleep(_GRACE_S if described["state"] == "fresh" else 0)
@@ -102,20 +102,20 @@ def _check_ranks(report: Report, described: dict[str, Any], local: list[Check], 
     # Of other hosts, what is not as it should be; and how many GPUs each has.
     devices = [check.facts.get("devices", 0) for check in local if check.name == "CUDA"]
     mine = {"checks": [check.to_json() for check in local if check.verdict != "ok"], "gpus": sum(devices)}
-    told = gather({**_ranks.mine(described), **mine}, "ranks")
+    gathered = gather({**_ranks.mine(described), **mine}, "ranks")
     gpus: dict[int, int] = {}
     speakers = {0: 0}  # of each host, the first rank that looked at it
-    for rank, place in zip(told, described["ranks"], strict=True):
+    for rank, place in zip(gathered, described["ranks"], strict=True):
         host = place["host_index"]
         gpus[host] = max(gpus.get(host, 0), rank["gpus"])
         checks = [Check(**check) for check in rank.pop("checks")]
         if checks and described["rank"] == 0 and speakers.setdefault(host, place["rank"]) == place["rank"] != 0:
             report.add(_named(check, place["host"]) for check in checks)
-    report.add(_ranks.check(described, told, gpus))
+    report.add(_ranks.check(described, gathered, gpus))
     if described["size"] == 1:
         report.add([Check("ranks", "one rank", "ok", ONE_RANK)])
     if not quick:
-        report.add([_bandwidth.check(described) if described["size"] > 1 else _bandwidth.check_alone()])
+        report.add([_bandwidth.check(described) if described["size"] > 1 else _bandwidth.check_single_rank()])
 
 
 def _named(check: Check, host: str) -> Check:

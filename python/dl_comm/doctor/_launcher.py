@@ -57,7 +57,7 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
         rank, size, local_rank = (_number(env.get(variable)) for variable in variables)
         known = {"srun": (size or 0) > 1, "Cray's PALS": rank is not None}
         if known.get(launcher, rank is not None or size is not None):
-            # Slurm speaks PMI too: its variables know the local rank then.
+            # Slurm prints PMI too: its variables know the local rank then.
             local_rank = _number(env.get("SLURM_LOCALID")) if local_rank is None else local_rank
             return Launch(launcher, family if "SLURM_PROCID" not in env else None, rank, size, local_rank)
     return None

@@ -31,11 +31,11 @@ def checks(described: dict[str, Any], launch: Launch | None, imports: bool) -> I
     yield quick_checks(described, launch)
     # Started together, asked in turn.
     programs, mpi4py = _mpi.Programs(described, launch), _mpi.Mpi4py(described) if find_spec("mpi4py") else None
-    alone = None if launch else _mpi.Alone()
+    single_rank = None if launch else _mpi.SingleRank()
     frameworks, gpu = Frameworks(imports), Gpu()
     yield programs.check()
     yield mpi4py.check() if mpi4py else []
-    yield alone.check() if alone else []
+    yield single_rank.check() if single_rank else []
     yield frameworks.check()
     yield _host.check(described, _local_ranks(launch))
     yield gpu.check()

@@ -19,7 +19,7 @@ _ABI = {
 _NAMES = {"mpich": "of MPICH's kind", "openmpi": "Open MPI's"}
 
 
-def mpiexec_beside() -> Path | None:
+def interpreter_mpiexec() -> Path | None:
     """The mpiexec in the folder of the interpreter's programs, if there is one."""
     beside = Path(sys.executable).parent / "mpiexec"
     return beside if beside.exists() else None
@@ -78,7 +78,7 @@ class Programs:
     def __init__(self, described: dict[str, Any], launch: Launch | None) -> None:
         self._family, self._launched = _family(described), launch is not None
         on_path = shutil.which("mpiexec")
-        paths = [mpiexec_beside(), Path(on_path) if on_path else None]
+        paths = [interpreter_mpiexec(), Path(on_path) if on_path else None]
         self._programs = {path: Process([str(path), "--version"], 20) for path in dict.fromkeys(paths) if path}
 
     def check(self) -> list[Check]:
@@ -86,7 +86,7 @@ class Programs:
         if not self._programs:
             text = "none beside the interpreter or on the PATH: start jobs with that of the library's MPI, or srun"
             return [Check("mpi", "mpiexec", "ok" if self._launched else "warn", text, {"path": None})]
-        beside = mpiexec_beside()
+        beside = interpreter_mpiexec()
         checks = []
         for path, program in self._programs.items():
             where = "beside the interpreter" if path == beside else "the first on the PATH"
@@ -121,35 +121,35 @@ class Mpi4py:
     def check(self) -> list[Check]:
         """The check; waits for the probe."""
         try:
-            told = self._probe.result()
+            result = self._probe.result()
         except Failed as error:
             text = f"importing mpi4py.MPI {error}; a program that imports it beside dl_comm may fail alike"
             return [Check("mpi", "mpi4py", "warn", text, {"error": str(error)})]
-        text = f"mpi4py {told['version']} uses "
-        if self._library in told["libraries"]:
-            return [Check("mpi", "mpi4py", "ok", f"{text}the same library", told)]
-        text += f"{told['library_version']} ({', '.join(told['libraries'])})"
-        return [Check("mpi", "mpi4py", "warn", text + _ONE_MPI, told)]
+        text = f"mpi4py {result['version']} uses "
+        if self._library in result["libraries"]:
+            return [Check("mpi", "mpi4py", "ok", f"{text}the same library", result)]
+        text += f"{result['library_version']} ({', '.join(result['libraries'])})"
+        return [Check("mpi", "mpi4py", "warn", text + _ONE_MPI, result)]
 
 
 _ONE_MPI = "; a program must not import both: install mpi4py for the MPI of dl_comm (MPICC=... pip install --no-binary)"
 
 
-class Alone:
+class SingleRank:
     """dl_comm on one rank, without a launcher. Making it starts a probe."""
 
     def __init__(self) -> None:
-        self._probe = Probe("alone")
+        self._probe = Probe("single_rank")
 
     def check(self) -> list[Check]:
         """The check; waits for the probe."""
         try:
-            told = self._probe.result()
+            result = self._probe.result()
         except Failed as error:
             text = f"dl_comm on one rank, without a launcher, {error}"
             return [Check("mpi", "one rank", "bad", text, {"error": str(error)})]
-        level = told["mpi"]["thread_level"]
-        if not told["average_is_right"]:
+        level = result["mpi"]["thread_level"]
+        if not result["average_is_right"]:
             text = "the average over one rank is not the array itself"
             return [Check("mpi", "one rank", "bad", text, {"thread_level": level})]
         return [check_thread_level("mpi", "one rank", level, f"MPI comes up and ends, {level}")]

@@ -20,14 +20,14 @@ def framework(name: str, operations: str) -> dict[str, Any]:
     """Imports a framework and, with ``operations``, dl_comm's operations for it, which are built already."""
     began = time.monotonic()
     module = __import__(name)
-    told: dict[str, Any] = {"version": module.__version__, "import_s": round(time.monotonic() - began, 2)}
+    result: dict[str, Any] = {"version": module.__version__, "import_s": round(time.monotonic() - began, 2)}
     if name == "torch":
-        told["cuda_build"] = module.version.cuda
+        result["cuda_build"] = module.version.cuda
     else:
-        told["cuda_build"] = module.sysconfig.get_build_info().get("cuda_version")
+        result["cuda_build"] = module.sysconfig.get_build_info().get("cuda_version")
     if operations == "operations":
         __import__(f"dl_comm.{name}")
-    return told
+    return result
 
 
 def mpi4py() -> dict[str, Any]:
@@ -47,35 +47,35 @@ def gpu() -> dict[str, Any]:
     from dl_comm import _dl_comm
     from dl_comm._cuda import preload
 
-    told: dict[str, Any] = {"packaged": list(preload())}
+    result: dict[str, Any] = {"packaged": list(preload())}
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        told["cuda_error"] = str(error)
+        result["cuda_error"] = str(error)
     else:
         number = ctypes.c_int()
         code = cuda.cuInit(0)
         if code:
-            told["cuda_error"] = f"cuInit returned {code}"
+            result["cuda_error"] = f"cuInit returned {code}"
         else:
             cuda.cuDriverGetVersion(ctypes.byref(number))
-            told["cuda_driver_api"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+            result["cuda_driver_api"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
             try:
-                told["devices"] = _dl_comm.gpu_count()
+                result["devices"] = _dl_comm.gpu_count()
             except Exception as error:
-                told["cuda_error"] = str(error)
-    told |= _nvrtc()
+                result["cuda_error"] = str(error)
+    result |= _nvrtc()
     try:
         nccl = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        told["nccl_error"] = str(error)
+        result["nccl_error"] = str(error)
     else:
         number = ctypes.c_int()
         nccl.ncclGetVersion(ctypes.byref(number))
         # NCCL 2.9 and later: major * 10000 + minor * 100 + patch (nccl.h, NCCL_VERSION).
-        told["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-        told["nccl_library"] = _file_of("libnccl.so")
-    return told
+        result["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+        result["nccl_library"] = _file_of("libnccl.so")
+    return result
 
 
 def _nvrtc() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _file_of(name: str) -> str | None:
     return next((line[-1] for line in lines if f"/{name}" in line[-1]), None)
 
 
-def alone() -> dict[str, Any]:
+def single_rank() -> dict[str, Any]:
     """dl_comm as rank 0 of 1: brings MPI up, averages, ends."""
     import numpy as np
 
@@ -110,7 +110,7 @@ def alone() -> dict[str, Any]:
     return described
 
 
-_PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "alone": alone}
+_PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "single_rank": single_rank}
 
 if __name__ == "__main__":
     # This file's folder is put first there; its modules are not meant for others.

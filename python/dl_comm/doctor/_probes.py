@@ -45,10 +45,10 @@ class Ended:
     code: int
     text: str
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """The end and the last words."""
         how = f"was killed by signal {-self.code}" if self.code < 0 else f"ended with status {self.code}"
-        return f"{how}{_last_words(self.text)}"
+        return f"{how}{_last_line(self.text)}"
 
 
 class Process:
@@ -92,7 +92,7 @@ class Process:
             self._output.seek(0)
             text = self._output.read().decode(errors="replace")
         if late:
-            raise Failed(f"did not end within {self._limit:.0f} s{_last_words(text)}")
+            raise Failed(f"did not end within {self._limit:.0f} s{_last_line(text)}")
         return Ended(self._process.returncode, text)
 
     def result(self) -> str:
@@ -103,7 +103,7 @@ class Process:
         """
         ended = self.end()
         if ended.code:
-            raise Failed(ended.words())
+            raise Failed(ended.summary())
         return ended.text
 
 
@@ -123,9 +123,9 @@ class Probe:
         text = self._process.result()
         lines = [line for line in text.splitlines() if line.startswith(_MARK)]
         if not lines:
-            raise Failed(f"ended without a result{_last_words(text)}")
-        told: dict[str, Any] = json.loads(lines[-1][len(_MARK) :])
-        return told
+            raise Failed(f"ended without a result{_last_line(text)}")
+        result: dict[str, Any] = json.loads(lines[-1][len(_MARK) :])
+        return result
 
 
 def _environment() -> dict[str, str]:
@@ -133,6 +133,6 @@ def _environment() -> dict[str, str]:
     return without_launcher(os.environ) if launch_of(os.environ) else dict(os.environ)
 
 
-def _last_words(text: str) -> str:
+def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_BOILERPLATE)]
     return f": {lines[-1][:400]}" if lines else ""

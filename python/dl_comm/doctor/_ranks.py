@@ -11,7 +11,7 @@ from dl_comm.doctor._checks import Check, numbers_of, ranges_text
 from dl_comm.doctor._host import cgroup_cpus, numa_nodes
 from dl_comm.doctor._network import used, used_text
 
-MOST_LINES = 16
+MAX_LINES = 16
 """At most so many ranks, or kinds of hosts, are printed; the facts have all."""
 
 
@@ -30,16 +30,16 @@ def mine(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check(described: dict[str, Any], told: list[dict[str, Any]], gpus: dict[int, int]) -> list[Check]:
-    """The checks, from what each rank told and the number of GPUs of each host (by its index)."""
-    ranks = [{**place, **more} for place, more in zip(described["ranks"], told, strict=True)]
+def check(described: dict[str, Any], gathered: list[dict[str, Any]], gpus: dict[int, int]) -> list[Check]:
+    """The checks, from what each rank gathered and the number of GPUs of each host (by its index)."""
+    ranks = [{**place, **more} for place, more in zip(described["ranks"], gathered, strict=True)]
     for rank in ranks:
         rank["gpu"] = _gpu(rank, gpus.get(rank["host_index"], 0))
     by_host: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for rank in ranks:
         by_host[rank["host_index"]].append(rank)
     hosts = [by_host[index] for index in sorted(by_host)]
-    return [_places(ranks, hosts), *_crowded(hosts), *_paths(hosts), *_pid_spaces(hosts)]
+    return [_placement(ranks, hosts), *_oversubscribed(hosts), *_paths(hosts), *_pid_namespaces(hosts)]
 
 
 def _gpu(rank: dict[str, Any], count: int) -> str:
@@ -51,19 +51,19 @@ def _gpu(rank: dict[str, Any], count: int) -> str:
     return seen[int(rank["local_rank"]) % len(seen)]
 
 
-def _places(ranks: list[dict[str, Any]], hosts: list[list[dict[str, Any]]]) -> Check:
+def _placement(ranks: list[dict[str, Any]], hosts: list[list[dict[str, Any]]]) -> Check:
     text = f"{len(ranks)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
-    for rank in ranks[:MOST_LINES]:
+    for rank in ranks[:MAX_LINES]:
         node = f"NUMA {ranges_text(rank['numa_nodes']) or 'not known'}"
         gpu = "" if rank["gpu"] == "none" else f", GPU {rank['gpu']}"
         place = f"{rank['host']}, local rank {rank['local_rank']}, pid {rank['pid']}"
         text += f"\nrank {rank['rank']}: {place}, processors {rank['processors']}, {node}{gpu}"
-    if len(ranks) > MOST_LINES:
-        text += f"\n... and {len(ranks) - MOST_LINES} more (--json has all)"
-    return Check("ranks", "places", "ok", text, {"ranks": ranks, "hosts": len(hosts)})
+    if len(ranks) > MAX_LINES:
+        text += f"\n... and {len(ranks) - MAX_LINES} more (--json has all)"
+    return Check("ranks", "placement", "ok", text, {"ranks": ranks, "hosts": len(hosts)})
 
 
-def _crowded(hosts: list[list[dict[str, Any]]]) -> list[Check]:
+def _oversubscribed(hosts: list[list[dict[str, Any]]]) -> list[Check]:
     """Hosts whose ranks outnumber the processors that they may use."""
     checks = []
     for ranks in hosts:
@@ -76,7 +76,7 @@ def _crowded(hosts: list[list[dict[str, Any]]]) -> list[Check]:
                 "then wait for one another's turn: start fewer ranks, or let the launcher bind them apart (--bind-to)"
             )
             facts = {"host_index": ranks[0]["host_index"], "ranks": len(ranks), "processors": least}
-            checks.append(Check("ranks", f"crowded {ranks[0]['host']}", "warn", text, facts))
+            checks.append(Check("ranks", f"oversubscribed {ranks[0]['host']}", "warn", text, facts))
     return checks
 
 
@@ -119,7 +119,7 @@ def _paths(hosts: list[list[dict[str, Any]]]) -> list[Check]:
         lines.append(line)
         row = {"hosts": indices, "names": names, "ranks_each": count, "inside": "shared memory" if count > 1 else None}
         facts.append({**row, "outside": "messages" if reasons else None, "why": list(reasons), "network": network})
-    text = "\n".join(lines[:MOST_LINES]) + f"\n... and {len(lines) - MOST_LINES} more" * (len(lines) > MOST_LINES)
+    text = "\n".join(lines[:MAX_LINES]) + f"\n... and {len(lines) - MAX_LINES} more" * (len(lines) > MAX_LINES)
     checks = [Check("ranks", "paths", "ok", text, {"rows": facts})]
     return [*checks, *_one_machine(hosts)]
 
@@ -147,7 +147,7 @@ def _one_machine(hosts: list[list[dict[str, Any]]]) -> list[Check]:
     return checks
 
 
-def _pid_spaces(hosts: list[list[dict[str, Any]]]) -> list[Check]:
+def _pid_namespaces(hosts: list[list[dict[str, Any]]]) -> list[Check]:
     """Ranks of one host in different namespaces of processes cannot watch each other."""
     checks = []
     for ranks in hosts:

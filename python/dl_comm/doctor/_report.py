@@ -16,13 +16,13 @@ class Report:
 
     Args:
         as_json: Whether to print one JSON object in ``end`` instead of text.
-        speaks: Whether this process prints; None: not known yet, what is added waits.
+        prints: Whether this process prints; None: not known yet, what is added waits.
     """
 
-    def __init__(self, as_json: bool, speaks: bool | None) -> None:
+    def __init__(self, as_json: bool, prints: bool | None) -> None:
         self.checks: list[Check] = []
         self._as_json = as_json
-        self._speaks = speaks
+        self._prints = prints
         self._printed = 0
         self._group = ""
 
@@ -31,13 +31,13 @@ class Report:
         self.checks += checks
         self._show()
 
-    def speak(self, speaks: bool) -> None:
+    def set_prints(self, prints: bool) -> None:
         """Says whether this process prints, now that it is known."""
-        self._speaks = speaks
+        self._prints = prints
         self._show()
 
     def _show(self) -> None:
-        if self._as_json or not self._speaks:
+        if self._as_json or not self._prints:
             return
         for check in self.checks[self._printed :]:
             if check.group != self._group:
@@ -52,7 +52,7 @@ class Report:
     def end(self, described: dict[str, Any], healthy: bool) -> None:
         """Prints the last line, or the object. ``healthy`` counts for all ranks."""
         self._show()
-        if not self._speaks:
+        if not self._prints:
             return
         summary = self._summary(healthy)
         if not self._as_json:

@@ -20,9 +20,9 @@ from dataclasses import replace
 from dl_comm.run._check import healthy
 from dl_comm.run._dump import dump
 from dl_comm.run._find import built_for, find
-from dl_comm.run._hosts import Host, allocation, place
+from dl_comm.run._hosts import Host, allocation, assign_ranks
 from dl_comm.run._launch import run, wrapped
-from dl_comm.run._launchers import Job, Launcher, command_line
+from dl_comm.run._launchers import JobSpec, Launcher, command_line
 from dl_comm.run._network import addresses, variables
 from dl_comm.run._options import Options, UsageError, parse
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(parse(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
-        _say(str(error))
+        _log(str(error))
         return 2
 
 
@@ -83,24 +83,24 @@ def _run(options: Options) -> int:
     reached = addresses([host.name for host in hosts], options.network, anywhere=bool(options.mpi_args))
     found = run(command_line(launcher, reported), env, rank_settings, reached, job.ranks, options.grace)
     if found.text:
-        _say(found.text)
+        _log(found.text)
     return found.status
 
 
-def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], Job]:
+def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], JobSpec]:
     """The hosts that are used, as far as they are known, and the job on them."""
     try:
         batch = allocation(os.environ)
         known = options.hosts or (batch[1] if batch else ())
         # Open MPI's and MPICH's launchers, and srun, ask Slurm themselves; without hosts the ranks are on this one.
         told = bool(options.hosts) or (batch is not None and batch[0] == "pbs")
-        used = place(known, options.ranks, options.ppn) if told else ()
+        used = assign_ranks(known, options.ranks, options.ppn) if told else ()
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     ranks = options.ranks or sum(options.ppn or host.slots for host in known) or None
     if ranks is None and options.command:
         raise UsageError("how many ranks? Say it with -n, or name hosts with -H or --hostfile")
-    job = Job(options.command, ranks, used, options.ppn, options.bind, options.network, extra=options.mpi_args)
+    job = JobSpec(options.command, ranks, used, options.ppn, options.bind, options.network, extra=options.mpi_args)
     return used or known, job
 
 
@@ -115,6 +115,6 @@ def _environment(options: Options) -> dict[str, str]:
     return {**found, **options.environment}
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     lines = (line if line.startswith(" ") else f"dl-comm-run: {line}" for line in text.splitlines())
     print("\n".join(lines), file=sys.stderr, flush=True)

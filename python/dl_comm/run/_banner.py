@@ -12,8 +12,8 @@ _BANNER = re.compile(
     re.escape(_FIRST) + rb".*?" + re.escape(_RULE) + rb"(YOUR APPLICATION TERMINATED .*?debugging suggestions\n)?",
     re.DOTALL,
 )
-_LONGEST = 1 << 12
-_HELD_S = 0.5  # how long what may be a banner waits for the rest
+_MAX_BYTES = 1 << 12
+_TIMEOUT_S = 0.5  # how long what may be a banner waits for the rest
 
 
 class Banner:
@@ -30,7 +30,7 @@ class Banner:
         starts += [match.end() for match in re.finditer(rb"\n", text)]
         for start in starts:
             rest = text[start:]
-            if rest and (rest.startswith(_FIRST) or _FIRST.startswith(rest)) and len(rest) < _LONGEST:
+            if rest and (rest.startswith(_FIRST) or _FIRST.startswith(rest)) and len(rest) < _MAX_BYTES:
                 self.held, self._at_line = rest, True
                 return text[:start]
         self.held = b""
@@ -50,7 +50,7 @@ def copy_without_banner(source: int, target: int) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         while more:
-            if banner.held and not selector.select(_HELD_S):
+            if banner.held and not selector.select(_TIMEOUT_S):
                 shown = banner.rest()
             else:
                 data = os.read(source, 1 << 16)

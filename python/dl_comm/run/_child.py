@@ -1,14 +1,14 @@
-"""What each rank starts as: it runs the program, shows or keeps its output, and tells the launcher how it ended.
+"""The wrapper of each rank: runs the program, forwards its output, and reports its exit to the launcher.
 
-A file of its own, run by path, with the standard library only: ``python -I -S _child.py PROGRAM...``. Two processes:
+Run by path with the standard library only: ``python -I -S _child.py PROGRAM...``. Two processes:
 
-- the *parent*, which the launcher knows. It starts the program in a process group of its own, hands signals on, and
-  leaves as the program did, with its status or by its signal;
-- the *keeper*, in a session of its own, which reads the program's output. A launcher kills the other ranks at once when
-  one fails: the keeper outlives that for long enough to tell what they wrote last, and to kill what they left behind.
+- the *parent*, which the launcher started. It runs the program in a new process group, forwards signals to it, and
+  exits with the program's status or signal;
+- the *forwarder*, in a new session, which reads the program's output. Launchers kill all other ranks when one fails;
+  the forwarder survives that long enough to report the last lines and to kill leftover processes.
 
-The parent tells the keeper, through a pipe, the program's process and its end, and waits for it. So the launcher hears
-of a rank's end before anybody acts upon it: who came first is who failed first.
+The parent writes the program's pid and its exit to the forwarder through a pipe, and waits for the forwarder. So
+``dl-comm-run`` learns of an exit before the launcher reacts, and the first report is the first failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LINE_BYTES = 2000
 SILENCE_S = 2.0  # how long to wait for more output, of processes it has left behind, once the program has ended
 FAILED_SILENCE_S = 0.3  # the same when it has failed: they are killed then
 ANSWER_S = 5.0  # and for the launcher's answer
-HELD_S = 0.1  # how long part of a line waits for the rest
+PARTIAL_LINE_S = 0.1  # how long part of a line waits for the rest
 SIGNAL_THREAD = "dlcomm-signal"  # core/src/dump.rs names it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -53,10 +53,10 @@ def main() -> NoReturn:
     job = json.loads(base64.urlsafe_b64decode(os.environ.pop("DL_COMM_RUN_CONFIG")))
     rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
     out, err, life = os.pipe(), os.pipe(), os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+    forwarder = os.fork()
+    if forwarder == 0:
         try:
-            Keeper(job, rank, out[0], err[0], life[0]).run()
+            OutputForwarder(job, rank, out[0], err[0], life[0]).run()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -64,10 +64,10 @@ def main() -> NoReturn:
     for reader in (out[0], err[0], life[0]):
         os.close(reader)
     end = run_program(sys.argv[1:], environment(job), out[1], err[1], life[1])
-    with contextlib.suppress(BrokenPipeError):  # a keeper that was killed tells nothing
+    with contextlib.suppress(BrokenPipeError):  # a forwarder that was killed tells nothing
         os.write(life[1], json.dumps(end).encode() + b"\n")
     os.close(life[1])
-    os.waitpid(keeper, 0)
+    os.waitpid(forwarder, 0)
     if end["status"] or end["signal"]:
         kill_group(end["pid"])
     if end["signal"]:
@@ -184,7 +184,7 @@ def oom_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def below(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Process ``pid`` and those that it has started, directly or not, on this host; the nearest first."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -199,10 +199,10 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def ranks_below(pid: int) -> list[int]:
+def rank_processes(pid: int) -> list[int]:
     """Those among them in which dl_comm is up: they have its thread that waits for SIGUSR1."""
     found = []
-    for each in below(pid):
+    for each in descendants(pid):
         with contextlib.suppress(OSError):
             threads = Path(f"/proc/{each}/task").iterdir()
             if any((thread / "comm").read_text(errors="replace").strip() == SIGNAL_THREAD for thread in threads):
@@ -254,26 +254,26 @@ class Stream:
                 self.shown = False
 
 
-class Keeper:
+class OutputForwarder:
     """Reads the program's output to its end, and tells the launcher."""
 
     def __init__(self, job: dict[str, Any], rank: int, out: int, err: int, life: int) -> None:
         self.job, self.rank, self.life = job, rank, life
         self.streams = {number: Stream(rank, target, job["show"]) for number, target in ((out, 1), (err, 2))}
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.notes = b""
+        self.partial_note = b""
         self.pid = 0
         self.end: dict[str, Any] = {"killed": True}
         self.launcher: socket.socket | None = None
-        self.heard = b""
+        self.received = b""
         self.answers = 0
 
     def run(self) -> None:
-        """The keeper's life."""
+        """The forwarder's life."""
         os.setsid()
         for name in FORWARDED:
             signal.signal(signal.Signals[name], signal.SIG_IGN)
-        self._let_go()
+        self._close_fds()
         file = self._open_file()
         self._connect()
         left = set(self.streams)
@@ -284,7 +284,7 @@ class Keeper:
             while alive or left:
                 held = [stream for stream in self.streams.values() if stream.held]
                 silence = None if alive else FAILED_SILENCE_S if self._failed() else SILENCE_S
-                ready = selector.select(HELD_S if held else silence)
+                ready = selector.select(PARTIAL_LINE_S if held else silence)
                 if not ready and not held:
                     break
                 if not ready:
@@ -292,23 +292,23 @@ class Keeper:
                         stream.flush()
                 for key, _events in ready:
                     if self.launcher and key.fd == self.launcher.fileno():
-                        if not self._hear():
+                        if not self._read_launcher():
                             selector.unregister(key.fd)
                         continue
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fd)
                     if key.fd == self.life:
-                        alive = alive and self._note(data)
+                        alive = alive and self._read_parent(data)
                         continue
-                    self._take(self.streams[key.fd], data, file)
+                    self._handle_output(self.streams[key.fd], data, file)
                     if not data:
                         left.discard(key.fd)
         for number in left:
-            self._take(self.streams[number], b"", file)
+            self._handle_output(self.streams[number], b"", file)
         self._finish()
 
-    def _let_go(self) -> None:
+    def _close_fds(self) -> None:
         """Closes what the launcher must see closed when the rank ends, such as PMI's socket."""
         kept = {1, 2, self.life, *self.streams}
         for number in [int(name) for name in os.listdir("/proc/self/fd")]:
@@ -328,13 +328,13 @@ class Keeper:
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
-            self._say(f"cannot write {path}: {error.strerror}")
+            self._log(f"cannot write {path}: {error.strerror}")
             return None
 
-    def _note(self, data: bytes) -> bool:
+    def _read_parent(self, data: bytes) -> bool:
         """Takes what the parent tells; whether the program still runs."""
-        self.notes += data
-        *notes, self.notes = self.notes.split(b"\n")
+        self.partial_note += data
+        *notes, self.partial_note = self.partial_note.split(b"\n")
         for note in map(json.loads, notes):
             self.pid = note["pid"]
             if "seconds" in note:
@@ -345,7 +345,7 @@ class Keeper:
     def _failed(self) -> bool:
         return bool(self.end.get("killed") or self.end["status"] or self.end["signal"])
 
-    def _take(self, stream: Stream, data: bytes, file: int | None) -> None:
+    def _handle_output(self, stream: Stream, data: bytes, file: int | None) -> None:
         lines = stream.lines(data, last=not data)
         # Of a progress bar, the last state.
         self.tail.extend(
@@ -358,10 +358,10 @@ class Keeper:
     def _finish(self) -> None:
         if self._failed():
             kill_group(self.pid)  # the parent may have been killed before it could
-        if not self._tell({**self.end, "tail": list(self.tail) if self._failed() else []}) and self._failed():
+        if not self._send({**self.end, "tail": list(self.tail) if self._failed() else []}) and self._failed():
             number = self.end.get("signal")
             how = f"signal {number}" if number else f"exit status {self.end.get('status', 'unknown')}"
-            self._say("\n  ".join([f"ended with {how}; its last lines:", *self.tail]))
+            self._log("\n  ".join([f"ended with {how}; its last lines:", *self.tail]))
 
     def _connect(self) -> None:
         for address in self.job["report"]:
@@ -370,11 +370,11 @@ class Keeper:
                 self.launcher = socket.create_connection((host, int(port)), timeout=ANSWER_S / 2)
             except OSError:
                 continue
-            if self._tell({"rank": self.rank, "host": socket.gethostname()}, self.job["token"].encode()):
+            if self._send({"rank": self.rank, "host": socket.gethostname()}, self.job["token"].encode()):
                 return
-        self._say(f"cannot reach the launcher at {', '.join(self.job['report'])}: its summary will not have this rank")
+        self._log(f"cannot reach the launcher at {', '.join(self.job['report'])}: its summary will not have this rank")
 
-    def _tell(self, message: dict[str, Any], before: bytes = b"") -> bool:
+    def _send(self, message: dict[str, Any], before: bytes = b"") -> bool:
         """Sends a line to the launcher, after the token where it is the first; whether it has answered."""
         if self.launcher is None:
             return False
@@ -382,7 +382,7 @@ class Keeper:
             self.launcher.settimeout(ANSWER_S)
             self.launcher.sendall(before + json.dumps(message).encode() + b"\n")
             before_it = self.answers
-            while self.answers == before_it and self._hear():
+            while self.answers == before_it and self._read_launcher():
                 continue
             answered = self.answers > before_it
         except OSError:
@@ -392,21 +392,21 @@ class Keeper:
             self.launcher = None
         return answered
 
-    def _hear(self) -> bool:
+    def _read_launcher(self) -> bool:
         """Takes what the launcher says, an answer or a request for a dump; whether more may come."""
         try:
             data = self.launcher.recv(64) if self.launcher else b""
         except ConnectionError:
             data = b""
-        *lines, self.heard = (self.heard + data).split(b"\n")
+        *lines, self.received = (self.received + data).split(b"\n")
         self.answers += lines.count(b"ok")
         if b"dump" in lines:
-            for pid in ranks_below(self.pid) if self.pid else []:
+            for pid in rank_processes(self.pid) if self.pid else []:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
         return bool(data)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         os.write(2, f"dl-comm-run: rank {self.rank} on {socket.gethostname()}: {text}\n".encode())
 
 

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from dl_comm.run._child import below, ranks_below
+from dl_comm.run._child import descendants, rank_processes
 from dl_comm.run._options import UsageError
 
 _ANSWER_S = 10.0
@@ -29,11 +29,11 @@ def dump(job: int) -> str:
     Raises:
         UsageError: There are no such ranks.
     """
-    for pid in below(job):
+    for pid in descendants(job):
         settings = _settings(pid)
         if settings and (asked := _ask(settings)) is not None:
             return f"asked {asked} rank(s) for a dump; where it is, they say on their standard error"
-    found = ranks_below(job)
+    found = rank_processes(job)
     if not found:
         raise UsageError(
             f"--dump {job}: no rank of dl_comm runs below process {job} on this host; name the process of dl-comm-run"
@@ -46,7 +46,7 @@ def dump(job: int) -> str:
 
 
 def _settings(pid: int) -> dict[str, Any] | None:
-    """What ``dl-comm-run`` has told the ranks; its launcher has it in its environment."""
+    """What ``dl-comm-run`` has config the ranks; its launcher has it in its environment."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # another user's, or gone
@@ -55,8 +55,8 @@ def _settings(pid: int) -> dict[str, Any] | None:
         (value for name, _, value in (each.partition(b"=") for each in variables) if name == b"DL_COMM_RUN_CONFIG"), b""
     )
     with contextlib.suppress(ValueError):
-        told = json.loads(base64.urlsafe_b64decode(found))
-        return told if isinstance(told, dict) else None
+        config = json.loads(base64.urlsafe_b64decode(found))
+        return config if isinstance(config, dict) else None
     return None
 
 

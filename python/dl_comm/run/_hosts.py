@@ -22,7 +22,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         ValueError: It is something else.
     """
-    return _together(_host(word) for word in text.split(","))
+    return _merge(_host(word) for word in text.split(","))
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
@@ -47,7 +47,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
             if name == "slots":
                 host = Host(host.name, _count(value, word))
         found.append(host)
-    return _together(found)
+    return _merge(found)
 
 
 def slurm(nodes: str, tasks: str | None) -> tuple[Host, ...]:
@@ -86,7 +86,7 @@ def allocation(environ: Mapping[str, str]) -> tuple[str, tuple[Host, ...]] | Non
     return None
 
 
-def place(hosts: Iterable[Host], ranks: int | None, ppn: int | None) -> tuple[Host, ...]:
+def assign_ranks(hosts: Iterable[Host], ranks: int | None, ppn: int | None) -> tuple[Host, ...]:
     """The hosts that are used, each with its number of ranks: they are filled in order.
 
     Args:
@@ -127,7 +127,7 @@ def _count(text: str, word: str) -> int:
     return int(text)
 
 
-def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
+def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots

@@ -33,12 +33,12 @@ _STOPPING = _FORWARDED - {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """The words that run ``command`` as a rank."""
+    """The command that run ``command`` as a rank."""
     return [sys.executable, "-I", "-S", str(CHILD), *command]
 
 
 def run(
-    words: Sequence[str],
+    command: Sequence[str],
     env: dict[str, str],
     settings: dict[str, Any],
     addresses: Sequence[str],
@@ -48,7 +48,7 @@ def run(
     """Runs the launcher to its end.
 
     Args:
-        words: Its command line.
+        command: Its command line.
         env: Its environment.
         settings: For the ranks: ``show``, ``output_dir``, ``bound``, ``local``.
         addresses: Where ranks reach this host; the others of this host's are not listened on.
@@ -67,9 +67,9 @@ def run(
     # What only some launchers print there is looked for in what all print.
     out, to_launcher = os.pipe()
     try:
-        process = _start(words, {**env, "DL_COMM_RUN_CONFIG": text}, to_launcher)
+        process = _start(command, {**env, "DL_COMM_RUN_CONFIG": text}, to_launcher)
     except OSError as error:
-        raise UsageError(f"cannot start {words[0]}: {error.strerror}") from error
+        raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
     finally:
         os.close(to_launcher)
     asked: list[int] = []
@@ -87,10 +87,10 @@ def run(
     forwarder.join()
     # Until its end, unless somebody who outlives the launcher has it.
     output.join(_OUTPUT_S)
-    return outcome(listener.ranks, size, Path(words[0]).name, code, asked[0] if asked else None)
+    return outcome(listener.ranks, size, Path(command[0]).name, code, asked[0] if asked else None)
 
 
-def _start(words: Sequence[str], env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
     parent = os.getpid()
 
@@ -100,7 +100,7 @@ def _start(words: Sequence[str], env: dict[str, str], out: int) -> subprocess.Po
             os._exit(1)
 
     sys.stdout.flush()
-    return subprocess.Popen(words, env=env, stdout=out, preexec_fn=prepare)
+    return subprocess.Popen(command, env=env, stdout=out, preexec_fn=prepare)
 
 
 def _wait(process: subprocess.Popen[bytes], listener: Listener, grace: float) -> int:

@@ -23,7 +23,7 @@ class Launcher:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """What is to be started.
 
     ``hosts`` are those that the launcher must be told, with their ranks; empty when it knows them, or for this host.
@@ -40,71 +40,71 @@ class Job:
     extra: tuple[str, ...] = field(default=())
 
 
-def command_line(launcher: Launcher, job: Job) -> list[str]:
-    """The words that start ``job``.
+def command_line(launcher: Launcher, job: JobSpec) -> list[str]:
+    """The args that start ``job``.
 
     Raises:
         UsageError: This kind of launcher cannot do it.
     """
-    words = _WORDS[launcher.kind](launcher, job)
-    return [launcher.path, *words, *job.extra, *job.command]
+    args = _ARGUMENTS[launcher.kind](launcher, job)
+    return [launcher.path, *args, *job.extra, *job.command]
 
 
-def _mpich(_launcher: Launcher, job: Job) -> list[str]:
+def _mpich(_launcher: Launcher, job: JobSpec) -> list[str]:
     # Hydra hands its whole environment on, to other hosts too (-genvall is its default).
-    words = _count("-n", job.ranks)
+    args = _count("-n", job.ranks)
     if job.hosts:
-        words += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
+        args += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
     elif job.ppn:
-        words += ["-ppn", str(job.ppn)]
+        args += ["-ppn", str(job.ppn)]
     if job.bind:
-        words += ["-bind-to", job.bind]
+        args += ["-bind-to", job.bind]
     if job.network:
-        words += ["-iface", job.network]
-    return words
+        args += ["-iface", job.network]
+    return args
 
 
-def _openmpi(launcher: Launcher, job: Job) -> list[str]:
-    words = _count("-n", job.ranks)
+def _openmpi(launcher: Launcher, job: JobSpec) -> list[str]:
+    args = _count("-n", job.ranks)
     if job.hosts:
-        words += ["--host", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
+        args += ["--host", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
     elif job.ppn:
-        words += ["--map-by", f"ppr:{job.ppn}:node"]
+        args += ["--map-by", f"ppr:{job.ppn}:node"]
     else:
         # As with MPICH, ranks may outnumber the cores.
-        words += ["--map-by", "slot:OVERSUBSCRIBE"]
+        args += ["--map-by", "slot:OVERSUBSCRIBE"]
     # Its own default binds ranks to cores, so that all threads of a rank share one.
     bind = job.bind or "none"
-    words += ["--bind-to", bind if bind == "none" else f"{bind}:overload-allowed"]
+    args += ["--bind-to", bind if bind == "none" else f"{bind}:overload-allowed"]
     if job.network:
-        words += ["--mca", "btl_tcp_if_include", job.network]
+        args += ["--mca", "btl_tcp_if_include", job.network]
         if job.network == "lo":
             pass  # its daemons refuse to speak over it, and on one host they need not
         elif launcher.version[:1] < (5,):
-            words += ["--mca", "oob_tcp_if_include", job.network]
+            args += ["--mca", "oob_tcp_if_include", job.network]
         else:
-            words += ["--prtemca", "prte_if_include", job.network]
+            args += ["--prtemca", "prte_if_include", job.network]
     for name in job.names:
-        words += ["-x", name]
-    return words
+        args += ["-x", name]
+    return args
 
 
-def _srun(_launcher: Launcher, job: Job) -> list[str]:
-    words = [*_count("-n", job.ranks), "--kill-on-bad-exit=1", "--export=ALL"]
+def _srun(_launcher: Launcher, job: JobSpec) -> list[str]:
+    args = [*_count("-n", job.ranks), "--kill-on-bad-exit=1", "--export=ALL"]
     if job.hosts:
         each = {host.slots for host in job.hosts}
         if len(each) > 1:
             raise UsageError("srun takes the same number of ranks on each host: give -n and --ppn to suit")
-        words += ["-N", str(len(job.hosts)), "-w", ",".join(host.name for host in job.hosts)]
-        words += [f"--ntasks-per-node={each.pop()}"]
+        args += ["-N", str(len(job.hosts)), "-w", ",".join(host.name for host in job.hosts)]
+        args += [f"--ntasks-per-node={each.pop()}"]
     elif job.ppn:
-        words += [f"--ntasks-per-node={job.ppn}"]
+        args += [f"--ntasks-per-node={job.ppn}"]
     if job.bind:
-        words += ["--cpu-bind=" + {"core": "cores", "numa": "ldoms", "none": "none"}[job.bind]]
-    return words
+        args += ["--cpu-bind=" + {"core": "cores", "numa": "ldoms", "none": "none"}[job.bind]]
+    return args
 
 
-def _plain(launcher: Launcher, job: Job) -> list[str]:
+def _plain(launcher: Launcher, job: JobSpec) -> list[str]:
     asked = {"hosts": job.hosts, "--ppn": job.ppn, "--bind": job.bind}
     if wrong := [name for name, value in asked.items() if value]:
         raise UsageError(
@@ -117,4 +117,4 @@ def _count(flag: str, number: int | None) -> list[str]:
     return [flag, str(number)] if number else []
 
 
-_WORDS = {"mpich": _mpich, "openmpi": _openmpi, "srun": _srun, "plain": _plain}
+_ARGUMENTS = {"mpich": _mpich, "openmpi": _openmpi, "srun": _srun, "plain": _plain}

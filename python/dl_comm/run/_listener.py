@@ -26,11 +26,11 @@ from typing import Any
 from dl_comm.run._child import TOKEN_BYTES
 
 _LINE_LIMIT = 1 << 20
-_HOLD_S = 2.0  # less than the time that ranks wait for the answer
-_UNKNOWN_S = 5.0  # a rank sends its token at once
-_UNKNOWN = 256  # or a quarter of the descriptors that this process may have
+_ANSWER_DELAY_S = 2.0  # less than the time that ranks wait for the answer
+_TOKEN_TIMEOUT_S = 5.0  # a rank sends its token at once
+_MAX_UNAUTHENTICATED = 256  # or a quarter of the descriptors that this process may have
 _RETRY_S = 0.2
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Connection:
     socket: socket.socket
     since: float = field(default_factory=time.monotonic)
     rest: bytes = b""
-    known: bool = False
+    authenticated: bool = False
     rank: Rank | None = None
 
 
@@ -75,11 +75,11 @@ class Listener:
         self.addresses = ["{}:{}".format(*listening.getsockname()) for listening in self._sockets]
         self._selector = selectors.DefaultSelector()
         self._connections: dict[_Connection, None] = {}  # the oldest first
-        self._listens = False
+        self._accepting = False
         self._retry_at = 0.0
         self._until: float | None = None
         self._ends = 0
-        self._held: list[_Connection] = []
+        self._delayed: list[_Connection] = []
         self._thread = threading.Thread(target=self._serve, name="dl-comm-run listener", daemon=True)
 
     def start(self) -> None:
@@ -91,17 +91,17 @@ class Listener:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._thread.start()
 
-    def close(self, patience: float = 8.0) -> None:
-        """Waits until all ranks that spoke have closed, for at most ``patience`` seconds, and ends."""
-        self._until = time.monotonic() + patience
+    def close(self, timeout: float = 8.0) -> None:
+        """Waits until all ranks that spoke have closed, for at most ``timeout`` seconds, and ends."""
+        self._until = time.monotonic() + timeout
         self._thread.join()
         self._selector.close()
         for opened in (*self._sockets, *(connection.socket for connection in self._connections)):
             opened.close()
 
     def _serve(self) -> None:
-        while self._until is None or (self._speaking() and time.monotonic() < self._until):
-            self._release()
+        while self._until is None or (self._has_ranks() and time.monotonic() < self._until):
+            self._answer_delayed()
             self._drop_old()
             self._listen(time.monotonic() >= self._retry_at)
             for key, _events in self._selector.select(0.1):
@@ -112,25 +112,25 @@ class Listener:
                 else:
                     self._accept(key.data)
 
-    def _speaking(self) -> bool:
-        return any(connection.known for connection in self._connections)
+    def _has_ranks(self) -> bool:
+        return any(connection.authenticated for connection in self._connections)
 
     def _listen(self, listens: bool) -> None:
         """Looks for new connections from now on, or no longer."""
-        if listens == self._listens:
+        if listens == self._accepting:
             return
         for listening in self._sockets:
             if listens:
                 self._selector.register(listening, selectors.EVENT_READ, listening)
             else:
                 self._selector.unregister(listening)
-        self._listens = listens
+        self._accepting = listens
 
     def _accept(self, listening: socket.socket) -> None:
         try:
             accepted, _address = listening.accept()
         except OSError as error:  # or it is gone again
-            if error.errno in _SHORT and not self._close_oldest():
+            if error.errno in _NO_RESOURCES and not self._close_oldest():
                 self._retry_at = time.monotonic() + _RETRY_S
                 self._listen(False)
             return
@@ -138,20 +138,20 @@ class Listener:
         connection = _Connection(accepted)
         self._connections[connection] = None
         self._selector.register(accepted, selectors.EVENT_READ, connection)
-        limit = min(_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        if sum(not connection.known for connection in self._connections) > limit:
+        limit = min(_MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        if sum(not connection.authenticated for connection in self._connections) > limit:
             self._close_oldest()
 
     def _close_oldest(self) -> bool:
         """Closes the oldest connection that has not sent the token; whether there was one."""
-        oldest = next((connection for connection in self._connections if not connection.known), None)
+        oldest = next((connection for connection in self._connections if not connection.authenticated), None)
         if oldest:
             self._close(oldest)
         return oldest is not None
 
     def _drop_old(self) -> None:
-        limit = time.monotonic() - _UNKNOWN_S
-        for connection in [each for each in self._connections if not each.known and each.since < limit]:
+        limit = time.monotonic() - _TOKEN_TIMEOUT_S
+        for connection in [each for each in self._connections if not each.authenticated and each.since < limit]:
             self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
@@ -168,13 +168,13 @@ class Listener:
         except OSError:  # it is gone
             return False
         connection.rest += data
-        if not connection.known:
+        if not connection.authenticated:
             if len(connection.rest) < TOKEN_BYTES:
                 return bool(data)
             token, connection.rest = connection.rest[:TOKEN_BYTES], connection.rest[TOKEN_BYTES:]
             if not hmac.compare_digest(token, self.token.encode()):
                 return False
-            connection.known = True
+            connection.authenticated = True
         *messages, connection.rest = connection.rest.split(b"\n")
         try:
             for message in messages:
@@ -198,7 +198,7 @@ class Listener:
         if not (rank.end.get("status") or rank.end.get("signal")):
             return b"ok\n"
         self.failed_at = self.failed_at or rank.ended
-        self._held.append(connection)
+        self._delayed.append(connection)
         return b""
 
     def _ask_for_dumps(self) -> int:
@@ -211,11 +211,11 @@ class Listener:
                     asked += 1
         return asked
 
-    def _release(self) -> None:
+    def _answer_delayed(self) -> None:
         """Answers those that failed, when they have waited or all have ended."""
         all_ended = all(rank.end for rank in self.ranks.values())
-        if self._held and (all_ended or time.monotonic() > (self.failed_at or 0.0) + _HOLD_S):
-            for connection in self._held:
+        if self._delayed and (all_ended or time.monotonic() > (self.failed_at or 0.0) + _ANSWER_DELAY_S):
+            for connection in self._delayed:
                 with contextlib.suppress(OSError):  # it was killed meanwhile
                     connection.socket.sendall(b"ok\n")
-            self._held.clear()
+            self._delayed.clear()

@@ -45,7 +45,7 @@ def addresses(hosts: Iterable[str], interface: str | None, anywhere: bool = Fals
     if here and not anywhere:
         return ["127.0.0.1"]
     named = _address(interface) if interface else None
-    found = [named] if named else [_towards(name) for name in names[:8]]
+    found = [named] if named else [_source_address(name) for name in names[:8]]
     found += [] if named else [_address(name) for _, name in socket.if_nameindex()]
     others = [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
     return [*others, "127.0.0.1"] if here else others
@@ -66,7 +66,7 @@ def _address(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _towards(host: str) -> str | None:
+def _source_address(host: str) -> str | None:
     """This host's address on the way to ``host``. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,7 +1,7 @@
 """What is said at the end: which rank failed first and why, its last lines, and how the others ended. Pure.
 
 A rank that ended by itself comes before one that was stopped: when a rank fails, launchers stop the others by signals.
-One that dl_comm told of another's end comes after that other, which may take longer to end than to be missed.
+One that dl_comm reported of another's end comes after that other, which may take longer to end than to be missed.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: in
         code: Its exit status; negative: the signal that ended it.
         asked: The signal with which dl-comm-run was asked to stop, if any.
     """
-    told = sorted((rank for rank in ranks.values() if rank.order is not None), key=lambda rank: rank.order or 0)
-    failed = [rank for rank in told if _by_itself(rank)]
+    reported = sorted((rank for rank in ranks.values() if rank.order is not None), key=lambda rank: rank.order or 0)
+    failed = [rank for rank in reported if _failed_on_its_own(rank)]
     status = 128 - code if code < 0 else code
     if asked:
         name = signal.Signals(asked).name
         return Outcome(128 + asked, f"stopped by {name}; {len(ranks)} rank(s) had started")
     if failed:
-        first = _cause(failed[0], ranks)
+        first = _root_cause(failed[0], ranks)
         end = first.end or {}
         after = f", after {end['seconds']:.1f} s" if "seconds" in end else ""
-        lines = [f"{_who(first)} failed first{after}: {why(first)}", *_tail(first)]
+        lines = [f"{_name(first)} failed first{after}: {why(first)}", *_tail(first)]
         rest = [rank for rank in ranks.values() if rank not in failed and rank is not first]
         lines += _others(first, [rank for rank in failed if rank is not first], rest)
         own = status_of(first) if "seconds" in end else 0
@@ -61,7 +61,7 @@ def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: in
     cut_short = any(rank.end is None or rank.end.get("killed") for rank in ranks.values())
     if status == 0 and not cut_short:
         return Outcome(0, "")
-    text = _nobody(list(ranks.values()), told, size, f"{launcher} ended with status {status}")
+    text = _no_failed_rank(list(ranks.values()), reported, size, f"{launcher} ended with status {status}")
     return Outcome(status or 1, "\n".join(text))
 
 
@@ -94,12 +94,12 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def status_of(rank: Rank) -> int:
-    """The exit status that a shell would show for a rank that told its end."""
+    """The exit status that a shell would show for a rank that reported its end."""
     end = rank.end or {}
     return 128 + int(end["signal"]) if end["signal"] else int(end["status"])
 
 
-def _cause(rank: Rank, ranks: Mapping[int, Rank]) -> Rank:
+def _root_cause(rank: Rank, ranks: Mapping[int, Rank]) -> Rank:
     """The rank whose end made ``rank`` fail, as dl_comm's error on it says, or ``rank`` itself."""
     seen = [rank.rank]
     while match := _LOST.search("\n".join((rank.end or {}).get("tail", []))):
@@ -111,12 +111,12 @@ def _cause(rank: Rank, ranks: Mapping[int, Rank]) -> Rank:
     return rank
 
 
-def _by_itself(rank: Rank) -> bool:
+def _failed_on_its_own(rank: Rank) -> bool:
     end = rank.end or {}
     return not end.get("killed") and not end.get("asked") and bool(end.get("status") or end.get("signal"))
 
 
-def _who(rank: Rank) -> str:
+def _name(rank: Rank) -> str:
     return f"rank {rank.rank} on {rank.host}"
 
 
@@ -145,15 +145,17 @@ def _others(first: Rank, later: Sequence[Rank], rest: Sequence[Rank]) -> list[st
     return [*lines, *(f"rank(s) {spans(numbers)} {what}" for what, numbers in kinds.items())]
 
 
-def _nobody(ranks: list[Rank], told: list[Rank], size: int | None, what: str) -> list[str]:
+def _no_failed_rank(ranks: list[Rank], reported: list[Rank], size: int | None, what: str) -> list[str]:
     """No rank is known to have failed by itself: an MPI_Abort, a host that was lost, a launcher that failed."""
     if not ranks:
         return [f"{what} before any rank had started; what it wrote stands above"]
-    aborted = [rank for rank in told if any("MPI_Abort" in line for line in (rank.end or {}).get("tail", []))]
+    aborted = [rank for rank in reported if any("MPI_Abort" in line for line in (rank.end or {}).get("tail", []))]
     if aborted:
-        return [f"{_who(aborted[0])} called MPI_Abort; {what}", *_tail(aborted[0])]
+        return [f"{_name(aborted[0])} called MPI_Abort; {what}", *_tail(aborted[0])]
     lines = [f"{what}, and no rank had failed by itself before"]
-    early = [rank.rank for rank in told if (rank.end or {}).get("status") == 0 and not (rank.end or {}).get("asked")]
+    early = [
+        rank.rank for rank in reported if (rank.end or {}).get("status") == 0 and not (rank.end or {}).get("asked")
+    ]
     if early:
         lines.append(f"rank(s) {spans(early)} had ended with status 0 before the others")
     lost = [rank.rank for rank in ranks if rank.end is None]
@@ -161,6 +163,6 @@ def _nobody(ranks: list[Rank], told: list[Rank], size: int | None, what: str) ->
         lines.append(f"rank(s) {spans(lost)} were lost without a word: a host that failed, or all its processes killed")
     if size and len(ranks) < size:
         lines.append(f"rank(s) {spans(set(range(size)) - {rank.rank for rank in ranks})} never started")
-    for rank in [rank for rank in told if (rank.end or {}).get("tail")][:3]:
-        lines += [f"{_who(rank)} was stopped", *_tail(rank)]
+    for rank in [rank for rank in reported if (rank.end or {}).get("tail")][:3]:
+        lines += [f"{_name(rank)} was stopped", *_tail(rank)]
     return lines

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dl_comm.timeline._figures import Figures
 from dl_comm.timeline._files import BadInput, events, find
+from dl_comm.timeline._format import time_text
 from dl_comm.timeline._merge import merge
+from dl_comm.timeline._metrics import TraceMetrics
 from dl_comm.timeline._page import page
 from dl_comm.timeline._recent import Recent
 from dl_comm.timeline._report import report
-from dl_comm.timeline._words import time_text
 
 
 def main() -> int:
@@ -37,20 +37,20 @@ def main() -> int:
     try:
         limit = _limit(options.limit, options.doctor)
         found = find(options.folder, options.job, notes.append)
-        figures, recent = Figures(), Recent()
+        metrics, recent = TraceMetrics(), Recent()
         for path in found.values():
             for event in events(path, notes.append):
-                figures.add(event)
+                metrics.add(event)
                 recent.add(event)
-        if not figures.ranges:
+        if not metrics.ranges:
             raise BadInput(f"the files in {options.folder} have no spans")
-        notes += _apart(figures)
-        content = report(figures, limit)
+        notes += _unrelated_ranks(metrics)
+        content = report(metrics, limit)
         if options.output:
             with options.output.open("w", encoding="utf-8") as out:
-                merge(found, figures.first, out, lambda _: None)
+                merge(found, metrics.first, out, lambda _: None)
         if options.html:
-            drawn = recent.rows(figures, content["stepping"])
+            drawn = recent.rows(metrics, content["stepping"])
             options.html.write_text(page(content, drawn, notes), encoding="utf-8")
     except (BadInput, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -84,15 +84,13 @@ def _search(content: Any) -> float | None:
     return next((found for part in inner if (found := _search(part)) is not None), None)
 
 
-def _apart(figures: Figures) -> list[str]:
+def _unrelated_ranks(metrics: TraceMetrics) -> list[str]:
     """Ranks that were recorded at another time than the first: an older run's files in the same folder."""
-    first = next(iter(figures.ranges))
-    low, high = figures.ranges[first]
-    apart = [rank for rank, (begin, end) in figures.ranges.items() if begin > high or end < low]
-    words = (
-        f"the times of ranks {', '.join(map(str, apart))} lie apart from those of rank {first}: are they of one run?"
-    )
-    return [words] if apart else []
+    first = next(iter(metrics.ranges))
+    low, high = metrics.ranges[first]
+    apart = [rank for rank, (begin, end) in metrics.ranges.items() if begin > high or end < low]
+    text = f"the times of ranks {', '.join(map(str, apart))} lie apart from those of rank {first}: are they of one run?"
+    return [text] if apart else []
 
 
 def _summary(content: dict[str, Any], notes: list[str]) -> list[str]:

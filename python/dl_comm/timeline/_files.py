@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _PHASES = ("X", "M")
 
@@ -20,13 +20,13 @@ class BadInput(Exception):
     """The folder has no timeline that can be read; the text says why."""
 
 
-def find(folder: Path, job: str | None = None, say: Say = lambda _: None) -> dict[int, Path]:
+def find(folder: Path, job: str | None = None, log: Log = lambda _: None) -> dict[int, Path]:
     """The files of one job in ``folder`` and the folders in it, by rank; of two for one rank the newer.
 
     Args:
         folder: Where they are.
         job: Which job; None: the one that has written last.
-        say: Told about the jobs that are left out.
+        log: Told about the jobs that are left out.
 
     Raises:
         BadInput: There is no folder, or no file in it, or none of that job.
@@ -48,7 +48,7 @@ def find(folder: Path, job: str | None = None, say: Say = lambda _: None) -> dic
     for other, files in jobs.items():
         if other != chosen and job is None:
             how = f"--job {other} reads it" if other else "the files are of an older version"
-            say(f"another job is left out, {len(files)} rank(s) {f'of job {other}, ' if other else ''}{how}")
+            log(f"another job is left out, {len(files)} rank(s) {f'of job {other}, ' if other else ''}{how}")
     return dict(sorted(jobs[chosen].items()))
 
 
@@ -61,8 +61,8 @@ def _job(path: Path) -> str:
     return str(args.get("job", "")) if isinstance(args, dict) else ""
 
 
-def events(path: Path, say: Say) -> Iterator[Event]:
-    """The events of a file in their order; ``say`` is told that the end is missing.
+def events(path: Path, log: Log) -> Iterator[Event]:
+    """The events of a file in their order; ``log`` is told that the end is missing.
 
     Raises:
         BadInput: The file is not one of dl_comm's, or damaged before its end.
@@ -84,7 +84,7 @@ def events(path: Path, say: Say) -> Iterator[Event]:
             else:
                 yield event
     if not complete:
-        say(f"{path} ends in the middle: its rank was killed, or still runs; what is there is used")
+        log(f"{path} ends in the middle: its rank was killed, or still runs; what is there is used")
 
 
 def _event(text: str) -> Event | None:

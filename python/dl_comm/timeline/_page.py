@@ -12,8 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 from dl_comm.timeline import _charts
+from dl_comm.timeline._format import size_text, time_text
 from dl_comm.timeline._recent import Row
-from dl_comm.timeline._words import size_text, time_text
 
 _OTHERS = "others"
 _KINDS = {
@@ -119,15 +119,15 @@ def _recent(drawn: tuple[float, list[Row]]) -> str:
     if not rows:
         return ""
     used = {span[0] for row in rows for span in row.spans}
-    keys = _keys(**{kind: words for kind, words in _KINDS.items() if kind in used})
+    keys = _keys(**{kind: text for kind, text in _KINDS.items() if kind in used})
     return (
         f'<section class="wide"><h2>The last steps</h2>{keys}'
-        f'<div class="scroll">{_charts.lanes(seconds, rows)}</div></section>'
+        f'<div class="scroll">{_charts.step_chart(seconds, rows)}</div></section>'
     )
 
 
-def _keys(**words: str) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{word}</li>' for kind, word in words.items())
+def _keys(**text: str) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{word}</li>' for kind, word in text.items())
     return f'<ul class="keys">{items}</ul>'
 
 

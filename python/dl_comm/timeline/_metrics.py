@@ -39,7 +39,7 @@ class SizeClass:
 
 
 @dataclass
-class Meeting:
+class CallArrivals:
     """A call as the ranks came to it: how many, the first, the last two and who was last."""
 
     ranks: int = 0
@@ -59,18 +59,18 @@ class Meeting:
 
 
 @dataclass
-class TeamFigures:
+class TeamMetrics:
     """What happened on a team; lists and sums by rank."""
 
     calls: int = 0
     failed: int = 0
     bytes: int = 0
-    busy: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    comm: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     exposed: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     steps: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     waits: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     sizes: dict[int, SizeClass] = field(default_factory=lambda: defaultdict(SizeClass))
-    meetings: dict[int, Meeting] = field(default_factory=lambda: defaultdict(Meeting))
+    arrivals: dict[int, CallArrivals] = field(default_factory=lambda: defaultdict(CallArrivals))
 
     def step_times(self, rank: int) -> list[float]:
         """The times between the steps of a rank."""
@@ -90,9 +90,9 @@ class TeamFigures:
     @property
     def overlap(self) -> float:
         """The share of the calls' time in which no caller waited."""
-        busy = sum(self.busy.values())
+        comm = sum(self.comm.values())
         exposed = sum(seconds for waits in self.exposed.values() for _, seconds in waits)
-        return min(max(1 - exposed / busy, 0.0), 1.0) if busy else 0.0
+        return min(max(1 - exposed / comm, 0.0), 1.0) if comm else 0.0
 
 
 def exponent(size: int) -> int:
@@ -100,11 +100,11 @@ def exponent(size: int) -> int:
     return (size - 1).bit_length() if size else -1
 
 
-class Figures:
+class TraceMetrics:
     """All numbers, by team; feed it the events of each rank with :meth:`add`."""
 
     def __init__(self) -> None:
-        self.teams: dict[int, TeamFigures] = defaultdict(TeamFigures)
+        self.teams: dict[int, TeamMetrics] = defaultdict(TeamMetrics)
         self.titles: dict[int, str] = {}
         self.ranges: dict[int, tuple[float, float]] = {}
         self._starts: dict[tuple[int, int, int], float] = {}
@@ -135,17 +135,17 @@ class Figures:
                 team.steps[rank].append(begin)
 
     @staticmethod
-    def _call(team: TeamFigures, rank: int, event: Event, start: float, end: float) -> None:
+    def _call(team: TeamMetrics, rank: int, event: Event, start: float, end: float) -> None:
         args, size = event["args"], int(event["args"]["bytes"])
         team.calls += 1
         team.bytes += size
-        team.busy[rank] += end - start
+        team.comm[rank] += end - start
         if args.get("error"):
             team.failed += 1
             return
         team.sizes[exponent(size)].add(size, end - start)
         if args.get("matched"):
-            team.meetings[int(args["matched"])].add(rank, start)
+            team.arrivals[int(args["matched"])].add(rank, start)
 
     @property
     def ranks(self) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from dl_comm.run._banner import Banner
 from dl_comm.run._find import BuiltFor, built_for
-from dl_comm.run._hosts import Host, parse_hostfile, parse_hosts, place, slurm
+from dl_comm.run._hosts import Host, assign_ranks, parse_hostfile, parse_hosts, slurm
 from dl_comm.run._listener import Rank
 from dl_comm.run._network import addresses, variables
 from dl_comm.run._report import outcome, spans
@@ -168,9 +168,9 @@ def test_hosts() -> None:
     assert slurm("a[1-2]b[3-4]", None) == tuple(map(Host, ("a1b3", "a1b4", "a2b3", "a2b4")))
     with pytest.raises(ValueError, match="names 2 hosts"):
         slurm("n1", "1,1")
-    assert place((Host("a", 2), Host("b", 2)), 3, None) == (Host("a", 2), Host("b", 1))
-    assert place((Host("a", 2), Host("b", 2)), 1, None) == (Host("a", 1),)
-    assert place((Host("a", 2), Host("b", 2)), None, 4) == (Host("a", 4), Host("b", 4))
+    assert assign_ranks((Host("a", 2), Host("b", 2)), 3, None) == (Host("a", 2), Host("b", 1))
+    assert assign_ranks((Host("a", 2), Host("b", 2)), 1, None) == (Host("a", 1),)
+    assert assign_ranks((Host("a", 2), Host("b", 2)), None, 4) == (Host("a", 4), Host("b", 4))
 
 
 def test_networks(tmp_path: Path) -> None:
