@@ -1,6 +1,6 @@
 """How long a step waits for its average, blocking and non-blocking: the rows of benchmarks/README.md.
 
-    mpiexec -n 2 python benchmarks/overlap.py [--face numpy torch tensorflow] [--compute-ms 30] [--average-ms 10]
+    mpiexec -n 2 python benchmarks/overlap.py [--binding numpy torch tensorflow] [--compute-ms 30] [--average-ms 10]
 
 Each step computes for a while and then averages a gradient. The gradient's size is chosen so that its average takes
 about `--average-ms` when it blocks. A row gives, blocking and non-blocking, how long a step has waited for
@@ -93,7 +93,7 @@ def tensorflow_step(count: int, team: int, seconds: float) -> Step:
     return step
 
 
-FACES = {"numpy": numpy_step, "torch": torch_step, "tensorflow": tensorflow_step}
+BINDINGS = {"numpy": numpy_step, "torch": torch_step, "tensorflow": tensorflow_step}
 
 
 def measure(step: Step, team: int, steps: int) -> tuple[float, float]:
@@ -119,18 +119,19 @@ def calibrate(make: Callable[..., Step], team: int, compute_s: float, target_ms:
 def main() -> int:
     """Measures and prints the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--face", nargs="+", choices=FACES, default=["numpy"])
+    parser.add_argument("--binding", nargs="+", choices=BINDINGS, default=["numpy"])
     parser.add_argument("--compute-ms", type=float, default=30.0)
     parser.add_argument("--average-ms", type=float, default=10.0)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     mc.init(2, 1)
     lines = [
-        "| face | gradient | waited, blocking | non-blocking | ratio | in the call, blocking | non-blocking | ratio |",
+        "| binding | gradient | waited, blocking | non-blocking | ratio "
+        "| in the call, blocking | non-blocking | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for index, face in enumerate(args.face):
-        make, team = FACES[face], index + 1
+    for index, binding in enumerate(args.binding):
+        make, team = BINDINGS[binding], index + 1
         mc.create_team(team)
         count = calibrate(make, team, args.compute_ms / 1e3, args.average_ms)
         step = make(count, team, args.compute_ms / 1e3)
@@ -139,12 +140,12 @@ def main() -> int:
         mc.config_team(team, 0, 0, 10 * args.steps)
         measure(step, team, 3)
         waited_behind, inside_behind = measure(step, team, args.steps)
-        cells = [face, f"{count * 4 / 2**20:.1f} MiB"]
+        cells = [binding, f"{count * 4 / 2**20:.1f} MiB"]
         for blocking, behind in ((waited, waited_behind), (inside, inside_behind)):
             cells += [f"{blocking:.2f} ms", f"{behind:.2f} ms", f"{behind / blocking:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
         if mc.get_rank() == 0:
-            print(f"{face}: done", file=sys.stderr, flush=True)
+            print(f"{binding}: done", file=sys.stderr, flush=True)
     if mc.get_rank() == 0:
         print(f"{args.compute_ms:g} ms of computation a step, {mc.get_nranks()} ranks on {mc.hosts()} host(s)")
         print("\n".join(lines), flush=True)

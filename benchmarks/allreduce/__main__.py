@@ -12,12 +12,12 @@ from typing import Any
 
 import benchmarks.allreduce as package
 from benchmarks.allreduce.cases import ITEM_BYTES, LATENCY_SIZES, MODELS, SIZES, Case, buffers, latencies, models
-from benchmarks.allreduce.contenders import CONTENDERS, CUDA_CONTENDERS, FACES, Averaging
+from benchmarks.allreduce.contenders import BINDINGS, CONTENDERS, CUDA_CONTENDERS, AllreduceContender
 from benchmarks.allreduce.lists import LISTS
 from benchmarks.allreduce.orchestrate import Bench, Options
 from benchmarks.allreduce.plot import draw
 from benchmarks.allreduce.table import tables
-from benchmarks.common import machine, picture
+from benchmarks.common import machine, plot
 from benchmarks.common import options as common
 from benchmarks.common.tools import Tools
 
@@ -32,7 +32,7 @@ QUICK: dict[str, Any] = {
     "lists": ["tiny_100"],
     "rounds": 2,
     "most": 10,
-    "turn_s": 0.005,
+    "trial_s": 0.005,
     "latency_s": 0.02,
 }
 FULL: dict[str, Any] = {
@@ -42,7 +42,7 @@ FULL: dict[str, Any] = {
     "lists": list(MODELS),
     "rounds": Options.rounds,
     "most": Options.most,
-    "turn_s": Options.turn_s,
+    "trial_s": Options.trial_s,
     "latency_s": Options.latency_s,
 }
 # What differs on a GPU.
@@ -65,10 +65,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency-sizes", nargs="+", type=_bytes, help="of buffers with percentiles (64 4K)")
     parser.add_argument("--lists", nargs="+", choices=LISTS, help=f"lists of tensors ({' '.join(MODELS)})")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these alone")
-    parser.add_argument("--face", nargs="+", choices=FACES, help="of dl_comm's faces, these alone")
-    parser.add_argument("--rounds", type=int, help="turns of each contender in each case (3)")
-    parser.add_argument("--most", type=int, help="the most timed iterations of a turn")
-    parser.add_argument("--turn-s", type=float, help="seconds of timed iterations in a turn (0.1)")
+    parser.add_argument("--binding", nargs="+", choices=BINDINGS, help="of dl_comm's bindings, these alone")
+    parser.add_argument("--rounds", type=int, help="trials of each contender in each case (3)")
+    parser.add_argument("--most", type=int, help="the most timed iterations of a trial")
+    parser.add_argument("--trial-s", type=float, help="seconds of timed iterations in a trial (0.1)")
     parser.add_argument("--latency-s", type=float, help="the same where percentiles are taken (0.5)")
     parser.add_argument("--openmpi", type=Path, help="prefix of an Open MPI 5, of which bin/mpicc and bin/mpirun are")
     options = parser.parse_args(words)
@@ -79,13 +79,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def chosen(options: argparse.Namespace) -> list[Averaging]:
-    """The contenders that `--only` and `--face` leave."""
+def chosen(options: argparse.Namespace) -> list[AllreduceContender]:
+    """The contenders that `--only` and `--binding` leave."""
     return [
         contender
         for contender in DEVICES[options.device]
         if (not options.only or contender.name in options.only)
-        and (not options.face or not contender.face or contender.face in options.face)
+        and (not options.binding or not contender.binding or contender.binding in options.binding)
     ]
 
 
@@ -107,7 +107,9 @@ def main() -> int:
     print(package.__doc__)
     with tempfile.TemporaryDirectory() as folder:
         tools = Tools(Path(folder), options.mpich.absolute(), options.openmpi and options.openmpi.absolute())
-        timing = Options(options.rounds, options.turn_s, options.latency_s, options.most, deadline_s=options.deadline_s)
+        timing = Options(
+            options.rounds, options.trial_s, options.latency_s, options.most, deadline_s=options.deadline_s
+        )
         bench = Bench(chosen(options), tools, timing, ROOT)
         versions = machine.versions(tools, ("dl_comm", "numpy", "torch", "mpi4py", "ml_dtypes"))
         about = {"machine": machine.describe(), "versions": versions, "quick": options.quick}
@@ -137,7 +139,7 @@ def _write(folder: Path, about: dict[str, Any], bench: Bench) -> None:
 
 def _draw(options: argparse.Namespace, about: dict[str, Any], bench: Bench) -> None:
     """A picture a type; the first type's has the plain name."""
-    where = picture.about(about["machine"], about["versions"])
+    where = plot.about(about["machine"], about["versions"])
     title = f"Average of a buffer over ranks on one host: {where}"
     for number, dtype in enumerate(options.dtypes):
         path = options.out / ("allreduce" if number == 0 else f"allreduce_{dtype}")
@@ -145,7 +147,7 @@ def _draw(options: argparse.Namespace, about: dict[str, Any], bench: Bench) -> N
             for drawn in draw(bench.cases, dtype, title, path):
                 print(drawn)
         except ImportError as error:
-            print(f"no picture: {error}; 'pip install matplotlib' brings what it needs")
+            print(f"no plot: {error}; 'pip install matplotlib' brings what it needs")
             return
 
 

@@ -18,7 +18,7 @@ LATENCY_SIZES = (64, 4 << 10)
 MODELS = ("resnet50", "bert_base", "gpt2_small", "tiny_10000")
 
 UNTIMED = 2
-"""Iterations at the start of each turn that do not count; turns.c has the same number."""
+"""Iterations at the start of each trial that do not count; trial.c has the same number."""
 _RING = 512 * MIB
 _SMALL_RING = 512
 _MOST = {"buffer": 500, "latency": 5000, "list": 50}
@@ -47,7 +47,7 @@ class Case:
         return sum(self.lengths) * ITEM_BYTES[self.dtype]
 
     def iterations(self, seconds: float, each: float, most: int | None = None) -> int:
-        """How many iterations fit into a turn of `seconds` when one takes `each`; at least 3, and at most `most`."""
+        """How many iterations fit into a trial of `seconds` when one takes `each`; at least 3, and at most `most`."""
         usual = _MOST_LARGE if self.kind == "buffer" and self.bytes >= MIB else _MOST[self.kind]
         return max(3, min(most or usual, usual, int(seconds / max(each, 1e-7))))
 
@@ -56,9 +56,9 @@ class Case:
         ring = -(-_RING // self.bytes) if self.bytes >= MIB else min(_SMALL_RING, -(-2 * cache // self.bytes))
         return max(2, min(ring, iterations + UNTIMED))
 
-    def turn(self, way: str, iterations: int, cache: int) -> str:
-        """The line that tells a worker its turn; turns.h has the format."""
-        words = [self.dtype, way, self.slots(iterations, cache), iterations, len(self.lengths), *self.lengths]
+    def trial(self, mode: str, iterations: int, cache: int) -> str:
+        """The line that tells a worker its trial; trial.h has the format."""
+        words = [self.dtype, mode, self.slots(iterations, cache), iterations, len(self.lengths), *self.lengths]
         return " ".join(map(str, words)) + "\n"
 
 

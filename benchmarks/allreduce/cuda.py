@@ -1,4 +1,4 @@
-"""The contenders on tensors in the memory of GPUs, of which the ranks of a host take one each, by turns.
+"""The contenders on tensors in the memory of GPUs, of which the ranks of a host take one each, by trials.
 
 The time of an average is that from its call until it is done on the GPU. With the variable ``BENCH_DEVICE=cpu`` the
 tensors are in host memory: so the contenders themselves are tested where there is no GPU.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.allreduce.averagers import Averager, Operation, Tensors
+from benchmarks.allreduce.backends import Backend, Operation, Tensors
 from benchmarks.common.worker import join_gloo, numbered
 
 DEVICE = os.environ.get("BENCH_DEVICE", "cuda")
@@ -22,7 +22,7 @@ class CudaTensors(Tensors):
     """On torch tensors on this rank's GPU."""
 
     def use(self, rank: int) -> None:
-        """Takes the GPU of this rank's turn."""
+        """Takes the GPU of this rank's trial."""
         if DEVICE == "cuda":
             if not self.torch.cuda.is_available():
                 raise RuntimeError("torch sees no GPU")
@@ -59,7 +59,7 @@ class CudaTensors(Tensors):
         return operation
 
 
-class Ours(CudaTensors):
+class DlComm(CudaTensors):
     """dl_comm, in place, on the path that ``DL_COMM_GPU_PATH`` asks for."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Ours(CudaTensors):
         self.rank, self.ranks = self.dl_comm.get_rank(), self.dl_comm.get_nranks()
         self.use(self.dl_comm.local_rank())
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         average = importlib.import_module("dl_comm.torch._ops").average_in_place
 
         def operation(tensors: list[Any]) -> list[Any]:
@@ -92,7 +92,7 @@ class Gloo(CudaTensors):
         self.rank, self.ranks = join_gloo()
         self.use(self.rank)
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         def average(tensor: Any) -> None:
             self.distributed.all_reduce(tensor)
             tensor.div_(self.ranks)
@@ -116,7 +116,7 @@ class Nccl(CudaTensors):
         store = f"file://{os.environ['BENCH_STORE']}"
         self.distributed.init_process_group("nccl", init_method=store, rank=self.rank, world_size=self.ranks)
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         mean = self.distributed.ReduceOp.AVG
         return self.each(lambda tensor: self.distributed.all_reduce(tensor, mean))
 
@@ -136,7 +136,7 @@ class Mpi(CudaTensors):
     def refusal(self, dtype: str) -> str | None:
         return None if dtype in ("f32", "f64") else "mpi4py has no such type for NumPy's"
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         hosts: dict[int, Any] = {}
 
         def average(tensor: Any) -> None:
@@ -185,7 +185,7 @@ class Limit(CudaTensors):
 class CopyLimit(Limit):
     """On one GPU: reading and writing the tensors of all ranks once, 2pN / B: rank 0 copies so much."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         def copy(tensor: Any) -> None:
             if self.rank == 0:
                 whole = self.like(tensor, 2 * self.ranks)
@@ -198,7 +198,7 @@ class CopyLimit(Limit):
 class PinnedLimit(Limit):
     """Through the host: a pinned copy of the tensor down and another one up at the same time, on all ranks."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         side = self.torch.cuda.Stream() if DEVICE == "cuda" else None
 
         def copy(tensor: Any) -> None:
@@ -217,12 +217,12 @@ class PinnedLimit(Limit):
         return self.each(copy)
 
 
-AVERAGERS: dict[str, type[Averager]] = {
-    "cuda": Ours,
+BACKENDS: dict[str, type[Backend]] = {
+    "cuda": DlComm,
     "cuda-gloo": Gloo,
     "cuda-nccl": Nccl,
     "cuda-mpi4py": Mpi,
     "cuda-limit-copy": CopyLimit,
     "cuda-limit-pinned": PinnedLimit,
 }
-"""As `averagers.AVERAGERS`."""
+"""As `backends.BACKENDS`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.allreduce.contenders import CONTENDERS
 from benchmarks.allreduce.table import names, size_text
-from benchmarks.common.picture import pyplot, save
+from benchmarks.common.plot import pyplot, save
 
 # A family of contenders has a hue, a member of it a mark; blues and greens are ours.
 _STYLES: dict[str, dict[str, Any]] = {

@@ -42,7 +42,7 @@ def median(case: dict[str, Any], name: str) -> float | None:
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    """The name of the peer with the least median, over all ways of lists; None when there is none."""
+    """The name of the peer with the least median, over all modes of lists; None when there is none."""
     peers = {
         name: result["median_us"]
         for name, result in case["results"].items()

@@ -1,1 +1,1 @@
-"""What the benchmarks share: processes that take turns and how they are started, the machine, tables, pictures."""
+"""What the benchmarks share: processes that take trials and how they are started, the machine, tables, pictures."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.common.jobs import Launch
+from benchmarks.common.processes import Launch
 from benchmarks.common.tools import Tools, mpich_program
 
 Start = Callable[[Tools, int], Launch]

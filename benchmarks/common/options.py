@@ -17,7 +17,7 @@ def parser(package: Any, out: str, deadline_s: float) -> argparse.ArgumentParser
         description=package.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--deadline-s", type=float, default=deadline_s, help=f"the longest turn ({deadline_s:g})")
+    made.add_argument("--deadline-s", type=float, default=deadline_s, help=f"the longest trial ({deadline_s:g})")
     made.add_argument("--mpich", type=Path, default=Path(sys.prefix), help="prefix of the MPICH (this environment)")
     made.add_argument("--quick", action="store_true", help="a run of seconds, for tests: its numbers mean nothing")
     made.add_argument("--out", type=Path, default=Path(out), help=f"folder of the results ({out})")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def serve(rank: int, answer: Callable[[str], bytes]) -> None:
-    """Says which rank this is, and answers lines, asleep in between, until the stream ends; see `jobs.Job.turn`."""
+    """Sends the rank, then answers lines until the stream ends; see `processes.Processes.trial`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["BENCH_SOCKET"])
         connection.sendall(f"rank {rank}\n".encode())

@@ -15,9 +15,9 @@ import benchmarks.simulate as package
 from benchmarks.common import machine
 from benchmarks.simulate import check, report
 from benchmarks.simulate.constants import NETWORKS, SERVER, measure_host
-from benchmarks.simulate.cost import Network
+from benchmarks.simulate.cost import NetworkModel
 from benchmarks.simulate.model import Host
-from benchmarks.simulate.picture import draw_check, draw_hosts
+from benchmarks.simulate.plot import draw_check, draw_hosts
 from benchmarks.simulate.ranks import possible
 
 
@@ -76,13 +76,13 @@ def main() -> int:
 
 
 def _predict(options: argparse.Namespace, host: Host, facts: dict[str, Any]) -> int:
-    networks = {"given": Network(*options.network)} if options.network else NETWORKS
+    networks = {"given": NetworkModel(*options.network)} if options.network else NETWORKS
     (ranks,) = options.ranks
     curve = {count for count in report.CURVE if count <= max(options.hosts)}
     rows = report.predict(networks, sorted({*options.hosts, *curve}), host, ranks)
-    told = {name: asdict(network) for name, network in networks.items()}
-    print(f"networks, seconds: {json.dumps(told, indent=1)}\n\n{report.prediction_table(rows, options.hosts)}\n")
-    _write(options.out / "simulate.json", {**facts, "networks": told, "rows": rows})
+    results = {name: asdict(network) for name, network in networks.items()}
+    print(f"networks, seconds: {json.dumps(results, indent=1)}\n\n{report.prediction_table(rows, options.hosts)}\n")
+    _write(options.out / "simulate.json", {**facts, "networks": results, "rows": rows})
     for name in networks:
         shown = [row for row in rows if row["network"] == name]
         title = f"An average between hosts with {ranks} rank{'s' * (ranks > 1)} each, simulated: {name}"
@@ -125,7 +125,7 @@ def _draw(work: Callable[[], list[Path]]) -> bool:
         for path in work():
             print(path)
     except ImportError as error:
-        print(f"no picture: {error}; 'pip install matplotlib' brings what it needs")
+        print(f"no plot: {error}; 'pip install matplotlib' brings what it needs")
         return False
     return True
 

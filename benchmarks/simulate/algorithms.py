@@ -1,6 +1,6 @@
-"""The messages of a lane's slice of a chunk, by algorithm: the files of `core/src/collective/cluster/` retold. Pure.
+"""The messages of a shard's slice of a chunk, by algorithm: the files of `core/src/collective/cluster/` retold. Pure.
 
-Each is a process of a `Lane`, which says what a message, an addition and a copy take. It yields `DEPARTED` when it has
+Each is a process of a `Shard`, which says what a message, an addition and a copy take. It yields `DEPARTED` when it has
 sent what it sends before anything comes: until there it is `start` of `cluster/mod.rs`, from there on `finish`.
 
 Hosts that do the same at the same time are simulated once, as one that sends to itself. Of a number of hosts that is a
@@ -28,17 +28,17 @@ _GROUPS = 32
 class Role(Enum):
     """What a host does beside the rounds, as in `cluster/tree.rs`."""
 
-    PLAIN = 0
-    TAKES = 1
-    GIVES_WAY = 2
+    CORE = 0
+    FOLDS_IN = 1
+    FOLDED_INTO = 2
 
 
-class Lane(Protocol):
-    """One lane of a host, on one channel, with a slice to average."""
+class Shard(Protocol):
+    """One shard of a host, on one channel, with a slice to average."""
 
     hosts: int
     role: Role
-    kinds: Sequence[Role]
+    roles: Sequence[Role]
     """Of the hosts that are simulated."""
     bytes: int
     """Of the slice."""
@@ -51,7 +51,7 @@ class Lane(Protocol):
     def receive(self, kind: Role, stage: object) -> Process:
         """Waits until they have come from a host of that kind."""
 
-    def touch(self, length: float) -> Process:
+    def compute(self, length: float) -> Process:
         """Adds up or copies so many bytes."""
 
 
@@ -61,67 +61,67 @@ def piece(length: int, pieces: int) -> int:
     return min(length, -(-lines // pieces) * LINE)
 
 
-def carry_out(lane: Lane, algorithm: str, matched: bool) -> Process:
+def run_algorithm(shard: Shard, algorithm: str, matched: bool) -> Process:
     """A slice by that algorithm; `matched` where all hosts are known to have called the same."""
     if algorithm in ("doubling", "halving"):
-        yield from _meeting(lane, algorithm)
+        yield from _handshake(shard, algorithm)
         return
     if not matched:
-        yield from _meeting(lane, "")
-    yield from (_ring if algorithm == "ring" else _pairwise)(lane)
+        yield from _handshake(shard, "")
+    yield from (_ring if algorithm == "ring" else _pairwise)(shard)
 
 
-def _meeting(lane: Lane, freight: str) -> Process:
+def _handshake(shard: Shard, payload: str) -> Process:
     """Recursive doubling, with the data whole ("doubling"), in halves of halves ("halving") or without it ("")."""
-    part = lane.bytes if freight else 0
-    if lane.role is Role.GIVES_WAY:
-        yield from lane.send([Role.TAKES], "given", part * lane.width)
+    part = shard.bytes if payload else 0
+    if shard.role is Role.FOLDED_INTO:
+        yield from shard.send([Role.FOLDS_IN], "fold", part * shard.width)
         yield DEPARTED
-        yield from lane.receive(Role.TAKES, "result")
-        yield from lane.touch(part)
+        yield from shard.receive(Role.FOLDS_IN, "result")
+        yield from shard.compute(part)
         return
-    if lane.role is Role.TAKES:
+    if shard.role is Role.FOLDS_IN:
         yield DEPARTED
-        yield from lane.receive(Role.GIVES_WAY, "given")
-        yield from lane.touch(part * lane.width)
+        yield from shard.receive(Role.FOLDED_INTO, "fold")
+        yield from shard.compute(part * shard.width)
     ranges = [part]
-    for number in range(lane.hosts.bit_length() - 1):
-        if freight == "halving":
+    for number in range(shard.hosts.bit_length() - 1):
+        if payload == "halving":
             ranges.append(piece(ranges[-1], 2))
-        yield from lane.send([lane.role], number, ranges[-1] * lane.width)
-        if number == 0 and lane.role is Role.PLAIN:
+        yield from shard.send([shard.role], number, ranges[-1] * shard.width)
+        if number == 0 and shard.role is Role.CORE:
             yield DEPARTED
-        yield from lane.receive(lane.role, number)
-        yield from lane.touch(ranges[-1] * lane.width)
+        yield from shard.receive(shard.role, number)
+        yield from shard.compute(ranges[-1] * shard.width)
     for number, sent in enumerate(reversed(ranges[1:])):
-        yield from lane.send([lane.role], ("back", number), sent)
-        yield from lane.receive(lane.role, ("back", number))
-        yield from lane.touch(sent)
-    if lane.role is Role.TAKES:
-        yield from lane.send([Role.GIVES_WAY], "result", part)
+        yield from shard.send([shard.role], ("back", number), sent)
+        yield from shard.receive(shard.role, ("back", number))
+        yield from shard.compute(sent)
+    if shard.role is Role.FOLDS_IN:
+        yield from shard.send([Role.FOLDED_INTO], "result", part)
 
 
-def _pairwise(lane: Lane) -> Process:
-    mine, others = piece(lane.bytes, lane.hosts), lane.hosts - 1
-    for stage, length in (("parts", mine * lane.width), ("results", mine)):
-        yield from lane.send(lane.kinds, stage, length, messages=others)
+def _pairwise(shard: Shard) -> Process:
+    mine, others = piece(shard.bytes, shard.hosts), shard.hosts - 1
+    for stage, length in (("parts", mine * shard.width), ("results", mine)):
+        yield from shard.send(shard.roles, stage, length, messages=others)
         if stage == "parts":
             yield DEPARTED
-        for kind in lane.kinds:
-            yield from lane.receive(kind, stage)
-        yield from lane.touch(others * length)
+        for kind in shard.roles:
+            yield from shard.receive(kind, stage)
+        yield from shard.compute(others * length)
 
 
-def _ring(lane: Lane) -> Process:
+def _ring(shard: Shard) -> Process:
     """The ring. Rounds that follow each other are simulated as one, in groups; the very first is one for itself."""
-    mine, left = piece(lane.bytes, lane.hosts), lane.hosts - 2
+    mine, left = piece(shard.bytes, shard.hosts), shard.hosts - 2
     groups = [1, *(left * (i + 1) // _GROUPS - left * i // _GROUPS for i in range(_GROUPS))]
-    for way, length in (("parts", mine * lane.width), ("results", mine)):
+    for way, length in (("parts", mine * shard.width), ("results", mine)):
         for number, rounds in enumerate(groups):
             if rounds:
-                yield from lane.send(lane.kinds, (way, number), length, rounds=rounds)
+                yield from shard.send(shard.roles, (way, number), length, rounds=rounds)
                 if (way, number) == ("parts", 0):
                     yield DEPARTED
-                for kind in lane.kinds:
-                    yield from lane.receive(kind, (way, number))
-                yield from lane.touch(rounds * length)
+                for kind in shard.roles:
+                    yield from shard.receive(kind, (way, number))
+                yield from shard.compute(rounds * length)

@@ -14,7 +14,7 @@ from typing import Any
 Process = Generator[Any, None, None]
 
 
-class Line:
+class Resource:
     """What serves one after the other, in the order of asking: a link's direction, a host's memory.
 
     A token bucket: after idling, it does up to `burst` seconds of work in no time.

@@ -7,8 +7,8 @@ from statistics import quantiles
 from typing import Any
 
 from benchmarks.allreduce.table import size_text
-from benchmarks.simulate.cost import ALGORITHMS, Network
-from benchmarks.simulate.model import Call, Host, Job, limit, simulate
+from benchmarks.simulate.cost import ALGORITHMS, NetworkModel
+from benchmarks.simulate.model import Call, Host, JobSpec, limit, simulate
 
 SIZES = {"short": 64, "medium": 64 << 10, "ResNet-50": 4 * 25_557_032, "BERT-base": 4 * 109_482_240}
 """Bytes by name; of the models the float32 gradients."""
@@ -17,12 +17,12 @@ CURVE = tuple(sorted({*(2**k for k in range(1, 14)), *(3 * 4**k for k in range(6
 """Numbers of hosts for a picture: powers of two, and what lies between."""
 
 
-def predict(networks: Mapping[str, Network], hosts: Iterable[int], host: Host, ranks: int) -> list[dict[str, Any]]:
+def predict(networks: Mapping[str, NetworkModel], hosts: Iterable[int], host: Host, ranks: int) -> list[dict[str, Any]]:
     """A row for each network, number of hosts, size and algorithm."""
     rows = []
     for network, constants in networks.items():
         for count in hosts:
-            job = Job(count, constants, host, ranks)
+            job = JobSpec(count, constants, host, ranks)
             for name, size in SIZES.items():
                 call = Call(size)
                 for algorithm in ("auto", *ALGORITHMS):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.common import contenders
 from benchmarks.common.contenders import Contender, Start
-from benchmarks.common.jobs import Launch
+from benchmarks.common.processes import Launch
 from benchmarks.common.tools import Tools, package
 from benchmarks.training.models import Model
 

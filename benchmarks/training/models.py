@@ -14,7 +14,7 @@ class Model:
         framework: "torch" or "tensorflow".
         network: The name of its network in that framework's module.
         batch: Samples of a step on one rank: a step on one rank takes about 50 ms, or 500 ms in the largest model.
-        steps: Timed steps of a turn.
+        steps: Timed steps of a trial.
         what: A few words.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.picture import pyplot, save
+from benchmarks.common.plot import pyplot, save
 from benchmarks.training.table import count_text
 
 _COMPUTE = {"ours": "#9ecae1", "ddp": "#fdd0a2"}

@@ -37,9 +37,9 @@ def _times(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     for case in rows:
         label = f"{case['model']} ({count_text(case['parameters'])})"
         for name, result in case["results"].items():
-            told = [number(result.get(f"reported_{key}_ms")) for key in ("exposed", "busy")]
+            reported = [number(result.get(f"reported_{key}_ms")) for key in ("exposed", "busy")]
             cells = [number(result.get("steps_per_s")), number(result.get("step_ms")), _range(result, "quartiles_ms")]
-            cells += [number(result.get("exposed_ms")), _range(result, "exposed_quartiles_ms"), *told]
+            cells += [number(result.get("exposed_ms")), _range(result, "exposed_quartiles_ms"), *reported]
             yield [label, name, *cells]
             label = ""
 

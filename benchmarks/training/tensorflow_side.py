@@ -105,7 +105,7 @@ class TensorFlowTrainer(Trainer):
         pass
 
 
-class Ours(TensorFlowTrainer):
+class DlComm(TensorFlowTrainer):
     """dl_comm.tensorflow's operation on the gradients."""
 
     waited = 0.0
@@ -138,5 +138,5 @@ class Ours(TensorFlowTrainer):
         dl_comm.finalize()
 
 
-TRAINERS: dict[str, type[Trainer]] = {"plain": TensorFlowTrainer, "ours": Ours}
+TRAINERS: dict[str, type[Trainer]] = {"plain": TensorFlowTrainer, "ours": DlComm}
 """The trainers by the name that a worker is started with."""

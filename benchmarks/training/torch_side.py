@@ -62,7 +62,7 @@ class TorchTrainer(Trainer):
         pass
 
 
-class Ours(TorchTrainer):
+class DlComm(TorchTrainer):
     """dl_comm.torch's optimizer."""
 
     def join(self) -> int:
@@ -101,5 +101,5 @@ class Ddp(TorchTrainer):
         torch.distributed.destroy_process_group()
 
 
-TRAINERS: dict[str, type[Trainer]] = {"plain": TorchTrainer, "ours": Ours, "ddp": Ddp}
+TRAINERS: dict[str, type[Trainer]] = {"plain": TorchTrainer, "ours": DlComm, "ddp": Ddp}
 """The trainers by the name that a worker is started with."""

@@ -10,7 +10,7 @@ import numpy as np
 SEED = 7
 """All processes make the parameters from it, and rank r its data from SEED + 1 + r."""
 BATCHES = 8
-"""A rank's batches, which its steps take in turn."""
+"""A rank's batches, which its steps take in trial."""
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 

@@ -1,11 +1,11 @@
-"""One process of a contender: makes its model, waits for its turns and does them.
+"""One process of a contender: creates its model and runs its trials.
 
     python -m benchmarks.training.worker MODEL TRAINER
 
-A turn is a line. "steps N" does N steps; the answer is "ok LOSS" and three times N numbers: the seconds of each step,
-and what the contender tells of it as exposed and as busy, NaN where it does not. "parameters FILE" answers "ok DIGEST",
-the SHA-256 of all parameters; rank 0 writes them to the file, as float32, unless it is "-". `common/jobs.py` has the
-rest.
+A trial is a line. "steps N" runs N steps; the answer is "ok LOSS" and 3 N numbers: the seconds of each step, and the
+exposed and the total communication time that the contender reports (NaN: not reported). "parameters FILE" answers "ok
+DIGEST", the SHA-256 of all parameters; rank 0 writes them to the file as float32, unless FILE is "-".
+`common/processes.py` has the rest of the protocol.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_overlap() -> None:
-    options = ["--face", "numpy", "--compute-ms", "1", "--average-ms", "0.3", "--steps", "5"]
+    options = ["--binding", "numpy", "--compute-ms", "1", "--average-ms", "0.3", "--steps", "5"]
     finished = launch(2, [sys.executable, str(BENCHMARKS / "overlap.py"), *options], 100)
     assert finished.returncode == 0, finished.output
     row = r"\| numpy \| \d+\.\d MiB \|( \d+\.\d\d ms \| \d+\.\d\d ms \| \d+\.\d{3} \|){2}"
@@ -88,38 +88,38 @@ def test_allreduce_on_a_gpu_as_far_as_it_goes_without_one(tmp_path: Path) -> Non
 
 def test_who_is_too_slow_gets_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time in a case is spent; and none with longer buffers after a turn that did not end."""
-    orchestrate, jobs = (_module(monkeypatch, name) for name in ("allreduce.orchestrate", "common.jobs"))
+    orchestrate, processes = (_module(monkeypatch, name) for name in ("allreduce.orchestrate", "common.processes"))
     buffers, contenders = (_module(monkeypatch, f"allreduce.{name}") for name in ("cases", "contenders"))
-    turns: list[tuple[str, int]] = []
+    trials: list[tuple[str, int]] = []
 
     class Staged(orchestrate.Bench):  # type: ignore[misc, name-defined]
         """A bench whose contenders do nothing."""
 
-        def on_stage(self, present: Any, ranks: int, **case: str) -> Any:
+        def running(self, present: Any, ranks: int, **case: str) -> Any:
             return nullcontext(present)
 
-        def look_at_idle(self, ranks: int) -> None:
+        def check_idle(self, ranks: int) -> None:
             """All sleep."""
 
-        def turn(self, contender: Any, ranks: int, line: str, numbers: int, seconds: float) -> Any:
+        def trial(self, contender: Any, ranks: int, line: str, numbers: int, seconds: float) -> Any:
             length = int(line.split()[-1])
-            turns.append((contender.name, length))
+            trials.append((contender.name, length))
             if contender.name == "gloo" and length >= 256:
-                raise jobs.Late("late")
-            return jobs.Answer(np.full((ranks, numbers), 1e-3), ["1"] * ranks)
+                raise processes.TimedOut("late")
+            return processes.Answer(np.full((ranks, numbers), 1e-3), ["1"] * ranks)
 
     both = [contender for contender in contenders.CONTENDERS if contender.name in ("core", "gloo")]
     cases = list(buffers.buffers([64, 1024, 4096], ["f32"]))
     bench = Staged(both, None, orchestrate.Options(rounds=3), BENCHMARKS.parent)
     bench.run(2, cases)
-    assert [turns.count(("core", length)) for length in (16, 256, 1024)] == [4, 4, 4]
-    assert [turns.count(("gloo", length)) for length in (16, 256, 1024)] == [4, 1, 0]
+    assert [trials.count(("core", length)) for length in (16, 256, 1024)] == [4, 4, 4]
+    assert [trials.count(("gloo", length)) for length in (16, 256, 1024)] == [4, 1, 0]
     told = [case["results"]["gloo"].get("left_out", "") for case in bench.cases]
     assert [text[:8] for text in told] == ["", "lost: la", "too slow"]
     assert not bench.failed
-    turns.clear()
+    trials.clear()
     Staged(both, None, orchestrate.Options(rounds=3, case_s=0.0), BENCHMARKS.parent).run(2, cases[:1])
-    assert turns.count(("core", 16)) == 2  # the probe and one more
+    assert trials.count(("core", 16)) == 2  # the probe and one more
 
 
 def test_lists_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_training(tmp_path: Path) -> None:
     assert (case["ranks"], case["model"], case["parameters"]) == (2, "mlp", 784 * 1024 + 1024 * 1025 + 1025 * 10 + 1024)
     verified, results = case["verified"], case["results"]
     assert verified["problems"] == []
-    # Six steps before the turns; two turns of two steps that do not count and three that do.
+    # Six steps before the trials; two trials of two steps that do not count and three that do.
     assert verified["agreed_after"] == {"ours": [4, 6, 16], "ddp": [4, 6, 16]}
     assert verified["distances"]["4"].keys() == {"ours-ddp"}
     assert verified["distances"]["4"]["ours-ddp"] < 1e-3

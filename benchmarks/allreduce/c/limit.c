@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "turns.h"
+#include "trial.h"
 #include "vector.h"
 
 enum { LINE = 64 };
@@ -53,22 +53,22 @@ AVERAGE(f64, double8v, double, 64)
 AVERAGE(f16, float16v, float, 32)
 AVERAGE(bf16, float16v, float, 32)
 
-static void average(const turn_t* turn, void** tensors) {
+static void average(const trial_t* trial, void** tensors) {
   static void (*const averages[ELEMENTS])(char* const*, size_t) = {averages_f32, averages_f64, averages_f16,
                                                                    averages_bf16};
-  const size_t last = turn->tensors - 1, size = element_sizes[turn->type];
+  const size_t last = trial->tensors - 1, size = element_sizes[trial->type];
   const size_t begin = (size_t)((char*)tensors[0] - region(rank));
-  const size_t end = (size_t)((char*)tensors[last] - region(rank)) + turn->lengths[last] * size;
+  const size_t end = (size_t)((char*)tensors[last] - region(rank)) + trial->lengths[last] * size;
   const size_t lines = (end - begin + LINE - 1) / LINE;
   const size_t from = lines * (size_t)rank / (size_t)ranks, to = lines * (size_t)(rank + 1) / (size_t)ranks;
   char* at[SPIN_MAX_RANKS];
   for (int r = 0; r < ranks; ++r) at[r] = region(r) + begin + from * LINE;
   spin_wait(&inside);
-  averages[turn->type](at, (to - from) * LINE);
+  averages[trial->type](at, (to - from) * LINE);
   spin_wait(&inside);
 }
 
-static void* take(size_t bytes) {
+static void* alloc(size_t bytes) {
   /* Large ones begin at a page, as those of an allocator do. */
   const size_t align = bytes >= 4096 ? 4096 : LINE;
   size_t begin = (used + align - 1) / align * align;
@@ -78,11 +78,11 @@ static void* take(size_t bytes) {
   return region(rank) + begin;
 }
 
-static void give(void* tensor) {
+static void release(void* tensor) {
   (void)tensor;
   if (--taken) return;
   size_t whole = (used + 4095) / 4096 * 4096;
-  if (madvise(region(rank), whole, MADV_REMOVE)) fail("limit", "cannot give memory back");
+  if (madvise(region(rank), whole, MADV_REMOVE)) fail("limit", "madvise(MADV_REMOVE) failed");
   used = 0;
 }
 
@@ -100,7 +100,7 @@ int main(int argc, char** argv) {
     if (child == 0) break;
   }
   inside = spin_make(shared, rank, ranks);
-  turns_serve(&(contender_t){.rank = rank, .ranks = ranks, .take = take, .give = give, .average = average});
+  trials_serve(&(contender_t){.rank = rank, .ranks = ranks, .alloc = alloc, .release = release, .average = average});
   if (rank == ranks - 1)
     while (wait(NULL) > 0) continue;
   return 0;

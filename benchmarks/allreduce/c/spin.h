@@ -27,7 +27,7 @@ void spin_wait(spin_t* spin);
 /* The same, for ranks that have ended an operation: the missing ones may need the processors, or what threads of those
  * that are here do for them, so who has waited a while sleeps. When all are here they spin, so that all leave at once.
  */
-void spin_meet(spin_t* spin);
+void spin_synchronize(spin_t* spin);
 
 /* For programs that are not C: a barrier on the file `path`, of SPIN_BYTES zeroed bytes. NULL when it cannot be had. */
 spin_t* spin_open(const char* path, int rank, int ranks);

@@ -1,48 +1,48 @@
-/* What the C programs of the benchmark share: a program waits, asleep, for its turn on a socket, takes fresh buffers,
+/* What the C programs of the benchmark share: a program waits, asleep, for its trial on a socket, takes fresh buffers,
  * times one operation on each between barriers, checks the first and the last result, and sends the times.
  *
  * The environment says where: BENCH_SOCKET (a Unix socket), BENCH_BARRIER (a file of SPIN_BYTES zeroed bytes or more).
- * A turn is one line: "DTYPE WAY SLOTS ITERATIONS TENSORS LENGTH...", lengths in elements. The answer is "ok CHECKED\n"
- * (CHECKED: compared elements) and ITERATIONS doubles, seconds; or "unsupported WHY\n" or "wrong WHY\n". The end of the
- * stream ends the program.
+ * A trial is one line: "DTYPE MODE SLOTS ITERATIONS TENSORS LENGTH...", lengths in elements. The answer is "ok
+ * CHECKED\n" (CHECKED: compared elements) and ITERATIONS doubles, seconds; or "unsupported WHY\n" or "wrong WHY\n". The
+ * end of the stream ends the program.
  */
-#ifndef TURNS_H
-#define TURNS_H
+#ifndef TRIAL_H
+#define TRIAL_H
 
 #include "element.h"
 #include "spin.h"
 
 /* How a list of tensors is to be averaged: in one call, with a call each, or copied into one buffer and back. */
-typedef enum way { WAY_LIST, WAY_EACH, WAY_FLAT, WAYS } way_t;
+typedef enum list_mode { MODE_LIST, MODE_EACH, MODE_FLAT, MODES } list_mode_t;
 
-/* A turn. `lengths` are those of the `tensors` in elements, `bytes` of all of them without gaps. */
-typedef struct turn {
+/* A trial. `lengths` are those of the `tensors` in elements, `bytes` of all of them without gaps. */
+typedef struct trial {
   element_t type;
-  way_t way;
+  list_mode_t mode;
   size_t slots, iterations, tensors, bytes;
   size_t* lengths;
-} turn_t;
+} trial_t;
 
 /* A contender. The functions end the program when something fails. */
 typedef struct contender {
   int rank, ranks;
-  /* NULL, or why the turn cannot be done. */
-  const char* (*refuse)(const turn_t* turn);
+  /* NULL, or why the trial cannot be done. */
+  const char* (*refuse)(const trial_t* trial);
   /* Memory for a tensor, aligned to cache lines and with room up to the next; the reverse. All ranks call alike. */
-  void* (*take)(size_t bytes);
-  void (*give)(void* tensor);
+  void* (*alloc)(size_t bytes);
+  void (*release)(void* tensor);
   /* The timed operation, in place on the tensors of a slot. */
-  void (*average)(const turn_t* turn, void** tensors);
+  void (*average)(const trial_t* trial, void** tensors);
   /* 1 when the tensors keep their values, as a copy does, instead of taking the mean. */
   int keeps;
 } contender_t;
 
-/* Does turns until there are no more. */
-void turns_serve(const contender_t* contender);
+/* Does trials until there are no more. */
+void trials_serve(const contender_t* contender);
 
 /* malloc and free of whole cache lines: ordinary memory. */
-void* ordinary_take(size_t bytes);
-void ordinary_give(void* tensor);
+void* ordinary_alloc(size_t bytes);
+void ordinary_free(void* tensor);
 
 /* Ends the program with a message. */
 _Noreturn void fail(const char* what, const char* why);

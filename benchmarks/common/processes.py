@@ -1,4 +1,4 @@
-"""A contender's processes: started, given turns over sockets, and ended with everything that they have started."""
+"""A contender's processes: started, given trials over sockets, and ended with everything that they have started."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Lost(Exception):
     """A job ended, or did not come up; what is left of it has been killed."""
 
 
-class Late(Lost):
-    """A job did not end its turn in time."""
+class TimedOut(Lost):
+    """A job did not end its trial in time."""
 
 
 class Refused(Exception):
-    """The contender cannot do the turn; it can do others."""
+    """The contender cannot do the trial; it can do others."""
 
 
 class Wrong(Exception):
@@ -47,13 +47,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn: the numbers that the ranks have sent as an array (ranks, numbers), and each rank's words beside them."""
+    """A trial: the numbers that the ranks have sent as an array (ranks, numbers), and each rank's words beside them."""
 
     numbers: np.ndarray
     words: Sequence[str]
 
 
-class Job:
+class Processes:
     """The processes of one contender. Not for use by several threads."""
 
     def __init__(self, name: str, ranks: int, launch: Launch, folder: Path, cwd: Path) -> None:
@@ -112,10 +112,11 @@ class Job:
         for connection in self._connections:
             connection.settimeout(None)
 
-    def turn(self, line: str, numbers: int, seconds: float) -> Answer:
-        """Sends all ranks a line, and takes so many float64 of each. Raises Refused, Wrong, Lost when one ends, Late.
+    def trial(self, line: str, numbers: int, seconds: float) -> Answer:
+        """Sends a line to all ranks and reads `numbers` float64 values from each.
 
-        A rank's answer is a line, "ok WORDS", "unsupported WHY" or "wrong WHY", and after "ok" its numbers in binary.
+        A rank answers with a line, "ok WORDS", "unsupported WHY" or "wrong WHY", and after "ok" its numbers in binary.
+        Raises Refused, Wrong, Lost (a rank exited) or TimedOut.
         """
         texts = [bytearray() for _ in range(self.ranks)]
         until = time.monotonic() + seconds
@@ -130,7 +131,7 @@ class Job:
             while selector.get_map():
                 if not (events := selector.select(max(0.0, until - time.monotonic()))):
                     self.kill()
-                    raise Late(f"a turn did not end in {seconds:g} s")
+                    raise TimedOut(f"a trial did not end in {seconds:g} s")
                 for key, _ in events:
                     try:
                         part = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]

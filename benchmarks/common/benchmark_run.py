@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 
 from benchmarks.common import machine
 from benchmarks.common.contenders import Contender
-from benchmarks.common.jobs import Answer, Job, Lost
+from benchmarks.common.processes import Answer, Lost, Processes
 from benchmarks.common.tools import Missing, Tools
 
 IDLE = 0.02
-"""The share of a processor that a contender may take while it is not its turn."""
+"""The share of a processor that a contender may take while it is not its trial."""
 QUIET = 0.2
 """The processors that may be busy while all contenders sleep."""
 
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Contender)
 Item = TypeVar("Item")
 
 
-class Contest(Generic[Kind]):
+class BenchmarkRun(Generic[Kind]):
     """The processes of contenders, and what there is to say of them: `left_out` and `idle`, as the JSON file has them.
 
     `failed` is whether one of them was wrong, or ended. Not for use by several threads.
@@ -36,17 +36,17 @@ class Contest(Generic[Kind]):
         self.left_out: list[dict[str, Any]] = []
         self.idle: list[dict[str, Any]] = []
         self.failed = False
-        self._jobs: dict[str, Job] = {}
+        self._processes: dict[str, Processes] = {}
         self._case: dict[str, Any] = {}
         self._folder = Path()
         self._begin = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of progress."""
         print(f"[{time.monotonic() - self._begin:6.0f} s] {text}", flush=True)
 
     @contextmanager
-    def on_stage(self, contenders: Sequence[Kind], ranks: int, **case: str) -> Iterator[list[Kind]]:
+    def running(self, contenders: Sequence[Kind], ranks: int, **case: str) -> Iterator[list[Kind]]:
         """Starts contenders side by side and gives those that have come up; ends them all.
 
         `case` stands in `left_out` and `idle` beside the number of ranks.
@@ -60,38 +60,38 @@ class Contest(Generic[Kind]):
             stack.push(self._stop)
             yield self._start_all(contenders, ranks)
 
-    def turn(self, contender: Kind, ranks: int, line: str, numbers: int, seconds: float) -> Answer:
-        """Lets a contender do a turn, as `Job.turn`; starts it anew when it was lost before."""
+    def trial(self, contender: Kind, ranks: int, line: str, numbers: int, seconds: float) -> Answer:
+        """Lets a contender do a trial, as `Processes.trial`; starts it anew when it was lost before."""
         try:
-            if contender.name not in self._jobs:
+            if contender.name not in self._processes:
                 self._start(contender, ranks).ready(self.start_s)
-            return self._jobs[contender.name].turn(line, numbers, seconds)
+            return self._processes[contender.name].trial(line, numbers, seconds)
         except Lost:
-            del self._jobs[contender.name]
+            del self._processes[contender.name]
             raise
 
-    def look_at_idle(self, ranks: int) -> None:
-        """Whether contenders sleep while it is not their turn, and nobody else is at work."""
+    def check_idle(self, ranks: int) -> None:
+        """Whether contenders sleep while it is not their trial, and nobody else is at work."""
         time.sleep(0.5)
         taken = machine.busy_seconds()
-        before = {name: job.cpu_seconds() for name, job in self._jobs.items()}
+        before = {name: job.cpu_seconds() for name, job in self._processes.items()}
         begin = time.monotonic()
         time.sleep(1.0)
         taken = (machine.busy_seconds() - taken) / (time.monotonic() - begin)
         self.idle.append({"contender": None, **self._case, "share_of_a_processor": taken})
         if taken > QUIET:
-            self.say(f"the machine is not quiet: {taken:.1f} processors are busy while all contenders sleep")
-        for name, job in self._jobs.items():
+            self.log(f"the machine is not quiet: {taken:.1f} processors are busy while all contenders sleep")
+        for name, job in self._processes.items():
             share = (job.cpu_seconds() - before[name]) / (time.monotonic() - begin)
             self.idle.append({"contender": name, **self._case, "share_of_a_processor": share})
             if share > IDLE:
-                self.say(f"{ranks} ranks, {name} takes {100 * share:.0f} % of a processor while it is not its turn")
+                self.log(f"{ranks} ranks, {name} takes {100 * share:.0f} % of a processor while it is not its trial")
 
-    def leave_out(self, contender: Kind, ranks: int, reason: str, failed: bool) -> None:
+    def exclude(self, contender: Kind, ranks: int, reason: str, failed: bool) -> None:
         """Notes that a contender is not compared."""
         self.failed |= failed
         self.left_out.append({"contender": contender.name, **self._case, "reason": reason, "failed": failed})
-        self.say(f"{ranks} ranks, {contender.name} is left out: {reason}")
+        self.log(f"{ranks} ranks, {contender.name} is left out: {reason}")
 
     def _start_all(self, contenders: Sequence[Kind], ranks: int) -> list[Kind]:
         present = []
@@ -99,31 +99,31 @@ class Contest(Generic[Kind]):
             try:
                 self._start(contender, ranks)
             except Missing as error:
-                self.leave_out(contender, ranks, str(error), failed=False)
+                self.exclude(contender, ranks, str(error), failed=False)
         for contender in contenders:
-            if contender.name not in self._jobs:
+            if contender.name not in self._processes:
                 continue
             try:
-                self._jobs[contender.name].ready(self.start_s)
+                self._processes[contender.name].ready(self.start_s)
                 present.append(contender)
             except Lost as error:
-                del self._jobs[contender.name]
-                self.leave_out(contender, ranks, str(error), failed=True)
+                del self._processes[contender.name]
+                self.exclude(contender, ranks, str(error), failed=True)
         return present
 
-    def _start(self, contender: Kind, ranks: int) -> Job:
+    def _start(self, contender: Kind, ranks: int) -> Processes:
         processes = contender.processes(ranks)
-        job = Job(contender.name, processes, contender.start(self.tools, processes), self._folder, self.root)
-        self._jobs[contender.name] = job
+        job = Processes(contender.name, processes, contender.start(self.tools, processes), self._folder, self.root)
+        self._processes[contender.name] = job
         return job
 
     def _stop(self, *error: object) -> None:
-        for job in self._jobs.values():
+        for job in self._processes.values():
             if error[0]:
                 job.kill()
             else:
                 job.stop()
-        self._jobs.clear()
+        self._processes.clear()
 
 
 def rotated(items: Sequence[Item], by: int) -> list[Item]:

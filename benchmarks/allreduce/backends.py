@@ -19,7 +19,7 @@ Operation = Callable[[list[Any]], list[Any]]
 """Averages a list of tensors, in place or not, and returns where the means are."""
 
 
-class Averager(ABC):
+class Backend(ABC):
     """One contender in one process: it joins its job when it is made."""
 
     rank: int
@@ -44,7 +44,7 @@ class Averager(ABC):
         """Elements [begin, end) as float64."""
 
     @abstractmethod
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         """What is timed: a list in one call ("list"), a call each ("each"), or in one flat buffer ("flat")."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Averager(ABC):
         """Leaves the job. Collective."""
 
 
-class Arrays(Averager):
+class Arrays(Backend):
     """On NumPy arrays; bfloat16 is that of ml_dtypes."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Arrays(Averager):
         return tensor[begin:end].astype(np.float64)
 
 
-class Tensors(Averager):
+class Tensors(Backend):
     """On torch tensors."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Tensors(Averager):
         return found
 
 
-class NumpyFace(Arrays):
+class NumpyBinding(Arrays):
     """dl_comm on NumPy arrays: new arrays."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class NumpyFace(Arrays):
         self.dl_comm.init()
         self.rank, self.ranks = self.dl_comm.get_rank(), self.dl_comm.get_nranks()
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         operation: Operation = self.dl_comm.gradients
         return operation
 
@@ -112,10 +112,10 @@ class NumpyFace(Arrays):
         self.dl_comm.finalize()
 
 
-class NumpyFaceInPlace(NumpyFace):
+class NumpyBindingInPlace(NumpyBinding):
     """dl_comm on NumPy arrays, in place."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         gradients = self.dl_comm.gradients
 
         def operation(arrays: list[Any]) -> list[Any]:
@@ -125,7 +125,7 @@ class NumpyFaceInPlace(NumpyFace):
         return operation
 
 
-class NumpyFaceShared(NumpyFaceInPlace):
+class NumpyBindingShared(NumpyBindingInPlace):
     """The same on arrays that all ranks of the host see."""
 
     def empty(self, length: int, dtype: str) -> np.ndarray:
@@ -133,7 +133,7 @@ class NumpyFaceShared(NumpyFaceInPlace):
         return found
 
 
-class TorchFace(Tensors):
+class TorchBinding(Tensors):
     """dl_comm on torch tensors: new tensors."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class TorchFace(Tensors):
         self.dl_comm.init(framework="torch")
         self.rank, self.ranks = self.dl_comm.get_rank(), self.dl_comm.get_nranks()
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         operation: Operation = importlib.import_module("dl_comm.torch").gradients
         return operation
 
@@ -150,10 +150,10 @@ class TorchFace(Tensors):
         self.dl_comm.finalize()
 
 
-class TorchFaceInPlace(TorchFace):
+class TorchBindingInPlace(TorchBinding):
     """dl_comm on torch tensors, in place: what the optimizer does, as a blocking call."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         average = importlib.import_module("dl_comm.torch._ops").average_in_place
 
         def operation(tensors: list[Any]) -> list[Any]:
@@ -172,7 +172,7 @@ class Gloo(Tensors):
         self.flat = importlib.import_module("torch._utils")
         self.rank, self.ranks = join_gloo()
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         all_reduce, ranks = self.distributed.all_reduce, self.ranks
 
         def each(tensors: list[Any]) -> list[Any]:
@@ -187,7 +187,7 @@ class Gloo(Tensors):
             self.torch._foreach_copy_(tensors, list(self.flat._unflatten_dense_tensors(whole, tensors)))
             return tensors
 
-        return flat if way == "flat" else each
+        return flat if mode == "flat" else each
 
     def close(self) -> None:
         self.distributed.destroy_process_group()
@@ -209,7 +209,7 @@ class Mpi4py(Arrays):
             return f"this MPI has no type for {dtype} in mpi4py"
         return super().refusal(dtype)
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         in_place, total, world = self.mpi.IN_PLACE, self.mpi.SUM, self.mpi.COMM_WORLD
         ranks, types = self.ranks, {np.dtype(self.dtypes[name]): kind for name, kind in self.types.items()}
 
@@ -229,18 +229,18 @@ class Mpi4py(Arrays):
                 begin += array.size
             return arrays
 
-        return flat if way == "flat" else each
+        return flat if mode == "flat" else each
 
     def close(self) -> None:
         pass  # mpi4py ends MPI when the interpreter ends
 
 
-AVERAGERS: dict[str, Callable[[], Averager]] = {
-    "numpy": NumpyFace,
-    "numpy-inplace": NumpyFaceInPlace,
-    "numpy-shared": NumpyFaceShared,
-    "torch": TorchFace,
-    "torch-inplace": TorchFaceInPlace,
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "numpy": NumpyBinding,
+    "numpy-inplace": NumpyBindingInPlace,
+    "numpy-shared": NumpyBindingShared,
+    "torch": TorchBinding,
+    "torch-inplace": TorchBindingInPlace,
     "gloo": Gloo,
     "mpi4py": Mpi4py,
 }
