@@ -48,7 +48,7 @@ programs() { # those of tests/single that the gate leaves out
   DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy tests/single
 }
 
-faults() { # every fault, on every face, on one host and on two
+faults() { # every fault, on every binding, on one host and on two
   DL_COMM_TEST_ROUNDS="${FAULT_ROUNDS:-20}" python -m pytest -q tests/faults
 }
 

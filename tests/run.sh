@@ -49,10 +49,10 @@ LD_LIBRARY_PATH="$venv/lib" cargo test --workspace --locked --quiet
 
 # A process for each framework: the compilers that torch and TensorFlow bring abort when they meet in one.
 for ranks in 1 2 3; do
-  for faces in "numpy torch" "tensorflow tf1 keras"; do
-    step "Python tests on $ranks rank(s): $faces"
+  for bindings in "numpy torch" "tensorflow tf1 keras"; do
+    step "Python tests on $ranks rank(s): $bindings"
     files=()
-    for face in $faces; do files+=(tests/parallel/test_"$face"*.py); done
+    for binding in $bindings; do files+=(tests/parallel/test_"$binding"*.py); done
     python tests/launch.py "$ranks" 900 python -m pytest -x -q "${files[@]}"
   done
 done

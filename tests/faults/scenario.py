@@ -29,12 +29,12 @@ import dl_comm as mc  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sightings import Sightings  # noqa: E402
+from observations import Observations  # noqa: E402
 
 PAUSE = 1.5
 
 
-class Face:
+class Binding:
     """Averages and broadcasts of NumPy arrays through the tensors of a framework."""
 
     def __init__(self, name: str) -> None:
@@ -56,31 +56,31 @@ class Face:
 class Rank:
     """This rank, and what it has seen."""
 
-    def __init__(self, face: str, folder: Path) -> None:
-        self.face = Face(face)
+    def __init__(self, binding: str, folder: Path) -> None:
+        self.binding = Binding(binding)
         mc.init(nthread_per_team=2, nteams=1)
         self.rank, self.size = mc.get_rank(), mc.get_nranks()
         self.odd = self.rank == self.size - 1
-        self.see = Sightings(folder / f"rank{self.rank}.json").see
+        self.record = Observations(folder / f"rank{self.rank}.json").record
 
     def mean(self, name: str | None = None) -> None:
         """An average that must be right."""
-        (found,) = self.face.gradients(np.array([float(self.rank)], np.float32), name)
+        (found,) = self.binding.gradients(np.array([float(self.rank)], np.float32), name)
         assert found == (self.size - 1) / 2, found
 
 
 def recoverable(rank: Rank) -> None:
     """Ranks that differ: an error on every rank, and the next call works."""
-    face, odd = rank.face, rank.odd
-    rank.see("before", rank.mean)  # frameworks take their time for the first call
-    rank.see("shape", lambda: face.gradients(np.ones(5 if odd else 4, np.float32), "shape"))
-    rank.see("dtype", lambda: face.gradients(np.ones(4, np.float64 if odd else np.float32), "dtype"))
-    rank.see("root", lambda: face.broadcast(np.ones(4, np.float32), 1 if odd else 0))
-    rank.see("after", rank.mean)
+    binding, odd = rank.binding, rank.odd
+    rank.record("before", rank.mean)  # frameworks take their time for the first call
+    rank.record("shape", lambda: binding.gradients(np.ones(5 if odd else 4, np.float32), "shape"))
+    rank.record("dtype", lambda: binding.gradients(np.ones(4, np.float64 if odd else np.float32), "dtype"))
+    rank.record("root", lambda: binding.broadcast(np.ones(4, np.float32), 1 if odd else 0))
+    rank.record("after", rank.mean)
 
     def thread(name: str, delay: float) -> None:
         time.sleep(delay)
-        rank.see(f"order {name}", lambda: rank.mean(name))
+        rank.record(f"order {name}", lambda: rank.mean(name))
 
     delays = {"first": 0.2 if odd else 0.0, "other": 0.0 if odd else 0.2}
     threads = [threading.Thread(target=thread, args=each) for each in delays.items()]
@@ -89,17 +89,17 @@ def recoverable(rank: Rank) -> None:
     for each in threads:
         each.join()
     if not odd:
-        rank.see("missing", lambda: rank.mean("missing"))
+        rank.record("missing", lambda: rank.mean("missing"))
     else:
-        rank.see("early", lambda: rank.mean("next"))
-    rank.see("next", lambda: rank.mean("next"))
+        rank.record("early", lambda: rank.mean("next"))
+    rank.record("next", lambda: rank.mean("next"))
     if odd:
-        rank.see("extra", lambda: rank.mean("extra"))
+        rank.record("extra", lambda: rank.mean("extra"))
     else:
-        rank.see("late", lambda: rank.mean("last"))
-    rank.see("last", lambda: rank.mean("last"))
-    rank.see("fork", forked)
-    rank.see("after", rank.mean)
+        rank.record("late", lambda: rank.mean("last"))
+    rank.record("last", lambda: rank.mean("last"))
+    rank.record("fork", forked)
+    rank.record("after", rank.mean)
 
 
 def forked() -> None:
@@ -117,27 +117,27 @@ def forked() -> None:
 
 def stalls(rank: Rank) -> None:
     """A rank that is late, for one reason or another: the others wait, say so, and go on."""
-    rank.see("before", rank.mean)
+    rank.record("before", rank.mean)
     if rank.odd:
         time.sleep(PAUSE)
-    rank.see("slow", lambda: rank.mean("slow"))
+    rank.record("slow", lambda: rank.mean("slow"))
     if rank.odd:
         ctypes.PyDLL(None).usleep(int(PAUSE * 1e6))  # holds the GIL
-    rank.see("gil", lambda: rank.mean("gil"))
+    rank.record("gil", lambda: rank.mean("gil"))
     if rank.odd:
         subprocess.Popen(["sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
-    rank.see("stopped", lambda: rank.mean("stopped"))
+    rank.record("stopped", lambda: rank.mean("stopped"))
 
 
 def lost(end: Callable[[], Any]) -> Callable[[Rank], None]:
     def case(rank: Rank) -> None:
-        rank.see("before", rank.mean)
+        rank.record("before", rank.mean)
         if rank.odd:
             end()
-        rank.see("lost", lambda: rank.mean("needed"))
-        rank.see("again", lambda: rank.mean("again"))
-        rank.see("finalize", mc.finalize)
+        rank.record("lost", lambda: rank.mean("needed"))
+        rank.record("again", lambda: rank.mean("again"))
+        rank.record("finalize", mc.finalize)
         sys.exit(3)  # as after an error that nobody has caught
 
     return case
@@ -149,20 +149,20 @@ def raises() -> None:
 
 def late(rank: Rank) -> None:
     """A rank that does not come before the deadline."""
-    rank.see("before", rank.mean)
+    rank.record("before", rank.mean)
     if rank.odd:
         time.sleep(4)
     else:
-        rank.see("late", lambda: rank.face.gradients(np.ones(3, np.float32), "late", timeout=2))
-    rank.see("again", lambda: rank.mean("again"))
-    rank.see("finalize", mc.finalize)
+        rank.record("late", lambda: rank.binding.gradients(np.ones(3, np.float32), "late", timeout=2))
+    rank.record("again", lambda: rank.mean("again"))
+    rank.record("finalize", mc.finalize)
 
 
 def work(rank: Rank) -> None:
     """A job that goes well."""
     for _ in range(20):
         rank.mean()
-    rank.see("work", rank.mean)
+    rank.record("work", rank.mean)
 
 
 CASES: dict[str, Callable[[Rank], None]] = {
@@ -179,9 +179,9 @@ CASES: dict[str, Callable[[Rank], None]] = {
 
 def main() -> None:
     """Runs one case on this rank."""
-    face, case, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    binding, case, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     try:
-        rank = Rank(face, folder)
+        rank = Rank(binding, folder)
     except mc.CommError as error:
         (folder / f"start{os.getpid()}.json").write_text(json.dumps([type(error).__name__, str(error)]))
         raise

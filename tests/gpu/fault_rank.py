@@ -23,7 +23,7 @@ from job import Job
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sightings import Sightings  # noqa: E402
+from observations import Observations  # noqa: E402
 
 SHORT, LONG = 1000, 3_000_000
 """Elements of averages: by one shot, and by two."""
@@ -37,9 +37,9 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         mc.init(nthread_per_team=2, nteams=1)
         self.job = Job.here()
-        self.see = Sightings(folder / f"rank{self.job.rank}.json").see
+        self.record = Observations(folder / f"rank{self.job.rank}.json").record
         for count in (SHORT, LONG):
-            self.see(f"before {count}", lambda count=count: self.mean(count))
+            self.record(f"before {count}", lambda count=count: self.mean(count))
         print(f"rank {self.job.rank}: {self.job.gpu()}", flush=True)
         mc.barrier()
 
@@ -68,7 +68,7 @@ def killed_before(rank: Rank, count: int) -> None:
     if rank.job.rank == 1:
         time.sleep(0.5)  # rank 0 waits in the call
         os.kill(os.getpid(), signal.SIGKILL)
-    rank.see("call", lambda: rank.start(count))
+    rank.record("call", lambda: rank.start(count))
 
 
 def killed_after(rank: Rank, count: int) -> None:
@@ -77,7 +77,7 @@ def killed_after(rank: Rank, count: int) -> None:
         rank.busy(10)
         rank.start(count)
         os.kill(os.getpid(), signal.SIGKILL)
-    rank.see("call", lambda: rank.start(count))
+    rank.record("call", lambda: rank.start(count))
 
 
 def late(rank: Rank, count: int) -> None:
@@ -85,14 +85,14 @@ def late(rank: Rank, count: int) -> None:
     if rank.job.rank == 1:
         time.sleep(9)
     else:
-        rank.see("call", lambda: rank.start(count))
+        rank.record("call", lambda: rank.start(count))
 
 
 def busy(rank: Rank, count: int) -> None:
     """Rank 1 comes, but its GPU has other things to do until after the deadline."""
     if rank.job.rank == 1:
         rank.busy(9)
-    rank.see("call", lambda: rank.start(count))
+    rank.record("call", lambda: rank.start(count))
 
 
 CASES = {"killed_before": killed_before, "killed_after": killed_after, "late": late, "busy": busy}
@@ -103,9 +103,9 @@ def main() -> None:
     case, size = sys.argv[1].split("-")
     rank = Rank(Path(sys.argv[2]))
     CASES[case](rank, {"short": SHORT, "long": LONG}[size])
-    rank.see("synchronize", rank.synchronize)
-    rank.see("again", lambda: rank.mean(SHORT))
-    rank.see("finalize", mc.finalize)
+    rank.record("synchronize", rank.synchronize)
+    rank.record("again", lambda: rank.mean(SHORT))
+    rank.record("finalize", mc.finalize)
 
 
 if __name__ == "__main__":

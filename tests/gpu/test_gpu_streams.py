@@ -15,7 +15,7 @@ import torch
 
 import dl_comm as mc
 import dl_comm.torch as cdl
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 from dl_comm.torch import _ops
 from job import Job
 from values import assert_mean, of_rank
@@ -183,7 +183,7 @@ def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(job: Job,
     stream = torch.cuda.Stream()
     call = (data.data_ptr(), count, job.device.index, stream.cuda_stream, "waits")
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(average_and_wait(*call)))
+    thread = threading.Thread(target=lambda: codes.append(blocking_device_call(*call)))
     mc.barrier()
     if job.rank > 0:
         time.sleep(0.5)  # so that rank 0 waits for the others

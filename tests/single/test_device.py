@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fake_cuda_env import PROGRAMS, environment
 from launch import Finished, ending_together, launch
-from stand_in import PROGRAMS, environment
 
 PEER_LOST = -6  # DL_COMM_ERROR_PEER_LOST
 SLOW = {"FAKE_CUDA_DELAY_US": "300"}
@@ -163,7 +163,7 @@ WAITING = """
 import os, threading, time
 import numpy as np
 from arrays import Array, Stream, use
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 import dl_comm
 
 dl_comm.init()
@@ -171,13 +171,13 @@ GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 use(dl_comm.local_rank() % GPUS)
 array = Array(np.ones(200000, "f4"), Stream())
 call = (array.address.value, 200000, dl_comm.local_rank() % GPUS, array.stream.handle.value)
-print(f"code: {average_and_wait(*call, 'first')}\\n", end="")
+print(f"code: {blocking_device_call(*call, 'first')}\\n", end="")
 if dl_comm.rank() == 1:
     array.stream.sleep(5000)
-    threading.Thread(target=average_and_wait, args=(*call, "second"), daemon=True).start()
+    threading.Thread(target=blocking_device_call, args=(*call, "second"), daemon=True).start()
     time.sleep(0.5)
     os.kill(os.getpid(), 9)
-print(f"code: {average_and_wait(*call, 'second')}\\n", end="")
+print(f"code: {blocking_device_call(*call, 'second')}\\n", end="")
 dl_comm.finalize()
 print("ended")
 """

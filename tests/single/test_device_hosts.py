@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fake_cuda_env import PROGRAMS, environment
 from hosts import Hosts, possible
 from launch import ending_together
-from stand_in import PROGRAMS, environment
 
 pytestmark = pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
 
@@ -41,7 +41,7 @@ LOST = """
 import os, time
 import numpy as np
 from arrays import Array, Stream, use
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 import dl_comm
 
 dl_comm.init()
@@ -51,7 +51,7 @@ waits = os.environ["WAITS"] == "1"
 
 def average(name):
     if waits:
-        code = average_and_wait(array.address.value, 300000, 0, array.stream.handle.value, name)
+        code = blocking_device_call(array.address.value, 300000, 0, array.stream.handle.value, name)
         return "" if code == 0 else f"code {code}"
     try:
         dl_comm.gradients([array], out=[array], name=name)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# Each piece loads one face by its own framework's means, without the help of the others, and tells its core.
+# Each piece loads one binding by its own framework's means, without the help of the others, and tells its core.
 PIECES = {
     "python": "import dl_comm\nids['python'] = dl_comm.core_id()",
     "torch": "import torch\ntorch.ops.load_library(TORCH)\nids['torch'] = torch.ops.dl_comm.core_id()",

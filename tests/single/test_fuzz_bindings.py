@@ -13,11 +13,11 @@ import pytest
 
 from launch import run
 
-FUZZ = Path(__file__).parent / "fuzz_faces.py"
+FUZZ = Path(__file__).parent / "fuzz_bindings.py"
 
 
-@pytest.mark.parametrize("face", ["numpy", "torch"])
-def test_any_arguments_give_a_result_or_a_documented_error(face: str) -> None:
-    finished = run([sys.executable, str(FUZZ), face], 120)
+@pytest.mark.parametrize("binding", ["numpy", "torch"])
+def test_any_arguments_give_a_result_or_a_documented_error(binding: str) -> None:
+    finished = run([sys.executable, str(FUZZ), binding], 120)
     assert finished.returncode == 0, finished.output[-8000:]
     assert "every call came back" in finished.output

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 
-class Sightings:
+class Observations:
     """Notes into ``file`` what came of each case: ``{case: {"error": ..., "text": ..., "seconds": ...}}``."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._seen: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, dict[str, Any]] = {}
 
-    def see(self, case: str, call: Callable[[], Any]) -> None:
+    def record(self, case: str, call: Callable[[], Any]) -> None:
         """Runs ``call`` and notes what came of it, and when: an error, or that there was none."""
         start = time.monotonic()
         error = text = ""
@@ -24,8 +24,8 @@ class Sightings:
             call()
         except Exception as raised:  # noqa: BLE001 - to be told
             error, text = type(raised).__name__, str(raised)
-        self._seen[case] = {"error": error, "text": text, "seconds": time.monotonic() - start}
+        self._results[case] = {"error": error, "text": text, "seconds": time.monotonic() - start}
         # All or nothing: this rank may be killed at any time.
         partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self._seen))
+        partial.write_text(json.dumps(self._results))
         partial.replace(self._file)

@@ -1,4 +1,4 @@
-"""The program of test_fuzz_faces.py: ``python fuzz_faces.py numpy|torch [EXAMPLES]``, on one rank.
+"""The program of test_fuzz_faces.py: ``python fuzz_bindings.py numpy|torch [EXAMPLES]``, on one rank.
 
 Hypothesis makes the arguments, the same in every run.
 """
@@ -160,11 +160,11 @@ def attempt(function: Callable[..., Any], arguments: st.SearchStrategy[Any], exa
     one()
 
 
-def main(face: str, examples: int) -> None:
+def main(binding: str, examples: int) -> None:
     """Calls every function with many arguments; after each, all is well."""
     faulthandler.dump_traceback_later(90, exit=True)
     mc.init(1, 3)
-    tensors = arrays() if face == "numpy" else torch_tensors()
+    tensors = arrays() if binding == "numpy" else torch_tensors()
     for function, arguments in functions(tensors).items():
         attempt(function, arguments, examples)
         values = np.arange(5, dtype=np.float32)
