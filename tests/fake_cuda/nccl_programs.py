@@ -213,7 +213,7 @@ def _run(ranks: int, body: Callable[[int, list[Connection]], None]) -> Callable[
 
 sums, patient = _run(3, _sums_rank), _run(2, _patient_rank)
 slices, one_fails = _run(3, _slices_rank), _run(2, _one_fails_rank)
-same_device, dies_differ = _run(2, _same_device_rank), _run(2, _differ_rank)
+same_device, aborts_differ = _run(2, _same_device_rank), _run(2, _differ_rank)
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

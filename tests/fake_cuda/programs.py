@@ -1,6 +1,6 @@
-"""What tests/single/test_fake_cuda.py runs, each program in a process of its own: ``python programs.py NAME``.
+"""Programs of tests/single/test_fake_cuda.py, each run in its own process: ``python programs.py NAME``.
 
-A program checks the fake, and says nothing when all is well; those whose names start with ``dies_`` are to be aborted.
+A program checks the fake driver and prints nothing on success. Programs named ``aborts_*`` must be aborted.
 """
 
 from __future__ import annotations
@@ -647,23 +647,23 @@ def stale() -> None:
     assert len(list(Path("/dev/shm").glob(f"fake_cuda.{os.getpid()}.*"))) == 1
 
 
-def dies_host_access() -> None:
+def aborts_host_access() -> None:
     start()
     ctypes.string_at(alloc(10), 1)
 
 
-def dies_unpinned() -> None:
+def aborts_unpinned() -> None:
     start()
     host = ctypes.create_string_buffer(10)
     cuda.cuMemcpyHtoDAsync_v2(big(alloc(10)), host, c_size_t(10), None)
 
 
-def dies_beyond_memory() -> None:
+def aborts_beyond_memory() -> None:
     start()
     cuda.cuMemsetD8Async(big(alloc(10)), 0, c_size_t(11), None)
 
 
-def dies_freed_in_use() -> None:
+def aborts_freed_in_use() -> None:
     start()
     flag, memory, on = upload(bytes(4)), alloc(10), stream()
     ok(cuda.cuStreamWaitValue32_v2(on, big(flag), 1, 1))
@@ -673,19 +673,19 @@ def dies_freed_in_use() -> None:
     cuda.cuStreamSynchronize(on)
 
 
-def dies_kernel_beyond_memory() -> None:
+def aborts_kernel_beyond_memory() -> None:
     start()
     sources = [upload(bytes(400)), upload(bytes(396))]
     ok(launch(function("average_f32"), average(sources, sources[:1], 100, 2)))
     cuda.cuStreamSynchronize(None)
 
 
-def dies_synchronize() -> None:
+def aborts_synchronize() -> None:
     start()
     cuda.cuCtxSynchronize()
 
 
-def dies_peer() -> None:
+def aborts_peer() -> None:
     """Needs FAKE_CUDA_DEVICES=2."""
     start(1)
     source = upload(bytes(40))

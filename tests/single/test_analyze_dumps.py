@@ -1,4 +1,4 @@
-"""``python -m dl_comm.analyze_dumps``: what it says of made-up dumps, and of real jobs that hang, die and disagree."""
+"""``python -m dl_comm.analyze_dumps`` on synthetic dumps and on real jobs that hang, crash and mismatch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MISMATCH = "the ranks called different things, nothing was written:\n  rank 0: a
 
 
 def call(state: str, ago: float, matched: int | None = None, title: str = GRADIENTS, **more: Any) -> dict[str, Any]:
-    """A call that was submitted ``ago`` seconds before now; one that is done took half a second."""
+    """A call submitted ``ago`` seconds before now; completed calls took half a second."""
     ended = 0.5 if state in ("done", "failed") else None
     return {
         "number": (matched or 9) - 1, "matched": matched, "call": title, "signature": f"{abs(hash(title)):016x}",
@@ -84,7 +84,9 @@ def test_the_stacks_of_a_dump_show_where_its_own_code_is(tmp_path: Path) -> None
     dump(tmp_path, 0, {0: waiting([1])}, size=2)
     dump(tmp_path, 1, {0: [call("done", 70, 1)]}, size=2, stacks=stacks)
     (finding,) = analyzed(tmp_path)
-    assert finding.text.endswith("its own code (data.py, line 7 in load, called from train.py, line 31 in <module>)")
+    assert finding.text.endswith(
+        "it runs user code (data.py, line 7 in load, called from train.py, line 31 in <module>)"
+    )
 
 
 def test_the_last_call_is_that_of_the_highest_number(tmp_path: Path) -> None:
@@ -122,10 +124,10 @@ def test_ranks_without_a_dump(tmp_path: Path) -> None:
     dump(tmp_path, 1, {0: waiting([2])})
     (no_response,) = analyzed(tmp_path)
     assert (no_response.kind, no_response.ranks) == ("no_response", (2,))
-    assert "has written no dump: it has ended, is stopped, or was not sent the signal" in no_response.text
+    assert "has written no dump: it has ended, is stopped, or did not get the signal" in no_response.text
     (stopped,) = analyze(read(tmp_path), {2: "is stopped"})
     assert stopped.text.startswith("rank 2 on node2 (pid 102) is stopped; ranks 0, 1 have waited 62 s for it in")
-    # One from before the wait tells nothing of it.
+    # A dump from before the wait does not count.
     dump(tmp_path, 2, {0: [call("done", 70, 1)]}, time=NOW - 65)
     (old,) = analyzed(tmp_path)
     assert (old.kind, old.ranks) == ("no_response", (2,))
@@ -194,7 +196,7 @@ def test_the_newest_job_and_the_newest_dump_count(tmp_path: Path) -> None:
     (tmp_path / "rank0.trace.json").write_text("[")
     job = read(tmp_path)
     assert (job.name, job.dumps[0].path.parent.name) == ("abc", "b")
-    assert [("rank7.json is no dump" in note, "job abc is the newest" in note) for note in job.notes] == [
+    assert [("rank7.json is not a dump" in note, "job abc is the newest" in note) for note in job.notes] == [
         (True, False),
         (False, True),
     ]
@@ -206,7 +208,7 @@ def test_many_ranks_stay_readable(tmp_path: Path) -> None:
         dump(tmp_path, rank, {0: waiting(list(range(1, 64))) if rank == 0 else [call("done", 70, 1)]}, size=64)
     (one,) = analyzed(tmp_path)
     assert one.ranks == tuple(range(1, 64))
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, ... 63 (63 ranks): not_called. Of these, rank 1" in one.text
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, ... 63 (63 ranks): not_called. For example, rank 1" in one.text
 
 
 def test_what_the_system_says_of_processes(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_what_the_system_says_of_processes(tmp_path: Path) -> None:
         dump(tmp_path, 0, {0: waiting([1])}, ranks=rank_info)
         while states(read(tmp_path)) != {1: "is stopped", 2: "has ended"}:
             time.sleep(0.05)
-        # A process that is younger than the dumps is another one.
+        # A process that started after the dumps only reuses the pid.
         dump(tmp_path, 0, {0: waiting([1])}, ranks=[*rank_info[:2], {**rank_info[2], "pid": 1}], time=1000.0)
         assert states(read(tmp_path)) == {}
     finally:
@@ -236,7 +238,7 @@ def test_bad_input(tmp_path: Path, content: str) -> None:
         read(tmp_path)
     (tmp_path / "rank0.json").write_text(content)
     finished = analyze_dumps(tmp_path)
-    assert (finished.returncode, "rank0.json is no dump" in finished.output) == (2, True), finished.output
+    assert (finished.returncode, "rank0.json is not a dump" in finished.output) == (2, True), finished.output
 
 
 def analyze_dumps(folder: Path, *options: str) -> Finished:
@@ -282,7 +284,7 @@ def test_a_real_rank_that_dies(tmp_path: Path) -> None:
         HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "try: mc.gradients(gradients)\nexcept mc.PeerLostError: written(2 - rank)\n"
     )
-    # The shell outlives the rank for a while, so that mpiexec does not kill the survivors before they have written.
+    # The shell delays the exit that mpiexec sees, so that the other ranks can write their dumps.
     command = ["sh", "-c", f"{shlex.join([sys.executable, str(program)])}; sleep 4"]
     launch(3, command, 60, {"DL_COMM_DUMP_DIR": str(dumps)})
     report = analyze_dumps(dumps)
@@ -308,7 +310,7 @@ def test_real_ranks_in_different_calls(script: Script, tmp_path: Path) -> None:
     text = (
         "try: mc.gradients(gradients) if rank else mc.barrier()\nexcept mc.CommError: mc.dump(folder), time.sleep(3)\n"
     )
-    # The deadline comes before the ranks look whether they wait for each other.
+    # The deadline passes before the ranks check whether they wait for each other.
     job(script, tmp_path / "dumps", text, timeout="4", DL_COMM_MATCH_TIMEOUT_S="300")
     report = analyze_dumps(tmp_path / "dumps")
     assert report.returncode == 1

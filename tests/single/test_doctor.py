@@ -1,4 +1,4 @@
-"""``python -m dl_comm.doctor``: what it finds alone, on ranks and on hosts, and that it finds what is wrong."""
+"""``python -m dl_comm.doctor`` without a launcher, on ranks and on hosts, and with injected problems."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ GROUPS = ["build", "mpi", "frameworks", "host", "gpu", "ranks", "bandwidth"]
 
 
 def report(finished: Finished) -> dict[str, Any]:
-    """The one object that was printed."""
+    """The printed JSON object."""
     (line,) = [line for line in finished.output.splitlines() if line.startswith('{"healthy"')]
     return json.loads(line)
 
 
 def found(content: dict[str, Any], group: str, name: str) -> dict[str, Any]:
-    """The one check of that name."""
+    """The check ``name``."""
     (check,) = [check for check in content["groups"][group] if check["name"] == name]
     return check
 
@@ -113,7 +113,7 @@ def test_one_launched_rank_says_what_it_cannot_test() -> None:
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"PMI_SIZE": "2"}, "MPI sees only this one|an mpiexec of MPICH"),
+        ({"PMI_SIZE": "2"}, "MPI sees only this one|an mpiexec of the MPICH"),
         ({"DL_COMM_TIMEOUT_S": "soon"}, "DL_COMM_TIMEOUT_S is 'soon'"),
         ({"DL_COMM_SHM_DIR": "/nonexistent"}, "/nonexistent cannot be used"),
     ],
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_bad_and_first(env: dict[str, str], text: str) -> None:
 
 
 def test_the_launcher_of_another_mpi_is_bad_on_every_process() -> None:
-    """MPI is not even tried, which may end the job; the process that is called rank 0 reports, and all exit alike."""
+    """MPI is not started, because that may abort the job; rank 0 reports, and all exit with the same status."""
     content = report(run([*DOCTOR, "--quick", "--json", "--no-launch"], 120))
     family = found(content, "mpi", "library")["facts"]["family"]
     names = ("PMI_RANK", "PMI_SIZE") if family == "openmpi" else ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -178,7 +178,7 @@ def test_an_mpi_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:
     finished = launch(2, [sys.executable, str(script), "--ranks-only", "--json"], 90)
     assert not finished.timed_out
     assert finished.returncode != 0
-    assert "bringing MPI up took more than 2 s" in report(finished)["summary"]
+    assert "starting MPI took more than 2 s" in report(finished)["summary"]
 
 
 @pytest.fixture(scope="module")

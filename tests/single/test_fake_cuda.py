@@ -86,14 +86,14 @@ def test_the_fake_does_as_the_real_one(fake_cuda: Path, program: str, settings: 
 @pytest.mark.parametrize(
     ("program", "settings", "words"),
     [
-        ("programs.py/dies_host_access", {}, None),
-        ("programs.py/dies_unpinned", {}, "cuMemcpyHtoDAsync, source: 10 bytes at 0x"),
-        ("programs.py/dies_beyond_memory", {}, "cuMemsetD8Async: 11 bytes at 0x"),
-        ("programs.py/dies_freed_in_use", {}, "cuMemsetD8Async: 10 bytes at 0x"),
-        ("programs.py/dies_kernel_beyond_memory", {}, "average_f32, a source: 400 bytes at 0x"),
-        ("programs.py/dies_synchronize", {}, "cuCtxSynchronize was called"),
-        ("programs.py/dies_peer", TWO, "to which device 1 has no access"),
-        ("nccl_programs.py/dies_differ", TWO, "count 2, dtype 7"),
+        ("programs.py/aborts_host_access", {}, None),
+        ("programs.py/aborts_unpinned", {}, "cuMemcpyHtoDAsync, source: 10 bytes at 0x"),
+        ("programs.py/aborts_beyond_memory", {}, "cuMemsetD8Async: 11 bytes at 0x"),
+        ("programs.py/aborts_freed_in_use", {}, "cuMemsetD8Async: 10 bytes at 0x"),
+        ("programs.py/aborts_kernel_beyond_memory", {}, "average_f32, a source: 400 bytes at 0x"),
+        ("programs.py/aborts_synchronize", {}, "cuCtxSynchronize was called"),
+        ("programs.py/aborts_peer", TWO, "to which device 1 has no access"),
+        ("nccl_programs.py/aborts_differ", TWO, "count 2, dtype 7"),
     ],
 )
 def test_what_a_gpu_would_punish_is_an_abort(

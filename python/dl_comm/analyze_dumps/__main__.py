@@ -19,17 +19,15 @@ _ROWS = 5
 
 
 def main() -> int:
-    """Says what the dumps tell; returns the exit status: 0 nobody to blame, 1 somebody, 2 nothing to read."""
+    """Prints the findings; returns the exit status: 0 no problem, 1 a problem, 2 no dumps."""
     parser = argparse.ArgumentParser(
         prog="python -m dl_comm.analyze_dumps",
-        description="Reads the dumps of all ranks of a job and says which rank, which call, which tensor others wait "
-        "for. Exits with 0 when there is nobody to blame, 1 when there is, 2 when there is nothing to read.",
+        description="Reads the dumps of all ranks and prints the rank, call and tensor that the others wait for. "
+        "Exit status: 0 without a problem, 1 with one, 2 without dumps.",
     )
-    parser.add_argument("folder", type=Path, help="where the dumps are (rank*.json), also in sub-folders")
+    parser.add_argument("folder", type=Path, help="folder of the dumps (rank*.json), with sub-folders")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--least", type=float, default=1.0, metavar="SECONDS", help="pass over waits that are shorter (default: 1)"
-    )
+    parser.add_argument("--least", type=float, default=1.0, metavar="SECONDS", help="ignore shorter waits (default: 1)")
     options = parser.parse_args()
     try:
         job = read(options.folder)
@@ -67,7 +65,7 @@ def _as_text(job: JobDumps, findings: list[Finding], table: list[Straggler]) -> 
     for finding in findings:
         lines += ["", finding.text]
     if table:
-        lines += ["", "for whom the others waited, in the calls that are remembered:"]
+        lines += ["", "waits in the recorded calls, longest first:"]
         for row in table[:_ROWS]:
             lines.append(
                 f"  {names(row.ranks):<10} {time_text(row.seconds):>8} in {row.calls} calls, by {names(row.waiting)}"

@@ -1,8 +1,8 @@
-"""Who is to blame, from the dumps of all ranks. Pure: what it says follows from its arguments.
+"""Finds the ranks that other ranks wait for, from the dumps of all ranks. Pure.
 
-A call that waits on one rank is looked for on the others: calls that the ranks have matched by their place among the
-matched ones, which is the same on all; the next one, which is not matched yet, by its signature. Who has not got it is
-what the others wait for.
+Each call in which a rank waits is searched on the other ranks. Matched calls are identified by their index among the
+matched calls, which is equal on all ranks; the next call, not matched yet, by its signature. A rank without the call is
+a rank that the others wait for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FAILED = re.compile(r"the program failed on rank (\d+) \(pid \d+\)")
 
 @dataclass(frozen=True)
 class BlockedCall:
-    """Ranks that wait in the same call, ``seconds`` at the longest; they came to it between ``first`` and ``last``."""
+    """A call in which ranks wait, for at most ``seconds``; they submitted it between ``first`` and ``last``."""
 
     call: CallRecord
     match_index: int
@@ -32,22 +32,22 @@ class BlockedCall:
     last: float
 
     def until(self, moment: float) -> BlockedCall:
-        """The same, when it is known to have lost on until ``moment``."""
+        """The same call, known to have waited until ``moment``."""
         return replace(self, seconds=max(self.seconds, moment - self.first))
 
     @property
     def text(self) -> str:
-        """Who waits how long."""
+        """The waiting ranks and their time."""
         return f"{names(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'} waited {time_text(self.seconds)}"
 
 
 def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> list[Finding]:
-    """What there is to say, most important first; never empty.
+    """Returns the findings, most important first; never empty.
 
     Args:
         job: The dumps.
-        states: What the system says now of the processes of ranks on this host: ``has ended`` or ``is stopped``.
-        least: Waits below this many seconds are what happens in a healthy job.
+        states: Current state of the processes on this host by rank: ``has ended`` or ``is stopped``.
+        least: Shorter waits (seconds) are ignored.
     """
     lost = _lost_ranks(job, states)
     waits = [wait for wait in _waits(job) if wait.seconds >= least or wait.call.state == "failed"]
@@ -59,7 +59,7 @@ def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> lis
         idle = all(not call.is_open for dump in job.dumps.values() for call in dump.calls)
         text = "no rank has a call that has not ended" if idle else f"no call has waited for {time_text(least)}"
         count = f"all {len(job.dumps)}" if not job.missing else f"the {len(job.dumps)}"
-        found.append(Finding("idle" if idle else "healthy", (), f"{text}, on {count} ranks that have written a dump"))
+        found.append(Finding("idle" if idle else "healthy", (), f"{text}, on {count} ranks with a dump"))
     return ordered(found)
 
 
@@ -68,17 +68,17 @@ def _problem_ranks(found: list[Finding]) -> set[int]:
 
 
 def _lost_ranks(job: JobDumps, states: Mapping[int, str]) -> dict[int, str]:
-    """The ranks that have ended, or are stopped, by what the failures of others and the system say."""
+    """Ranks that have ended or are stopped, according to other ranks' failures and the system."""
     lost: dict[int, str] = {}
     for dump in job.dumps.values():
         for team in dump.teams.values():
             for rank, _, how, detail in _LOST.findall(team.failure or ""):
                 lost[int(rank)] = how + detail.rstrip(" .")
             for rank in _FAILED.findall(team.failure or ""):
-                # Not when its program failed because a team of it did.
+                # Skip a rank whose program failed because its team had failed.
                 if int(rank) not in job.dumps or not _has_failed(job.dumps[int(rank)]):
                     lost.setdefault(int(rank), "has failed: its program ended with an error")
-    # After a failure all ranks end: that is news only of a rank for which a failure or a missing dump speaks.
+    # After a failure all ranks end. Report only ranks that a failure names, or that have no dump.
     failed = any(team.failure for dump in job.dumps.values() for team in dump.teams.values())
     for rank, how in states.items():
         if how != "has ended" or (not failed and rank in job.missing):
@@ -87,12 +87,12 @@ def _lost_ranks(job: JobDumps, states: Mapping[int, str]) -> dict[int, str]:
 
 
 def _has_failed(dump: Dump) -> bool:
-    """Whether a team of the rank failed for a reason other than the end of a program."""
+    """Whether a team of the rank failed for another reason than the failure of a program."""
     return any(team.failure and not _FAILED.search(team.failure) for team in dump.teams.values())
 
 
 def _waits(job: JobDumps) -> list[BlockedCall]:
-    """The calls in which ranks wait, for each team and call one."""
+    """The calls in which ranks wait, one entry for each team and call."""
     groups: dict[tuple[int, int, str], list[tuple[Dump, CallRecord]]] = {}
     for dump in job.dumps.values():
         for team in dump.teams.values():
@@ -103,15 +103,17 @@ def _waits(job: JobDumps) -> list[BlockedCall]:
     waits = []
     for (_, index, _), members in groups.items():
         seconds = max(call.seconds(dump.time) for dump, call in members)
-        came = [call.submitted for _, call in members]
+        submitted = [call.submitted for _, call in members]
         waits.append(
-            BlockedCall(members[0][1], index, tuple(dump.rank for dump, _ in members), seconds, min(came), max(came))
+            BlockedCall(
+                members[0][1], index, tuple(dump.rank for dump, _ in members), seconds, min(submitted), max(submitted)
+            )
         )
     return waits
 
 
 def _explain(job: JobDumps, wait: BlockedCall, lost: Mapping[int, str]) -> list[Finding]:
-    """Why the others are not in the call."""
+    """Explains why the other ranks are not in the call."""
     others = [info.rank for info in job.rank_info if info.rank not in wait.ranks]
     named = {rank for waiting in wait.ranks for rank in _head(job, waiting, wait.call.team).waiting_for}
     no_response: list[int] = []
@@ -150,10 +152,10 @@ def _not_called(job: JobDumps, rank: int, wait: BlockedCall) -> str:
 
 
 def _why_absent(job: JobDumps, dump: Dump, wait: BlockedCall) -> list[Finding]:
-    """Why the rank of ``dump``, which does not wait in the call, does not."""
+    """Explains why the rank of ``dump`` does not wait in the call."""
     rank, team = dump.rank, dump.teams.get(wait.call.team)
     if team is not None and team.matched >= wait.match_index:
-        # It has been in this call: it is through, or its part is done.
+        # The rank has already completed the call or its part of it.
         return []
     still = [call for call in dump.calls if call.is_open]
     here = [call for call in still if call.team == wait.call.team]
@@ -175,7 +177,7 @@ def _why_absent(job: JobDumps, dump: Dump, wait: BlockedCall) -> list[Finding]:
         text = f"{_not_called(job, rank, wait)}; it waits in {other.text}{_waiting_for(other)}"
         return [_finding("different_call", rank, wait, text)]
     wait = wait.until(dump.time)
-    text = f"{_not_called(job, rank, wait)}; {_last(dump)}: it is in its own code"
+    text = f"{_not_called(job, rank, wait)}; {_last(dump)}: it runs user code"
     location = ", called from ".join(dump.code_location[:3]) or _py_spy_hint(job, rank)
     return [_finding("not_called", rank, wait, f"{text} ({location})")]
 
@@ -185,11 +187,11 @@ def _waiting_for(call: CallRecord) -> str:
 
 
 def _last(dump: Dump) -> str:
-    # Of a team, that of the highest number: the times of very short calls are told to some milliseconds only.
+    # Use the highest number of each team: times of very short calls are only accurate to some milliseconds.
     by_team = ([call for call in team.calls if call.ended is not None] for team in dump.teams.values())
     ended = [max(calls, key=lambda call: call.number) for calls in by_team if calls]
     if not ended:
-        return "it has made no call at all"
+        return "it has made no call"
     last = max(ended, key=lambda call: call.ended or 0.0)
     age = time_text(dump.time - (last.ended or 0.0))
     return f"its last call was {last.title}, number {last.number}, which ended {age} before its dump"
@@ -197,14 +199,14 @@ def _last(dump: Dump) -> str:
 
 def _py_spy_hint(job: JobDumps, rank: int) -> str:
     info = job.rank_info[rank]
-    return f"py-spy dump --pid {info.pid} on {info.host} shows where"
+    return f"py-spy dump --pid {info.pid} on {info.host} shows its location"
 
 
 def _silence_reason(job: JobDumps, rank: int) -> str:
     info = job.rank_info[rank]
     if any(dump.reason == "SIGUSR1" for dump in job.dumps.values()):
-        return "it has ended, is stopped, or was not sent the signal"
-    return f"it waits for nobody, or has ended, or is stopped; 'kill -USR1 {info.pid}' on {info.host} tells which"
+        return "it has ended, is stopped, or did not get the signal"
+    return f"it waits for no rank, has ended, or is stopped; run 'kill -USR1 {info.pid}' on {info.host} to find out"
 
 
 def _no_response(job: JobDumps, ranks: list[int], wait: BlockedCall) -> Finding:
@@ -215,22 +217,22 @@ def _no_response(job: JobDumps, ranks: list[int], wait: BlockedCall) -> Finding:
 
 
 def _all_present(job: JobDumps, wait: BlockedCall) -> list[Finding]:
-    """All ranks are in the call: who waits for nobody there keeps the others."""
+    """All ranks are in the call: a rank that waits for no other rank blocks the rest."""
     heads = {rank: _head(job, rank, wait.call.team) for rank in wait.ranks}
     busy = [rank for rank in wait.ranks if not heads[rank].waiting_for and heads[rank].state != "queued"]
     if not busy or len(busy) == len(heads):
         return []
     waiting = tuple(rank for rank in wait.ranks if rank not in busy)
     text = (
-        f"{names(busy)} {'is' if len(busy) == 1 else 'are'} in {wait.call.text} like all others, and wait"
-        f"{'s' * (len(busy) == 1)} for nobody: slow, stopped, or the dumps are of different moments; {names(waiting)} "
+        f"{names(busy)} {'is' if len(busy) == 1 else 'are'} in {wait.call.text} like all other ranks, and wait"
+        f"{'s' * (len(busy) == 1)} for no rank: slow, stopped, or the dumps are of different times; {names(waiting)} "
         f"{'has' if len(waiting) == 1 else 'have'} waited {time_text(wait.seconds)}"
     )
     return [Finding("stalled_in_call", tuple(busy), text, wait.call.team, wait.call.title, waiting, wait.seconds)]
 
 
 def _group(job: JobDumps, found: list[Finding]) -> list[Finding]:
-    """Many ranks of which the same is to be said become one finding, with the text of the first."""
+    """Merges more than four findings of one kind into one, with the text of the first."""
     kinds: dict[str, list[Finding]] = {}
     for finding in found:
         kinds.setdefault(finding.kind, []).append(finding)
@@ -241,7 +243,7 @@ def _group(job: JobDumps, found: list[Finding]) -> list[Finding]:
             continue
         first = same[0]
         ranks = tuple(rank for finding in same for rank in finding.ranks)
-        text = f"{names(ranks)}: {kind}. Of these, {first.text}"
+        text = f"{names(ranks)}: {kind}. For example, {first.text}"
         out.append(Finding(kind, ranks, text, first.team, first.call, first.waiting, first.seconds))
     return out
 
@@ -253,7 +255,7 @@ def _lost(job: JobDumps, rank: int, how: str) -> Finding:
 
 
 def _failures(job: JobDumps, found: list[Finding]) -> list[Finding]:
-    """The failures of teams, each text once; not those that only say what was found to be the cause."""
+    """Failures of teams, each text once, without those whose cause is already a finding."""
     texts: dict[tuple[int, str], list[int]] = {}
     for dump in job.dumps.values():
         for team in dump.teams.values():
@@ -274,7 +276,7 @@ def _failures(job: JobDumps, found: list[Finding]) -> list[Finding]:
 
 
 def _mismatches(job: JobDumps) -> list[Finding]:
-    """The last calls that did not match, each text once."""
+    """The last mismatched calls, each text once."""
     texts: dict[str, tuple[CallRecord, list[int]]] = {}
     for dump in job.dumps.values():
         for call in dump.calls:

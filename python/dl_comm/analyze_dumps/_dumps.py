@@ -1,7 +1,7 @@
-"""The dumps of a job, ``rankN.json``, read and checked.
+"""Reads and checks the dumps of a job, ``rankN.json``.
 
-A folder may hold those of several jobs, and those of one job in sub-folders, one for each host that they were copied
-from: the newest job counts, and of each rank the newest dump. The format is that of ``docs/diagnosis.md``.
+A folder may have dumps of several jobs, also in sub-folders (one for each host, for example). The newest job counts,
+and the newest dump of each rank. ``docs/diagnosis.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 FORMAT = "dl_comm dump 1"
 MISMATCH = "the ranks called different things"
 _OPEN = ("queued", "meeting", "running")
-# Errors after which the ranks are in step, as if the call had not been made.
+# Errors that leave the ranks in sync, as if the call had not been made.
 _HARMLESS = (MISMATCH, "the team has ended")
 
 
 class BadInput(Exception):
-    """The folder has nothing that can be read; the text says why."""
+    """The folder has no readable dump; the text says why."""
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A call of a rank; times in seconds since 1970, by the clock of its host."""
+    """A call of a rank; times in seconds since 1970, by the clock of the rank's host."""
 
     team: int
     number: int
@@ -44,16 +44,16 @@ class CallRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether it waits, or did until its team failed: it has not got what it was for."""
+        """Whether it is incomplete: it still waits, or waited until its team failed."""
         return self.state in _OPEN or (self.state == "failed" and not (self.error or "").startswith(_HARMLESS))
 
     def seconds(self, now: float) -> float:
-        """How long it has taken until it ended, or ``now``."""
+        """Seconds from its submission to its end or ``now``."""
         return (now if self.ended is None else self.ended) - self.submitted
 
     @property
     def text(self) -> str:
-        """The call with its tensors, as far as the dump has them."""
+        """The call and its first tensor."""
         if not self.tensors:
             return self.title
         first = self.tensors[0]
@@ -63,7 +63,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Team:
-    """A team as one rank saw it; ``calls`` oldest first."""
+    """A team in the dump of one rank; ``calls`` oldest first."""
 
     number: int
     matched: int
@@ -72,14 +72,14 @@ class Team:
 
     @property
     def head(self) -> CallRecord | None:
-        """The oldest call that has not ended, one under way before one in the queue."""
+        """The oldest incomplete call; calls in progress precede queued ones."""
         still = [call for call in self.calls if call.is_open]
         return next((call for call in still if call.state != "queued"), still[0] if still else None)
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank runs."""
+    """Host and process of a rank."""
 
     rank: int
     host: str
@@ -91,7 +91,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank wrote."""
+    """The dump of one rank."""
 
     path: Path
     job: str
@@ -104,7 +104,7 @@ class Dump:
 
     @property
     def code_location(self) -> list[str]:
-        """Where Python's main thread is, ``train.py, line 7 in load``, the innermost first; empty when not known."""
+        """Frames of Python's main thread, ``train.py, line 7 in load``, innermost first; empty if unknown."""
         lines = list(self.stacks)
         threads = [index for index, line in enumerate(lines) if line.lower().startswith(("thread ", "current thread "))]
         # faulthandler writes the main thread last.
@@ -120,7 +120,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class JobDumps:
-    """All dumps of a job, by rank. ``notes`` says what was passed over while reading."""
+    """All dumps of a job, by rank. ``notes`` lists skipped files and jobs."""
 
     name: str
     rank_info: tuple[RankInfo, ...]
@@ -139,10 +139,10 @@ class JobDumps:
 
 
 def read(folder: Path) -> JobDumps:
-    """Reads the dumps in ``folder`` and the folders in it.
+    """Reads the dumps in ``folder`` and its sub-folders.
 
     Raises:
-        BadInput: There is no folder, or no dump in it.
+        BadInput: The folder is missing or has no dump.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
@@ -154,7 +154,7 @@ def read(folder: Path) -> JobDumps:
         try:
             found.append(_dump(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            notes.append(f"{path} is no dump of dl_comm and was passed over: {_why(error)}")
+            notes.append(f"{path} is not a dump of dl_comm, skipped: {_why(error)}")
     if not found:
         raise BadInput("; ".join([f"{folder} has no dump (rank*.json) of dl_comm", *notes]))
     return _newest_job(found, notes)
@@ -167,7 +167,7 @@ def _newest_job(found: Iterable[Dump], notes: list[str]) -> JobDumps:
     name = max(jobs, key=lambda job: jobs[job][-1].time)
     others = len(jobs) - 1
     if others:
-        notes.append(f"dumps of {others} other job{'s' * (others > 1)} are there too; job {name} is the newest")
+        notes.append(f"skipped dumps of {others} other job{'s' * (others > 1)}; job {name} is the newest")
     dumps = {dump.rank: dump for dump in jobs[name]}  # a later one replaces an earlier one
     return JobDumps(name, jobs[name][-1].rank_info, dict(sorted(dumps.items())), tuple(notes))
 
@@ -183,7 +183,7 @@ def _dump(path: Path) -> Dump:
     rank_info = tuple(RankInfo(int(info["rank"]), str(info["host"]), int(info["pid"])) for info in content["ranks"])
     rank = int(content["rank"])
     if [info.rank for info in rank_info] != list(range(int(content["size"]))) or not 0 <= rank < len(rank_info):
-        raise ValueError("its ranks do not add up")
+        raise ValueError("its list of ranks is inconsistent")
     teams = {int(team["team"]): _team(team) for team in content["teams"]}
     time, reason = float(content["time"]), str(content["reason"])
     stacks = tuple(map(str, content.get("stacks", ())))  # older dumps have none

@@ -1,4 +1,4 @@
-"""Whether the processes of a job's ranks on this host still run: what Linux says in ``/proc``."""
+"""Checks in ``/proc`` whether the processes of a job's ranks on this host still run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dl_comm.analyze_dumps._dumps import JobDumps, RankInfo
 
 
 def states(job: JobDumps) -> dict[int, str]:
-    """``has ended`` or ``is stopped`` by rank, of those on this host; one that runs is not in it.
+    """``has ended`` or ``is stopped`` by rank, for the ranks of this host; running ranks are omitted.
 
-    Nothing is said where the dumps may come from another host, or container, of this one's name: when none of the
-    processes is there. A process that began after its rank's job wrote dumps is another one of the same number.
+    The result is empty if no process exists: the dumps may come from another host or container with the same name. A
+    process that started after the dumps were written only reuses the pid.
     """
     here = [info for info in job.rank_info if info.host in (socket.gethostname(), os.uname().nodename)]
     found = {info.rank: _state(info, job.newest) for info in here}

@@ -1,4 +1,4 @@
-"""Who was slow: for whom the threads of the other ranks waited, summed over the calls that the dumps remember."""
+"""Stragglers: how long the threads of other ranks waited for each rank, summed over the recorded calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dl_comm.analyze_dumps._dumps import JobDumps
 from dl_comm.analyze_dumps._findings import Finding, names, time_text
 
-# Waits make up this share of the time of those who wait, and the first is this much of all: then one is to be named.
+# Report a straggler if its waits take _SHARE of the waiting ranks' time, _SECONDS, and _MOST of all waits.
 _SHARE = 0.1
 _MOST = 0.5
 _SECONDS = 0.1
@@ -15,7 +15,7 @@ _SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Straggler:
-    """Others waited ``seconds`` for ``ranks`` (one, or all of another host), the sum over ``calls`` and who waited."""
+    """The ranks in ``waiting`` waited ``seconds`` in total for ``ranks`` (one, or a whole host), in ``calls`` calls."""
 
     ranks: tuple[int, ...]
     seconds: float
@@ -24,7 +24,7 @@ class Straggler:
 
 
 def stragglers(job: JobDumps) -> list[Straggler]:
-    """For whom others waited, most first."""
+    """All ranks that others waited for, longest wait first."""
     sums: dict[tuple[int, ...], tuple[float, int, set[int]]] = {}
     for dump in job.dumps.values():
         for call in dump.calls:
@@ -36,7 +36,7 @@ def stragglers(job: JobDumps) -> list[Straggler]:
 
 
 def findings(job: JobDumps, table: list[Straggler]) -> list[Finding]:
-    """Names the first of the table, when it is what costs time."""
+    """A finding for the first row of the table, if its waits are significant."""
     if not table:
         return []
     first, total = table[0], sum(row.seconds for row in table)
@@ -48,7 +48,7 @@ def findings(job: JobDumps, table: list[Straggler]) -> list[Finding]:
     if first.seconds < _MOST * total or each < max(_SHARE * window, _SECONDS):
         return []
     text = (
-        f"the others waited most for {names(first.ranks)}: {names(first.waiting)} "
-        f"{time_text(each)} each, of the {time_text(window)} that the remembered calls cover"
+        f"straggler {names(first.ranks)}: {names(first.waiting)} waited for it "
+        f"{time_text(each)} each, of the {time_text(window)} that the recorded calls cover"
     )
     return [Finding("straggler", first.ranks, text, waiting=first.waiting, seconds=first.seconds)]

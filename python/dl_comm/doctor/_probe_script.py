@@ -1,6 +1,6 @@
-"""What runs in a process of its own, because it may crash or hang: ``python _probe_script.py NAME [ARGUMENTS]``.
+"""Probes that may crash or hang, each run in a separate process: ``python _probe_script.py NAME [ARGUMENTS]``.
 
-Prints one line of JSON after ``_MARK``. Started as a file: it imports dl_comm only where that is what is probed.
+Prints one line of JSON after ``_MARK``. Run by path, so that only probes of dl_comm import it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def framework(name: str, operations: str) -> dict[str, Any]:
-    """Imports a framework and, with ``operations``, dl_comm's operations for it, which are built already."""
+    """Imports a framework and, with ``operations``, dl_comm's built operations for it."""
     began = time.monotonic()
     module = __import__(name)
     result: dict[str, Any] = {"version": module.__version__, "import_s": round(time.monotonic() - began, 2)}
@@ -31,7 +31,7 @@ def framework(name: str, operations: str) -> dict[str, Any]:
 
 
 def mpi4py() -> dict[str, Any]:
-    """The MPI of mpi4py, without bringing it up."""
+    """The MPI of mpi4py, without starting it."""
     import mpi4py as package
 
     package.rc.initialize = False
@@ -43,7 +43,7 @@ def mpi4py() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The CUDA driver, NVRTC and NCCL, as the core finds them: by the loader, or in this Python's packages."""
+    """The CUDA driver, NVRTC and NCCL, as the core finds them: with the loader, or in this Python's packages."""
     from dl_comm import _dl_comm
     from dl_comm._cuda import preload
 
@@ -96,7 +96,7 @@ def _file_of(name: str) -> str | None:
 
 
 def single_rank() -> dict[str, Any]:
-    """dl_comm as rank 0 of 1: brings MPI up, averages, ends."""
+    """dl_comm as rank 0 of 1: starts MPI, averages, ends."""
     import numpy as np
 
     import dl_comm
@@ -113,7 +113,7 @@ def single_rank() -> dict[str, Any]:
 _PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "single_rank": single_rank}
 
 if __name__ == "__main__":
-    # This file's folder is put first there; its modules are not meant for others.
+    # Python put this file's folder first; its private modules must not shadow others.
     sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]
     result = _PROBES[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]
     print(_MARK + json.dumps(result), flush=True)

@@ -1,4 +1,4 @@
-"""Without a launcher: all checks of one machine, then the same program on two ranks, if there is an mpiexec beside."""
+"""Without a launcher: checks this machine, then runs the same program on two ranks if an mpiexec is available."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dl_comm.doctor._mpi import interpreter_mpiexec
 from dl_comm.doctor._probes import LIMIT_S, Failed, Process
 from dl_comm.doctor._report import Report
 
-# Open MPI refuses more ranks than processors unless result (version 4; 5).
+# Open MPI 4 and 5 need these settings for more ranks than processors.
 _OVERSUBSCRIBE = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
-_MAX_OUTPUT = 4000  # characters of what failed ranks printed
+_MAX_OUTPUT = 4000  # characters of the output of failed ranks
 
 
 def run(as_json: bool, quick: bool, starts: bool) -> int:
@@ -41,7 +41,7 @@ def run(as_json: bool, quick: bool, starts: bool) -> int:
 
 
 def _two_ranks(mpiexec: str, quick: bool) -> list[Check]:
-    """Starts this program on two ranks with the mpiexec beside the interpreter, and takes over what it finds."""
+    """Runs this program on two ranks with the interpreter's mpiexec, and returns its checks."""
     command = [mpiexec, "-n", "2", sys.executable, "-m", "dl_comm.doctor", "--json", "--ranks-only"]
     try:
         ended = Process([*command, *["--quick"] * quick], JOB_LIMIT_S + LIMIT_S, _OVERSUBSCRIBE).end()
@@ -54,8 +54,8 @@ def _two_ranks(mpiexec: str, quick: bool) -> list[Check]:
         return [Check("ranks", "two ranks", "bad", text, facts)]
     checks = [Check(**check) for group in json.loads(result)["groups"].values() for check in group]
     if ended.code not in (0, 1):
-        text = f"{mpiexec} -n 2 {ended.summary()}, after its report: a rank was ended before it was through"
+        text = f"{mpiexec} -n 2 {ended.summary()}, after its report: a rank was stopped before it had finished"
         facts = {"command": command, "output": ended.text.replace(result, "")[-_MAX_OUTPUT:]}
         return [Check("ranks", "two ranks", "warn", text, facts), *checks]
-    text = f"none was launched, so this started two with {mpiexec} (--no-launch prevents)"
+    text = f"started with {mpiexec} (--no-launch skips this)"
     return [Check("ranks", "two ranks", "ok", text, {"command": command}), *checks]
