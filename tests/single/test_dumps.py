@@ -143,7 +143,7 @@ def test_the_ranks_of_a_job_are_asked_and_nothing_else(tmp_path: Path, launcher:
         time.sleep(0.05)
     asked = run([sys.executable, "-m", "dl_comm.run", "--dump", job.read_text().strip()], 60)
     thread.join()
-    assert asked.output.startswith("asked 2 rank(s)"), asked.output
+    assert asked.output.startswith("requested a dump from 2 rank(s)"), asked.output
     assert results[0].returncode == 0, results[0].output
     assert {path.name for path in (tmp_path / "dumps").iterdir()} == {"rank0.json", "rank1.json"}
 

@@ -1,4 +1,4 @@
-"""dl-comm-run starts ranks and tells how they ended: real launches on this host, and on two hosts of namespaces."""
+"""Real launches of dl-comm-run on this host, and on two hosts (network namespaces): output, exits, reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print("noted by", rank, file=sys.stderr)
 MPI = "import sys, time, os\nimport dl_comm as mc\nmc.init()\nrank = mc.get_rank()\nprint('hello from', rank)\n"
 
 
-# A prompt stands for a while, a line that is written in pieces does not.
+# A prompt is shown after a delay; a line written in pieces is shown when complete.
 PIECES = """
 import time
 for word in ("one", " line\\n", "prompt> "):
@@ -110,7 +110,7 @@ def test_averages_work_under_it(ranks: Runner) -> None:
     ],
 )
 def test_the_first_failure_is_named(ranks: Runner, fault: str, status: int, words: list[str]) -> None:
-    """Whatever the other rank makes of it: it waits in a barrier."""
+    """The other rank waits in a barrier."""
     finished = ranks(MPI + f"if rank == 1:\n    time.sleep(0.3)\n    {fault}\nmc.barrier()\ntime.sleep(100)")
     assert finished.returncode == status, finished.output
     summary = finished.output[finished.output.index("dl-comm-run: rank 1 on ") :]
@@ -141,7 +141,7 @@ def test_a_failure_of_all_is_told_once(ranks: Runner) -> None:
     finished = ranks("raise ValueError('everywhere')")
     assert finished.returncode == 1
     assert len(re.findall(r"failed first", finished.output)) == 1, finished.output
-    assert re.search(r"^dl-comm-run: the same on 1 more: rank\(s\) [01]$", finished.output, re.MULTILINE), (
+    assert re.search(r"^dl-comm-run: same failure on 1 more: rank\(s\) [01]$", finished.output, re.MULTILINE), (
         finished.output
     )
 
@@ -198,7 +198,7 @@ for _ in range(400):
 
 @pytest.mark.parametrize(("number", "status"), [(9, -9), (15, 143), (2, 130)])
 def test_nothing_stays_behind_when_it_is_stopped(tmp_path: Path, number: int, status: int) -> None:
-    """Neither the ranks nor what they have started; other signals reach the ranks."""
+    """No rank and no child of a rank survives; other signals reach the ranks."""
     (tmp_path / "rank.py").write_text(
         "import os, signal, subprocess, time\nfrom pathlib import Path\n"
         f"folder, rank = Path({str(tmp_path)!r}), os.environ['PMI_RANK']\n"
@@ -226,7 +226,7 @@ exit 0
 
 
 def test_a_launcher_that_stops_nobody_is_stopped(ranks: Runner, tmp_path: Path) -> None:
-    """And one of which nothing is known is enough."""
+    """An unknown launcher is sufficient."""
     plain = tmp_path / "start"
     plain.write_text(PLAIN)
     plain.chmod(0o755)

@@ -18,7 +18,7 @@ from dl_comm.run._report import outcome, spans
 from launch import Finished, run
 
 RUN = [sys.executable, "-m", "dl_comm.run"]
-SAYS = {
+VERSIONS = {
     "mpich": "HYDRA build details:",
     "openmpi": "mpiexec (Open MPI) 5.0.11",
     "openmpi4": "mpirun (Open MPI) 4.1.6",
@@ -35,20 +35,20 @@ def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(folder: Path, kind: str) -> str:
-    """A launcher that says of itself what one of ``kind`` says."""
+    """A fake launcher with the version text of ``kind``."""
     path = folder / ("srun" if kind == "srun" else f"mpiexec.{kind}")
-    path.write_text(f"#!/bin/sh\necho '{SAYS[kind]}'\n")
+    path.write_text(f"#!/bin/sh\necho '{VERSIONS[kind]}'\n")
     path.chmod(0o755)
     return str(path)
 
 
 def words(folder: Path, kind: str, *options: str, env: dict[str, str] | None = None) -> str:
-    """The command line, without the launcher's path."""
+    """The printed command line, without the launcher's path."""
     path = fake(folder, kind)
     finished = run([*RUN, "--dry-run", "--mpiexec", path, *options], 60, env)
     assert finished.returncode == 0, finished.output
     before, _, line = finished.output.strip().partition(path)
-    # Open MPI's are told the variables of dl_comm too, and the test's launch has one.
+    # Open MPI's command line has all DL_COMM_* variables, also the test's own.
     return f"{before.strip()} {line.strip()}".replace("-x DL_COMM_TEST_LAUNCH ", "").strip()
 
 
@@ -113,15 +113,15 @@ def refused(*options: str, env: dict[str, str] | None = None) -> Finished:
     [
         (["-n", "2"], "no program to run"),
         (["program"], "how many ranks?"),
-        (["-n", "0", "p"], "-n 0: at least 1"),
+        (["-n", "0", "p"], "-n 0: must be at least 1"),
         (["-n", "two", "p"], "invalid int value: 'two'"),
         (["-H", "a:x", "p"], "'a:x': the number of slots"),
         (["-H", "a:1,b:1", "-n", "3", "p"], "3 ranks, but the hosts have 2 slots"),
-        (["-H", "a", "--hostfile", "b", "p"], "not by both"),
+        (["-H", "a", "--hostfile", "b", "p"], "not both"),
         (["--hostfile", "/nowhere/hosts", "p"], "cannot read /nowhere/hosts"),
         (["-n", "2", "-x", "NOT_SET_HERE", "p"], "-x NOT_SET_HERE: the variable is not set here"),
-        (["-n", "2", "-x", "1X=2", "p"], "no name of a variable"),
-        (["-n", "2", "--env-file", "/dev/null", "--mpiexec", "/nowhere/mpiexec", "p"], "there is no such program"),
+        (["-n", "2", "-x", "1X=2", "p"], "not a variable name"),
+        (["-n", "2", "--env-file", "/dev/null", "--mpiexec", "/nowhere/mpiexec", "p"], "no such program"),
         (["-n", "2", "--bind", "socket", "p"], "invalid choice: 'socket'"),
         (["-n", "2", "--output-dir", "/dev/null/x", "p"], "--output-dir /dev/null/x"),
         (["-n", "2", "--grace", "-1", "p"], "--grace -1.0"),
@@ -133,7 +133,7 @@ def test_bad_input_is_refused(options: list[str], text: str) -> None:
 
 def test_what_a_launcher_cannot_do_is_refused(tmp_path: Path) -> None:
     plain, srun = fake(tmp_path, "plain"), fake(tmp_path, "srun")
-    assert "give hosts, --bind" in refused("--mpiexec", plain, "-H", "a", "--bind", "core", "p").output
+    assert "pass hosts, --bind" in refused("--mpiexec", plain, "-H", "a", "--bind", "core", "p").output
     assert "same number of ranks on each host" in refused("--mpiexec", srun, "-H", "a:1,b:2", "p").output
 
 
@@ -217,15 +217,15 @@ def test_ends_without_a_failure_of_a_rank() -> None:
     assert judged(ended(0, 0), code=0) == (0, "")
     assert judged(code=-9) == (
         137,
-        "mpiexec ended with status 137 before any rank had started; what it wrote stands above",
+        "mpiexec exited with status 137 before any rank had started; see its output above",
     )
     status, text = judged(ended(0, 0), ended(1, None), ended(2, 1, killed=True), code=5)
     assert status == 5
     assert "rank(s) 0 had ended with status 0 before the others" in text
-    assert "rank(s) 1 were lost without a word" in text
+    assert "rank(s) 1 were lost without a report" in text
     assert "rank(s) 3 never started" in text
     assert judged(ended(0, 0, signal=15, asked=15), asked=15)[0] == 143
-    assert "want of memory" in judged(ended(0, 0, signal=9, oom=True))[1]
+    assert "out of memory" in judged(ended(0, 0, signal=9, oom=True))[1]
     assert spans([4, 0, 2, 3]) == "0, 2-4"
 
 

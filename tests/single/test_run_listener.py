@@ -1,4 +1,4 @@
-"""dl-comm-run's listener: it hears its ranks whatever strangers send, and however many of them there are."""
+"""dl-comm-run's listener gets the reports of its ranks despite invalid or many other connections."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def hello(listener: Listener, rank: int) -> bytes:
     return listener.token.encode() + json.dumps({"rank": rank, "host": "h"}).encode() + b"\n"
 
 
-def is_heard(listener: Listener, rank: int) -> bool:
+def is_accepted(listener: Listener, rank: int) -> bool:
     with caller(listener, hello(listener, rank)) as member:
         answered = member.recv(16) == b"ok\n"
     return answered and rank in listener.ranks
 
 
 def closed(stranger: socket.socket) -> bool:
-    """Whether the other side closes; one that drops unread data resets."""
+    """Whether the listener closes the connection; unread data makes it a reset."""
     with stranger, contextlib.suppress(ConnectionError):
         return stranger.recv(16) == b""
     return True
@@ -57,7 +57,7 @@ def test_a_stranger_is_not_heard(listener: Listener) -> None:
     wrong = "0" * len(listener.token)
     assert closed(caller(listener, hello(listener, 5).replace(listener.token.encode(), wrong.encode())))
     assert closed(caller(listener, b'{"token": 1}' + NEST))
-    assert is_heard(listener, 5)
+    assert is_accepted(listener, 5)
     assert list(listener.ranks) == [5]
 
 
@@ -67,7 +67,7 @@ def test_a_stranger_is_not_heard(listener: Listener) -> None:
 def test_one_that_knows_the_token_does_no_harm_either(listener: Listener, line: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         assert closed(caller(listener, listener.token.encode() + line))
-    assert is_heard(listener, 1)
+    assert is_accepted(listener, 1)
 
 
 def test_a_silent_stranger_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_any_bytes_are_survived(listener: Listener) -> None:
         assert listener._thread.is_alive()
 
     one()
-    assert is_heard(listener, 7)
+    assert is_accepted(listener, 7)
 
 
 FLOOD = """

@@ -1,4 +1,4 @@
-"""``python -m dl_comm.timeline``: the merged trace and the page, of made-up files and of a job with a slow rank."""
+"""``python -m dl_comm.timeline``: merged trace and report of synthetic files and of a job with a straggler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def span(cat: str, name: str, ts: float, dur: float, rank: int = 0, tid: int = 1
 
 
 def a_step(rank: int, number: int, begin: float, late: float) -> list[Event]:
-    """A step of a made-up rank: a call of 1000 bytes that takes 100 µs, of which its caller waits 40."""
+    """A synthetic step: a call of 1000 bytes that takes 100 µs, 40 of them exposed."""
     team = {"team": 0, "call": number}
     return [
         span("step", "gradients", begin + late, 0, rank, **team),
@@ -106,7 +106,7 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert "rank1.trace.json ends in the middle" in finished.output
     merged = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["pid"] == 1 and event["ph"] == "X" for event in merged) > 5
-    # Damage elsewhere is no end.
+    # Damage elsewhere is an error.
     path.write_text(whole.replace('"ph": "X"', '"ph": "X', 1))
     finished = timeline(tmp_path, "-o", str(tmp_path / "trace.json"))
     assert (finished.returncode, "is damaged in line" in finished.output) == (2, True), finished.output
@@ -130,7 +130,7 @@ def test_the_merged_trace_nests_and_begins_at_zero(tmp_path: Path) -> None:
 
 
 def nests(merged: list[Event]) -> bool:
-    """Whether of two spans of a track that overlap one holds the other, but for rounding."""
+    """Whether overlapping spans of a track nest, except for rounding."""
     tracks: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for event in merged:
         if event["ph"] == "X":
@@ -152,7 +152,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert (timeline(tmp_path).returncode, "has no timeline" in timeline(tmp_path).output) == (2, True)
     (tmp_path / "rank0.trace.json").write_text('{"traceEvents": []}')
     finished = timeline(tmp_path)
-    assert (finished.returncode, "is no timeline of dl_comm" in finished.output) == (2, True), finished.output
+    assert (finished.returncode, "is not a timeline of dl_comm" in finished.output) == (2, True), finished.output
     made_up(tmp_path)
     doctor = tmp_path / "doctor.json"
     doctor.write_text("{}")
@@ -188,7 +188,7 @@ def test_a_page_of_many_ranks_and_calls_stays_small(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """The page, parsed: elements that are open at the end, what it would load, and the report in it."""
+    """The parsed page: unclosed elements, external resources, and the report in it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real job: rank 2 comes late to every step."""
+    """The folder of a real job: rank 2 is late in every step."""
     folder = tmp_path_factory.mktemp("slow")
     program = folder / "script.py"
     program.write_text(
@@ -252,13 +252,13 @@ def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     assert "has no timeline of job x" in timeline(tmp_path / "traces", "--job", "x").output
 
 
-def test_a_real_slow_rank_is_blamed(slow: Path) -> None:
+def test_a_real_straggler_is_found(slow: Path) -> None:
     view = Page(slow / "page.html").report["all"]
     assert view["late"]["columns"] == ["0", "1", "2"]
     seconds = view["late"]["seconds"]
     assert seconds[0][2] == max(seconds[0])
     assert seconds[1][2] == max(seconds[1])
-    # 8 times 0.15 s, less what the others themselves lost.
+    # 8 times 0.15 s, minus delays of the other ranks.
     assert min(seconds[0][2], seconds[1][2]) > 0.5
     assert view["last"][0]["rank"] == 2
     assert view["steps"]["count"] == 7

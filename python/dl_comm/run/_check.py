@@ -1,4 +1,4 @@
-"""``--check``: ``python -m dl_comm.doctor`` on every host, before anything else is started there."""
+"""``--check``: runs ``python -m dl_comm.doctor`` on every host before the job."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dl_comm.run._options import UsageError
 
 
 def healthy(launcher: Launcher, job: JobSpec, hosts: Sequence[Host], env: Mapping[str, str]) -> bool:
-    """Whether the doctor finds nothing wrong; what it says otherwise goes to stderr.
+    """Whether the doctor finds no problem; otherwise its report goes to stderr.
 
-    With other hosts than this one it runs under the job's launcher, a rank on each.
+    With remote hosts it runs under the job's launcher, one rank on each host.
 
     Args:
         launcher: The job's.
-        job: What is to be started afterwards.
-        hosts: Where; none: here.
+        job: The job to start afterwards.
+        hosts: Its hosts; none: this host.
         env: The launcher's environment.
 
     Raises:
@@ -39,6 +39,6 @@ def healthy(launcher: Launcher, job: JobSpec, hosts: Sequence[Host], env: Mappin
         raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
     if done.returncode != 0:
         sys.stderr.write(done.stdout.decode(errors="replace"))
-        status = f"dl-comm-run: --check: 'python -m dl_comm.doctor' ended with status {done.returncode}"
+        status = f"dl-comm-run: --check: 'python -m dl_comm.doctor' exited with status {done.returncode}"
         print(f"{status}; nothing was started", file=sys.stderr, flush=True)
     return done.returncode == 0

@@ -1,10 +1,10 @@
-"""Where the ranks tell how they end: TCP ports, a random token, a line of JSON each way. One thread of its own.
+"""Receives the exit reports of the ranks: TCP ports, a random token, lines of JSON. Runs one thread.
 
-Anybody who reaches a port may connect. So the token comes first, and nothing is read of a connection that has not sent
-it; such connections are few, and closed when they get old or something is short.
+Any process that reaches a port may connect. So a connection must begin with the token, and other data is ignored. The
+number of unauthenticated connections is limited; they are closed after a timeout, or when resources run out.
 
-A rank that has failed is answered a little later, and ends only then. So those that fail together, and those whose end
-another one has noticed first, come to tell before the launcher stops them.
+A failed rank gets its answer after a delay, and exits only then. So ranks that fail at the same time, and lost ranks
+that another rank detected first, can report before the launcher stops them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 from dl_comm.run._child import TOKEN_BYTES
 
 _LINE_LIMIT = 1 << 20
-_ANSWER_DELAY_S = 2.0  # less than the time that ranks wait for the answer
-_TOKEN_TIMEOUT_S = 5.0  # a rank sends its token at once
-_MAX_UNAUTHENTICATED = 256  # or a quarter of the descriptors that this process may have
+_ANSWER_DELAY_S = 2.0  # less than the ranks' limit for the answer
+_TOKEN_TIMEOUT_S = 5.0  # ranks send the token immediately
+_MAX_UNAUTHENTICATED = 256  # or a quarter of this process's descriptors
 _RETRY_S = 0.2
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
 class Rank:
-    """What is known of a rank.
+    """A rank that has connected.
 
-    ``end`` is what it told (``_child.run_program``), with its last lines, or ``None``. ``order`` counts the ends that
-    were told, from 0.
+    ``end`` is its exit report (``_child.run_program``) with its last lines, or ``None``. ``order`` is the position of
+    the report, from 0.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Rank:
 
 @dataclass(eq=False)
 class _Connection:
-    """A connection, since when, what came of a line, whether it has sent the token, and whose it is."""
+    """A connection: its start, an incomplete line, whether it has sent the token, and its rank."""
 
     socket: socket.socket
     since: float = field(default_factory=time.monotonic)
@@ -61,7 +61,7 @@ class _Connection:
 
 
 class Listener:
-    """Listens from the start to ``close``; any thread may ask for ``ranks`` after that.
+    """Listens from ``start`` to ``close``; after that, any thread may read ``ranks``.
 
     Args:
         addresses: This host's IPv4 addresses on which to listen.
@@ -70,11 +70,11 @@ class Listener:
     def __init__(self, addresses: Sequence[str]) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.ranks: dict[int, Rank] = {}
-        self.failed_at: float | None = None  # when a rank first told of a bad end, by time.monotonic()
+        self.failed_at: float | None = None  # time.monotonic() of the first reported failure
         self._sockets = [socket.create_server((address, 0), backlog=1024) for address in addresses]
         self.addresses = ["{}:{}".format(*listening.getsockname()) for listening in self._sockets]
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[_Connection, None] = {}  # the oldest first
+        self._connections: dict[_Connection, None] = {}  # oldest first
         self._accepting = False
         self._retry_at = 0.0
         self._until: float | None = None
@@ -83,16 +83,16 @@ class Listener:
         self._thread = threading.Thread(target=self._serve, name="dl-comm-run listener", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer. Connections that came before wait until now."""
+        """Starts the thread. Earlier connections wait until now."""
         for listening in self._sockets:
             listening.setblocking(False)
-        # Each rank keeps a connection; the launcher was started before, and keeps the limit that it had.
+        # Each rank keeps a connection open. The launcher already runs with its old limit.
         _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._thread.start()
 
     def close(self, timeout: float = 8.0) -> None:
-        """Waits until all ranks that spoke have closed, for at most ``timeout`` seconds, and ends."""
+        """Waits until all ranks have closed their connections, at most ``timeout`` seconds, and ends."""
         self._until = time.monotonic() + timeout
         self._thread.join()
         self._selector.close()
@@ -106,7 +106,7 @@ class Listener:
             self._listen(time.monotonic() >= self._retry_at)
             for key, _events in self._selector.select(0.1):
                 if isinstance(key.data, _Connection):
-                    # An older event of this round may have closed it.
+                    # An earlier event of this round may have closed it.
                     if key.data in self._connections and not self._read(key.data):
                         self._close(key.data)
                 else:
@@ -116,7 +116,7 @@ class Listener:
         return any(connection.authenticated for connection in self._connections)
 
     def _listen(self, listens: bool) -> None:
-        """Looks for new connections from now on, or no longer."""
+        """Starts or stops accepting connections."""
         if listens == self._accepting:
             return
         for listening in self._sockets:
@@ -129,7 +129,7 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         try:
             accepted, _address = listening.accept()
-        except OSError as error:  # or it is gone again
+        except OSError as error:  # or the peer has closed
             if error.errno in _NO_RESOURCES and not self._close_oldest():
                 self._retry_at = time.monotonic() + _RETRY_S
                 self._listen(False)
@@ -143,7 +143,7 @@ class Listener:
             self._close_oldest()
 
     def _close_oldest(self) -> bool:
-        """Closes the oldest connection that has not sent the token; whether there was one."""
+        """Closes the oldest unauthenticated connection; returns whether there was one."""
         oldest = next((connection for connection in self._connections if not connection.authenticated), None)
         if oldest:
             self._close(oldest)
@@ -160,12 +160,12 @@ class Listener:
         connection.socket.close()
 
     def _read(self, connection: _Connection) -> bool:
-        """Takes what came; whether more may come."""
+        """Reads and answers messages; returns whether the connection stays open."""
         try:
             data = connection.socket.recv(1 << 16)
         except BlockingIOError:
             return True
-        except OSError:  # it is gone
+        except OSError:  # the peer has closed
             return False
         connection.rest += data
         if not connection.authenticated:
@@ -179,13 +179,13 @@ class Listener:
         try:
             for message in messages:
                 connection.socket.sendall(self._answer(connection, json.loads(message)))
-        # No rank of ours speaks like that, or it is gone.
+        # An invalid message, or the peer has closed.
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             return False
         return bool(data) and len(connection.rest) < _LINE_LIMIT
 
     def _answer(self, connection: _Connection, message: dict[str, Any]) -> bytes:
-        """Takes a message; the answer, none yet for one that has failed."""
+        """Handles a message; returns the answer, empty for a failed rank, which is answered later."""
         if "dump" in message:
             return b"%d\n" % self._ask_for_dumps()
         if connection.rank is None:
@@ -202,20 +202,20 @@ class Listener:
         return b""
 
     def _ask_for_dumps(self) -> int:
-        """Hands the request on to the ranks that run; how many."""
+        """Forwards the request to the running ranks; returns their number."""
         asked = 0
         for connection in self._connections:
             if connection.rank and connection.rank.end is None:
-                with contextlib.suppress(OSError):  # it is gone
+                with contextlib.suppress(OSError):  # the peer has closed
                     connection.socket.sendall(b"dump\n")
                     asked += 1
         return asked
 
     def _answer_delayed(self) -> None:
-        """Answers those that failed, when they have waited or all have ended."""
+        """Answers the failed ranks after the delay, or when all ranks have ended."""
         all_ended = all(rank.end for rank in self.ranks.values())
         if self._delayed and (all_ended or time.monotonic() > (self.failed_at or 0.0) + _ANSWER_DELAY_S):
             for connection in self._delayed:
-                with contextlib.suppress(OSError):  # it was killed meanwhile
+                with contextlib.suppress(OSError):  # killed meanwhile
                     connection.socket.sendall(b"ok\n")
             self._delayed.clear()

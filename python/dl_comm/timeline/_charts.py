@@ -1,4 +1,4 @@
-"""The drawings of the page, as SVG text; colours are classes of the page's style. Pure."""
+"""The charts of the report as SVG text; colours are CSS classes. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, kind: str) -> str:
 
 
 class _Axes:
-    """A place for bars: ``count`` of them, up to ``most``."""
+    """The axes of a bar chart: ``count`` bars, up to value ``most``."""
 
     def __init__(self, count: int, most: float) -> None:
         self.most = most or 1.0
@@ -64,7 +64,7 @@ class _Axes:
 
 
 def steps(content: dict[str, Any]) -> str:
-    """The time of the steps, and how much of it callers waited."""
+    """Step times and exposed communication."""
     series, width = content["series"], content["width"]
     axes = _Axes(len(series), max(part["most_s"] for part in series))
     out = axes.frame(time_text)
@@ -84,7 +84,7 @@ def steps(content: dict[str, Any]) -> str:
 
 
 def heat(content: dict[str, Any]) -> str:
-    """Who waited for whom."""
+    """Heat map of waits: rows wait for columns."""
     rows, columns, seconds = content["rows"], content["columns"], content["seconds"]
     most = max((value for row in seconds for value in row), default=0.0) or 1.0
     left, top = 62.0, 44.0
@@ -93,7 +93,7 @@ def heat(content: dict[str, Any]) -> str:
     every = max(1, -(-13 // int(tall)))
     across = max(1, -(-max(7 * max(map(len, columns)), 12) // int(cell))) if cell < 60 else 1
     out = [
-        _text(left, 14, "for rank (the late one)", "start", "label"),
+        _text(left, 14, "for rank", "start", "label"),
         _text(left - 6, 14, "waits", "end", "label"),
     ]
     out += [_text(left + (i + 0.5) * cell, top - 8, word) for i, word in enumerate(columns) if i % across == 0]
@@ -111,7 +111,7 @@ def heat(content: dict[str, Any]) -> str:
             if cell > 44 and tall > 16:
                 kind = "strong" if value > 0.7 * most else "label"
                 out.append(_text(left + (j + 0.5) * cell, y + tall / 2 + 4, time_text(value), "middle", kind))
-    return _svg(_WIDE, top + len(rows) * tall + 4, "who waited for whom", out)
+    return _svg(_WIDE, top + len(rows) * tall + 4, "waits by rank", out)
 
 
 def _waited_for(column: str) -> str:
@@ -119,7 +119,7 @@ def _waited_for(column: str) -> str:
 
 
 def last(rows: Sequence[dict[str, Any]]) -> str:
-    """Who came last."""
+    """The ranks that arrived last."""
     shown = rows[:8]
     most = max(row["seconds"] for row in shown) or 1.0
     out = []
@@ -129,11 +129,11 @@ def last(rows: Sequence[dict[str, Any]]) -> str:
         text = f"rank {row['rank']} was last {row['times']} times, {time_text(row['seconds'])} after the one before"
         out += [_text(62, y + 13, f"rank {row['rank']}", "end"), _rect(68, y, width, 18, "late", text)]
         out.append(_text(74 + width, y + 13, f"{time_text(row['seconds'])}, {row['times']} times", "start"))
-    return _svg(_WIDE, 10 + 24 * len(shown), "who came last", out)
+    return _svg(_WIDE, 10 + 24 * len(shown), "last to arrive", out)
 
 
 def sizes(rows: Sequence[dict[str, Any]]) -> str:
-    """How many calls there were of which size."""
+    """Number of calls by size."""
     axes = _Axes(len(rows), max(row["calls"] for row in rows))
     out = axes.frame(lambda value: f"{value:.0f}" if value >= 10 else f"{value:g}")
     out += [axes.bar(i, row["calls"], "step", f"{_class(row)}: {row['calls']} calls") for i, row in enumerate(rows)]
@@ -141,7 +141,7 @@ def sizes(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def bandwidth(rows: Sequence[dict[str, Any]], reference: dict[str, Any]) -> str:
-    """What calls of each size achieved, against the reference."""
+    """Bandwidth by call size, with the reference."""
     rows = [row for row in rows if row["bytes"]]
     axes = _Axes(len(rows), max([reference["rate"], *(row["best"] for row in rows)]) * 1.08)
     out = axes.frame(rate_text)
@@ -172,7 +172,7 @@ def _class(row: dict[str, Any]) -> str:
 
 
 def step_chart(seconds: float, rows: Sequence[Row]) -> str:
-    """The last steps: what every rank did."""
+    """The activity of every rank in the last steps."""
     wide, left, tall = 1000.0, 92.0, 15.0
     scale = (wide - left - 8) / (seconds or 1.0)
     out: list[str] = []
@@ -186,8 +186,8 @@ def step_chart(seconds: float, rows: Sequence[Row]) -> str:
         out.append(_rect(left, y, wide - left - 8, tall - 2, "track"))
         for kind, low, high, text in row.spans:
             x, width = left + low * scale, (high - low) * scale
-            told = f"{text or kind}: {time_text(high - low)}"
-            out.append(_rect(x, y, width, tall - 2, kind, told))
+            title = f"{text or kind}: {time_text(high - low)}"
+            out.append(_rect(x, y, width, tall - 2, kind, title))
             if kind == "late" and width > 90:
                 out.append(_text(x + width / 2, y + 10.5, text, "middle", "strong"))
         y += tall

@@ -1,7 +1,7 @@
-"""One trace of all ranks, for https://ui.perfetto.dev or chrome://tracing.
+"""Merges the files of all ranks into one trace for https://ui.perfetto.dev or chrome://tracing.
 
-Viewers want the spans of a track to nest. Calls that are under way at once overlap, and so do the waits of callers:
-they get tracks of their own, as many as it takes. Steps become instants. All times count from the first event.
+Viewers require that the spans of a track nest. Concurrent calls and waits of callers overlap, so they get additional
+tracks. Steps become instants. All times are relative to the first event.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from dl_comm.timeline._files import Event, Log, events
 
-# Numbers of the added tracks: above all threads.
+# Ids of the additional tracks: above all thread ids.
 _TRACKS = 1_000_000
 
 
@@ -21,9 +21,9 @@ def merge(files: Mapping[int, Path], first: float, out: TextIO, log: Log) -> int
     """Writes the trace of ``files`` (by rank) to ``out``; returns the number of events.
 
     Args:
-        files: As ``_files.find`` gives them.
-        first: The time of the first event, in microseconds, which becomes 0.
-        out: Gets one JSON object, an event on a line.
+        files: The result of ``_files.find``.
+        first: The time of the first event in microseconds; it becomes 0.
+        out: Gets one JSON object with one event on a line.
         log: Told about files whose end is missing.
     """
     count = 0
@@ -54,16 +54,16 @@ def _write(out: TextIO, event: Event, count: int) -> int:
 
 
 class _Tracks:
-    """The added tracks of a rank."""
+    """The additional tracks of a rank."""
 
     def __init__(self) -> None:
-        # By kind of track, when the last span of each track ends.
+        # By kind: the end of the last span of each track.
         self._ends: dict[str, list[float]] = {}
         self._tracks: dict[tuple[str, int], int] = {}
 
     @staticmethod
     def kind(event: Event) -> str:
-        """The name of the tracks that the span belongs to; nothing for one that stays on its thread's."""
+        """The kind of track of a span; empty if it stays on its thread's track."""
         team = event["args"].get("team", 0)
         group = "other calls" if team == -1 else f"calls of team {team}"
         if event["cat"] == "call" or (event["cat"] == "phase" and event["name"] == "queue"):
@@ -71,7 +71,7 @@ class _Tracks:
         return f"{group}: callers wait" if event["cat"] == "exposed" else ""
 
     def arrange(self, spans: list[Event]) -> list[Event]:
-        """The spans on their tracks, and the names of these. What a call has in the queue stays with the call."""
+        """The spans with their tracks, and the tracks' names. A call's queue phase is on the call's track."""
         out: list[Event] = []
         calls: dict[tuple[Any, Any], int] = {}
         for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"], event["cat"] != "call")):

@@ -1,4 +1,4 @@
-"""The spans of the last few steps, for the drawing: few enough to look at, whatever the size of the job."""
+"""Selects the spans of the last few steps for the chart; their number does not depend on the size of the job."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from dl_comm.timeline._files import Event
 from dl_comm.timeline._metrics import TraceMetrics
 
-_KEPT = 6000  # events of a rank
+_KEPT = 6000  # events kept for each rank
 _STEPS = 3
 _RANKS = 8
 _THREADS = 2
-_COLUMNS = 900  # of the drawing
+_COLUMNS = 900  # of the chart
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the drawing: spans as kind, begin, end (seconds from the start of the drawing) and text."""
+    """A row of the chart: spans of kind, begin, end (seconds from the start of the chart) and text."""
 
     rank: int
     name: str
@@ -26,7 +26,7 @@ class Row:
 
 
 class Recent:
-    """Keeps the last events of each rank; feed it those of all files with :meth:`add`."""
+    """Keeps the last events of each rank; add the events of all files with :meth:`add`."""
 
     def __init__(self) -> None:
         self._events: dict[int, deque[Event]] = defaultdict(lambda: deque(maxlen=_KEPT))
@@ -37,7 +37,7 @@ class Recent:
             self._events[event["pid"]].append(event)
 
     def window(self, metrics: TraceMetrics, stepping: int) -> tuple[float, float]:
-        """From when to when is drawn: the last steps of the first rank that has some; microseconds."""
+        """Begin and end of the chart: the last steps of the first rank with steps; microseconds."""
         steps = next((own for own in metrics.teams[stepping].steps.values() if own), [])
         low, high = (max(edge) for edge in zip(*metrics.ranges.values(), strict=True))
         if len(steps) > 1:
@@ -46,7 +46,7 @@ class Recent:
         return max([low * 1e6, *kept]), high * 1e6
 
     def rows(self, metrics: TraceMetrics, stepping: int) -> tuple[float, list[Row]]:
-        """The seconds that are drawn, and the lines; of many ranks those that came last most often are there."""
+        """The duration of the chart in seconds, and its rows. Of many ranks, it has those with the longest delays."""
         begin, end = self.window(metrics, stepping)
         rows: list[Row] = []
         for rank in self._chosen(metrics, stepping):
@@ -85,7 +85,7 @@ def _length(events: list[Event]) -> float:
 
 
 def _spans(events: list[Event], begin: float, end: float) -> tuple[tuple[str, float, float, str], ...]:
-    """The spans within the window that are not too fine to see."""
+    """The spans in the window that are at least one column wide."""
     out = []
     for event in sorted(events, key=lambda event: (event["cat"] != "call", event["ts"])):
         low, high = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
@@ -97,7 +97,7 @@ def _spans(events: list[Event], begin: float, end: float) -> tuple[tuple[str, fl
 
 
 def _raster(events: list[Event], begin: float, end: float) -> tuple[tuple[str, float, float, str], ...]:
-    """What a thread did most in each column of the drawing; a thread may have thousands of spans in a step."""
+    """The main activity of a thread in each column; a thread may have thousands of spans in a step."""
     width = (end - begin) / _COLUMNS
     spent: dict[int, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
@@ -107,12 +107,12 @@ def _raster(events: list[Event], begin: float, end: float) -> tuple[tuple[str, f
         for column in range(int(low / width), min(int(high / width), _COLUMNS - 1) + 1):
             part = min(high, (column + 1) * width) - max(low, column * width)
             spent[column][key] += part
-            if late:  # is part of a span of its own
+            if late:  # lies inside another span
                 spent[column]["network" if event["args"]["late"].startswith("host") else "wait", ""] -= part
     out: list[tuple[str, float, float, str]] = []
     for column in sorted(spent):
         (kind, text), _ = max(spent[column].items(), key=lambda item: item[1])
-        if sum(spent[column].values()) < width / 2:  # mostly nothing
+        if sum(spent[column].values()) < width / 2:  # mostly idle
             continue
         low, high = column * width * 1e-6, (column + 1) * width * 1e-6
         if out and out[-1][0] == kind and out[-1][3] == text and low - out[-1][2] < width * 1e-7:

@@ -1,6 +1,6 @@
-"""What the page shows, as one JSON object of bounded size: the metrics of all teams total, and of each.
+"""The content of the report as one JSON object of bounded size: the metrics of each team, and of all teams.
 
-Times are seconds. A page carries it, so that its numbers can be read by programs too.
+Times are seconds. The HTML report includes it for programs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _MOST_CELLS = 32
 
 
 def report(metrics: TraceMetrics, limit: tuple[float, str] | None) -> dict[str, Any]:
-    """The content of the page.
+    """The content of the report.
 
     Args:
-        metrics: Of all ranks.
-        limit: What the machine allows, in bytes a second and rank, and who says so; None: the best call is shown.
+        metrics: Metrics of all ranks.
+        limit: Bandwidth limit of a rank in bytes a second, and its source; None: use the best call.
     """
     teams = {number: metrics.teams[number] for number in sorted(metrics.teams)}
     chosen = {number: team for number, team in teams.items() if number != OTHERS} or teams
@@ -41,7 +41,7 @@ def report(metrics: TraceMetrics, limit: tuple[float, str] | None) -> dict[str, 
 
 
 def _sum_teams(teams: dict[int, TeamMetrics], stepping: int) -> TeamMetrics:
-    """The sum of teams; the steps are those of the team ``stepping``, or each would be cut up by the others'."""
+    """The sum of the teams; the steps are those of team ``stepping``, because steps of several teams overlap."""
     out = TeamMetrics()
     for number, team in teams.items():
         out.calls += team.calls
@@ -106,7 +106,7 @@ def _steps(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
 
 
 def quantile(values: list[float], share: float) -> float | None:
-    """The value with ``share`` of the values at or below it, between neighbours in proportion; None of no values."""
+    """The quantile ``share`` with linear interpolation; None without values."""
     if not values:
         return None
     ordered, place = sorted(values), share * (len(values) - 1)
@@ -116,7 +116,7 @@ def quantile(values: list[float], share: float) -> float | None:
 
 
 def _late(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
-    """Who waited for whom; rows and columns stand for several ranks where there are many."""
+    """Waits by rank; with many ranks, a row or column stands for several."""
     hosts = sorted({whom for _, whom in team.waits if not whom.startswith("rank ")})
     group = max(1, math.ceil((max(ranks, default=0) + 1) / _MOST_CELLS))
     rows = sorted({rank // group for rank in ranks})
@@ -138,7 +138,7 @@ def _span(first: int, group: int) -> str:
 
 
 def _last(team: TeamMetrics, ranks: list[int]) -> list[dict[str, Any]]:
-    """By rank, how often it was the last to start a call, and how long after the one before; most first."""
+    """For each rank, how often it started a call last, and its total delay after the rank before; longest first."""
     times: dict[int, int] = defaultdict(int)
     seconds: dict[int, float] = defaultdict(float)
     for arrivals in team.arrivals.values():
