@@ -1,6 +1,6 @@
-"""The Python contenders: how each takes memory and averages. A worker has one of them; each imports only what it needs.
+"""The Python contenders: their memory and their allreduce. A worker has one of them; each imports only what it needs.
 
-All calls are made by one thread of every rank, in the same order.
+One thread of every rank makes all calls, in the same order.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 from benchmarks.common.worker import join_gloo
 
 Operation = Callable[[list[Any]], list[Any]]
-"""Averages a list of tensors, in place or not, and returns where the means are."""
+"""Averages a list of tensors, in place or not, and returns the means."""
 
 
 class Backend(ABC):
-    """One contender in one process: it joins its job when it is made."""
+    """One contender in one process; the constructor joins its job."""
 
     rank: int
     ranks: int
     averages = True
-    """Whether the results are means: a limit only moves memory."""
+    """Whether the results are means; a limit only moves memory."""
 
     def refusal(self, dtype: str) -> str | None:
-        """Why there is no average of this type, or None."""
+        """Why this type is not supported, or None."""
         return None
 
     @abstractmethod
     def empty(self, length: int, dtype: str) -> Any:
-        """A tensor of `length` elements; the memory that a variant of a contender would choose."""
+        """A tensor of `length` elements, in the memory kind of this contender."""
 
     @abstractmethod
     def fill(self, tensor: Any, pattern: np.ndarray) -> None:
-        """Repeats the pattern (float32) over the tensor."""
+        """Fills the tensor with the repeated pattern (float32)."""
 
     @abstractmethod
     def values(self, tensor: Any, begin: int, end: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class Backend(ABC):
 
     @abstractmethod
     def operation(self, mode: str) -> Operation:
-        """What is timed: a list in one call ("list"), a call each ("each"), or in one flat buffer ("flat")."""
+        """The timed operation: a list in one call ("list"), one call a tensor ("each"), or one flat buffer ("flat")."""
 
     @abstractmethod
     def close(self) -> None:
@@ -126,7 +126,7 @@ class NumpyBindingInPlace(NumpyBinding):
 
 
 class NumpyBindingShared(NumpyBindingInPlace):
-    """The same on arrays that all ranks of the host see."""
+    """The same on arrays in shared memory."""
 
     def empty(self, length: int, dtype: str) -> np.ndarray:
         found: np.ndarray = self.dl_comm.empty(length, self.dtypes[dtype])
@@ -151,7 +151,7 @@ class TorchBinding(Tensors):
 
 
 class TorchBindingInPlace(TorchBinding):
-    """dl_comm on torch tensors, in place: what the optimizer does, as a blocking call."""
+    """dl_comm on torch tensors, in place: the optimizer's operation as a blocking call."""
 
     def operation(self, mode: str) -> Operation:
         average = importlib.import_module("dl_comm.torch._ops").average_in_place
@@ -194,7 +194,7 @@ class Gloo(Tensors):
 
 
 class Mpi4py(Arrays):
-    """mpi4py on NumPy arrays, for the MPI that the environment chooses."""
+    """mpi4py on NumPy arrays, with the MPI of the environment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Mpi4py(Arrays):
         return flat if mode == "flat" else each
 
     def close(self) -> None:
-        pass  # mpi4py ends MPI when the interpreter ends
+        pass  # mpi4py finalizes MPI at interpreter exit
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
@@ -244,4 +244,4 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "gloo": Gloo,
     "mpi4py": Mpi4py,
 }
-"""The contenders by the name that a worker is started with."""
+"""The contenders by the name on a worker's command line."""

@@ -1,4 +1,4 @@
-"""The contenders: a row of CONTENDERS each. A further one is a row more, with how it is started."""
+"""The contenders: one row of CONTENDERS each, with a function that starts it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AllreduceContender(Contender):
     """A contender of this benchmark; its group is "limit", "copy", "ours" or "peer".
 
     Attributes:
-        binding: For ours: the binding, as `--binding` has it.
-        modes: How it averages lists: in one call ("list"), with a call each ("each"), in one flat buffer ("flat").
+        binding: For ours: the binding, a value of `--binding`.
+        modes: How it averages lists: one call ("list"), one call a tensor ("each"), one flat buffer ("flat").
     """
 
     binding: str = ""
@@ -28,12 +28,12 @@ class AllreduceContender(Contender):
 
 
 def python_command(backend: str) -> list[str]:
-    """The command of one rank of a Python contender, for the root of the repository."""
+    """The command of one rank of a Python contender, run in the root of the repository."""
     return [sys.executable, "-m", "benchmarks.allreduce.worker", backend]
 
 
 def environment(tools: Tools, ranks: int) -> dict[str, str]:
-    """What every contender's processes get."""
+    """The environment of all contenders."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     return {"OMP_NUM_THREADS": threads, "BENCH_SPIN": spin_library(tools), "DL_COMM_DUMP_DIR": "none"}
 
@@ -49,7 +49,7 @@ def forking(name: str) -> Start:
 
 
 def core(memory: str) -> Start:
-    """dl_comm from C, on this kind of memory (a row of core.c)."""
+    """dl_comm from C, with this memory kind (a row of core.c)."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         ours = package("dl_comm")
@@ -96,13 +96,13 @@ def c_openmpi(tools: Tools, ranks: int) -> Launch:
 
 
 def torch_gloo(tools: Tools, ranks: int) -> Launch:
-    """torch.distributed with gloo; it needs no launcher."""
+    """torch.distributed with gloo, without a launcher."""
     package("torch")
     return gloo(ranks, python_command("gloo"), environment(tools, ranks))
 
 
 def cuda_ours(path: str) -> Start:
-    """dl_comm on tensors of a GPU, by this path."""
+    """dl_comm on GPU tensors, with this path."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         package("dl_comm")
@@ -113,13 +113,13 @@ def cuda_ours(path: str) -> Start:
 
 
 def cuda_gloo(tools: Tools, ranks: int) -> Launch:
-    """torch.distributed's gloo on tensors of a GPU."""
+    """torch.distributed's gloo on GPU tensors."""
     package("torch")
     return gloo(ranks, python_command("cuda-gloo"), environment(tools, ranks))
 
 
 def cuda_unlaunched(backend: str) -> Start:
-    """A contender that needs no launcher."""
+    """A contender without a launcher."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         package("torch")
@@ -129,7 +129,7 @@ def cuda_unlaunched(backend: str) -> Start:
 
 
 def cuda_mpi4py(tools: Tools, ranks: int) -> Launch:
-    """mpi4py on the MPICH, on tensors of a GPU."""
+    """mpi4py with MPICH, on GPU tensors."""
     package("mpi4py")
     return _mpich(tools, ranks, python_command("cuda-mpi4py"), _mpi4py(tools.mpich))
 
@@ -140,7 +140,7 @@ def _mpich(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str
 
 def _openmpi(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str] | None = None) -> Launch:
     launcher = program(_openmpi_prefix(tools) / "bin/mpirun", "mpirun of the Open MPI")
-    # Without these two, ranks may not outnumber the cores, and all threads of a rank are bound to one.
+    # Allow more ranks than cores, and do not bind all threads of a rank to one core.
     words = [launcher, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", str(ranks), *command]
     root = ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT")
     allow = {f"{name}{end}": "1" for name in root for end in ("", "_CONFIRM")}
@@ -154,8 +154,8 @@ def _openmpi_prefix(tools: Tools) -> Path:
 
 
 def _mpi4py(prefix: Path) -> dict[str, str]:
-    """mpi4py's choice of an MPI, where that MPI's library lies in its prefix."""
-    # The name without a version is for the linker, and in PyPI's packages no library.
+    """The variable that selects mpi4py's MPI library in `prefix`."""
+    # The name without a version is for the linker, and is not a library in PyPI's packages.
     found = sorted((prefix / "lib").glob("libmpi.so.[0-9]*"))
     return {"MPI4PY_LIBMPI": str(found[0])} if found else {}
 
@@ -189,7 +189,7 @@ CONTENDERS = (
 CUDA_CONTENDERS = (
     AllreduceContender("limit-copy", "limit", "limit: the GPU's copy, 2pN / B", cuda_unlaunched("cuda-limit-copy")),
     AllreduceContender(
-        "limit-pinned", "copy", "pinned copies both modes at once", cuda_unlaunched("cuda-limit-pinned")
+        "limit-pinned", "copy", "pinned copies in both directions", cuda_unlaunched("cuda-limit-pinned")
     ),
     AllreduceContender("nccl", "ours", "dl_comm, NCCL", cuda_ours("nccl"), "torch"),
     AllreduceContender("ipc", "ours", "dl_comm, CUDA IPC", cuda_ours("ipc"), "torch"),
@@ -198,6 +198,6 @@ CUDA_CONTENDERS = (
     AllreduceContender("torch-gloo", "peer", "torch.distributed, gloo", cuda_gloo, modes=("each",)),
     AllreduceContender("mpich-host", "peer", "MPICH, mpi4py through the host", cuda_mpi4py, modes=("each",)),
 )
-"""Those of `--device cuda`."""
+"""The contenders of `--device cuda`."""
 BINDINGS = tuple(dict.fromkeys(contender.binding for contender in CONTENDERS if contender.binding))
 """The values of `--binding`."""

@@ -1,4 +1,4 @@
-"""The run: contenders are started, take their trials in rounds, and their times become numbers."""
+"""Runs the benchmark: starts the contenders, runs trials in rounds, and computes statistics."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
 
 @dataclass(frozen=True)
 class Options:
-    """How long and how often.
+    """Durations and repetitions.
 
     Attributes:
         rounds: Trials of a contender in a case.
-        trial_s: What the timed iterations of a trial should take, in seconds.
-        latency_s: The same where percentiles are taken.
-        most: The most timed iterations of a trial; None is as many as the case has by itself.
-        case_s: Once a contender has taken so long in a case, it gets no further trials there.
-        start_s: The longest that contenders may take to start.
-        deadline_s: The longest that a trial may take. Longer buffers or lists of the kind are then not tried.
+        trial_s: Target time of the timed iterations of a trial, in seconds.
+        latency_s: The same for percentiles.
+        most: Maximum of timed iterations in a trial; None: the case's own limit.
+        case_s: A contender that has used this time in a case gets no further trials there.
+        start_s: Limit of the start of the contenders.
+        deadline_s: Limit of a trial. After a timeout, longer buffers or lists of the kind are skipped.
     """
 
     rounds: int = 3
@@ -46,7 +46,7 @@ class Options:
 
 @dataclass
 class Entry:
-    """A contender in a case, and the mode it averages; `seconds` are the slowest rank's, an array a trial."""
+    """A contender in a case, with its mode; `seconds` has an array for each trial, with the slowest rank's times."""
 
     contender: AllreduceContender
     mode: str
@@ -59,15 +59,15 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The contender's name, and how it averages a list where there are several modes."""
+        """The contender's name, with its mode if there are several."""
         return self.contender.name if self.mode == "list" else f"{self.contender.name}/{self.mode}"
 
 
 class Bench(BenchmarkRun[AllreduceContender]):
-    """One run, and its results in `cases`, as the JSON file has them."""
+    """A benchmark run; `cases` has the results for the JSON file."""
 
     def __init__(self, contenders: Sequence[AllreduceContender], tools: Tools, options: Options, root: Path) -> None:
-        """`root` is the root of the repository, where Python contenders are started."""
+        """`root` is the root of the repository, the working directory of Python contenders."""
         super().__init__(tools, root, options.start_s)
         self.contenders, self.options = contenders, options
         self.cases: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ class Bench(BenchmarkRun[AllreduceContender]):
         self._late: dict[tuple[str, str], int] = {}
 
     def run(self, ranks: int, cases: Sequence[Case]) -> None:
-        """Measures all cases on so many ranks."""
+        """Measures all cases on `ranks` ranks."""
         self._late.clear()
         with self.running(self.contenders, ranks) as present:
             self.check_idle(ranks)
@@ -83,9 +83,9 @@ class Bench(BenchmarkRun[AllreduceContender]):
                 begin = time.monotonic()
                 entries = self._measure(case, present, ranks)
                 self.cases.append(self._report(case, ranks, entries))
-                words = ", ".join(_progress(entry) for entry in entries)
+                text = ", ".join(_progress(entry) for entry in entries)
                 took = time.monotonic() - begin
-                self.log(f"{ranks} ranks, {number + 1}/{len(cases)}: {case.kind} {case.name} {case.dtype}: {words}")
+                self.log(f"{ranks} ranks, {number + 1}/{len(cases)}: {case.kind} {case.name} {case.dtype}: {text}")
                 self.log(f"  took {took:.1f} s")
 
     def _measure(self, case: Case, present: Sequence[AllreduceContender], ranks: int) -> list[Entry]:
@@ -107,7 +107,7 @@ class Bench(BenchmarkRun[AllreduceContender]):
         return entries
 
     def _trial(self, entry: Entry, case: Case, iterations: int, ranks: int) -> np.ndarray | None:
-        """One trial: the slowest rank's seconds for each iteration. None when the entry must be left out."""
+        """One trial: the slowest rank's seconds for each iteration. None if the entry is left out."""
         line = case.trial(entry.mode, iterations, self._cache)
         begin = time.monotonic()
         try:
@@ -150,7 +150,7 @@ class Bench(BenchmarkRun[AllreduceContender]):
 
 
 def summary(rounds: Sequence[np.ndarray], kind: str) -> dict[str, Any]:
-    """Numbers of the times (seconds) of all rounds, in microseconds."""
+    """Statistics of the times (seconds) of all rounds, in microseconds."""
     times = 1e6 * np.concatenate(rounds)
     low, median, high = np.percentile(times, [25, 50, 75])
     numbers = {
@@ -161,7 +161,7 @@ def summary(rounds: Sequence[np.ndarray], kind: str) -> dict[str, Any]:
         "rounds_us": [float(1e6 * np.median(part)) for part in rounds],
     }
     if kind == "latency":
-        # A percentile needs some times beyond it.
+        # A percentile needs at least 5 times beyond it.
         enough = {name: at for name, at in PERCENTILES.items() if len(times) * (1 - at / 100) >= 5}
         numbers["percentiles_us"] = {name: float(np.percentile(times, at)) for name, at in enough.items()}
     return numbers

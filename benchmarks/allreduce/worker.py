@@ -1,8 +1,8 @@
-"""One rank of a Python contender: waits for its trials and does them, as c/trial.c does for the C programs.
+"""One rank of a Python contender: runs trials, like c/trial.c for the C programs.
 
     python -m benchmarks.allreduce.worker NAME
 
-NAME is a key of BACKENDS, here or in cuda.py; c/trial.h has the environment and the protocol.
+NAME is a key of BACKENDS, here or in cuda.py; c/trial.h describes the environment and the protocol.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pattern(count: int, offset: float) -> np.ndarray:
 
 
 def check(backend: Backend, tensors: list[Any], lengths: list[int], dtype: str, mean: float) -> tuple[int, str]:
-    """Compares tensors with the pattern: the number of elements, and the first difference in words, or ""."""
+    """Compares tensors with the pattern; returns the number of elements, and the first difference as text or ""."""
     if not backend.averages:
         return 0, ""
     want = pattern(min(_BLOCK, max(lengths)), mean).astype(np.float64)
@@ -61,7 +61,7 @@ def check(backend: Backend, tensors: list[Any], lengths: list[int], dtype: str, 
 
 
 def trial(backend: Backend, wait: Callable[[], None], line: str) -> bytes:
-    """Does one trial and returns the answer."""
+    """Runs one trial and returns the answer."""
     dtype, mode, *numbers = line.split()
     slots, iterations, _, *lengths = map(int, numbers)
     if refusal := backend.refusal(dtype):
@@ -78,7 +78,7 @@ def trial(backend: Backend, wait: Callable[[], None], line: str) -> bytes:
     gc.collect()
     for i in range(UNTIMED + iterations):
         tensors = ring[i % slots]
-        result = []  # frees the last one outside the times
+        result = []  # free the previous result untimed
         wait()
         begin = clock()
         result = operation(tensors)
@@ -98,7 +98,7 @@ def trial(backend: Backend, wait: Callable[[], None], line: str) -> bytes:
 
 
 def main() -> int:
-    """Serves until the stream ends."""
+    """Runs trials until the stream ends."""
     name = sys.argv[1]
     if name.startswith("cuda"):
         backend = importlib.import_module("benchmarks.allreduce.cuda").BACKENDS[name]()
@@ -110,7 +110,7 @@ def main() -> int:
 
     def answer(line: str) -> bytes:
         found = trial(backend, wait, line)
-        trim(0)  # what a waiting contender keeps, another one has not
+        trim(0)  # give memory to the other contenders
         return found
 
     serve(backend.rank, answer)

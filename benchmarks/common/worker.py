@@ -1,4 +1,4 @@
-"""What Python contenders' processes do alike."""
+"""Functions shared by the processes of Python contenders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def serve(rank: int, answer: Callable[[str], bytes]) -> None:
 
 
 def numbered() -> tuple[int, int]:
-    """This process's rank and the number of ranks, where no launcher tells them."""
+    """Rank and size of a process without a launcher."""
     return int(os.environ["BENCH_RANK"]), int(os.environ["BENCH_RANKS"])
 
 
