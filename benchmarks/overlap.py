@@ -1,11 +1,11 @@
-"""How long a step waits for its average, blocking and non-blocking: the rows of benchmarks/README.md.
+"""Measures the exposed time of a step, blocking and non-blocking: the rows of benchmarks/README.md.
 
     mpiexec -n 2 python benchmarks/overlap.py [--binding numpy torch tensorflow] [--compute-ms 30] [--average-ms 10]
 
-Each step computes for a while and then averages a gradient. The gradient's size is chosen so that its average takes
-about `--average-ms` when it blocks. A row gives, blocking and non-blocking, how long a step has waited for
-communication (`get_waited`, what the plugin prints), and how long the caller was in the call in all, which for NumPy
-has the copies of the non-blocking phase in it; means over the steps, then over the ranks.
+Each step computes for a while, then averages a gradient, whose size is chosen so that a blocking call takes about
+`--average-ms`. A row has, blocking and non-blocking, the exposed communication of a step (`get_waited`, as the plugin
+prints it), and the whole time in the call, which for NumPy includes the copies of the non-blocking phase. Values are means
+over the steps, then over the ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 import dl_comm as mc
 
 Step = Callable[[], float]
-"""One step: computes, averages, and returns the seconds that it was in the call."""
+"""One step: computes, averages, and returns the seconds in the call."""
 
 
 def compute(seconds: float) -> None:
-    """Multiplies small matrices for a while: work that stays in the cache of its core."""
+    """Multiplies small matrices in cache for `seconds`."""
     a = np.full((64, 64), 1e-3, np.float32)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -36,7 +36,7 @@ def compute(seconds: float) -> None:
 
 
 def numpy_step(count: int, team: int, seconds: float) -> Step:
-    """NumPy arrays, which stay the caller's: a non-blocking call copies them."""
+    """NumPy arrays belong to the caller: a non-blocking call copies them."""
     gradient = np.ones(count, np.float32)
 
     def step() -> float:
@@ -49,7 +49,7 @@ def numpy_step(count: int, team: int, seconds: float) -> Step:
 
 
 def torch_step(count: int, team: int, seconds: float) -> Step:
-    """The optimizer of dl_comm.torch, whose hooks lend the gradients to the team."""
+    """The optimizer of dl_comm.torch, whose hooks donate the gradients to the team."""
     import torch
 
     import dl_comm.torch as cdl
@@ -97,7 +97,7 @@ BINDINGS = {"numpy": numpy_step, "torch": torch_step, "tensorflow": tensorflow_s
 
 
 def measure(step: Step, team: int, steps: int) -> tuple[float, float]:
-    """Milliseconds of a step: waited for communication, and in the call."""
+    """Milliseconds of a step: exposed, and in the call."""
     before = mc.get_waited(team)
     inside = sum(step() for _ in range(steps))
     waited = mc.get_waited(team) - before
@@ -105,7 +105,7 @@ def measure(step: Step, team: int, steps: int) -> tuple[float, float]:
 
 
 def calibrate(make: Callable[..., Step], team: int, compute_s: float, target_ms: float) -> int:
-    """A number of float32 whose blocking average takes about `target_ms`, the same on all ranks."""
+    """The number of float32 elements whose blocking call takes about `target_ms`, equal on all ranks."""
     count = 1 << 18
     for _ in range(4):
         step = make(count, team, compute_s)
@@ -139,10 +139,10 @@ def main() -> int:
         waited, inside = measure(step, team, args.steps)
         mc.config_team(team, 0, 0, 10 * args.steps)
         measure(step, team, 3)
-        waited_behind, inside_behind = measure(step, team, args.steps)
+        waited_async, inside_async = measure(step, team, args.steps)
         cells = [binding, f"{count * 4 / 2**20:.1f} MiB"]
-        for blocking, behind in ((waited, waited_behind), (inside, inside_behind)):
-            cells += [f"{blocking:.2f} ms", f"{behind:.2f} ms", f"{behind / blocking:.3f}"]
+        for blocking, non_blocking in ((waited, waited_async), (inside, inside_async)):
+            cells += [f"{blocking:.2f} ms", f"{non_blocking:.2f} ms", f"{non_blocking / blocking:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
         if mc.get_rank() == 0:
             print(f"{binding}: done", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The simulation beside runs on hosts of network namespaces, whose links are capped."""
+"""Compares the simulation with measurements on network namespaces with capped links."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SECONDS = 1.5
 _MAX_CALLS = 100
 _MIN_CALLS = 5
 _MAX_SECONDS = 3.0
-# tc counts frames with their Ethernet header; TCP with time stamps leaves 1448 of 1514 bytes to the data.
+# tc counts Ethernet frames; with TCP time stamps, 1448 of 1514 bytes are data.
 _FRAMES = 1514 / 1448
-# What a link that has idled sends at once, before its cap counts (`tests/hosts.py`). Before each call the links idle
-# for long enough, so that all calls begin alike.
+# Bytes that an idle link sends at once before its cap applies (`tests/hosts.py`). The links idle before each call, so
+# that all calls start with a full bucket.
 _BURST = 256 << 10
 
 
 @dataclass(frozen=True)
 class Case:
-    """Some hosts and their links."""
+    """A number of hosts and ranks, and the rate of the links."""
 
     rate: str
     hosts: int
@@ -38,13 +38,13 @@ def byte_seconds(rate: str) -> float:
     for unit, bits in (("mbit", 1e6), ("gbit", 1e9)):
         if rate.endswith(unit):
             return 8 / (float(rate.removesuffix(unit)) * bits) * _FRAMES
-    raise ValueError(f"{rate!r} is no rate; 100mbit and 1gbit are")
+    raise ValueError(f"invalid rate: {rate!r} (expected for example 100mbit or 1gbit)")
 
 
 def run(case: Case, sizes: Sequence[int], host: Host) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measures and predicts a case with every algorithm; the rows, and words about what failed.
+    """Measures and predicts a case with every algorithm; returns rows and error texts.
 
-    Sizes that would take seconds a call are left out.
+    Sizes that take seconds a call are skipped.
     """
     guess = NetworkModel(200e-6, 20e-6, byte_seconds(case.rate))
     measured: dict[str, Measured] = {}

@@ -1,7 +1,7 @@
-"""What an algorithm between hosts costs by formula, and the choice that follows. Pure.
+"""The cost formulas of the algorithms between hosts, and the choice of `auto`. Pure.
 
-The original is `core/src/collective/cluster/cost.rs`, with the algorithms of `algorithm.rs` beside it; this is a copy
-in Python, to be kept equal, so that the simulation chooses as dl_comm does.
+A copy of `core/src/collective/cluster/cost.rs` and `algorithm.rs`. Keep both equal, so that the simulation chooses like
+dl_comm.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ALGORITHMS = ("doubling", "halving", "pairwise", "ring")
-"""All of them, as `DL_COMM_ALGORITHM` has them."""
+"""The values of `DL_COMM_ALGORITHM`."""
 SAME_BITS = ("pairwise", "halving", "doubling")
-"""Those that `auto` chooses from; where two cost the same the first one wins."""
+"""The choices of `auto`; of two with equal cost, the first wins."""
 ADD = 1e-10
-"""Seconds that a shard takes to add up a byte that has come."""
+"""Seconds to add a received byte."""
 HEADER = LINE = 64
-"""Bytes of a message's header, and of what pieces are made of."""
+"""Bytes of a message header, and of a line, the unit of pieces."""
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """Constants of the LogGP kind, in seconds, as in `core/src/transport/network.rs`.
+    """LogGP constants in seconds, as in `core/src/transport/network.rs`.
 
-    `latency`: from the call of the sender until the receiver has an empty message. `message`: what each further message
-    that a host sends and receives at the same time adds. `byte`: a byte, to and from a host at the same time.
+    `latency_s`: from the sender's call until the receiver has an empty message. `message_gap_s`: extra time of each
+    further message that a host sends and receives concurrently. `byte_s`: a byte, in both directions at the same time.
     """
 
     latency_s: float

@@ -1,13 +1,13 @@
-"""A call on many hosts, simulated message by message. Pure.
+"""Simulates a call on many hosts, message by message. Pure.
 
-What is simulated is `core/src/collective/channel.rs` and `core/src/collective/cluster/`: the first chunk of a call,
-with which the hosts meet; then the others, dealt out to the channels, each with two chunks under way, of which the
+Follows `core/src/collective/channel.rs` and `core/src/collective/cluster/`. The first chunk of a call includes the
+handshake of the hosts. The other chunks are distributed over the channels, each with two chunks in flight, of which the
 second has sent its first messages. The channels share the link and the memory of their host. All ranks call at the same
 time.
 
-A message is on the sender's link, and at the same time on the receiver's, for its bytes' time, as soon as those are
-free of what was sent before; the latency comes on top. The link is as fast to as from a host at the same time, and the
-network carries what the links do. The shards of a host do the same at the same time.
+A message occupies the sender's and the receiver's link at the same time, for the time of its bytes, when both are free
+of earlier messages; the latency is added. Links are full duplex, and the network has no contention. All shards of a
+host do the same at the same time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MIN_CHUNK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Host:
-    """What a host takes, in seconds.
+    """Constants of a host, in seconds.
 
-    `add`: a shard, to add up or copy a byte in its caches. `memory`: the host's memory, for a byte read or written.
-    `meet`: a call of next to nothing on one host, of which the most is that its ranks wait for each other. It is taken
-    for what a call takes before its first chunk, and for each time that ranks wait for each other.
+    `add`: adding or copying a byte in cache. `memory`: reading or writing a byte of the host's memory. `barrier_s`: a
+    minimal call on one host, mostly the wait of its ranks for each other; used for the start of a call and for each
+    barrier on a host.
     """
 
     add: float = 1e-10
@@ -39,7 +39,7 @@ class Host:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: hosts with a network between them, `ranks` on each, and dl_comm's settings."""
+    """A job: hosts and their network, `ranks` on each, and dl_comm's settings."""
 
     hosts: int
     network: NetworkModel
@@ -49,12 +49,12 @@ class JobSpec:
     slot: int = 512 << 10
     """`DL_COMM_CHUNK_KB`, in bytes."""
     burst: float = 0.0
-    """The bytes that a link that has idled sends at once, before its rate counts: tc's, not that of a wire."""
+    """The bytes that an idle link sends before its rate applies (tc, not a real link)."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """An average of `bytes` bytes, which are `width` times as many while they are added up (bfloat16: 2)."""
+    """An allreduce of `bytes` bytes; partial sums are `width` times as large (bfloat16: 2)."""
 
     bytes: int
     width: float = 1
@@ -62,29 +62,29 @@ class Call:
 
 @dataclass
 class Outcome:
-    """What a call came to, and what the busiest host sends: bytes of the data, and messages."""
+    """The result of a call: its time, and the data bytes and messages that the busiest host sends."""
 
     seconds: float = 0.0
     sent: float = 0.0
     messages: int = 0
     chunks: Counter[str] = field(default_factory=Counter)
-    """How many chunks took which algorithm."""
+    """Number of chunks for each algorithm."""
 
 
 def chunks(job: JobSpec, call: Call) -> list[int]:
-    """The lengths of the chunks, as `core/src/collective/job.rs` cuts them."""
+    """The lengths of the chunks, as in `core/src/collective/job.rs`."""
     share = -(-call.bytes // (2 * job.channels))
     chunk = min(max(-(-share // LINE) * LINE, min(_MIN_CHUNK_BYTES, job.slot)), job.slot)
     return [min(chunk, call.bytes - start) for start in range(0, call.bytes, chunk)] or [0]
 
 
 def limit(job: JobSpec, call: Call) -> float:
-    """The seconds for which the least bytes, 2 (n - 1) / n of the data, are on a host's link."""
+    """The time of the least bytes, 2 (n - 1) / n of the data, on a host's link, in seconds."""
     return 2 * (job.hosts - 1) / job.hosts * call.bytes * job.network.byte_s
 
 
 def simulate(job: JobSpec, call: Call, algorithm: str = "auto") -> Outcome:
-    """The call on at least two hosts by that algorithm, or by the one that dl_comm chooses for each chunk."""
+    """Simulates a call on at least two hosts with an algorithm, or with dl_comm's choice for each chunk."""
     clock = Clock()
     roles = [Role.CORE] if job.hosts & (job.hosts - 1) == 0 else [Role.FOLDS_IN, Role.FOLDED_INTO]
     hosts = {kind: _Host(job, call, algorithm, clock, kind) for kind in roles}
@@ -98,7 +98,7 @@ def simulate(job: JobSpec, call: Call, algorithm: str = "auto") -> Outcome:
 
 
 class _Host:
-    """A host of one kind: its link, its memory and its channels."""
+    """A host of one role: its link, its memory and its channels."""
 
     def __init__(self, job: JobSpec, call: Call, algorithm: str, clock: Clock, kind: Role) -> None:
         self.job, self.call, self.clock, self.kind = job, call, clock, kind
@@ -110,7 +110,7 @@ class _Host:
         self._chunks = chunks(job, call)
 
     def lead(self) -> Process:
-        """The call: its first chunk alone, then the others on all channels."""
+        """The call: its first chunk, then the others on all channels."""
         yield self.clock.now + self.job.host.barrier_s
         yield from self._pack(0)
         yield from _all(self._transfer(0, matched=False))
@@ -120,7 +120,7 @@ class _Host:
             self.clock.begin(self._run_chunks(own))
 
     def _run_chunks(self, own: Sequence[int]) -> Process:
-        """`Channel::rest`: one chunk ahead."""
+        """`Channel::rest`: packs one chunk ahead."""
         ahead: tuple[int, Process] | None = None
         for chunk in own:
             yield from self._pack(chunk)
@@ -137,7 +137,7 @@ class _Host:
         yield from self._unpack(chunk)
 
     def _pack(self, chunk: int) -> Process:
-        """All ranks copy to their slots, wait for each other, and the shards add these up."""
+        """All ranks copy to their slots, wait for each other, and reduce their shards."""
         ranks, length = self.job.ranks, self._chunks[chunk]
         yield self._use_memory(2 * ranks * length, length)
         yield from self._barrier()
@@ -148,7 +148,7 @@ class _Host:
         yield self._use_memory(2 * self.job.ranks * self._chunks[chunk], self._chunks[chunk])
 
     def _use_memory(self, all_ranks: float, one_rank: float) -> float:
-        """When the host's memory has moved so many bytes, and a rank has had so many in its hands."""
+        """The time when the host's memory has moved `all_ranks` bytes and a rank has processed `one_rank` bytes."""
         host, now = self.job.host, self.clock.now
         return max(self.memory.reserve(now, all_ranks * host.memory), now + one_rank * host.add)
 
@@ -170,7 +170,7 @@ class _Host:
 
 
 class _Shard:
-    """A shard with its slice of a chunk, and its likes beside it: see `algorithms.Shard`."""
+    """A shard of a chunk, for all shards of the host: see `algorithms.Shard`."""
 
     def __init__(self, host: _Host, chunk: int, length: int) -> None:
         self._host, self._chunk = host, chunk
@@ -184,13 +184,12 @@ class _Shard:
         outcome.sent += messages * rounds * ranks * length
         outcome.messages += messages * rounds * ranks
         each = (LINE + length) * ranks * network.byte_s
-        # The last of several messages is ready so much later than the first; one MPI library serves the channels of a
-        # rank.
+        # Further messages are ready later, because the channels of a rank share one MPI library.
         posted = host.posting.reserve(clock.now, (messages - 1) * network.message_gap_s)
-        # Hosts of one kind send to each other; where there are two roles, a host of either hears both.
+        # Hosts of one role send to each other; with two roles, each host receives from both.
         nearest = host.peers[self.role if self.role in to else to[0]]
         last = max(line.reserve(clock.now, messages * rounds * each) for line in (host.out, nearest.inward))
-        # It is on the link for its own time yet, unless it goes with what the link has saved.
+        # The message itself also takes time on the link, unless the link has saved burst capacity.
         tail = 0.0 if host.job.burst else each
         arrived = max(last, posted + tail) + rounds * network.latency_s
         for kind in to:

@@ -1,4 +1,4 @@
-"""What the ranks run: averages of float32, each after a barrier. Rank 0 prints JSON.
+"""The program of the ranks: averages of float32, each after a barrier. Rank 0 prints JSON.
 
 run_allreduce.py BYTES:WARM:CALLS:PAUSE,...
 """
@@ -17,7 +17,7 @@ from dl_comm import _dl_comm
 
 
 def main() -> None:
-    """The program. Raises RuntimeError when an average is wrong."""
+    """Runs the trials. Raises RuntimeError if an average is wrong."""
     dl_comm.init()
     rank, ranks = dl_comm.get_rank(), dl_comm.get_nranks()
     results = []
@@ -25,7 +25,7 @@ def main() -> None:
         *numbers, pause = trial.split(":")
         size, warm, calls = map(int, numbers)
         data, mean = np.full(size // 4, rank, np.float32), np.zeros(size // 4, np.float32)
-        # Every rank fills its row, so that the mean of all rows times the ranks is the whole.
+        # Every rank fills its row: the mean times the number of ranks is the whole matrix.
         seconds = np.zeros((ranks, calls))
         for call in range(-warm, calls):
             time.sleep(float(pause))

@@ -1,4 +1,4 @@
-"""The run: the contenders of each case train, are verified, take their trials, and their times become numbers."""
+"""Runs the benchmark: the contenders of each case train, are verified, run their trials, and get statistics."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from benchmarks.training.models import Model
 from benchmarks.training.verify import JUDGED, Verification
 
 UNTIMED = 2
-"""Steps at the start of each trial that do not count."""
+"""Warm-up steps at the start of each trial."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long and how often.
+    """Durations and repetitions.
 
     Attributes:
         rounds: Trials of a contender in a case.
         steps: Timed steps of a trial; None is the model's number.
-        warm_up: Steps before the first trial; dl_comm looks for its size of buckets in some 25.
-        only: The names of the contenders that take part.
-        start_s: The longest that contenders may take to start.
-        deadline_s: The longest that a trial may take, and the steps before the first.
+        warm_up: Steps before the first trial; dl_comm finds its bucket size in about 25.
+        only: The names of the selected contenders.
+        start_s: Limit of the start of the contenders.
+        deadline_s: Limit of a trial, and of the steps before the first one.
     """
 
     rounds: int = 7
@@ -47,7 +47,7 @@ class Options:
 
 @dataclass
 class Entry:
-    """A contender in a case; an array (ranks, 3, steps) a trial: seconds of a step, exposed and busy as it reports."""
+    """A contender in a case; each trial is an array (ranks, 3, steps): step, reported exposed and total seconds."""
 
     contender: Training
     trials: list[np.ndarray] = field(default_factory=list)
@@ -56,18 +56,18 @@ class Entry:
 
 
 class Bench(BenchmarkRun[Training]):
-    """One run, and its results in `cases`, as the JSON file has them."""
+    """A benchmark run; `cases` has the results for the JSON file."""
 
     def __init__(self, tools: Tools, options: Options, root: Path) -> None:
-        """`root` is the root of the repository, where processes are started."""
+        """`root` is the root of the repository, the working directory of the processes."""
         super().__init__(tools, root, options.start_s)
         self.options = options
         self.cases: list[dict[str, Any]] = []
 
     def run(self, model: Model, ranks: int) -> None:
-        """Measures a model on so many ranks."""
+        """Measures a model on `ranks` ranks."""
         begin = time.monotonic()
-        # On one rank, `one` and `independent` are the same.
+        # On one rank, `one` equals `independent`.
         names = [name for name in self.options.only if ranks > 1 or name != "one"]
         chosen = [contender for contender in contenders.of(model) if contender.name in names]
         self.log(f"{ranks} rank(s), {model.name}: {', '.join(contender.name for contender in chosen)}")
@@ -92,7 +92,7 @@ class Bench(BenchmarkRun[Training]):
         self.log(f"  took {time.monotonic() - begin:.1f} s")
 
     def _prepare(self, entries: Sequence[Entry], ranks: int, verification: Verification, folder: Path) -> int:
-        """The steps before the first trial, and what they lead to. Returns the number of parameters."""
+        """Runs and verifies the steps before the first trial. Returns the number of parameters."""
         (folder / "first").mkdir()
         digests = self._digests(entries, ranks, folder / "first")
         if not digests:
@@ -108,7 +108,7 @@ class Bench(BenchmarkRun[Training]):
     def _advance(
         self, entries: Sequence[Entry], ranks: int, steps: int, verification: Verification, first: Path
     ) -> None:
-        """Steps that are not timed, and a comparison with each other and with the `first` parameters."""
+        """Runs untimed steps, and compares the parameters with each other and with the `first` ones."""
         for entry in entries:
             begin = time.monotonic()
             if self._steps(entry, ranks, steps) is not None:
@@ -116,7 +116,7 @@ class Bench(BenchmarkRun[Training]):
         folder = first.parents[1]
         digests = self._digests(entries, ranks, folder)
         self._agreement(entries, digests, verification)
-        # On one rank, training without communication is right; on more, ours and the peer are each other's measure.
+        # One rank is compared with training without communication; more ranks with the peer.
         compared = [e for e in entries if e.contender.name in digests and (ranks == 1 or e.contender.averages)]
         for other in compared[1:]:
             one = compared[0].contender.name
@@ -130,7 +130,7 @@ class Bench(BenchmarkRun[Training]):
                 verification.agreement(entry.contender.name, found, entry.contender.averages, entry.done)
 
     def _digests(self, entries: Sequence[Entry], ranks: int, folder: Path | None = None) -> dict[str, Sequence[str]]:
-        """Each rank's digest by contender; a folder gets the parameters in files of the contenders' names."""
+        """Each rank's digest by contender; writes the parameters to a file for each contender in `folder`."""
         found: dict[str, Sequence[str]] = {}
         for entry in entries:
             name = entry.contender.name
@@ -139,7 +139,7 @@ class Bench(BenchmarkRun[Training]):
         return found
 
     def _steps(self, entry: Entry, ranks: int, steps: int) -> np.ndarray | None:
-        """Steps of a contender, as an array (ranks, 3, steps); None when it must be left out."""
+        """Steps of a contender, as an array (ranks, 3, steps); None if it is left out."""
         answer = self._trial(entry, ranks, f"steps {steps}\n", 3 * steps)
         if answer is None:
             return None

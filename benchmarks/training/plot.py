@@ -1,4 +1,4 @@
-"""The picture: a panel for each number of ranks, a group of bars for each model, as PNG and SVG. Needs matplotlib."""
+"""Plots groups of bars for the models, one panel for each number of ranks, as PNG and SVG. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from benchmarks.training.trainer import Trainer
 
 
 def steps(trainer: Trainer, count: int) -> bytes:
-    """Does steps and times them."""
+    """Runs and times steps."""
     numbers = np.empty((3, count))
     gc.collect()
     for i in range(count):
@@ -36,7 +36,7 @@ def steps(trainer: Trainer, count: int) -> bytes:
 
 
 def parameters(trainer: Trainer, file: str) -> bytes:
-    """Tells the parameters, and writes them on rank 0."""
+    """Returns the digest of the parameters, and writes them on rank 0."""
     flat = np.concatenate([parameter.ravel() for parameter in trainer.parameters()])
     if file != "-" and trainer.rank == 0:
         flat.tofile(file)
@@ -44,7 +44,7 @@ def parameters(trainer: Trainer, file: str) -> bytes:
 
 
 def main() -> int:
-    """Serves until the stream ends."""
+    """Runs trials until the stream ends."""
     model = MODELS[sys.argv[1]]
     trainer: Trainer = importlib.import_module(f"benchmarks.training.{model.framework}_side").TRAINERS[sys.argv[2]](
         model

@@ -1,4 +1,5 @@
-/* For orientation: every process copies its buffer to another one of its own, all at once. `copy RANKS` is all ranks.
+/* For comparison: every process copies its buffer to a second buffer, all at the same time. `copy RANKS` forks all
+ * ranks.
  */
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -6,7 +7,7 @@
 
 #include "trial.h"
 
-/* A tensor's memory has the copy's behind it. */
+/* The copy follows the tensor in memory. */
 static size_t copy_offset(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static void* alloc(size_t bytes) {

@@ -1,10 +1,10 @@
-/* dl_comm's C interface. `core MEMORY`: "ordinary" is malloc's; other kinds are further rows of `kinds`. */
+/* dl_comm's C interface. `core MEMORY`: "ordinary" (malloc) or another row of `kinds`. */
 #include <dl_comm.h>
 #include <stdlib.h>
 
 #include "trial.h"
 
-/* Where tensors lie: memory that dl_comm knows nothing of, or that it has handed out. */
+/* The memory of tensors: ordinary memory, or memory from dl_comm_alloc. */
 typedef struct kind {
   const char* name;
   void* (*alloc)(size_t bytes);

@@ -1,6 +1,6 @@
-/* The limit: all buffers lie in memory that the processes share, in huge pages where Linux has them for the asking;
- * each process reads its share of all of them and writes the mean to all, between two spin barriers. Nothing is staged,
- * checked or matched. A list of tensors is one buffer. `limit RANKS` is all its ranks.
+/* The memory-bandwidth limit: all buffers lie in shared memory, in huge pages if available. Each process reads its
+ * share of all buffers and writes the mean to all, between two spin barriers, without staging, checks or matching. A
+ * list of tensors is one buffer. `limit RANKS` forks all ranks.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -13,7 +13,7 @@
 #include "vector.h"
 
 enum { LINE = 64 };
-static const size_t room = (size_t)8 << 30; /* The addresses of a rank; pages come when they are touched. */
+static const size_t room = (size_t)8 << 30; /* Address space of a rank; pages are allocated on first use. */
 
 static char* base;
 static spin_t inside;
@@ -22,7 +22,7 @@ static size_t used, taken;
 
 static char* region(int r) { return base + (size_t)r * room; }
 
-/* Adds `count` (whole) vectors over the ranks, multiplies, and writes to all. */
+/* Averages whole vectors over the ranks and writes the means to all. */
 #define AVERAGE(type, vector, real, step)                                  \
   VECTOR void average_##type(char* const* at, size_t bytes, const int n) { \
     const real share = (real)1 / (real)n;                                  \
@@ -69,7 +69,7 @@ static void average(const trial_t* trial, void** tensors) {
 }
 
 static void* alloc(size_t bytes) {
-  /* Large ones begin at a page, as those of an allocator do. */
+  /* Align large tensors to pages, like an allocator. */
   const size_t align = bytes >= 4096 ? 4096 : LINE;
   size_t begin = (used + align - 1) / align * align;
   if (begin + bytes + LINE > room) return NULL;
@@ -93,7 +93,7 @@ int main(int argc, char** argv) {
   base = mmap(NULL, room * (size_t)ranks, PROT_READ | PROT_WRITE, flags, -1, 0);
   void* shared = mmap(NULL, SPIN_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (base == MAP_FAILED || shared == MAP_FAILED) fail("limit", "no shared memory");
-  madvise(base, room * (size_t)ranks, MADV_HUGEPAGE); /* A wish; without it all works as well. */
+  madvise(base, room * (size_t)ranks, MADV_HUGEPAGE); /* Optional. */
   for (rank = 0; rank < ranks - 1; ++rank) {
     pid_t child = fork();
     if (child < 0) fail("limit", "cannot fork");

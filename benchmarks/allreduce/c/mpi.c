@@ -1,5 +1,5 @@
-/* MPI_Allreduce in place and a division, as a program does it that has nothing but MPI. MPI has no 16-bit floats of its
- * own; where the library brings them as an extension they are used, else an operation of the user's adds them up.
+/* MPI_Allreduce in place and a division, as in a program that uses only MPI. MPI has no standard 16-bit floats: uses
+ * the library's extension types if available, else a user-defined operation.
  */
 #include <mpi.h>
 #include <stdlib.h>
@@ -94,7 +94,7 @@ static void average(const trial_t* trial, void** tensors) {
     memcpy(tensors[t], at, trial->lengths[t] * size);
 }
 
-/* What lists were copied into goes as well, so that no contender keeps much while it waits. */
+/* Also frees the flat buffer, so that waiting contenders hold little memory. */
 static void release(void* tensor) {
   free(scratch);
   scratch = NULL;

@@ -1,4 +1,4 @@
-/* The trials of trial.h. */
+/* Implements trial.h. */
 #define _GNU_SOURCE
 #include "trial.h"
 
@@ -31,7 +31,7 @@ static double now(void) {
   return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* Element i of rank r is i mod 7 + 2r: whole numbers, whose means are whole and exact in every type for 8 ranks. */
+/* Element i of rank r is i mod 7 + 2r: means are integers, exact in every type for up to 8 ranks. */
 static double value_at(size_t i, double offset) { return (double)(i % PERIOD) + offset; }
 
 static void write_element(element_t type, void* to, size_t i, double value) {
@@ -74,7 +74,7 @@ static void fill(element_t type, void* tensor, size_t length, double offset) {
   }
 }
 
-/* The first element that differs, or `length`. */
+/* The index of the first wrong element, or `length`. */
 static size_t first_wrong(element_t type, const void* tensor, size_t length, double offset) {
   static const double tolerance[ELEMENTS] = {[F32] = 1e-6, [F64] = 1e-15, [F16] = 1e-3, [BF16] = 8e-3};
   for (size_t i = 0; i < length; ++i) {
@@ -109,7 +109,7 @@ static int read_trial(FILE* in, trial_t* trial) {
   return 1;
 }
 
-/* Compares the tensors of a slot; returns the number of elements, or 0 with words in `why`. */
+/* Checks the tensors of a slot; returns the number of elements, or 0 with an error text in `why`. */
 static size_t check(const trial_t* trial, void** slot, double offset, char* why, size_t room) {
   size_t checked = 0;
   for (size_t t = 0; t < trial->tensors; ++t) {
@@ -158,10 +158,10 @@ static void serve(const contender_t* contender, spin_t* spin, const trial_t* tri
   spin_synchronize(spin);
   if (first) last = check(trial, slot, mean, why, sizeof why);
   spin_synchronize(spin);
-  /* Before the answer, which lets the next contender start. */
+  /* Free memory before the answer, which starts the next contender. */
   for (size_t i = 0; i < count; ++i) contender->release(all[i]);
 #ifdef __GLIBC__
-  malloc_trim(0); /* What a waiting contender keeps, another one has not. */
+  malloc_trim(0); /* Give memory to the other contenders. */
 #endif
   if (first && last) {
     fprintf(out, "ok %zu\n", first + last);

@@ -1,10 +1,14 @@
-/* What the C programs of the benchmark share: a program waits, asleep, for its trial on a socket, takes fresh buffers,
- * times one operation on each between barriers, checks the first and the last result, and sends the times.
+/* Shared by the C programs of the benchmark. A program sleeps on a socket until its trial, allocates fresh buffers,
+times
+ * one operation on each between barriers, checks the first and the last result, and sends the times.
  *
- * The environment says where: BENCH_SOCKET (a Unix socket), BENCH_BARRIER (a file of SPIN_BYTES zeroed bytes or more).
- * A trial is one line: "DTYPE MODE SLOTS ITERATIONS TENSORS LENGTH...", lengths in elements. The answer is "ok
- * CHECKED\n" (CHECKED: compared elements) and ITERATIONS doubles, seconds; or "unsupported WHY\n" or "wrong WHY\n". The
- * end of the stream ends the program.
+ * Environment: BENCH_SOCKET (a Unix socket), BENCH_BARRIER (a file of at least SPIN_BYTES zeroed bytes).
+ * A trial is one line: "DTYPE MODE SLOTS ITERATIONS TENSORS LENGTH...", lengths in elements. The answer is "ok CHECKED
+"
+ * (CHECKED: number of compared elements) and ITERATIONS doubles in seconds; or "unsupported WHY
+" or "wrong WHY
+". The
+ * program exits at the end of the stream.
  */
 #ifndef TRIAL_H
 #define TRIAL_H
@@ -12,10 +16,10 @@
 #include "element.h"
 #include "spin.h"
 
-/* How a list of tensors is to be averaged: in one call, with a call each, or copied into one buffer and back. */
+/* How to average a list of tensors: one call, one call a tensor, or copied into one flat buffer and back. */
 typedef enum list_mode { MODE_LIST, MODE_EACH, MODE_FLAT, MODES } list_mode_t;
 
-/* A trial. `lengths` are those of the `tensors` in elements, `bytes` of all of them without gaps. */
+/* A trial. `lengths`: elements of each of the `tensors`; `bytes`: total without gaps. */
 typedef struct trial {
   element_t type;
   list_mode_t mode;
@@ -23,28 +27,28 @@ typedef struct trial {
   size_t* lengths;
 } trial_t;
 
-/* A contender. The functions end the program when something fails. */
+/* A contender. Its functions exit the program on failure. */
 typedef struct contender {
   int rank, ranks;
-  /* NULL, or why the trial cannot be done. */
+  /* NULL, or the reason why the trial is unsupported. */
   const char* (*refuse)(const trial_t* trial);
-  /* Memory for a tensor, aligned to cache lines and with room up to the next; the reverse. All ranks call alike. */
+  /* Allocates and frees a tensor, aligned and padded to cache lines. All ranks make the same calls. */
   void* (*alloc)(size_t bytes);
   void (*release)(void* tensor);
   /* The timed operation, in place on the tensors of a slot. */
   void (*average)(const trial_t* trial, void** tensors);
-  /* 1 when the tensors keep their values, as a copy does, instead of taking the mean. */
+  /* 1 if the operation leaves the tensors unchanged, as a copy does. */
   int keeps;
 } contender_t;
 
-/* Does trials until there are no more. */
+/* Runs trials until the stream ends. */
 void trials_serve(const contender_t* contender);
 
-/* malloc and free of whole cache lines: ordinary memory. */
+/* Allocates and frees whole cache lines of ordinary memory. */
 void* ordinary_alloc(size_t bytes);
 void ordinary_free(void* tensor);
 
-/* Ends the program with a message. */
+/* Exits the program with a message. */
 _Noreturn void fail(const char* what, const char* why);
 
 #endif
