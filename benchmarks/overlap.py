@@ -3,9 +3,9 @@
     mpiexec -n 2 python benchmarks/overlap.py [--binding numpy torch tensorflow] [--compute-ms 30] [--average-ms 10]
 
 Each step computes for a while, then averages a gradient, whose size is chosen so that a blocking call takes about
-`--average-ms`. A row has, blocking and non-blocking, the exposed communication of a step (`get_waited`, as the plugin
-prints it), and the whole time in the call, which for NumPy includes the copies of the non-blocking phase. Values are means
-over the steps, then over the ranks.
+`--average-ms`. A row has, blocking and non-blocking, the exposed communication of a step (`get_waited`), and the whole
+time in the call, which for NumPy includes the copies of the non-blocking phase. Values are means over the steps, then
+over the ranks.
 """
 
 from __future__ import annotations

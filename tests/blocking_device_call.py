@@ -1,4 +1,4 @@
-"""An average of GPU memory as TensorFlow makes it: it ends with its result, and the stream goes on meanwhile."""
+"""A blocking average of GPU memory, as TensorFlow calls it: it returns with the result, and the stream continues."""
 
 from __future__ import annotations
 
