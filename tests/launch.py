@@ -1,7 +1,7 @@
-"""Starts a program on several ranks, and makes sure that nothing of it outlives its time.
+"""Starts a program on several ranks, and kills all its processes at the timeout.
 
-As a script: ``python tests/launch.py RANKS SECONDS COMMAND...``. ``MPIEXEC`` names another launcher than the one beside
-the interpreter, ``MPIEXEC_ARGS`` options for it.
+As a script: ``python tests/launch.py RANKS SECONDS COMMAND...``. ``MPIEXEC`` names another launcher than the one next
+to the interpreter, ``MPIEXEC_ARGS`` its options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUIET = {"DL_COMM_DUMP_DIR": os.environ.get("DL_COMM_DUMP_DIR", "none")}
 class Finished:
     """The result of a launch: the launcher's exit status (-9 if killed at the timeout) and the output.
 
-    ``left`` are the command lines of the processes that had not ended some seconds after the launcher.
+    ``left``: command lines of the processes that still ran some seconds after the launcher's exit.
     """
 
     returncode: int

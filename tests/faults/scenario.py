@@ -1,7 +1,7 @@
-"""What one rank does in a fault test: ``scenario.py FACE CASE FOLDER``. Writes what it saw to ``FOLDER/rankN.json``.
+"""One rank of a fault test: ``scenario.py BINDING CASE FOLDER``. Writes its results to ``FOLDER/rankN.json``.
 
-The odd rank is the last one; it does what the case is called, the others find out. Nothing is asserted here but that
-values are right: the test compares what all ranks wrote.
+The odd rank is the last one; it causes the fault, and the others detect it. Only values are asserted here; the test
+compares the results of all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAUSE = 1.5
 
 
 class Binding:
-    """Averages and broadcasts of NumPy arrays through the tensors of a framework."""
+    """Averages and broadcasts NumPy arrays as tensors of a framework."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Binding:
 
 
 class Rank:
-    """This rank, and what it has seen."""
+    """This rank and its results."""
 
     def __init__(self, binding: str, folder: Path) -> None:
         self.binding = Binding(binding)
@@ -64,15 +64,15 @@ class Rank:
         self.record = Observations(folder / f"rank{self.rank}.json").record
 
     def mean(self, name: str | None = None) -> None:
-        """An average that must be right."""
+        """An average with a checked value."""
         (found,) = self.binding.gradients(np.array([float(self.rank)], np.float32), name)
         assert found == (self.size - 1) / 2, found
 
 
 def recoverable(rank: Rank) -> None:
-    """Ranks that differ: an error on every rank, and the next call works."""
+    """Mismatched calls: an error on every rank, and the next call works."""
     binding, odd = rank.binding, rank.odd
-    rank.record("before", rank.mean)  # frameworks take their time for the first call
+    rank.record("before", rank.mean)  # the first call of a framework is slow
     rank.record("shape", lambda: binding.gradients(np.ones(5 if odd else 4, np.float32), "shape"))
     rank.record("dtype", lambda: binding.gradients(np.ones(4, np.float64 if odd else np.float32), "dtype"))
     rank.record("root", lambda: binding.broadcast(np.ones(4, np.float32), 1 if odd else 0))
@@ -103,7 +103,7 @@ def recoverable(rank: Rank) -> None:
 
 
 def forked() -> None:
-    """A forked child gets an error, at once."""
+    """A forked child gets an error at once."""
     child = os.fork()
     if child == 0:
         signal.alarm(10)
@@ -116,7 +116,7 @@ def forked() -> None:
 
 
 def stalls(rank: Rank) -> None:
-    """A rank that is late, for one reason or another: the others wait, say so, and go on."""
+    """A late rank, for several reasons: the others wait, print a line, and continue."""
     rank.record("before", rank.mean)
     if rank.odd:
         time.sleep(PAUSE)
@@ -138,7 +138,7 @@ def lost(end: Callable[[], Any]) -> Callable[[Rank], None]:
         rank.record("lost", lambda: rank.mean("needed"))
         rank.record("again", lambda: rank.mean("again"))
         rank.record("finalize", mc.finalize)
-        sys.exit(3)  # as after an error that nobody has caught
+        sys.exit(3)  # like after an uncaught error
 
     return case
 
@@ -148,7 +148,7 @@ def raises() -> None:
 
 
 def late(rank: Rank) -> None:
-    """A rank that does not come before the deadline."""
+    """A rank that misses the deadline."""
     rank.record("before", rank.mean)
     if rank.odd:
         time.sleep(4)
@@ -159,7 +159,7 @@ def late(rank: Rank) -> None:
 
 
 def work(rank: Rank) -> None:
-    """A job that goes well."""
+    """A job without faults."""
     for _ in range(20):
         rank.mean()
     rank.record("work", rank.mean)

@@ -23,9 +23,9 @@ from launch import QUIET, Finished, ending_together, launch, mpiexec, run
 
 SCENARIO = Path(__file__).with_name("scenario.py")
 ROUNDS = int(os.environ.get("DL_COMM_TEST_ROUNDS", "1"))
-# Told of a failure within this many seconds of the call, far below the deadline; other work runs beside the tests.
+# Failures are reported within this many seconds, far below the deadline, also on a busy machine.
 SOON = 10
-# Exceptions of TensorFlow's own in place of ours.
+# TensorFlow's exceptions for ours.
 TENSORFLOW = {
     "MismatchError": "InvalidArgumentError",
     "TimeoutError": "DeadlineExceededError",
@@ -56,7 +56,7 @@ class Job:
         self.shm.mkdir()
 
     def run(self, case: str, *, together: bool = False, **settings: str) -> Finished:
-        """Runs ``case``; with ``together`` the launcher leaves the ranks alone until all have ended."""
+        """Runs ``case``; with ``together`` the launcher kills no rank until all have ended."""
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
         command = [sys.executable, str(SCENARIO), self.binding, case, str(self.folder)]
         if together:
@@ -102,7 +102,7 @@ def _round(request: pytest.FixtureRequest) -> None:
     """Repeats every test."""
 
 
-def test_ranks_that_differ(job: Job) -> None:
+def test_mismatched_calls(job: Job) -> None:
     finished = job.run("recoverable")
     assert finished.returncode == 0, finished.output
     both = {
@@ -126,14 +126,14 @@ def test_ranks_that_differ(job: Job) -> None:
             assert not results[case]["error"], results[case]
 
 
-def test_ranks_that_are_late_for_a_while(job: Job) -> None:
-    # What the launcher makes of a rank that was stopped is not ours.
+def test_late_ranks(job: Job) -> None:
+    # The launcher's status after a stopped rank does not matter.
     finished = job.run("stalls", together=True)
     for rank in range(job.size):
         results = job.results(rank)
         assert set(results) == {"before", "slow", "gil", "stopped"}, finished.output
         assert not any(each["error"] for each in results.values()), results
-    # Before the error that did not come, somebody said who was late and what it owed.
+    # Instead of an error, a line named the late rank and the call.
     for case in ("slow", "gil", "stopped"):
         words = rf"average '{case}' on team 0 \(tensor 0.*: float32\[1\]\) has waited \d s for .*rank {job.odd} on "
         assert re.search(words, finished.output), (case, finished.output)
@@ -150,7 +150,7 @@ def test_ranks_that_are_late_for_a_while(job: Job) -> None:
         ("exception", ""),
     ],
 )
-def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
+def test_a_lost_rank(job: Job, case: str, how: str) -> None:
     finished = job.run(case, together=True)
     assert finished.returncode != 0, finished.output
     others = job.others()
@@ -159,7 +159,7 @@ def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
         assert results["lost"]["seconds"] < SOON, results["lost"]
         assert f"rank {job.odd} " in results["lost"]["text"], results["lost"]
         assert "(pid " in results["lost"]["text"], results["lost"]
-        # The first error, whatever was results of it since.
+        # Repeats the first error.
         assert (results["again"]["error"], results["again"]["text"]) == (
             results["lost"]["error"],
             results["lost"]["text"],
@@ -171,7 +171,7 @@ def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
 
 
 def test_a_rank_that_misses_the_deadline(job: Job) -> None:
-    # After a deadline ranks end without MPI's help, so the launcher must leave the last one be.
+    # After a timeout ranks exit without MPI_Finalize, so the launcher must not kill the last one.
     finished = job.run("late", together=True)
     statuses = [file.read_text() for file in job.folder.glob("ended.*")]
     assert statuses == ["0\n"] * job.size, finished.output
@@ -184,15 +184,15 @@ def test_a_rank_that_misses_the_deadline(job: Job) -> None:
         assert "'late'" in results["late"]["text"], results["late"]
         assert results["again"]["error"] == results["late"]["error"], results["again"]
     assert all(not job.results(rank)["finalize"]["error"] for rank in range(job.size))
-    # The rank that comes later hears why the team is no more.
+    # The late rank gets the reason of the team's failure.
     assert job.results(job.odd)["again"]["error"] == job.error("TimeoutError"), job.results(job.odd)
 
 
-def test_a_launcher_that_cleans_up(binding: str, tmp_path: Path) -> None:
+def test_a_launcher_that_kills_ranks(binding: str, tmp_path: Path) -> None:
     for case in ("sigkill", "sigsegv", "exit0", "exception"):
         command = [sys.executable, str(SCENARIO), binding, case, str(tmp_path)]
         if case == "exit0":
-            # MPICH's mpiexec kills the others then and calls it a success.
+            # MPICH's mpiexec kills the others and reports success.
             finished = run([sys.executable, "-m", "dl_comm.run", "-n", "2", *command], 60, QUIET)
         else:
             finished = launch(2, command, 60)
@@ -203,7 +203,7 @@ def test_a_launcher_that_cleans_up(binding: str, tmp_path: Path) -> None:
 def test_a_killed_rank_leaves_nothing_of_mpi_behind(binding: str, tmp_path: Path) -> None:
     if not hosts.possible():
         pytest.skip("needs root")
-    # A /dev/shm of its own, where nobody else leaves anything.
+    # A separate /dev/shm, which no other process uses.
     script = 'mount -t tmpfs tmpfs /dev/shm; "$@"; ls -A /dev/shm > "$LISTING"'
     command = [sys.executable, str(SCENARIO), binding, "sigkill", str(tmp_path)]
     inside = ["unshare", "--mount", "bash", "-c", script, "inside", *mpiexec(), "-n", "3", *command]
@@ -234,11 +234,11 @@ def test_a_segment_that_a_crash_left(job: Job) -> None:
     left.write_bytes(b"left")
     hour_ago = time.time() - 3600
     os.utime(left, (hour_ago, hour_ago))
-    finished = job.run("work")  # which looks that nothing is there afterwards
+    finished = job.run("work")  # checks that the folder is empty afterwards
     assert finished.returncode == 0, finished.output
 
 
-def test_two_jobs_side_by_side(binding: str, there: hosts.Hosts | None, tmp_path: Path) -> None:
+def test_two_concurrent_jobs(binding: str, there: hosts.Hosts | None, tmp_path: Path) -> None:
     jobs = []
     for number in range(2):
         folder = tmp_path / str(number)

@@ -1,4 +1,4 @@
-"""The paths of calls on device memory, on a stand-in for the CUDA driver and NCCL: results on 1 to 3 ranks, failures.
+"""The paths of calls on device memory with a fake CUDA driver and NCCL: results on 1 to 3 ranks, failures.
 
 What this shows is the core's own logic: matching, places, orders of streams, kernels' arithmetic. What a GPU does with
 it is shown by tests/gpu, where there is one.
@@ -18,7 +18,7 @@ from launch import Finished, ending_together, launch
 
 PEER_LOST = -6  # DL_COMM_ERROR_PEER_LOST
 SLOW = {"FAKE_CUDA_DELAY_US": "300"}
-# The settings by which ranks come to a path.
+# Settings that select each path.
 PATHS = {
     "ipc": {},
     "ipc, the host waits": {"FAKE_CUDA_NO_MEMOPS": "1"},
@@ -33,7 +33,7 @@ PATHS = {
 }
 
 
-# What else a driver, a GPU or NCCL may do, with the path that ranks come to.
+# Other behaviour of drivers, GPUs and NCCL, with the selected path.
 DRIVERS = {
     "ipc, machine code": {"FAKE_CUDA_CAPABILITY": "90"},
     "ipc, pages on a disk": {"DL_COMM_SHM_DIR": "DISK"},
@@ -45,7 +45,7 @@ DRIVERS = {
     "staged, slices of a GPU": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_MIG": "3"},
     "staged, no peer access": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NO_PEERS": "1", "FAKE_CUDA_NCCL_FAILS": "0"},
 }
-# Tests of test_arrays.py that go each way for the data.
+# Tests of test_arrays.py that cover each path.
 WAYS = (
     "path or (same_bits and f4) or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks "
     "or side_by_side"
@@ -69,7 +69,7 @@ def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_results_whatever_the_driver_does(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
+def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
     settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0]}
     finished = start(
@@ -79,7 +79,7 @@ def test_results_whatever_the_driver_does(fake_cuda: Path, tmp_path: Path, drive
     assert not finished.left
 
 
-def test_what_was_asked_for_and_nccl_refuses(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_requested_path_that_nccl_refuses(fake_cuda: Path, tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text("""
 import numpy as np
@@ -111,10 +111,10 @@ import dl_comm
 dl_comm.init()
 use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
 array = Array(np.ones(int(sys.argv[1]), "f4"), Stream())
-dl_comm.gradients([array], out=[array])  # the way is found
+dl_comm.gradients([array], out=[array])  # selects the path
 array.get()
 if dl_comm.rank() == 1:
-    # What it has enqueued is not done when it ends.
+    # Its enqueued work is not complete when it ends.
     array.stream.sleep(1000)
     if sys.argv[2] == "in":
         dl_comm.gradients([array], out=[array])
@@ -122,7 +122,7 @@ if dl_comm.rank() == 1:
 since = time.monotonic()
 try:
     dl_comm.gradients([array], out=[array])
-    array.get()  # the stream goes on
+    array.get()  # the stream continues
     dl_comm.gradients([array], out=[array])
     print("no error")
 except dl_comm.PeerLostError as error:
@@ -145,7 +145,7 @@ print("ended")
         ("nccl", "in", 100),
     ],
 )
-def test_a_lost_rank_is_told_and_the_stream_goes_on(
+def test_a_lost_rank_is_reported_and_the_stream_continues(
     fake_cuda: Path, tmp_path: Path, path: str, when: str, length: int
 ) -> None:
     script = tmp_path / "lost.py"
@@ -203,7 +203,7 @@ import dl_comm
 dl_comm.init()
 use(0)
 array = Array(np.ones(100, "f4"), Stream())
-dl_comm.gradients([array], out=[array])  # which may compile the kernels
+dl_comm.gradients([array], out=[array])  # may compile the kernels
 dl_comm.set_timeout(2)
 if dl_comm.rank() == 1:
     array.stream.sleep(8000)  # the GPU is late, not the rank
@@ -218,7 +218,7 @@ except dl_comm.TimeoutError as error:
 """
 
 
-def test_a_gpu_that_is_late_is_told_at_the_deadline(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_late_gpu_is_reported_at_the_deadline(fake_cuda: Path, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(LATE)
     finished = start(fake_cuda, 2, [str(script)], 60)
@@ -241,7 +241,7 @@ dl_comm.finalize()
 """
 
 
-def test_compiled_kernels_are_kept_for_the_next_process(fake_cuda: Path, tmp_path: Path) -> None:
+def test_compiled_kernels_are_cached_for_the_next_process(fake_cuda: Path, tmp_path: Path) -> None:
     script, folder = tmp_path / "kept.py", tmp_path / "cache" / "kernels"
     script.write_text(KEPT)
 
@@ -258,10 +258,10 @@ def test_compiled_kernels_are_kept_for_the_next_process(fake_cuda: Path, tmp_pat
     assert b".entry average_f32" in whole
     written = kept.stat()
     assert (run().stat().st_ino, kept.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)  # not written again
-    # What is damaged is compiled again.
+    # A damaged file is compiled again.
     kept.write_bytes(whole[: len(whole) // 2])
     assert run().read_bytes() == whole
-    # What others could have put there is left alone.
+    # A file that others could have written is ignored.
     kept.write_bytes(b"not a kernel")
     folder.chmod(0o777)
     assert run().read_bytes() == b"not a kernel"
@@ -292,13 +292,13 @@ def test_without_a_driver_the_error_says_so_and_the_rest_works(tmp_path: Path) -
     assert "panic" not in finished.output
 
 
-def test_a_driver_without_gpus_or_functions_is_told(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_driver_without_gpus_or_functions_is_reported(fake_cuda: Path, tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text(REFUSED)
     finished = start(fake_cuda, 1, [str(script)], 60, FAKE_CUDA_DEVICES="0")
     assert "told:" in finished.output, finished.output
     assert "1., 1." in finished.output
-    # A library of that name that is none.
+    # An invalid library of that name.
     empty = tmp_path / "empty"
     empty.mkdir()
     source = tmp_path / "none.c"
@@ -311,9 +311,7 @@ def test_a_driver_without_gpus_or_functions_is_told(fake_cuda: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("wanted", "why"), [("nccl", "share a GPU"), ("ipc", "cannot be shown")])
-def test_a_path_that_cannot_be_had_is_refused_with_the_reason(
-    fake_cuda: Path, tmp_path: Path, wanted: str, why: str
-) -> None:
+def test_an_unavailable_path_is_refused_with_the_reason(fake_cuda: Path, tmp_path: Path, wanted: str, why: str) -> None:
     script = tmp_path / "wanted.py"
     script.write_text(
         "import numpy as np, dl_comm\n"
@@ -334,7 +332,7 @@ def test_a_path_that_cannot_be_had_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("name", ["DL_COMM_GPU_PATH", "DL_COMM_PIPELINE_CHUNK_KB"])
-def test_settings_that_differ_between_ranks_are_told(tmp_path: Path, name: str) -> None:
+def test_settings_that_differ_between_ranks_are_reported(tmp_path: Path, name: str) -> None:
     script = tmp_path / "differs.py"
     script.write_text(
         "import os\n"
@@ -351,7 +349,7 @@ def test_settings_that_differ_between_ranks_are_told(tmp_path: Path, name: str) 
     assert "for GPUs" in finished.output, finished.output
 
 
-def test_the_doctor_tells_of_gpus_and_of_drivers_that_will_not_do(fake_cuda: Path, tmp_path: Path) -> None:
+def test_the_doctor_reports_gpus_and_unusable_drivers(fake_cuda: Path, tmp_path: Path) -> None:
     def lines(folder: Path, **settings: str) -> str:
         command = ["-m", "dl_comm.doctor", "--quick"]
         return start(folder, 1, command, 100, **settings).output

@@ -1,4 +1,4 @@
-"""Calls on device memory between hosts, on a stand-in for the CUDA driver: on the GPUs of a host, then in slices."""
+"""Calls on device memory between hosts, with a fake CUDA driver."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def average(name):
         return "" if code == 0 else f"code {code}"
     try:
         dl_comm.gradients([array], out=[array], name=name)
-        array.get()  # the stream goes on
+        array.get()  # the stream continues
         dl_comm.gradients([array], out=[array])
         return ""
     except dl_comm.PeerLostError as error:
         return str(error)
 
-assert average("first") == ""  # the way is found
+assert average("first") == ""  # selects the path
 if dl_comm.rank() == 3:
-    array.stream.sleep(1000)  # its neighbour has come to the call, and waits on its GPU
+    array.stream.sleep(1000)  # the other rank has made the call and waits on its GPU
     if waits:
         time.sleep(0.5)
     else:
@@ -78,7 +78,7 @@ print("ended\\n", end="")
 
 
 @pytest.mark.parametrize("waits", ["0", "1"])
-def test_a_rank_that_is_lost_on_one_host_is_told_on_the_other(fake_cuda: Path, tmp_path: Path, waits: str) -> None:
+def test_a_lost_rank_is_reported_on_the_other_host(fake_cuda: Path, tmp_path: Path, waits: str) -> None:
     script = tmp_path / "lost.py"
     script.write_text(LOST)
     with Hosts(2) as hosts:

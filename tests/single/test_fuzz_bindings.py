@@ -1,7 +1,6 @@
-"""Arbitrary arguments to every function of the package: what comes out is a documented exception or a result.
+"""Arbitrary arguments to every function of the package give a result or a documented exception.
 
-The calls run in a program of one rank; a panic, an abort or a hang of it fails the test, and so does any average
-afterwards that is not right.
+The calls run in a program of one rank. A panic, an abort, a hang, or a wrong average afterwards fails the test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The package without frameworks: imports none, works without any, says what is missing."""
+"""The package imports no framework, works without one, and reports missing ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_stub_declares_what_the_module_has() -> None:
     assert set(dl_comm.__all__) <= set(dir(dl_comm))
 
 
-def test_the_version_can_be_asked_for() -> None:
+def test_the_version() -> None:
     command = [sys.executable, "-m", "dl_comm", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.startswith(f"dl_comm {version('dl_comm')}, built for ")

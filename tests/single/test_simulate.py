@@ -1,4 +1,4 @@
-"""The simulation of many hosts: what must hold of it whatever the constants are."""
+"""Properties of the simulation of many hosts that hold for all constants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [64 * 8**power for power in range(8)]
 
 
 def test_the_formulas_are_those_of_the_core() -> None:
-    """The numbers are those of the tests in cost.rs."""
+    """Uses the numbers of the tests in cost.rs."""
     found = [seconds(TCP, algorithm, 2, 1024, 1024, first=True) for algorithm in ("doubling", "halving", "pairwise")]
     expected = [30_000 + 1024 + 64 + 102.4, 60_000 + 1024 + 128 + 51.2, 90_000 + 1024 + 128 + 51.2]
     assert [value * 1e9 for value in found] == pytest.approx(expected)
@@ -39,14 +39,14 @@ def test_the_formulas_are_those_of_the_core() -> None:
     assert best(TCP, 2, 64 << 10, 128 << 10, first=True) == "halving"
 
 
-def test_a_line_serves_in_order_and_at_once_what_it_has_saved() -> None:
-    line = Resource()
-    assert [line.reserve(1.0, 2.0), line.reserve(1.5, 1.0), line.reserve(9.0, 1.0)] == [3.0, 4.0, 10.0]
+def test_a_resource_serves_in_order_and_has_a_burst() -> None:
+    link = Resource()
+    assert [link.reserve(1.0, 2.0), link.reserve(1.5, 1.0), link.reserve(9.0, 1.0)] == [3.0, 4.0, 10.0]
     bucket = Resource(burst=2.0)
     assert [bucket.reserve(5.0, 2.0), bucket.reserve(5.0, 1.0), bucket.reserve(20.0, 3.0)] == [5.0, 6.0, 21.0]
 
 
-def test_a_message_that_nobody_sends_is_an_error() -> None:
+def test_a_message_without_a_sender_is_an_error() -> None:
     clock = Clock()
     clock.begin(iter(["lost"]))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="lost"):
@@ -62,8 +62,8 @@ def test_chunks_are_the_call(size: int) -> None:
     assert len(lengths) == 1 or len(lengths) >= 2 * job.channels or max(lengths) == 64 << 10
 
 
-def test_a_short_call_is_its_rounds() -> None:
-    """Log n latencies, and of what the wire and the host do next to nothing."""
+def test_a_short_call_takes_its_latencies() -> None:
+    """Log n latencies; link and host take almost no time."""
     host = Host(add=0, memory=0, barrier_s=0)
     for hosts, rounds in ((2, 1), (8, 3), (12, 3 + 2), (8192, 13)):
         outcome = simulate(JobSpec(hosts, NetworkModel(30e-6, 5e-6, 0), host), Call(64), "doubling")
@@ -78,12 +78,12 @@ def test_long_algorithms_send_the_least_bytes(algorithm: str, per_host: int) -> 
         outcome = simulate(JobSpec(hosts, TCP, ranks=per_host), Call(size), algorithm)
         assert outcome.sent == 2 * (hosts - 1) / hosts * size
         assert outcome.seconds > limit(JobSpec(hosts, TCP), Call(size))
-    # What is twice as wide on its way takes twice the bytes there, and once those back.
+    # Partial sums of twice the width send twice the bytes; results do not.
     assert simulate(JobSpec(4, TCP), Call(4 << 20, width=2), algorithm).sent == 3 / 4 * 3 * (4 << 20)
 
 
-def test_a_link_that_has_idled_is_not_felt_at_once() -> None:
-    """A call within the burst takes what it takes without bytes; a longer one what is beyond the burst."""
+def test_an_idle_link_has_a_burst() -> None:
+    """A call within the burst takes only latencies; a longer one the time of the bytes beyond the burst."""
     host = Host(add=0, memory=0, barrier_s=0)
     for algorithm, latencies in (("doubling", 1), ("pairwise", 3)):
         short, long = (
@@ -110,7 +110,7 @@ def test_on_two_hosts_pairwise_exchange_is_halving() -> None:
     for network in NETWORKS.values():
         for size in SIZES:
             one, other = (simulate(JobSpec(2, network), Call(size), each).seconds for each in ("pairwise", "halving"))
-            # The verdict goes ahead of the first chunk of one and with that of the other, in messages with headers.
+            # The handshake precedes the first chunk of one and is part of it in the other, in messages with headers.
             assert abs(one - other) < 1.01 * (network.latency_s + 4 * 64 * network.byte_s), (network, size)
 
 
@@ -121,12 +121,12 @@ def _slower_than_best(network: NetworkModel, per_host: int, hosts: int) -> float
 
 
 @pytest.mark.parametrize("network", [TCP, *NETWORKS.values()], ids=["unknown", *NETWORKS])
-def test_what_is_chosen_is_near_the_best(network: NetworkModel) -> None:
+def test_the_choice_is_near_the_best(network: NetworkModel) -> None:
     found = {hosts: _slower_than_best(network, 1, hosts) for hosts in (2, 3, 4, 8, 16, 64, 512, 4096, 8192)}
     assert max(found.values()) < 1.2, found
 
 
-def test_what_is_chosen_is_near_the_best_where_messages_take_as_long_as_their_bytes() -> None:
+def test_the_choice_is_near_the_best_with_slow_messages() -> None:
     assert _slower_than_best(NETWORKS["100 GbE, RoCE"], 8, 64) < 1.2
     assert _slower_than_best(NETWORKS["1 GbE, TCP"], 1, 1000) < 1.2
 
@@ -152,7 +152,7 @@ def test_constants_of_this_host() -> None:
     assert 0 < host.barrier_s < 0.1
 
 
-def test_ranks_that_fail_are_told_with_their_words() -> None:
+def test_failed_ranks_are_reported_with_their_output() -> None:
     with pytest.raises(ranks.Failed, match="no such luck"):
         ranks._read(Finished(3, "no such luck", False))
 
