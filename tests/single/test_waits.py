@@ -156,7 +156,7 @@ attempt("uneven", step if mc.get_rank() == 0 else (lambda: cdl.average(torch.one
 
 
 def test_keras_fit_with_other_numbers_of_steps(run: Callable[..., Finished]) -> None:
-    """The rank with fewer steps continues with a metric. TensorFlow's waits are invisible: the match timeout applies."""
+    """The rank with fewer steps continues with a metric. TensorFlow's waits are invisible: match timeout applies."""
     pytest.importorskip("keras", minversion="3.0")
     finished = run(
         """
