@@ -40,8 +40,8 @@ class Finished:
 
 def mpiexec() -> list[str]:
     """The launcher and its options."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = os.environ.get("MPIEXEC") or (str(beside) if beside.exists() else shutil.which("mpiexec"))
+    local = Path(sys.executable).parent / "mpiexec"
+    found = os.environ.get("MPIEXEC") or (str(local) if local.exists() else shutil.which("mpiexec"))
     if not found:
         raise FileNotFoundError("no mpiexec; 'pip install mpich' brings one")
     return [found, *shlex.split(os.environ.get("MPIEXEC_ARGS", ""))]

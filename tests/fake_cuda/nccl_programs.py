@@ -155,7 +155,7 @@ def _slices_rank(rank: int, pipes: list[Connection]) -> None:
     else:
         pipes[0].recv()
         ok(nccl.ncclCommGetAsyncError(comm, byref(state)))
-        assert state.value == IN_PROGRESS, "nobody has left yet"
+        assert state.value == IN_PROGRESS, "no rank has left yet"
         pipes[0].send("still waits")
     if rank == 1:
         pipes[0].send("refused")

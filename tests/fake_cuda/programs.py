@@ -342,8 +342,8 @@ def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
     start()
     (pipe,), opened, again = pipes, c_ulonglong(), c_ulonglong()
     if rank == 0:
-        memory, beside = alloc(MIB), alloc(MIB)
-        pipe.send([handle_of(memory), handle_of(beside)])
+        memory, other = alloc(MIB), alloc(MIB)
+        pipe.send([handle_of(memory), handle_of(other)])
         pipe.recv()
         ok(cuda.cuMemFree_v2(big(memory)))
         small, middle = alloc(1 << 16), alloc(1 << 16)
@@ -351,8 +351,8 @@ def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
         pipe.send([handle_of(small), handle_of(middle)])
         pipe.recv()
         return
-    old, beside = (Handle.from_buffer_copy(each) for each in pipe.recv())
-    for handle in (old, old, beside):
+    old, other = (Handle.from_buffer_copy(each) for each in pipe.recv())
+    for handle in (old, old, other):
         ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
     pipe.send("opened")
     small, middle = (Handle.from_buffer_copy(each) for each in pipe.recv())

@@ -44,8 +44,8 @@ class Job:
 
     def gpu(self, team: int = 0) -> dict[str, Any] | None:
         """The GPU path of a team; None before its first call on GPU tensors."""
-        told: dict[str, Any] | None = mc.topology()["teams"][team]["gpu"]
-        return told
+        gpu: dict[str, Any] | None = mc.topology()["teams"][team]["gpu"]
+        return gpu
 
     @property
     def exact(self) -> bool:

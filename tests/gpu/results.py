@@ -76,13 +76,13 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 def gather(folder: Path) -> dict[str, Any]:
     """A run for ``results.json``."""
-    told = steps((folder / "steps.txt").read_text())
-    measured = {step["name"] for step in told if step["name"].startswith("benchmark") and step["status"] != "left out"}
+    done = steps((folder / "steps.txt").read_text())
+    measured = {step["name"] for step in done if step["name"].startswith("benchmark") and step["status"] != "left out"}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "steps": told,
+        "steps": done,
         "benchmarks": {name: figures(folder / name) for name in sorted(measured)},
     }
 

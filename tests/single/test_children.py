@@ -22,21 +22,21 @@ mc.init(nteams=2)
 NUMBERS = (mc.rank(), mc.size(), mc.local_rank(), mc.local_size(), mc.hosts())
 
 def work(_):
-    told = []
+    errors = []
     for call in (lambda: mc.gradients([np.ones(3, np.float32)], 0), mc.barrier, lambda: mc.create_team(5)):
         try: call()
-        except mc.StateError as error: told.append(str(error))
+        except mc.StateError as error: errors.append(str(error))
     mc.finalize()
-    return NUMBERS, mc.rank(), mc.is_initialized(), told
+    return NUMBERS, mc.rank(), mc.is_initialized(), errors
 """
 
 POOL = """
 if __name__ == "__main__":
     with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
-        for numbers, rank, initialized, told in pool.map(work, range(2)):
+        for numbers, rank, initialized, errors in pool.map(work, range(2)):
             assert (numbers, rank, initialized) == (NUMBERS, NUMBERS[0], False), numbers
-            assert len(told) == 3, told
-            for words in told:
+            assert len(errors) == 3, errors
+            for text in errors:
                 assert len(words.splitlines()) == 1 and "rank itself" in words, words
     assert mc.gradients([np.full(3, NUMBERS[0], np.float32)], 0)[0][0] == (NUMBERS[1] - 1) / 2
     os.write(1, b"fine\\n")
@@ -76,8 +76,8 @@ assert done.stderr.splitlines()[-1].startswith(words), done.stderr
 
 JOBS = """
 if rank == 0:
-    for told in child(ask, *sys.argv[1:]):
-        assert sorted(told.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"], told
+    for errors in child(ask, *sys.argv[1:]):
+        assert sorted(errors.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"], errors
 mc.barrier()
 os.write(1, b"fine\\n")
 """

@@ -126,7 +126,7 @@ try:
     dl_comm.gradients([array], out=[array])
     print("no error")
 except dl_comm.PeerLostError as error:
-    print("told:", error)
+    print("reported:", error)
 array.get()
 print("seconds:", int(time.monotonic() - since))
 dl_comm.finalize()
@@ -154,7 +154,7 @@ def test_a_lost_rank_is_reported_and_the_stream_continues(
     env = {**environment(fake_cuda), **PATHS[path]}
     finished = launch(2, command, 100, env)
     assert not finished.timed_out, finished.output
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "rank 1" in finished.output
     assert "ended" in finished.output, finished.output
 
@@ -214,7 +214,7 @@ try:
     dl_comm.gradients([array], out=[array])
     print("no error")
 except dl_comm.TimeoutError as error:
-    print("told:", error)
+    print("reported:", error)
 """
 
 
@@ -223,7 +223,7 @@ def test_a_late_gpu_is_reported_at_the_deadline(fake_cuda: Path, tmp_path: Path)
     script.write_text(LATE)
     finished = start(fake_cuda, 2, [str(script)], 60)
     assert not finished.timed_out, finished.output
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "on the GPU after" in finished.output, finished.output
 
 
@@ -277,7 +277,7 @@ try:
     average_on(0, 0, [(4096, 4096, 4, 2, [4])], 0)
     print("no error")
 except dl_comm.CommError as error:
-    print("told:", error)
+    print("reported:", error)
 print(dl_comm.gradients([__import__("numpy").ones(2)]))
 """
 
@@ -286,7 +286,7 @@ def test_without_a_driver_the_error_says_so_and_the_rest_works(tmp_path: Path) -
     script = tmp_path / "refused.py"
     script.write_text(REFUSED)
     finished = launch(1, [sys.executable, str(script)], 60)
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "libcuda.so.1" in finished.output
     assert "1., 1." in finished.output
     assert "panic" not in finished.output
@@ -296,7 +296,7 @@ def test_a_driver_without_gpus_or_functions_is_reported(fake_cuda: Path, tmp_pat
     script = tmp_path / "refused.py"
     script.write_text(REFUSED)
     finished = start(fake_cuda, 1, [str(script)], 60, FAKE_CUDA_DEVICES="0")
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "1., 1." in finished.output
     # An invalid library of that name.
     empty = tmp_path / "empty"
@@ -322,12 +322,12 @@ def test_an_unavailable_path_is_refused_with_the_reason(fake_cuda: Path, tmp_pat
         "    try:\n"
         "        dl_comm.gradients([array], out=[array])\n"
         "    except dl_comm.ArgumentError as error:\n"
-        "        print('told:', error)\n"
+        "        print('reported:', error)\n"
         "print(dl_comm.gradients([np.ones(2)]))\n"
     )
     finished = start(fake_cuda, 2, [str(script)], 60, DL_COMM_GPU_PATH=wanted, FAKE_CUDA_NO_IPC="1")
     assert finished.returncode == 0, finished.output
-    assert finished.output.count("told:") == 4, finished.output
+    assert finished.output.count("reported:") == 4, finished.output
     assert why in finished.output, finished.output
 
 
@@ -342,10 +342,10 @@ def test_settings_that_differ_between_ranks_are_reported(tmp_path: Path, name: s
         "try:\n"
         "    dl_comm.init()\n"
         "except dl_comm.MismatchError as error:\n"
-        "    print(f'told: {error}\\n', end='')\n"
+        "    print(f'reported: {error}\\n', end='')\n"
     )
     finished = launch(2, [sys.executable, str(script)], 60)
-    assert finished.output.count("told:") == 2, finished.output
+    assert finished.output.count("reported:") == 2, finished.output
     assert "for GPUs" in finished.output, finished.output
 
 
@@ -354,9 +354,9 @@ def test_the_doctor_reports_gpus_and_unusable_drivers(fake_cuda: Path, tmp_path:
         command = ["-m", "dl_comm.doctor", "--quick"]
         return start(folder, 1, command, 100, **settings).output
 
-    told = lines(fake_cuda, FAKE_CUDA_DEVICES="2")
-    assert "driver for CUDA 13.0, 2 GPUs" in told, told
-    assert "used where each rank has a GPU of its own" in told, told
+    output = lines(fake_cuda, FAKE_CUDA_DEVICES="2")
+    assert "driver for CUDA 13.0, 2 GPUs" in output, output
+    assert "used if each rank has its own GPU" in output, output
     old = tmp_path / "old"
     old.mkdir()
     source = tmp_path / "old.c"
@@ -364,6 +364,6 @@ def test_the_doctor_reports_gpus_and_unusable_drivers(fake_cuda: Path, tmp_path:
         "int cuInit(unsigned f) { return (int)f; } int cuDriverGetVersion(int* v) { *v = 9000; return 0; }"
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(old / "libcuda.so.1"), str(source)], check=True)
-    told = lines(old)
-    assert "too old" in told, told
-    assert "panic" not in told
+    output = lines(old)
+    assert "too old" in output, output
+    assert "panic" not in output

@@ -69,8 +69,8 @@ if dl_comm.rank() == 3:
     else:
         dl_comm.gradients([array], out=[array], name="second")
     os.kill(os.getpid(), 9)
-said = average("second")
-print(f"told: {said}\\n", end="")
+error = average("second")
+print(f"reported: {error}\\n", end="")
 array.get()
 dl_comm.finalize()
 print("ended\\n", end="")
@@ -85,7 +85,7 @@ def test_a_lost_rank_is_reported_on_the_other_host(fake_cuda: Path, tmp_path: Pa
         command = ending_together([sys.executable, str(script)], tmp_path, 4)
         finished = hosts.launch(2, command, 100, {**environment(fake_cuda), "WAITS": waits})
     assert not finished.timed_out, finished.output
-    told = [line for line in finished.output.splitlines() if "told:" in line]
-    assert len(told) == 3, finished.output
-    assert all(("code -6" if waits == "1" else "rank 3") in line for line in told), finished.output
+    lines = [line for line in finished.output.splitlines() if "reported:" in line]
+    assert len(lines) == 3, finished.output
+    assert all(("code -6" if waits == "1" else "rank 3") in line for line in lines), finished.output
     assert finished.output.count("ended\n") >= 3, finished.output

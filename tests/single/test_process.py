@@ -19,7 +19,7 @@ HEAD = """
 import os, signal, sys, time
 import numpy as np
 import dl_comm as mc
-def say(*words):  # one write, so that the lines of two ranks do not mix
+def write_line(*words):  # one write, so that the lines of two ranks do not mix
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 def mean(value, team=0):
     return mc.gradients([np.full(3, value, np.float32)], team)[0][0]
@@ -85,7 +85,7 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
         "    try: call()\n"
         "    except mc.StateError as error: assert 'finalised' in str(error)\n"
         "    else: raise SystemExit('no error')\n"
-        "say('fine')",
+        "write_line('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
     assert finished.returncode == 0
@@ -103,7 +103,7 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
 def test_bad_environment_values_are_named(script: Script, name: str, value: str) -> None:
     finished = script(
         1,
-        HEAD + "try: mc.init()\nexcept ValueError as error: say('refused:', error)\n"
+        HEAD + "try: mc.init()\nexcept ValueError as error: write_line('refused:', error)\n"
         f"del os.environ['{name}']\nmc.init()\nassert mean(2) == 2",
         env={name: value},
     )
@@ -119,7 +119,7 @@ def test_an_unknown_variable_is_named_once(script: Script) -> None:
 
 @pytest.mark.parametrize("name", ["DL_COMM_SHM_DIR", "DL_COMM_TIMELINE"])
 def test_an_unusable_folder_is_named_with_its_variable(script: Script, name: str) -> None:
-    text = HEAD + "try: mc.init()\nexcept mc.CommError as error: say('refused:', error)"
+    text = HEAD + "try: mc.init()\nexcept mc.CommError as error: write_line('refused:', error)"
     ranks = 2 if name == "DL_COMM_SHM_DIR" else 1  # one rank needs no shared memory
     finished = script(ranks, text, env={name: "/proc/nowhere"})
     lines = [line for line in finished.output.splitlines() if line.startswith("refused: ")]
@@ -132,7 +132,7 @@ def test_an_unusable_folder_is_named_with_its_variable(script: Script, name: str
 def test_full_shared_memory_is_reported(script: Script, tmp_path: Path) -> None:
     finished = script(
         2,
-        HEAD + "try: mc.init()\nexcept mc.CommError as error: say('refused:', error)",
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: write_line('refused:', error)",
         env={"DL_COMM_CHUNK_KB": str(1 << 18), "DL_COMM_DEFAULT_NTHREADS": "256"},
     )
     assert finished.output.count("refused: rank 0") == 2, finished.output
@@ -145,9 +145,9 @@ def test_a_late_rank_is_named_at_the_deadline(script: Script) -> None:
         HEAD + "mc.init()\nmc.barrier()\n"
         "if mc.get_rank() == 2: time.sleep(4)\n"
         "try: mean(1)\n"
-        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); say('said:', error)\n"
+        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); write_line('error:', error)\n"
         "try: mean(1)\n"
-        "except mc.TimeoutError: say('again')\n"
+        "except mc.TimeoutError: write_line('again')\n"
         "time.sleep(4)  # the first exit from a failed job kills the others\n",
         env={"DL_COMM_TIMEOUT_S": "2", "DL_COMM_STALL_WARN_S": "0.5"},
     )
@@ -163,7 +163,7 @@ def test_an_exception_on_one_rank_ends_the_job(script: Script) -> None:
         "if mc.get_rank() == 1: raise RuntimeError('bad data')\n"
         "try: mean(1)\n"
         "except mc.PeerLostError as error:\n"
-        "    say('said:', error)\n"
+        "    write_line('error:', error)\n"
         "    time.sleep(100)  # the launcher reports the first exit and kills the others\n",
         timeout=50,
     )
@@ -179,11 +179,11 @@ def test_a_rank_that_leaves_early_is_named_at_once(script: Script) -> None:
         HEAD + "mc.init()\nmean(1)\n"
         "if mc.get_rank() == 1: sys.exit(0)\n"
         "try: mean(1)\n"
-        "except mc.PeerLostError as error: say('said:', error)\n",
+        "except mc.PeerLostError as error: write_line('error:', error)\n",
         timeout=50,
     )
     assert not finished.timed_out
-    assert "said: rank 1 on " in finished.output
+    assert "error: rank 1 on " in finished.output
     assert "has called finalize" in finished.output
 
 
@@ -221,7 +221,7 @@ def test_a_launcher_that_cannot_be_used_is_refused(tmp_path: Path, env: dict[str
     """Otherwise every process would train as rank 0 of 1."""
     program = tmp_path / "script.py"
     program.write_text(
-        HEAD + "try: mc.init()\nexcept mc.CommError as error: say(error)\nelse: say('size', mc.size())\n"
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: write_line(error)\nelse: write_line('size', mc.size())\n"
     )
     refused = run([sys.executable, str(program)], 60, env)
     assert words in refused.output
@@ -246,11 +246,11 @@ def test_a_killed_rank_is_lost_to_the_others(tmp_path: Path, how: str) -> None:
         HEAD + "mc.init()\nmean(1)\n"
         f"if mc.get_rank() == 1: {how}\n"
         "try: mean(1)\n"
-        "except mc.PeerLostError as error: say('said:', error)\n"
+        "except mc.PeerLostError as error: write_line('error:', error)\n"
     )
     # The shell delays the exit that mpiexec sees, so that the other ranks can report the loss.
     finished = launch(2, ["sh", "-c", f"{shlex.join([sys.executable, str(program)])}; sleep 3"], 50)
-    assert "said: rank 1 on " in finished.output
+    assert "error: rank 1 on " in finished.output
     assert "has ended" in finished.output
 
 
@@ -261,7 +261,7 @@ def test_a_forked_child_gets_an_error(script: Script) -> None:
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    try: mean(1)\n"
-        "    except mc.StateError as error: say('said:', error)\n"
+        "    except mc.StateError as error: write_line('error:', error)\n"
         "    sys.exit(0)\n"
         "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nsay('fine')",
     )

@@ -22,7 +22,7 @@ def lost(what):
     try:
         what()
     except mc.PeerLostError as error:
-        print(f"told after {time.monotonic() - start:.0f} s: {error}", flush=True)
+        print(f"detected after {time.monotonic() - start:.0f} s: {error}", flush=True)
 """
 SETTINGS = {"DL_COMM_TIMEOUT_S": "60"}
 
@@ -37,8 +37,8 @@ def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finis
     return finished
 
 
-def told(finished: Finished) -> None:
-    found = re.search(r"told after (\d+) s: rank 1 on \w+", finished.output)
+def check_detected(finished: Finished) -> None:
+    found = re.search(r"detected after (\d+) s: rank 1 on \w+", finished.output)
     assert found, finished.output
     assert int(found[1]) < 30, finished.output
 
@@ -58,7 +58,7 @@ if mc.get_rank() == 1:
 lost(lambda: mc.gradients([np.ones(3)]))
 open(done, "w").close()
 """
-    told(on_ranks(body, tmp_path, two))
+    check_detected(on_ranks(body, tmp_path, two))
 
 
 def test_create_team_does_not_wait_for_a_rank_lost_on_another_host(two: hosts.Hosts, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ if mc.get_rank() == 1:
     os.kill(os.getpid(), 9)
 lost(lambda: mc.create_team(1))
 """
-    told(on_ranks(body, tmp_path, two))
+    check_detected(on_ranks(body, tmp_path, two))
 
 
 def test_a_failed_start_of_one_rank_is_reported_at_once(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ except mc.CommError as error:
     finished = on_ranks(body, tmp_path)
     found = re.search(r"failed after (\d+) s: .*/proc/nowhere", finished.output)
     if not found and "failed after" not in finished.output:
-        pytest.skip("the launcher does not tell the ranks by PMI_RANK")
+        pytest.skip("the launcher does not set PMI_RANK")
     assert found, finished.output
     assert int(found[1]) < 30, finished.output
     # The others get the same error, with the rank.

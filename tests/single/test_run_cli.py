@@ -74,10 +74,10 @@ def words(folder: Path, kind: str, *options: str, env: dict[str, str] | None = N
 )
 def test_the_command_line_of_each_launcher(tmp_path: Path, kind: str, line: str) -> None:
     options = ("-H", "a:2,b:4", "-n", "4", "--bind", "core", "--network", "eth9", "-x", "V=w", "--mpi-args=-v")
-    told = {"DL_COMM_SOCKET_IFNAME": "eth9", "FI_TCP_IFACE": "eth9", "UCX_NET_DEVICES": "eth9"}
-    told |= {"OMPI_MCA_btl_tcp_if_include": "eth9", "V": "w"}
-    before = "env " + " ".join(f"{name}={value}" for name, value in told.items())
-    line = line.replace("NAMES", " ".join(f"-x {name}" for name in sorted(told)))
+    variables_set = {"DL_COMM_SOCKET_IFNAME": "eth9", "FI_TCP_IFACE": "eth9", "UCX_NET_DEVICES": "eth9"}
+    variables_set |= {"OMPI_MCA_btl_tcp_if_include": "eth9", "V": "w"}
+    before = "env " + " ".join(f"{name}={value}" for name, value in variables_set.items())
+    line = line.replace("NAMES", " ".join(f"-x {name}" for name in sorted(variables_set)))
     # With srun, a:2,b:4 and four ranks are two on each.
     assert words(tmp_path, kind, *options, "prog", "1") == f"{before} {line}"
 
@@ -183,10 +183,10 @@ def test_networks(tmp_path: Path) -> None:
 
 
 def ended(rank: int, order: int | None, **end: object) -> Rank:
-    told: dict[str, object] = {"tail": [], **end}
+    end_report: dict[str, object] = {"tail": [], **end}
     if "killed" not in end:
-        told = {"status": 0, "signal": 0, "asked": 0, "seconds": 1.0, "oom": False, **told}
-    return Rank(rank, "h", 0.0, told if order is not None else None, order, 1.0)
+        end_report = {"status": 0, "signal": 0, "asked": 0, "seconds": 1.0, "oom": False, **end_report}
+    return Rank(rank, "h", 0.0, end_report if order is not None else None, order, 1.0)
 
 
 def judged(*ranks: Rank, code: int = 1, asked: int | None = None) -> tuple[int, str]:

@@ -38,10 +38,10 @@ def is_accepted(listener: Listener, rank: int) -> bool:
     return answered and rank in listener.ranks
 
 
-def closed(stranger: socket.socket) -> bool:
+def closed(intruder: socket.socket) -> bool:
     """Whether the listener closes the connection; unread data makes it a reset."""
-    with stranger, contextlib.suppress(ConnectionError):
-        return stranger.recv(16) == b""
+    with intruder, contextlib.suppress(ConnectionError):
+        return intruder.recv(16) == b""
     return True
 
 
@@ -75,13 +75,13 @@ def test_a_silent_stranger_is_closed(listener: Listener, monkeypatch: pytest.Mon
     slow = [caller(listener), caller(listener, b"0123")]
     with caller(listener, hello(listener, 2)) as member:
         assert member.recv(16) == b"ok\n"
-        assert all(closed(stranger) for stranger in slow)
+        assert all(closed(intruder) for intruder in slow)
         member.sendall(b'{"status": 0, "signal": 0}\n')
         assert member.recv(16) == b"ok\n", "a rank may be silent for long"
 
 
 def test_any_bytes_are_survived(listener: Listener) -> None:
-    """A stranger's, and those of one who knows the token: the ranks that come after it are heard."""
+    """Any bytes, with and without the token: later ranks are still accepted."""
     lines = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "host", "status"]), inner),
@@ -138,8 +138,8 @@ def test_more_strangers_than_descriptors() -> None:
             assert member.recv(16) == b"ok\n"
         assert time.monotonic() - started < 30
         out, err = process.communicate("\n", timeout=60)
-        for stranger in strangers:
-            stranger.close()
+        for intruder in strangers:
+            intruder.close()
     finally:
         process.kill()
         process.wait()

@@ -70,11 +70,11 @@ def test_the_end_before_the_last_call(script: Script) -> None:
 def test_an_uncaught_exception_with_a_call_in_flight(script: Script) -> None:
     text = HEAD.format(package="dl_comm") + (
         "mc.config_team(0, 0, 0, 50)\ntry:\n    calls(0, 5)\n    if mc.get_rank() == 1: raise RuntimeError('mine')\n"
-        "    calls(0, 5)\nexcept mc.CommError as error:\n    print('heard:', type(error).__name__, flush=True)\n"
+        "    calls(0, 5)\nexcept mc.CommError as error:\n    print('caught:', type(error).__name__, flush=True)\n"
     )
     finished = script(2, text)
     assert not finished.timed_out
-    assert "heard: PeerLostError" in finished.output, finished.output
+    assert "caught: PeerLostError" in finished.output, finished.output
 
 
 def test_the_environment_sets_the_cool_down(script: Script) -> None:

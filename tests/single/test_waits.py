@@ -85,7 +85,7 @@ for _ in range(5):
 attempt("wait", (lambda: {here}) if mc.get_rank() == 0 else (lambda: {there}))
 mc.gradients(ones(), 0)
 mc.barrier()
-print("goes on", flush=True)
+print("continues", flush=True)
 """)
     assert finished.returncode == 0, finished.output
     for text in seen(finished, "wait", 2):
@@ -94,7 +94,7 @@ print("goes on", flush=True)
         assert "rank 0: " in text, text
         assert "rank 1: " in text, text
     assert "has made 5 calls on team 0" in finished.output, finished.output
-    assert finished.output.count("goes on") == 2, finished.output
+    assert finished.output.count("continues") == 2, finished.output
 
 
 def test_a_mismatch_that_ends_the_script_is_a_mismatch_on_all_ranks(run: Callable[..., Finished]) -> None:

@@ -26,7 +26,7 @@ def find(folder: Path, job: str | None = None, log: Log = lambda _: None) -> dic
     Args:
         folder: The folder.
         job: Which job; None: the one that wrote last.
-        log: Told about the jobs that are left out.
+        log: Gets a note for each skipped job.
 
     Raises:
         BadInput: The folder is missing, or has no file of that job.
@@ -62,7 +62,7 @@ def _job(path: Path) -> str:
 
 
 def events(path: Path, log: Log) -> Iterator[Event]:
-    """The events of a file in their order; ``log`` is told that the end is missing.
+    """The events of a file in their order; ``log`` gets a note if the end is missing.
 
     Raises:
         BadInput: The file is not from dl_comm, or is damaged before its end.

@@ -24,7 +24,7 @@ def merge(files: Mapping[int, Path], first: float, out: TextIO, log: Log) -> int
         files: The result of ``_files.find``.
         first: The time of the first event in microseconds; it becomes 0.
         out: Gets one JSON object with one event on a line.
-        log: Told about files whose end is missing.
+        log: Gets a note for each file without an end.
     """
     count = 0
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')

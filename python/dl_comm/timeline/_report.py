@@ -117,13 +117,13 @@ def quantile(values: list[float], share: float) -> float | None:
 
 def _late(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
     """Waits by rank; with many ranks, a row or column stands for several."""
-    hosts = sorted({whom for _, whom in team.waits if not whom.startswith("rank ")})
+    hosts = sorted({target for _, target in team.waits if not target.startswith("rank ")})
     group = max(1, math.ceil((max(ranks, default=0) + 1) / _MOST_CELLS))
     rows = sorted({rank // group for rank in ranks})
     columns = [*(str(row) for row in rows), *hosts]
     sums: dict[tuple[int, str], float] = defaultdict(float)
-    for (rank, whom), seconds in team.waits.items():
-        late = str(int(whom.removeprefix("rank ")) // group) if whom.startswith("rank ") else whom
+    for (rank, target), seconds in team.waits.items():
+        late = str(int(target.removeprefix("rank ")) // group) if target.startswith("rank ") else target
         sums[rank // group, late] += seconds
     text = {str(row): _span(row * group, group) for row in rows}
     return {
