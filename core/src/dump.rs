@@ -1,5 +1,5 @@
-//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.analyze_dumps`. Written after a failure or a
-//! stall, on SIGUSR1, and when somebody asks.
+//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.analyze_dumps`. Written after a
+//! failure or a stall, on SIGUSR1, and when somebody asks.
 //!
 //! Thread rule: a [`Dumper`] may be used from any thread; one file is written at a time.
 

@@ -1,17 +1,17 @@
 """ctypes bindings of the two fake libraries for the test programs.
 
-Whoever imports this has LD_LIBRARY_PATH set to the fake's folder, as the core's users in tests have. A process that
-forks does so before it calls ``start``.
+LD_LIBRARY_PATH must contain the folder of the fake libraries before this module is imported. A process that forks must
+do so before it calls ``start``.
 
-The settings of the stand-in are numbers in the environment:
+Settings are numbers in the environment:
 
-- what it has: ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
-  (so many devices are slices of one GPU);
-- what it refuses, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (numbers in memory that streams wait for),
+- hardware: ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
+  (number of devices that are slices of one GPU);
+- unsupported features, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (stream waits on memory values),
   ``FAKE_CUDA_NO_PEERS`` (memory of other devices); ``FAKE_CUDA_NCCL_FAILS`` is the rank that cannot start NCCL;
-- how it runs: ``FAKE_CUDA_DELAY_US`` (each operation is late by up to so much), and with 1 ``FAKE_CUDA_ONE_QUEUE`` (for
-  all streams), ``FAKE_CUDA_TIME_SLICES`` (processes take turns with kernels), ``FAKE_CUDA_WAITING_CALLS`` (some wait
-  for the whole context), ``FAKE_CUDA_FAULTS`` (a bad access is an error of all later calls, not an abort).
+- execution: ``FAKE_CUDA_DELAY_US`` (largest delay of each operation), and with 1 ``FAKE_CUDA_ONE_QUEUE`` (one queue for
+  all streams), ``FAKE_CUDA_TIME_SLICES`` (kernels of processes are time-sliced), ``FAKE_CUDA_WAITING_CALLS`` (some calls
+  wait for the whole context), ``FAKE_CUDA_FAULTS`` (an invalid access fails all later calls instead of aborting).
 """
 
 from __future__ import annotations

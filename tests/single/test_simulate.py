@@ -167,8 +167,8 @@ def test_the_program(tmp_path: Path) -> None:
     assert {row["algorithm"] for row in results["rows"]} == {"auto", *ALGORITHMS}
     assert all(row["seconds"] > row["limit_s"] > 0 for row in results["rows"])
     assert finished.output.count("BERT-base") == 2
-    pictures = [tmp_path / f"simulate_given.{suffix}" for suffix in ("png", "svg")]
+    plots = [tmp_path / f"simulate_given.{suffix}" for suffix in ("png", "svg")]
     if importlib.util.find_spec("matplotlib"):
-        assert all(picture.stat().st_size > 10_000 for picture in pictures)
+        assert all(plot.stat().st_size > 10_000 for plot in plots)
     else:
-        assert not any(picture.exists() for picture in pictures)
+        assert not any(plot.exists() for plot in plots)
