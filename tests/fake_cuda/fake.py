@@ -10,8 +10,8 @@ Settings are numbers in the environment:
 - unsupported features, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (stream waits on memory values),
   ``FAKE_CUDA_NO_PEERS`` (memory of other devices); ``FAKE_CUDA_NCCL_FAILS`` is the rank that cannot start NCCL;
 - execution: ``FAKE_CUDA_DELAY_US`` (largest delay of each operation), and with 1 ``FAKE_CUDA_ONE_QUEUE`` (one queue for
-  all streams), ``FAKE_CUDA_TIME_SLICES`` (kernels of processes are time-sliced), ``FAKE_CUDA_WAITING_CALLS`` (some calls
-  wait for the whole context), ``FAKE_CUDA_FAULTS`` (an invalid access fails all later calls instead of aborting).
+  all streams), ``FAKE_CUDA_TIME_SLICES`` (kernels of processes are time-sliced), ``FAKE_CUDA_WAITING_CALLS`` (some
+  calls wait for the whole context), ``FAKE_CUDA_FAULTS`` (an invalid access fails all later calls instead of aborting).
 """
 
 from __future__ import annotations
