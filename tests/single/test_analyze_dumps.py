@@ -63,7 +63,7 @@ def waiting(for_ranks: list[int], ago: float = 62.0, **more: Any) -> list[dict[s
     return [call("done", 70, 1), call("meeting", ago, waiting_for=for_ranks, **more)]
 
 
-def test_a_rank_in_its_own_code(tmp_path: Path) -> None:
+def test_a_rank_in_user_code(tmp_path: Path) -> None:
     dump(tmp_path, 0, {0: waiting([2])})
     dump(tmp_path / "node1", 1, {0: waiting([2])})
     dump(tmp_path / "node2", 2, {0: [call("done", 70, 1)], -1: []})
@@ -75,7 +75,7 @@ def test_a_rank_in_its_own_code(tmp_path: Path) -> None:
     )
 
 
-def test_the_stacks_of_a_dump_show_where_its_own_code_is(tmp_path: Path) -> None:
+def test_the_stacks_of_a_dump_locate_user_code(tmp_path: Path) -> None:
     stacks = [
         "Thread 0x1 (most recent call first):", '  File "/lib/queue.py", line 3 in get', "",
         "Current thread 0x2 (most recent call first):",
@@ -96,7 +96,7 @@ def test_the_last_call_is_that_of_the_highest_number(tmp_path: Path) -> None:
     assert "its last call was average on team 0, number 1, which ended 70 s before" in finding.text
 
 
-def test_a_rank_in_another_call_and_the_root_of_a_chain(tmp_path: Path) -> None:
+def test_a_chain_of_waits(tmp_path: Path) -> None:
     dump(tmp_path, 0, {0: waiting([1, 2])})
     dump(tmp_path, 1, {0: [call("done", 70, 1)], -1: [call("meeting", 50, title="barrier", waiting_for=[2])]})
     dump(tmp_path, 2, {0: [call("done", 70, 1)], -1: []})
@@ -107,7 +107,7 @@ def test_a_rank_in_another_call_and_the_root_of_a_chain(tmp_path: Path) -> None:
     assert "it waits in barrier (tensor 0 'w': float32[64,3] and 160 more) for rank 2" in other.text
 
 
-def test_what_the_other_rank_called_instead_and_what_is_behind(tmp_path: Path) -> None:
+def test_different_calls_and_queued_calls(tmp_path: Path) -> None:
     other = "average 'loss' on team 0"
     dump(tmp_path, 0, {0: waiting([1])}, size=2)
     dump(tmp_path, 1, {0: waiting([0], title=other)}, size=2)
@@ -134,7 +134,7 @@ def test_ranks_without_a_dump(tmp_path: Path) -> None:
     assert "no dump since 65 s before the newest" in old.text
 
 
-def test_a_rank_that_ended(tmp_path: Path) -> None:
+def test_a_lost_rank(tmp_path: Path) -> None:
     failure = "rank 1 on node1 (pid 101) has ended: killed by signal 9"
     for rank in (0, 2):
         dump(tmp_path, rank, {0: [call("done", 70, 1), call("failed", 62, error=failure)]}, failure=failure)
@@ -143,7 +143,7 @@ def test_a_rank_that_ended(tmp_path: Path) -> None:
     assert ended.text.startswith(failure)
 
 
-def test_a_deadline_that_passed_is_as_good_as_a_wait(tmp_path: Path) -> None:
+def test_a_timeout_counts_as_a_wait(tmp_path: Path) -> None:
     failure = "not complete after 300.0 s"
     late = call("failed", 302, error=failure, ended_s=300.0)
     for rank in (0, 1):
@@ -154,21 +154,21 @@ def test_a_deadline_that_passed_is_as_good_as_a_wait(tmp_path: Path) -> None:
     assert (second.kind, second.waiting) == ("failed", (0, 1, 2))
 
 
-def test_a_mismatch_is_shown_and_is_not_a_wait(tmp_path: Path) -> None:
+def test_a_mismatch_is_not_a_wait(tmp_path: Path) -> None:
     for rank in range(2):
         dump(tmp_path, rank, {0: [call("failed", 5, error=MISMATCH), call("done", 4, 1)]}, size=2)
     (only,) = analyzed(tmp_path)
     assert (only.kind, only.text, only.waiting, only.is_problem) == ("mismatch", MISMATCH, (0, 1), True)
 
 
-def test_slow_within_a_call_that_all_have(tmp_path: Path) -> None:
+def test_a_rank_stalled_in_a_common_call(tmp_path: Path) -> None:
     for rank in range(3):
         dump(tmp_path, rank, {0: [call("running", 20, 1, waiting_for=[] if rank == 1 else [1])]})
     (slow,) = analyzed(tmp_path)
     assert (slow.kind, slow.ranks, slow.waiting) == ("stalled_in_call", (1,), (0, 2))
 
 
-def test_a_healthy_job_and_who_is_slow_in_it(tmp_path: Path) -> None:
+def test_a_healthy_job_with_a_straggler(tmp_path: Path) -> None:
     waits = [{"ranks": [2], "seconds": 2.5}, {"ranks": [1], "seconds": 0.5}]
     for rank in range(3):
         own = waits if rank == 0 else []
@@ -203,7 +203,7 @@ def test_the_newest_job_and_the_newest_dump_count(tmp_path: Path) -> None:
     assert [one.kind for one in analyze(job, {})] == ["idle"]
 
 
-def test_many_ranks_stay_readable(tmp_path: Path) -> None:
+def test_findings_of_many_ranks_are_merged(tmp_path: Path) -> None:
     for rank in range(64):
         dump(tmp_path, rank, {0: waiting(list(range(1, 64))) if rank == 0 else [call("done", 70, 1)]}, size=64)
     (one,) = analyzed(tmp_path)
@@ -211,7 +211,7 @@ def test_many_ranks_stay_readable(tmp_path: Path) -> None:
     assert "ranks 1, 2, 3, 4, 5, 6, 7, ... 63 (63 ranks): not_called. For example, rank 1" in one.text
 
 
-def test_what_the_system_says_of_processes(tmp_path: Path) -> None:
+def test_states_of_processes(tmp_path: Path) -> None:
     children = [subprocess.Popen(["sleep", "100"]) for _ in range(3)]
     try:
         os.kill(children[1].pid, signal.SIGSTOP)
@@ -278,7 +278,7 @@ def test_a_real_rank_that_sleeps(script: Script, tmp_path: Path) -> None:
     assert (finding["kind"], finding["ranks"], finding["waiting"]) == ("not_called", [2], [0, 1])
 
 
-def test_a_real_rank_that_dies(tmp_path: Path) -> None:
+def test_a_real_lost_rank(tmp_path: Path) -> None:
     program, dumps = tmp_path / "script.py", tmp_path / "dumps"
     program.write_text(
         HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -294,7 +294,7 @@ def test_a_real_rank_that_dies(tmp_path: Path) -> None:
     assert "has ended: killed by signal 9" in first or "has ended; ranks" in first, report.output
 
 
-def test_real_ranks_that_disagree(script: Script, tmp_path: Path) -> None:
+def test_a_real_mismatch(script: Script, tmp_path: Path) -> None:
     text = (
         "try: mc.gradients(gradients if rank else gradients[:2])\nexcept mc.MismatchError: mc.dump(folder)\n"
         "mc.barrier()\n"

@@ -15,7 +15,7 @@ from launch import launch, run
 pytest.importorskip("torch")
 
 
-def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
+def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
     program = tmp_path / "first_use.py"
     program.write_text(
         "import torch, dl_comm as mc, dl_comm.torch as dt\nmc.init()\n"
@@ -72,7 +72,7 @@ def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
     assert "python -m dl_comm.build" in done.stderr
 
 
-def test_a_build_that_fails_shows_why(tmp_path: Path) -> None:
+def test_a_failed_build_shows_the_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dl_comm.build", "torch"],
         env={**os.environ, "DL_COMM_CACHE": str(tmp_path), "CXX": "false"},

@@ -39,7 +39,7 @@ def found(content: dict[str, Any], group: str, name: str) -> dict[str, Any]:
     return check
 
 
-def test_alone_it_finds_everything_and_starts_two_ranks() -> None:
+def test_all_checks_without_a_launcher() -> None:
     finished = run([*DOCTOR, "--json"], 200)
     assert finished.returncode == 0, finished.output
     content = report(finished)
@@ -64,7 +64,7 @@ def test_alone_it_finds_everything_and_starts_two_ranks() -> None:
         assert not check["facts"]["installed"] or check["facts"]["import_s"] > 0
 
 
-def test_it_names_what_is_left_and_what_is_not_known(tmp_path: Path) -> None:
+def test_leftovers_and_unknown_variables_are_named(tmp_path: Path) -> None:
     left = tmp_path / f"dl_comm.{7:032x}"
     left.write_bytes(b"0")
     env = {"DL_COMM_SHM_DIR": str(tmp_path), "DL_COMM_TIMEOUT": "5"}
@@ -83,7 +83,7 @@ def test_it_names_what_is_left_and_what_is_not_known(tmp_path: Path) -> None:
         ("rank 1 said this", "bad", "gave no report and ended with status 9: Killed (signal 9)"),
     ],
 )
-def test_two_ranks_of_which_one_is_killed(tmp_path: Path, prints: str, verdict: str, text: str) -> None:
+def test_two_ranks_with_a_killed_one(tmp_path: Path, prints: str, verdict: str, text: str) -> None:
     mpiexec = tmp_path / "mpiexec"
     lines = [prints, "=   EXIT CODE: 9", "Killed (signal 9)", "Please see the FAQ page for debugging suggestions"]
     mpiexec.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + "exit 9\n")
@@ -94,7 +94,7 @@ def test_two_ranks_of_which_one_is_killed(tmp_path: Path, prints: str, verdict: 
     assert "EXIT CODE" in check.facts["output"]
 
 
-def test_on_two_ranks_one_of_them_reports() -> None:
+def test_one_of_two_ranks_reports() -> None:
     finished = launch(2, [*DOCTOR, "--quick"], 120)
     assert finished.returncode == 0, finished.output
     assert len(re.findall(r"^healthy", finished.output, re.MULTILINE)) == 1, finished.output
@@ -103,7 +103,7 @@ def test_on_two_ranks_one_of_them_reports() -> None:
     assert "BAD" not in finished.output
 
 
-def test_one_launched_rank_says_what_it_cannot_test() -> None:
+def test_a_single_launched_rank_reports_missing_tests() -> None:
     finished = launch(1, [*DOCTOR, "--ranks-only"], 120)
     assert finished.returncode == 0, finished.output
     assert "mpiexec -n 2" in finished.output
@@ -118,7 +118,7 @@ def test_one_launched_rank_says_what_it_cannot_test() -> None:
         ({"DL_COMM_SHM_DIR": "/nonexistent"}, "/nonexistent cannot be used"),
     ],
 )
-def test_what_is_wrong_is_bad_and_first(env: dict[str, str], text: str) -> None:
+def test_problems_are_bad_and_first(env: dict[str, str], text: str) -> None:
     finished = run([*DOCTOR, "--quick", "--json", "--no-launch"], 120, env)
     assert finished.returncode == 1, finished.output
     content = report(finished)
@@ -142,7 +142,7 @@ def test_the_launcher_of_another_mpi_is_bad_on_every_process() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
-def test_a_shared_memory_that_is_too_small_is_bad_on_two_ranks(tmp_path: Path) -> None:
+def test_too_small_shared_memory_is_bad_on_two_ranks(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         finished = launch(2, [*DOCTOR, "--quick"], 120, {"DL_COMM_SHM_DIR": str(tmp_path)})
@@ -153,7 +153,7 @@ def test_a_shared_memory_that_is_too_small_is_bad_on_two_ranks(tmp_path: Path) -
     assert "BAD  start: rank 0: " in finished.output
 
 
-def test_a_framework_that_crashes_is_bad_and_ends_nothing_else(tmp_path: Path) -> None:
+def test_a_crashing_framework_is_bad_without_side_effects(tmp_path: Path) -> None:
     for name, text in (
         ("torch", "import os\nos.abort()\n"),
         ("tensorflow", "raise ImportError('lib.so is not there')\n"),
@@ -168,7 +168,7 @@ def test_a_framework_that_crashes_is_bad_and_ends_nothing_else(tmp_path: Path) -
     assert found(content, "mpi", "one rank")["verdict"] == "ok"
 
 
-def test_an_mpi_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:
+def test_an_mpi_start_that_hangs_times_out(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(
         "import os, sys, time\nfrom dl_comm.doctor import _job, __main__ as doctor\n"
@@ -188,7 +188,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 @pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
-def test_on_two_hosts_it_tells_the_network_and_that_they_are_one_machine(two_hosts: Hosts) -> None:
+def test_two_hosts_report_network_and_common_machine(two_hosts: Hosts) -> None:
     finished = two_hosts.launch(2, [*DOCTOR, "--ranks-only", "--json"])
     assert finished.returncode == 0, finished.output
     content = report(finished)
@@ -219,7 +219,7 @@ def test_the_tested_range_is_that_of_the_table() -> None:
     assert not is_tested("torch", "nightly")
 
 
-def test_launchers_are_told_apart() -> None:
+def test_launchers_are_distinguished() -> None:
     assert launch_of({"HOME": "/", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
     mpich = launch_of({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"})
     assert mpich is not None
@@ -255,7 +255,7 @@ def test_the_reason_of_each_path() -> None:
     assert one_machine == ("messages", "one machine, but the file systems for shared memory differ")
 
 
-def test_many_hosts_alike_are_one_row_and_crowds_are_seen() -> None:
+def test_equal_hosts_are_one_row_and_oversubscription_is_found() -> None:
     ranks = [place(rank, host) for rank, host in enumerate("aabbcc")]
     ranks[5]["pid_space"] = "y"
     quiet = {"tcp": [{"interface": "ib0", "peers": []}], "devices": ["verbs (/dev/infiniband/uverbs0)"]}

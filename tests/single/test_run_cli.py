@@ -131,7 +131,7 @@ def test_bad_input_is_refused(options: list[str], text: str) -> None:
     assert text in refused(*options).output
 
 
-def test_what_a_launcher_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_unsupported_launcher_options_are_refused(tmp_path: Path) -> None:
     plain, srun = fake(tmp_path, "plain"), fake(tmp_path, "srun")
     assert "pass hosts, --bind" in refused("--mpiexec", plain, "-H", "a", "--bind", "core", "p").output
     assert "same number of ranks on each host" in refused("--mpiexec", srun, "-H", "a:1,b:2", "p").output
@@ -151,7 +151,7 @@ def test_the_launcher_is_that_of_the_mpi(tmp_path: Path) -> None:
     assert built_for().kind in ("mpich", "openmpi")
 
 
-def test_another_mpis_launcher_is_not_taken(tmp_path: Path) -> None:
+def test_the_launcher_of_another_mpi_is_refused(tmp_path: Path) -> None:
     other = "openmpi" if built_for().kind == "mpich" else "mpich"
     finished = refused("--launcher", other, "-n", "2", "p", env={"PATH": str(tmp_path)})
     assert f"no mpiexec of {other} was found" in finished.output
@@ -194,7 +194,7 @@ def judged(*ranks: Rank, code: int = 1, asked: int | None = None) -> tuple[int, 
     return found.status, found.text
 
 
-def test_the_rank_that_was_lost_comes_before_those_that_missed_it() -> None:
+def test_a_lost_rank_sorts_before_ranks_that_report_it() -> None:
     lost = {"status": 1, "tail": ["dl_comm._errors.PeerLostError: rank 2 (pid 9 on h) has ended"]}
     slow = ended(2, 2, killed=True, tail=["KeyError: 'x'"])
     status, text = judged(ended(0, 0, **lost), ended(1, 1, **lost), slow)
@@ -204,7 +204,7 @@ def test_the_rank_that_was_lost_comes_before_those_that_missed_it() -> None:
     assert "rank(s) 0-1 failed later: exit status 1" in text
 
 
-def test_ranks_that_were_cut_short_are_no_success() -> None:
+def test_stopped_ranks_are_no_success() -> None:
     well = ended(0, 0, status=0)
     assert judged(well, ended(1, 1, status=0), code=0) == (0, "")
     for cut in (ended(1, None), ended(1, 1, killed=True)):
@@ -213,7 +213,7 @@ def test_ranks_that_were_cut_short_are_no_success() -> None:
         assert "rank(s) 0 had ended with status 0 before the others" in text
 
 
-def test_ends_without_a_failure_of_a_rank() -> None:
+def test_outcomes_without_a_failed_rank() -> None:
     assert judged(ended(0, 0), code=0) == (0, "")
     assert judged(code=-9) == (
         137,
@@ -239,7 +239,7 @@ BANNER = (
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_a_banner_is_taken_out_however_it_is_cut(size: int) -> None:
+def test_a_banner_is_removed_from_any_chunks(size: int) -> None:
     for text, rest in (
         (f"loss 1\n{BANNER}", "loss 1\n"),
         (f"{BANNER}more\n", "more\n"),

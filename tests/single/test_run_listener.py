@@ -53,7 +53,7 @@ def listener() -> Iterator[Listener]:
     made.close(0)
 
 
-def test_a_stranger_is_not_heard(listener: Listener) -> None:
+def test_unauthenticated_connections_are_ignored(listener: Listener) -> None:
     wrong = "0" * len(listener.token)
     assert closed(caller(listener, hello(listener, 5).replace(listener.token.encode(), wrong.encode())))
     assert closed(caller(listener, b'{"token": 1}' + NEST))
@@ -64,13 +64,13 @@ def test_a_stranger_is_not_heard(listener: Listener) -> None:
 @pytest.mark.parametrize(
     "line", [NEST, b'{"rank": Infinity, "host": ""}\n', b"{}\n", b"0\n", b"\xff\n", b"x" * (2 << 20)]
 )
-def test_one_that_knows_the_token_does_no_harm_either(listener: Listener, line: bytes) -> None:
+def test_invalid_messages_with_the_token_are_harmless(listener: Listener, line: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         assert closed(caller(listener, listener.token.encode() + line))
     assert is_accepted(listener, 1)
 
 
-def test_a_silent_stranger_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_are_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_listener, "_TOKEN_TIMEOUT_S", 0.3)
     slow = [caller(listener), caller(listener, b"0123")]
     with caller(listener, hello(listener, 2)) as member:
@@ -80,7 +80,7 @@ def test_a_silent_stranger_is_closed(listener: Listener, monkeypatch: pytest.Mon
         assert member.recv(16) == b"ok\n", "a rank may be silent for long"
 
 
-def test_any_bytes_are_survived(listener: Listener) -> None:
+def test_arbitrary_bytes(listener: Listener) -> None:
     """Any bytes, with and without the token: later ranks are still accepted."""
     lines = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),

@@ -50,7 +50,7 @@ def write(folder: Path, rank: int, content: list[Event], end: str = "]") -> None
     (folder / f"rank{rank}.trace.json").write_text("[\n" + lines + end)
 
 
-def made_up(folder: Path) -> None:
+def synthetic(folder: Path) -> None:
     for rank in range(2):
         write(folder, rank, [event for n in range(5) for event in a_step(rank, n, 1e6 + 1000 * n, 50.0 * rank)])
 
@@ -67,8 +67,8 @@ def timeline(folder: Path, *options: str) -> Finished:
     return run([sys.executable, "-m", "dl_comm.timeline", str(folder), *options], 100)
 
 
-def test_the_numbers_of_a_made_up_job(tmp_path: Path) -> None:
-    made_up(tmp_path)
+def test_metrics_of_a_synthetic_job(tmp_path: Path) -> None:
+    synthetic(tmp_path)
     content = report(metrics_of(tmp_path), None)
     whole = content["all"]
     assert whole == content["teams"][0]
@@ -96,8 +96,8 @@ def test_quantiles_and_size_classes() -> None:
     assert [exponent(size) for size in (0, 1, 2, 3, 1024, 1025)] == [-1, 0, 1, 2, 10, 11]
 
 
-def test_a_truncated_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    made_up(tmp_path)
+def test_a_truncated_file_is_read_to_its_end(tmp_path: Path) -> None:
+    synthetic(tmp_path)
     path = tmp_path / "rank1.trace.json"
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
@@ -153,7 +153,7 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "rank0.trace.json").write_text('{"traceEvents": []}')
     finished = timeline(tmp_path)
     assert (finished.returncode, "is not a timeline of dl_comm" in finished.output) == (2, True), finished.output
-    made_up(tmp_path)
+    synthetic(tmp_path)
     doctor = tmp_path / "doctor.json"
     doctor.write_text("{}")
     finished = timeline(tmp_path, "--doctor", str(doctor), "--html", str(tmp_path / "page.html"))
@@ -162,7 +162,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
 
 def test_the_limit_comes_from_the_doctor(tmp_path: Path) -> None:
-    made_up(tmp_path)
+    synthetic(tmp_path)
     doctor, page = tmp_path / "doctor.json", tmp_path / "page.html"
     doctor.write_text(json.dumps({"checks": [{"name": "average", "facts": {"limit_gb_per_s": 3.5}}]}))
     assert timeline(tmp_path, "--doctor", str(doctor), "--html", str(page)).returncode == 0
@@ -238,7 +238,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+def test_two_jobs_in_one_folder_are_separate(tmp_path: Path) -> None:
     program = tmp_path / "script.py"
     program.write_text("import dl_comm as mc\nmc.init()\nfor _ in range(4): mc.barrier()\n")
     for ranks in (3, 2):
@@ -291,7 +291,7 @@ def test_the_numbers_of_the_page_are_those_of_the_trace(slow: Path) -> None:
     assert view["steps"]["median_s"] == pytest.approx(statistics.median(times), abs=1e-6)
 
 
-def test_the_trace_is_what_viewers_want(slow: Path) -> None:
+def test_the_trace_follows_the_format(slow: Path) -> None:
     merged = json.loads((slow / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in merged} == {0, 1, 2}
     for event in merged:
@@ -302,7 +302,7 @@ def test_the_trace_is_what_viewers_want(slow: Path) -> None:
     assert nests(merged)
 
 
-def test_the_page_stands_alone(slow: Path) -> None:
+def test_the_page_is_self_contained(slow: Path) -> None:
     page = Page(slow / "page.html")
     assert page.open == []
     assert page.loads == []
