@@ -1,7 +1,7 @@
 """The CUDA kernels compile for every supported GPU without messages, into the expected code.
 
-What they compute is tested in ``tests/rust/cuda_kernels.rs``. This needs no GPU, but NVRTC: version 13 comes with
-torch, version 12, the last one for compute capabilities 7.0 and 7.2, with the ``test`` extra.
+``tests/rust/cuda_kernels.rs`` tests their results. These tests need no GPU, but NVRTC: torch installs version 13, the
+``test`` extra version 12, the last one for compute capabilities 7.0 and 7.2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The paths of calls on device memory with a fake CUDA driver and NCCL: results on 1 to 3 ranks, failures.
 
-What this shows is the core's own logic: matching, places, orders of streams, kernels' arithmetic. What a GPU does with
-it is shown by tests/gpu, where there is one.
+These tests cover the core's logic: matching, addresses, stream order, kernel arithmetic. tests/gpu runs on real GPUs.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ print(sorted(listener.ranks), flush=True)
 """
 
 
-def test_more_strangers_than_descriptors() -> None:
-    """The listener may have 128 of them; 400 strangers keep theirs open."""
+def test_more_connections_than_descriptors() -> None:
+    """The listener may use 128 descriptors; 400 unauthenticated connections stay open."""
 
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
@@ -131,14 +131,14 @@ def test_more_strangers_than_descriptors() -> None:
     try:
         address, token = process.stdout.readline().split()
         host, _, port = address.rpartition(":")
-        strangers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(400)]
+        intruders = [socket.create_connection((host, int(port)), timeout=20) for _ in range(400)]
         started = time.monotonic()
         with socket.create_connection((host, int(port)), timeout=60) as member:
             member.sendall(token.encode() + b'{"rank": 3, "host": "h"}\n')
             assert member.recv(16) == b"ok\n"
         assert time.monotonic() - started < 30
         out, err = process.communicate("\n", timeout=60)
-        for intruder in strangers:
+        for intruder in intruders:
             intruder.close()
     finally:
         process.kill()
