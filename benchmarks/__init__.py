@@ -1,1 +1,1 @@
-"""Benchmarks of dl_comm; README.md tells how to run each."""
+"""Benchmarks of dl_comm; README.md describes how to run each."""

@@ -1,11 +1,11 @@
-"""How long a step waits for its average, blocking and non-blocking: the rows of benchmarks/README.md.
+"""Measures the exposed time of a step, blocking and non-blocking: the rows of benchmarks/README.md.
 
-    mpiexec -n 2 python benchmarks/overlap.py [--face numpy torch tensorflow] [--compute-ms 30] [--average-ms 10]
+    mpiexec -n 2 python benchmarks/overlap.py [--binding numpy torch tensorflow] [--compute-ms 30] [--average-ms 10]
 
-Each step computes for a while and then averages a gradient. The gradient's size is chosen so that its average takes
-about `--average-ms` when it blocks. A row gives, blocking and non-blocking, how long a step has waited for
-communication (`get_waited`, what the plugin prints), and how long the caller was in the call in all, which for NumPy
-has the copies of the non-blocking phase in it; means over the steps, then over the ranks.
+Each step computes for a while, then averages a gradient, whose size is chosen so that a blocking call takes about
+`--average-ms`. A row has, blocking and non-blocking, the exposed communication of a step (`get_waited`), and the whole
+time in the call, which for NumPy includes the copies of the non-blocking phase. Values are means over the steps, then
+over the ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 import dl_comm as mc
 
 Step = Callable[[], float]
-"""One step: computes, averages, and returns the seconds that it was in the call."""
+"""One step: computes, averages, and returns the seconds in the call."""
 
 
 def compute(seconds: float) -> None:
-    """Multiplies small matrices for a while: work that stays in the cache of its core."""
+    """Multiplies small matrices in cache for `seconds`."""
     a = np.full((64, 64), 1e-3, np.float32)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -36,7 +36,7 @@ def compute(seconds: float) -> None:
 
 
 def numpy_step(count: int, team: int, seconds: float) -> Step:
-    """NumPy arrays, which stay the caller's: a non-blocking call copies them."""
+    """NumPy arrays belong to the caller: a non-blocking call copies them."""
     gradient = np.ones(count, np.float32)
 
     def step() -> float:
@@ -49,7 +49,7 @@ def numpy_step(count: int, team: int, seconds: float) -> Step:
 
 
 def torch_step(count: int, team: int, seconds: float) -> Step:
-    """The optimizer of dl_comm.torch, whose hooks lend the gradients to the team."""
+    """The optimizer of dl_comm.torch, whose hooks donate the gradients to the team."""
     import torch
 
     import dl_comm.torch as cdl
@@ -93,11 +93,11 @@ def tensorflow_step(count: int, team: int, seconds: float) -> Step:
     return step
 
 
-FACES = {"numpy": numpy_step, "torch": torch_step, "tensorflow": tensorflow_step}
+BINDINGS = {"numpy": numpy_step, "torch": torch_step, "tensorflow": tensorflow_step}
 
 
 def measure(step: Step, team: int, steps: int) -> tuple[float, float]:
-    """Milliseconds of a step: waited for communication, and in the call."""
+    """Milliseconds of a step: exposed, and in the call."""
     before = mc.get_waited(team)
     inside = sum(step() for _ in range(steps))
     waited = mc.get_waited(team) - before
@@ -105,7 +105,7 @@ def measure(step: Step, team: int, steps: int) -> tuple[float, float]:
 
 
 def calibrate(make: Callable[..., Step], team: int, compute_s: float, target_ms: float) -> int:
-    """A number of float32 whose blocking average takes about `target_ms`, the same on all ranks."""
+    """The number of float32 elements whose blocking call takes about `target_ms`, equal on all ranks."""
     count = 1 << 18
     for _ in range(4):
         step = make(count, team, compute_s)
@@ -119,18 +119,19 @@ def calibrate(make: Callable[..., Step], team: int, compute_s: float, target_ms:
 def main() -> int:
     """Measures and prints the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--face", nargs="+", choices=FACES, default=["numpy"])
+    parser.add_argument("--binding", nargs="+", choices=BINDINGS, default=["numpy"])
     parser.add_argument("--compute-ms", type=float, default=30.0)
     parser.add_argument("--average-ms", type=float, default=10.0)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     mc.init(2, 1)
     lines = [
-        "| face | gradient | waited, blocking | non-blocking | ratio | in the call, blocking | non-blocking | ratio |",
+        "| binding | gradient | waited, blocking | non-blocking | ratio "
+        "| in the call, blocking | non-blocking | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for index, face in enumerate(args.face):
-        make, team = FACES[face], index + 1
+    for index, binding in enumerate(args.binding):
+        make, team = BINDINGS[binding], index + 1
         mc.create_team(team)
         count = calibrate(make, team, args.compute_ms / 1e3, args.average_ms)
         step = make(count, team, args.compute_ms / 1e3)
@@ -138,13 +139,13 @@ def main() -> int:
         waited, inside = measure(step, team, args.steps)
         mc.config_team(team, 0, 0, 10 * args.steps)
         measure(step, team, 3)
-        waited_behind, inside_behind = measure(step, team, args.steps)
-        cells = [face, f"{count * 4 / 2**20:.1f} MiB"]
-        for blocking, behind in ((waited, waited_behind), (inside, inside_behind)):
-            cells += [f"{blocking:.2f} ms", f"{behind:.2f} ms", f"{behind / blocking:.3f}"]
+        waited_async, inside_async = measure(step, team, args.steps)
+        cells = [binding, f"{count * 4 / 2**20:.1f} MiB"]
+        for blocking, non_blocking in ((waited, waited_async), (inside, inside_async)):
+            cells += [f"{blocking:.2f} ms", f"{non_blocking:.2f} ms", f"{non_blocking / blocking:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
         if mc.get_rank() == 0:
-            print(f"{face}: done", file=sys.stderr, flush=True)
+            print(f"{binding}: done", file=sys.stderr, flush=True)
     if mc.get_rank() == 0:
         print(f"{args.compute_ms:g} ms of computation a step, {mc.get_nranks()} ranks on {mc.hosts()} host(s)")
         print("\n".join(lines), flush=True)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The checks that are too slow for the gate: the model of the shared memory, the thread sanitizer, the fuzzers (what they
-# cover is in docs/verification.md), the slowest programs, the faults again and again, and the soak. Needs the environment of
-# tests/run.sh (run that first); a check whose tool is not there is skipped, with words.
-# tests/heavy.sh [model|tsan|fuzz|programs|faults|soak]...
-# FUZZ_SECONDS: for each fuzzer, 60 unless set. FAULT_ROUNDS: 20. SOAK_MINUTES: 20.
+# Checks that are too slow for the gate: Loom, the thread sanitizer, the fuzzers (docs/verification.md describes them), the slowest
+# programs, repeated faults, and the soak test. Needs the environment of tests/run.sh (run that first); checks without their
+# tool are skipped with a message.
+# tests/heavy.sh [loom|tsan|fuzz|programs|faults|soak]...
+# FUZZ_SECONDS (60): for each fuzzer. FAULT_ROUNDS (20). SOAK_MINUTES (20).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,19 +15,19 @@ BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
 export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
 
 cases=("$@")
-[ $# -gt 0 ] || cases=(model tsan fuzz programs faults soak)
+[ $# -gt 0 ] || cases=(loom tsan fuzz programs faults soak)
 target=x86_64-unknown-linux-gnu
 
-nightly() { # whether there is a nightly toolchain, with the sources of the standard library
+nightly() { # whether a nightly toolchain with rust-src is installed
   [ -d "$(rustc +nightly --print sysroot 2>/dev/null)/lib/rustlib/src/rust/library" ]
 }
 
-loom() { # every order of the ranks' steps, within the bounds of core/tests/loom.rs
-  CARGO_TARGET_DIR=target/model RUSTFLAGS="--cfg loom" \
+loom() { # Loom: all interleavings within the bounds of core/tests/loom.rs
+  CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" \
     timeout 900 cargo test --release --locked -p dl_comm_core --test loom -- --nocapture
 }
 
-tsan() { # the ranks as threads, under the thread sanitizer; the standard library is built with it too
+tsan() { # ranks as threads under the thread sanitizer, with an instrumented standard library
   nightly || { echo "skipped: needs 'rustup toolchain install nightly --component rust-src'" && return 2; }
   CARGO_TARGET_DIR=target/tsan RUSTFLAGS="-Zsanitizer=thread" timeout 1800 cargo +nightly test --locked \
     -Zbuild-std --target "$target" -p dl_comm_core --test collectives --test matching --test schedules --test failures
@@ -36,7 +36,7 @@ tsan() { # the ranks as threads, under the thread sanitizer; the standard librar
 fuzz() {
   nightly && cargo fuzz --version >/dev/null 2>&1 || { echo "skipped: needs nightly and 'cargo install cargo-fuzz'" && return 2; }
   local name
-  # The leaks are MPI's, at the end of the process.
+  # MPI leaks memory at exit.
   export ASAN_OPTIONS=detect_leaks=0
   for name in $(cargo +nightly fuzz list); do
     timeout $((${FUZZ_SECONDS:-60} + 900)) cargo +nightly fuzz run "$name" -- \
@@ -44,22 +44,22 @@ fuzz() {
   done
 }
 
-programs() { # those of tests/single that the gate leaves out
+programs() { # the tests of tests/single that the gate skips
   DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy tests/single
 }
 
-faults() { # every fault, on every face, on one host and on two
+faults() { # every fault, in every binding, on one host and on two
   DL_COMM_TEST_ROUNDS="${FAULT_ROUNDS:-20}" python -m pytest -q tests/faults
 }
 
-soak() { # random calls on three ranks: right values, and memory that does not grow
+soak() { # random calls on three ranks: checks values and memory growth
   python tests/launch.py 3 $((${SOAK_MINUTES:-20} * 60 + 300)) python tests/soak.py --minutes "${SOAK_MINUTES:-20}"
 }
 
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
-    model | tsan | fuzz | programs | faults | soak) ("$case") ;;
+    loom | tsan | fuzz | programs | faults | soak) ("$case") ;;
     *) echo "no case $case" && false ;;
   esac
   case $? in

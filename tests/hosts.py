@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Several "hosts" on one Linux machine, for testing what crosses a network.
+"""Creates several "hosts" on one Linux machine, to test communication between hosts.
 
 Each host is a network namespace on one bridge, with its own host name, /etc/hosts, /dev/shm and IPC namespace, so that
-neither MPI nor dl_comm can share memory between two of them. Needs root and iproute2 (``possible()`` tells).
+neither MPI nor dl_comm can share memory between two hosts. Needs root and iproute2 (see ``possible()``).
 
-As a program it stands in for ssh: ``hosts.py [ssh options] HOST COMMAND...`` runs the command inside the host.
+As a program it replaces ssh: ``hosts.py [ssh options] HOST COMMAND...`` runs the command inside the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STATE = "DL_COMM_TEST_HOSTS"
 
 
 def possible() -> bool:
-    """Whether this process may make hosts: root, with the tools, in a kernel with network namespaces."""
+    """Whether this process can create hosts: root, the tools, and a kernel with network namespaces."""
     tools = all(shutil.which(tool) for tool in ("ip", "nsenter", "unshare", "mount"))
     if os.geteuid() != 0 or not tools:
         return False
@@ -36,10 +36,10 @@ def possible() -> bool:
 
 
 class Hosts:
-    """``count`` hosts while the context lasts; ``rate`` (as tc writes it, ``1gbit``) caps each link."""
+    """A context with ``count`` hosts; ``rate`` (in tc's format, ``1gbit``) caps each link."""
 
     def __init__(self, count: int, rate: str | None = None) -> None:
-        # Names of this process's own, so that two runs do not meet.
+        # Names with the pid, so that concurrent runs do not collide.
         self._stem = f"dlc{os.getpid()}"
         self.names = [f"{self._stem}h{i + 1}" for i in range(count)]
         self._rate = rate
@@ -64,7 +64,7 @@ class Hosts:
                 subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
             lines.append(f"10.77.0.{number} {name}")
         (self._state / "hosts").write_text("\n".join(lines) + "\n")
-        # An MPI that starts before the links carry fails or hangs.
+        # MPI fails or hangs if it starts before the links are up.
         for name in self.names:
             while "UP" not in _ip("-n", name, "-br", "link", "show", "eth0").split():
                 time.sleep(0.05)
@@ -82,7 +82,7 @@ class Hosts:
         timeout: float = 120,
         env: Mapping[str, str] | None = None,
     ) -> Finished:
-        """Runs ``command`` on ``per_host`` ranks of every host, or so many of each, with MPICH's mpiexec."""
+        """Runs ``command`` on ``per_host`` ranks of every host (or a number for each host), with MPICH's mpiexec."""
         counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
         slots = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
         count = str(sum(counts))
@@ -90,7 +90,7 @@ class Hosts:
 
     @property
     def ssh(self) -> str:
-        """The options with which MPICH's mpiexec reaches the hosts."""
+        """The options of MPICH's mpiexec for these hosts."""
         return f"-launcher ssh -launcher-exec {Path(__file__).resolve()}"
 
     def run(self, command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Finished:
@@ -116,7 +116,7 @@ def _ip(*arguments: str) -> str:
 
 
 def main() -> None:
-    """The ssh stand-in."""
+    """The ssh replacement."""
     words = sys.argv[1:]
     while words and words[0].startswith("-"):
         words = words[2 if words[0] in ("-o", "-p", "-l", "-F", "-i", "-e") else 1 :]

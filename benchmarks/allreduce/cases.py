@@ -1,4 +1,4 @@
-"""What is measured: a case is an operation on a buffer or a list of them. Pure."""
+"""The cases: an operation on a buffer or on a list of buffers. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATENCY_SIZES = (64, 4 << 10)
 MODELS = ("resnet50", "bert_base", "gpt2_small", "tiny_10000")
 
 UNTIMED = 2
-"""Iterations at the start of each turn that do not count; turns.c has the same number."""
+"""Warm-up iterations at the start of each trial; trial.c has the same number."""
 _RING = 512 * MIB
 _SMALL_RING = 512
 _MOST = {"buffer": 500, "latency": 5000, "list": 50}
@@ -47,23 +47,23 @@ class Case:
         return sum(self.lengths) * ITEM_BYTES[self.dtype]
 
     def iterations(self, seconds: float, each: float, most: int | None = None) -> int:
-        """How many iterations fit into a turn of `seconds` when one takes `each`; at least 3, and at most `most`."""
+        """The number of iterations of `each` seconds in a trial of `seconds`; at least 3 and at most `most`."""
         usual = _MOST_LARGE if self.kind == "buffer" and self.bytes >= MIB else _MOST[self.kind]
         return max(3, min(most or usual, usual, int(seconds / max(each, 1e-7))))
 
     def slots(self, iterations: int, cache: int) -> int:
-        """The buffers of the ring, for a last-level cache of so many bytes; at least 2."""
+        """The number of buffers in the ring, for a last-level cache of `cache` bytes; at least 2."""
         ring = -(-_RING // self.bytes) if self.bytes >= MIB else min(_SMALL_RING, -(-2 * cache // self.bytes))
         return max(2, min(ring, iterations + UNTIMED))
 
-    def turn(self, way: str, iterations: int, cache: int) -> str:
-        """The line that tells a worker its turn; turns.h has the format."""
-        words = [self.dtype, way, self.slots(iterations, cache), iterations, len(self.lengths), *self.lengths]
-        return " ".join(map(str, words)) + "\n"
+    def trial(self, mode: str, iterations: int, cache: int) -> str:
+        """The line that starts a trial; trial.h has the format."""
+        fields = [self.dtype, mode, self.slots(iterations, cache), iterations, len(self.lengths), *self.lengths]
+        return " ".join(map(str, fields)) + "\n"
 
 
 def buffers(sizes: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
-    """Single buffers of all sizes (bytes) and types; sizes that are no whole number of elements are rounded up."""
+    """Single buffers of all sizes (bytes) and types; sizes are rounded up to whole elements."""
     for dtype in dtypes:
         for size in sizes:
             yield Case("buffer", str(size), dtype, (-(-size // ITEM_BYTES[dtype]),))

@@ -1,4 +1,4 @@
-"""The contenders: a row of CONTENDERS each. A further one is a row more, with how it is started."""
+"""The contenders: one row of CONTENDERS each, with a function that starts it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 
 from benchmarks.allreduce.build import compile_program, spin_library
 from benchmarks.common.contenders import Contender, Start, gloo, mpich, unlaunched
-from benchmarks.common.jobs import Launch
+from benchmarks.common.processes import Launch
 from benchmarks.common.tools import Missing, Tools, mpich_program, package, program
 
 
 @dataclass(frozen=True)
-class Averaging(Contender):
+class AllreduceContender(Contender):
     """A contender of this benchmark; its group is "limit", "copy", "ours" or "peer".
 
     Attributes:
-        face: For ours: the face, as `--face` has it.
-        ways: How it averages lists: in one call ("list"), with a call each ("each"), in one flat buffer ("flat").
+        binding: For ours: the binding, a value of `--binding`.
+        modes: How it averages lists: one call ("list"), one call a tensor ("each"), one flat buffer ("flat").
     """
 
-    face: str = ""
-    ways: tuple[str, ...] = ("list",)
+    binding: str = ""
+    modes: tuple[str, ...] = ("list",)
 
 
-def python_command(averager: str) -> list[str]:
-    """The command of one rank of a Python contender, for the root of the repository."""
-    return [sys.executable, "-m", "benchmarks.allreduce.worker", averager]
+def python_command(backend: str) -> list[str]:
+    """The command of one rank of a Python contender, run in the root of the repository."""
+    return [sys.executable, "-m", "benchmarks.allreduce.worker", backend]
 
 
 def environment(tools: Tools, ranks: int) -> dict[str, str]:
-    """What every contender's processes get."""
+    """The environment of all contenders."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     return {"OMP_NUM_THREADS": threads, "BENCH_SPIN": spin_library(tools), "DL_COMM_DUMP_DIR": "none"}
 
@@ -49,7 +49,7 @@ def forking(name: str) -> Start:
 
 
 def core(memory: str) -> Start:
-    """dl_comm from C, on this kind of memory (a row of core.c)."""
+    """dl_comm from C, with this memory kind (a row of core.c)."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         ours = package("dl_comm")
@@ -60,13 +60,13 @@ def core(memory: str) -> Start:
     return start
 
 
-def python_mpich(averager: str, *packages: str) -> Start:
+def python_mpich(backend: str, *packages: str) -> Start:
     """A Python contender under the MPICH's launcher."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         for name in packages:
             package(name)
-        return _mpich(tools, ranks, python_command(averager))
+        return _mpich(tools, ranks, python_command(backend))
 
     return start
 
@@ -96,13 +96,13 @@ def c_openmpi(tools: Tools, ranks: int) -> Launch:
 
 
 def torch_gloo(tools: Tools, ranks: int) -> Launch:
-    """torch.distributed with gloo; it needs no launcher."""
+    """torch.distributed with gloo, without a launcher."""
     package("torch")
     return gloo(ranks, python_command("gloo"), environment(tools, ranks))
 
 
 def cuda_ours(path: str) -> Start:
-    """dl_comm on tensors of a GPU, by this path."""
+    """dl_comm on GPU tensors, with this path."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         package("dl_comm")
@@ -113,23 +113,23 @@ def cuda_ours(path: str) -> Start:
 
 
 def cuda_gloo(tools: Tools, ranks: int) -> Launch:
-    """torch.distributed's gloo on tensors of a GPU."""
+    """torch.distributed's gloo on GPU tensors."""
     package("torch")
     return gloo(ranks, python_command("cuda-gloo"), environment(tools, ranks))
 
 
-def cuda_alone(averager: str) -> Start:
-    """A contender that needs no launcher."""
+def cuda_unlaunched(backend: str) -> Start:
+    """A contender without a launcher."""
 
     def start(tools: Tools, ranks: int) -> Launch:
         package("torch")
-        return unlaunched(ranks, python_command(averager), environment(tools, ranks))
+        return unlaunched(ranks, python_command(backend), environment(tools, ranks))
 
     return start
 
 
 def cuda_mpi4py(tools: Tools, ranks: int) -> Launch:
-    """mpi4py on the MPICH, on tensors of a GPU."""
+    """mpi4py with MPICH, on GPU tensors."""
     package("mpi4py")
     return _mpich(tools, ranks, python_command("cuda-mpi4py"), _mpi4py(tools.mpich))
 
@@ -140,7 +140,7 @@ def _mpich(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str
 
 def _openmpi(tools: Tools, ranks: int, command: list[str], extra: Mapping[str, str] | None = None) -> Launch:
     launcher = program(_openmpi_prefix(tools) / "bin/mpirun", "mpirun of the Open MPI")
-    # Without these two, ranks may not outnumber the cores, and all threads of a rank are bound to one.
+    # Allow more ranks than cores, and do not bind all threads of a rank to one core.
     words = [launcher, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", str(ranks), *command]
     root = ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT")
     allow = {f"{name}{end}": "1" for name in root for end in ("", "_CONFIRM")}
@@ -154,44 +154,50 @@ def _openmpi_prefix(tools: Tools) -> Path:
 
 
 def _mpi4py(prefix: Path) -> dict[str, str]:
-    """mpi4py's choice of an MPI, where that MPI's library lies in its prefix."""
-    # The name without a version is for the linker, and in PyPI's packages no library.
+    """The variable that selects mpi4py's MPI library in `prefix`."""
+    # The name without a version is for the linker, and is not a library in PyPI's packages.
     found = sorted((prefix / "lib").glob("libmpi.so.[0-9]*"))
     return {"MPI4PY_LIBMPI": str(found[0])} if found else {}
 
 
-PEER_WAYS = ("each", "flat")
+PEER_MODES = ("each", "flat")
 
 CONTENDERS = (
-    Averaging("limit", "limit", "limit: shared memory, two barriers", forking("limit")),
-    Averaging("copy", "copy", "memcpy", forking("copy")),
-    Averaging("core", "ours", "dl_comm, C", core("ordinary"), "c"),
-    Averaging("core-shared", "ours", "dl_comm, C, shared memory", core("shared"), "c"),
-    Averaging("numpy", "ours", "dl_comm, NumPy (new arrays)", python_mpich("numpy", "dl_comm"), "numpy"),
-    Averaging("numpy-inplace", "ours", "dl_comm, NumPy in place", python_mpich("numpy-inplace", "dl_comm"), "numpy"),
-    Averaging(
+    AllreduceContender("limit", "limit", "limit: shared memory, two barriers", forking("limit")),
+    AllreduceContender("copy", "copy", "memcpy", forking("copy")),
+    AllreduceContender("core", "ours", "dl_comm, C", core("ordinary"), "c"),
+    AllreduceContender("core-shared", "ours", "dl_comm, C, shared memory", core("shared"), "c"),
+    AllreduceContender("numpy", "ours", "dl_comm, NumPy (new arrays)", python_mpich("numpy", "dl_comm"), "numpy"),
+    AllreduceContender(
+        "numpy-inplace", "ours", "dl_comm, NumPy in place", python_mpich("numpy-inplace", "dl_comm"), "numpy"
+    ),
+    AllreduceContender(
         "numpy-shared", "ours", "dl_comm, NumPy, shared memory", python_mpich("numpy-shared", "dl_comm"), "numpy"
     ),
-    Averaging("torch", "ours", "dl_comm, torch (new tensors)", python_mpich("torch", "dl_comm", "torch"), "torch"),
-    Averaging(
+    AllreduceContender(
+        "torch", "ours", "dl_comm, torch (new tensors)", python_mpich("torch", "dl_comm", "torch"), "torch"
+    ),
+    AllreduceContender(
         "torch-inplace", "ours", "dl_comm, torch in place", python_mpich("torch-inplace", "dl_comm", "torch"), "torch"
     ),
-    Averaging("gloo", "peer", "torch.distributed, gloo", torch_gloo, ways=PEER_WAYS),
-    Averaging("mpich", "peer", "MPICH, C", c_mpich, ways=PEER_WAYS),
-    Averaging("mpich-mpi4py", "peer", "MPICH, mpi4py", mpi4py_mpich, ways=PEER_WAYS),
-    Averaging("openmpi", "peer", "Open MPI, C", c_openmpi, ways=PEER_WAYS),
-    Averaging("openmpi-mpi4py", "peer", "Open MPI, mpi4py", mpi4py_openmpi, ways=PEER_WAYS),
+    AllreduceContender("gloo", "peer", "torch.distributed, gloo", torch_gloo, modes=PEER_MODES),
+    AllreduceContender("mpich", "peer", "MPICH, C", c_mpich, modes=PEER_MODES),
+    AllreduceContender("mpich-mpi4py", "peer", "MPICH, mpi4py", mpi4py_mpich, modes=PEER_MODES),
+    AllreduceContender("openmpi", "peer", "Open MPI, C", c_openmpi, modes=PEER_MODES),
+    AllreduceContender("openmpi-mpi4py", "peer", "Open MPI, mpi4py", mpi4py_openmpi, modes=PEER_MODES),
 )
 CUDA_CONTENDERS = (
-    Averaging("limit-copy", "limit", "limit: the GPU's copy, 2pN / B", cuda_alone("cuda-limit-copy")),
-    Averaging("limit-pinned", "copy", "pinned copies both ways at once", cuda_alone("cuda-limit-pinned")),
-    Averaging("nccl", "ours", "dl_comm, NCCL", cuda_ours("nccl"), "torch"),
-    Averaging("ipc", "ours", "dl_comm, CUDA IPC", cuda_ours("ipc"), "torch"),
-    Averaging("staged", "ours", "dl_comm, through the host", cuda_ours("staged"), "torch"),
-    Averaging("torch-nccl", "peer", "torch.distributed, NCCL", cuda_alone("cuda-nccl"), ways=("each",)),
-    Averaging("torch-gloo", "peer", "torch.distributed, gloo", cuda_gloo, ways=("each",)),
-    Averaging("mpich-host", "peer", "MPICH, mpi4py through the host", cuda_mpi4py, ways=("each",)),
+    AllreduceContender("limit-copy", "limit", "limit: the GPU's copy, 2pN / B", cuda_unlaunched("cuda-limit-copy")),
+    AllreduceContender(
+        "limit-pinned", "copy", "pinned copies in both directions", cuda_unlaunched("cuda-limit-pinned")
+    ),
+    AllreduceContender("nccl", "ours", "dl_comm, NCCL", cuda_ours("nccl"), "torch"),
+    AllreduceContender("ipc", "ours", "dl_comm, CUDA IPC", cuda_ours("ipc"), "torch"),
+    AllreduceContender("staged", "ours", "dl_comm, through the host", cuda_ours("staged"), "torch"),
+    AllreduceContender("torch-nccl", "peer", "torch.distributed, NCCL", cuda_unlaunched("cuda-nccl"), modes=("each",)),
+    AllreduceContender("torch-gloo", "peer", "torch.distributed, gloo", cuda_gloo, modes=("each",)),
+    AllreduceContender("mpich-host", "peer", "MPICH, mpi4py through the host", cuda_mpi4py, modes=("each",)),
 )
-"""Those of `--device cuda`."""
-FACES = tuple(dict.fromkeys(contender.face for contender in CONTENDERS if contender.face))
-"""The values of `--face`."""
+"""The contenders of `--device cuda`."""
+BINDINGS = tuple(dict.fromkeys(contender.binding for contender in CONTENDERS if contender.binding))
+"""The values of `--binding`."""

@@ -1,7 +1,7 @@
-"""The contenders on tensors in the memory of GPUs, of which the ranks of a host take one each, by turns.
+"""The contenders on GPU tensors; each rank uses the GPU local rank modulo GPU count.
 
-The time of an average is that from its call until it is done on the GPU. With the variable ``BENCH_DEVICE=cpu`` the
-tensors are in host memory: so the contenders themselves are tested where there is no GPU.
+A call is timed until it is complete on the GPU. With ``BENCH_DEVICE=cpu`` the tensors are in host memory, to test the
+contenders without a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.allreduce.averagers import Averager, Operation, Tensors
+from benchmarks.allreduce.backends import Backend, Operation, Tensors
 from benchmarks.common.worker import join_gloo, numbered
 
 DEVICE = os.environ.get("BENCH_DEVICE", "cuda")
@@ -22,7 +22,7 @@ class CudaTensors(Tensors):
     """On torch tensors on this rank's GPU."""
 
     def use(self, rank: int) -> None:
-        """Takes the GPU of this rank's turn."""
+        """Selects the GPU of this rank."""
         if DEVICE == "cuda":
             if not self.torch.cuda.is_available():
                 raise RuntimeError("torch sees no GPU")
@@ -43,12 +43,12 @@ class CudaTensors(Tensors):
         return found
 
     def finish(self) -> None:
-        """Returns when the GPU has done what it was given."""
+        """Waits for the GPU's current stream."""
         if DEVICE == "cuda":
             self.torch.cuda.current_stream().synchronize()
 
     def each(self, average: Any) -> Operation:
-        """The operation that averages each tensor by itself, in place."""
+        """The operation that averages each tensor separately, in place."""
 
         def operation(tensors: list[Any]) -> list[Any]:
             for tensor in tensors:
@@ -59,8 +59,8 @@ class CudaTensors(Tensors):
         return operation
 
 
-class Ours(CudaTensors):
-    """dl_comm, in place, on the path that ``DL_COMM_GPU_PATH`` asks for."""
+class DlComm(CudaTensors):
+    """dl_comm, in place, with the path of ``DL_COMM_GPU_PATH``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Ours(CudaTensors):
         self.rank, self.ranks = self.dl_comm.get_rank(), self.dl_comm.get_nranks()
         self.use(self.dl_comm.local_rank())
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         average = importlib.import_module("dl_comm.torch._ops").average_in_place
 
         def operation(tensors: list[Any]) -> list[Any]:
@@ -84,7 +84,7 @@ class Ours(CudaTensors):
 
 
 class Gloo(CudaTensors):
-    """torch.distributed's gloo, which takes tensors of a GPU through the host."""
+    """torch.distributed's gloo, which copies GPU tensors through the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Gloo(CudaTensors):
         self.rank, self.ranks = join_gloo()
         self.use(self.rank)
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         def average(tensor: Any) -> None:
             self.distributed.all_reduce(tensor)
             tensor.div_(self.ranks)
@@ -116,7 +116,7 @@ class Nccl(CudaTensors):
         store = f"file://{os.environ['BENCH_STORE']}"
         self.distributed.init_process_group("nccl", init_method=store, rank=self.rank, world_size=self.ranks)
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         mean = self.distributed.ReduceOp.AVG
         return self.each(lambda tensor: self.distributed.all_reduce(tensor, mean))
 
@@ -125,7 +125,7 @@ class Nccl(CudaTensors):
 
 
 class Mpi(CudaTensors):
-    """mpi4py through pinned host memory: down, MPI_Allreduce, up."""
+    """mpi4py through pinned host memory: copy to the host, MPI_Allreduce, copy back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class Mpi(CudaTensors):
         self.use(self.rank)
 
     def refusal(self, dtype: str) -> str | None:
-        return None if dtype in ("f32", "f64") else "mpi4py has no such type for NumPy's"
+        return None if dtype in ("f32", "f64") else "mpi4py does not support this NumPy type"
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         hosts: dict[int, Any] = {}
 
         def average(tensor: Any) -> None:
@@ -153,11 +153,11 @@ class Mpi(CudaTensors):
         return self.each(average)
 
     def close(self) -> None:
-        pass  # mpi4py ends MPI when the interpreter ends
+        pass  # mpi4py finalizes MPI at interpreter exit
 
 
 class Limit(CudaTensors):
-    """A limit: it moves what an average must move, and makes no mean."""
+    """A limit: moves the bytes of an allreduce without computing a mean."""
 
     averages = False
 
@@ -168,7 +168,7 @@ class Limit(CudaTensors):
         self.spare: dict[int, Any] = {}
 
     def like(self, tensor: Any, times: int = 1, pinned: bool = False) -> Any:
-        """Memory for so many tensors of this length, kept for the next call."""
+        """Memory for `times` tensors of this length, cached for the next call."""
         key = (tensor.numel() * times, tensor.dtype, pinned)
         if key not in self.spare:
             self.spare = {at: memory for at, memory in self.spare.items() if at[0] >= key[0]}
@@ -183,9 +183,9 @@ class Limit(CudaTensors):
 
 
 class CopyLimit(Limit):
-    """On one GPU: reading and writing the tensors of all ranks once, 2pN / B: rank 0 copies so much."""
+    """On one GPU: rank 0 reads and writes the bytes of all ranks' tensors once, 2pN / B."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         def copy(tensor: Any) -> None:
             if self.rank == 0:
                 whole = self.like(tensor, 2 * self.ranks)
@@ -196,9 +196,9 @@ class CopyLimit(Limit):
 
 
 class PinnedLimit(Limit):
-    """Through the host: a pinned copy of the tensor down and another one up at the same time, on all ranks."""
+    """Through the host: concurrent pinned copies of the tensor in both directions, on all ranks."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         side = self.torch.cuda.Stream() if DEVICE == "cuda" else None
 
         def copy(tensor: Any) -> None:
@@ -217,12 +217,12 @@ class PinnedLimit(Limit):
         return self.each(copy)
 
 
-AVERAGERS: dict[str, type[Averager]] = {
-    "cuda": Ours,
+BACKENDS: dict[str, type[Backend]] = {
+    "cuda": DlComm,
     "cuda-gloo": Gloo,
     "cuda-nccl": Nccl,
     "cuda-mpi4py": Mpi,
     "cuda-limit-copy": CopyLimit,
     "cuda-limit-pinned": PinnedLimit,
 }
-"""As `averagers.AVERAGERS`."""
+"""As `backends.BACKENDS`."""

@@ -1,4 +1,4 @@
-"""Lists of tensors as models have them: the shapes of the gradients, in the order of the parameters. Pure."""
+"""Tensor lists of models: the shapes of the gradients, in parameter order. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture: time over size, a panel for each number of ranks, as PNG and SVG. Needs matplotlib."""
+"""Plots time over size, one panel for each number of ranks, as PNG and SVG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.allreduce.contenders import CONTENDERS
 from benchmarks.allreduce.table import names, size_text
-from benchmarks.common.picture import pyplot, save
+from benchmarks.common.plot import pyplot, save
 
-# A family of contenders has a hue, a member of it a mark; blues and greens are ours.
+# A family of contenders has a hue, each member a marker; ours are blue and green.
 _STYLES: dict[str, dict[str, Any]] = {
     "limit": {"color": "black", "linestyle": "--", "linewidth": 1.8},
     "copy": {"color": "0.6", "linestyle": ":", "linewidth": 1.8},
@@ -33,7 +33,7 @@ _WIDTHS = {"ours": 1.8, "peer": 1.1, "limit": 1.8, "copy": 1.8}
 def draw(cases: Sequence[dict[str, Any]], dtype: str, title: str, path: Path) -> list[Path]:
     """Draws the single buffers of one type to `path` with the suffixes .png and .svg, and returns these paths.
 
-    Raises ImportError without matplotlib. Returns nothing when there are fewer than two sizes.
+    Raises ImportError without matplotlib. Returns nothing with fewer than two sizes.
     """
     plt = pyplot()
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator

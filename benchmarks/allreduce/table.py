@@ -1,4 +1,4 @@
-"""The results as tables for a terminal. Pure."""
+"""Formats the results as tables for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TITLES = {"buffer": "one buffer", "latency": "latency", "list": "lists of tenso
 
 
 def tables(cases: Sequence[dict[str, Any]]) -> str:
-    """All tables: for each number of ranks, kind and type the times, then the ratios; for latencies percentiles."""
+    """All tables: times and ratios for each number of ranks, kind and type; percentiles for latencies."""
     parts = []
     for (ranks, kind, dtype), group in groupby(cases, lambda case: (case["ranks"], case["kind"], case["dtype"])):
         rows = list(group)
@@ -26,7 +26,7 @@ def tables(cases: Sequence[dict[str, Any]]) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes in words: "64 B", "4 KiB"; not whole ones with a decimal."""
+    """Formats bytes: "64 B", "4 KiB", "1.5 MiB"."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if value < 1024:
@@ -36,13 +36,13 @@ def size_text(size: int) -> str:
 
 
 def median(case: dict[str, Any], name: str) -> float | None:
-    """A contender's median in a case, in microseconds; None where it has none."""
+    """A contender's median in a case, in microseconds; None without one."""
     found: float | None = case["results"].get(name, {}).get("median_us")
     return found
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    """The name of the peer with the least median, over all ways of lists; None when there is none."""
+    """The peer with the smallest median, over all list modes; None without peers."""
     peers = {
         name: result["median_us"]
         for name, result in case["results"].items()
@@ -52,7 +52,7 @@ def fastest_peer(case: dict[str, Any]) -> str | None:
 
 
 def names(cases: Sequence[dict[str, Any]], group: str = "") -> list[str]:
-    """The contenders of a group ("": all) that have a time in some case, in the order of the contenders."""
+    """The contenders of a group ("": all) with a time in any case, in order."""
     found = {
         name: None
         for case in cases

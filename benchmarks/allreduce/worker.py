@@ -1,8 +1,8 @@
-"""One rank of a Python contender: waits for its turns and does them, as c/turns.c does for the C programs.
+"""One rank of a Python contender: runs trials, like c/trial.c for the C programs.
 
     python -m benchmarks.allreduce.worker NAME
 
-NAME is a key of AVERAGERS, here or in cuda.py; c/turns.h has the environment and the protocol.
+NAME is a key of BACKENDS, here or in cuda.py; c/trial.h describes the environment and the protocol.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.allreduce.averagers import AVERAGERS, Averager
+from benchmarks.allreduce.backends import BACKENDS, Backend
 from benchmarks.allreduce.cases import UNTIMED
 from benchmarks.common.worker import serve
 
@@ -34,7 +34,7 @@ def barrier(rank: int, ranks: int) -> Callable[[], None]:
     spin = library.spin_open(os.environ["BENCH_BARRIER"].encode(), rank, ranks)
     if not spin:
         raise OSError(f"cannot map {os.environ['BENCH_BARRIER']}")
-    wait, handle = library.spin_meet, ctypes.c_void_p(spin)
+    wait, handle = library.spin_synchronize, ctypes.c_void_p(spin)
     wait.restype = None
     return lambda: wait(handle)
 
@@ -44,15 +44,15 @@ def pattern(count: int, offset: float) -> np.ndarray:
     return (np.arange(count) % PERIOD + offset).astype(np.float32)
 
 
-def check(averager: Averager, tensors: list[Any], lengths: list[int], dtype: str, mean: float) -> tuple[int, str]:
-    """Compares tensors with the pattern: the number of elements, and the first difference in words, or ""."""
-    if not averager.averages:
+def check(backend: Backend, tensors: list[Any], lengths: list[int], dtype: str, mean: float) -> tuple[int, str]:
+    """Compares tensors with the pattern; returns the number of elements, and the first difference as text or ""."""
+    if not backend.averages:
         return 0, ""
     want = pattern(min(_BLOCK, max(lengths)), mean).astype(np.float64)
     for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
         for begin in range(0, length, _BLOCK):
             end = min(length, begin + _BLOCK)
-            have = averager.values(tensor, begin, end)
+            have = backend.values(tensor, begin, end)
             right = np.abs(have - want[: end - begin]) <= _TOLERANCE[dtype] * want[: end - begin]
             if have.shape != (end - begin,) or not right.all():
                 at = int(np.argmin(right))
@@ -60,25 +60,25 @@ def check(averager: Averager, tensors: list[Any], lengths: list[int], dtype: str
     return sum(lengths), ""
 
 
-def turn(averager: Averager, wait: Callable[[], None], line: str) -> bytes:
-    """Does one turn and returns the answer."""
-    dtype, way, *numbers = line.split()
+def trial(backend: Backend, wait: Callable[[], None], line: str) -> bytes:
+    """Runs one trial and returns the answer."""
+    dtype, mode, *numbers = line.split()
     slots, iterations, _, *lengths = map(int, numbers)
-    if refusal := averager.refusal(dtype):
+    if refusal := backend.refusal(dtype):
         return f"unsupported {refusal}\n".encode()
-    mine = pattern(PERIOD * 64, 2 * averager.rank)
-    ring = [[averager.empty(length, dtype) for length in lengths] for _ in range(slots)]
+    mine = pattern(PERIOD * 64, 2 * backend.rank)
+    ring = [[backend.empty(length, dtype) for length in lengths] for _ in range(slots)]
     for tensors in ring:
         for tensor in tensors:
-            averager.fill(tensor, mine)
-    operation, clock = averager.operation(way), time.perf_counter
+            backend.fill(tensor, mine)
+    operation, clock = backend.operation(mode), time.perf_counter
     times = np.empty(UNTIMED + iterations)
     checked, wrong = 0, ""
     result: list[Any] = []
     gc.collect()
     for i in range(UNTIMED + iterations):
         tensors = ring[i % slots]
-        result = []  # frees the last one outside the times
+        result = []  # free the previous result untimed
         wait()
         begin = clock()
         result = operation(tensors)
@@ -86,35 +86,35 @@ def turn(averager: Averager, wait: Callable[[], None], line: str) -> bytes:
         times[i] = end - begin
         if i == 0:
             wait()
-            checked, wrong = check(averager, result, lengths, dtype, averager.ranks - 1)
+            checked, wrong = check(backend, result, lengths, dtype, backend.ranks - 1)
     wait()
     if not wrong:
-        more, wrong = check(averager, result, lengths, dtype, averager.ranks - 1)
+        more, wrong = check(backend, result, lengths, dtype, backend.ranks - 1)
         checked += more
     wait()
     if wrong:
-        return f"wrong rank {averager.rank}: {wrong}\n".encode()
+        return f"wrong rank {backend.rank}: {wrong}\n".encode()
     return f"ok {checked}\n".encode() + times[UNTIMED:].tobytes()
 
 
 def main() -> int:
-    """Serves until the stream ends."""
+    """Runs trials until the stream ends."""
     name = sys.argv[1]
     if name.startswith("cuda"):
-        averager = importlib.import_module("benchmarks.allreduce.cuda").AVERAGERS[name]()
+        backend = importlib.import_module("benchmarks.allreduce.cuda").BACKENDS[name]()
     else:
-        averager = AVERAGERS[name]()
-    wait = barrier(averager.rank, averager.ranks)
+        backend = BACKENDS[name]()
+    wait = barrier(backend.rank, backend.ranks)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's
     gc.disable()
 
     def answer(line: str) -> bytes:
-        found = turn(averager, wait, line)
-        trim(0)  # what a waiting contender keeps, another one has not
+        found = trial(backend, wait, line)
+        trim(0)  # give memory to the other contenders
         return found
 
-    serve(averager.rank, answer)
-    averager.close()
+    serve(backend.rank, answer)
+    backend.close()
     return 0
 
 

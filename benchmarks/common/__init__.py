@@ -1,1 +1,1 @@
-"""What the benchmarks share: processes that take turns and how they are started, the machine, tables, pictures."""
+"""Shared by the benchmarks: processes that run trials, machine description, tables, plots."""

@@ -1,26 +1,26 @@
-"""What all contenders have in common, and the launches of more than one benchmark."""
+"""The base class of contenders, and launch functions shared by the benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.common.jobs import Launch
+from benchmarks.common.processes import Launch
 from benchmarks.common.tools import Tools, mpich_program
 
 Start = Callable[[Tools, int], Launch]
-"""How to start so many processes of a contender; raises Missing when something is not there."""
+"""Starts a number of processes of a contender; raises Missing if a requirement is missing."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that are compared.
+    """A compared implementation.
 
     Attributes:
         name: Its name in tables and on the command line.
-        group: What kind of contender it is, such as "ours" or "peer".
-        what: A few words for legends.
-        start: How its processes are started.
+        group: Its kind, such as "ours" or "peer".
+        what: A short description for legends.
+        start: Starts its processes.
     """
 
     name: str
@@ -29,21 +29,21 @@ class Contender:
     start: Start
 
     def processes(self, ranks: int) -> int:
-        """The number of its processes in a case of so many ranks."""
+        """The number of its processes for `ranks` ranks."""
         return ranks
 
 
 def mpich(tools: Tools, ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """A command on all ranks under the MPICH's launcher."""
+    """A command on all ranks under MPICH's launcher."""
     return Launch([[mpich_program(tools, "mpiexec"), "-n", str(ranks), *command]], [environment])
 
 
 def unlaunched(ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """A command for each rank, without a launcher: BENCH_RANK and BENCH_RANKS tell the processes who they are."""
+    """A command for each rank, without a launcher; BENCH_RANK and BENCH_RANKS have rank and size."""
     own = [{**environment, "BENCH_RANK": str(rank), "BENCH_RANKS": str(ranks)} for rank in range(ranks)]
     return Launch([command] * ranks, own)
 
 
 def gloo(ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """The same for processes that `worker.join_gloo` joins, over the loopback interface."""
+    """The same for `worker.join_gloo`, over the loopback interface."""
     return unlaunched(ranks, command, {**environment, "GLOO_SOCKET_IFNAME": "lo"})

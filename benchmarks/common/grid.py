@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines, all columns aligned to the right."""
+    """Formats rows of cells with right-aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -20,5 +20,5 @@ def number(value: float | None) -> str:
 
 
 def ratio(above: float | None, below: float | None) -> str:
-    """A ratio; "-" where there is none."""
+    """A ratio; "-" without one."""
     return f"{above / below:.2f}" if above is not None and below else "-"

@@ -1,4 +1,4 @@
-"""The machine and the versions, for the report."""
+"""Describes the machine and the versions for the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = 30
 
 
 def last_level_cache() -> int:
-    """The bytes of the largest cache of a processor, 32 MiB where Linux does not tell."""
+    """The bytes of a processor's largest cache; 32 MiB if unknown."""
     sizes = [_DEFAULT_CACHE] if not _CACHES.exists() else []
     for file in _CACHES.glob("index*/size"):
         text = file.read_text().strip()
@@ -31,7 +31,7 @@ def last_level_cache() -> int:
 
 
 def busy_seconds() -> float:
-    """The processor time that all processes of the machine have taken since it was started."""
+    """The processor time of all processes since boot, in seconds."""
     user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
     return (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
 
@@ -56,7 +56,7 @@ def describe() -> dict[str, Any]:
 
 
 def versions(tools: Tools, packages: Sequence[str]) -> dict[str, str | None]:
-    """Versions of these packages and of programs by name; None for what is not there."""
+    """Versions of these packages and of programs by name; None if missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -83,7 +83,7 @@ def _read(file: Path) -> str:
 
 
 def _line(command: list[str], key: str) -> str | None:
-    """The first line of a command's output that has `key`, without it; None when the command does not work."""
+    """The first line of a command's output that has `key`, without it; None if the command fails."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
         lines = [line for line in done.stdout.splitlines() if key in line]

@@ -1,4 +1,4 @@
-"""Finds what contenders need."""
+"""Finds the programs and packages of the contenders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 class Missing(Exception):
-    """What a contender needs is not there."""
+    """A requirement of a contender is missing."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Where things are: a folder for programs, the MPICH's and the Open MPI's prefixes (None: it is not given)."""
+    """A folder for compiled programs, and the prefixes of MPICH and Open MPI (None: not given)."""
 
     folder: Path
     mpich: Path
@@ -22,18 +22,18 @@ class Tools:
 
 
 def program(path: Path, what: str) -> str:
-    """An existing program; raises Missing when there is none at `path`."""
+    """The program at `path`; raises Missing if it does not exist."""
     if not path.exists():
         raise Missing(f"no {what}: {path} does not exist")
     return str(path)
 
 
 def mpich_program(tools: Tools, name: str) -> str:
-    """A program of the MPICH: of its prefix, which a Python environment is, or else of the path."""
-    beside = tools.mpich / "bin" / name
-    found = str(beside) if beside.exists() else shutil.which(name)
+    """A program of MPICH, from its prefix (a Python environment) or the PATH."""
+    path = tools.mpich / "bin" / name
+    found = str(path) if path.exists() else shutil.which(name)
     if not found:
-        raise Missing(f"no {name} in {tools.mpich}/bin or in PATH; 'pip install mpich' brings one")
+        raise Missing(f"no {name} in {tools.mpich}/bin or in PATH; run 'pip install mpich'")
     return found
 
 

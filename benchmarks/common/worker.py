@@ -1,4 +1,4 @@
-"""What Python contenders' processes do alike."""
+"""Functions shared by the processes of Python contenders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def serve(rank: int, answer: Callable[[str], bytes]) -> None:
-    """Says which rank this is, and answers lines, asleep in between, until the stream ends; see `jobs.Job.turn`."""
+    """Sends the rank, then answers lines until the stream ends; see `processes.Processes.trial`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["BENCH_SOCKET"])
         connection.sendall(f"rank {rank}\n".encode())
@@ -18,7 +18,7 @@ def serve(rank: int, answer: Callable[[str], bytes]) -> None:
 
 
 def numbered() -> tuple[int, int]:
-    """This process's rank and the number of ranks, where no launcher tells them."""
+    """Rank and size of a process without a launcher."""
     return int(os.environ["BENCH_RANK"]), int(os.environ["BENCH_RANKS"])
 
 

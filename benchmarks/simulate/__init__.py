@@ -1,20 +1,19 @@
-"""What an average takes on 2 to 8192 hosts, by a simulation of the messages of dl_comm's algorithms between hosts.
+"""Predicts the time of an allreduce on 2 to 8192 hosts by simulating the messages between the hosts.
 
     python -m benchmarks.simulate [--out FOLDER] [--ranks 2] [--host server] [--network LATENCY MESSAGE BYTE]
     python -m benchmarks.simulate --check [--rates 100mbit 1gbit] [--hosts 2 3 4] ...           # as root
 
-What is simulated: the chunks of a call in their order on the channels, two under way on each; what copying and adding
-up in the host takes; every round of messages, on links that the lanes and channels of a host share. A message takes its
-latency, and on the link a time for each byte; further messages of one exchange are ready one after the other (LogGP:
-Alexandrov, Ionescu, Schauser and Scheiman, 1995). The network between the links carries all; all hosts are equally fast
-and call at once; nothing else runs. So what is predicted is what the algorithms and the wires allow, not what a busy
-cluster gives.
+The model has the chunks of a call on the channels, two in flight on each; copies and additions in host memory; and
+every round of messages. The shards and channels of a host share its link. A message takes its latency and, on the link,
+a time for each byte. Further messages of one exchange become ready one after the other (LogGP: Alexandrov, Ionescu,
+Schauser and Scheiman, 1995). The model assumes a network without contention, equally fast hosts, calls that start at
+the same time, and no other load. So it predicts the limits of the algorithms and links, not the speed of a busy
+cluster.
 
-The host's constants are measured where it runs; those of networks are presets, with their sources in `constants.py`.
-What is told beside the seconds is how near the call comes to the time in which 2 (n - 1) / n of its bytes pass a link.
+Host constants are measured on this host. Network constants are presets; `constants.py` has their sources. The table
+also compares each time with the time in which 2 (n - 1) / n of the bytes pass a link.
 
-`--check` compares the simulation with runs: hosts are network namespaces of this machine whose links tc caps. All hosts
-share this machine's processors, so the short calls tell how Linux switches between processes more than what a network
-takes. The network's constants are then those that dl_comm has measured in the same runs, but for the time of a byte,
-which is what the cap says; the host's are those of this machine.
+`--check` compares predictions with measurements on network namespaces whose links tc caps. These hosts share this
+machine's processors, so short calls measure process switches rather than the network. The network constants are those
+that dl_comm measured in the same runs, except the time of a byte, which follows from the cap.
 """

@@ -15,14 +15,14 @@ import benchmarks.simulate as package
 from benchmarks.common import machine
 from benchmarks.simulate import check, report
 from benchmarks.simulate.constants import NETWORKS, SERVER, measure_host
-from benchmarks.simulate.cost import Network
+from benchmarks.simulate.cost import NetworkModel
 from benchmarks.simulate.model import Host
-from benchmarks.simulate.picture import draw_check, draw_hosts
+from benchmarks.simulate.plot import draw_check, draw_hosts
 from benchmarks.simulate.ranks import possible
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parses the options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.simulate",
         description=package.__doc__,
@@ -31,14 +31,14 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("simulate"), help="folder of the results (simulate)")
     parser.add_argument("--ranks", nargs="+", type=int, help="ranks a host (2; with --check 1 2)")
     parser.add_argument(
-        "--host", choices=["measured", "server"], default="measured", help="the hosts: this one, or a preset"
+        "--host", choices=["measured", "server"], default="measured", help="host constants: measured here, or a preset"
     )
     parser.add_argument(
         "--network",
         nargs=3,
         type=float,
         metavar=("LATENCY", "MESSAGE", "BYTE"),
-        help="a network instead of the presets, in seconds: `network` of what dl_comm tells of a job on several hosts",
+        help="a network instead of the presets, in seconds: `network` of dl_comm_describe on several hosts",
     )
     parser.add_argument(
         "--hosts", nargs="+", type=int, help="numbers of hosts (8 64 512 4096 8192; with --check 2 3 4)"
@@ -50,9 +50,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     options.hosts = options.hosts or ([2, 3, 4] if options.check else list(report.HOSTS))
     options.ranks = options.ranks or ([1, 2] if options.check else [2])
     if min(options.hosts) < 2 or min(options.ranks) < 1 or min(options.sizes) < 4:
-        parser.error("there are at least two hosts with a rank each, and sizes are of a float32 or more")
+        parser.error("needs at least two hosts, one rank each, and sizes of 4 bytes or more")
     if len(options.ranks) > 1 and not options.check:
-        parser.error("several numbers of ranks go with --check only")
+        parser.error("several numbers of ranks need --check")
     try:
         list(map(check.byte_seconds, options.rates))
     except ValueError as error:
@@ -61,12 +61,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Predicts, or checks; prints tables and writes files. 1 when something failed."""
+    """Predicts or checks, prints tables and writes files; returns 1 after a failure."""
     options = parse()
-    # Ends the ranks and takes the hosts away too.
+    # Also stops the ranks and removes the hosts.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if options.check and not possible():
-        print("--check makes hosts of network namespaces: that needs root, iproute2 and nsenter, unshare and mount")
+        print("--check creates network namespaces: it needs root, iproute2, nsenter, unshare and mount")
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     host = SERVER if options.host == "server" else measure_host()
@@ -76,13 +76,13 @@ def main() -> int:
 
 
 def _predict(options: argparse.Namespace, host: Host, facts: dict[str, Any]) -> int:
-    networks = {"given": Network(*options.network)} if options.network else NETWORKS
+    networks = {"given": NetworkModel(*options.network)} if options.network else NETWORKS
     (ranks,) = options.ranks
     curve = {count for count in report.CURVE if count <= max(options.hosts)}
     rows = report.predict(networks, sorted({*options.hosts, *curve}), host, ranks)
-    told = {name: asdict(network) for name, network in networks.items()}
-    print(f"networks, seconds: {json.dumps(told, indent=1)}\n\n{report.prediction_table(rows, options.hosts)}\n")
-    _write(options.out / "simulate.json", {**facts, "networks": told, "rows": rows})
+    results = {name: asdict(network) for name, network in networks.items()}
+    print(f"networks, seconds: {json.dumps(results, indent=1)}\n\n{report.prediction_table(rows, options.hosts)}\n")
+    _write(options.out / "simulate.json", {**facts, "networks": results, "rows": rows})
     for name in networks:
         shown = [row for row in rows if row["network"] == name]
         title = f"An average between hosts with {ranks} rank{'s' * (ranks > 1)} each, simulated: {name}"
@@ -105,7 +105,7 @@ def _check(options: argparse.Namespace, host: Host, facts: dict[str, Any]) -> in
                 load = machine.describe()["load"][0]
                 if found:
                     network, probed = found[0]["network"], found[0]["probed_byte"]
-                    print(f"{case}: {network}; a byte, as dl_comm measured it: {probed:.3g} s; load {load:.1f}")
+                    print(f"{case}: {network}; dl_comm measured {probed:.3g} s a byte; load {load:.1f}")
                 print("".join(f"failed: {text}\n" for text in failed), end="", flush=True)
                 _write(options.out / "check.json", {**facts, "rows": rows, "failures": failures})
     if rows:
@@ -125,7 +125,7 @@ def _draw(work: Callable[[], list[Path]]) -> bool:
         for path in work():
             print(path)
     except ImportError as error:
-        print(f"no picture: {error}; 'pip install matplotlib' brings what it needs")
+        print(f"no plot: {error}; run 'pip install matplotlib'")
         return False
     return True
 

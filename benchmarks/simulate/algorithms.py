@@ -1,13 +1,12 @@
-"""The messages of a lane's slice of a chunk, by algorithm: the files of `core/src/collective/cluster/` retold. Pure.
+"""The messages of one shard of a chunk for each algorithm, as in `core/src/collective/cluster/`. Pure.
 
-Each is a process of a `Lane`, which says what a message, an addition and a copy take. It yields `DEPARTED` when it has
-sent what it sends before anything comes: until there it is `start` of `cluster/mod.rs`, from there on `finish`.
+Each algorithm is a process of a `Shard`, which simulates messages, additions and copies. It yields `DEPARTED` after the
+messages that it sends before it receives any: this is `start` of `cluster/mod.rs`, the rest is `finish`.
 
-Hosts that do the same at the same time are simulated once, as one that sends to itself. Of a number of hosts that is a
-power of two all do. Of another one, some give their part to a neighbour, and those take it; a third kind of host, which
-does neither, waits for those that take, and is left out: of few chunks on few hosts that makes doubling and halving up
-to a sixth slower than they are, since such a host's first message comes before that of a host that takes. Where hosts'
-pieces differ by a line of 64 bytes, the longest counts.
+Hosts with the same role are simulated once, as one host that sends to itself. If the number of hosts is a power of two,
+all have the same role. Otherwise some hosts fold their data into others; hosts that do neither wait for the latter and
+are not simulated. For few chunks on few hosts this makes doubling and halving up to a sixth too slow, because the first
+message of an omitted host would come earlier. If the pieces of hosts differ by a line of 64 bytes, the longest counts.
 """
 
 from __future__ import annotations
@@ -19,109 +18,109 @@ from typing import Protocol
 from benchmarks.simulate.events import Process
 
 LINE = 64
-"""Every cut is at a multiple of this many bytes."""
+"""Pieces begin at multiples of this many bytes."""
 DEPARTED = object()
-"""Yielded where the first messages have been sent."""
+"""Yielded after the first messages were sent."""
 _GROUPS = 32
 
 
 class Role(Enum):
-    """What a host does beside the rounds, as in `cluster/tree.rs`."""
+    """The role of a host outside the rounds, as in `cluster/tree.rs`."""
 
-    PLAIN = 0
-    TAKES = 1
-    GIVES_WAY = 2
+    CORE = 0
+    FOLDS_IN = 1
+    FOLDED_INTO = 2
 
 
-class Lane(Protocol):
-    """One lane of a host, on one channel, with a slice to average."""
+class Shard(Protocol):
+    """One shard of a chunk, on one channel of a host."""
 
     hosts: int
     role: Role
-    kinds: Sequence[Role]
-    """Of the hosts that are simulated."""
+    roles: Sequence[Role]
+    """The roles of the simulated hosts."""
     bytes: int
-    """Of the slice."""
+    """The bytes of the shard."""
     width: float
-    """How many times as long a part is as its result."""
+    """Size of a partial sum relative to its result."""
 
     def send(self, to: Sequence[Role], stage: object, length: float, messages: int = 1, rounds: int = 1) -> Process:
-        """Sends `messages` messages of `length` bytes at once, `rounds` times one after the other."""
+        """Sends `messages` concurrent messages of `length` bytes, in `rounds` consecutive rounds."""
 
     def receive(self, kind: Role, stage: object) -> Process:
-        """Waits until they have come from a host of that kind."""
+        """Waits for the messages of a host of that role."""
 
-    def touch(self, length: float) -> Process:
-        """Adds up or copies so many bytes."""
+    def compute(self, length: float) -> Process:
+        """Adds or copies `length` bytes."""
 
 
 def piece(length: int, pieces: int) -> int:
-    """The bytes of the longest of so many pieces."""
+    """The bytes of the longest of `pieces` pieces."""
     lines = -(-length // LINE)
     return min(length, -(-lines // pieces) * LINE)
 
 
-def carry_out(lane: Lane, algorithm: str, matched: bool) -> Process:
-    """A slice by that algorithm; `matched` where all hosts are known to have called the same."""
+def run_algorithm(shard: Shard, algorithm: str, matched: bool) -> Process:
+    """Reduces a shard with an algorithm; `matched`: the calls of all hosts are known to match."""
     if algorithm in ("doubling", "halving"):
-        yield from _meeting(lane, algorithm)
+        yield from _handshake(shard, algorithm)
         return
     if not matched:
-        yield from _meeting(lane, "")
-    yield from (_ring if algorithm == "ring" else _pairwise)(lane)
+        yield from _handshake(shard, "")
+    yield from (_ring if algorithm == "ring" else _pairwise)(shard)
 
 
-def _meeting(lane: Lane, freight: str) -> Process:
-    """Recursive doubling, with the data whole ("doubling"), in halves of halves ("halving") or without it ("")."""
-    part = lane.bytes if freight else 0
-    if lane.role is Role.GIVES_WAY:
-        yield from lane.send([Role.TAKES], "given", part * lane.width)
+def _handshake(shard: Shard, payload: str) -> Process:
+    """Recursive doubling with the whole data ("doubling"), halved in each round ("halving"), or without data ("")."""
+    part = shard.bytes if payload else 0
+    if shard.role is Role.FOLDED_INTO:
+        yield from shard.send([Role.FOLDS_IN], "fold", part * shard.width)
         yield DEPARTED
-        yield from lane.receive(Role.TAKES, "result")
-        yield from lane.touch(part)
+        yield from shard.receive(Role.FOLDS_IN, "result")
+        yield from shard.compute(part)
         return
-    if lane.role is Role.TAKES:
+    if shard.role is Role.FOLDS_IN:
         yield DEPARTED
-        yield from lane.receive(Role.GIVES_WAY, "given")
-        yield from lane.touch(part * lane.width)
+        yield from shard.receive(Role.FOLDED_INTO, "fold")
+        yield from shard.compute(part * shard.width)
     ranges = [part]
-    for number in range(lane.hosts.bit_length() - 1):
-        if freight == "halving":
+    for number in range(shard.hosts.bit_length() - 1):
+        if payload == "halving":
             ranges.append(piece(ranges[-1], 2))
-        yield from lane.send([lane.role], number, ranges[-1] * lane.width)
-        if number == 0 and lane.role is Role.PLAIN:
+        yield from shard.send([shard.role], number, ranges[-1] * shard.width)
+        if number == 0 and shard.role is Role.CORE:
             yield DEPARTED
-        yield from lane.receive(lane.role, number)
-        yield from lane.touch(ranges[-1] * lane.width)
+        yield from shard.receive(shard.role, number)
+        yield from shard.compute(ranges[-1] * shard.width)
     for number, sent in enumerate(reversed(ranges[1:])):
-        yield from lane.send([lane.role], ("back", number), sent)
-        yield from lane.receive(lane.role, ("back", number))
-        yield from lane.touch(sent)
-    if lane.role is Role.TAKES:
-        yield from lane.send([Role.GIVES_WAY], "result", part)
+        yield from shard.send([shard.role], ("back", number), sent)
+        yield from shard.receive(shard.role, ("back", number))
+        yield from shard.compute(sent)
+    if shard.role is Role.FOLDS_IN:
+        yield from shard.send([Role.FOLDED_INTO], "result", part)
 
 
-def _pairwise(lane: Lane) -> Process:
-    mine, others = piece(lane.bytes, lane.hosts), lane.hosts - 1
-    for stage, length in (("parts", mine * lane.width), ("results", mine)):
-        yield from lane.send(lane.kinds, stage, length, messages=others)
+def _pairwise(shard: Shard) -> Process:
+    mine, others = piece(shard.bytes, shard.hosts), shard.hosts - 1
+    for stage, length in (("parts", mine * shard.width), ("results", mine)):
+        yield from shard.send(shard.roles, stage, length, messages=others)
         if stage == "parts":
             yield DEPARTED
-        for kind in lane.kinds:
-            yield from lane.receive(kind, stage)
-        yield from lane.touch(others * length)
+        for kind in shard.roles:
+            yield from shard.receive(kind, stage)
+        yield from shard.compute(others * length)
 
 
-def _ring(lane: Lane) -> Process:
-    """The ring. Rounds that follow each other are simulated as one, in groups; the very first is one for itself."""
-    mine, left = piece(lane.bytes, lane.hosts), lane.hosts - 2
+def _ring(shard: Shard) -> Process:
+    """The ring. Consecutive rounds are simulated in groups; the first round is separate."""
+    mine, left = piece(shard.bytes, shard.hosts), shard.hosts - 2
     groups = [1, *(left * (i + 1) // _GROUPS - left * i // _GROUPS for i in range(_GROUPS))]
-    for way, length in (("parts", mine * lane.width), ("results", mine)):
+    for phase, length in (("parts", mine * shard.width), ("results", mine)):
         for number, rounds in enumerate(groups):
             if rounds:
-                yield from lane.send(lane.kinds, (way, number), length, rounds=rounds)
-                if (way, number) == ("parts", 0):
+                yield from shard.send(shard.roles, (phase, number), length, rounds=rounds)
+                if (phase, number) == ("parts", 0):
                     yield DEPARTED
-                for kind in lane.kinds:
-                    yield from lane.receive(kind, (way, number))
-                yield from lane.touch(rounds * length)
+                for kind in shard.roles:
+                    yield from shard.receive(kind, (phase, number))
+                yield from shard.compute(rounds * length)

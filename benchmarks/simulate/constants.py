@@ -1,4 +1,4 @@
-"""The constants of the model: of this host, measured; of networks, as published."""
+"""The constants of the model: measured for this host, published for networks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from statistics import median
 import numpy as np
 
 from benchmarks.simulate import ranks
-from benchmarks.simulate.cost import Network
+from benchmarks.simulate.cost import NetworkModel
 from benchmarks.simulate.model import Host
 
-# Of a full Ethernet frame, with preamble and gap 1538 bytes, TCP with time stamps leaves 1448 to the data.
+# A full Ethernet frame has 1538 bytes with preamble and gap; with TCP time stamps, 1448 are data.
 _TCP_ON_ETHERNET = 1538 / 1448
 NETWORKS = {
     # 24.6 us and 117 MB/s: MPICH over TCP, https://gist.github.com/jfgrimm/3af692a5475bdd4ed836b5a18197a209; a further
-    # message is what the system takes to send and to receive it, here as in `Network::UNKNOWN` of the core.
-    "1 GbE, TCP": Network(25e-6, 5e-6, 8 / 1e9 * _TCP_ON_ETHERNET),
-    # An assumption: the wire and the card are faster, the system's part of the latency above is what is left.
-    "25 GbE, TCP": Network(15e-6, 3e-6, 8 / 25e9 * _TCP_ON_ETHERNET),
-    # About 2 us past the operating system on Ethernet: https://news-blogs.cisco.com/performance/mpi-over-40gb-ethernet
+    # message costs the system calls to send and receive it, as in the core's default network.
+    "1 GbE, TCP": NetworkModel(25e-6, 5e-6, 8 / 1e9 * _TCP_ON_ETHERNET),
+    # An assumption: a faster wire and card leave the operating system's part of the latency above.
+    "25 GbE, TCP": NetworkModel(15e-6, 3e-6, 8 / 25e9 * _TCP_ON_ETHERNET),
+    # About 2 us with kernel bypass on Ethernet: https://news-blogs.cisco.com/performance/mpi-over-40gb-ethernet
     # (1.93 us); RoCE packets of 4096 bytes in 4096 + 62 + 20 (Ethernet, IP, UDP and InfiniBand headers, preamble and
     # gap); messages as below.
-    "100 GbE, RoCE": Network(2e-6, 0.3e-6, 8 / 100e9 * (4096 + 82) / 4096),
+    "100 GbE, RoCE": NetworkModel(2e-6, 0.3e-6, 8 / 100e9 * (4096 + 82) / 4096),
     # 1.2 us for a byte with MPI: https://docs.azure.cn/en-us/virtual-machines/hbv3-performance (HDR), more through the
-    # switches of a large cluster. Packets of 4096 bytes with headers of 30. A further message: millions of messages a
-    # second from one process, an assumption on the safe side.
-    "HDR InfiniBand": Network(1.7e-6, 0.2e-6, 8 / 200e9 * 66 / 64 * (4096 + 30) / 4096),
+    # switches of a large cluster. Packets of 4096 bytes with headers of 30. A further message:
+    # a conservative assumption; one process sends millions of messages a second.
+    "HDR InfiniBand": NetworkModel(1.7e-6, 0.2e-6, 8 / 200e9 * 66 / 64 * (4096 + 30) / 4096),
 }
 """Networks by name."""
 
-SERVER = Host(add=1e-10, memory=1 / 160e9, meet=1e-6)
-"""A server with eight channels of DDR4-3200, which are 204.8 GB/s, and four fifths of that in practice."""
+SERVER = Host(add=1e-10, memory=1 / 160e9, barrier_s=1e-6)
+"""A server with eight channels of DDR4-3200: 204.8 GB/s, four fifths of it in practice."""
 
 _LONG = 64 << 20
 _CACHED = 128 << 10
@@ -42,7 +42,7 @@ _TIMES = 7
 
 
 def measure_host() -> Host:
-    """The constants of this host: a lane adds up in its caches, all processors copy, two ranks meet."""
+    """Measures this host: additions in cache, copies on all processors, a call of two ranks."""
     one, other = (np.ones(_CACHED // 4, np.float32) for _ in range(2))
     add = _seconds(lambda: np.add(one, other, out=one)) / _CACHED
     processors = len(os.sched_getaffinity(0))
@@ -50,12 +50,12 @@ def measure_host() -> Host:
     with ThreadPoolExecutor(len(pairs)) as pool:
         copied = _seconds(lambda: list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), pairs)))
     memory = copied / (2 * _LONG * len(pairs))
-    (short,) = ranks.on_this_host(2, [ranks.Turn(bytes=64, warm=100, calls=300)]).results
+    (short,) = ranks.on_this_host(2, [ranks.Trial(bytes=64, warm=100, calls=300)]).results
     return Host(add, memory, median(short.seconds))
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The median of the seconds that it takes, short work several times in a row."""
+    """The median time in seconds; short work is repeated."""
     work()
     times = []
     for _ in range(_TIMES):

@@ -1,7 +1,7 @@
-"""Discrete events: processes that wait for a time or for a message, and what they share. Pure.
+"""Discrete events: processes that wait for a time or a message, and shared resources. Pure.
 
-A process is a generator. What it yields is either a time, at which it goes on, or a `Hashable` that is no number: the
-name of a message, with which it goes on as soon as that has come. Every name is sent once and waited for once.
+A process is a generator. It yields either a time (float), at which it resumes, or another `Hashable`: the name of a
+message, on whose arrival it resumes. Every name is sent once and awaited once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 Process = Generator[Any, None, None]
 
 
-class Line:
-    """What serves one after the other, in the order of asking: a link's direction, a host's memory.
+class Resource:
+    """A resource that serves requests in order: one direction of a link, or a host's memory.
 
-    A token bucket: after idling, it does up to `burst` seconds of work in no time.
+    A token bucket: after idling, up to `burst` seconds of work take no time.
     """
 
     def __init__(self, burst: float = 0.0) -> None:
@@ -25,54 +25,54 @@ class Line:
         self._free = -burst
 
     def reserve(self, now: float, seconds: float) -> float:
-        """When work that is asked for now, and takes that long, ends."""
+        """Reserves `seconds` of work from `now`; returns its end."""
         self._free = max(now - self._burst, self._free) + seconds
         return max(now, self._free)
 
 
 class Clock:
-    """The time, and who waits for what."""
+    """The simulated time and the waiting processes."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Process | None, Hashable]] = []
         self._order = count()
-        self._came: set[Hashable] = set()
+        self._arrived: set[Hashable] = set()
         self._waiting: dict[Hashable, Process] = {}
 
     def begin(self, process: Process) -> None:
-        """Starts a process, at this time."""
+        """Starts a process now."""
         heapq.heappush(self._events, (self.now, next(self._order), process, None))
 
     def deliver(self, name: Hashable, when: float) -> None:
-        """The message of that name comes at that time."""
+        """Delivers the message `name` at time `when`."""
         heapq.heappush(self._events, (when, next(self._order), None, name))
 
     def run(self) -> float:
-        """Goes on until nothing happens any more; returns the time of the last event.
+        """Runs all events; returns the time of the last one.
 
-        Raises RuntimeError when processes still wait then.
+        Raises RuntimeError if processes still wait.
         """
         while self._events:
             self.now, _, process, name = heapq.heappop(self._events)
             if process is None:
                 process = self._waiting.pop(name, None)
                 if process is None:
-                    self._came.add(name)
+                    self._arrived.add(name)
             if process is not None:
-                self._go_on(process)
+                self._resume(process)
         if self._waiting:
-            raise RuntimeError(f"nobody sends {next(iter(self._waiting))!r}")
+            raise RuntimeError(f"no process sends {next(iter(self._waiting))!r}")
         return self.now
 
-    def _go_on(self, process: Process) -> None:
+    def _resume(self, process: Process) -> None:
         for wanted in process:
             if isinstance(wanted, float):
                 if wanted > self.now:
                     heapq.heappush(self._events, (wanted, next(self._order), process, None))
                     return
-            elif wanted in self._came:
-                self._came.discard(wanted)
+            elif wanted in self._arrived:
+                self._arrived.discard(wanted)
             else:
                 self._waiting[wanted] = process
                 return

@@ -1,13 +1,13 @@
-"""A call on many hosts, simulated message by message. Pure.
+"""Simulates a call on many hosts, message by message. Pure.
 
-What is simulated is `core/src/collective/channel.rs` and `core/src/collective/cluster/`: the first chunk of a call,
-with which the hosts meet; then the others, dealt out to the channels, each with two chunks under way, of which the
+Follows `core/src/collective/channel.rs` and `core/src/collective/cluster/`. The first chunk of a call includes the
+handshake of the hosts. The other chunks are distributed over the channels, each with two chunks in flight, of which the
 second has sent its first messages. The channels share the link and the memory of their host. All ranks call at the same
 time.
 
-A message is on the sender's link, and at the same time on the receiver's, for its bytes' time, as soon as those are
-free of what was sent before; the latency comes on top. The link is as fast to as from a host at the same time, and the
-network carries what the links do. The lanes of a host do the same at the same time.
+A message occupies the sender's and the receiver's link at the same time, for the time of its bytes, when both are free
+of earlier messages; the latency is added. Links are full duplex, and the network has no contention. All shards of a
+host do the same at the same time.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.simulate.algorithms import DEPARTED, LINE, Role, carry_out, piece
-from benchmarks.simulate.cost import Network, best
-from benchmarks.simulate.events import Clock, Line, Process
+from benchmarks.simulate.algorithms import DEPARTED, LINE, Role, piece, run_algorithm
+from benchmarks.simulate.cost import NetworkModel, best
+from benchmarks.simulate.events import Clock, Process, Resource
 
-_LEAST_CHUNK = 64 << 10
+_MIN_CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a host takes, in seconds.
+    """Constants of a host, in seconds.
 
-    `add`: a lane, to add up or copy a byte in its caches. `memory`: the host's memory, for a byte read or written.
-    `meet`: a call of next to nothing on one host, of which the most is that its ranks wait for each other. It is taken
-    for what a call takes before its first chunk, and for each time that ranks wait for each other.
+    `add`: adding or copying a byte in cache. `memory`: reading or writing a byte of the host's memory. `barrier_s`: a
+    minimal call on one host, mostly the wait of its ranks for each other; used for the start of a call and for each
+    barrier on a host.
     """
 
     add: float = 1e-10
     memory: float = 5e-11
-    meet: float = 2e-6
+    barrier_s: float = 2e-6
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job: hosts with a network between them, `ranks` on each, and dl_comm's settings."""
+class JobSpec:
+    """A job: hosts and their network, `ranks` on each, and dl_comm's settings."""
 
     hosts: int
-    network: Network
+    network: NetworkModel
     host: Host = Host()
     ranks: int = 1
     channels: int = 2
     slot: int = 512 << 10
     """`DL_COMM_CHUNK_KB`, in bytes."""
     burst: float = 0.0
-    """The bytes that a link that has idled sends at once, before its rate counts: tc's, not that of a wire."""
+    """The bytes that an idle link sends before its rate applies (tc, not a real link)."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """An average of `bytes` bytes, which are `width` times as many while they are added up (bfloat16: 2)."""
+    """An allreduce of `bytes` bytes; partial sums are `width` times as large (bfloat16: 2)."""
 
     bytes: int
     width: float = 1
@@ -62,32 +62,32 @@ class Call:
 
 @dataclass
 class Outcome:
-    """What a call came to, and what the busiest host sends: bytes of the data, and messages."""
+    """The result of a call: its time, and the data bytes and messages that the busiest host sends."""
 
     seconds: float = 0.0
     sent: float = 0.0
     messages: int = 0
     chunks: Counter[str] = field(default_factory=Counter)
-    """How many chunks took which algorithm."""
+    """Number of chunks for each algorithm."""
 
 
-def chunks(job: Job, call: Call) -> list[int]:
-    """The lengths of the chunks, as `core/src/collective/job.rs` cuts them."""
+def chunks(job: JobSpec, call: Call) -> list[int]:
+    """The lengths of the chunks, as in `core/src/collective/job.rs`."""
     share = -(-call.bytes // (2 * job.channels))
-    chunk = min(max(-(-share // LINE) * LINE, min(_LEAST_CHUNK, job.slot)), job.slot)
+    chunk = min(max(-(-share // LINE) * LINE, min(_MIN_CHUNK_BYTES, job.slot)), job.slot)
     return [min(chunk, call.bytes - start) for start in range(0, call.bytes, chunk)] or [0]
 
 
-def limit(job: Job, call: Call) -> float:
-    """The seconds for which the least bytes, 2 (n - 1) / n of the data, are on a host's link."""
-    return 2 * (job.hosts - 1) / job.hosts * call.bytes * job.network.byte
+def limit(job: JobSpec, call: Call) -> float:
+    """The time of the least bytes, 2 (n - 1) / n of the data, on a host's link, in seconds."""
+    return 2 * (job.hosts - 1) / job.hosts * call.bytes * job.network.byte_s
 
 
-def simulate(job: Job, call: Call, algorithm: str = "auto") -> Outcome:
-    """The call on at least two hosts by that algorithm, or by the one that dl_comm chooses for each chunk."""
+def simulate(job: JobSpec, call: Call, algorithm: str = "auto") -> Outcome:
+    """Simulates a call on at least two hosts with an algorithm, or with dl_comm's choice for each chunk."""
     clock = Clock()
-    kinds = [Role.PLAIN] if job.hosts & (job.hosts - 1) == 0 else [Role.TAKES, Role.GIVES_WAY]
-    hosts = {kind: _Host(job, call, algorithm, clock, kind) for kind in kinds}
+    roles = [Role.CORE] if job.hosts & (job.hosts - 1) == 0 else [Role.FOLDS_IN, Role.FOLDED_INTO]
+    hosts = {kind: _Host(job, call, algorithm, clock, kind) for kind in roles}
     for host in hosts.values():
         host.peers = hosts
         clock.begin(host.lead())
@@ -98,82 +98,84 @@ def simulate(job: Job, call: Call, algorithm: str = "auto") -> Outcome:
 
 
 class _Host:
-    """A host of one kind: its link, its memory and its channels."""
+    """A host of one role: its link, its memory and its channels."""
 
-    def __init__(self, job: Job, call: Call, algorithm: str, clock: Clock, kind: Role) -> None:
+    def __init__(self, job: JobSpec, call: Call, algorithm: str, clock: Clock, kind: Role) -> None:
         self.job, self.call, self.clock, self.kind = job, call, clock, kind
         self.algorithm = algorithm
         self.peers: dict[Role, _Host] = {}
-        burst = job.burst * job.network.byte
-        self.out, self.inward, self.memory, self.posting = Line(burst), Line(burst), Line(), Line()
+        burst = job.burst * job.network.byte_s
+        self.out, self.inward, self.memory, self.posting = Resource(burst), Resource(burst), Resource(), Resource()
         self.outcome = Outcome()
         self._chunks = chunks(job, call)
 
     def lead(self) -> Process:
-        """The call: its first chunk alone, then the others on all channels."""
-        yield self.clock.now + self.job.host.meet
+        """The call: its first chunk, then the others on all channels."""
+        yield self.clock.now + self.job.host.barrier_s
         yield from self._pack(0)
-        yield from _all(self._fly(0, matched=False))
+        yield from _all(self._transfer(0, matched=False))
         yield from self._unpack(0)
         for channel in range(self.job.channels):
             own = [chunk for chunk in range(channel, len(self._chunks), self.job.channels) if chunk > 0]
-            self.clock.begin(self._rest(own))
+            self.clock.begin(self._run_chunks(own))
 
-    def _rest(self, own: Sequence[int]) -> Process:
-        """`Channel::rest`: one chunk ahead."""
+    def _run_chunks(self, own: Sequence[int]) -> Process:
+        """`Channel::rest`: packs one chunk ahead."""
         ahead: tuple[int, Process] | None = None
         for chunk in own:
             yield from self._pack(chunk)
-            flight = self._fly(chunk, matched=True)
-            yield from _until_departed(flight)
+            transfer = self._transfer(chunk, matched=True)
+            yield from _until_departed(transfer)
             if ahead:
-                yield from self._settle(*ahead)
-            ahead = chunk, flight
+                yield from self._finish_chunk(*ahead)
+            ahead = chunk, transfer
         if ahead:
-            yield from self._settle(*ahead)
+            yield from self._finish_chunk(*ahead)
 
-    def _settle(self, chunk: int, flight: Process) -> Process:
-        yield from _all(flight)
+    def _finish_chunk(self, chunk: int, transfer: Process) -> Process:
+        yield from _all(transfer)
         yield from self._unpack(chunk)
 
     def _pack(self, chunk: int) -> Process:
-        """All ranks copy to their slots, wait for each other, and the lanes add these up."""
+        """All ranks copy to their slots, wait for each other, and reduce their shards."""
         ranks, length = self.job.ranks, self._chunks[chunk]
         yield self._use_memory(2 * ranks * length, length)
-        yield from self._meet()
+        yield from self._barrier()
         yield self._use_memory((ranks + self.call.width) * length, length)
 
     def _unpack(self, chunk: int) -> Process:
-        yield from self._meet()
+        yield from self._barrier()
         yield self._use_memory(2 * self.job.ranks * self._chunks[chunk], self._chunks[chunk])
 
     def _use_memory(self, all_ranks: float, one_rank: float) -> float:
-        """When the host's memory has moved so many bytes, and a rank has had so many in its hands."""
+        """The time when the host's memory has moved `all_ranks` bytes and a rank has processed `one_rank` bytes."""
         host, now = self.job.host, self.clock.now
         return max(self.memory.reserve(now, all_ranks * host.memory), now + one_rank * host.add)
 
-    def _meet(self) -> Iterator[float]:
+    def _barrier(self) -> Iterator[float]:
         if self.job.ranks > 1:
-            yield self.clock.now + self.job.host.meet
+            yield self.clock.now + self.job.host.barrier_s
 
-    def _fly(self, chunk: int, matched: bool) -> Process:
+    def _transfer(self, chunk: int, matched: bool) -> Process:
         ranks, network = self.job.ranks, self.job.network
         slice_ = piece(self._chunks[chunk], ranks)
         algorithm = self.algorithm
         if algorithm == "auto":
-            finished = slice_ * ranks
-            algorithm = best(network, self.job.hosts, finished, finished * self.call.width, not matched, self.job.ranks)
+            result_bytes = slice_ * ranks
+            algorithm = best(
+                network, self.job.hosts, result_bytes, result_bytes * self.call.width, not matched, self.job.ranks
+            )
         self.outcome.chunks[algorithm] += 1
-        return carry_out(_Lane(self, chunk, slice_), algorithm, matched)
+        return run_algorithm(_Shard(self, chunk, slice_), algorithm, matched)
 
 
-class _Lane:
-    """A lane with its slice of a chunk, and its likes beside it: see `algorithms.Lane`."""
+class _Shard:
+    """A shard of a chunk, for all shards of the host: see `algorithms.Shard`."""
 
     def __init__(self, host: _Host, chunk: int, length: int) -> None:
         self._host, self._chunk = host, chunk
         self.hosts, self.role = host.job.hosts, host.kind
-        self.kinds: Sequence[Role] = list(host.peers)
+        self.roles: Sequence[Role] = list(host.peers)
         self.bytes, self.width = length, host.call.width
 
     def send(self, to: Sequence[Role], stage: object, length: float, messages: int = 1, rounds: int = 1) -> Process:
@@ -181,16 +183,15 @@ class _Lane:
         network, outcome = host.job.network, host.outcome
         outcome.sent += messages * rounds * ranks * length
         outcome.messages += messages * rounds * ranks
-        each = (LINE + length) * ranks * network.byte
-        # The last of several messages is ready so much later than the first; one MPI library serves the channels of a
-        # rank.
-        posted = host.posting.reserve(clock.now, (messages - 1) * network.message)
-        # Hosts of one kind send to each other; where there are two kinds, a host of either hears both.
+        each = (LINE + length) * ranks * network.byte_s
+        # Further messages are ready later, because the channels of a rank share one MPI library.
+        posted = host.posting.reserve(clock.now, (messages - 1) * network.message_gap_s)
+        # Hosts of one role send to each other; with two roles, each host receives from both.
         nearest = host.peers[self.role if self.role in to else to[0]]
         last = max(line.reserve(clock.now, messages * rounds * each) for line in (host.out, nearest.inward))
-        # It is on the link for its own time yet, unless it goes with what the link has saved.
+        # The message itself also takes time on the link, unless the link has saved burst capacity.
         tail = 0.0 if host.job.burst else each
-        arrived = max(last, posted + tail) + rounds * network.latency
+        arrived = max(last, posted + tail) + rounds * network.latency_s
         for kind in to:
             clock.deliver((kind, self.role, self._chunk, stage), arrived)
         if messages > 1:
@@ -199,16 +200,16 @@ class _Lane:
     def receive(self, kind: Role, stage: object) -> Process:
         yield (self.role, kind, self._chunk, stage)
 
-    def touch(self, length: float) -> Process:
+    def compute(self, length: float) -> Process:
         yield self._host.clock.now + length * self._host.job.host.add
 
 
-def _until_departed(flight: Process) -> Process:
-    for wanted in flight:
+def _until_departed(transfer: Process) -> Process:
+    for wanted in transfer:
         if wanted is DEPARTED:
             return
         yield wanted
 
 
-def _all(flight: Process) -> Process:
-    return (wanted for wanted in flight if wanted is not DEPARTED)
+def _all(transfer: Process) -> Process:
+    return (wanted for wanted in transfer if wanted is not DEPARTED)

@@ -1,4 +1,4 @@
-"""Runs averages on ranks, on this host or on several of network namespaces, and brings the times home."""
+"""Runs averages on ranks of this host, or of several network namespaces, and returns the times."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.simulate.cost import Network
+from benchmarks.simulate.cost import NetworkModel
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-# The project's one way to start ranks, and its one way to make hosts.
+# The test helpers that start ranks and create hosts.
 from hosts import Hosts, possible  # noqa: E402
 from launch import Finished, launch  # noqa: E402
 
-__all__ = ["Failed", "Hosts", "Measured", "Result", "Turn", "on_hosts", "on_this_host", "possible"]
+__all__ = ["Failed", "Hosts", "Measured", "Result", "Trial", "on_hosts", "on_this_host", "possible"]
 
-_SCRIPT = str(Path(__file__).parent / "averages.py")
-_MARK = "averages: "
+_SCRIPT = str(Path(__file__).parent / "run_allreduce.py")
+_MARK = "results: "
 
 
 class Failed(Exception):
-    """The ranks did not end as they should; the text is what they printed."""
+    """The ranks failed; the text is their output."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Averages of one size: `warm` that do not count, then `calls` that do, each after a pause of so many seconds."""
+class Trial:
+    """Averages of one size: `warm` untimed and `calls` timed ones, each after `pause` seconds."""
 
     bytes: int
     warm: int
@@ -38,7 +38,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Result:
-    """The seconds of the calls of a turn, each the slowest rank's."""
+    """The slowest rank's seconds for each call of a trial."""
 
     bytes: int
     seconds: list[float]
@@ -46,34 +46,36 @@ class Result:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job told: the results of its turns, and the network as dl_comm has measured it, between several hosts."""
+    """The results of a job's trials, and the network that dl_comm measured (None on one host)."""
 
     results: list[Result]
-    network: Network | None
+    network: NetworkModel | None
 
 
-def on_this_host(count: int, turns: Sequence[Turn], timeout: float = 120) -> Measured:
-    """The turns on `count` ranks here. Raises Failed."""
-    return _read(launch(count, [sys.executable, _SCRIPT, _plan(turns)], timeout))
+def on_this_host(count: int, trials: Sequence[Trial], timeout: float = 120) -> Measured:
+    """Runs the trials on `count` ranks of this host. Raises Failed."""
+    return _read(launch(count, [sys.executable, _SCRIPT, _plan(trials)], timeout))
 
 
-def on_hosts(hosts: Hosts, per_host: int, turns: Sequence[Turn], algorithm: str, timeout: float) -> Measured:
-    """The turns on `per_host` ranks of each of the hosts. Raises Failed."""
+def on_hosts(hosts: Hosts, per_host: int, trials: Sequence[Trial], algorithm: str, timeout: float) -> Measured:
+    """Runs the trials on `per_host` ranks of each host. Raises Failed."""
     settings = {"DL_COMM_ALGORITHM": algorithm}
-    return _read(hosts.launch(per_host, [sys.executable, _SCRIPT, _plan(turns)], timeout, settings))
+    return _read(hosts.launch(per_host, [sys.executable, _SCRIPT, _plan(trials)], timeout, settings))
 
 
-def _plan(turns: Sequence[Turn]) -> str:
-    # Without blanks and quotes, which a shell on the way would take.
-    return ",".join(f"{turn.bytes}:{turn.warm}:{turn.calls}:{turn.pause}" for turn in turns)
+def _plan(trials: Sequence[Trial]) -> str:
+    # Without blanks and quotes, because a remote shell parses it.
+    return ",".join(f"{trial.bytes}:{trial.warm}:{trial.calls}:{trial.pause}" for trial in trials)
 
 
 def _read(finished: Finished) -> Measured:
     found = re.search(rf"^{_MARK}(.*)$", finished.output, re.MULTILINE)
     if finished.returncode != 0 or not found:
         raise Failed(
-            f"exit status {finished.returncode}{', time is up' * finished.timed_out}: {finished.output[-2000:]}"
+            f"exit status {finished.returncode}{', timed out' * finished.timed_out}: {finished.output[-2000:]}"
         )
-    told = json.loads(found[1])
-    network = told["network"] and Network(*(told["network"][key] for key in ("latency_s", "message_s", "byte_s")))
-    return Measured([Result(**result) for result in told["results"]], network)
+    results = json.loads(found[1])
+    network = results["network"] and NetworkModel(
+        *(results["network"][key] for key in ("latency_s", "message_s", "byte_s"))
+    )
+    return Measured([Result(**result) for result in results["results"]], network)

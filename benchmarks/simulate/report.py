@@ -1,4 +1,4 @@
-"""What is predicted for whole jobs, as rows, and rows as tables for a terminal. Pure."""
+"""Predictions for whole jobs as rows, and rows as tables for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from statistics import quantiles
 from typing import Any
 
 from benchmarks.allreduce.table import size_text
-from benchmarks.simulate.cost import ALGORITHMS, Network
-from benchmarks.simulate.model import Call, Host, Job, limit, simulate
+from benchmarks.simulate.cost import ALGORITHMS, NetworkModel
+from benchmarks.simulate.model import Call, Host, JobSpec, limit, simulate
 
 SIZES = {"short": 64, "medium": 64 << 10, "ResNet-50": 4 * 25_557_032, "BERT-base": 4 * 109_482_240}
-"""Bytes by name; of the models the float32 gradients."""
+"""Bytes by name; for models, the float32 gradients."""
 HOSTS = (8, 64, 512, 4096, 8192)
 CURVE = tuple(sorted({*(2**k for k in range(1, 14)), *(3 * 4**k for k in range(6))}))
-"""Numbers of hosts for a picture: powers of two, and what lies between."""
+"""Numbers of hosts for a plot: powers of two, and numbers in between."""
 
 
-def predict(networks: Mapping[str, Network], hosts: Iterable[int], host: Host, ranks: int) -> list[dict[str, Any]]:
+def predict(networks: Mapping[str, NetworkModel], hosts: Iterable[int], host: Host, ranks: int) -> list[dict[str, Any]]:
     """A row for each network, number of hosts, size and algorithm."""
     rows = []
     for network, constants in networks.items():
         for count in hosts:
-            job = Job(count, constants, host, ranks)
+            job = JobSpec(count, constants, host, ranks)
             for name, size in SIZES.items():
                 call = Call(size)
                 for algorithm in ("auto", *ALGORITHMS):
@@ -35,7 +35,7 @@ def predict(networks: Mapping[str, Network], hosts: Iterable[int], host: Host, r
 
 
 def prediction_table(rows: Sequence[dict[str, Any]], hosts: Iterable[int]) -> str:
-    """The seconds of every algorithm, what `auto` takes for most chunks, and how near it comes to the wire's limit."""
+    """The seconds of every algorithm, `auto`'s choice for most chunks, and its ratio to the limit of the links."""
     cells = [["network", "hosts", "size", "bytes", "auto", *ALGORITHMS, "chosen", "of the wire"]]
     found = {(row["network"], row["hosts"], row["name"], row["algorithm"]): row for row in rows}
     for network in dict.fromkeys(row["network"] for row in rows):
@@ -50,7 +50,7 @@ def prediction_table(rows: Sequence[dict[str, Any]], hosts: Iterable[int]) -> st
 
 
 def check_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Measured beside predicted."""
+    """Compares measured with predicted times."""
     cells = [["rate", "hosts", "ranks", "algorithm", "size", "predicted", "median", "least", "median/p.", "least/p."]]
     for row in rows:
         times = [row[key] for key in ("predicted_s", "median_s", "least_s")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.training as package
-from benchmarks.common import machine, picture
+from benchmarks.common import machine, plot
 from benchmarks.common import options as common
 from benchmarks.common.tools import Tools
 from benchmarks.training.contenders import NAMES
@@ -33,23 +33,23 @@ FULL: dict[str, Any] = {
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; those that were not given are FULL's or QUICK's."""
+    """Parses the options; defaults are FULL or QUICK."""
     parser = common.parser(package, "training", Options.deadline_s)
     parser.add_argument("--ranks", nargs="+", type=int, help="processes on this host (1 2 4)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="what is trained (all)")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="these contenders alone")
-    parser.add_argument("--rounds", type=int, help=f"turns of each contender in each case ({Options.rounds})")
-    parser.add_argument("--steps", type=int, help="timed steps of a turn (20; 6 of the largest model)")
-    parser.add_argument("--warm-up", type=int, help=f"steps before the first turn ({Options.warm_up})")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="models to train (all)")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="only these contenders")
+    parser.add_argument("--rounds", type=int, help=f"trials of each contender in each case ({Options.rounds})")
+    parser.add_argument("--steps", type=int, help="timed steps of a trial (20; largest model: 6)")
+    parser.add_argument("--warm-up", type=int, help=f"steps before the first trial ({Options.warm_up})")
     options = parser.parse_args(words)
     common.complete(options, QUICK if options.quick else FULL)
     if min([*options.ranks, options.rounds, options.warm_up, options.steps or 1]) < 1:
-        parser.error("ranks, rounds, steps and the warm-up are numbers from 1")
+        parser.error("ranks, rounds, steps and warm-up must be at least 1")
     return options
 
 
 def main() -> int:
-    """Measures, prints tables and writes files; 1 when a contender failed or was wrong."""
+    """Measures, prints tables and writes files; returns 1 if a contender failed or was wrong."""
     options = parse()
     common.begin(options.out)
     print(package.__doc__)
@@ -86,12 +86,12 @@ def _write(folder: Path, about: dict[str, Any], bench: Bench) -> None:
 
 
 def _draw(path: Path, about: dict[str, Any], bench: Bench) -> None:
-    title = f"Steps of training on one host: {picture.about(about['machine'], about['versions'])}"
+    title = f"Steps of training on one host: {plot.about(about['machine'], about['versions'])}"
     try:
         for drawn in draw(bench.cases, title, path):
             print(drawn)
     except ImportError as error:
-        print(f"no picture: {error}; 'pip install matplotlib' brings what it needs")
+        print(f"no plot: {error}; run 'pip install matplotlib'")
 
 
 if __name__ == "__main__":

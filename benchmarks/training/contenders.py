@@ -1,4 +1,4 @@
-"""The contenders of a model. A further one is a row more, with its trainer and how it is started."""
+"""The contenders of a model: one row each, with its trainer and a function that starts it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.common import contenders
 from benchmarks.common.contenders import Contender, Start
-from benchmarks.common.jobs import Launch
+from benchmarks.common.processes import Launch
 from benchmarks.common.tools import Tools, package
 from benchmarks.training.models import Model
 
@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "KERAS_BACKEND": "tensorflow",
     "DL_COMM_DUMP_DIR": "none",
 }
-"""What every process gets."""
+"""The environment of all processes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Training(Contender):
     """A contender of this benchmark; its group is "base", "ours" or "peer".
 
     Attributes:
-        alone: It is one process, whatever the number of ranks.
+        alone: Whether it is a single process for any number of ranks.
     """
 
     alone: bool = False
@@ -45,10 +45,10 @@ class Training(Contender):
 
 
 def of(model: Model) -> list[Training]:
-    """The contenders in this model."""
+    """The contenders of this model."""
     plain = _unlaunched(model)
     found = [
-        Training("one", "base", "one process alone", plain, alone=True),
+        Training("one", "base", "single process", plain, alone=True),
         Training("independent", "base", "independent processes", plain),
         Training("ours", "ours", "dl_comm", _ours(model)),
     ]

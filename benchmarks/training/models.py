@@ -1,4 +1,4 @@
-"""The models that are trained; their networks are in torch_side.py and tensorflow_side.py. Pure."""
+"""The trained models; their networks are in torch_networks.py and tensorflow_side.py. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models.
+    """A model.
 
     Attributes:
         name: Its name in tables and on the command line.
         framework: "torch" or "tensorflow".
         network: The name of its network in that framework's module.
         batch: Samples of a step on one rank: a step on one rank takes about 50 ms, or 500 ms in the largest model.
-        steps: Timed steps of a turn.
-        what: A few words.
+        steps: Timed steps of a trial.
+        what: A short description.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The run: the contenders of each case train, are verified, take their turns, and their times become numbers."""
+"""Runs the benchmark: the contenders of each case train, are verified, run their trials, and get statistics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.contest import Contest, rotated
-from benchmarks.common.jobs import Answer, Lost
+from benchmarks.common.benchmark_run import BenchmarkRun, rotated
+from benchmarks.common.processes import Answer, Lost
 from benchmarks.common.tools import Tools
 from benchmarks.training import contenders
 from benchmarks.training.contenders import Training
@@ -21,20 +21,20 @@ from benchmarks.training.models import Model
 from benchmarks.training.verify import JUDGED, Verification
 
 UNTIMED = 2
-"""Steps at the start of each turn that do not count."""
+"""Warm-up steps at the start of each trial."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long and how often.
+    """Durations and repetitions.
 
     Attributes:
-        rounds: Turns of a contender in a case.
-        steps: Timed steps of a turn; None is the model's number.
-        warm_up: Steps before the first turn; dl_comm looks for its size of buckets in some 25.
-        only: The names of the contenders that take part.
-        start_s: The longest that contenders may take to start.
-        deadline_s: The longest that a turn may take, and the steps before the first.
+        rounds: Trials of a contender in a case.
+        steps: Timed steps of a trial; None is the model's number.
+        warm_up: Steps before the first trial; dl_comm finds its bucket size in about 25.
+        only: The names of the selected contenders.
+        start_s: Limit of the start of the contenders.
+        deadline_s: Limit of a trial, and of the steps before the first one.
     """
 
     rounds: int = 7
@@ -47,52 +47,52 @@ class Options:
 
 @dataclass
 class Entry:
-    """A contender in a case; an array (ranks, 3, steps) a turn: seconds of a step, exposed and busy as it reports."""
+    """A contender in a case; each trial is an array (ranks, 3, steps): step, reported exposed and total seconds."""
 
     contender: Training
-    turns: list[np.ndarray] = field(default_factory=list)
+    trials: list[np.ndarray] = field(default_factory=list)
     done: int = 0
     left_out: str = ""
 
 
-class Bench(Contest[Training]):
-    """One run, and its results in `cases`, as the JSON file has them."""
+class Bench(BenchmarkRun[Training]):
+    """A benchmark run; `cases` has the results for the JSON file."""
 
     def __init__(self, tools: Tools, options: Options, root: Path) -> None:
-        """`root` is the root of the repository, where processes are started."""
+        """`root` is the root of the repository, the working directory of the processes."""
         super().__init__(tools, root, options.start_s)
         self.options = options
         self.cases: list[dict[str, Any]] = []
 
     def run(self, model: Model, ranks: int) -> None:
-        """Measures a model on so many ranks."""
+        """Measures a model on `ranks` ranks."""
         begin = time.monotonic()
-        # On one rank, `one` and `independent` are the same.
+        # On one rank, `one` equals `independent`.
         names = [name for name in self.options.only if ranks > 1 or name != "one"]
         chosen = [contender for contender in contenders.of(model) if contender.name in names]
-        self.say(f"{ranks} rank(s), {model.name}: {', '.join(contender.name for contender in chosen)}")
+        self.log(f"{ranks} rank(s), {model.name}: {', '.join(contender.name for contender in chosen)}")
         verification = Verification()
-        with self.on_stage(chosen, ranks, model=model.name) as present, TemporaryDirectory() as folder:
-            self.look_at_idle(ranks)
+        with self.running(chosen, ranks, model=model.name) as present, TemporaryDirectory() as folder:
+            self.check_idle(ranks)
             entries = [Entry(contender) for contender in present]
             parameters = self._prepare(entries, ranks, verification, Path(folder))
             for number in range(self.options.rounds):
                 for entry in rotated(entries, number):
-                    turn = self._steps(entry, ranks, UNTIMED + (self.options.steps or model.steps))
-                    if turn is not None:
-                        entry.turns.append(turn[:, :, UNTIMED:])
-                self.say(f"  round {number + 1} of {self.options.rounds}: {', '.join(map(_progress, entries))}")
+                    trial = self._steps(entry, ranks, UNTIMED + (self.options.steps or model.steps))
+                    if trial is not None:
+                        entry.trials.append(trial[:, :, UNTIMED:])
+                self.log(f"  round {number + 1} of {self.options.rounds}: {', '.join(map(_progress, entries))}")
             self._agreement(entries, self._digests(entries, ranks), verification)
         for problem in verification.problems:
             self.failed = True
-            self.say(f"  wrong: {problem}")
+            self.log(f"  wrong: {problem}")
         case = {"ranks": ranks, "model": model.name, "framework": model.framework, "what": model.what}
         case |= {"batch": model.batch, "parameters": parameters, "warm_up": self.options.warm_up}
         self.cases.append({**case, "verified": verification.report(), "results": _results(entries)})
-        self.say(f"  took {time.monotonic() - begin:.1f} s")
+        self.log(f"  took {time.monotonic() - begin:.1f} s")
 
     def _prepare(self, entries: Sequence[Entry], ranks: int, verification: Verification, folder: Path) -> int:
-        """The steps before the first turn, and what they lead to. Returns the number of parameters."""
+        """Runs and verifies the steps before the first trial. Returns the number of parameters."""
         (folder / "first").mkdir()
         digests = self._digests(entries, ranks, folder / "first")
         if not digests:
@@ -108,15 +108,15 @@ class Bench(Contest[Training]):
     def _advance(
         self, entries: Sequence[Entry], ranks: int, steps: int, verification: Verification, first: Path
     ) -> None:
-        """Steps that are not timed, and a comparison with each other and with the `first` parameters."""
+        """Runs untimed steps, and compares the parameters with each other and with the `first` ones."""
         for entry in entries:
             begin = time.monotonic()
             if self._steps(entry, ranks, steps) is not None:
-                self.say(f"  {entry.contender.name}: {entry.done} steps, {time.monotonic() - begin:.1f} s")
+                self.log(f"  {entry.contender.name}: {entry.done} steps, {time.monotonic() - begin:.1f} s")
         folder = first.parents[1]
         digests = self._digests(entries, ranks, folder)
         self._agreement(entries, digests, verification)
-        # On one rank, training without communication is right; on more, ours and the peer are each other's measure.
+        # One rank is compared with training without communication; more ranks with the peer.
         compared = [e for e in entries if e.contender.name in digests and (ranks == 1 or e.contender.averages)]
         for other in compared[1:]:
             one = compared[0].contender.name
@@ -130,17 +130,17 @@ class Bench(Contest[Training]):
                 verification.agreement(entry.contender.name, found, entry.contender.averages, entry.done)
 
     def _digests(self, entries: Sequence[Entry], ranks: int, folder: Path | None = None) -> dict[str, Sequence[str]]:
-        """Each rank's digest by contender; a folder gets the parameters in files of the contenders' names."""
+        """Each rank's digest by contender; writes the parameters to a file for each contender in `folder`."""
         found: dict[str, Sequence[str]] = {}
         for entry in entries:
             name = entry.contender.name
-            if (answer := self._turn(entry, ranks, f"parameters {folder / name if folder else '-'}\n", 0)) is not None:
+            if (answer := self._trial(entry, ranks, f"parameters {folder / name if folder else '-'}\n", 0)) is not None:
                 found[name] = answer.words
         return found
 
     def _steps(self, entry: Entry, ranks: int, steps: int) -> np.ndarray | None:
-        """Steps of a contender, as an array (ranks, 3, steps); None when it must be left out."""
-        answer = self._turn(entry, ranks, f"steps {steps}\n", 3 * steps)
+        """Steps of a contender, as an array (ranks, 3, steps); None if it is left out."""
+        answer = self._trial(entry, ranks, f"steps {steps}\n", 3 * steps)
         if answer is None:
             return None
         entry.done += steps
@@ -149,53 +149,53 @@ class Bench(Contest[Training]):
             return None
         return answer.numbers.reshape(len(answer.words), 3, steps)
 
-    def _turn(self, entry: Entry, ranks: int, line: str, numbers: int) -> Answer | None:
+    def _trial(self, entry: Entry, ranks: int, line: str, numbers: int) -> Answer | None:
         if entry.left_out:
             return None
         try:
-            return self.turn(entry.contender, ranks, line, numbers, self.options.deadline_s)
+            return self.trial(entry.contender, ranks, line, numbers, self.options.deadline_s)
         except Lost as error:
             self._leave(entry, ranks, f"lost: {error}")
             return None
 
     def _leave(self, entry: Entry, ranks: int, reason: str) -> None:
         entry.left_out = reason
-        self.leave_out(entry.contender, ranks, reason, failed=True)
+        self.exclude(entry.contender, ranks, reason, failed=True)
 
 
 def _results(entries: Sequence[Entry]) -> dict[str, Any]:
-    base = next((e for e in entries if e.contender.name == "independent" and e.turns and not e.left_out), None)
+    base = next((e for e in entries if e.contender.name == "independent" and e.trials and not e.left_out), None)
     results = {}
     for entry in entries:
         about = {"group": entry.contender.group, "what": entry.contender.what}
         if entry.left_out:
             results[entry.contender.name] = {**about, "left_out": entry.left_out}
         else:
-            numbers = summary(entry.turns, base.turns if base and entry.contender.averages else None)
+            numbers = summary(entry.trials, base.trials if base and entry.contender.averages else None)
             results[entry.contender.name] = {**about, **numbers}
     return results
 
 
-def summary(turns: Sequence[np.ndarray], base: Sequence[np.ndarray] | None) -> dict[str, Any]:
-    """Numbers of turns, arrays (ranks, 3, steps) of seconds; `base` are those of the same rounds without communication.
+def summary(trials: Sequence[np.ndarray], base: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    """Statistics of trials: arrays (ranks, 3, steps) of seconds. `base` has the same rounds without communication.
 
-    A round's exposed communication is the difference of the medians of its steps; what is told is the median over the
-    rounds, and the quartiles. What was reported is a median over the steps.
+    A round's exposed communication is the difference of the medians of its steps; the result is the median over the
+    rounds, with quartiles. `reported_*` are medians over the steps of the contender's own values.
     """
     # The mean over the ranks: (3, all steps).
-    times, exposed, busy = 1e3 * np.concatenate([turn.mean(axis=0) for turn in turns], axis=1)
+    times, exposed, busy = 1e3 * np.concatenate([trial.mean(axis=0) for trial in trials], axis=1)
     low, median, high = np.percentile(times, [25, 50, 75])
     numbers: dict[str, Any] = {
         "step_ms": float(median),
         "quartiles_ms": [float(low), float(high)],
         "steps_per_s": float(1e3 / median),
         "steps": len(times),
-        "rounds_ms": _rounds(turns),
-        "reported_exposed_ms": _told(exposed),
-        "reported_busy_ms": _told(busy),
+        "rounds_ms": _rounds(trials),
+        "reported_exposed_ms": _median_or_none(exposed),
+        "reported_busy_ms": _median_or_none(busy),
     }
     if base is not None:
-        differences = [mine - without for mine, without in zip(_rounds(turns), _rounds(base), strict=True)]
+        differences = [mine - without for mine, without in zip(_rounds(trials), _rounds(base), strict=True)]
         low, median, high = np.percentile(differences, [25, 50, 75])
         numbers["exposed_ms"] = float(median)
         numbers["exposed_quartiles_ms"] = [float(low), float(high)]
@@ -203,13 +203,13 @@ def summary(turns: Sequence[np.ndarray], base: Sequence[np.ndarray] | None) -> d
     return numbers
 
 
-def _rounds(turns: Sequence[np.ndarray]) -> list[float]:
-    return [float(1e3 * np.median(turn[:, 0].mean(axis=0))) for turn in turns]
+def _rounds(trials: Sequence[np.ndarray]) -> list[float]:
+    return [float(1e3 * np.median(trial[:, 0].mean(axis=0))) for trial in trials]
 
 
-def _told(milliseconds: np.ndarray) -> float | None:
+def _median_or_none(milliseconds: np.ndarray) -> float | None:
     return None if np.isnan(milliseconds).any() else float(np.median(milliseconds))
 
 
 def _progress(entry: Entry) -> str:
-    return f"{entry.contender.name} {f'{_rounds(entry.turns)[-1]:.4g} ms' if not entry.left_out else 'left out'}"
+    return f"{entry.contender.name} {f'{_rounds(entry.trials)[-1]:.4g} ms' if not entry.left_out else 'left out'}"

@@ -1,4 +1,4 @@
-"""The picture: a panel for each number of ranks, a group of bars for each model, as PNG and SVG. Needs matplotlib."""
+"""Plots groups of bars for the models, one panel for each number of ranks, as PNG and SVG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.picture import pyplot, save
+from benchmarks.common.plot import pyplot, save
 from benchmarks.training.table import count_text
 
 _COMPUTE = {"ours": "#9ecae1", "ddp": "#fdd0a2"}

@@ -1,4 +1,4 @@
-"""The results as tables for a terminal. Pure."""
+"""Formats the results as tables for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from benchmarks.common.grid import grid, number, ratio
 
 
 def tables(cases: Sequence[dict[str, Any]]) -> str:
-    """For each number of ranks, all contenders' times, and how ours compares."""
+    """For each number of ranks: the times of all contenders, and the ratios."""
     parts = []
     for ranks, group in groupby(cases, lambda case: case["ranks"]):
         rows = list(group)
         title = f"{ranks} ranks" if ranks > 1 else "1 rank"
         parts.append(f"{title}: medians (quartiles), milliseconds\n" + grid(list(_times(rows))))
-        parts.append(f"{title}: ratios of the steps, and of what is exposed\n" + grid(list(_ratios(rows))))
+        parts.append(f"{title}: ratios of step and exposed times\n" + grid(list(_ratios(rows))))
         parts += [f"WRONG: {case['model']}: {text}" for case in rows for text in case["verified"]["problems"]]
     return "\n\n".join(parts)
 
 
 def count_text(count: int) -> str:
-    """A number of parameters in words."""
+    """Formats a number of parameters."""
     return f"{count / 1e6:.1f} M" if count >= 1_000_000 else f"{count / 1e3:.0f} k"
 
 
 def value(case: dict[str, Any], name: str, key: str) -> float | None:
-    """A contender's number in a case; None where it has none."""
+    """A contender's number in a case; None without one."""
     found: float | None = case["results"].get(name, {}).get(key)
     return found
 
@@ -37,9 +37,9 @@ def _times(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     for case in rows:
         label = f"{case['model']} ({count_text(case['parameters'])})"
         for name, result in case["results"].items():
-            told = [number(result.get(f"reported_{key}_ms")) for key in ("exposed", "busy")]
+            reported = [number(result.get(f"reported_{key}_ms")) for key in ("exposed", "busy")]
             cells = [number(result.get("steps_per_s")), number(result.get("step_ms")), _range(result, "quartiles_ms")]
-            cells += [number(result.get("exposed_ms")), _range(result, "exposed_quartiles_ms"), *told]
+            cells += [number(result.get("exposed_ms")), _range(result, "exposed_quartiles_ms"), *reported]
             yield [label, name, *cells]
             label = ""
 
@@ -51,7 +51,7 @@ def _ratios(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         ours, ddp, independent = steps.get("ours"), steps.get("ddp"), steps.get("independent")
         mine, theirs = value(case, "ours", "exposed_ms"), value(case, "ddp", "exposed_ms")
         cells = [ratio(ours, independent), ratio(ddp, independent), ratio(ours, ddp), ratio(ours, steps.get("one"))]
-        # Where nothing is exposed but the noise of the measurement, there is no ratio.
+        # No ratio if the exposed time is only noise.
         yield [case["model"], *cells, ratio(theirs, mine) if mine is not None and mine > 0 else "-"]
 
 

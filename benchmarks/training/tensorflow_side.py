@@ -1,4 +1,4 @@
-"""Training with TensorFlow: alone, and with dl_comm, in a tf.function."""
+"""Training with TensorFlow in a tf.function: without communication, and with dl_comm."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TensorFlowTrainer(Trainer):
         return numbered()[0]
 
     def distribute(self) -> None:
-        """Gives all ranks the same variables."""
+        """Broadcasts the variables."""
 
     def average(self, gradients: list[Any]) -> list[Any]:
         """The mean of the ranks' gradients, in a graph."""
@@ -105,7 +105,7 @@ class TensorFlowTrainer(Trainer):
         pass
 
 
-class Ours(TensorFlowTrainer):
+class DlComm(TensorFlowTrainer):
     """dl_comm.tensorflow's operation on the gradients."""
 
     waited = 0.0
@@ -138,5 +138,5 @@ class Ours(TensorFlowTrainer):
         dl_comm.finalize()
 
 
-TRAINERS: dict[str, type[Trainer]] = {"plain": TensorFlowTrainer, "ours": Ours}
-"""The trainers by the name that a worker is started with."""
+TRAINERS: dict[str, type[Trainer]] = {"plain": TensorFlowTrainer, "ours": DlComm}
+"""The trainers by the name on a worker's command line."""

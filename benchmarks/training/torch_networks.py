@@ -1,4 +1,4 @@
-"""The networks of torch, with random initial weights, and random batches for them."""
+"""The torch networks with random initial weights, and their random batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Task:
     """A network and its data.
 
     Attributes:
-        network: Makes the network, which gives scores (..., classes).
-        batch: Makes `n` random inputs and their classes (...).
+        network: Creates the network, which returns scores (..., classes).
+        batch: Creates `n` random inputs and their classes (...).
     """
 
     network: Callable[[], nn.Module]
@@ -26,15 +26,15 @@ class Task:
 
 
 def loss(scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy over all places that have a class."""
+    """The mean cross entropy over all positions."""
     return functional.cross_entropy(scores.flatten(0, -2), classes.flatten())
 
 
 class Residual(nn.Module):
-    """A basic residual block (He et al., 2015): two 3x3 convolutions, each normalized, beside a short cut."""
+    """A basic residual block (He et al., 2015): two 3x3 convolutions, each normalized, with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        """A block from `inputs` to `outputs` channels; the short cut is a 1x1 convolution where they differ."""
+        """A block from `inputs` to `outputs` channels; the shortcut is a 1x1 convolution if they differ."""
         super().__init__()
         self.first = nn.Sequential(*_normalized(inputs, outputs, 3, stride), nn.ReLU())
         self.second = nn.Sequential(*_normalized(outputs, outputs, 3, 1))
@@ -71,17 +71,17 @@ class Transformer(nn.Module):
     """A small GPT; the output is tied to the embedding."""
 
     def __init__(self, words: int, length: int, width: int, blocks: int, heads: int) -> None:
-        """For `length` tokens, each one of `words`."""
+        """For `length` tokens from a vocabulary of `words`."""
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        for embedding in (self.words, self.places):
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        for embedding in (self.words, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens [n, length] to scores [n, length, words]."""
-        x = self.norm(self.blocks(self.words(tokens) + self.places.weight))
+        x = self.norm(self.blocks(self.words(tokens) + self.positions.weight))
         return functional.linear(x, self.words.weight)
 
 

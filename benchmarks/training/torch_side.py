@@ -1,4 +1,4 @@
-"""Training with torch: alone, with dl_comm, and with torch's own DistributedDataParallel."""
+"""Training with torch: without communication, with dl_comm, and with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TorchTrainer(Trainer):
         return numbered()[0]
 
     def distribute(self) -> None:
-        """Makes network and optimizer those of many ranks."""
+        """Makes network and optimizer distributed."""
 
     def step(self) -> None:
         inputs, classes = self.batches[self.steps % BATCHES]
@@ -62,7 +62,7 @@ class TorchTrainer(Trainer):
         pass
 
 
-class Ours(TorchTrainer):
+class DlComm(TorchTrainer):
     """dl_comm.torch's optimizer."""
 
     def join(self) -> int:
@@ -92,7 +92,7 @@ class Ddp(TorchTrainer):
         return join_gloo()[0]
 
     def distribute(self) -> None:
-        # Buffers are this rank's own with dl_comm too; the gradients do not depend on them.
+        # dl_comm does not broadcast buffers either; the gradients do not depend on them.
         self.network = torch.nn.parallel.DistributedDataParallel(
             self.network, gradient_as_bucket_view=True, broadcast_buffers=False
         )
@@ -101,5 +101,5 @@ class Ddp(TorchTrainer):
         torch.distributed.destroy_process_group()
 
 
-TRAINERS: dict[str, type[Trainer]] = {"plain": TorchTrainer, "ours": Ours, "ddp": Ddp}
-"""The trainers by the name that a worker is started with."""
+TRAINERS: dict[str, type[Trainer]] = {"plain": TorchTrainer, "ours": DlComm, "ddp": Ddp}
+"""The trainers by the name on a worker's command line."""

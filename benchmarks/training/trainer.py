@@ -1,4 +1,4 @@
-"""What a process does with a model, whatever the framework."""
+"""The interface of a model in training, for any framework."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 
 SEED = 7
-"""All processes make the parameters from it, and rank r its data from SEED + 1 + r."""
+"""Seed of the parameters on all processes; the data of rank r uses SEED + 1 + r."""
 BATCHES = 8
-"""A rank's batches, which its steps take in turn."""
+"""The number of batches of a rank, used in turn by its steps."""
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 
 
 class Trainer(ABC):
-    """A model in training in one process of a contender: it joins its job when it is made. One thread uses it."""
+    """A model in training in one process of a contender; the constructor joins its job. Not thread-safe."""
 
     rank: int
 
@@ -26,7 +26,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def reported(self) -> tuple[float, float]:
-        """Seconds of the last step as the contender itself tells them: exposed, and busy. NaN: it does not tell."""
+        """Exposed and total communication seconds of the last step, as reported by the contender; NaN: unknown."""
 
     @abstractmethod
     def loss(self) -> float:
@@ -34,7 +34,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def parameters(self) -> Iterator[np.ndarray]:
-        """What is trained, in an order that all contenders of a framework have: float32."""
+        """The trained parameters as float32, in the same order for all contenders of a framework."""
 
     @abstractmethod
     def close(self) -> None:

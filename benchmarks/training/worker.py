@@ -1,11 +1,11 @@
-"""One process of a contender: makes its model, waits for its turns and does them.
+"""One process of a contender: creates its model and runs its trials.
 
     python -m benchmarks.training.worker MODEL TRAINER
 
-A turn is a line. "steps N" does N steps; the answer is "ok LOSS" and three times N numbers: the seconds of each step,
-and what the contender tells of it as exposed and as busy, NaN where it does not. "parameters FILE" answers "ok DIGEST",
-the SHA-256 of all parameters; rank 0 writes them to the file, as float32, unless it is "-". `common/jobs.py` has the
-rest.
+A trial is a line. "steps N" runs N steps; the answer is "ok LOSS" and 3 N numbers: the seconds of each step, and the
+exposed and the total communication time that the contender reports (NaN: not reported). "parameters FILE" answers "ok
+DIGEST", the SHA-256 of all parameters; rank 0 writes them to the file as float32, unless FILE is "-".
+`common/processes.py` has the rest of the protocol.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.training.trainer import Trainer
 
 
 def steps(trainer: Trainer, count: int) -> bytes:
-    """Does steps and times them."""
+    """Runs and times steps."""
     numbers = np.empty((3, count))
     gc.collect()
     for i in range(count):
@@ -36,7 +36,7 @@ def steps(trainer: Trainer, count: int) -> bytes:
 
 
 def parameters(trainer: Trainer, file: str) -> bytes:
-    """Tells the parameters, and writes them on rank 0."""
+    """Returns the digest of the parameters, and writes them on rank 0."""
     flat = np.concatenate([parameter.ravel() for parameter in trainer.parameters()])
     if file != "-" and trainer.rank == 0:
         flat.tofile(file)
@@ -44,7 +44,7 @@ def parameters(trainer: Trainer, file: str) -> bytes:
 
 
 def main() -> int:
-    """Serves until the stream ends."""
+    """Runs trials until the stream ends."""
     model = MODELS[sys.argv[1]]
     trainer: Trainer = importlib.import_module(f"benchmarks.training.{model.framework}_side").TRAINERS[sys.argv[2]](
         model

@@ -232,7 +232,7 @@ double dl_comm_get_waited(int teamID);
 int dl_comm_stats(char* text, size_t capacity);
 
 /* Writes the last calls of this rank, and what it waits for, as a JSON file into `folder` (NULL: where DL_COMM_DUMP_DIR
- * says) for `python -m dl_comm.blame`; gives the file's path. Not collective. */
+ * says) for `python -m dl_comm.analyze_dumps`; gives the file's path. Not collective. */
 int dl_comm_dump(const char* folder, char* path, size_t capacity);
 
 /* For the stacks of an interpreter in dumps ("stacks"): from now on a thread that writes a dump sends itself `signal`,

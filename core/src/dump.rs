@@ -1,4 +1,4 @@
-//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.blame`. Written after a failure or a
+//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.analyze_dumps`. Written after a failure or a
 //! stall, on SIGUSR1, and when somebody asks.
 //!
 //! Thread rule: a [`Dumper`] may be used from any thread; one file is written at a time.
@@ -81,7 +81,7 @@ impl Dumper {
         if found == Found::New {
             let folder = folder.path().display();
             log_line(&format!(
-                "the last calls of each rank are in {folder}; python -m dl_comm.blame {folder} reads them"
+                "the last calls of each rank are in {folder}; python -m dl_comm.analyze_dumps {folder} reads them"
             ));
         }
         Ok(path)

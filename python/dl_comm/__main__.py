@@ -11,7 +11,7 @@ _COMMANDS = """\
 commands:
   dl-comm-run               start a program on several ranks (python -m dl_comm.run)
   python -m dl_comm.doctor  what works here, and what does not
-  python -m dl_comm.blame   who kept a job waiting, by its dumps
+  python -m dl_comm.analyze_dumps  find the rank that hangs, from dumps
   python -m dl_comm.timeline  what every thread did when
   python -m dl_comm.build   compile the operations for the installed frameworks
   python -m dl_comm.tf1     run a script of TensorFlow 1

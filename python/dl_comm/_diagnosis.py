@@ -67,7 +67,7 @@ def topology() -> dict[str, Any]:
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Writes the last calls of this rank and what it waits for, as JSON, for ``python -m dl_comm.blame``.
+    """Writes the last calls of this rank and what it waits for, as JSON, for ``python -m dl_comm.analyze_dumps``.
 
     The same is written by itself when a team fails, when a call has waited for ``DL_COMM_STALL_WARN_S``, and on
     SIGUSR1.

@@ -1,17 +1,17 @@
-"""The fake's two libraries through ctypes: the few words that its test programs need.
+"""ctypes bindings of the two fake libraries for the test programs.
 
-Whoever imports this has LD_LIBRARY_PATH set to the fake's folder, as the core's users in tests have. A process that
-forks does so before it calls ``start``.
+LD_LIBRARY_PATH must contain the folder of the fake libraries before this module is imported. A process that forks must
+do so before it calls ``start``.
 
-The settings of the stand-in are numbers in the environment:
+Settings are numbers in the environment:
 
-- what it has: ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
-  (so many devices are slices of one GPU);
-- what it refuses, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (numbers in memory that streams wait for),
+- hardware: ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
+  (number of devices that are slices of one GPU);
+- unsupported features, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (stream waits on memory values),
   ``FAKE_CUDA_NO_PEERS`` (memory of other devices); ``FAKE_CUDA_NCCL_FAILS`` is the rank that cannot start NCCL;
-- how it runs: ``FAKE_CUDA_DELAY_US`` (each operation is late by up to so much), and with 1 ``FAKE_CUDA_ONE_QUEUE`` (for
-  all streams), ``FAKE_CUDA_TIME_SLICES`` (processes take turns with kernels), ``FAKE_CUDA_WAITING_CALLS`` (some wait
-  for the whole context), ``FAKE_CUDA_FAULTS`` (a bad access is an error of all later calls, not an abort).
+- execution: ``FAKE_CUDA_DELAY_US`` (largest delay of each operation), and with 1 ``FAKE_CUDA_ONE_QUEUE`` (one queue for
+  all streams), ``FAKE_CUDA_TIME_SLICES`` (kernels of processes are time-sliced), ``FAKE_CUDA_WAITING_CALLS`` (some
+  calls wait for the whole context), ``FAKE_CUDA_FAULTS`` (an invalid access fails all later calls instead of aborting).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Handle(ctypes.Structure):
 
 
 class UniqueId(ctypes.Structure):
-    """What NCCL's ranks find each other by."""
+    """The unique id of an NCCL communicator."""
 
     _fields_ = [("internal", c_ubyte * 128)]
 
@@ -68,7 +68,7 @@ def big(value: int) -> c_ulonglong:
 
 
 def ok(result: int) -> None:
-    """Fails unless a call went well."""
+    """Fails if a call returned an error."""
     assert result == 0, f"error {result}"
 
 
@@ -102,7 +102,7 @@ def alloc_async(size: int, on: c_void_p | None = None) -> int:
 
 
 class Chunks:
-    """Memory that grows and shrinks in place, as torch's expandable segments do: chunks of 2 MiB, mapped in a row."""
+    """Memory that grows and shrinks in place, like torch's expandable segments: adjacent chunks of 2 MiB."""
 
     CHUNK = 2 << 20
 
@@ -116,7 +116,7 @@ class Chunks:
         self.address = address.value
 
     def grow(self) -> None:
-        """Maps a further chunk."""
+        """Maps another chunk."""
         handle, size, end = c_ulonglong(), c_size_t(self.CHUNK), big(self.address + self._mapped)
         ok(cuda.cuMemCreate(byref(handle), size, self._chunk, big(0)))
         ok(cuda.cuMemMap(end, size, c_size_t(0), handle, big(0)))
@@ -125,26 +125,26 @@ class Chunks:
         self._mapped += self.CHUNK
 
     def shrink(self) -> None:
-        """Gives the last chunk back."""
+        """Frees the last chunk."""
         self._mapped -= self.CHUNK
         ok(cuda.cuMemUnmap(big(self.address + self._mapped), c_size_t(self.CHUNK)))
 
     def free(self) -> None:
-        """Gives all back."""
+        """Frees all chunks."""
         while self._mapped:
             self.shrink()
         ok(cuda.cuMemAddressFree(big(self.address), self._most))
 
 
 def upload(data: bytes) -> int:
-    """Device memory with this in it."""
+    """Device memory with these contents."""
     address = alloc(len(data))
     ok(cuda.cuMemcpyHtoD_v2(big(address), data, c_size_t(len(data))))
     return address
 
 
 def download(address: int, size: int) -> bytes:
-    """What device memory has, once all on stream 0 has run."""
+    """The contents of device memory after all work on stream 0."""
     data = ctypes.create_string_buffer(size)
     ok(cuda.cuMemcpyDtoH_v2(data, big(address), c_size_t(size)))
     return data.raw
@@ -166,7 +166,7 @@ def pinned(size: int) -> int:
 
 
 def poke(address: int, value: int) -> None:
-    """Puts a number into device memory at once, whatever is on the streams."""
+    """Writes a number to device memory immediately, without stream order."""
     cuda.fake_cuda_host_address.restype = c_void_p
     host = cuda.fake_cuda_host_address(big(address), c_size_t(4), b"poke")
     c_uint.from_address(host).value = value
@@ -193,7 +193,7 @@ def function(name: str) -> c_void_p:
 
 
 def launch(kernel: c_void_p, work: Work, on: c_void_p | None = None, grid: int = 2, block: int = 64) -> int:
-    """Launches a kernel; returns what the driver says."""
+    """Launches a kernel; returns the driver's status."""
     parameters = (c_void_p * 1)(ctypes.addressof(work))
     return int(cuda.cuLaunchKernel(kernel, grid, 1, 1, block, 1, 1, 0, on, parameters, None))
 
@@ -201,7 +201,7 @@ def launch(kernel: c_void_p, work: Work, on: c_void_p | None = None, grid: int =
 def average(
     sources: list[int], targets: list[int], count: int, divisor: int, stop: int = 0, inside: bool = False
 ) -> Work:
-    """The work of averaging one piece. Its lists are among the parameters (``inside``), or in memory never freed."""
+    """Kernel arguments that average one item. Its lists are in the parameters (``inside``), or in leaked memory."""
     lists = struct.pack("QII", 0, 0, count) + struct.pack(f"{len(sources) + len(targets)}Q", *sources, *targets)
     offsets = (0, 16, 16 + 8 * len(sources))
     table = (c_ulonglong * 448).from_buffer_copy(lists.ljust(448 * 8, b"\0") if inside else bytes(448 * 8))
@@ -210,14 +210,14 @@ def average(
 
 
 def counters() -> list[int]:
-    """Allocations so far, bytes in use, kernels launched, copies made."""
+    """Numbers of allocations, bytes in use, kernel launches and copies."""
     out = (ctypes.c_long * 4)()
     cuda.fake_cuda_counters(out)
     return list(out)
 
 
 def together(ranks: int, body: Callable[[int, list[Connection]], None], killed: Set[int] = frozenset()) -> None:
-    """Runs ``body(rank, pipes)`` in processes of their own; of rank 0 the pipes lead to the others, of others to 0.
+    """Runs ``body(rank, pipes)`` in separate processes; rank 0 has pipes to all others, which have one to rank 0.
 
     All must end well, but for the ranks of ``killed``, which must end themselves by SIGKILL.
     """
@@ -227,7 +227,7 @@ def together(ranks: int, body: Callable[[int, list[Connection]], None], killed: 
 
     def program(rank: int) -> None:
         body(rank, ends[rank])
-        # Runs what the libraries do at exit, which multiprocessing leaves out.
+        # Runs the libraries' exit handlers, which multiprocessing skips.
         ctypes.CDLL(None).exit(0)
 
     processes = [fork.Process(target=program, args=(rank,)) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""The programs on the fake NCCL: as programs.py, ``python nccl_programs.py NAME``."""
+"""Programs for the fake NCCL, like programs.py: ``python nccl_programs.py NAME``."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def join(rank: int, ranks: int, unique: UniqueId) -> c_void_p:
 
 
 def join_later(rank: int, ranks: int, unique: UniqueId) -> c_void_p:
-    """A non-blocking communicator, which is still in the making."""
+    """A non-blocking communicator whose initialisation is in progress."""
     comm, config = c_void_p(), Config(ctypes.sizeof(Config), 0xCAFEBEEF, 22809, 0)
     assert nccl.ncclCommInitRankConfig(byref(comm), ranks, unique, rank, byref(config)) == IN_PROGRESS
     return comm
 
 
 def settled(comm: c_void_p) -> int:
-    """The state of a communicator when nothing is in progress any more."""
+    """The state of a communicator after its operation in progress."""
     state = c_int(IN_PROGRESS)
     while state.value == IN_PROGRESS:
         ok(nccl.ncclCommGetAsyncError(comm, byref(state)))
@@ -76,7 +76,7 @@ def _sums_rank(rank: int, pipes: list[Connection]) -> None:
     assert reduced(0, [100], SUM) == [44], "integers wrap around"
     assert reduced(2, [-1 - rank], AVERAGE) == [-2]
     assert reduced(7, [0.1 * rank] * 200_000, SUM) == [struct.unpack("f", struct.pack("f", 0.3))[0]] * 200_000
-    # bfloat16 by its bits: 1 + 2 + 3; then twice each of the sums, by a scalar of the host's, and of the device's.
+    # bfloat16 by its bits: 1 + 2 + 3; then doubled sums, with a scalar on the host and on the device.
     data, count = c_void_p(upload(struct.pack("H", [0x3F80, 0x4000, 0x4040][rank]))), c_size_t(1)
     two, how = struct.pack("H", 0x4000), c_int()
     ok(nccl.ncclAllReduce(data, data, count, 9, SUM, comm, on))
@@ -88,7 +88,7 @@ def _sums_rank(rank: int, pipes: list[Connection]) -> None:
         assert nccl.ncclAllReduce(data, data, count, 9, how, comm, on) == 4
     ok(cuda.cuStreamSynchronize(on))
     assert struct.unpack("H", download(data.value or 0, 2)) == (0x4358,), "6, 36, 216"
-    # A group on two streams: the operations run in the order of the calls.
+    # A group on two streams: operations run in call order.
     other, first, second = stream(), upload(struct.pack("f", rank)), alloc(4)
     ok(nccl.ncclGroupStart())
     ok(nccl.ncclAllReduce(c_void_p(first), c_void_p(first), c_size_t(1), 7, SUM, comm, on))
@@ -103,7 +103,7 @@ def _sums_rank(rank: int, pipes: list[Connection]) -> None:
 
 
 def _patient_rank(rank: int, pipes: list[Connection]) -> None:
-    """A non-blocking communicator: nothing waits in a call, and what is in progress is respected."""
+    """A non-blocking communicator: no call waits, and calls respect an operation in progress."""
     start(rank)
     on, state, unique = stream(), c_int(), unique_id(rank, pipes)
     if rank == 1:
@@ -123,7 +123,7 @@ def _patient_rank(rank: int, pipes: list[Connection]) -> None:
     ok(settled(comm))
     ok(cuda.cuStreamSynchronize(on))
     assert struct.unpack("f", download(data, 4)) == (3,)
-    # Rank 1 never comes to this one: aborted, it ends.
+    # Rank 1 never makes this call: abort ends it.
     if rank == 0:
         assert nccl.ncclAllReduce(c_void_p(data), c_void_p(data), c_size_t(1), 7, SUM, comm, on) == IN_PROGRESS
         ok(settled(comm))
@@ -155,7 +155,7 @@ def _slices_rank(rank: int, pipes: list[Connection]) -> None:
     else:
         pipes[0].recv()
         ok(nccl.ncclCommGetAsyncError(comm, byref(state)))
-        assert state.value == IN_PROGRESS, "nobody has left yet"
+        assert state.value == IN_PROGRESS, "no rank has left yet"
         pipes[0].send("still waits")
     if rank == 1:
         pipes[0].send("refused")
@@ -196,7 +196,7 @@ def _differ_rank(rank: int, pipes: list[Connection]) -> None:
 
 
 def threads() -> None:
-    """Two devices of one process in one group, as ncclCommInitAll has it."""
+    """Two devices of one process in one group, as in ncclCommInitAll."""
     unique, comms = UniqueId(), [c_void_p(), c_void_p()]
     ok(nccl.ncclGetUniqueId(byref(unique)))
     ok(nccl.ncclGroupStart())
@@ -213,7 +213,7 @@ def _run(ranks: int, body: Callable[[int, list[Connection]], None]) -> Callable[
 
 sums, patient = _run(3, _sums_rank), _run(2, _patient_rank)
 slices, one_fails = _run(3, _slices_rank), _run(2, _one_fails_rank)
-same_device, dies_differ = _run(2, _same_device_rank), _run(2, _differ_rank)
+same_device, aborts_differ = _run(2, _same_device_rank), _run(2, _differ_rank)
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

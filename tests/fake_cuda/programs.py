@@ -1,6 +1,6 @@
-"""What tests/single/test_fake_cuda.py runs, each program in a process of its own: ``python programs.py NAME``.
+"""Programs of tests/single/test_fake_cuda.py, each run in its own process: ``python programs.py NAME``.
 
-A program checks the fake, and says nothing when all is well; those whose names start with ``dies_`` are to be aborted.
+A program checks the fake driver and prints nothing on success. Programs named ``aborts_*`` must be aborted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def errors() -> None:
     ok(cuda.cuGetErrorName(600, byref(name)))
     assert name.value == b"CUDA_ERROR_NOT_READY"
     assert cuda.cuGetErrorName(12345, byref(name)) == 1
-    # A module's text, and what the fake has, must both have the kernel.
+    # The kernel must exist in the module's text and in the fake driver.
     module, found = c_void_p(), c_void_p()
     ok(cuda.cuModuleLoadData(byref(module), PTX.replace("average_i8", "average_i9").encode()))
     assert cuda.cuModuleGetFunction(byref(found), module, b"average_i8") == 500
@@ -139,7 +139,7 @@ def pointers() -> None:
 
 
 def registering() -> None:
-    """Pages of files can be pinned where the files are shared memory. Needs a /var/tmp that is on a disk."""
+    """Only file pages in shared memory can be pinned. Needs /var/tmp on a disk."""
     start()
 
     def register(memory: mmap.mmap) -> int:
@@ -154,7 +154,7 @@ def registering() -> None:
             for file in (unlinked, named):
                 file.truncate(8192)
                 assert register(mmap.mmap(file.fileno(), 8192)) == code, (folder, file)
-                # A private mapping has pages of its own.
+                # A private mapping has separate pages.
                 ok(register(mmap.mmap(file.fileno(), 8192, mmap.MAP_PRIVATE)))
     memory = os.memfd_create("pinned")
     os.truncate(memory, 8192)
@@ -191,7 +191,7 @@ def kernels() -> None:
 
 
 def stop() -> None:
-    """A kernel touches nothing, not even what is no memory any more, once its stop word is set."""
+    """A kernel accesses no memory, not even freed memory, after its stop word is set."""
     start()
     word, source, target = pinned(4), upload(struct.pack("2f", 1, 3)), upload(struct.pack("2f", 7, 7))
     number, device = ctypes.c_uint.from_address(word), c_ulonglong()
@@ -213,12 +213,12 @@ def count() -> None:
     ok(launch(function("copy_bytes"), average([memory], [memory + 500], 8, 1), on))
     ok(cuda.cuStreamSynchronize(on))
     ok(cuda.cuMemFree_v2(big(memory)))
-    # The lists went to the device for the launch.
+    # The lists were copied to the device for the launch.
     assert [now - then for now, then in zip(counters(), before, strict=True)] == [2, 32, 1, 2]
 
 
 def events() -> None:
-    """Two streams that take turns, ordered by events alone. Good with any FAKE_CUDA_DELAY_US."""
+    """Two streams that alternate, ordered only by events. Works with any FAKE_CUDA_DELAY_US."""
     start()
     count, one, two, there, back = 1000, stream(), stream(), event(), event()
     ok(cuda.cuStreamWaitEvent(two, there, 0))
@@ -232,7 +232,7 @@ def events() -> None:
         ok(cuda.cuMemcpyHtoDAsync_v2(big(device), c_void_p(host), c_size_t(4 * count), one))
         ok(cuda.cuEventRecord(there, one))
         ok(cuda.cuStreamWaitEvent(two, there, 0))
-        # The wait means the record above, not this later one, which waits for the wait.
+        # The wait refers to the record above, not to this later one, which depends on the wait.
         ok(cuda.cuStreamWaitEvent(one, back, 0))
         ok(launch(kernel, work, two))
         ok(cuda.cuEventRecord(back, two))
@@ -254,7 +254,7 @@ def events() -> None:
 
 
 def asynchronous() -> None:
-    """A call returns before its operation has run."""
+    """A call returns before its operation runs."""
     start()
     flag, on, mark = upload(bytes(4)), stream(), event()
     ok(cuda.cuStreamWaitValue32_v2(on, big(flag), 1, 0))
@@ -266,7 +266,7 @@ def asynchronous() -> None:
     ok(cuda.cuEventSynchronize(mark))
     for flags in (1, 2):
         assert cuda.cuStreamWriteValue32_v2(on, big(flag), 1, flags) == 1
-    # GEQ goes round: what is 2^31 or more ahead is behind.
+    # GEQ is cyclic: values 2^31 or more ahead count as smaller.
     for value, wanted in ((0x80000003, 2), (0xFFFFFFF0, 5)):
         ok(cuda.cuStreamWriteValue32_v2(None, big(flag), value, 0))
         ok(cuda.cuStreamSynchronize(None))
@@ -278,7 +278,7 @@ def asynchronous() -> None:
 
 
 def _ipc_rank(rank: int, pipes: list[Connection]) -> None:
-    """Rank 0 owns memory and two flags, rank 1 works on them; each waits for the other by values in streams alone."""
+    """Rank 0 owns memory and two flags, rank 1 works on them; each waits for the other only through stream values."""
     start(rank)
     data, on, (pipe,) = bytes(range(256)) * (MIB // 256), stream(), pipes
     size, host, handle, flags = c_size_t(MIB), pinned(MIB), Handle(), c_ulonglong()
@@ -338,12 +338,12 @@ def ipc() -> None:
 
 
 def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
-    """Rank 0 frees what rank 1 has open, and has other memory where it was."""
+    """Rank 0 frees memory that rank 1 has open, and gets new memory at the same address."""
     start()
     (pipe,), opened, again = pipes, c_ulonglong(), c_ulonglong()
     if rank == 0:
-        memory, beside = alloc(MIB), alloc(MIB)
-        pipe.send([handle_of(memory), handle_of(beside)])
+        memory, other = alloc(MIB), alloc(MIB)
+        pipe.send([handle_of(memory), handle_of(other)])
         pipe.recv()
         ok(cuda.cuMemFree_v2(big(memory)))
         small, middle = alloc(1 << 16), alloc(1 << 16)
@@ -351,8 +351,8 @@ def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
         pipe.send([handle_of(small), handle_of(middle)])
         pipe.recv()
         return
-    old, beside = (Handle.from_buffer_copy(each) for each in pipe.recv())
-    for handle in (old, old, beside):
+    old, other = (Handle.from_buffer_copy(each) for each in pipe.recv())
+    for handle in (old, old, other):
         ok(cuda.cuIpcOpenMemHandle_v2(byref(opened), handle, 1))
     pipe.send("opened")
     small, middle = (Handle.from_buffer_copy(each) for each in pipe.recv())
@@ -367,7 +367,7 @@ def _overlap_rank(rank: int, pipes: list[Connection]) -> None:
 
 
 def overlap() -> None:
-    """What lies where older memory of the same process is still open cannot be opened."""
+    """Memory at the address of older memory that is still open cannot be opened."""
     together(2, _overlap_rank)
 
 
@@ -406,12 +406,12 @@ def _freed_rank(rank: int, pipes: list[Connection]) -> None:
 
 
 def freed() -> None:
-    """What others have open stays in use after it was freed, until they close it or end."""
+    """Freed memory stays allocated while other processes have it open."""
     together(2, _freed_rank, killed={1})
 
 
 def handles() -> None:
-    """Only memory of cuMemAlloc has a handle."""
+    """Only memory from cuMemAlloc has an IPC handle."""
     start()
     on, managed, own, chunked = stream(), alloc_managed(MIB), alloc_async(MIB), Chunks(6 * MIB)
     from_pool, pool = c_ulonglong(), c_void_p()
@@ -429,7 +429,7 @@ def handles() -> None:
         ok(cuda.cuPointerGetAttribute(byref(value), 8, big(address)))
         assert value.value == (address == managed)
     assert cuda.cuStreamWriteValue32_v2(on, big(managed), 1, 0) == 1
-    # Each chunk is an allocation of its own, but copies and kernels go across.
+    # Each chunk is a separate allocation, but copies and kernels may cross chunks.
     ok(cuda.cuMemGetAddressRange_v2(byref(start_of_range), byref(size), big(chunked.address + 2 * MIB + 5)))
     assert (start_of_range.value, size.value) == (chunked.address + 2 * MIB, 2 * MIB)
     data, edge = os.urandom(MIB), chunked.address + 3 * MIB // 2
@@ -438,7 +438,7 @@ def handles() -> None:
     ok(cuda.cuStreamSynchronize(on))
     assert download(managed, 30000) == data[:30000]
     assert download(edge, MIB) == data
-    # A chunk that is mapped stays when it is released; one that is unmapped goes.
+    # A mapped chunk survives its release; an unmapped one is freed.
     before = counters()[1]
     chunked.shrink()
     assert counters()[1] == before - 2 * MIB
@@ -454,7 +454,7 @@ def handles() -> None:
 
 
 def one_queue() -> None:
-    """A stream that waits keeps what was enqueued after it waiting, on other streams. Needs FAKE_CUDA_ONE_QUEUE=1."""
+    """A waiting stream blocks later work on other streams. Needs FAKE_CUDA_ONE_QUEUE=1."""
     start()
     flag, memory, before, first, second = upload(bytes(4)), alloc(8), event(), stream(), stream()
     ok(cuda.cuEventRecord(before, second))
@@ -472,7 +472,7 @@ def one_queue() -> None:
 
 
 def take_name(own: socket.socket, name: str) -> None:
-    """Binds a socket to a name that somebody else may have for a moment."""
+    """Binds a socket to a name that another process may use briefly."""
     while True:
         try:
             own.bind(name)
@@ -506,7 +506,7 @@ def _slices_rank(rank: int, pipes: list[Connection]) -> None:
 
 
 def slices() -> None:
-    """Kernels of two processes take turns. Needs FAKE_CUDA_TIME_SLICES=1."""
+    """Kernels of two processes are time-sliced. Needs FAKE_CUDA_TIME_SLICES=1."""
     together(2, _slices_rank)
 
 
@@ -564,7 +564,7 @@ def no_peers() -> None:
 
 
 def faults() -> None:
-    """After a bad access every call fails, and nobody waits for ever. Needs FAKE_CUDA_FAULTS=1."""
+    """After an invalid access every call fails, and no call hangs. Needs FAKE_CUDA_FAULTS=1."""
     start()
     short, flag, waiting, mark, on = upload(bytes(396)), upload(bytes(4)), stream(), event(), stream()
     kernel, work, host = function("average_f32"), average([upload(bytes(400)), short], [short], 100, 2), pinned(8)
@@ -594,7 +594,7 @@ def faults() -> None:
 
 
 def shutdown() -> None:
-    """Exit handlers from before the driver's start find it shut down."""
+    """Exit handlers registered before the driver's start run after its shutdown."""
     libc = ctypes.CDLL(None)
 
     @ctypes.CFUNCTYPE(None, c_int, c_void_p)
@@ -615,7 +615,7 @@ def shutdown() -> None:
 
 
 def machine_code() -> None:
-    """Loads what NVRTC made of means.cu for 9.0, and of it for 8.0. Needs FAKE_CUDA_CAPABILITY=90, and both files."""
+    """Loads NVRTC's output of means.cu for 9.0 and for 8.0. Needs FAKE_CUDA_CAPABILITY=90, and both files."""
     start()
     value, module, kernel = c_int(), c_void_p(), c_void_p()
     for attribute, expected in ((75, 9), (76, 0)):
@@ -632,7 +632,7 @@ def machine_code() -> None:
 
 
 def stale() -> None:
-    """What a killed process leaves behind goes at the next start; what a live one has stays."""
+    """The next start removes files of killed processes, and keeps those of live ones."""
     child = os.fork()
     if child == 0:
         start()
@@ -647,23 +647,23 @@ def stale() -> None:
     assert len(list(Path("/dev/shm").glob(f"fake_cuda.{os.getpid()}.*"))) == 1
 
 
-def dies_host_access() -> None:
+def aborts_host_access() -> None:
     start()
     ctypes.string_at(alloc(10), 1)
 
 
-def dies_unpinned() -> None:
+def aborts_unpinned() -> None:
     start()
     host = ctypes.create_string_buffer(10)
     cuda.cuMemcpyHtoDAsync_v2(big(alloc(10)), host, c_size_t(10), None)
 
 
-def dies_beyond_memory() -> None:
+def aborts_beyond_memory() -> None:
     start()
     cuda.cuMemsetD8Async(big(alloc(10)), 0, c_size_t(11), None)
 
 
-def dies_freed_in_use() -> None:
+def aborts_freed_in_use() -> None:
     start()
     flag, memory, on = upload(bytes(4)), alloc(10), stream()
     ok(cuda.cuStreamWaitValue32_v2(on, big(flag), 1, 1))
@@ -673,19 +673,19 @@ def dies_freed_in_use() -> None:
     cuda.cuStreamSynchronize(on)
 
 
-def dies_kernel_beyond_memory() -> None:
+def aborts_kernel_beyond_memory() -> None:
     start()
     sources = [upload(bytes(400)), upload(bytes(396))]
     ok(launch(function("average_f32"), average(sources, sources[:1], 100, 2)))
     cuda.cuStreamSynchronize(None)
 
 
-def dies_synchronize() -> None:
+def aborts_synchronize() -> None:
     start()
     cuda.cuCtxSynchronize()
 
 
-def dies_peer() -> None:
+def aborts_peer() -> None:
     """Needs FAKE_CUDA_DEVICES=2."""
     start(1)
     source = upload(bytes(40))

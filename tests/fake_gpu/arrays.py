@@ -1,4 +1,4 @@
-"""Arrays in the memory of the stand-in for a GPU, as CuPy would have them: allocated, filled and read by the driver."""
+"""Arrays in the memory of the fake GPU, similar to CuPy's: allocated, filled and read through the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def use(ordinal: int) -> None:
-    """Makes GPU ``ordinal`` the current one of this thread."""
+    """Selects GPU ``ordinal`` in this thread."""
     call("cuInit", 0)
     context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
@@ -30,7 +30,7 @@ def use(ordinal: int) -> None:
 
 
 def counters() -> list[int]:
-    """Allocations made so far, bytes in use now, kernels launched, copies made, by this process.
+    """This process's numbers of allocations, bytes in use, kernel launches and copies.
 
     Memory that was freed is in use as long as others have it open.
     """
@@ -54,11 +54,11 @@ class Stream:
         assert code == 0
 
     def is_idle(self) -> bool:
-        """Whether all on it is done."""
+        """Whether all its work is complete."""
         return int(_cuda.cuStreamQuery(self.handle)) == 0
 
     def capture(self, begins: bool) -> None:
-        """Begins to capture the stream into a graph, or ends it."""
+        """Begins or ends the capture of the stream into a graph."""
         if begins:
             call("cuStreamBeginCapture_v2", self.handle, 0)
         else:
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Array:
-    """An array on the current GPU, with the values of a NumPy array, which are put there on its stream.
+    """An array on the current GPU with the values of a NumPy array, copied on its stream.
 
     It is where ``at`` says, or else in memory of its own.
     """
@@ -82,13 +82,13 @@ class Array:
         self.put(self.host)
 
     def put(self, values: np.ndarray) -> None:
-        """Puts these values there, in the order of the stream."""
+        """Copies values to the array, in stream order."""
         raw = np.ascontiguousarray(values)
         ctypes.memmove(self._pinned, raw.ctypes.data, raw.nbytes)
         call("cuMemcpyHtoDAsync_v2", self.address, self._pinned, ctypes.c_size_t(raw.nbytes), self._handle)
 
     def get(self) -> np.ndarray:
-        """The values when all on the stream is done."""
+        """The values after all work of the stream."""
         size = ctypes.c_size_t(self.host.nbytes)
         call("cuMemcpyDtoHAsync_v2", self._pinned, self.address, size, self._handle)
         call("cuStreamSynchronize", self._handle)
@@ -97,14 +97,14 @@ class Array:
         return found
 
     def peek(self) -> np.ndarray:
-        """The values as they are now, whatever is on the stream."""
+        """The current values, without waiting for the stream."""
         size = ctypes.c_size_t(self.host.nbytes)
         found = np.empty_like(self.host)
         call("cuMemcpyDtoH_v2", found.ctypes.data_as(ctypes.c_void_p), self.address, size)
         return found
 
     def free(self) -> None:
-        """Gives the memory back, when all on the stream is done."""
+        """Frees the memory after all work of the stream."""
         call("cuStreamSynchronize", self._handle)
         call("cuMemFree_v2", self.address)
         call("cuMemFreeHost", self._pinned)

@@ -17,7 +17,7 @@ from arrays import Array, Stream, counters, use
 from fake import Chunks, alloc_async, alloc_managed
 
 import dl_comm
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 
 DTYPES = ["f2", "f4", "f8", "i1", "u1", "i4", "i8"]
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
@@ -128,7 +128,7 @@ def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(length: i
     array.get()
     codes: list[int] = []
     call = (array.address.value, length, dl_comm.local_rank() % GPUS, array.stream.handle.value, "waits")
-    thread = threading.Thread(target=lambda: codes.append(average_and_wait(*call)))
+    thread = threading.Thread(target=lambda: codes.append(blocking_device_call(*call)))
     dl_comm.barrier()
     if dl_comm.rank() > 0:
         time.sleep(0.5)  # so that rank 0 waits for the others

@@ -1,4 +1,4 @@
-"""For the tests of what goes wrong."""
+"""Makes the test helpers importable."""
 
 from __future__ import annotations
 

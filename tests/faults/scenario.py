@@ -1,7 +1,7 @@
-"""What one rank does in a fault test: ``scenario.py FACE CASE FOLDER``. Writes what it saw to ``FOLDER/rankN.json``.
+"""One rank of a fault test: ``scenario.py BINDING CASE FOLDER``. Writes its results to ``FOLDER/rankN.json``.
 
-The odd rank is the last one; it does what the case is called, the others find out. Nothing is asserted here but that
-values are right: the test compares what all ranks wrote.
+The odd rank is the last one; it causes the fault, and the others detect it. Only values are asserted here; the test
+compares the results of all ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import dl_comm as mc  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sightings import Sightings  # noqa: E402
+from observations import Observations  # noqa: E402
 
 PAUSE = 1.5
 
 
-class Face:
-    """Averages and broadcasts of NumPy arrays through the tensors of a framework."""
+class Binding:
+    """Averages and broadcasts NumPy arrays as tensors of a framework."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,33 +54,33 @@ class Face:
 
 
 class Rank:
-    """This rank, and what it has seen."""
+    """This rank and its results."""
 
-    def __init__(self, face: str, folder: Path) -> None:
-        self.face = Face(face)
+    def __init__(self, binding: str, folder: Path) -> None:
+        self.binding = Binding(binding)
         mc.init(nthread_per_team=2, nteams=1)
         self.rank, self.size = mc.get_rank(), mc.get_nranks()
         self.odd = self.rank == self.size - 1
-        self.see = Sightings(folder / f"rank{self.rank}.json").see
+        self.record = Observations(folder / f"rank{self.rank}.json").record
 
     def mean(self, name: str | None = None) -> None:
-        """An average that must be right."""
-        (found,) = self.face.gradients(np.array([float(self.rank)], np.float32), name)
+        """An average with a checked value."""
+        (found,) = self.binding.gradients(np.array([float(self.rank)], np.float32), name)
         assert found == (self.size - 1) / 2, found
 
 
 def recoverable(rank: Rank) -> None:
-    """Ranks that differ: an error on every rank, and the next call works."""
-    face, odd = rank.face, rank.odd
-    rank.see("before", rank.mean)  # frameworks take their time for the first call
-    rank.see("shape", lambda: face.gradients(np.ones(5 if odd else 4, np.float32), "shape"))
-    rank.see("dtype", lambda: face.gradients(np.ones(4, np.float64 if odd else np.float32), "dtype"))
-    rank.see("root", lambda: face.broadcast(np.ones(4, np.float32), 1 if odd else 0))
-    rank.see("after", rank.mean)
+    """Mismatched calls: an error on every rank, and the next call works."""
+    binding, odd = rank.binding, rank.odd
+    rank.record("before", rank.mean)  # the first call of a framework is slow
+    rank.record("shape", lambda: binding.gradients(np.ones(5 if odd else 4, np.float32), "shape"))
+    rank.record("dtype", lambda: binding.gradients(np.ones(4, np.float64 if odd else np.float32), "dtype"))
+    rank.record("root", lambda: binding.broadcast(np.ones(4, np.float32), 1 if odd else 0))
+    rank.record("after", rank.mean)
 
     def thread(name: str, delay: float) -> None:
         time.sleep(delay)
-        rank.see(f"order {name}", lambda: rank.mean(name))
+        rank.record(f"order {name}", lambda: rank.mean(name))
 
     delays = {"first": 0.2 if odd else 0.0, "other": 0.0 if odd else 0.2}
     threads = [threading.Thread(target=thread, args=each) for each in delays.items()]
@@ -89,21 +89,21 @@ def recoverable(rank: Rank) -> None:
     for each in threads:
         each.join()
     if not odd:
-        rank.see("missing", lambda: rank.mean("missing"))
+        rank.record("missing", lambda: rank.mean("missing"))
     else:
-        rank.see("early", lambda: rank.mean("next"))
-    rank.see("next", lambda: rank.mean("next"))
+        rank.record("early", lambda: rank.mean("next"))
+    rank.record("next", lambda: rank.mean("next"))
     if odd:
-        rank.see("extra", lambda: rank.mean("extra"))
+        rank.record("extra", lambda: rank.mean("extra"))
     else:
-        rank.see("late", lambda: rank.mean("last"))
-    rank.see("last", lambda: rank.mean("last"))
-    rank.see("fork", forked)
-    rank.see("after", rank.mean)
+        rank.record("late", lambda: rank.mean("last"))
+    rank.record("last", lambda: rank.mean("last"))
+    rank.record("fork", forked)
+    rank.record("after", rank.mean)
 
 
 def forked() -> None:
-    """A forked child gets an error, at once."""
+    """A forked child gets an error at once."""
     child = os.fork()
     if child == 0:
         signal.alarm(10)
@@ -116,29 +116,29 @@ def forked() -> None:
 
 
 def stalls(rank: Rank) -> None:
-    """A rank that is late, for one reason or another: the others wait, say so, and go on."""
-    rank.see("before", rank.mean)
+    """A late rank, for several reasons: the others wait, print a line, and continue."""
+    rank.record("before", rank.mean)
     if rank.odd:
         time.sleep(PAUSE)
-    rank.see("slow", lambda: rank.mean("slow"))
+    rank.record("slow", lambda: rank.mean("slow"))
     if rank.odd:
         ctypes.PyDLL(None).usleep(int(PAUSE * 1e6))  # holds the GIL
-    rank.see("gil", lambda: rank.mean("gil"))
+    rank.record("gil", lambda: rank.mean("gil"))
     if rank.odd:
         subprocess.Popen(["sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
-    rank.see("stopped", lambda: rank.mean("stopped"))
+    rank.record("stopped", lambda: rank.mean("stopped"))
 
 
 def lost(end: Callable[[], Any]) -> Callable[[Rank], None]:
     def case(rank: Rank) -> None:
-        rank.see("before", rank.mean)
+        rank.record("before", rank.mean)
         if rank.odd:
             end()
-        rank.see("lost", lambda: rank.mean("needed"))
-        rank.see("again", lambda: rank.mean("again"))
-        rank.see("finalize", mc.finalize)
-        sys.exit(3)  # as after an error that nobody has caught
+        rank.record("lost", lambda: rank.mean("needed"))
+        rank.record("again", lambda: rank.mean("again"))
+        rank.record("finalize", mc.finalize)
+        sys.exit(3)  # like after an uncaught error
 
     return case
 
@@ -148,21 +148,21 @@ def raises() -> None:
 
 
 def late(rank: Rank) -> None:
-    """A rank that does not come before the deadline."""
-    rank.see("before", rank.mean)
+    """A rank that misses the deadline."""
+    rank.record("before", rank.mean)
     if rank.odd:
         time.sleep(4)
     else:
-        rank.see("late", lambda: rank.face.gradients(np.ones(3, np.float32), "late", timeout=2))
-    rank.see("again", lambda: rank.mean("again"))
-    rank.see("finalize", mc.finalize)
+        rank.record("late", lambda: rank.binding.gradients(np.ones(3, np.float32), "late", timeout=2))
+    rank.record("again", lambda: rank.mean("again"))
+    rank.record("finalize", mc.finalize)
 
 
 def work(rank: Rank) -> None:
-    """A job that goes well."""
+    """A job without faults."""
     for _ in range(20):
         rank.mean()
-    rank.see("work", rank.mean)
+    rank.record("work", rank.mean)
 
 
 CASES: dict[str, Callable[[Rank], None]] = {
@@ -179,9 +179,9 @@ CASES: dict[str, Callable[[Rank], None]] = {
 
 def main() -> None:
     """Runs one case on this rank."""
-    face, case, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    binding, case, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     try:
-        rank = Rank(face, folder)
+        rank = Rank(binding, folder)
     except mc.CommError as error:
         (folder / f"start{os.getpid()}.json").write_text(json.dumps([type(error).__name__, str(error)]))
         raise

@@ -1,4 +1,4 @@
-"""Everything that goes wrong, on every face, on one host and on two: the error, its words, its time, and nothing left.
+"""Faults in every binding, on one host and on two: the error, its text, its time, and no leftovers.
 
 ``DL_COMM_TEST_ROUNDS`` repeats every case.
 """
@@ -23,9 +23,9 @@ from launch import QUIET, Finished, ending_together, launch, mpiexec, run
 
 SCENARIO = Path(__file__).with_name("scenario.py")
 ROUNDS = int(os.environ.get("DL_COMM_TEST_ROUNDS", "1"))
-# Told of a failure within this many seconds of the call, far below the deadline; other work runs beside the tests.
+# Failures are reported within this many seconds, far below the deadline, also on a busy machine.
 SOON = 10
-# Exceptions of TensorFlow's own in place of ours.
+# TensorFlow's exceptions for ours.
 TENSORFLOW = {
     "MismatchError": "InvalidArgumentError",
     "TimeoutError": "DeadlineExceededError",
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(params=["numpy", "torch", "tensorflow"])
-def face(request: pytest.FixtureRequest) -> str:
+def binding(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return str(request.param)
 
@@ -48,17 +48,17 @@ def face(request: pytest.FixtureRequest) -> str:
 class Job:
     """Ranks of a scenario, on one host or on two."""
 
-    def __init__(self, face: str, there: hosts.Hosts | None, folder: Path) -> None:
-        self.face, self.there, self.folder = face, there, folder
+    def __init__(self, binding: str, there: hosts.Hosts | None, folder: Path) -> None:
+        self.binding, self.there, self.folder = binding, there, folder
         self.size = 3 if there is None else 4
         self.odd = self.size - 1
         self.shm = folder / "shm"
         self.shm.mkdir()
 
     def run(self, case: str, *, together: bool = False, **settings: str) -> Finished:
-        """Runs ``case``; with ``together`` the launcher leaves the ranks alone until all have ended."""
+        """Runs ``case``; with ``together`` the launcher kills no rank until all have ended."""
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
-        command = [sys.executable, str(SCENARIO), self.face, case, str(self.folder)]
+        command = [sys.executable, str(SCENARIO), self.binding, case, str(self.folder)]
         if together:
             command = ending_together(command, self.folder, self.size)
         if self.there is None:
@@ -70,15 +70,15 @@ class Job:
         assert not list(self.shm.iterdir())
         return finished
 
-    def seen(self, rank: int) -> dict[str, dict[str, Any]]:
-        seen: dict[str, dict[str, Any]] = json.loads((self.folder / f"rank{rank}.json").read_text())
-        return seen
+    def results(self, rank: int) -> dict[str, dict[str, Any]]:
+        results: dict[str, dict[str, Any]] = json.loads((self.folder / f"rank{rank}.json").read_text())
+        return results
 
     def others(self) -> list[dict[str, dict[str, Any]]]:
-        return [self.seen(rank) for rank in range(self.size) if rank != self.odd]
+        return [self.results(rank) for rank in range(self.size) if rank != self.odd]
 
     def error(self, name: str) -> str:
-        return TENSORFLOW[name] if self.face == "tensorflow" else name
+        return TENSORFLOW[name] if self.binding == "tensorflow" else name
 
 
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
@@ -93,8 +93,8 @@ def there(request: pytest.FixtureRequest) -> Iterator[hosts.Hosts | None]:
 
 
 @pytest.fixture
-def job(face: str, there: hosts.Hosts | None, tmp_path: Path) -> Job:
-    return Job(face, there, tmp_path)
+def job(binding: str, there: hosts.Hosts | None, tmp_path: Path) -> Job:
+    return Job(binding, there, tmp_path)
 
 
 @pytest.fixture(params=range(ROUNDS), autouse=True)
@@ -102,7 +102,7 @@ def _round(request: pytest.FixtureRequest) -> None:
     """Repeats every test."""
 
 
-def test_ranks_that_differ(job: Job) -> None:
+def test_mismatched_calls(job: Job) -> None:
     finished = job.run("recoverable")
     assert finished.returncode == 0, finished.output
     both = {
@@ -111,34 +111,34 @@ def test_ranks_that_differ(job: Job) -> None:
         "root": ("from rank 0", "from rank 1"),
     }
     for rank in range(job.size):
-        seen = job.seen(rank)
+        results = job.results(rank)
         for case, words in both.items():
-            assert seen[case]["error"] == job.error("MismatchError"), seen[case]
-            assert seen[case]["seconds"] < SOON, seen[case]
-            assert f"rank {job.odd}: " in seen[case]["text"], seen[case]
-            assert all(word in seen[case]["text"] for word in words), seen[case]
+            assert results[case]["error"] == job.error("MismatchError"), results[case]
+            assert results[case]["seconds"] < SOON, results[case]
+            assert f"rank {job.odd}: " in results[case]["text"], results[case]
+            assert all(word in results[case]["text"] for word in words), results[case]
         alone = ("early", "extra") if rank == job.odd else ("missing", "late")
         for case in alone:
-            assert seen[case]["error"] == job.error("MismatchError"), seen[case]
+            assert results[case]["error"] == job.error("MismatchError"), results[case]
             pair = ("'missing'", "'next'") if case in ("early", "missing") else ("'extra'", "'last'")
-            assert all(word in seen[case]["text"] for word in pair), seen[case]
+            assert all(word in results[case]["text"] for word in pair), results[case]
         for case in ("after", "order first", "order other", "next", "last", "fork"):
-            assert not seen[case]["error"], seen[case]
+            assert not results[case]["error"], results[case]
 
 
-def test_ranks_that_are_late_for_a_while(job: Job) -> None:
-    # What the launcher makes of a rank that was stopped is not ours.
+def test_late_ranks(job: Job) -> None:
+    # The launcher's status after a stopped rank does not matter.
     finished = job.run("stalls", together=True)
     for rank in range(job.size):
-        seen = job.seen(rank)
-        assert set(seen) == {"before", "slow", "gil", "stopped"}, finished.output
-        assert not any(each["error"] for each in seen.values()), seen
-    # Before the error that did not come, somebody said who was late and what it owed.
+        results = job.results(rank)
+        assert set(results) == {"before", "slow", "gil", "stopped"}, finished.output
+        assert not any(each["error"] for each in results.values()), results
+    # Instead of an error, a line named the late rank and the call.
     for case in ("slow", "gil", "stopped"):
         words = rf"average '{case}' on team 0 \(tensor 0.*: float32\[1\]\) has waited \d s for .*rank {job.odd} on "
         assert re.search(words, finished.output), (case, finished.output)
     for rank in range(job.size - 1):
-        assert job.seen(rank)["slow"]["seconds"] > 1
+        assert job.results(rank)["slow"]["seconds"] > 1
 
 
 @pytest.mark.parametrize(
@@ -150,44 +150,49 @@ def test_ranks_that_are_late_for_a_while(job: Job) -> None:
         ("exception", ""),
     ],
 )
-def test_a_rank_that_ends(job: Job, case: str, how: str) -> None:
+def test_a_lost_rank(job: Job, case: str, how: str) -> None:
     finished = job.run(case, together=True)
     assert finished.returncode != 0, finished.output
-    told = job.others()
-    for seen in told:
-        assert seen["lost"]["error"] == job.error("PeerLostError"), seen["lost"]
-        assert seen["lost"]["seconds"] < SOON, seen["lost"]
-        assert f"rank {job.odd} " in seen["lost"]["text"], seen["lost"]
-        assert "(pid " in seen["lost"]["text"], seen["lost"]
-        # The first error, whatever was seen of it since.
-        assert (seen["again"]["error"], seen["again"]["text"]) == (seen["lost"]["error"], seen["lost"]["text"])
-        assert seen["again"]["seconds"] < SOON
-        assert not seen["finalize"]["error"], seen["finalize"]
+    others = job.others()
+    for results in others:
+        assert results["lost"]["error"] == job.error("PeerLostError"), results["lost"]
+        assert results["lost"]["seconds"] < SOON, results["lost"]
+        assert f"rank {job.odd} " in results["lost"]["text"], results["lost"]
+        assert "(pid " in results["lost"]["text"], results["lost"]
+        # Repeats the first error.
+        assert (results["again"]["error"], results["again"]["text"]) == (
+            results["lost"]["error"],
+            results["lost"]["text"],
+        )
+        assert results["again"]["seconds"] < SOON
+        assert not results["finalize"]["error"], results["finalize"]
     if how and job.there is None:
-        assert any(how in seen["lost"]["text"] for seen in told)
+        assert any(how in results["lost"]["text"] for results in others)
 
 
 def test_a_rank_that_misses_the_deadline(job: Job) -> None:
-    # After a deadline ranks end without MPI's help, so the launcher must leave the last one be.
+    # After a timeout ranks exit without MPI_Finalize, so the launcher must not kill the last one.
     finished = job.run("late", together=True)
     statuses = [file.read_text() for file in job.folder.glob("ended.*")]
     assert statuses == ["0\n"] * job.size, finished.output
-    for seen in job.others():
-        assert seen["late"]["error"] == job.error("TimeoutError"), seen["late"]
-        assert 2 <= seen["late"]["seconds"] < 2 + SOON, seen["late"]
-        assert f"rank {job.odd} on" in seen["late"]["text"] or f"{job.odd})" in seen["late"]["text"], seen["late"]
-        assert "'late'" in seen["late"]["text"], seen["late"]
-        assert seen["again"]["error"] == seen["late"]["error"], seen["again"]
-    assert all(not job.seen(rank)["finalize"]["error"] for rank in range(job.size))
-    # The rank that comes later hears why the team is no more.
-    assert job.seen(job.odd)["again"]["error"] == job.error("TimeoutError"), job.seen(job.odd)
+    for results in job.others():
+        assert results["late"]["error"] == job.error("TimeoutError"), results["late"]
+        assert 2 <= results["late"]["seconds"] < 2 + SOON, results["late"]
+        assert f"rank {job.odd} on" in results["late"]["text"] or f"{job.odd})" in results["late"]["text"], results[
+            "late"
+        ]
+        assert "'late'" in results["late"]["text"], results["late"]
+        assert results["again"]["error"] == results["late"]["error"], results["again"]
+    assert all(not job.results(rank)["finalize"]["error"] for rank in range(job.size))
+    # The late rank gets the reason of the team's failure.
+    assert job.results(job.odd)["again"]["error"] == job.error("TimeoutError"), job.results(job.odd)
 
 
-def test_a_launcher_that_cleans_up(face: str, tmp_path: Path) -> None:
+def test_a_launcher_that_kills_ranks(binding: str, tmp_path: Path) -> None:
     for case in ("sigkill", "sigsegv", "exit0", "exception"):
-        command = [sys.executable, str(SCENARIO), face, case, str(tmp_path)]
+        command = [sys.executable, str(SCENARIO), binding, case, str(tmp_path)]
         if case == "exit0":
-            # MPICH's mpiexec kills the others then and calls it a success.
+            # MPICH's mpiexec kills the others and reports success.
             finished = run([sys.executable, "-m", "dl_comm.run", "-n", "2", *command], 60, QUIET)
         else:
             finished = launch(2, command, 60)
@@ -195,12 +200,12 @@ def test_a_launcher_that_cleans_up(face: str, tmp_path: Path) -> None:
         assert not finished.left, case
 
 
-def test_a_killed_rank_leaves_nothing_of_mpi_behind(face: str, tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_nothing_of_mpi_behind(binding: str, tmp_path: Path) -> None:
     if not hosts.possible():
         pytest.skip("needs root")
-    # A /dev/shm of its own, where nobody else leaves anything.
+    # A separate /dev/shm, which no other process uses.
     script = 'mount -t tmpfs tmpfs /dev/shm; "$@"; ls -A /dev/shm > "$LISTING"'
-    command = [sys.executable, str(SCENARIO), face, "sigkill", str(tmp_path)]
+    command = [sys.executable, str(SCENARIO), binding, "sigkill", str(tmp_path)]
     inside = ["unshare", "--mount", "bash", "-c", script, "inside", *mpiexec(), "-n", "3", *command]
     finished = run(inside, 60, {**QUIET, "LISTING": str(tmp_path / "listing")})
     assert not finished.timed_out, finished.output
@@ -216,10 +221,10 @@ def test_too_little_shared_memory(job: Job, tmp_path: Path) -> None:
     try:
         finished = job.run("work", together=True, DL_COMM_SHM_DIR=str(tiny))
         assert finished.returncode != 0
-        told = [json.loads(file.read_text()) for file in job.folder.glob("start*.json")]
-        assert len(told) == job.size, finished.output
-        assert {error for error, _ in told} == {"CommError"}, told
-        assert all(re.search(r"\d+ KiB.*DL_COMM_SHM_DIR", text) for _, text in told), told
+        errors = [json.loads(file.read_text()) for file in job.folder.glob("start*.json")]
+        assert len(errors) == job.size, finished.output
+        assert {error for error, _ in errors} == {"CommError"}, errors
+        assert all(re.search(r"\d+ KiB.*DL_COMM_SHM_DIR", text) for _, text in errors), errors
     finally:
         subprocess.run(["umount", "-l", str(tiny)], check=True)
 
@@ -229,23 +234,23 @@ def test_a_segment_that_a_crash_left(job: Job) -> None:
     left.write_bytes(b"left")
     hour_ago = time.time() - 3600
     os.utime(left, (hour_ago, hour_ago))
-    finished = job.run("work")  # which looks that nothing is there afterwards
+    finished = job.run("work")  # checks that the folder is empty afterwards
     assert finished.returncode == 0, finished.output
 
 
-def test_two_jobs_side_by_side(face: str, there: hosts.Hosts | None, tmp_path: Path) -> None:
+def test_two_concurrent_jobs(binding: str, there: hosts.Hosts | None, tmp_path: Path) -> None:
     jobs = []
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        jobs.append(Job(face, there, folder))
+        jobs.append(Job(binding, there, folder))
         jobs[-1].shm = tmp_path / "shm"
     (tmp_path / "shm").mkdir(exist_ok=True)
     done: list[Finished] = []
 
     def start(job: Job) -> None:
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(job.shm)}
-        command = [sys.executable, str(SCENARIO), job.face, "work", str(job.folder)]
+        command = [sys.executable, str(SCENARIO), job.binding, "work", str(job.folder)]
         done.append(launch(job.size, command, 120, env) if there is None else there.launch(2, command, 120, env))
 
     threads = [threading.Thread(target=start, args=(job,)) for job in jobs]
@@ -255,5 +260,5 @@ def test_two_jobs_side_by_side(face: str, there: hosts.Hosts | None, tmp_path: P
         thread.join()
     assert [finished.returncode for finished in done] == [0, 0], done
     for job in jobs:
-        assert all(not job.seen(rank)["work"]["error"] for rank in range(job.size))
+        assert all(not job.results(rank)["work"]["error"] for rank in range(job.size))
     assert not list((tmp_path / "shm").iterdir())

@@ -1,4 +1,4 @@
-"""What a test knows of its job: rank, number of ranks, device, and the path that GPU tensors take between the ranks."""
+"""The job of a test: rank, number of ranks, device, and the path of GPU tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if KIND not in ("cuda", "cpu"):
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's view. Local; the device was made torch's current one of the thread that called ``here``."""
+    """The job of this rank. Local; ``here`` makes the device torch's current one in the calling thread."""
 
     rank: int
     size: int
@@ -25,7 +25,7 @@ class Job:
 
     @classmethod
     def here(cls) -> Job:
-        """That of this process, after ``mc.init``."""
+        """The job of this process, after ``mc.init``."""
         device = torch.device("cpu")
         if KIND == "cuda":
             device = torch.device("cuda", mc.local_rank() % torch.cuda.device_count())
@@ -43,12 +43,12 @@ class Job:
         return (self.size - 1) / 2
 
     def gpu(self, team: int = 0) -> dict[str, Any] | None:
-        """How a team carries GPU tensors; None before its first such call."""
-        told: dict[str, Any] | None = mc.topology()["teams"][team]["gpu"]
-        return told
+        """The GPU path of a team; None before its first call on GPU tensors."""
+        gpu: dict[str, Any] | None = mc.topology()["teams"][team]["gpu"]
+        return gpu
 
     @property
     def exact(self) -> bool:
-        """Whether team 0 adds in the order of the ranks, as it does for host memory: all paths but NCCL's."""
+        """Whether team 0 adds in rank order, as in host memory: all paths but NCCL."""
         gpu = self.gpu()
         return gpu is None or gpu["path"] != "nccl"

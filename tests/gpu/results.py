@@ -1,10 +1,10 @@
-"""Gathers what a run of tests/gpu/run.sh came to.
+"""Collects the results of a run of tests/gpu/run.sh.
 
     python tests/gpu/results.py FOLDER
 
-Reads ``steps.txt`` of the folder (a line for each step: stage, name, status, seconds, why) and what
-benchmarks.allreduce has left in ``benchmark*``, and adds a run to ``results.json`` there. tests/gpu/table.py makes a
-table of it.
+Reads ``steps.txt`` of the folder (a line for each step: stage, name, status, seconds, reason) and the results of
+benchmarks.allreduce in ``benchmark*``, and adds a run to ``results.json`` there. tests/gpu/table.py formats it as a
+table.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PACKAGES = ("dl_comm", "torch", "numpy", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc"
 
 
 def machine() -> dict[str, Any]:
-    """The GPUs, their driver, and the host; without a driver there are no GPUs."""
+    """The GPUs, their driver, and the host; no GPUs without a driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        told = ""
-    rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.count(",") == 2]
+        output = ""
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     return {
         "gpus": [f"{name}, {memory}" for name, _, memory in rows],
         "driver": rows[0][1] if rows else None,
@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Those of the packages that are installed, and Python's."""
+    """The versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def steps(text: str) -> list[dict[str, Any]]:
-    """What ``steps.txt`` tells."""
+    """The steps in ``steps.txt``."""
     rows = (line.split("\t") for line in text.splitlines())
     return [
         {"stage": stage or None, "name": name, "status": status, "seconds": int(seconds), "why": why or None}
@@ -59,7 +59,7 @@ def steps(text: str) -> list[dict[str, Any]]:
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    """The medians of a folder of benchmarks.allreduce, a case each; none where it has written nothing."""
+    """The medians of a folder of benchmarks.allreduce, one for each case; empty without results."""
     report = folder / "allreduce.json"
     if not report.exists():
         return []
@@ -75,14 +75,14 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """A run, as ``results.json`` has it."""
-    told = steps((folder / "steps.txt").read_text())
-    measured = {step["name"] for step in told if step["name"].startswith("benchmark") and step["status"] != "left out"}
+    """A run for ``results.json``."""
+    done = steps((folder / "steps.txt").read_text())
+    measured = {step["name"] for step in done if step["name"].startswith("benchmark") and step["status"] != "left out"}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "steps": told,
+        "steps": done,
         "benchmarks": {name: figures(folder / name) for name in sorted(measured)},
     }
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Tests dl_comm on the GPUs of this machine:  tests/gpu/run.sh [WHEELS [PART...]]  or  tests/gpu/run.sh WHEELS stage N...
-# WHEELS is a folder made by tests/gpu/wheel.sh, installed beside this Python for the run only; - is what is installed
-# already. Parts: auto ipc staged nccl (averages by that path), hosts, faults, mnist, memcheck, benchmark; all by default.
-# Stages (1 to 10) are lists of parts in the order in which a new machine is tried, each of ten minutes at most (docs/gpu.md).
+# WHEELS is a folder from tests/gpu/wheel.sh, installed into a temporary folder for this run; "-" tests the installed
+# packages. Parts: auto ipc staged nccl (averages on that path), hosts, faults, mnist, memcheck, benchmark; all by default.
+# Stages (1 to 10) are lists of parts in the recommended order for a new machine, each of ten minutes at most (docs/gpu.md).
 # PYTHON (python3) needs torch and NumPy; RANKS are the numbers of ranks ("1 2 3 4"); BENCH are options of
-# benchmarks.allreduce; OUT (gpu_out) gets the log, and results.json, to which each run adds its own.
-# DL_COMM_TEST_DEVICE=cpu runs the same tests on host memory. Ends with a line for each step, and with 1 if one failed.
+# benchmarks.allreduce; OUT (gpu_out) gets the log and results.json; each run appends to it.
+# DL_COMM_TEST_DEVICE=cpu runs the same tests on host memory. Prints a line for each step; the exit status is 1 if one failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -14,7 +14,7 @@ shift $(($# > 0))
 stages=()
 if [ "${1:-}" = stage ]; then
   stages=("${@:2}")
-  [ ${#stages[@]} -gt 0 ] || { echo "run.sh: which stage? There are 1 to 10" >&2; exit 2; }
+  [ ${#stages[@]} -gt 0 ] || { echo "run.sh: missing stage number (1 to 10)" >&2; exit 2; }
   set --
 fi
 parts=("$@")
@@ -43,25 +43,25 @@ mkdir -p "$OUT"
 exec > >(tee "$OUT/log.txt") 2>&1
 tee=$!
 
-finish() { # STATUS: the last words, all of which are in the log
+finish() { # STATUS: prints the summary after the log is complete
   exec >&- 2>&-
   wait "$tee"
   exit "$1"
 }
 
-install() { # into a folder that looks like an environment: MPI's library lies where the core looks for it
+install() { # into a folder with the layout of an environment, where the core finds MPI's library
   local module
   prefix=$(mktemp -d)
-  # Not a local variable: it is read at the end.
+  # A global variable, because it is read at the end.
   trap 'rm -rf "$prefix"' EXIT
-  # Not --target, which leaves out what a wheel has for lib/, such as libmpi.so.12.
+  # Not --target, which skips a wheel's lib/ files, such as libmpi.so.12.
   "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --ignore-installed \
     --prefix "$prefix" "$wheels"/*.whl || return 1
   module=$(find "$prefix" -name _dl_comm.abi3.so)
   MPIEXEC=$(find "$prefix" -path '*/bin/mpiexec')
   [ -n "$module" ] && [ -n "$MPIEXEC" ] || { echo "run.sh: $wheels lacks dl_comm or mpich" && return 1; }
   PYTHONPATH=$(dirname "$(dirname "$module")")${PYTHONPATH:+:$PYTHONPATH}
-  # The core finds MPI by itself; this keeps another MPI on the machine from going first.
+  # The core finds MPI itself; this prevents that another MPI on the machine is loaded first.
   LD_LIBRARY_PATH=$(dirname "$(find "$prefix" -name libmpi.so.12)")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   PATH=$(dirname "$MPIEXEC"):$PATH
   export MPIEXEC PYTHONPATH LD_LIBRARY_PATH PATH
@@ -74,11 +74,11 @@ note() { # NAME STATUS SECONDS WHY: for results.json
   printf '%s\t%s\t%s\t%s\t%s\n' "$stage" "$1" "$2" "$3" "$4" >>"$OUT/steps.txt"
 }
 
-step() { # NAME COMMAND...: runs it, and notes what came of it
+step() { # NAME COMMAND...: runs it and records the result
   local name=$1 since=$SECONDS word
   shift
   if [ -n "$until" ] && [ $((until - SECONDS)) -lt 10 ]; then
-    leave_out "$name" "the stage's time is over"
+    leave_out "$name" "the time of the stage is over"
     failed=1
     return
   fi
@@ -94,7 +94,7 @@ leave_out() { # NAME WHY
   note "$1" "left out" 0 "$2"
 }
 
-at_most() { # SECONDS: so many, or what is left of the stage
+at_most() { # SECONDS: this limit, or the rest of the stage's time
   if [ -n "$until" ] && [ $((until - SECONDS)) -lt "$1" ]; then echo $((until - SECONDS)); else echo "$1"; fi
 }
 
@@ -105,11 +105,11 @@ test_on() { # RANKS SECONDS ARGUMENT...: pytest on ranks
   "$python" tests/launch.py "$count" "$seconds" "$python" -m pytest -q --tb=short --maxfail=5 "$@"
 }
 
-by_path() { # PATH [WORDS]: the tests of averages, and how to call them
+by_path() { # PATH [TEXT]: the tests of averages, and a label
   local count
   for count in "${ranks[@]}"; do
     if [ "$1" = nccl ] && [ "$count" -gt "$gpus" ]; then
-      leave_out "nccl on $count ranks" "there are $gpus GPUs, and NCCL wants one for each rank"
+      leave_out "nccl on $count ranks" "NCCL needs one GPU for each rank, found $gpus"
       continue
     fi
     DL_COMM_GPU_PATH=$1 step "$1 on $count ranks${2:+, $2}" test_on "$count" 240 "${on_ranks[@]}"
@@ -119,22 +119,22 @@ by_path() { # PATH [WORDS]: the tests of averages, and how to call them
 hosts() { # the averages on 4 ranks, two of which have another host name: ipc within the two, slices between them
   local inside='if [ $((PMI_RANK / 2)) = 1 ]; then exec unshare --uts sh -c "hostname another; exec \"\$@\"" sh "$@"; fi; exec "$@"'
   if ! unshare --uts true 2>/dev/null; then
-    leave_out hosts "this process may not give ranks another host name"
+    leave_out hosts "this process may not set host names"
     return
   fi
   DL_COMM_GPU_PATH=ipc step "two hosts, 4 ranks" "$python" tests/launch.py 4 "$(at_most 300)" bash -c "$inside" bash \
     "$python" -m pytest -q --tb=short --maxfail=5 tests/gpu/test_gpu_average.py
 }
 
-alone() { # SECONDS FILE: tests that start ranks themselves
+alone() { # SECONDS FILE: tests that start their own ranks
   timeout -k 10 "$(at_most "$1")" "$python" -m pytest -q --tb=short "$2"
 }
 
-memcheck() { # each tensor in an allocation of its own, so that one byte too far is seen
+memcheck() { # one allocation for each tensor, so that an access beyond its end is detected
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
   if [ "$device" = cpu ] || [ -z "$sanitizer" ]; then
-    leave_out memcheck "there is no compute-sanitizer, or no GPU"
+    leave_out memcheck "no compute-sanitizer or no GPU"
     return
   fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 DL_COMM_TIMEOUT_S=200 step "memcheck on 2 ranks" "$python" tests/launch.py 2 "$(at_most 400)" \
@@ -142,19 +142,19 @@ memcheck() { # each tensor in an allocation of its own, so that one byte too far
     "$python" -m pytest -q --tb=short --maxfail=1 -k "not large and not thousands" tests/gpu/test_gpu_average.py
 }
 
-benchmark() { # [NAME]: what $BENCH says, in a folder of that name
+benchmark() { # [NAME]: benchmarks.allreduce with $BENCH, results in a folder of that name
   local name=${1:-benchmark}
   if [ "$device" = cpu ] || ! "$python" -m benchmarks.allreduce --help 2>/dev/null | grep -q -- --device; then
-    leave_out "$name" "there is no GPU, or benchmarks.allreduce has no --device"
+    leave_out "$name" "no GPU, or benchmarks.allreduce has no --device"
     return
   fi
-  # shellcheck disable=SC2086 # words
+  # shellcheck disable=SC2086 # split into words
   step "$name" timeout -k 10 "$(at_most 560)" "$python" -m benchmarks.allreduce --device cuda $bench --out "$OUT/$name"
 }
 
 under_mps() { # the benchmark, with NVIDIA's Multi-Process Service if this user may start it
   if [ "$device" = cpu ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
-    leave_out benchmark_mps "there is no GPU, or no nvidia-cuda-mps-control"
+    leave_out benchmark_mps "no GPU or no nvidia-cuda-mps-control"
     return
   fi
   CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
@@ -163,16 +163,16 @@ under_mps() { # the benchmark, with NVIDIA's Multi-Process Service if this user 
     benchmark benchmark_mps
     echo quit | nvidia-cuda-mps-control
   else
-    leave_out benchmark_mps "the Multi-Process Service may not be started"
+    leave_out benchmark_mps "this user may not start the Multi-Process Service"
   fi
   rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 }
 
-driver() { # the driver does what its stand-in does
+driver() { # compares the driver with the fake driver
   local nccl
   if [ "$device" = cpu ]; then
-    leave_out driver "there is no GPU"
+    leave_out driver "no GPU"
     return
   fi
   nccl=$("$python" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null)
@@ -180,7 +180,7 @@ driver() { # the driver does what its stand-in does
     "$python" tests/fake_cuda/programs.py asynchronous
 }
 
-describe() { # what the machine is
+describe() { # prints the machine
   [ "$device" = cpu ] || nvidia-smi || return 1
   uname -r && df -hT /dev/shm "${TMPDIR:-/tmp}"
 }
@@ -231,7 +231,7 @@ run_stage() { # NUMBER
   esac
 }
 
-shm_folder() { # a folder with a GiB in memory, whose pages a GPU can pin, as those of files on a disk cannot be
+shm_folder() { # a tmpfs with a GiB; pages of files on a disk cannot be pinned for a GPU
   local folder
   for folder in /dev/shm "${XDG_RUNTIME_DIR:-}" "${TMPDIR:-/tmp}" /tmp /run; do
     if [ -n "$folder" ] && [ -w "$folder" ] && [ "$(df --output=fstype "$folder" 2>/dev/null | tail -1)" = tmpfs ] &&
@@ -247,10 +247,10 @@ gpus=$([ "$device" = cpu ] || nvidia-smi -L 2>/dev/null | grep -c .)
 gpus=${gpus:-0}
 nvidia-smi -L 2>/dev/null
 df -h /dev/shm
-# The ranks meet there; containers often have 64 MB.
+# The ranks' shared memory; containers often have 64 MB.
 shm=$(shm_folder)
 if [ -z "$shm" ]; then
-  echo "run.sh: no folder in memory (tmpfs) has a GiB; /dev/shm may be too small for what follows"
+  echo "run.sh: no tmpfs with a GiB; /dev/shm may be too small"
 elif [ "$shm" != /dev/shm ]; then
   export DL_COMM_SHM_DIR=$shm
 fi
@@ -259,7 +259,7 @@ import sys, numpy, torch, dl_comm, dl_comm.torch
 from dl_comm._build import packaged_library
 print("python", sys.version.split()[0], "numpy", numpy.__version__, "torch", torch.__version__, "CUDA", torch.version.cuda)
 print("GPUs", torch.cuda.device_count(), "dl_comm", dl_comm.__file__, "operations", packaged_library("torch"))'
-# Nothing else can work then.
+# Everything else would fail too.
 if [ $failed -eq 0 ]; then
   for part in "${parts[@]}"; do run_part "$part"; done
   for number in "${stages[@]}"; do run_stage "$number"; done

@@ -1,8 +1,8 @@
-"""Makes the table of docs/gpu.md from what tests/gpu/run.sh has left.
+"""Formats the results of tests/gpu/run.sh as the table of docs/gpu.md.
 
     python tests/gpu/table.py RESULTS_JSON...
 
-Of several runs the last one counts, for each step and each figure. A run that was stopped says so by what is missing.
+The last of several runs counts, for each step and each value. A stopped run has missing values.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SETTINGS = {"benchmark": "", "benchmark_mps": "with MPS"}
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the machine, what was run, and what was measured. Raises ValueError when there is no run."""
+    """Markdown: the machine, the steps, and the measurements. Raises ValueError without a run."""
     if not runs:
-        raise ValueError("there is no run in this file")
+        raise ValueError("this file has no run")
     runs = sorted(runs, key=lambda run: str(run["date"]))
     parts = [_machine(runs), _steps(runs)]
     figures = _figures(runs)
@@ -29,7 +29,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes in words: 4 KiB, 256 MiB."""
+    """Formats bytes: 4 KiB, 256 MiB."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= scale:
             return f"{size / scale:g} {unit}"

@@ -15,12 +15,12 @@ from dl_comm.torch import _ops
 from job import Job
 from values import DTYPES, FLOATS, INTEGERS, assert_mean, of_rank, same_bits, special
 
-# Up to this many bytes the ranks go one shot, beyond it two (core/src/collective/device/direct.rs).
+# One-shot up to this many bytes, two-shot beyond (core/src/collective/device/direct.rs).
 SHOT = 256 << 10
 
 
 def elements(size: str, dtype: torch.dtype) -> int:
-    """How many elements a named size has."""
+    """The number of elements of a named size."""
     whole = SHOT // dtype.itemsize
     return {
         "none": 0,
@@ -35,7 +35,7 @@ def elements(size: str, dtype: torch.dtype) -> int:
 
 
 def compare(job: Job, means: list[torch.Tensor], inputs: list[torch.Tensor], team: int = 0) -> None:
-    """Fails unless ``means`` (on the device) are those of ``inputs`` (in host memory) by dl_comm."""
+    """Fails unless ``means`` (on the device) are dl_comm's means of ``inputs`` (in host memory)."""
     expected = cdl.gradients(inputs, team)
     for index, (mean, cpu) in enumerate(zip(means, expected, strict=True)):
         assert mean.device == job.device
@@ -85,9 +85,9 @@ def test_a_team_that_adds_in_float64(job: Job, dtype: torch.dtype, size: str) ->
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
 def test_large(job: Job, in_place: bool) -> None:
-    """256 MiB, worked out and compared on the device."""
+    """256 MiB, computed and compared on the device."""
     count = 64 << 20
-    # Sums of small whole numbers are exact, and so is twice their mean on 1, 2 and 4 ranks.
+    # Sums of small integers are exact, and so is twice their mean on 1, 2 and 4 ranks.
     pattern = (torch.arange(count, device=job.device) % 1021).to(torch.float32)
     mine = pattern + job.rank
     if in_place:
@@ -126,7 +126,7 @@ def test_lists_keep_order_shapes_and_types(job: Job) -> None:
 @pytest.mark.parametrize("size", ["odd", "above a shot"])
 @pytest.mark.parametrize("offset", [1, 3, 13])
 def test_views_in_place(job: Job, dtype: torch.dtype, size: str, offset: int) -> None:
-    """At any element; nothing beside the view changes."""
+    """At any offset; memory outside the view does not change."""
     count = elements(size, dtype)
     everyone = [of_rank(rank, count + 40, dtype, 2) for rank in range(job.size)]
     mine = everyone[job.rank].to(job.device, copy=True)
@@ -140,7 +140,7 @@ def test_views_in_place(job: Job, dtype: torch.dtype, size: str, offset: int) ->
 
 
 def test_views_of_one_tensor(job: Job) -> None:
-    """Many views of one piece of memory, from which and to which all ranks copy."""
+    """Many views of one allocation, which all ranks read and write."""
     everyone = [of_rank(rank, 500_000, torch.float32, 3) for rank in range(job.size)]
     mine = everyone[job.rank].to(job.device, copy=True)
     cuts = [0, 1, 4, 1000, 70_000, 70_003, 300_000, 500_000]
@@ -164,8 +164,8 @@ def test_strided_input_gives_contiguous_output(job: Job) -> None:
     torch.testing.assert_close(mean.cpu(), torch.arange(12.0).reshape(3, 4).t() + job.middle)
 
 
-def test_memory_that_comes_and_goes(job: Job) -> None:
-    """What one rank has shown to the others may be gone, or another's, in the next call."""
+def test_memory_that_is_freed_and_reused(job: Job) -> None:
+    """Memory that one rank has exported may be freed or reused in the next call."""
     for step in range(12):
         count = (step * 5 % 12 + 1) * 100_000 + step
         everyone = [of_rank(rank, count, torch.float32, step) for rank in range(job.size)]

@@ -46,7 +46,7 @@ def test_parameters_and_buffers(job: Job) -> None:
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["on root", "on all"])
 def test_the_state_of_an_optimizer(job: Job, everywhere: bool) -> None:
-    """Adam's has tensors in host memory (step) and in the GPU's; ranks that lack them get them."""
+    """Adam's state has tensors in host memory (step) and on the GPU; ranks without them get them."""
     root = job.size - 1
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 4).to(job.device)
@@ -102,7 +102,7 @@ def test_the_path_is_the_one_asked_for(job: Job) -> None:
 
 
 class TestWrongCalls:
-    """An error on every rank that is concerned, and the next call works."""
+    """An error on every affected rank, and the next call works."""
 
     @pytest.fixture(autouse=True)
     def goes_on(self, job: Job) -> Iterator[None]:

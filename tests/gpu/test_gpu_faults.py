@@ -1,4 +1,4 @@
-"""What goes wrong with tensors in GPU memory: the error, its time, and a GPU that nobody waits for in vain.
+"""Faults with tensors in GPU memory: the error, its time, and a GPU that never hangs.
 
 Each test starts two ranks of fault_rank.py; ``DL_COMM_GPU_PATH`` is what the whole run is given.
 """
@@ -19,15 +19,15 @@ from launch import ending_together, launch
 
 PROGRAM = Path(__file__).with_name("fault_rank.py")
 TIMEOUT_S = 5
-# Told of a failure within this many seconds, other than by the deadline.
+# Failures other than timeouts are reported within this many seconds.
 SOON = 4
-# A deadline is noticed within this many seconds after it.
+# Timeouts are reported within this many seconds after the deadline.
 SLACK = 3
 
 
 def run(case: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """What rank 0 has seen of a case, and what was printed."""
-    # In memory: pages of a file on a disk cannot be pinned for a GPU.
+    """Rank 0's results of a case, and the output."""
+    # In memory, because pages of a file on a disk cannot be pinned for a GPU.
     with tempfile.TemporaryDirectory(dir=os.environ.get("DL_COMM_SHM_DIR", "/dev/shm")) as shm:
         return run_with(case, folder, Path(shm))
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed(moment: str, size: str, tmp_path: Path) -> None:
         assert "rank 1 " in seen["call"]["text"], seen
     else:
         assert seen["call"]["error"] in ("", "PeerLostError"), (seen, output)
-    # Returns, soon; what the tensors hold is nothing.
+    # Returns soon; the tensors' contents are undefined.
     assert not seen["synchronize"]["error"], (seen, output)
     assert seen["synchronize"]["seconds"] < SOON, seen
     assert seen["again"]["error"] == "PeerLostError", (seen, output)
@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed(moment: str, size: str, tmp_path: Path) -> None:
     assert seen["again"]["seconds"] < SOON, seen
 
 
-def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+def test_a_rank_that_misses_the_deadline(tmp_path: Path) -> None:
     seen, output = run("late-long", tmp_path)
     assert seen["call"]["error"] == "TimeoutError", (seen, output)
     assert TIMEOUT_S - 0.5 <= seen["call"]["seconds"] < TIMEOUT_S + SLACK, seen

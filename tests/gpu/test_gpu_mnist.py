@@ -1,4 +1,4 @@
-"""The torch example on GPUs: two ranks train on the digits of scikit-learn, and reach what they reach on processors."""
+"""The torch example on GPUs: two ranks train on scikit-learn's digits, with the accuracy of CPU training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAIN = Path(__file__).resolve().parents[2] / "examples/torch_mnist/train.py"
 def test_the_example_learns(tmp_path: Path) -> None:
     checkpoint = tmp_path / "model"
     options = ["--epochs", "6", "--device", KIND, "--checkpoint", str(checkpoint)]
-    # No cache with MNIST is found there.
+    # An empty folder without cached MNIST.
     cache = os.environ.get("DL_COMM_CACHE", str(Path("~/.cache/dl_comm").expanduser()))
     env = {"HOME": str(tmp_path), "DL_COMM_CACHE": cache}
     finished = launch(2, [sys.executable, str(TRAIN), *options], 200, env)

@@ -1,4 +1,4 @@
-"""Streams, threads and CUDA graphs: nobody waits for the GPU but its streams, and these in the right order.
+"""Streams, threads and CUDA graphs: only streams wait for the GPU, and in the right order.
 
 On host memory the same calls run without streams.
 """
@@ -15,30 +15,30 @@ import torch
 
 import dl_comm as mc
 import dl_comm.torch as cdl
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 from dl_comm.torch import _ops
 from job import Job
 from values import assert_mean, of_rank
 
 LATE = 100_000_000
-"""Cycles of a GPU: about 50 ms."""
+"""GPU cycles: about 50 ms."""
 
 
 def late(job: Job) -> None:
-    """Keeps torch's current stream busy for a while; the host goes on."""
+    """Keeps torch's current stream busy; the host continues."""
     if job.on_gpu:
         torch.cuda._sleep(LATE)
 
 
 def on_stream(stream: object) -> contextlib.AbstractContextManager[object]:
-    """Makes a stream torch's current one; None is host memory."""
+    """Makes a stream torch's current one; None: host memory."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 @pytest.mark.parametrize("count", [1000, 1_000_000])
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
-def test_a_stream_of_its_own(job: Job, count: int, in_place: bool) -> None:
-    """The producer is late, what follows the call overwrites its inputs, and a consumer waits for the stream alone."""
+def test_a_side_stream(job: Job, count: int, in_place: bool) -> None:
+    """The producer is late, later work overwrites the inputs, and a consumer waits only for the stream."""
     everyone = [of_rank(rank, count, torch.float32) for rank in range(job.size)]
     source = everyone[job.rank].to(job.device, copy=True)
     data = torch.zeros_like(source)
@@ -66,8 +66,8 @@ def test_a_stream_of_its_own(job: Job, count: int, in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1000, 1_000_000])
-def test_memory_that_is_used_again_at_once(job: Job, count: int) -> None:
-    """Torch gives freed memory to the next tensor of the stream before the GPU has come to the call."""
+def test_memory_that_is_reused_at_once(job: Job, count: int) -> None:
+    """Torch reuses freed memory for the next tensor of the stream before the GPU runs the call."""
     sums = []
     for step in range(10):
         late(job) if step % 5 == 0 else None
@@ -82,7 +82,7 @@ def test_memory_that_is_used_again_at_once(job: Job, count: int) -> None:
 
 
 def test_a_call_after_a_call(job: Job) -> None:
-    """Each on the result of the one before, on two streams in turn, short and long."""
+    """Each uses the previous result, alternating between two streams, short and long."""
     streams = [torch.cuda.Stream(job.device) for _ in range(2)] if job.on_gpu else [None, None]
     value = torch.full((5,), float(job.rank), device=job.device)
     long = torch.full((500_000,), float(job.rank), device=job.device)
@@ -102,11 +102,11 @@ def test_a_call_after_a_call(job: Job) -> None:
     assert value.tolist() == [job.middle * 9] * 5
     assert bool((long == job.middle * 9).all())
     if job.on_gpu:
-        torch.cuda.synchronize()  # before `keep` goes
+        torch.cuda.synchronize()  # before `keep` is freed
 
 
 def in_threads(works: list[Callable[[], None]]) -> None:
-    """Runs each in a thread of its own, and raises what the first one has raised."""
+    """Runs each function in a thread, and raises the first exception."""
     raised: list[BaseException] = []
 
     def run(work: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ def test_two_teams_in_two_threads(job: Job) -> None:
 
 
 def test_one_team_in_two_threads(job: Job) -> None:
-    """Calls are told apart by their names; the ranks line them up."""
+    """Calls have different names, and the ranks reconcile them."""
 
     def work(name: str, value: float) -> Callable[[], None]:
         def rounds() -> None:
@@ -158,7 +158,7 @@ def test_one_team_in_two_threads(job: Job) -> None:
 
 
 def test_the_host_does_not_wait(job: Job) -> None:
-    """Where streams can wait for each other a call returns while its inputs are still being made."""
+    """If streams can wait for each other, a call returns before its inputs are complete."""
     data = torch.ones(1000, device=job.device)
     cdl.gradients([data], 0)
     gpu = job.gpu()
@@ -175,7 +175,7 @@ def test_the_host_does_not_wait(job: Job) -> None:
 
 
 @pytest.mark.parametrize("count", [1000, 1_000_000])
-def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(job: Job, count: int) -> None:
+def test_a_blocking_call_returns_with_the_result_and_its_stream_continues(job: Job, count: int) -> None:
     if not job.on_gpu:
         pytest.skip("needs a GPU")
     data = torch.full((count,), float(job.rank), device=job.device)
@@ -183,7 +183,7 @@ def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(job: Job,
     stream = torch.cuda.Stream()
     call = (data.data_ptr(), count, job.device.index, stream.cuda_stream, "waits")
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(average_and_wait(*call)))
+    thread = threading.Thread(target=lambda: codes.append(blocking_device_call(*call)))
     mc.barrier()
     if job.rank > 0:
         time.sleep(0.5)  # so that rank 0 waits for the others
@@ -194,12 +194,12 @@ def test_a_call_that_waits_ends_with_the_result_and_its_stream_goes_on(job: Job,
         assert stream.query()
     thread.join()
     assert codes == [0]
-    # On a stream that waits for nothing.
+    # On an idle stream.
     assert bool((data == job.middle).all())
 
 
 class TestGraphs:
-    """A CUDA graph would run without the other ranks: calls stay outside, and leave captures alone."""
+    """A CUDA graph would run without the other ranks: calls are refused during a capture and do not break it."""
 
     @pytest.fixture(autouse=True)
     def goes_on(self, job: Job):  # noqa: ANN201 (a generator)
@@ -212,7 +212,7 @@ class TestGraphs:
     def test_a_call_under_capture_is_refused(self, job: Job) -> None:
         data = torch.ones(10, device=job.device)
         graph = torch.cuda.CUDAGraph()
-        time.sleep(0.1)  # calls before have come to their ends
+        time.sleep(0.1)  # earlier calls are complete
         with torch.cuda.graph(graph):
             twice = data * 2
             with pytest.raises(mc.StateError, match="captured into a CUDA graph"):
@@ -237,7 +237,7 @@ class TestGraphs:
             graph.capture_begin()
             try:
                 twice = other * 2
-                time.sleep(0.15)  # while the average comes to its end, which somebody watches for
+                time.sleep(0.15)  # while the average completes, which a thread monitors
             finally:
                 graph.capture_end()
         torch.cuda.synchronize()

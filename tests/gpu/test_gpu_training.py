@@ -1,4 +1,4 @@
-"""Training on GPUs, on any ranks: the weights of one process on the joined batch, whatever the script does."""
+"""Training on GPUs, on any number of ranks: the weights equal those of one process on the joined batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import dl_comm.torch as cdl
 from job import Job
 
 BATCH = 6  # of one rank
-# A bucket for each parameter.
+# One bucket for each parameter.
 TINY = 1e-9
 Maker = Callable[..., torch.optim.Optimizer]
 MAKERS: dict[str, Maker] = {
@@ -44,17 +44,17 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def part(job: Job, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a batch that is this rank's."""
+    """Return this rank's part of a batch."""
     return tensor[job.rank * BATCH : (job.rank + 1) * BATCH]
 
 
 def wrap(optimizer: torch.optim.Optimizer, **options: object) -> cdl.AveragingOptimizer:
-    """Wrap on team 0, unless the test says otherwise."""
+    """Wrap the optimizer, by default on team 0."""
     return cdl.DistributedOptimizer(optimizer, **{"team": 0, "bucket_mb": TINY, **options})
 
 
 def assert_close(model: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
-    """Fail unless the parameters are nearly the expected ones, and the same bits on all ranks."""
+    """Fail unless the parameters are close to the expected ones, and bit-identical on all ranks."""
     for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
     assert mc.check_buffers_match([p.detach() for p in model.parameters()], 1) == 0
@@ -100,7 +100,7 @@ def test_accumulation_and_clipping(job: Job) -> None:
 
 
 def test_parameters_that_a_rank_does_not_use(job: Job) -> None:
-    """A missing gradient counts as zero, and one that all ranks miss stays None."""
+    """A missing gradient counts as zero; one that is missing on all ranks stays None."""
     used = [nn.Parameter(torch.ones(4, device=job.device)) for _ in range(3)]
     optimizer = wrap(torch.optim.SGD(used, lr=1.0), bucket_mb=25)
     for _ in range(3):
@@ -116,8 +116,8 @@ def test_parameters_that_a_rank_does_not_use(job: Job) -> None:
 
 @pytest.mark.parametrize("buckets", [TINY, 25])
 @pytest.mark.parametrize("warmup", [0.0, 0.4])
-def test_steps_that_do_not_wait(job: Job, buckets: float, warmup: float) -> None:
-    """A schedule applies the same means to GPU tensors as to those of host memory, at the same steps."""
+def test_non_blocking_steps(job: Job, buckets: float, warmup: float) -> None:
+    """A schedule applies the same means to GPU and host tensors, at the same steps."""
     ways = []
     for team, device in ((50, torch.device("cpu")), (51, job.device)):
         torch.manual_seed(job.rank)
@@ -138,7 +138,7 @@ def test_steps_that_do_not_wait(job: Job, buckets: float, warmup: float) -> None
 
 
 def test_a_schedule_is_for_the_optimizer(job: Job) -> None:
-    """The function refuses GPU tensors on a team whose calls do not block; the next call on another team works."""
+    """The function refuses GPU tensors on a team with non-blocking calls; the next call on another team works."""
     mc.config_team(52, 0, 0, 100)
     tensors = [torch.ones(3, device=job.device)]
     if job.on_gpu:
@@ -161,7 +161,7 @@ def test_autograd(job: Job) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_loss_scaling(job: Job, dtype: torch.dtype) -> None:
-    """An overflow on one rank makes all ranks leave out the step."""
+    """An overflow on one rank makes all ranks skip the step."""
     model = make_model(job.device, torch.float32)
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=25)
     scaler = torch.amp.GradScaler(job.device.type, init_scale=1024.0)

@@ -1,4 +1,4 @@
-"""What ranks average in the tests, what must come out, and comparisons to the bit. Pure; all on the device given."""
+"""Inputs of the ranks, expected means, and bit comparisons. Pure; on the given device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS]
 
-# Of a sum of a few numbers near 1 that is rounded once, or (NCCL) at each step.
+# Tolerance of a sum of a few numbers near 1, rounded once or (NCCL) at each step.
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def of_rank(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random numbers of a rank, in host memory; every rank can make those of the others."""
+    """Random numbers of a rank in host memory; every rank can generate those of the others."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -23,13 +23,13 @@ def of_rank(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
     info = torch.iinfo(dtype)
-    # Sums of int64 must fit what the test adds up in.
+    # Sums of int64 must fit in the test's accumulator.
     low, high = (-(2**59), 2**59) if dtype == torch.int64 else (info.min, info.max + 1)
     return torch.randint(low, high, (count,), generator=generator, dtype=torch.int64).to(dtype)
 
 
 def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean, as torch works it out: in float64, or rounded toward zero."""
+    """The mean computed by torch: in float64, or rounded toward zero."""
     dtype = tensors[0].dtype
     if dtype.is_floating_point:
         total = sum(tensor.double() for tensor in tensors)
@@ -39,7 +39,7 @@ def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def special(dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Zeros, infinities, NaN, the largest and smallest numbers, ties of rounding; every pair meets on two ranks."""
+    """Zeros, infinities, NaN, the largest and smallest numbers, ties of rounding; every pair occurs on two ranks."""
     info = torch.finfo(dtype)
     one_up = 1 + info.eps
     found = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), info.max, info.min, info.tiny]
@@ -50,7 +50,7 @@ def special(dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; any NaN is as good as any other."""
+    """Whether two tensors have the same bits; all NaNs count as equal."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     found, expected = found.detach().cpu().reshape(-1), expected.detach().cpu().reshape(-1)
@@ -63,7 +63,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def assert_mean(found: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Fails unless ``found`` is about the mean of the ranks' tensors."""
+    """Fails unless ``found`` is close to the mean of the ranks' tensors."""
     expected = mean_of(tensors)
     tolerance = _TOLERANCE.get(expected.dtype, 0)
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds what tests/gpu/run.sh needs on a machine with a GPU and without a network:  tests/gpu/wheel.sh PYTHON_VERSION [FOLDER]
-# That is wheels of dl_comm (from this checkout, with torch's op libraries in it), of the MPICH that it uses, and of pytest,
-# for Python PYTHON_VERSION (such as 3.12) on x86-64, in FOLDER (gpu_wheels). torch and NumPy must be on that machine.
-# The Python that builds (PYTHON, python3) needs torch >= 2.10 with CUDA, scikit-build-core, libclang, mpich and pytest; its own
-# version does not matter: dl_comm's module is abi3, and torch's libraries are over the stable ABI.
+# Builds wheels for tests/gpu/run.sh on a GPU machine without a network:  tests/gpu/wheel.sh PYTHON_VERSION [FOLDER]
+# dl_comm (from this checkout, with torch's op libraries), its MPICH, and pytest, for Python PYTHON_VERSION (such as 3.12) on
+# x86-64, in FOLDER (gpu_wheels). The GPU machine must have torch and NumPy.
+# The building Python (PYTHON, python3) needs torch >= 2.10 with CUDA, scikit-build-core, libclang, mpich and pytest; its
+# version does not matter: dl_comm's module is abi3, and torch's libraries use the stable ABI.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -22,11 +22,11 @@ lacks() {
 
 mkdir -p "$folder"
 rm -f "$folder"/*.whl
-# A folder of its own: what is set here would stay in the CMake cache of other builds. Without MPICC, the library finds MPI
-# beside the environment that it is installed into, and not where it lies on this machine.
+# A separate build folder, because these settings would stay in the CMake cache of other builds. Without MPICC, the library
+# finds MPI in the environment of its installation, not on this machine.
 env -u MPICC "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w "$folder" \
   -Cbuild-dir=build/gpu_wheel -Ccmake.define.DL_COMM_WITH_TORCH=ON -Ccmake.define.DL_COMM_WITH_TF=OFF .
-# The MPI must be the one that the core was built with; pip chooses by what the other machine is.
+# The MPI must be that of the core's build; pip selects it for the GPU machine.
 mpich=$("$python" -c 'import importlib.metadata as m; print(m.version("mpich"))')
 platforms=()
 for glibc in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done

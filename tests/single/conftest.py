@@ -1,4 +1,4 @@
-"""For the tests that run once and start programs of their own."""
+"""Fixtures of the tests that run once and start their own programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch import Finished, launch  # noqa: E402
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Finished]:
-    """Runs Python text on some ranks: ``script(ranks, text, timeout=..., env=...)``."""
+    """Runs Python text on several ranks: ``script(ranks, text, timeout=..., env=...)``."""
 
     def start(ranks: int, text: str, timeout: float = 60, env: dict[str, str] | None = None) -> Finished:
         path = tmp_path / "script.py"
@@ -38,13 +38,13 @@ def two() -> Iterator[hosts.Hosts]:
 
 @pytest.fixture(scope="session")
 def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a libcuda.so.1 and a libnccl.so.2 that need no GPU, for LD_LIBRARY_PATH."""
+    """The folder of the fake libcuda.so.1 and libnccl.so.2, for LD_LIBRARY_PATH."""
     source, build = Path(__file__).parent.parent / "fake_cuda", tmp_path_factory.mktemp("fake_cuda")
     for command in (["cmake", "-S", str(source), "-B", str(build)], ["cmake", "--build", str(build)]):
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         assert done.returncode == 0, done.stdout
     yield build / "lib"
-    # The files of processes that were killed, or aborted.
+    # Remove files of killed or aborted processes.
     for file in Path("/dev/shm").glob("fake_*.*.*"):
         if not Path("/proc", file.name.split(".")[1]).exists():
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The benchmarks run; what they measure is for the one who runs them."""
+"""The benchmarks run without errors; their numbers are not checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_overlap() -> None:
-    options = ["--face", "numpy", "--compute-ms", "1", "--average-ms", "0.3", "--steps", "5"]
+    options = ["--binding", "numpy", "--compute-ms", "1", "--average-ms", "0.3", "--steps", "5"]
     finished = launch(2, [sys.executable, str(BENCHMARKS / "overlap.py"), *options], 100)
     assert finished.returncode == 0, finished.output
     row = r"\| numpy \| \d+\.\d MiB \|( \d+\.\d\d ms \| \d+\.\d\d ms \| \d+\.\d{3} \|){2}"
@@ -27,7 +27,7 @@ def test_overlap() -> None:
 
 
 def test_allreduce(tmp_path: Path) -> None:
-    """Every contender that is there is right in every case; one that is missing is left out with words."""
+    """Every available contender is correct in every case; missing ones are left out with a reason."""
     command = [
         sys.executable,
         "-m",
@@ -56,14 +56,14 @@ def test_allreduce(tmp_path: Path) -> None:
         results = case["results"]
         assert {result["contender"] for result in results.values()} == names
         for name, result in results.items():
-            if "left_out" in result:  # mpi4py knows no type for bfloat16 with some MPIs
+            if "left_out" in result:  # mpi4py has no bfloat16 type with some MPIs
                 assert (name, case["dtype"], result["failed"]) == ("mpich-mpi4py", "bf16", False), result
                 continue
             low, high = result["quartiles_us"]
             assert 0 < result["least_us"] <= low <= result["median_us"] <= high
             assert len(result["rounds_us"]) == 2
             assert result["iterations"] >= 6
-            # The probe and two rounds, the first and the last result of each, on two ranks.
+            # The first and last results of the probe and of two rounds, on two ranks.
             elements = case["bytes"] // {"f32": 4, "bf16": 2, "f16": 2, "f64": 8}[case["dtype"]]
             assert result["checked"] == 3 * 2 * 2 * elements
         assert ("gloo/flat" in results) == (case["kind"] == "list")
@@ -71,7 +71,7 @@ def test_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_allreduce_on_a_gpu_as_far_as_it_goes_without_one(tmp_path: Path) -> None:
+def test_allreduce_cuda_contenders_in_host_memory(tmp_path: Path) -> None:
     """The contenders of `--device cuda`, on tensors in host memory."""
     command = [sys.executable, "-m", "benchmarks.allreduce", "--quick", "--device", "cuda", "--sizes", "65540"]
     command += ["--dtypes", "f32", "--out", str(tmp_path)]
@@ -86,44 +86,44 @@ def test_allreduce_on_a_gpu_as_far_as_it_goes_without_one(tmp_path: Path) -> Non
             assert (result["checked"] > 0) == (not name.startswith("limit")), (name, result)
 
 
-def test_who_is_too_slow_gets_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its time in a case is spent; and none with longer buffers after a turn that did not end."""
-    orchestrate, jobs = (_module(monkeypatch, name) for name in ("allreduce.orchestrate", "common.jobs"))
+def test_slow_contenders_get_fewer_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further trials after the time of a case, and none with longer buffers after a timeout."""
+    orchestrate, processes = (_module(monkeypatch, name) for name in ("allreduce.orchestrate", "common.processes"))
     buffers, contenders = (_module(monkeypatch, f"allreduce.{name}") for name in ("cases", "contenders"))
-    turns: list[tuple[str, int]] = []
+    trials: list[tuple[str, int]] = []
 
-    class Staged(orchestrate.Bench):  # type: ignore[misc, name-defined]
+    class Fake(orchestrate.Bench):  # type: ignore[misc, name-defined]
         """A bench whose contenders do nothing."""
 
-        def on_stage(self, present: Any, ranks: int, **case: str) -> Any:
+        def running(self, present: Any, ranks: int, **case: str) -> Any:
             return nullcontext(present)
 
-        def look_at_idle(self, ranks: int) -> None:
-            """All sleep."""
+        def check_idle(self, ranks: int) -> None:
+            """Always idle."""
 
-        def turn(self, contender: Any, ranks: int, line: str, numbers: int, seconds: float) -> Any:
+        def trial(self, contender: Any, ranks: int, line: str, numbers: int, seconds: float) -> Any:
             length = int(line.split()[-1])
-            turns.append((contender.name, length))
+            trials.append((contender.name, length))
             if contender.name == "gloo" and length >= 256:
-                raise jobs.Late("late")
-            return jobs.Answer(np.full((ranks, numbers), 1e-3), ["1"] * ranks)
+                raise processes.TimedOut("late")
+            return processes.Answer(np.full((ranks, numbers), 1e-3), ["1"] * ranks)
 
     both = [contender for contender in contenders.CONTENDERS if contender.name in ("core", "gloo")]
     cases = list(buffers.buffers([64, 1024, 4096], ["f32"]))
-    bench = Staged(both, None, orchestrate.Options(rounds=3), BENCHMARKS.parent)
+    bench = Fake(both, None, orchestrate.Options(rounds=3), BENCHMARKS.parent)
     bench.run(2, cases)
-    assert [turns.count(("core", length)) for length in (16, 256, 1024)] == [4, 4, 4]
-    assert [turns.count(("gloo", length)) for length in (16, 256, 1024)] == [4, 1, 0]
-    told = [case["results"]["gloo"].get("left_out", "") for case in bench.cases]
-    assert [text[:8] for text in told] == ["", "lost: la", "too slow"]
+    assert [trials.count(("core", length)) for length in (16, 256, 1024)] == [4, 4, 4]
+    assert [trials.count(("gloo", length)) for length in (16, 256, 1024)] == [4, 1, 0]
+    reasons = [case["results"]["gloo"].get("left_out", "") for case in bench.cases]
+    assert [text[:8] for text in reasons] == ["", "lost: la", "too slow"]
     assert not bench.failed
-    turns.clear()
-    Staged(both, None, orchestrate.Options(rounds=3, case_s=0.0), BENCHMARKS.parent).run(2, cases[:1])
-    assert turns.count(("core", 16)) == 2  # the probe and one more
+    trials.clear()
+    Fake(both, None, orchestrate.Options(rounds=3, case_s=0.0), BENCHMARKS.parent).run(2, cases[:1])
+    assert trials.count(("core", 16)) == 2  # the probe and one more
 
 
 def test_lists_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of tensors and parameters that the models are known by."""
+    """The published numbers of tensors and parameters of the models."""
     lengths = _module(monkeypatch, "allreduce.lists").lengths
     known = {"resnet50": (161, 25_557_032), "bert_base": (199, 109_482_240), "gpt2_small": (148, 124_439_808)}
     assert {name: (len(lengths(name)), sum(lengths(name))) for name in known} == known
@@ -132,7 +132,7 @@ def test_lists_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.heavy
 def test_training(tmp_path: Path) -> None:
-    """Ranks agree bit for bit, ours and torch's own come to the same model, and the numbers belong together."""
+    """Ranks are bit-identical, dl_comm and DDP train the same model, and the numbers are consistent."""
     command = [sys.executable, "-m", "benchmarks.training", "--quick", "--models", "mlp", "--out", str(tmp_path)]
     finished = run(command, 100, {**QUIET, "PYTHONPATH": str(BENCHMARKS.parent)})
     assert finished.returncode == 0, finished.output
@@ -143,7 +143,7 @@ def test_training(tmp_path: Path) -> None:
     assert (case["ranks"], case["model"], case["parameters"]) == (2, "mlp", 784 * 1024 + 1024 * 1025 + 1025 * 10 + 1024)
     verified, results = case["verified"], case["results"]
     assert verified["problems"] == []
-    # Six steps before the turns; two turns of two steps that do not count and three that do.
+    # Six steps before the trials; two trials of two untimed and three timed steps.
     assert verified["agreed_after"] == {"ours": [4, 6, 16], "ddp": [4, 6, 16]}
     assert verified["distances"]["4"].keys() == {"ours-ddp"}
     assert verified["distances"]["4"]["ours-ddp"] < 1e-3
@@ -164,7 +164,7 @@ def test_training(tmp_path: Path) -> None:
 
 
 def test_training_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong parameters are told: at the start, between ranks, and between contenders."""
+    """Wrong parameters are detected: at the start, between ranks, and between contenders."""
     verify = _module(monkeypatch, "training.verify")
     first, step = np.linspace(-1, 1, 99, dtype=np.float32), np.ones(99, np.float32)
     models = {"first": first, "right": first + step, "near": first + 1.0001 * step, "far": first + 0.5 * step}

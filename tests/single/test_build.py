@@ -1,4 +1,4 @@
-"""Building op libraries: once for ranks that start together, by hand, and clear words where it cannot be."""
+"""Builds of op libraries: once for concurrent ranks, by command, and with clear errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch import launch, run
 pytest.importorskip("torch")
 
 
-def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
+def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
     program = tmp_path / "first_use.py"
     program.write_text(
         "import torch, dl_comm as mc, dl_comm.torch as dt\nmc.init()\n"
@@ -28,7 +28,7 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     assert finished.output.count("building the operations for torch-") == 1, finished.output
     (folder,) = cache.iterdir()
     assert folder.name.startswith("torch-")
-    # The library for CUDA is there when torch has CUDA.
+    # torch with CUDA also gets the CUDA library.
     names = {path.name for path in folder.iterdir()}
     assert names - {"libdl_comm_torch_cuda.so"} == {"libdl_comm_torch.so", "built.json", "lock"}
 
@@ -57,7 +57,7 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
         assert refused.returncode == 1, refused.output
 
 
-def test_no_compiler_is_said(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "CXX"}
     done = subprocess.run(
         [sys.executable, "-c", "import dl_comm.torch"],
@@ -72,7 +72,7 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
     assert "python -m dl_comm.build" in done.stderr
 
 
-def test_a_build_that_fails_shows_why(tmp_path: Path) -> None:
+def test_a_failed_build_shows_the_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dl_comm.build", "torch"],
         env={**os.environ, "DL_COMM_CACHE": str(tmp_path), "CXX": "false"},

@@ -1,4 +1,4 @@
-"""Processes that a rank starts: they know its numbers, cannot communicate, and never start an MPI of the rank's."""
+"""Processes that a rank starts know its numbers, cannot communicate, and never start MPI as the rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch import Finished, launch, mpiexec, run
 
 Script = Callable[..., Finished]
 
-# As users write it: the rank is asked for at the level of the module, which a spawned worker imports.
+# A typical script: module-level code, which a spawned worker imports, asks for the rank.
 MODULE = """
 import os, sys
 import multiprocessing
@@ -22,21 +22,21 @@ mc.init(nteams=2)
 NUMBERS = (mc.rank(), mc.size(), mc.local_rank(), mc.local_size(), mc.hosts())
 
 def work(_):
-    told = []
+    errors = []
     for call in (lambda: mc.gradients([np.ones(3, np.float32)], 0), mc.barrier, lambda: mc.create_team(5)):
         try: call()
-        except mc.StateError as error: told.append(str(error))
+        except mc.StateError as error: errors.append(str(error))
     mc.finalize()
-    return NUMBERS, mc.rank(), mc.is_initialized(), told
+    return NUMBERS, mc.rank(), mc.is_initialized(), errors
 """
 
 POOL = """
 if __name__ == "__main__":
     with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
-        for numbers, rank, initialized, told in pool.map(work, range(2)):
+        for numbers, rank, initialized, errors in pool.map(work, range(2)):
             assert (numbers, rank, initialized) == (NUMBERS, NUMBERS[0], False), numbers
-            assert len(told) == 3, told
-            for words in told:
+            assert len(errors) == 3, errors
+            for text in errors:
                 assert len(words.splitlines()) == 1 and "rank itself" in words, words
     assert mc.gradients([np.full(3, NUMBERS[0], np.float32)], 0)[0][0] == (NUMBERS[1] - 1) / 2
     os.write(1, b"fine\\n")
@@ -60,7 +60,7 @@ mc.init()
 rank = mc.rank()
 assert not [name for name in os.environ if name.startswith(("PMI_", "PMIX_R", "PMIX_N", "HYDI_"))], os.environ
 def child(text, *words, **env):
-    # What Python knows of the environment, and the environment as it is.
+    # os.environ, and the environment of the C library.
     for given in ({**os.environ, **env}, {**os.environ, **env} if env else None):
         done = subprocess.run([*words, sys.executable, "-c", text], env=given, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -76,8 +76,8 @@ assert done.stderr.splitlines()[-1].startswith(words), done.stderr
 
 JOBS = """
 if rank == 0:
-    for told in child(ask, *sys.argv[1:]):
-        assert sorted(told.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"], told
+    for errors in child(ask, *sys.argv[1:]):
+        assert sorted(errors.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"], errors
 mc.barrier()
 os.write(1, b"fine\\n")
 """
@@ -94,7 +94,7 @@ def test_a_program_that_a_rank_starts_is_a_helper_unless_a_launcher_starts_it(tm
 
 
 def test_a_child_that_was_started_before_init_is_refused(tmp_path: Path) -> None:
-    """It has the launcher's variables, and not the connection: MPI would abort, and the job with it."""
+    """It has the launcher's variables, but not its connection: MPI would abort the job."""
     program = tmp_path / "early.py"
     program.write_text(
         "import subprocess, sys\n"
@@ -108,8 +108,8 @@ def test_a_child_that_was_started_before_init_is_refused(tmp_path: Path) -> None
     assert (finished.output, finished.returncode) == ("", 0)
 
 
-def test_without_a_launcher_a_child_is_a_process_of_its_own(tmp_path: Path) -> None:
-    """A notebook, say, that runs scripts."""
+def test_without_a_launcher_a_child_is_independent(tmp_path: Path) -> None:
+    """For example, a notebook that runs scripts."""
     program = tmp_path / "notebook.py"
     program.write_text(
         "import subprocess, sys\nimport dl_comm as mc\nmc.init()\n"
@@ -126,7 +126,7 @@ import dl_comm
 import dl_comm.torch as cdl
 from torch.utils.data import DataLoader, Dataset
 
-RANK, SIZE = cdl.rank(), cdl.size()  # bring MPI up where nobody has
+RANK, SIZE = cdl.rank(), cdl.size()  # start MPI if needed
 
 class Numbers(Dataset):
     def __len__(self):

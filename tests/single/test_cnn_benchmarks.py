@@ -90,7 +90,7 @@ def test_output(framework: str, arguments: str, parameters: str) -> None:
         ("--model resnet51", "invalid choice"),
     ],
 )
-def test_options_that_do_not_go_together(
+def test_incompatible_options(
     arguments: str, message: str, module: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -126,7 +126,7 @@ else:
 """
 
 SAME = {"trivial": 4_255_721, "lenet": 61_706, "alexnet": 61_100_840, "vgg16": 138_357_544}
-# Keras counts the averages of normalisations too.
+# Keras also counts the moving averages of normalisations.
 PARAMETERS = {
     "torch": {**SAME, "resnet20": 269_722, "resnet56": 853_018, "resnet50": 25_557_032, "inception3": 23_834_568},
     "tensorflow": {**SAME, "resnet20": 271_098, "resnet56": 857_082, "resnet50": 25_636_712, "inception3": 23_851_784},
@@ -161,7 +161,7 @@ def test_synthetic_images(module: Callable[[str], Any]) -> None:
 def test_cifar10_files(kind: str, tmp_path: Path, module: Callable[[str], Any]) -> None:
     labels = np.arange(20, dtype=np.uint8) % 10
     pixels = np.zeros((20, 3, 32, 32), np.uint8)
-    pixels[:, 0] = np.arange(20).reshape(20, 1, 1)  # red tells which image it is
+    pixels[:, 0] = np.arange(20).reshape(20, 1, 1)  # red has the image's index
     pixels[:, 2, 31] = 255  # the last row is blue
     for part in range(2):
         mine = slice(10 * part, 10 * part + 10)
@@ -275,7 +275,7 @@ def patched(patch: str, *arguments: str) -> Finished:
 SHORT = ("--model", "lenet", "--batch_size", "2", "--num_batches", "3", "--num_warmup_batches", "2")
 
 
-def test_weights_that_differ_are_told() -> None:
+def test_different_weights_are_reported() -> None:
     pytest.importorskip("torch")
     result = patched("torch_side.Trainer.weights = lambda trainer: [torch.tensor([mc.get_rank()])]", *SHORT)
     assert result.returncode != 0

@@ -1,7 +1,7 @@
-"""The CUDA kernels compile for every GPU that they are for, without a word, into what they are meant to become.
+"""The CUDA kernels compile for every supported GPU without messages, into the expected code.
 
-What they compute is tested in ``tests/rust/cuda_kernels.rs``. This needs no GPU, but NVRTC: version 13 comes with
-torch, version 12, the last one for compute capabilities 7.0 and 7.2, with the ``test`` extra.
+``tests/rust/cuda_kernels.rs`` tests their results. These tests need no GPU, but NVRTC: torch installs version 13, the
+``test`` extra version 12, the last one for compute capabilities 7.0 and 7.2.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ HEADERS = {path.name: path.read_text() for path in FOLDER.glob("*.cuh")}
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 OPTIONS = ["--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"]
 LIBRARIES = {"12": "cuda_nvrtc/lib/libnvrtc.so.12", "13": "cu13/lib/libnvrtc.so.13"}
-# The oldest one that each version compiles for, and one that both do.
+# The oldest target of each version, and a common one.
 NEEDED = {"12": {70, 72, 90}, "13": {75, 90}}
-# Version 12 says so of 7.0 and 7.2, whatever the options.
+# Version 12 always warns about 7.0 and 7.2.
 DEPRECATED = re.compile(r"nvrtc: warning: Architectures prior to \S+ are deprecated .*")
 
 
@@ -45,7 +45,7 @@ def nvrtc(version: str) -> Nvrtc:
 
 
 def kernels(source: str) -> list[str]:
-    """What the list of types makes of the source."""
+    """The source with the list of types."""
     types = re.findall(r"X\((\w+), \w+\)", HEADERS["types.cuh"].split("#define DL_COMM_TYPES(X)")[1])
     assert len(types) == 11
     return (
@@ -95,13 +95,13 @@ def test_for_an_h100_they_are_machine_code_that_a_driver_loads(nvrtc: Nvrtc, fak
 
 
 def assert_exact_in_registers(name: str, ptx: str) -> None:
-    # An array whose index is not known to the compiler would be in (local) memory.
+    # An array with an unknown index would be in local memory.
     assert ".local" not in ptx, name
-    # Rounded as on the CPU.
+    # Rounds like the CPU.
     assert not re.search(r"\b(fma|mad)\.\w*\.?f\d\d|\.ftz|\.approx|div\.full", ptx), name
 
 
-def test_the_ptx_is_what_it_is_meant_to_be(nvrtc: Nvrtc) -> None:
+def test_the_ptx_has_the_expected_instructions(nvrtc: Nvrtc) -> None:
     result = compiled(nvrtc, "allreduce_mean.cu", "compute_80")
     assert not result.cubin
     for name, ptx in bodies(result.ptx).items():
@@ -120,7 +120,7 @@ def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:
 
 
 def test_no_register_is_spilled(nvrtc: Nvrtc) -> None:
-    """A thread has the registers that it needs, where three blocks share a multiprocessor.
+    """A thread has enough registers with three blocks on a multiprocessor.
 
     float16 and bfloat16 that are added up in float64 (eight sums of a vector, and its quotients) spill a little.
     """
@@ -134,6 +134,6 @@ def test_no_register_is_spilled(nvrtc: Nvrtc) -> None:
                 assert (stores, loads) == ("0", "0"), f"{name}: {log}"
 
 
-def test_a_source_that_does_not_compile_says_why(nvrtc: Nvrtc) -> None:
+def test_a_compile_error_has_the_log(nvrtc: Nvrtc) -> None:
     with pytest.raises(Failed, match=r"wrong\.cu\(1\): error: .*nothing"):
         nvrtc.compile('extern "C" __global__ void wrong() { nothing; }', "wrong.cu", ["--gpu-architecture=compute_80"])

@@ -1,4 +1,4 @@
-"""Which of CUDA's libraries the core gets from Python's packages."""
+"""Which CUDA libraries the core loads from Python's packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_nvrtc_must_not_be_newer_than_the_driver() -> None:
     assert _cuda.fits("libnccl.so.2", 1)
 
 
-def test_the_newest_that_fits_is_loaded_and_what_the_user_has_chosen_goes_first(
+def test_the_newest_compatible_version_is_loaded_unless_the_user_selects_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = (

@@ -1,7 +1,6 @@
-"""The paths of calls on device memory, on a stand-in for the CUDA driver and NCCL: results on 1 to 3 ranks, failures.
+"""The paths of calls on device memory with a fake CUDA driver and NCCL: results on 1 to 3 ranks, failures.
 
-What this shows is the core's own logic: matching, places, orders of streams, kernels' arithmetic. What a GPU does with
-it is shown by tests/gpu, where there is one.
+These tests cover the core's logic: matching, addresses, stream order, kernel arithmetic. tests/gpu runs on real GPUs.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from fake_cuda_env import PROGRAMS, environment
 from launch import Finished, ending_together, launch
-from stand_in import PROGRAMS, environment
 
 PEER_LOST = -6  # DL_COMM_ERROR_PEER_LOST
 SLOW = {"FAKE_CUDA_DELAY_US": "300"}
-# The settings by which ranks come to a path.
+# Settings that select each path.
 PATHS = {
     "ipc": {},
     "ipc, the host waits": {"FAKE_CUDA_NO_MEMOPS": "1"},
@@ -33,7 +32,7 @@ PATHS = {
 }
 
 
-# What else a driver, a GPU or NCCL may do, with the path that ranks come to.
+# Other behaviour of drivers, GPUs and NCCL, with the selected path.
 DRIVERS = {
     "ipc, machine code": {"FAKE_CUDA_CAPABILITY": "90"},
     "ipc, pages on a disk": {"DL_COMM_SHM_DIR": "DISK"},
@@ -45,7 +44,7 @@ DRIVERS = {
     "staged, slices of a GPU": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_MIG": "3"},
     "staged, no peer access": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NO_PEERS": "1", "FAKE_CUDA_NCCL_FAILS": "0"},
 }
-# Tests of test_arrays.py that go each way for the data.
+# Tests of test_arrays.py that cover each path.
 WAYS = (
     "path or (same_bits and f4) or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks "
     "or side_by_side"
@@ -69,7 +68,7 @@ def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_results_whatever_the_driver_does(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
+def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
     settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0]}
     finished = start(
@@ -79,7 +78,7 @@ def test_results_whatever_the_driver_does(fake_cuda: Path, tmp_path: Path, drive
     assert not finished.left
 
 
-def test_what_was_asked_for_and_nccl_refuses(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_requested_path_that_nccl_refuses(fake_cuda: Path, tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text("""
 import numpy as np
@@ -111,10 +110,10 @@ import dl_comm
 dl_comm.init()
 use(dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1")))
 array = Array(np.ones(int(sys.argv[1]), "f4"), Stream())
-dl_comm.gradients([array], out=[array])  # the way is found
+dl_comm.gradients([array], out=[array])  # selects the path
 array.get()
 if dl_comm.rank() == 1:
-    # What it has enqueued is not done when it ends.
+    # Its enqueued work is not complete when it ends.
     array.stream.sleep(1000)
     if sys.argv[2] == "in":
         dl_comm.gradients([array], out=[array])
@@ -122,11 +121,11 @@ if dl_comm.rank() == 1:
 since = time.monotonic()
 try:
     dl_comm.gradients([array], out=[array])
-    array.get()  # the stream goes on
+    array.get()  # the stream continues
     dl_comm.gradients([array], out=[array])
     print("no error")
 except dl_comm.PeerLostError as error:
-    print("told:", error)
+    print("reported:", error)
 array.get()
 print("seconds:", int(time.monotonic() - since))
 dl_comm.finalize()
@@ -145,7 +144,7 @@ print("ended")
         ("nccl", "in", 100),
     ],
 )
-def test_a_lost_rank_is_told_and_the_stream_goes_on(
+def test_a_lost_rank_is_reported_and_the_stream_continues(
     fake_cuda: Path, tmp_path: Path, path: str, when: str, length: int
 ) -> None:
     script = tmp_path / "lost.py"
@@ -154,7 +153,7 @@ def test_a_lost_rank_is_told_and_the_stream_goes_on(
     env = {**environment(fake_cuda), **PATHS[path]}
     finished = launch(2, command, 100, env)
     assert not finished.timed_out, finished.output
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "rank 1" in finished.output
     assert "ended" in finished.output, finished.output
 
@@ -163,7 +162,7 @@ WAITING = """
 import os, threading, time
 import numpy as np
 from arrays import Array, Stream, use
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 import dl_comm
 
 dl_comm.init()
@@ -171,13 +170,13 @@ GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 use(dl_comm.local_rank() % GPUS)
 array = Array(np.ones(200000, "f4"), Stream())
 call = (array.address.value, 200000, dl_comm.local_rank() % GPUS, array.stream.handle.value)
-print(f"code: {average_and_wait(*call, 'first')}\\n", end="")
+print(f"code: {blocking_device_call(*call, 'first')}\\n", end="")
 if dl_comm.rank() == 1:
     array.stream.sleep(5000)
-    threading.Thread(target=average_and_wait, args=(*call, "second"), daemon=True).start()
+    threading.Thread(target=blocking_device_call, args=(*call, "second"), daemon=True).start()
     time.sleep(0.5)
     os.kill(os.getpid(), 9)
-print(f"code: {average_and_wait(*call, 'second')}\\n", end="")
+print(f"code: {blocking_device_call(*call, 'second')}\\n", end="")
 dl_comm.finalize()
 print("ended")
 """
@@ -203,7 +202,7 @@ import dl_comm
 dl_comm.init()
 use(0)
 array = Array(np.ones(100, "f4"), Stream())
-dl_comm.gradients([array], out=[array])  # which may compile the kernels
+dl_comm.gradients([array], out=[array])  # may compile the kernels
 dl_comm.set_timeout(2)
 if dl_comm.rank() == 1:
     array.stream.sleep(8000)  # the GPU is late, not the rank
@@ -214,16 +213,16 @@ try:
     dl_comm.gradients([array], out=[array])
     print("no error")
 except dl_comm.TimeoutError as error:
-    print("told:", error)
+    print("reported:", error)
 """
 
 
-def test_a_gpu_that_is_late_is_told_at_the_deadline(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_late_gpu_is_reported_at_the_deadline(fake_cuda: Path, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(LATE)
     finished = start(fake_cuda, 2, [str(script)], 60)
     assert not finished.timed_out, finished.output
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "on the GPU after" in finished.output, finished.output
 
 
@@ -241,7 +240,7 @@ dl_comm.finalize()
 """
 
 
-def test_compiled_kernels_are_kept_for_the_next_process(fake_cuda: Path, tmp_path: Path) -> None:
+def test_compiled_kernels_are_cached_for_the_next_process(fake_cuda: Path, tmp_path: Path) -> None:
     script, folder = tmp_path / "kept.py", tmp_path / "cache" / "kernels"
     script.write_text(KEPT)
 
@@ -258,10 +257,10 @@ def test_compiled_kernels_are_kept_for_the_next_process(fake_cuda: Path, tmp_pat
     assert b".entry average_f32" in whole
     written = kept.stat()
     assert (run().stat().st_ino, kept.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)  # not written again
-    # What is damaged is compiled again.
+    # A damaged file is compiled again.
     kept.write_bytes(whole[: len(whole) // 2])
     assert run().read_bytes() == whole
-    # What others could have put there is left alone.
+    # A file that others could have written is ignored.
     kept.write_bytes(b"not a kernel")
     folder.chmod(0o777)
     assert run().read_bytes() == b"not a kernel"
@@ -277,7 +276,7 @@ try:
     average_on(0, 0, [(4096, 4096, 4, 2, [4])], 0)
     print("no error")
 except dl_comm.CommError as error:
-    print("told:", error)
+    print("reported:", error)
 print(dl_comm.gradients([__import__("numpy").ones(2)]))
 """
 
@@ -286,19 +285,19 @@ def test_without_a_driver_the_error_says_so_and_the_rest_works(tmp_path: Path) -
     script = tmp_path / "refused.py"
     script.write_text(REFUSED)
     finished = launch(1, [sys.executable, str(script)], 60)
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "libcuda.so.1" in finished.output
     assert "1., 1." in finished.output
     assert "panic" not in finished.output
 
 
-def test_a_driver_without_gpus_or_functions_is_told(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_driver_without_gpus_or_functions_is_reported(fake_cuda: Path, tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text(REFUSED)
     finished = start(fake_cuda, 1, [str(script)], 60, FAKE_CUDA_DEVICES="0")
-    assert "told:" in finished.output, finished.output
+    assert "reported:" in finished.output, finished.output
     assert "1., 1." in finished.output
-    # A library of that name that is none.
+    # An invalid library of that name.
     empty = tmp_path / "empty"
     empty.mkdir()
     source = tmp_path / "none.c"
@@ -311,9 +310,7 @@ def test_a_driver_without_gpus_or_functions_is_told(fake_cuda: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("wanted", "why"), [("nccl", "share a GPU"), ("ipc", "cannot be shown")])
-def test_a_path_that_cannot_be_had_is_refused_with_the_reason(
-    fake_cuda: Path, tmp_path: Path, wanted: str, why: str
-) -> None:
+def test_an_unavailable_path_is_refused_with_the_reason(fake_cuda: Path, tmp_path: Path, wanted: str, why: str) -> None:
     script = tmp_path / "wanted.py"
     script.write_text(
         "import numpy as np, dl_comm\n"
@@ -324,17 +321,17 @@ def test_a_path_that_cannot_be_had_is_refused_with_the_reason(
         "    try:\n"
         "        dl_comm.gradients([array], out=[array])\n"
         "    except dl_comm.ArgumentError as error:\n"
-        "        print('told:', error)\n"
+        "        print('reported:', error)\n"
         "print(dl_comm.gradients([np.ones(2)]))\n"
     )
     finished = start(fake_cuda, 2, [str(script)], 60, DL_COMM_GPU_PATH=wanted, FAKE_CUDA_NO_IPC="1")
     assert finished.returncode == 0, finished.output
-    assert finished.output.count("told:") == 4, finished.output
+    assert finished.output.count("reported:") == 4, finished.output
     assert why in finished.output, finished.output
 
 
 @pytest.mark.parametrize("name", ["DL_COMM_GPU_PATH", "DL_COMM_PIPELINE_CHUNK_KB"])
-def test_settings_that_differ_between_ranks_are_told(tmp_path: Path, name: str) -> None:
+def test_settings_that_differ_between_ranks_are_reported(tmp_path: Path, name: str) -> None:
     script = tmp_path / "differs.py"
     script.write_text(
         "import os\n"
@@ -344,21 +341,21 @@ def test_settings_that_differ_between_ranks_are_told(tmp_path: Path, name: str) 
         "try:\n"
         "    dl_comm.init()\n"
         "except dl_comm.MismatchError as error:\n"
-        "    print(f'told: {error}\\n', end='')\n"
+        "    print(f'reported: {error}\\n', end='')\n"
     )
     finished = launch(2, [sys.executable, str(script)], 60)
-    assert finished.output.count("told:") == 2, finished.output
+    assert finished.output.count("reported:") == 2, finished.output
     assert "for GPUs" in finished.output, finished.output
 
 
-def test_the_doctor_tells_of_gpus_and_of_drivers_that_will_not_do(fake_cuda: Path, tmp_path: Path) -> None:
+def test_the_doctor_reports_gpus_and_unusable_drivers(fake_cuda: Path, tmp_path: Path) -> None:
     def lines(folder: Path, **settings: str) -> str:
         command = ["-m", "dl_comm.doctor", "--quick"]
         return start(folder, 1, command, 100, **settings).output
 
-    told = lines(fake_cuda, FAKE_CUDA_DEVICES="2")
-    assert "driver for CUDA 13.0, 2 GPUs" in told, told
-    assert "used where each rank has a GPU of its own" in told, told
+    output = lines(fake_cuda, FAKE_CUDA_DEVICES="2")
+    assert "driver for CUDA 13.0, 2 GPUs" in output, output
+    assert "used if each rank has its own GPU" in output, output
     old = tmp_path / "old"
     old.mkdir()
     source = tmp_path / "old.c"
@@ -366,6 +363,6 @@ def test_the_doctor_tells_of_gpus_and_of_drivers_that_will_not_do(fake_cuda: Pat
         "int cuInit(unsigned f) { return (int)f; } int cuDriverGetVersion(int* v) { *v = 9000; return 0; }"
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(old / "libcuda.so.1"), str(source)], check=True)
-    told = lines(old)
-    assert "too old" in told, told
-    assert "panic" not in told
+    output = lines(old)
+    assert "too old" in output, output
+    assert "panic" not in output

@@ -1,4 +1,4 @@
-"""Calls on device memory between hosts, on a stand-in for the CUDA driver: on the GPUs of a host, then in slices."""
+"""Calls on device memory between hosts, with a fake CUDA driver."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fake_cuda_env import PROGRAMS, environment
 from hosts import Hosts, possible
 from launch import ending_together
-from stand_in import PROGRAMS, environment
 
 pytestmark = pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
 
@@ -41,7 +41,7 @@ LOST = """
 import os, time
 import numpy as np
 from arrays import Array, Stream, use
-from average_and_wait import average_and_wait
+from blocking_device_call import blocking_device_call
 import dl_comm
 
 dl_comm.init()
@@ -51,26 +51,26 @@ waits = os.environ["WAITS"] == "1"
 
 def average(name):
     if waits:
-        code = average_and_wait(array.address.value, 300000, 0, array.stream.handle.value, name)
+        code = blocking_device_call(array.address.value, 300000, 0, array.stream.handle.value, name)
         return "" if code == 0 else f"code {code}"
     try:
         dl_comm.gradients([array], out=[array], name=name)
-        array.get()  # the stream goes on
+        array.get()  # the stream continues
         dl_comm.gradients([array], out=[array])
         return ""
     except dl_comm.PeerLostError as error:
         return str(error)
 
-assert average("first") == ""  # the way is found
+assert average("first") == ""  # selects the path
 if dl_comm.rank() == 3:
-    array.stream.sleep(1000)  # its neighbour has come to the call, and waits on its GPU
+    array.stream.sleep(1000)  # the other rank has made the call and waits on its GPU
     if waits:
         time.sleep(0.5)
     else:
         dl_comm.gradients([array], out=[array], name="second")
     os.kill(os.getpid(), 9)
-said = average("second")
-print(f"told: {said}\\n", end="")
+error = average("second")
+print(f"reported: {error}\\n", end="")
 array.get()
 dl_comm.finalize()
 print("ended\\n", end="")
@@ -78,14 +78,14 @@ print("ended\\n", end="")
 
 
 @pytest.mark.parametrize("waits", ["0", "1"])
-def test_a_rank_that_is_lost_on_one_host_is_told_on_the_other(fake_cuda: Path, tmp_path: Path, waits: str) -> None:
+def test_a_lost_rank_is_reported_on_the_other_host(fake_cuda: Path, tmp_path: Path, waits: str) -> None:
     script = tmp_path / "lost.py"
     script.write_text(LOST)
     with Hosts(2) as hosts:
         command = ending_together([sys.executable, str(script)], tmp_path, 4)
         finished = hosts.launch(2, command, 100, {**environment(fake_cuda), "WAITS": waits})
     assert not finished.timed_out, finished.output
-    told = [line for line in finished.output.splitlines() if "told:" in line]
-    assert len(told) == 3, finished.output
-    assert all(("code -6" if waits == "1" else "rank 3") in line for line in told), finished.output
+    lines = [line for line in finished.output.splitlines() if "reported:" in line]
+    assert len(lines) == 3, finished.output
+    assert all(("code -6" if waits == "1" else "rank 3") in line for line in lines), finished.output
     assert finished.output.count("ended\n") >= 3, finished.output

@@ -1,4 +1,4 @@
-"""The documentation is true: its scripts run and do what it says, its tables and references are complete."""
+"""The scripts of the documentation run with the documented results; its tables and references are complete."""
 
 from __future__ import annotations
 
@@ -88,18 +88,18 @@ def test_the_example_of_the_manual_page_compiles(tmp_path: Path) -> None:
 
 
 def test_every_variable_is_in_the_table() -> None:
-    """The core has the list of them; what the build and the tests use among themselves is not for users."""
+    """The core has the list of variables; those of the build and the tests are internal."""
     known = json.loads(_dl_comm.describe())["variables"]
     table = re.findall(r"^\| `(DL_COMM_[A-Z_]+)` \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
     assert sorted(table) == sorted(known)
     files = [ROOT / "core/src/config.rs", ROOT / "core/src/helper.rs", *(ROOT / "python/dl_comm").rglob("*.py")]
     used = {name for file in files for name in re.findall(r'"(DL_COMM_[A-Z_]+)"', file.read_text())}
     assert used - set(known) == {name for name in used if name.startswith(("DL_COMM_LIB", "DL_COMM_MPI"))}
-    assert set(known) - used == {"DL_COMM_VENV"}, "nobody reads them"
+    assert set(known) - used == {"DL_COMM_VENV"}, "unused variables"
 
 
 def test_the_reference_is_what_the_docstrings_say(tmp_path: Path) -> None:
-    """docs/api.md comes from ``griffe2md dl_comm -o ../docs/api.md``, run in ``python/``."""
+    """docs/api.md is the output of ``griffe2md dl_comm -o ../docs/api.md``, run in ``python/``."""
     made = tmp_path / "api.md"
     griffe2md = Path(sys.executable).parent / "griffe2md"
     subprocess.run(

@@ -1,4 +1,4 @@
-"""``python -m dl_comm.doctor``: what it finds alone, on ranks and on hosts, and that it finds what is wrong."""
+"""``python -m dl_comm.doctor`` without a launcher, on ranks and on hosts, and with injected problems."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from dl_comm.doctor._alone import _two_ranks
 from dl_comm.doctor._checks import numbers_of, ranges_text
 from dl_comm.doctor._launcher import launch_of, without_launcher
 from dl_comm.doctor._network import _address
 from dl_comm.doctor._ranks import check as check_ranks
 from dl_comm.doctor._ranks import path
+from dl_comm.doctor._single_rank import _two_ranks
 from dl_comm.doctor._tested import TESTED, is_tested
 from hosts import Hosts, possible
 from launch import Finished, launch, run
@@ -28,73 +28,73 @@ GROUPS = ["build", "mpi", "frameworks", "host", "gpu", "ranks", "bandwidth"]
 
 
 def report(finished: Finished) -> dict[str, Any]:
-    """The one object that was printed."""
+    """The printed JSON object."""
     (line,) = [line for line in finished.output.splitlines() if line.startswith('{"healthy"')]
     return json.loads(line)
 
 
-def found(told: dict[str, Any], group: str, name: str) -> dict[str, Any]:
-    """The one check of that name."""
-    (check,) = [check for check in told["groups"][group] if check["name"] == name]
+def found(content: dict[str, Any], group: str, name: str) -> dict[str, Any]:
+    """The check ``name``."""
+    (check,) = [check for check in content["groups"][group] if check["name"] == name]
     return check
 
 
-def test_alone_it_finds_everything_and_starts_two_ranks() -> None:
+def test_all_checks_without_a_launcher() -> None:
     finished = run([*DOCTOR, "--json"], 200)
     assert finished.returncode == 0, finished.output
-    told = report(finished)
-    assert told["healthy"] is True
-    assert told["summary"].startswith("healthy")
-    assert list(told["groups"]) == GROUPS
-    assert all(told["groups"].values())
-    library = found(told, "mpi", "library")["facts"]
+    content = report(finished)
+    assert content["healthy"] is True
+    assert content["summary"].startswith("healthy")
+    assert list(content["groups"]) == GROUPS
+    assert all(content["groups"].values())
+    library = found(content, "mpi", "library")["facts"]
     assert os.path.exists(library["library"])
     assert library["family"] in ("mpich", "openmpi")
-    assert found(told, "mpi", "one rank")["facts"]["thread_level"].startswith("MPI_THREAD_")
-    assert [rank["rank"] for rank in found(told, "ranks", "places")["facts"]["ranks"]] == [0, 1]
-    (row,) = found(told, "ranks", "paths")["facts"]["rows"]
+    assert found(content, "mpi", "one rank")["facts"]["thread_level"].startswith("MPI_THREAD_")
+    assert [rank["rank"] for rank in found(content, "ranks", "placement")["facts"]["ranks"]] == [0, 1]
+    (row,) = found(content, "ranks", "paths")["facts"]["rows"]
     assert (row["inside"], row["outside"], row["ranks_each"]) == ("shared memory", None, 2)
-    bandwidth = found(told, "bandwidth", "average")["facts"]
+    bandwidth = found(content, "bandwidth", "average")["facts"]
     assert bandwidth["bytes"] >= 1 << 20
     assert bandwidth["ratio"] == pytest.approx(bandwidth["average_s"] / bandwidth["limit_s"], rel=0.01)
-    assert told["process"]["settings"]["DL_COMM_SHM_DIR"] == "/dev/shm"
+    assert content["process"]["settings"]["DL_COMM_SHM_DIR"] == "/dev/shm"
     for framework in ("torch", "tensorflow"):
-        check = found(told, "frameworks", framework)
+        check = found(content, "frameworks", framework)
         assert check["verdict"] != "bad"
         assert not check["facts"]["installed"] or check["facts"]["import_s"] > 0
 
 
-def test_it_names_what_is_left_and_what_is_not_known(tmp_path: Path) -> None:
+def test_leftovers_and_unknown_variables_are_named(tmp_path: Path) -> None:
     left = tmp_path / f"dl_comm.{7:032x}"
     left.write_bytes(b"0")
     env = {"DL_COMM_SHM_DIR": str(tmp_path), "DL_COMM_TIMEOUT": "5"}
-    told = report(run([*DOCTOR, "--json", "--quick"], 200, env))
-    check = found(told, "host", "left behind")
+    content = report(run([*DOCTOR, "--json", "--quick"], 200, env))
+    check = found(content, "host", "left behind")
     assert check["verdict"] == "warn"
     assert str(left) in check["facts"]["segments"]
-    settings = found(told, "build", "settings")
+    settings = found(content, "build", "settings")
     assert (settings["verdict"], settings["facts"]["unknown"]) == ("warn", {"DL_COMM_TIMEOUT": "DL_COMM_TIMEOUT_S"})
 
 
 @pytest.mark.parametrize(
-    ("prints", "verdict", "words"),
+    ("prints", "verdict", "text"),
     [
         ('{"healthy": true, "groups": {}}', "warn", "ended with status 9: Killed (signal 9), after its report"),
         ("rank 1 said this", "bad", "gave no report and ended with status 9: Killed (signal 9)"),
     ],
 )
-def test_two_ranks_of_which_one_is_killed(tmp_path: Path, prints: str, verdict: str, words: str) -> None:
+def test_two_ranks_with_a_killed_one(tmp_path: Path, prints: str, verdict: str, text: str) -> None:
     mpiexec = tmp_path / "mpiexec"
     lines = [prints, "=   EXIT CODE: 9", "Killed (signal 9)", "Please see the FAQ page for debugging suggestions"]
     mpiexec.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + "exit 9\n")
     mpiexec.chmod(0o755)
     (check,) = _two_ranks(str(mpiexec), quick=True)
     assert check.verdict == verdict
-    assert words in check.text
+    assert text in check.text
     assert "EXIT CODE" in check.facts["output"]
 
 
-def test_on_two_ranks_one_of_them_reports() -> None:
+def test_one_of_two_ranks_reports() -> None:
     finished = launch(2, [*DOCTOR, "--quick"], 120)
     assert finished.returncode == 0, finished.output
     assert len(re.findall(r"^healthy", finished.output, re.MULTILINE)) == 1, finished.output
@@ -103,7 +103,7 @@ def test_on_two_ranks_one_of_them_reports() -> None:
     assert "BAD" not in finished.output
 
 
-def test_one_launched_rank_says_what_it_cannot_test() -> None:
+def test_a_single_launched_rank_reports_missing_tests() -> None:
     finished = launch(1, [*DOCTOR, "--ranks-only"], 120)
     assert finished.returncode == 0, finished.output
     assert "mpiexec -n 2" in finished.output
@@ -111,25 +111,25 @@ def test_one_launched_rank_says_what_it_cannot_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "words"),
+    ("env", "text"),
     [
-        ({"PMI_SIZE": "2"}, "MPI sees only this one|an mpiexec of MPICH"),
+        ({"PMI_SIZE": "2"}, "MPI sees only this one|an mpiexec of the MPICH"),
         ({"DL_COMM_TIMEOUT_S": "soon"}, "DL_COMM_TIMEOUT_S is 'soon'"),
         ({"DL_COMM_SHM_DIR": "/nonexistent"}, "/nonexistent cannot be used"),
     ],
 )
-def test_what_is_wrong_is_bad_and_first(env: dict[str, str], words: str) -> None:
+def test_problems_are_bad_and_first(env: dict[str, str], text: str) -> None:
     finished = run([*DOCTOR, "--quick", "--json", "--no-launch"], 120, env)
     assert finished.returncode == 1, finished.output
-    told = report(finished)
-    assert told["healthy"] is False
-    assert re.search(words, told["summary"])
+    content = report(finished)
+    assert content["healthy"] is False
+    assert re.search(text, content["summary"])
 
 
 def test_the_launcher_of_another_mpi_is_bad_on_every_process() -> None:
-    """MPI is not even tried, which may end the job; the process that is called rank 0 reports, and all exit alike."""
-    told = report(run([*DOCTOR, "--quick", "--json", "--no-launch"], 120))
-    family = found(told, "mpi", "library")["facts"]["family"]
+    """MPI is not started, because that may abort the job; rank 0 reports, and all exit with the same status."""
+    content = report(run([*DOCTOR, "--quick", "--json", "--no-launch"], 120))
+    family = found(content, "mpi", "library")["facts"]["family"]
     names = ("PMI_RANK", "PMI_SIZE") if family == "openmpi" else ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     outputs = []
     for rank in ("0", "1"):
@@ -142,7 +142,7 @@ def test_the_launcher_of_another_mpi_is_bad_on_every_process() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
-def test_a_shared_memory_that_is_too_small_is_bad_on_two_ranks(tmp_path: Path) -> None:
+def test_too_small_shared_memory_is_bad_on_two_ranks(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         finished = launch(2, [*DOCTOR, "--quick"], 120, {"DL_COMM_SHM_DIR": str(tmp_path)})
@@ -153,7 +153,7 @@ def test_a_shared_memory_that_is_too_small_is_bad_on_two_ranks(tmp_path: Path) -
     assert "BAD  start: rank 0: " in finished.output
 
 
-def test_a_framework_that_crashes_is_bad_and_ends_nothing_else(tmp_path: Path) -> None:
+def test_a_crashing_framework_is_bad_without_side_effects(tmp_path: Path) -> None:
     for name, text in (
         ("torch", "import os\nos.abort()\n"),
         ("tensorflow", "raise ImportError('lib.so is not there')\n"),
@@ -162,13 +162,13 @@ def test_a_framework_that_crashes_is_bad_and_ends_nothing_else(tmp_path: Path) -
         (tmp_path / name / "__init__.py").write_text(text)
     finished = run([*DOCTOR, "--json", "--no-launch"], 120, {"PYTHONPATH": str(tmp_path)})
     assert finished.returncode == 1, finished.output
-    told = report(finished)
-    assert "was killed by signal 6" in found(told, "frameworks", "torch")["text"]
-    assert "lib.so is not there" in found(told, "frameworks", "tensorflow")["text"]
-    assert found(told, "mpi", "one rank")["verdict"] == "ok"
+    content = report(finished)
+    assert "was killed by signal 6" in found(content, "frameworks", "torch")["text"]
+    assert "lib.so is not there" in found(content, "frameworks", "tensorflow")["text"]
+    assert found(content, "mpi", "one rank")["verdict"] == "ok"
 
 
-def test_an_mpi_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:
+def test_an_mpi_start_that_hangs_times_out(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(
         "import os, sys, time\nfrom dl_comm.doctor import _job, __main__ as doctor\n"
@@ -178,7 +178,7 @@ def test_an_mpi_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:
     finished = launch(2, [sys.executable, str(script), "--ranks-only", "--json"], 90)
     assert not finished.timed_out
     assert finished.returncode != 0
-    assert "bringing MPI up took more than 2 s" in report(finished)["summary"]
+    assert "starting MPI took more than 2 s" in report(finished)["summary"]
 
 
 @pytest.fixture(scope="module")
@@ -188,19 +188,19 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 @pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
-def test_on_two_hosts_it_tells_the_network_and_that_they_are_one_machine(two_hosts: Hosts) -> None:
+def test_two_hosts_report_network_and_common_machine(two_hosts: Hosts) -> None:
     finished = two_hosts.launch(2, [*DOCTOR, "--ranks-only", "--json"])
     assert finished.returncode == 0, finished.output
-    told = report(finished)
-    ranks = found(told, "ranks", "places")["facts"]["ranks"]
+    content = report(finished)
+    ranks = found(content, "ranks", "placement")["facts"]["ranks"]
     assert [(rank["host_index"], rank["local_rank"]) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    (row,) = found(told, "ranks", "paths")["facts"]["rows"]
+    (row,) = found(content, "ranks", "paths")["facts"]["rows"]
     assert row["names"] == two_hosts.names
     assert (row["inside"], row["outside"], row["network"]) == ("shared memory", "messages", "TCP on eth0")
-    split = found(told, "ranks", "split machine 0")
+    split = found(content, "ranks", "split machine 0")
     assert split["verdict"] == "warn"
     assert "the host names differ" in split["text"]
-    assert found(told, "bandwidth", "average")["facts"]["hosts"] == 2
+    assert found(content, "bandwidth", "average")["facts"]["hosts"] == 2
 
 
 def test_the_tested_range_is_that_of_the_table() -> None:
@@ -219,7 +219,7 @@ def test_the_tested_range_is_that_of_the_table() -> None:
     assert not is_tested("torch", "nightly")
 
 
-def test_launchers_are_told_apart() -> None:
+def test_launchers_are_distinguished() -> None:
     assert launch_of({"HOME": "/", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
     mpich = launch_of({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"})
     assert mpich is not None
@@ -255,19 +255,19 @@ def test_the_reason_of_each_path() -> None:
     assert one_machine == ("messages", "one machine, but the file systems for shared memory differ")
 
 
-def test_many_hosts_alike_are_one_row_and_crowds_are_seen() -> None:
-    places = [place(rank, host) for rank, host in enumerate("aabbcc")]
-    places[5]["pid_space"] = "y"
+def test_equal_hosts_are_one_row_and_oversubscription_is_found() -> None:
+    ranks = [place(rank, host) for rank, host in enumerate("aabbcc")]
+    ranks[5]["pid_space"] = "y"
     quiet = {"tcp": [{"interface": "ib0", "peers": []}], "devices": ["verbs (/dev/infiniband/uverbs0)"]}
-    told = [
+    content = [
         {"processors": "0-1", "numa_nodes": [0], "cuda_visible_devices": None, "cgroup_cpus": None, "network": quiet}
-        for _ in places
+        for _ in ranks
     ]
-    told[2]["processors"] = told[3]["processors"] = "4"
-    told[0]["cuda_visible_devices"] = "5"
-    checks = {check.name: check for check in check_ranks({"ranks": places}, told, {0: 4, 1: 4, 2: 0})}
+    content[2]["processors"] = content[3]["processors"] = "4"
+    content[0]["cuda_visible_devices"] = "5"
+    checks = {check.name: check for check in check_ranks({"ranks": ranks}, content, {0: 4, 1: 4, 2: 0})}
     (row,) = checks["paths"].facts["rows"]
     assert row["names"] == ["a", "b", "c"]
     assert row["network"] == "verbs (/dev/infiniband/uverbs0) and TCP on ib0"
-    assert [rank["gpu"] for rank in checks["places"].facts["ranks"]] == ["5", "1", "0", "1", "none", "none"]
-    assert {name for name, check in checks.items() if check.verdict == "warn"} == {"crowded b", "namespaces c"}
+    assert [rank["gpu"] for rank in checks["placement"].facts["ranks"]] == ["5", "1", "0", "1", "none", "none"]
+    assert {name for name, check in checks.items() if check.verdict == "warn"} == {"oversubscribed b", "namespaces c"}

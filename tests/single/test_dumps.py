@@ -1,4 +1,4 @@
-"""Dumps of real jobs: when they are written, also by a rank that has not heard of what happened."""
+"""Dumps of real jobs: when ranks write them, also ranks that have not noticed a failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_rank_that_has_not_noticed_a_failure_can_write_a_dump(script: Script, 
         "    while not os.path.exists(done): time.sleep(0.02)\n"
         "mc.dump(folder)\n"
         "print('written', flush=True)\n"
-        # The launcher may end the other rank when one has ended without MPI's leave.
+        # The launcher may kill the other rank when one exits without MPI_Finalize.
         "open(f'{done}{mc.get_rank()}', 'w').close()\n"
         "while not all(os.path.exists(f'{done}{rank}') for rank in (0, 1)): time.sleep(0.02)\n",
         env={"DL_COMM_DUMP_DIR": str(tmp_path / "alarms")},
@@ -43,42 +43,42 @@ def test_a_rank_that_has_not_noticed_a_failure_can_write_a_dump(script: Script, 
 
 
 def test_a_dump_shows_where_python_is(tmp_path: Path) -> None:
-    """Also of a rank that holds the interpreter's lock."""
+    """Also of a rank that holds the GIL."""
     program = tmp_path / "script.py"
     program.write_text(
         "import ctypes, os, sys, time\nimport dl_comm as mc\nmc.init()\n"
-        "def sits_on_the_lock():\n"
+        "def holds_the_gil():\n"
         "    until = time.monotonic() + 50\n"
         "    while not os.path.exists(sys.argv[1]) and time.monotonic() < until:\n"
         "        ctypes.PyDLL(None).sleep(1)\n"
-        "if mc.rank() == 1: sits_on_the_lock()\nmc.barrier()\n"
+        "if mc.rank() == 1: holds_the_gil()\nmc.barrier()\n"
         "time.sleep(1 - mc.rank())\n"
         "if mc.rank() == 0: mc.dump()\nmc.barrier()\n"
     )
-    asked_all = tmp_path / "asked"
-    command = [sys.executable, str(program), str(asked_all)]
+    requested = tmp_path / "requested"
+    command = [sys.executable, str(program), str(requested)]
     job = threading.Thread(target=lambda: results.append(launch(2, command, 60, env)))
     results: list[Finished] = []
     env = {"DL_COMM_DUMP_DIR": str(tmp_path / "dumps"), "DL_COMM_STALL_WARN_S": "0"}
     job.start()
     until = time.monotonic() + 50
-    asked = ""
-    while "asked 2" not in asked and time.monotonic() < until:
-        asked = run([sys.executable, "-m", "dl_comm.run", "--dump", str(os.getpid())], 60).output
-    asked_all.touch()
+    request = ""
+    while "from 2 rank(s)" not in request and time.monotonic() < until:
+        request = run([sys.executable, "-m", "dl_comm.run", "--dump", str(os.getpid())], 60).output
+    requested.touch()
     job.join()
     assert results[0].returncode == 0, results[0].output
     stacks = [json.loads((tmp_path / f"dumps/rank{rank}.json").read_text())["stacks"] for rank in (0, 1)]
     assert any("in barrier" in line or "in dump" in line for line in stacks[0]), stacks[0]
-    assert any("in sits_on_the_lock" in line for line in stacks[1]), stacks[1]
+    assert any("in holds_the_gil" in line for line in stacks[1]), stacks[1]
 
 
-def test_a_dump_does_not_go_where_somebody_else_wants_it(script: Script, tmp_path: Path) -> None:
-    """The usual folder has a name that anybody can guess."""
+def test_a_dump_folder_of_another_user_is_not_used(script: Script, tmp_path: Path) -> None:
+    """The default folder has a predictable name."""
     victim, usual = tmp_path / "victim", f"dl_comm-{os.geteuid()}"
     victim.mkdir()
     (tmp_path / usual).symlink_to(victim)
-    # An empty value counts as not set.
+    # An empty value means unset.
     settings = {"TMPDIR": str(tmp_path), "DL_COMM_DUMP_DIR": ""}
     finished = script(2, "import dl_comm as mc\nmc.init()\nprint('written', mc.dump(), flush=True)\n", env=settings)
     assert finished.output.count("written") == 2, finished.output
@@ -101,7 +101,7 @@ def test_sigusr1_before_init_shows_the_stacks(tmp_path: Path) -> None:
     assert "in read_the_data" in finished.output
 
 
-def test_old_dumps_go_with_the_next_start(script: Script, tmp_path: Path) -> None:
+def test_the_next_start_removes_old_dumps(script: Script, tmp_path: Path) -> None:
     mine = tmp_path / f"dl_comm-{os.geteuid()}"
     for name, days in (("old", 8), ("young", 1)):
         (mine / name).mkdir(parents=True)
@@ -127,8 +127,8 @@ mc.barrier()
 
 
 @pytest.mark.parametrize("launcher", [[sys.executable, "-m", "dl_comm.run"], mpiexec()])
-def test_the_ranks_of_a_job_are_asked_and_nothing_else(tmp_path: Path, launcher: list[str]) -> None:
-    """Each is in a shell, which the signal would end."""
+def test_a_request_reaches_only_the_ranks_of_a_job(tmp_path: Path, launcher: list[str]) -> None:
+    """Each rank runs in a shell, which the signal would kill."""
     program, ready = tmp_path / "train.py", tmp_path / "ready"
     program.write_text(WAITS)
     inner = f"{sys.executable} {program} {ready}; code=$?; echo train.py done; exit $code"
@@ -141,14 +141,14 @@ def test_the_ranks_of_a_job_are_asked_and_nothing_else(tmp_path: Path, launcher:
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("ready?"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
-    asked = run([sys.executable, "-m", "dl_comm.run", "--dump", job.read_text().strip()], 60)
+    request = run([sys.executable, "-m", "dl_comm.run", "--dump", job.read_text().strip()], 60)
     thread.join()
-    assert asked.output.startswith("asked 2 rank(s)"), asked.output
+    assert request.output.startswith("requested a dump from 2 rank(s)"), request.output
     assert results[0].returncode == 0, results[0].output
     assert {path.name for path in (tmp_path / "dumps").iterdir()} == {"rank0.json", "rank1.json"}
 
 
-def test_a_job_that_is_not_there_is_said() -> None:
+def test_a_missing_job_is_reported() -> None:
     finished = run([sys.executable, "-m", "dl_comm.run", "--dump", str(os.getpid())], 60)
     assert finished.returncode == 2
-    assert "no rank of dl_comm runs below process" in finished.output
+    assert "on this host runs dl_comm" in finished.output

@@ -1,4 +1,4 @@
-"""Every example runs on 2 ranks, on data that comes with a package, and does what all of them promise.
+"""Every example runs on 2 ranks, on data of an installed package, with the common output.
 
 With ``DL_COMM_TEST_MNIST`` (a folder with the IDX files of MNIST) they must reach 0.97 on 2 and on 3 ranks.
 """
@@ -24,7 +24,7 @@ def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
     started_by = ["-m", "dl_comm.tf1"] if name == "estimator_mnist" else []
     finished = launch(ranks, [sys.executable, *started_by, str(EXAMPLES / name / "train.py"), *options], 280)
     assert finished.returncode == 0, finished.output
-    # Not necessarily the last line: finalize may print after it, and Python may or may not buffer what it prints.
+    # Not necessarily the last line: finalize may print after it, and output may be buffered.
     found = re.findall(r"^test accuracy: (\d\.\d{4})$", finished.output, re.MULTILINE)
     assert len(found) == 1, finished.output
     return float(found[0]), finished.output
@@ -34,7 +34,7 @@ def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
 @pytest.mark.timeout(300)
 def test_example_on_bundled_digits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip({"torch_mnist": "torch", "numpy_mnist": "numpy"}.get(name, "tensorflow"))
-    # No cache of a framework is found, so the digits of scikit-learn are used.
+    # Without a framework's cache, the example uses scikit-learn's digits.
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setenv("DL_COMM_CACHE", os.environ.get("DL_COMM_CACHE", str(Path("~/.cache/dl_comm").expanduser())))
@@ -56,7 +56,7 @@ def test_example_on_mnist(name: str, ranks: int) -> None:
     assert reached >= 0.97, output
 
 
-def test_setup_says_at_once_that_cargo_does_not_run(tmp_path: Path) -> None:
+def test_setup_reports_a_broken_cargo_at_once(tmp_path: Path) -> None:
     """A rustup without a default toolchain."""
     cargo = tmp_path / "bin/cargo"
     cargo.parent.mkdir()
@@ -75,8 +75,8 @@ def test_setup_says_at_once_that_cargo_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_gate_does_not_see_what_the_shell_has_set(tmp_path: Path) -> None:
-    """It is stopped where it would set up, which is the first thing that it does."""
+def test_the_gate_ignores_the_environment_of_the_shell(tmp_path: Path) -> None:
+    """The test stops it at its first step, the set-up."""
     tree = tmp_path / "tree"
     for name in ("tests/run.sh", "examples/setup.sh"):
         (tree / name).parent.mkdir(parents=True)

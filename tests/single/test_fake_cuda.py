@@ -1,4 +1,4 @@
-"""The stand-in for the CUDA driver and NCCL (tests/fake_cuda), which the GPU tests of the core stand on."""
+"""Tests of the fake CUDA driver and NCCL (tests/fake_cuda), which the GPU tests of the core use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 60
 
 
 def _leftovers() -> set[str]:
-    """The fake's files of processes that have ended; other tests on this machine may have files too."""
+    """The fake driver's files of ended processes; concurrent tests may have files too."""
     names = {name for name in os.listdir("/dev/shm") if name.startswith("fake_")}
     return {name for name in names if not Path("/proc", name.split(".")[1]).exists()}
 
@@ -76,7 +76,7 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ("nccl_programs.py/threads", TWO),
     ],
 )
-def test_the_fake_does_as_the_real_one(fake_cuda: Path, program: str, settings: dict[str, str]) -> None:
+def test_the_fake_driver(fake_cuda: Path, program: str, settings: dict[str, str]) -> None:
     before = _leftovers()
     done = _run(fake_cuda, program, settings)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -86,19 +86,17 @@ def test_the_fake_does_as_the_real_one(fake_cuda: Path, program: str, settings: 
 @pytest.mark.parametrize(
     ("program", "settings", "words"),
     [
-        ("programs.py/dies_host_access", {}, None),
-        ("programs.py/dies_unpinned", {}, "cuMemcpyHtoDAsync, source: 10 bytes at 0x"),
-        ("programs.py/dies_beyond_memory", {}, "cuMemsetD8Async: 11 bytes at 0x"),
-        ("programs.py/dies_freed_in_use", {}, "cuMemsetD8Async: 10 bytes at 0x"),
-        ("programs.py/dies_kernel_beyond_memory", {}, "average_f32, a source: 400 bytes at 0x"),
-        ("programs.py/dies_synchronize", {}, "cuCtxSynchronize was called"),
-        ("programs.py/dies_peer", TWO, "to which device 1 has no access"),
-        ("nccl_programs.py/dies_differ", TWO, "count 2, dtype 7"),
+        ("programs.py/aborts_host_access", {}, None),
+        ("programs.py/aborts_unpinned", {}, "cuMemcpyHtoDAsync, source: 10 bytes at 0x"),
+        ("programs.py/aborts_beyond_memory", {}, "cuMemsetD8Async: 11 bytes at 0x"),
+        ("programs.py/aborts_freed_in_use", {}, "cuMemsetD8Async: 10 bytes at 0x"),
+        ("programs.py/aborts_kernel_beyond_memory", {}, "average_f32, a source: 400 bytes at 0x"),
+        ("programs.py/aborts_synchronize", {}, "cuCtxSynchronize was called"),
+        ("programs.py/aborts_peer", TWO, "to which device 1 has no access"),
+        ("nccl_programs.py/aborts_differ", TWO, "count 2, dtype 7"),
     ],
 )
-def test_what_a_gpu_would_punish_is_an_abort(
-    fake_cuda: Path, program: str, settings: dict[str, str], words: str | None
-) -> None:
+def test_invalid_use_aborts(fake_cuda: Path, program: str, settings: dict[str, str], words: str | None) -> None:
     done = _run(fake_cuda, program, settings)
     assert done.returncode != 0
     if words is None:

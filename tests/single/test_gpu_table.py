@@ -1,4 +1,4 @@
-"""What tests/gpu/run.sh leaves, and the table that is made of it."""
+"""The results of tests/gpu/run.sh, and their table."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_adds_its_results_to_the_file(tmp_path: Path) -> None:
     assert run_script("table.py", str(tmp_path / "results.json")).stdout.count("12.5 us") == 1
 
 
-def test_stages_and_parts_that_are_none_are_refused() -> None:
+def test_unknown_stages_and_parts_are_refused() -> None:
     for words in (["-", "stage", "11"], ["-", "stage"], ["-", "ipcc"]):
         done = subprocess.run([str(FOLDER / "run.sh"), *words], capture_output=True, text=True, check=False)
         assert done.returncode == 2, done.stdout

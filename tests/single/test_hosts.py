@@ -1,4 +1,4 @@
-"""Two "hosts" of network namespaces: the same tests, and the same training result, as on one host."""
+"""Two "hosts" (network namespaces): the same tests and training results as on one host."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None
 def test_training_ends_with_the_same_bits_as_on_one_host(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks add up in the same order on one host and on two."""
-    # The example gives a rank that is alone on its host more threads, and BLAS then adds up in another order.
+    """Two ranks add in the same order on one host and on two."""
+    # With one rank on a host the example uses more threads, and BLAS then adds in another order.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(variable, "1")
 
@@ -64,7 +64,7 @@ def test_training_ends_with_the_same_bits_as_on_one_host(
         np.testing.assert_array_equal(weight, weights_two[name], err_msg=name)
 
 
-def test_the_hosts_are_told_apart(hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_are_distinguished(hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "where.py"
     script.write_text(
         "import dl_comm as mc\nmc.init()\n"
@@ -76,8 +76,8 @@ def test_the_hosts_are_told_apart(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "doubling", "halving", "pairwise", "ring"])
-def test_every_byte_crosses_the_link_as_often_as_it_must(hosts: Hosts, tmp_path: Path, algorithm: str) -> None:
-    """Of two hosts each sends 2 (n - 1) / n of the data: as much as one rank brings, however many ranks it has.
+def test_bytes_on_the_link(hosts: Hosts, tmp_path: Path, algorithm: str) -> None:
+    """Each of two hosts sends 2 (n - 1) / n of the data: the bytes of one rank, for any number of ranks.
 
     Counted on the links, with what TCP adds.
     """
@@ -96,5 +96,5 @@ def test_every_byte_crosses_the_link_as_often_as_it_must(hosts: Hosts, tmp_path:
     finished = hosts.launch(2, [sys.executable, str(script)], env={"DL_COMM_ALGORITHM": algorithm})
     volumes = [float(text) for text in re.findall(r"volume ([\d.]+)", finished.output)]
     assert len(volumes) == 2, finished.output
-    # Headers of packets, and packets that say only that others have come.
+    # Packet headers and acknowledgements.
     assert all(0.99 < volume < 1.06 for volume in volumes), finished.output

@@ -1,4 +1,4 @@
-"""The package without frameworks: imports none, works without any, says what is missing."""
+"""The package imports no framework, works without one, and reports missing ones."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_numpy_works_without_frameworks() -> None:
     assert done.stdout.split() == ["0", "1", "3.0"], done.stderr
 
 
-@pytest.mark.parametrize("face", ["torch", "tensorflow", "keras"])
-def test_a_missing_framework_is_an_import_error(face: str) -> None:
-    done = python(BLOCK + f"import dl_comm.{face}")
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
+def test_a_missing_framework_is_an_import_error(framework: str) -> None:
+    done = python(BLOCK + f"import dl_comm.{framework}")
     assert done.returncode == 1
     assert "Error" in done.stderr.splitlines()[-1]
-    assert face in done.stderr or "tensorflow" in done.stderr
+    assert framework in done.stderr or "tensorflow" in done.stderr
 
 
 def test_the_stub_declares_what_the_module_has() -> None:
@@ -57,7 +57,7 @@ def test_the_stub_declares_what_the_module_has() -> None:
     assert set(dl_comm.__all__) <= set(dir(dl_comm))
 
 
-def test_the_version_can_be_asked_for() -> None:
+def test_the_version() -> None:
     command = [sys.executable, "-m", "dl_comm", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.startswith(f"dl_comm {version('dl_comm')}, built for ")

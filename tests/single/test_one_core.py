@@ -1,4 +1,4 @@
-"""One core in a process, whoever comes first: the torch ops, the TensorFlow ops, the Python module."""
+"""The torch ops, the TensorFlow ops and the Python module share one core, in any load order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# Each piece loads one face by its own framework's means, without the help of the others, and tells its core.
+# Each snippet loads one binding with its framework's own loader, and prints its core.
 PIECES = {
     "python": "import dl_comm\nids['python'] = dl_comm.core_id()",
     "torch": "import torch\ntorch.ops.load_library(TORCH)\nids['torch'] = torch.ops.dl_comm.core_id()",

@@ -1,4 +1,4 @@
-"""Which frameworks the op libraries of the package serve."""
+"""Which framework versions the packaged op libraries support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dl_comm import _build
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the package's, with both libraries, built for torch 2.11 (CUDA) and TensorFlow 2.20."""
+    """A folder that replaces the package's, with both libraries, built for torch 2.11 (CUDA) and TensorFlow 2.20."""
     monkeypatch.setattr(_build, "PACKAGE", tmp_path)
     monkeypatch.setattr(_build, "_torch_has_cuda", lambda: True)
     for name, version in (("torch", "torch-2.11.0"), ("tf", "tensorflow-2.20.0")):

@@ -1,4 +1,4 @@
-"""Ranks take the GPUs of their host by turns: by ``dl-comm-run --pin-gpu`` and by ``init(pin_gpu=True)``."""
+"""Assigns GPUs to ranks (local rank modulo GPU count): ``dl-comm-run --pin-gpu`` and ``init(pin_gpu=True)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from dl_comm.run._child import one_gpu, visible_gpus
 from launch import Finished, run
 
-# A line at once: the ranks' come between each other.
+# Write each line at once, because the ranks' output interleaves.
 SHOW = "import os\nos.write(1, f\"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n\".encode())"
 
 
@@ -19,7 +19,7 @@ SHOW = "import os\nos.write(1, f\"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}\
     ("variable", "expected"),
     [("0,1", ["0", "1"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]), ("2,-1,3", ["2"]), ("", []), ("-1", [])],
 )
-def test_the_variable_says_what_is_seen(variable: str, expected: list[str], tmp_path: Path) -> None:
+def test_the_variable_lists_the_visible_gpus(variable: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": variable}, tmp_path) == expected
 
@@ -31,13 +31,13 @@ def test_without_the_variable_the_devices_are_counted(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path) == ["0", "1"]
 
 
-def test_ranks_take_turns_and_what_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_share_gpus_and_missing_ones_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     host = {"CUDA_VISIBLE_DEVICES": "4,5", "MPI_LOCALNRANKS": "3"}
     taken = [one_gpu({**host, "MPI_LOCALRANKID": str(rank)}, {"local": 9}) for rank in range(3)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in taken] == ["4", "5", "4"]
     assert "3 ranks share 2 GPUs" in capsys.readouterr().err
     assert one_gpu(host, {"local": 3}) == {}
-    assert "does not tell local ranks" in capsys.readouterr().err
+    assert "sets no local rank" in capsys.readouterr().err
     assert one_gpu({**host, "CUDA_VISIBLE_DEVICES": "", "MPI_LOCALRANKID": "0"}, {"local": 3}) == {}
     assert "there is no GPU" in capsys.readouterr().err
     assert one_gpu({**host, "CUDA_VISIBLE_DEVICES": "", "MPI_LOCALRANKID": "1"}, {"local": 3}) == {}
@@ -52,7 +52,7 @@ def test_the_launcher_pins(tmp_path: Path) -> None:
     assert sorted(line for line in finished.output.splitlines() if "sees" in line) == ["sees 6", "sees 7"]
 
 
-def test_init_pins_by_turns_and_says_what_is_shared(script: Callable[..., Finished]) -> None:
+def test_init_pins_and_reports_shared_gpus(script: Callable[..., Finished]) -> None:
     text = "import dl_comm\ndl_comm.init(pin_gpu=True)\n" + SHOW
     finished = script(3, text, env={"CUDA_VISIBLE_DEVICES": "6,7"})
     assert finished.returncode == 0, finished.output

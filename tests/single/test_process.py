@@ -1,4 +1,4 @@
-"""The life of a process: start with and without MPI of others, environment, failures of other ranks, fork, exit."""
+"""Process lifecycle: start with and without the program's own MPI, environment, lost ranks, fork, exit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = """
 import os, signal, sys, time
 import numpy as np
 import dl_comm as mc
-def say(*words):  # at once, so that the lines of two ranks do not mix
+def write_line(*words):  # one write, so that the lines of two ranks do not mix
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 def mean(value, team=0):
     return mc.gradients([np.full(3, value, np.float32)], team)[0][0]
@@ -35,7 +35,7 @@ def _nothing_stays_behind():  # noqa: ANN202
     yield
     left = ours() - before
     until = time.monotonic() + 10
-    # Another job on this machine has names there while it starts.
+    # Another job on this machine may have names there during its start.
     while left and time.monotonic() < until:
         time.sleep(0.1)
         left &= ours()
@@ -54,7 +54,7 @@ def test_mpi4py_first_and_after(script: Script) -> None:
 
 
 @pytest.mark.parametrize("level", ["single", "funneled", "serialized"])
-def test_what_mpi_was_granted_is_respected(script: Script, level: str) -> None:
+def test_the_granted_thread_level_is_respected(script: Script, level: str) -> None:
     finished = script(
         2,
         f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nfrom mpi4py import MPI\n" + HEAD + "mc.init(2, 2)\n"
@@ -63,7 +63,7 @@ def test_what_mpi_was_granted_is_respected(script: Script, level: str) -> None:
     assert finished.output.count("fine") == 2, finished.output
 
 
-def test_mpi4py_after_ours(script: Script) -> None:
+def test_mpi4py_after_dl_comm(script: Script) -> None:
     finished = script(
         2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nsay('fine')"
     )
@@ -85,7 +85,7 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
         "    try: call()\n"
         "    except mc.StateError as error: assert 'finalised' in str(error)\n"
         "    else: raise SystemExit('no error')\n"
-        "say('fine')",
+        "write_line('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
     assert finished.returncode == 0
@@ -103,7 +103,7 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
 def test_bad_environment_values_are_named(script: Script, name: str, value: str) -> None:
     finished = script(
         1,
-        HEAD + "try: mc.init()\nexcept ValueError as error: say('refused:', error)\n"
+        HEAD + "try: mc.init()\nexcept ValueError as error: write_line('refused:', error)\n"
         f"del os.environ['{name}']\nmc.init()\nassert mean(2) == 2",
         env={name: value},
     )
@@ -111,15 +111,15 @@ def test_bad_environment_values_are_named(script: Script, name: str, value: str)
     assert finished.returncode == 0, finished.output
 
 
-def test_a_variable_that_is_not_known_is_named_once(script: Script) -> None:
+def test_an_unknown_variable_is_named_once(script: Script) -> None:
     finished = script(2, HEAD + "mc.init()", env={"DL_COMM_TIMEUOT_S": "5"})
     assert finished.returncode == 0
     assert finished.output.count("DL_COMM_TIMEUOT_S (is DL_COMM_TIMEOUT_S meant?)") == 1, finished.output
 
 
 @pytest.mark.parametrize("name", ["DL_COMM_SHM_DIR", "DL_COMM_TIMELINE"])
-def test_a_folder_that_cannot_be_used_is_named_by_its_variable(script: Script, name: str) -> None:
-    text = HEAD + "try: mc.init()\nexcept mc.CommError as error: say('refused:', error)"
+def test_an_unusable_folder_is_named_with_its_variable(script: Script, name: str) -> None:
+    text = HEAD + "try: mc.init()\nexcept mc.CommError as error: write_line('refused:', error)"
     ranks = 2 if name == "DL_COMM_SHM_DIR" else 1  # one rank needs no shared memory
     finished = script(ranks, text, env={name: "/proc/nowhere"})
     lines = [line for line in finished.output.splitlines() if line.startswith("refused: ")]
@@ -129,10 +129,10 @@ def test_a_folder_that_cannot_be_used_is_named_by_its_variable(script: Script, n
         assert "/proc/nowhere" in line
 
 
-def test_no_room_for_shared_memory_is_said(script: Script, tmp_path: Path) -> None:
+def test_full_shared_memory_is_reported(script: Script, tmp_path: Path) -> None:
     finished = script(
         2,
-        HEAD + "try: mc.init()\nexcept mc.CommError as error: say('refused:', error)",
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: write_line('refused:', error)",
         env={"DL_COMM_CHUNK_KB": str(1 << 18), "DL_COMM_DEFAULT_NTHREADS": "256"},
     )
     assert finished.output.count("refused: rank 0") == 2, finished.output
@@ -145,10 +145,10 @@ def test_a_late_rank_is_named_at_the_deadline(script: Script) -> None:
         HEAD + "mc.init()\nmc.barrier()\n"
         "if mc.get_rank() == 2: time.sleep(4)\n"
         "try: mean(1)\n"
-        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); say('said:', error)\n"
+        "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); write_line('error:', error)\n"
         "try: mean(1)\n"
-        "except mc.TimeoutError: say('again')\n"
-        "time.sleep(4)  # the first to leave a failed job takes the others with it\n",
+        "except mc.TimeoutError: write_line('again')\n"
+        "time.sleep(4)  # the first exit from a failed job kills the others\n",
         env={"DL_COMM_TIMEOUT_S": "2", "DL_COMM_STALL_WARN_S": "0.5"},
     )
     assert finished.output.count("still waiting for rank 2 on ") >= 2, finished.output
@@ -163,8 +163,8 @@ def test_an_exception_on_one_rank_ends_the_job(script: Script) -> None:
         "if mc.get_rank() == 1: raise RuntimeError('bad data')\n"
         "try: mean(1)\n"
         "except mc.PeerLostError as error:\n"
-        "    say('said:', error)\n"
-        "    time.sleep(100)  # the launcher reports the exit that it sees first, and ends the others\n",
+        "    write_line('error:', error)\n"
+        "    time.sleep(100)  # the launcher reports the first exit and kills the others\n",
         timeout=50,
     )
     assert not finished.timed_out
@@ -173,17 +173,17 @@ def test_an_exception_on_one_rank_ends_the_job(script: Script) -> None:
 
 
 def test_a_rank_that_leaves_early_is_named_at_once(script: Script) -> None:
-    """With a step fewer than the others, say; nobody waits for the deadline, which is five minutes."""
+    """For example with one step fewer; no rank waits for the deadline of five minutes."""
     finished = script(
         2,
         HEAD + "mc.init()\nmean(1)\n"
         "if mc.get_rank() == 1: sys.exit(0)\n"
         "try: mean(1)\n"
-        "except mc.PeerLostError as error: say('said:', error)\n",
+        "except mc.PeerLostError as error: write_line('error:', error)\n",
         timeout=50,
     )
     assert not finished.timed_out
-    assert "said: rank 1 on " in finished.output
+    assert "error: rank 1 on " in finished.output
     assert "has called finalize" in finished.output
 
 
@@ -218,10 +218,10 @@ def test_finalize_keeps_the_deadline(script: Script) -> None:
     ],
 )
 def test_a_launcher_that_cannot_be_used_is_refused(tmp_path: Path, env: dict[str, str], words: str) -> None:
-    """Else every process would train alone, as rank 0 of 1."""
+    """Otherwise every process would train as rank 0 of 1."""
     program = tmp_path / "script.py"
     program.write_text(
-        HEAD + "try: mc.init()\nexcept mc.CommError as error: say(error)\nelse: say('size', mc.size())\n"
+        HEAD + "try: mc.init()\nexcept mc.CommError as error: write_line(error)\nelse: write_line('size', mc.size())\n"
     )
     refused = run([sys.executable, str(program)], 60, env)
     assert words in refused.output
@@ -246,11 +246,11 @@ def test_a_killed_rank_is_lost_to_the_others(tmp_path: Path, how: str) -> None:
         HEAD + "mc.init()\nmean(1)\n"
         f"if mc.get_rank() == 1: {how}\n"
         "try: mean(1)\n"
-        "except mc.PeerLostError as error: say('said:', error)\n"
+        "except mc.PeerLostError as error: write_line('error:', error)\n"
     )
-    # The shell outlives the rank for a while, so that mpiexec does not kill the survivors before they can say it.
+    # The shell delays the exit that mpiexec sees, so that the other ranks can report the loss.
     finished = launch(2, ["sh", "-c", f"{shlex.join([sys.executable, str(program)])}; sleep 3"], 50)
-    assert "said: rank 1 on " in finished.output
+    assert "error: rank 1 on " in finished.output
     assert "has ended" in finished.output
 
 
@@ -261,7 +261,7 @@ def test_a_forked_child_gets_an_error(script: Script) -> None:
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    try: mean(1)\n"
-        "    except mc.StateError as error: say('said:', error)\n"
+        "    except mc.StateError as error: write_line('error:', error)\n"
         "    sys.exit(0)\n"
         "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nsay('fine')",
     )
@@ -276,7 +276,7 @@ def test_exit_without_finalize_is_clean(script: Script) -> None:
     assert finished.output == ""
 
 
-def test_two_jobs_at_once_do_not_meet(script: Script, tmp_path: Path) -> None:
+def test_two_concurrent_jobs_are_independent(script: Script, tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     text = HEAD + "mc.init()\nfor i in range(200): assert mean(mc.get_rank() + i) == 0.5 + i"

@@ -1,4 +1,4 @@
-"""dl-comm-run starts ranks and tells how they ended: real launches on this host, and on two hosts of namespaces."""
+"""Real launches of dl-comm-run on this host, and on two hosts (network namespaces): output, exits, reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print("noted by", rank, file=sys.stderr)
 MPI = "import sys, time, os\nimport dl_comm as mc\nmc.init()\nrank = mc.get_rank()\nprint('hello from', rank)\n"
 
 
-# A prompt stands for a while, a line that is written in pieces does not.
+# A prompt is shown after a delay; a line written in pieces is shown when complete.
 PIECES = """
 import time
 for word in ("one", " line\\n", "prompt> "):
@@ -47,13 +47,13 @@ def ranks(tmp_path: Path) -> Runner:
     return start
 
 
-def test_rank_0_is_shown_and_what_the_others_write_to_stderr(ranks: Runner) -> None:
+def test_default_output(ranks: Runner) -> None:
     finished = ranks(PROGRAM)
     assert finished.returncode == 0, finished.output
     assert sorted(finished.output.splitlines()) == ["[1] noted by 1", "hello from 0", "noted by 0"]
 
 
-def test_part_of_a_line_is_shown_when_it_stands(ranks: Runner) -> None:
+def test_incomplete_lines_are_shown_after_a_delay(ranks: Runner) -> None:
     finished = ranks("import os\nif os.environ['PMI_RANK'] == '1': raise SystemExit\n" + PIECES)
     assert finished.output == "one line\nprompt> told", finished.output
 
@@ -69,7 +69,7 @@ def test_tags_and_a_file_for_each_rank(ranks: Runner, tmp_path: Path) -> None:
         assert sorted(kept.splitlines()) == [f"hello from {rank}", f"noted by {rank}"]
 
 
-def test_everybody_is_shown(ranks: Runner) -> None:
+def test_all_output(ranks: Runner) -> None:
     finished = ranks(PROGRAM, "--all-output")
     assert sorted(finished.output.splitlines()) == ["hello from 0", "hello from 1", "noted by 0", "noted by 1"]
 
@@ -89,7 +89,7 @@ def test_threads_share_the_cores_of_the_host(ranks: Runner, monkeypatch: pytest.
     assert finished.output.strip() == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
-def test_averages_work_under_it(ranks: Runner) -> None:
+def test_averages_under_dl_comm_run(ranks: Runner) -> None:
     text = MPI + "import numpy as np\nprint('mean', mc.gradients([np.full(3, rank, np.float32)], 0)[0][0])"
     finished = ranks(text, "--all-output", "--bind", "none")
     assert finished.returncode == 0, finished.output
@@ -110,7 +110,7 @@ def test_averages_work_under_it(ranks: Runner) -> None:
     ],
 )
 def test_the_first_failure_is_named(ranks: Runner, fault: str, status: int, words: list[str]) -> None:
-    """Whatever the other rank makes of it: it waits in a barrier."""
+    """The other rank waits in a barrier."""
     finished = ranks(MPI + f"if rank == 1:\n    time.sleep(0.3)\n    {fault}\nmc.barrier()\ntime.sleep(100)")
     assert finished.returncode == status, finished.output
     summary = finished.output[finished.output.index("dl-comm-run: rank 1 on ") :]
@@ -119,7 +119,7 @@ def test_the_first_failure_is_named(ranks: Runner, fault: str, status: int, word
     assert "rank(s) 0 " in summary
 
 
-def test_those_that_follow_print_a_line_each(ranks: Runner) -> None:
+def test_later_failures_print_one_line_each(ranks: Runner) -> None:
     finished = ranks(MPI + "if rank == 1: raise ValueError('boom')\nmc.barrier()", "-n", "3", "--all-output")
     before, verdict = finished.output.split("dl-comm-run: ", 1)
     assert before.count("Traceback") == 1, before
@@ -128,7 +128,7 @@ def test_those_that_follow_print_a_line_each(ranks: Runner) -> None:
     assert verdict.startswith("rank 1 on ")
 
 
-def test_the_launchers_banner_is_left_out(ranks: Runner) -> None:
+def test_the_launchers_banner_is_removed(ranks: Runner) -> None:
     text = MPI + "sys.stdout.flush()\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(100)"
     finished = ranks(text)
     assert finished.output.splitlines()[0] == "hello from 0"
@@ -137,16 +137,16 @@ def test_the_launchers_banner_is_left_out(ranks: Runner) -> None:
     assert "rank 1 on " in finished.output
 
 
-def test_a_failure_of_all_is_told_once(ranks: Runner) -> None:
+def test_a_common_failure_is_reported_once(ranks: Runner) -> None:
     finished = ranks("raise ValueError('everywhere')")
     assert finished.returncode == 1
     assert len(re.findall(r"failed first", finished.output)) == 1, finished.output
-    assert re.search(r"^dl-comm-run: the same on 1 more: rank\(s\) [01]$", finished.output, re.MULTILINE), (
+    assert re.search(r"^dl-comm-run: same failure on 1 more: rank\(s\) [01]$", finished.output, re.MULTILINE), (
         finished.output
     )
 
 
-def test_an_abort_is_told(ranks: Runner) -> None:
+def test_an_abort_is_reported(ranks: Runner) -> None:
     pytest.importorskip("mpi4py")
     text = "from mpi4py import MPI\nimport time\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\ntime.sleep(100)"
     finished = ranks(text)
@@ -154,7 +154,7 @@ def test_an_abort_is_told(ranks: Runner) -> None:
     assert re.search(r"dl-comm-run: rank 1 on \S+ called MPI_Abort", finished.output), finished.output
 
 
-def test_a_program_that_is_not_there() -> None:
+def test_a_missing_program() -> None:
     finished = run([*RUN, "-n", "2", "/nowhere/program"], 60)
     assert finished.returncode == 127, finished.output
     assert "cannot start /nowhere/program: No such file or directory" in finished.output
@@ -197,8 +197,8 @@ for _ in range(400):
 
 
 @pytest.mark.parametrize(("number", "status"), [(9, -9), (15, 143), (2, 130)])
-def test_nothing_stays_behind_when_it_is_stopped(tmp_path: Path, number: int, status: int) -> None:
-    """Neither the ranks nor what they have started; other signals reach the ranks."""
+def test_no_process_survives_a_stop(tmp_path: Path, number: int, status: int) -> None:
+    """No rank and no child of a rank survives; other signals reach the ranks."""
     (tmp_path / "rank.py").write_text(
         "import os, signal, subprocess, time\nfrom pathlib import Path\n"
         f"folder, rank = Path({str(tmp_path)!r}), os.environ['PMI_RANK']\n"
@@ -225,8 +225,8 @@ exit 0
 """
 
 
-def test_a_launcher_that_stops_nobody_is_stopped(ranks: Runner, tmp_path: Path) -> None:
-    """And one of which nothing is known is enough."""
+def test_a_launcher_that_kills_no_rank_is_stopped(ranks: Runner, tmp_path: Path) -> None:
+    """An unknown launcher is sufficient."""
     plain = tmp_path / "start"
     plain.write_text(PLAIN)
     plain.chmod(0o755)

@@ -1,4 +1,4 @@
-"""dl-comm-run's listener: it hears its ranks whatever strangers send, and however many of them there are."""
+"""dl-comm-run's listener gets the reports of its ranks despite invalid or many other connections."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def hello(listener: Listener, rank: int) -> bytes:
     return listener.token.encode() + json.dumps({"rank": rank, "host": "h"}).encode() + b"\n"
 
 
-def is_heard(listener: Listener, rank: int) -> bool:
+def is_accepted(listener: Listener, rank: int) -> bool:
     with caller(listener, hello(listener, rank)) as member:
         answered = member.recv(16) == b"ok\n"
     return answered and rank in listener.ranks
 
 
-def closed(stranger: socket.socket) -> bool:
-    """Whether the other side closes; one that drops unread data resets."""
-    with stranger, contextlib.suppress(ConnectionError):
-        return stranger.recv(16) == b""
+def closed(intruder: socket.socket) -> bool:
+    """Whether the listener closes the connection; unread data makes it a reset."""
+    with intruder, contextlib.suppress(ConnectionError):
+        return intruder.recv(16) == b""
     return True
 
 
@@ -53,35 +53,35 @@ def listener() -> Iterator[Listener]:
     made.close(0)
 
 
-def test_a_stranger_is_not_heard(listener: Listener) -> None:
+def test_unauthenticated_connections_are_ignored(listener: Listener) -> None:
     wrong = "0" * len(listener.token)
     assert closed(caller(listener, hello(listener, 5).replace(listener.token.encode(), wrong.encode())))
     assert closed(caller(listener, b'{"token": 1}' + NEST))
-    assert is_heard(listener, 5)
+    assert is_accepted(listener, 5)
     assert list(listener.ranks) == [5]
 
 
 @pytest.mark.parametrize(
     "line", [NEST, b'{"rank": Infinity, "host": ""}\n', b"{}\n", b"0\n", b"\xff\n", b"x" * (2 << 20)]
 )
-def test_one_that_knows_the_token_does_no_harm_either(listener: Listener, line: bytes) -> None:
+def test_invalid_messages_with_the_token_are_harmless(listener: Listener, line: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         assert closed(caller(listener, listener.token.encode() + line))
-    assert is_heard(listener, 1)
+    assert is_accepted(listener, 1)
 
 
-def test_a_silent_stranger_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_listener, "_UNKNOWN_S", 0.3)
+def test_silent_connections_are_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_listener, "_TOKEN_TIMEOUT_S", 0.3)
     slow = [caller(listener), caller(listener, b"0123")]
     with caller(listener, hello(listener, 2)) as member:
         assert member.recv(16) == b"ok\n"
-        assert all(closed(stranger) for stranger in slow)
+        assert all(closed(intruder) for intruder in slow)
         member.sendall(b'{"status": 0, "signal": 0}\n')
         assert member.recv(16) == b"ok\n", "a rank may be silent for long"
 
 
-def test_any_bytes_are_survived(listener: Listener) -> None:
-    """A stranger's, and those of one who knows the token: the ranks that come after it are heard."""
+def test_arbitrary_bytes(listener: Listener) -> None:
+    """Any bytes, with and without the token: later ranks are still accepted."""
     lines = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "host", "status"]), inner),
@@ -97,7 +97,7 @@ def test_any_bytes_are_survived(listener: Listener) -> None:
         assert listener._thread.is_alive()
 
     one()
-    assert is_heard(listener, 7)
+    assert is_accepted(listener, 7)
 
 
 FLOOD = """
@@ -112,8 +112,8 @@ print(sorted(listener.ranks), flush=True)
 """
 
 
-def test_more_strangers_than_descriptors() -> None:
-    """The listener may have 128 of them; 400 strangers keep theirs open."""
+def test_more_connections_than_descriptors() -> None:
+    """The listener may use 128 descriptors; 400 unauthenticated connections stay open."""
 
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
@@ -131,15 +131,15 @@ def test_more_strangers_than_descriptors() -> None:
     try:
         address, token = process.stdout.readline().split()
         host, _, port = address.rpartition(":")
-        strangers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(400)]
+        intruders = [socket.create_connection((host, int(port)), timeout=20) for _ in range(400)]
         started = time.monotonic()
         with socket.create_connection((host, int(port)), timeout=60) as member:
             member.sendall(token.encode() + b'{"rank": 3, "host": "h"}\n')
             assert member.recv(16) == b"ok\n"
         assert time.monotonic() - started < 30
         out, err = process.communicate("\n", timeout=60)
-        for stranger in strangers:
-            stranger.close()
+        for intruder in intruders:
+            intruder.close()
     finally:
         process.kill()
         process.wait()

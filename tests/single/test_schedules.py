@@ -1,4 +1,4 @@
-"""What schedules print, word by word, and what ends with a schedule under way."""
+"""The exact lines that schedules print, and exits during a schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AT_END = (
 
 
 def reports(finished: Finished) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The plugin's two kinds of lines; there is no other."""
+    """The plugin's two kinds of lines; no other is allowed."""
     assert finished.returncode == 0, finished.output
     lines = finished.output.splitlines()
     so_far = [found.groups() for line in lines if (found := re.fullmatch(SO_FAR, line))]
@@ -56,7 +56,7 @@ def test_lines_of_waiting(script: Script, package: str, verbosity: int) -> None:
 
 
 def test_the_end_before_the_last_call(script: Script) -> None:
-    """An average that no call has returned ends all the same, on every rank, and is not passed over in silence."""
+    """A mean that no call has returned still ends on every rank, and is reported."""
     text = HEAD.format(package="dl_comm") + (
         "mc.config_team(0, 0, 0, 50, 1, 0)\nassert calls(0, 5) == [1.5, 0, 2.5, 4.5, 8.5]\n"
         "if mc.get_rank() == 0: time.sleep(0.5)\n"
@@ -67,14 +67,14 @@ def test_the_end_before_the_last_call(script: Script) -> None:
     assert len(re.findall(AT_END, finished.output)) == 1
 
 
-def test_an_uncaught_exception_with_an_average_under_way(script: Script) -> None:
+def test_an_uncaught_exception_with_a_call_in_flight(script: Script) -> None:
     text = HEAD.format(package="dl_comm") + (
         "mc.config_team(0, 0, 0, 50)\ntry:\n    calls(0, 5)\n    if mc.get_rank() == 1: raise RuntimeError('mine')\n"
-        "    calls(0, 5)\nexcept mc.CommError as error:\n    print('heard:', type(error).__name__, flush=True)\n"
+        "    calls(0, 5)\nexcept mc.CommError as error:\n    print('caught:', type(error).__name__, flush=True)\n"
     )
     finished = script(2, text)
     assert not finished.timed_out
-    assert "heard: PeerLostError" in finished.output, finished.output
+    assert "caught: PeerLostError" in finished.output, finished.output
 
 
 def test_the_environment_sets_the_cool_down(script: Script) -> None:
@@ -101,7 +101,7 @@ def threads(expected):
 """
 
 
-def test_threads_run_where_they_are_told(script: Script) -> None:
+def test_thread_affinity(script: Script) -> None:
     cpu = sorted(os.sched_getaffinity(0))[-1]
     text = HEAD.format(package="dl_comm") + THREADS + "threads(2)\nfound = threads(2)\n"
     text += f"assert found == {{0: {{{cpu}}}, 1: {{{cpu}}}}}, found\nassert calls(0, 3) == [1.5, 2.5, 4.5]\n"
@@ -123,7 +123,7 @@ def test_double_precision_of_the_environment(script: Script) -> None:
     text = HEAD.format(package="dl_comm") + (
         "value = [1e8, 1.0, -1e8][mc.get_rank()]\n"
         "mean = float(mc.gradients([np.float32([value])], 0)[0][0]) * 3\n"
-        "os.write(1, f'mean: {mean}\\n'.encode())\n"  # at once, so that lines do not mix
+        "os.write(1, f'mean: {mean}\\n'.encode())\n"  # one write, so that lines do not mix
     )
     for level, expected in (("0", 0.0), ("1", 1.0)):
         finished = script(3, text, env={"DL_COMM_DEFAULT_PREC_LEVEL": level})

@@ -1,4 +1,4 @@
-"""The simulation of many hosts: what must hold of it whatever the constants are."""
+"""Properties of the simulation of many hosts that hold for all constants."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ sys.path.append(str(ROOT))
 from benchmarks.simulate import ranks  # noqa: E402
 from benchmarks.simulate.check import byte_seconds  # noqa: E402
 from benchmarks.simulate.constants import NETWORKS, SERVER, measure_host  # noqa: E402
-from benchmarks.simulate.cost import ALGORITHMS, SAME_BITS, Network, best, seconds  # noqa: E402
-from benchmarks.simulate.events import Clock, Line  # noqa: E402
-from benchmarks.simulate.model import Call, Host, Job, chunks, limit, simulate  # noqa: E402
+from benchmarks.simulate.cost import ALGORITHMS, SAME_BITS, NetworkModel, best, seconds  # noqa: E402
+from benchmarks.simulate.events import Clock, Resource  # noqa: E402
+from benchmarks.simulate.model import Call, Host, JobSpec, chunks, limit, simulate  # noqa: E402
 
 from launch import QUIET, Finished, run  # noqa: E402
 
-TCP = Network(30e-6, 5e-6, 1e-9)
+TCP = NetworkModel(30e-6, 5e-6, 1e-9)
 SIZES = [64 * 8**power for power in range(8)]
 
 
 def test_the_formulas_are_those_of_the_core() -> None:
-    """The numbers are those of the tests in cost.rs."""
+    """Uses the numbers of the tests in cost.rs."""
     found = [seconds(TCP, algorithm, 2, 1024, 1024, first=True) for algorithm in ("doubling", "halving", "pairwise")]
     expected = [30_000 + 1024 + 64 + 102.4, 60_000 + 1024 + 128 + 51.2, 90_000 + 1024 + 128 + 51.2]
     assert [value * 1e9 for value in found] == pytest.approx(expected)
@@ -39,14 +39,14 @@ def test_the_formulas_are_those_of_the_core() -> None:
     assert best(TCP, 2, 64 << 10, 128 << 10, first=True) == "halving"
 
 
-def test_a_line_serves_in_order_and_at_once_what_it_has_saved() -> None:
-    line = Line()
-    assert [line.reserve(1.0, 2.0), line.reserve(1.5, 1.0), line.reserve(9.0, 1.0)] == [3.0, 4.0, 10.0]
-    bucket = Line(burst=2.0)
+def test_a_resource_serves_in_order_and_has_a_burst() -> None:
+    link = Resource()
+    assert [link.reserve(1.0, 2.0), link.reserve(1.5, 1.0), link.reserve(9.0, 1.0)] == [3.0, 4.0, 10.0]
+    bucket = Resource(burst=2.0)
     assert [bucket.reserve(5.0, 2.0), bucket.reserve(5.0, 1.0), bucket.reserve(20.0, 3.0)] == [5.0, 6.0, 21.0]
 
 
-def test_a_message_that_nobody_sends_is_an_error() -> None:
+def test_a_message_without_a_sender_is_an_error() -> None:
     clock = Clock()
     clock.begin(iter(["lost"]))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="lost"):
@@ -55,18 +55,18 @@ def test_a_message_that_nobody_sends_is_an_error() -> None:
 
 @pytest.mark.parametrize("size", [0, 64, 70_000, 4 << 20, 102_228_128])
 def test_chunks_are_the_call(size: int) -> None:
-    job = Job(2, TCP)
+    job = JobSpec(2, TCP)
     lengths = chunks(job, Call(size))
     assert sum(lengths) == size
     assert max(lengths) <= job.slot
     assert len(lengths) == 1 or len(lengths) >= 2 * job.channels or max(lengths) == 64 << 10
 
 
-def test_a_short_call_is_its_rounds() -> None:
-    """Log n latencies, and of what the wire and the host do next to nothing."""
-    host = Host(add=0, memory=0, meet=0)
+def test_a_short_call_takes_its_latencies() -> None:
+    """Log n latencies; link and host take almost no time."""
+    host = Host(add=0, memory=0, barrier_s=0)
     for hosts, rounds in ((2, 1), (8, 3), (12, 3 + 2), (8192, 13)):
-        outcome = simulate(Job(hosts, Network(30e-6, 5e-6, 0), host), Call(64), "doubling")
+        outcome = simulate(JobSpec(hosts, NetworkModel(30e-6, 5e-6, 0), host), Call(64), "doubling")
         assert outcome.seconds == pytest.approx(rounds * 30e-6)
 
 
@@ -75,56 +75,58 @@ def test_a_short_call_is_its_rounds() -> None:
 def test_long_algorithms_send_the_least_bytes(algorithm: str, per_host: int) -> None:
     for hosts in (2, 4, 64, 256):
         size = 4 << 20
-        outcome = simulate(Job(hosts, TCP, ranks=per_host), Call(size), algorithm)
+        outcome = simulate(JobSpec(hosts, TCP, ranks=per_host), Call(size), algorithm)
         assert outcome.sent == 2 * (hosts - 1) / hosts * size
-        assert outcome.seconds > limit(Job(hosts, TCP), Call(size))
-    # What is twice as wide on its way takes twice the bytes there, and once those back.
-    assert simulate(Job(4, TCP), Call(4 << 20, width=2), algorithm).sent == 3 / 4 * 3 * (4 << 20)
+        assert outcome.seconds > limit(JobSpec(hosts, TCP), Call(size))
+    # Partial sums of twice the width send twice the bytes; results do not.
+    assert simulate(JobSpec(4, TCP), Call(4 << 20, width=2), algorithm).sent == 3 / 4 * 3 * (4 << 20)
 
 
-def test_a_link_that_has_idled_is_not_felt_at_once() -> None:
-    """A call within the burst takes what it takes without bytes; a longer one what is beyond the burst."""
-    host = Host(add=0, memory=0, meet=0)
+def test_an_idle_link_has_a_burst() -> None:
+    """A call within the burst takes only latencies; a longer one the time of the bytes beyond the burst."""
+    host = Host(add=0, memory=0, barrier_s=0)
     for algorithm, latencies in (("doubling", 1), ("pairwise", 3)):
-        short, long = (simulate(Job(2, TCP, host, burst=1e5), Call(size), algorithm).seconds for size in (64, 10**7))
-        assert short == pytest.approx(latencies * TCP.latency)
-        assert long == pytest.approx((10**7 - 10**5) * TCP.byte, rel=0.05)
+        short, long = (
+            simulate(JobSpec(2, TCP, host, burst=1e5), Call(size), algorithm).seconds for size in (64, 10**7)
+        )
+        assert short == pytest.approx(latencies * TCP.latency_s)
+        assert long == pytest.approx((10**7 - 10**5) * TCP.byte_s, rel=0.05)
 
 
 def test_doubling_sends_all_in_each_round() -> None:
     for hosts, times in ((2, 1), (8, 3), (1024, 10), (6, 2 + 1)):
-        assert simulate(Job(hosts, TCP), Call(1 << 20), "doubling").sent == times << 20
+        assert simulate(JobSpec(hosts, TCP), Call(1 << 20), "doubling").sent == times << 20
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 def test_more_bytes_never_take_less_time(algorithm: str) -> None:
     for hosts in (2, 3, 24, 64):
         for network in NETWORKS.values():
-            times = [simulate(Job(hosts, network, ranks=2), Call(size), algorithm).seconds for size in SIZES]
+            times = [simulate(JobSpec(hosts, network, ranks=2), Call(size), algorithm).seconds for size in SIZES]
             assert times == sorted(times), (hosts, network)
 
 
 def test_on_two_hosts_pairwise_exchange_is_halving() -> None:
     for network in NETWORKS.values():
         for size in SIZES:
-            one, other = (simulate(Job(2, network), Call(size), each).seconds for each in ("pairwise", "halving"))
-            # The verdict goes ahead of the first chunk of one and with that of the other, in messages with headers.
-            assert abs(one - other) < 1.01 * (network.latency + 4 * 64 * network.byte), (network, size)
+            one, other = (simulate(JobSpec(2, network), Call(size), each).seconds for each in ("pairwise", "halving"))
+            # The handshake precedes the first chunk of one and is part of it in the other, in messages with headers.
+            assert abs(one - other) < 1.01 * (network.latency_s + 4 * 64 * network.byte_s), (network, size)
 
 
-def _slower_than_best(network: Network, per_host: int, hosts: int) -> float:
-    job = Job(hosts, network, SERVER, per_host)
+def _slower_than_best(network: NetworkModel, per_host: int, hosts: int) -> float:
+    job = JobSpec(hosts, network, SERVER, per_host)
     by_size = [{each: simulate(job, Call(size), each).seconds for each in ("auto", *SAME_BITS)} for size in SIZES]
     return max(times["auto"] / min(times.values()) for times in by_size)
 
 
 @pytest.mark.parametrize("network", [TCP, *NETWORKS.values()], ids=["unknown", *NETWORKS])
-def test_what_is_chosen_is_near_the_best(network: Network) -> None:
+def test_the_choice_is_near_the_best(network: NetworkModel) -> None:
     found = {hosts: _slower_than_best(network, 1, hosts) for hosts in (2, 3, 4, 8, 16, 64, 512, 4096, 8192)}
     assert max(found.values()) < 1.2, found
 
 
-def test_what_is_chosen_is_near_the_best_where_messages_take_as_long_as_their_bytes() -> None:
+def test_the_choice_is_near_the_best_with_slow_messages() -> None:
     assert _slower_than_best(NETWORKS["100 GbE, RoCE"], 8, 64) < 1.2
     assert _slower_than_best(NETWORKS["1 GbE, TCP"], 1, 1000) < 1.2
 
@@ -132,7 +134,7 @@ def test_what_is_chosen_is_near_the_best_where_messages_take_as_long_as_their_by
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 def test_many_hosts_are_simulated_in_seconds(algorithm: str) -> None:
     began = time.process_time()
-    assert simulate(Job(8192, TCP, ranks=4), Call(440_000_000), algorithm).chunks.total() == 840
+    assert simulate(JobSpec(8192, TCP, ranks=4), Call(440_000_000), algorithm).chunks.total() == 840
     assert time.process_time() - began < 30
 
 
@@ -147,10 +149,10 @@ def test_constants_of_this_host() -> None:
     host = measure_host()
     assert 0 < host.add < 1e-7
     assert 0 < host.memory < 1e-7
-    assert 0 < host.meet < 0.1
+    assert 0 < host.barrier_s < 0.1
 
 
-def test_ranks_that_fail_are_told_with_their_words() -> None:
+def test_failed_ranks_are_reported_with_their_output() -> None:
     with pytest.raises(ranks.Failed, match="no such luck"):
         ranks._read(Finished(3, "no such luck", False))
 
@@ -160,13 +162,13 @@ def test_the_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.simulate", *words]
     finished = run(command, 200, {**QUIET, "PYTHONPATH": str(ROOT)})
     assert finished.returncode == 0, finished.output
-    told = json.loads((tmp_path / "simulate.json").read_text())
-    assert {row["hosts"] for row in told["rows"]} == {2, 3, 4, 5, 8, 12, 16}
-    assert {row["algorithm"] for row in told["rows"]} == {"auto", *ALGORITHMS}
-    assert all(row["seconds"] > row["limit_s"] > 0 for row in told["rows"])
+    results = json.loads((tmp_path / "simulate.json").read_text())
+    assert {row["hosts"] for row in results["rows"]} == {2, 3, 4, 5, 8, 12, 16}
+    assert {row["algorithm"] for row in results["rows"]} == {"auto", *ALGORITHMS}
+    assert all(row["seconds"] > row["limit_s"] > 0 for row in results["rows"])
     assert finished.output.count("BERT-base") == 2
-    pictures = [tmp_path / f"simulate_given.{suffix}" for suffix in ("png", "svg")]
+    plots = [tmp_path / f"simulate_given.{suffix}" for suffix in ("png", "svg")]
     if importlib.util.find_spec("matplotlib"):
-        assert all(picture.stat().st_size > 10_000 for picture in pictures)
+        assert all(plot.stat().st_size > 10_000 for plot in plots)
     else:
-        assert not any(picture.exists() for picture in pictures)
+        assert not any(plot.exists() for plot in plots)

@@ -1,4 +1,4 @@
-"""``python -m dl_comm.timeline``: the merged trace and the page, of made-up files and of a job with a slow rank."""
+"""``python -m dl_comm.timeline``: merged trace and report of synthetic files and of a job with a straggler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dl_comm.timeline._figures import Figures, exponent
 from dl_comm.timeline._files import BadInput, events, find
+from dl_comm.timeline._metrics import TraceMetrics, exponent
 from dl_comm.timeline._page import page as page_of
 from dl_comm.timeline._recent import Recent
 from dl_comm.timeline._report import quantile, report
@@ -31,7 +31,7 @@ def span(cat: str, name: str, ts: float, dur: float, rank: int = 0, tid: int = 1
 
 
 def a_step(rank: int, number: int, begin: float, late: float) -> list[Event]:
-    """A step of a made-up rank: a call of 1000 bytes that takes 100 µs, of which its caller waits 40."""
+    """A synthetic step: a call of 1000 bytes that takes 100 µs, 40 of them exposed."""
     team = {"team": 0, "call": number}
     return [
         span("step", "gradients", begin + late, 0, rank, **team),
@@ -50,30 +50,30 @@ def write(folder: Path, rank: int, content: list[Event], end: str = "]") -> None
     (folder / f"rank{rank}.trace.json").write_text("[\n" + lines + end)
 
 
-def made_up(folder: Path) -> None:
+def synthetic(folder: Path) -> None:
     for rank in range(2):
         write(folder, rank, [event for n in range(5) for event in a_step(rank, n, 1e6 + 1000 * n, 50.0 * rank)])
 
 
-def figures_of(folder: Path) -> Figures:
-    figures = Figures()
+def metrics_of(folder: Path) -> TraceMetrics:
+    metrics = TraceMetrics()
     for path in find(folder).values():
         for event in events(path, lambda _: None):
-            figures.add(event)
-    return figures
+            metrics.add(event)
+    return metrics
 
 
 def timeline(folder: Path, *options: str) -> Finished:
     return run([sys.executable, "-m", "dl_comm.timeline", str(folder), *options], 100)
 
 
-def test_the_numbers_of_a_made_up_job(tmp_path: Path) -> None:
-    made_up(tmp_path)
-    content = report(figures_of(tmp_path), None)
+def test_metrics_of_a_synthetic_job(tmp_path: Path) -> None:
+    synthetic(tmp_path)
+    content = report(metrics_of(tmp_path), None)
     whole = content["all"]
     assert whole == content["teams"][0]
     assert (whole["calls"], whole["failed"], whole["bytes"]) == (10, 0, 10_000)
-    assert whole["busy_s"] == pytest.approx(1e-3)
+    assert whole["comm_s"] == pytest.approx(1e-3)
     assert whole["exposed_s"] == pytest.approx(4e-4)
     assert whole["overlap"] == pytest.approx(0.6)
     steps = whole["steps"]
@@ -85,7 +85,7 @@ def test_the_numbers_of_a_made_up_job(tmp_path: Path) -> None:
     (size,) = whole["sizes"]
     assert (size["exponent"], size["calls"], size["rate"]) == (10, 10, pytest.approx(1e7))
     assert content["reference"] == {"rate": size["best"], "source": "the best call of this timeline", "measured": False}
-    assert report(figures_of(tmp_path), (2 * GB, "x"))["reference"] == {"rate": 2 * GB, "source": "x", "measured": True}
+    assert report(metrics_of(tmp_path), (2 * GB, "x"))["reference"] == {"rate": 2 * GB, "source": "x", "measured": True}
 
 
 def test_quantiles_and_size_classes() -> None:
@@ -96,8 +96,8 @@ def test_quantiles_and_size_classes() -> None:
     assert [exponent(size) for size in (0, 1, 2, 3, 1024, 1025)] == [-1, 0, 1, 2, 10, 11]
 
 
-def test_a_truncated_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    made_up(tmp_path)
+def test_a_truncated_file_is_read_to_its_end(tmp_path: Path) -> None:
+    synthetic(tmp_path)
     path = tmp_path / "rank1.trace.json"
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
@@ -106,7 +106,7 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert "rank1.trace.json ends in the middle" in finished.output
     merged = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["pid"] == 1 and event["ph"] == "X" for event in merged) > 5
-    # Damage elsewhere is no end.
+    # Damage elsewhere is an error.
     path.write_text(whole.replace('"ph": "X"', '"ph": "X', 1))
     finished = timeline(tmp_path, "-o", str(tmp_path / "trace.json"))
     assert (finished.returncode, "is damaged in line" in finished.output) == (2, True), finished.output
@@ -130,7 +130,7 @@ def test_the_merged_trace_nests_and_begins_at_zero(tmp_path: Path) -> None:
 
 
 def nests(merged: list[Event]) -> bool:
-    """Whether of two spans of a track that overlap one holds the other, but for rounding."""
+    """Whether overlapping spans of a track nest, except for rounding."""
     tracks: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for event in merged:
         if event["ph"] == "X":
@@ -152,8 +152,8 @@ def test_bad_input(tmp_path: Path) -> None:
     assert (timeline(tmp_path).returncode, "has no timeline" in timeline(tmp_path).output) == (2, True)
     (tmp_path / "rank0.trace.json").write_text('{"traceEvents": []}')
     finished = timeline(tmp_path)
-    assert (finished.returncode, "is no timeline of dl_comm" in finished.output) == (2, True), finished.output
-    made_up(tmp_path)
+    assert (finished.returncode, "is not a timeline of dl_comm" in finished.output) == (2, True), finished.output
+    synthetic(tmp_path)
     doctor = tmp_path / "doctor.json"
     doctor.write_text("{}")
     finished = timeline(tmp_path, "--doctor", str(doctor), "--html", str(tmp_path / "page.html"))
@@ -162,7 +162,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
 
 def test_the_limit_comes_from_the_doctor(tmp_path: Path) -> None:
-    made_up(tmp_path)
+    synthetic(tmp_path)
     doctor, page = tmp_path / "doctor.json", tmp_path / "page.html"
     doctor.write_text(json.dumps({"checks": [{"name": "average", "facts": {"limit_gb_per_s": 3.5}}]}))
     assert timeline(tmp_path, "--doctor", str(doctor), "--html", str(page)).returncode == 0
@@ -171,24 +171,24 @@ def test_the_limit_comes_from_the_doctor(tmp_path: Path) -> None:
 
 
 def test_a_page_of_many_ranks_and_calls_stays_small(tmp_path: Path) -> None:
-    figures, recent = Figures(), Recent()
+    metrics, recent = TraceMetrics(), Recent()
     for rank in range(64):
         for number in range(300):
             for event in a_step(rank, number, 1e6 + 1000 * number, 0.5 * rank):
                 if event["cat"] == "call":
                     event["args"]["bytes"] = 1 << (number % 30)
-                figures.add(event)
+                metrics.add(event)
                 recent.add(event)
-    content = report(figures, None)
+    content = report(metrics, None)
     assert len(content["all"]["steps"]["series"]) == 100
-    text = page_of(content, recent.rows(figures, 0), [])
+    text = page_of(content, recent.rows(metrics, 0), [])
     assert len(text) < 1_000_000
     assert content["all"]["last"][0]["rank"] == 63
     assert content["all"]["late"]["rows"][:2] == ["0-1", "2-3"]
 
 
 class Page(HTMLParser):
-    """The page, parsed: elements that are open at the end, what it would load, and the report in it."""
+    """The parsed page: unclosed elements, external resources, and the report in it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real job: rank 2 comes late to every step."""
+    """The folder of a real job: rank 2 is late in every step."""
     folder = tmp_path_factory.mktemp("slow")
     program = folder / "script.py"
     program.write_text(
@@ -232,33 +232,33 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     finished = launch(3, [sys.executable, str(program)], 100, {"DL_COMM_TIMELINE": str(folder)})
     assert finished.returncode == 0, finished.output
-    told = timeline(folder, "-o", str(folder / "trace.json"), "--html", str(folder / "page.html"))
-    assert told.returncode == 0, told.output
-    assert "rank 2 came last" in told.output.splitlines()[3], told.output
+    finished = timeline(folder, "-o", str(folder / "trace.json"), "--html", str(folder / "page.html"))
+    assert finished.returncode == 0, finished.output
+    assert "rank 2 came last" in finished.output.splitlines()[3], finished.output
     return folder
 
 
-def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+def test_two_jobs_in_one_folder_are_separate(tmp_path: Path) -> None:
     program = tmp_path / "script.py"
     program.write_text("import dl_comm as mc\nmc.init()\nfor _ in range(4): mc.barrier()\n")
     for ranks in (3, 2):
         finished = launch(ranks, [sys.executable, str(program)], 60, {"DL_COMM_TIMELINE": str(tmp_path / "traces")})
         assert finished.returncode == 0, finished.output
-    told = timeline(tmp_path / "traces")
-    assert told.returncode == 0, told.output
-    assert "2 ranks, " in told.output
-    (note,) = re.findall(r"another job is left out, 3 rank\(s\) of job (\w+), --job \1 reads it", told.output)
+    finished = timeline(tmp_path / "traces")
+    assert finished.returncode == 0, finished.output
+    assert "2 ranks, " in finished.output
+    (note,) = re.findall(r"another job is left out, 3 rank\(s\) of job (\w+), --job \1 reads it", finished.output)
     assert "3 ranks, " in timeline(tmp_path / "traces", "--job", note).output
     assert "has no timeline of job x" in timeline(tmp_path / "traces", "--job", "x").output
 
 
-def test_a_real_slow_rank_is_blamed(slow: Path) -> None:
+def test_a_real_straggler_is_found(slow: Path) -> None:
     view = Page(slow / "page.html").report["all"]
     assert view["late"]["columns"] == ["0", "1", "2"]
     seconds = view["late"]["seconds"]
     assert seconds[0][2] == max(seconds[0])
     assert seconds[1][2] == max(seconds[1])
-    # 8 times 0.15 s, less what the others themselves lost.
+    # 8 times 0.15 s, minus delays of the other ranks.
     assert min(seconds[0][2], seconds[1][2]) > 0.5
     assert view["last"][0]["rank"] == 2
     assert view["steps"]["count"] == 7
@@ -280,9 +280,9 @@ def test_the_numbers_of_the_page_are_those_of_the_trace(slow: Path) -> None:
     exposed = sum(event["dur"] for event in own if event["cat"] == "exposed") * 1e-6
     assert view["exposed_s"] == pytest.approx(exposed, abs=1e-6)
     queued = sum(event["dur"] for event in own if event["name"] == "queue") * 1e-6
-    busy = sum(event["dur"] for event in calls) * 1e-6 - queued
-    assert view["busy_s"] == pytest.approx(busy, abs=1e-5)
-    assert view["overlap"] == pytest.approx(max(1 - exposed / busy, 0), abs=1e-3)
+    comm = sum(event["dur"] for event in calls) * 1e-6 - queued
+    assert view["comm_s"] == pytest.approx(comm, abs=1e-5)
+    assert view["overlap"] == pytest.approx(max(1 - exposed / comm, 0), abs=1e-3)
     steps = defaultdict(list)
     for event in own:
         if event["ph"] == "i" and event["args"]["team"] == 0:
@@ -291,7 +291,7 @@ def test_the_numbers_of_the_page_are_those_of_the_trace(slow: Path) -> None:
     assert view["steps"]["median_s"] == pytest.approx(statistics.median(times), abs=1e-6)
 
 
-def test_the_trace_is_what_viewers_want(slow: Path) -> None:
+def test_the_trace_follows_the_format(slow: Path) -> None:
     merged = json.loads((slow / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in merged} == {0, 1, 2}
     for event in merged:
@@ -302,7 +302,7 @@ def test_the_trace_is_what_viewers_want(slow: Path) -> None:
     assert nests(merged)
 
 
-def test_the_page_stands_alone(slow: Path) -> None:
+def test_the_page_is_self_contained(slow: Path) -> None:
     page = Page(slow / "page.html")
     assert page.open == []
     assert page.loads == []

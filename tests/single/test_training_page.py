@@ -1,4 +1,4 @@
-"""The scripts of docs/training.md, as they stand."""
+"""Runs the scripts of docs/training.md."""
 
 from __future__ import annotations
 

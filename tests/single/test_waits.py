@@ -1,4 +1,4 @@
-"""Waits that can never end, and ends that others wait for: found out within seconds, by words that name both sides."""
+"""Deadlocks between ranks, and exits that others wait for, are detected within seconds and name both sides."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def attempt(name, what):
 def ones():
     return [np.ones(3, np.float32)]
 """
-# Far above the seconds in which a mismatch is found out, far below the deadline.
+# Far above the time to detect a mismatch, far below the deadline.
 SOON = 20
 
 
 @pytest.fixture(params=["one host", "two hosts"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finished]:
-    """Runs Python text on two ranks; ``together``: the launcher leaves them alone until both have ended."""
+    """Runs Python text on two ranks; ``together``: the launcher kills none until both have ended."""
     there = request.getfixturevalue("two") if request.param == "two hosts" else None
 
     def start(body: str, together: bool = True, **env: str) -> Finished:
@@ -54,7 +54,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finishe
 
 
 def seen(finished: Finished, name: str, count: int) -> list[str]:
-    """What ``attempt`` has printed of ``name`` on ``count`` ranks, none of which took long."""
+    """The output of ``attempt`` for ``name`` on ``count`` ranks; checks the time."""
     found = re.findall(rf"<{name} after (\d+)\.\d s: (.*?)>", finished.output, re.DOTALL)
     assert len(found) == count, finished.output
     assert all(int(seconds) < SOON for seconds, _ in found), finished.output
@@ -85,7 +85,7 @@ for _ in range(5):
 attempt("wait", (lambda: {here}) if mc.get_rank() == 0 else (lambda: {there}))
 mc.gradients(ones(), 0)
 mc.barrier()
-print("goes on", flush=True)
+print("continues", flush=True)
 """)
     assert finished.returncode == 0, finished.output
     for text in seen(finished, "wait", 2):
@@ -94,7 +94,7 @@ print("goes on", flush=True)
         assert "rank 0: " in text, text
         assert "rank 1: " in text, text
     assert "has made 5 calls on team 0" in finished.output, finished.output
-    assert finished.output.count("goes on") == 2, finished.output
+    assert finished.output.count("continues") == 2, finished.output
 
 
 def test_a_mismatch_that_ends_the_script_is_a_mismatch_on_all_ranks(run: Callable[..., Finished]) -> None:
@@ -103,11 +103,11 @@ mc.init()
 mc.gradients(ones(), 0) if mc.get_rank() == 0 else mc.barrier()
 """)
     assert finished.returncode != 0
-    # Lines of two ranks may come as one.
+    # Lines of two ranks may interleave.
     assert len(re.findall(r"dl_comm\S*MismatchError: the ranks called", finished.output)) == 2, finished.output
 
 
-def test_a_rank_that_computes_is_waited_for(run: Callable[..., Finished]) -> None:
+def test_a_computing_rank_is_not_a_mismatch(run: Callable[..., Finished]) -> None:
     finished = run(
         """
 mc.init(nteams=2)
@@ -120,7 +120,7 @@ for _ in range(2):
     time.sleep(4 if mc.get_rank() == 1 else 0)
     mc.gradients(ones(), 0, name="mine")
     thread.join()
-    # Waits for a rank that itself waits for nobody.
+    # Waits for a rank that does not wait itself.
     if mc.get_rank() == 1:
         time.sleep(4)
     mc.barrier()
@@ -156,7 +156,7 @@ attempt("uneven", step if mc.get_rank() == 0 else (lambda: cdl.average(torch.one
 
 
 def test_keras_fit_with_other_numbers_of_steps(run: Callable[..., Finished]) -> None:
-    """The rank with fewer steps goes on to a metric. TensorFlow's threads are not seen to wait: MATCH_S counts."""
+    """The rank with fewer steps continues with a metric. TensorFlow's waits are invisible: match timeout applies."""
     pytest.importorskip("keras", minversion="3.0")
     finished = run(
         """
@@ -186,8 +186,8 @@ except Exception as error:
     assert "rank 1: has made 7 calls on team 0, and waits in average" in finished.output, finished.output
 
 
-def test_a_deadline_tells_what_the_others_do(run: Callable[..., Finished]) -> None:
-    """One rank waits in another team while its main thread computes: no mismatch is certain before the deadline."""
+def test_a_timeout_has_the_calls_of_other_ranks(run: Callable[..., Finished]) -> None:
+    """One rank waits in another team while its main thread computes: this is no mismatch before the deadline."""
     finished = run("""
 import threading
 mc.init(nteams=2)
@@ -218,7 +218,7 @@ attempt("init", lambda: mc.init(nteams=2 if os.environ["PMI_RANK"] == "0" else 1
     ("variable", "value"),
     [("DL_COMM_TIMEOUT_S", "soon"), ("DL_COMM_AFFINITY", "4000,4001"), ("DL_COMM_TIMELINE", "/proc/nowhere")],
 )
-def test_settings_that_are_wrong_on_one_rank(run: Callable[..., Finished], variable: str, value: str) -> None:
+def test_invalid_settings_on_one_rank(run: Callable[..., Finished], variable: str, value: str) -> None:
     finished = run(f"""
 if os.environ["PMI_RANK"] == "1":
     os.environ["{variable}"] = "{value}"
@@ -230,8 +230,8 @@ os._exit(0)
         assert value in text or "4000" in text, text
 
 
-def test_a_rank_that_ends_early_in_good_order(run: Callable[..., Finished]) -> None:
-    """A call that waits for it is told; the launcher does not call that a success."""
+def test_a_rank_that_finalizes_early(run: Callable[..., Finished]) -> None:
+    """A waiting call gets an error, and the launcher does not report success."""
     body = """
 mc.init()
 mc.gradients(ones())
@@ -251,7 +251,7 @@ finally:
 
 
 def test_after_a_caught_deadline_all_ranks_end_their_work(run: Callable[..., Finished], tmp_path: Path) -> None:
-    """The launcher takes a rank that ends without MPI for the end of the job: none does before the others are done."""
+    """The launcher ends the job after an exit without MPI_Finalize, so no rank exits before the others are done."""
     body = """
 mc.init()
 mc.set_timeout(2)
@@ -274,7 +274,7 @@ if mc.get_rank() == 0:
         assert (tmp_path / "model").read_text() == "whole", finished.output
 
 
-def test_a_rank_that_never_comes_to_finalize_makes_no_success(run: Callable[..., Finished]) -> None:
+def test_a_rank_without_finalize_is_no_success(run: Callable[..., Finished]) -> None:
     finished = run(
         """
 mc.init()
@@ -309,7 +309,7 @@ mc.init()
 
 @pytest.mark.parametrize("call", ["mc.gradients(ones())", "mc.barrier()", "torch"])
 def test_ctrl_c_ends_a_wait(run: Callable[..., Finished], call: str) -> None:
-    """The rank that is interrupted gets KeyboardInterrupt, the others hear of it."""
+    """The interrupted rank gets KeyboardInterrupt, the others an error."""
     if call == "torch":
         pytest.importorskip("torch")
         call = "cdl.average(torch.ones(1))"

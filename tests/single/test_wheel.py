@@ -1,4 +1,4 @@
-"""What is in the op library for CUDA, and in a wheel that is to work on another machine (``DL_COMM_TEST_WHEEL``).
+"""The contents of the CUDA op library, and of a wheel for another machine (``DL_COMM_TEST_WHEEL``).
 
 No wheel is built here, which takes minutes: tests/gpu/wheel.sh runs this file on the one that it has built. That needs
 no installed dl_comm.
@@ -21,13 +21,13 @@ def read(*command: str) -> str:
 
 
 def assert_tells_of_streams(library: Path) -> None:
-    """Fails unless the library has its function, and takes the libtorch_cuda.so that torch has loaded."""
+    """Fails unless the library has its function, and uses the loaded libtorch_cuda.so."""
     exported = [line.split()[-1] for line in read("nm", "-D", "--defined-only", str(library)).splitlines()]
     assert "dl_comm_current_stream" in exported
     assert "[libtorch_cuda.so]" in read("readelf", "-dW", str(library))
 
 
-def test_the_library_for_cuda_is_built_where_torch_has_cuda() -> None:
+def test_the_cuda_library_is_built_if_torch_has_cuda() -> None:
     pytest.importorskip("torch")
     from dl_comm import _build
 
@@ -49,7 +49,7 @@ def test_a_wheel_for_other_machines(tmp_path: Path) -> None:
         assert (package / name).exists(), name
     assert not (package / "libdl_comm_tf.so").exists()
     assert_tells_of_streams(package / "libdl_comm_torch_cuda.so")
-    # Nothing of the machine that has built it.
+    # No paths of the build machine.
     for library in package.glob("*.so*"):
         if library.suffix != ".built-for":
             found = [line for line in read("readelf", "-dW", str(library)).splitlines() if "RUNPATH" in line]

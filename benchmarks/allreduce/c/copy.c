@@ -1,23 +1,24 @@
-/* For orientation: every process copies its buffer to another one of its own, all at once. `copy RANKS` is all ranks.
+/* For comparison: every process copies its buffer to a second buffer, all at the same time. `copy RANKS` forks all
+ * ranks.
  */
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "turns.h"
+#include "trial.h"
 
-/* A tensor's memory has the copy's behind it. */
+/* The copy follows the tensor in memory. */
 static size_t copy_offset(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-static void* take(size_t bytes) {
-  void* tensor = ordinary_take(2 * copy_offset(bytes));
+static void* alloc(size_t bytes) {
+  void* tensor = ordinary_alloc(2 * copy_offset(bytes));
   if (tensor) memset(tensor, 0, 2 * copy_offset(bytes));
   return tensor;
 }
 
-static void copy(const turn_t* turn, void** tensors) {
-  for (size_t t = 0; t < turn->tensors; ++t) {
-    size_t bytes = turn->lengths[t] * element_sizes[turn->type];
+static void copy(const trial_t* trial, void** tensors) {
+  for (size_t t = 0; t < trial->tensors; ++t) {
+    size_t bytes = trial->lengths[t] * element_sizes[trial->type];
     memcpy((char*)tensors[t] + copy_offset(bytes), tensors[t], bytes);
   }
 }
@@ -31,8 +32,8 @@ int main(int argc, char** argv) {
     if (child < 0) fail("copy", "cannot fork");
     if (child == 0) break;
   }
-  turns_serve(
-      &(contender_t){.rank = rank, .ranks = ranks, .take = take, .give = ordinary_give, .average = copy, .keeps = 1});
+  trials_serve(&(contender_t){
+      .rank = rank, .ranks = ranks, .alloc = alloc, .release = ordinary_free, .average = copy, .keeps = 1});
   if (rank == ranks - 1)
     while (wait(NULL) > 0) continue;
   return 0;

@@ -11,7 +11,7 @@ typedef enum element { F32, F64, F16, BF16, ELEMENTS } element_t;
 static const char* const element_names[ELEMENTS] = {"f32", "f64", "f16", "bf16"};
 static const size_t element_sizes[ELEMENTS] = {4, 8, 2, 2};
 
-/* ELEMENTS when there is no such type. */
+/* Returns ELEMENTS for an unknown type. */
 static inline element_t element_named(const char* name) {
   element_t type = F32;
   while (type < ELEMENTS && strcmp(name, element_names[type])) ++type;
@@ -25,7 +25,7 @@ static inline float float_of_bf16(uint16_t bits) {
   return value;
 }
 
-/* Rounds to nearest, ties to even; a NaN stays one. */
+/* Rounds to nearest, ties to even; a NaN stays a NaN. */
 static inline uint16_t bf16_of_float(float value) {
   uint32_t wide;
   memcpy(&wide, &value, sizeof wide);

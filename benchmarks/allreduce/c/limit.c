@@ -1,6 +1,6 @@
-/* The limit: all buffers lie in memory that the processes share, in huge pages where Linux has them for the asking;
- * each process reads its share of all of them and writes the mean to all, between two spin barriers. Nothing is staged,
- * checked or matched. A list of tensors is one buffer. `limit RANKS` is all its ranks.
+/* The memory-bandwidth limit: all buffers lie in shared memory, in huge pages if available. Each process reads its
+ * share of all buffers and writes the mean to all, between two spin barriers, without staging, checks or matching. A
+ * list of tensors is one buffer. `limit RANKS` forks all ranks.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -9,11 +9,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "turns.h"
+#include "trial.h"
 #include "vector.h"
 
 enum { LINE = 64 };
-static const size_t room = (size_t)8 << 30; /* The addresses of a rank; pages come when they are touched. */
+static const size_t room = (size_t)8 << 30; /* Address space of a rank; pages are allocated on first use. */
 
 static char* base;
 static spin_t inside;
@@ -22,7 +22,7 @@ static size_t used, taken;
 
 static char* region(int r) { return base + (size_t)r * room; }
 
-/* Adds `count` (whole) vectors over the ranks, multiplies, and writes to all. */
+/* Averages whole vectors over the ranks and writes the means to all. */
 #define AVERAGE(type, vector, real, step)                                  \
   VECTOR void average_##type(char* const* at, size_t bytes, const int n) { \
     const real share = (real)1 / (real)n;                                  \
@@ -53,23 +53,23 @@ AVERAGE(f64, double8v, double, 64)
 AVERAGE(f16, float16v, float, 32)
 AVERAGE(bf16, float16v, float, 32)
 
-static void average(const turn_t* turn, void** tensors) {
+static void average(const trial_t* trial, void** tensors) {
   static void (*const averages[ELEMENTS])(char* const*, size_t) = {averages_f32, averages_f64, averages_f16,
                                                                    averages_bf16};
-  const size_t last = turn->tensors - 1, size = element_sizes[turn->type];
+  const size_t last = trial->tensors - 1, size = element_sizes[trial->type];
   const size_t begin = (size_t)((char*)tensors[0] - region(rank));
-  const size_t end = (size_t)((char*)tensors[last] - region(rank)) + turn->lengths[last] * size;
+  const size_t end = (size_t)((char*)tensors[last] - region(rank)) + trial->lengths[last] * size;
   const size_t lines = (end - begin + LINE - 1) / LINE;
   const size_t from = lines * (size_t)rank / (size_t)ranks, to = lines * (size_t)(rank + 1) / (size_t)ranks;
   char* at[SPIN_MAX_RANKS];
   for (int r = 0; r < ranks; ++r) at[r] = region(r) + begin + from * LINE;
   spin_wait(&inside);
-  averages[turn->type](at, (to - from) * LINE);
+  averages[trial->type](at, (to - from) * LINE);
   spin_wait(&inside);
 }
 
-static void* take(size_t bytes) {
-  /* Large ones begin at a page, as those of an allocator do. */
+static void* alloc(size_t bytes) {
+  /* Align large tensors to pages, like an allocator. */
   const size_t align = bytes >= 4096 ? 4096 : LINE;
   size_t begin = (used + align - 1) / align * align;
   if (begin + bytes + LINE > room) return NULL;
@@ -78,11 +78,11 @@ static void* take(size_t bytes) {
   return region(rank) + begin;
 }
 
-static void give(void* tensor) {
+static void release(void* tensor) {
   (void)tensor;
   if (--taken) return;
   size_t whole = (used + 4095) / 4096 * 4096;
-  if (madvise(region(rank), whole, MADV_REMOVE)) fail("limit", "cannot give memory back");
+  if (madvise(region(rank), whole, MADV_REMOVE)) fail("limit", "madvise(MADV_REMOVE) failed");
   used = 0;
 }
 
@@ -93,14 +93,14 @@ int main(int argc, char** argv) {
   base = mmap(NULL, room * (size_t)ranks, PROT_READ | PROT_WRITE, flags, -1, 0);
   void* shared = mmap(NULL, SPIN_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (base == MAP_FAILED || shared == MAP_FAILED) fail("limit", "no shared memory");
-  madvise(base, room * (size_t)ranks, MADV_HUGEPAGE); /* A wish; without it all works as well. */
+  madvise(base, room * (size_t)ranks, MADV_HUGEPAGE); /* Optional. */
   for (rank = 0; rank < ranks - 1; ++rank) {
     pid_t child = fork();
     if (child < 0) fail("limit", "cannot fork");
     if (child == 0) break;
   }
   inside = spin_make(shared, rank, ranks);
-  turns_serve(&(contender_t){.rank = rank, .ranks = ranks, .take = take, .give = give, .average = average});
+  trials_serve(&(contender_t){.rank = rank, .ranks = ranks, .alloc = alloc, .release = release, .average = average});
   if (rank == ranks - 1)
     while (wait(NULL) > 0) continue;
   return 0;

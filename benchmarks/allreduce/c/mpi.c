@@ -1,10 +1,10 @@
-/* MPI_Allreduce in place and a division, as a program does it that has nothing but MPI. MPI has no 16-bit floats of its
- * own; where the library brings them as an extension they are used, else an operation of the user's adds them up.
+/* MPI_Allreduce in place and a division, as in a program that uses only MPI. MPI has no standard 16-bit floats: uses
+ * the library's extension types if available, else a user-defined operation.
  */
 #include <mpi.h>
 #include <stdlib.h>
 
-#include "turns.h"
+#include "trial.h"
 
 static MPI_Datatype types[ELEMENTS];
 static MPI_Op sums[ELEMENTS];
@@ -75,35 +75,35 @@ static void average_one(element_t type, void* data, size_t length) {
   divide(type, data, length);
 }
 
-static void average(const turn_t* turn, void** tensors) {
-  const size_t size = element_sizes[turn->type];
-  if (turn->way != WAY_FLAT) {
-    for (size_t t = 0; t < turn->tensors; ++t) average_one(turn->type, tensors[t], turn->lengths[t]);
+static void average(const trial_t* trial, void** tensors) {
+  const size_t size = element_sizes[trial->type];
+  if (trial->mode != MODE_FLAT) {
+    for (size_t t = 0; t < trial->tensors; ++t) average_one(trial->type, tensors[t], trial->lengths[t]);
     return;
   }
-  if (scratch_bytes < turn->bytes) {
-    scratch_bytes = turn->bytes;
+  if (scratch_bytes < trial->bytes) {
+    scratch_bytes = trial->bytes;
     if (!(scratch = realloc(scratch, scratch_bytes))) fail("mpi", "no memory");
   }
   char* at = scratch;
-  for (size_t t = 0; t < turn->tensors; at += turn->lengths[t++] * size)
-    memcpy(at, tensors[t], turn->lengths[t] * size);
-  average_one(turn->type, scratch, turn->bytes / size);
+  for (size_t t = 0; t < trial->tensors; at += trial->lengths[t++] * size)
+    memcpy(at, tensors[t], trial->lengths[t] * size);
+  average_one(trial->type, scratch, trial->bytes / size);
   at = scratch;
-  for (size_t t = 0; t < turn->tensors; at += turn->lengths[t++] * size)
-    memcpy(tensors[t], at, turn->lengths[t] * size);
+  for (size_t t = 0; t < trial->tensors; at += trial->lengths[t++] * size)
+    memcpy(tensors[t], at, trial->lengths[t] * size);
 }
 
-/* What lists were copied into goes as well, so that no contender keeps much while it waits. */
-static void give(void* tensor) {
+/* Also frees the flat buffer, so that waiting contenders hold little memory. */
+static void release(void* tensor) {
   free(scratch);
   scratch = NULL;
   scratch_bytes = 0;
-  ordinary_give(tensor);
+  ordinary_free(tensor);
 }
 
-static const char* refuse(const turn_t* turn) {
-  return turn->bytes / element_sizes[turn->type] > 0x7fffffff ? "more elements than an int counts" : NULL;
+static const char* refuse(const trial_t* trial) {
+  return trial->bytes / element_sizes[trial->type] > 0x7fffffff ? "more elements than an int counts" : NULL;
 }
 
 int main(int argc, char** argv) {
@@ -112,8 +112,8 @@ int main(int argc, char** argv) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   set_up();
-  turns_serve(&(contender_t){
-      .rank = rank, .ranks = ranks, .refuse = refuse, .take = ordinary_take, .give = give, .average = average});
+  trials_serve(&(contender_t){
+      .rank = rank, .ranks = ranks, .refuse = refuse, .alloc = ordinary_alloc, .release = release, .average = average});
   MPI_Finalize();
   return 0;
 }

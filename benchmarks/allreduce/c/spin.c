@@ -1,4 +1,4 @@
-/* The barriers of spin.h: every rank counts its calls in a line of its own and reads those of the others. */
+/* The barriers of spin.h: every rank counts its calls in its own cache line and reads those of the others. */
 #define _GNU_SOURCE
 #include "spin.h"
 
@@ -21,10 +21,10 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-/* Where ranks gather: how many have come, how many sleep, and how often all have met. */
-typedef struct meeting {
-  _Atomic uint32_t arrived, sleepers, held;
-} meeting_t;
+/* State of the sleeping barrier: arrived ranks, sleeping ranks, completed barriers. */
+typedef struct barrier_state {
+  _Atomic uint32_t arrived, sleepers, completed;
+} barrier_state_t;
 
 enum { SPIN_AWAKE_NS = 5000 };
 
@@ -54,25 +54,27 @@ void spin_wait(spin_t* spin) {
   }
 }
 
-/* Waits until all have come, asleep after SPIN_AWAKE_NS. The last one to come wakes the others. */
-static void gather(spin_t* spin) {
-  meeting_t* meeting = (meeting_t*)(spin->lines + SPIN_MAX_RANKS * SPIN_LINE);
-  const uint32_t before = atomic_load(&meeting->held);
-  if (atomic_fetch_add(&meeting->arrived, 1) + 1 == (uint32_t)spin->ranks) {
-    atomic_store(&meeting->arrived, 0);
-    atomic_store(&meeting->held, before + 1);
-    if (atomic_load(&meeting->sleepers)) syscall(SYS_futex, &meeting->held, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+/* Waits until all ranks have arrived; sleeps after SPIN_AWAKE_NS. The last rank wakes the others. */
+static void barrier_sleep(spin_t* spin) {
+  barrier_state_t* barrier_state = (barrier_state_t*)(spin->lines + SPIN_MAX_RANKS * SPIN_LINE);
+  const uint32_t before = atomic_load(&barrier_state->completed);
+  if (atomic_fetch_add(&barrier_state->arrived, 1) + 1 == (uint32_t)spin->ranks) {
+    atomic_store(&barrier_state->arrived, 0);
+    atomic_store(&barrier_state->completed, before + 1);
+    if (atomic_load(&barrier_state->sleepers))
+      syscall(SYS_futex, &barrier_state->completed, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     return;
   }
   const uint64_t until = nanoseconds() + SPIN_AWAKE_NS;
-  while (atomic_load(&meeting->held) == before && nanoseconds() < until) sched_yield();
-  atomic_fetch_add(&meeting->sleepers, 1);
-  while (atomic_load(&meeting->held) == before) syscall(SYS_futex, &meeting->held, FUTEX_WAIT, before, NULL, NULL, 0);
-  atomic_fetch_sub(&meeting->sleepers, 1);
+  while (atomic_load(&barrier_state->completed) == before && nanoseconds() < until) sched_yield();
+  atomic_fetch_add(&barrier_state->sleepers, 1);
+  while (atomic_load(&barrier_state->completed) == before)
+    syscall(SYS_futex, &barrier_state->completed, FUTEX_WAIT, before, NULL, NULL, 0);
+  atomic_fetch_sub(&barrier_state->sleepers, 1);
 }
 
-void spin_meet(spin_t* spin) {
-  gather(spin);
+void spin_synchronize(spin_t* spin) {
+  barrier_sleep(spin);
   spin_wait(spin);
 }
 

@@ -1,4 +1,4 @@
-/* Barriers of processes on memory that they share. */
+/* Barriers between processes in shared memory. */
 #ifndef SPIN_H
 #define SPIN_H
 
@@ -6,7 +6,7 @@
 
 enum { SPIN_MAX_RANKS = 256, SPIN_LINE = 64 };
 
-/* One rank's view of a barrier. The shared memory is zeroed; it has a cache line for each rank, then one for sleepers.
+/* One rank's view of a barrier. The shared memory is zeroed: one cache line for each rank, then one for the sleepers.
  */
 typedef struct spin {
   char* lines;
@@ -14,22 +14,21 @@ typedef struct spin {
   int rank, ranks, yields;
 } spin_t;
 
-/* The bytes of shared memory that one barrier takes. */
+/* Shared-memory bytes of one barrier. */
 enum { SPIN_BYTES = (SPIN_MAX_RANKS + 1) * SPIN_LINE };
 
-/* A barrier on zeroed shared memory; it yields the processor while it spins when `ranks` outnumber the processors that
- * this process may use. */
+/* A barrier in zeroed shared memory. It yields the processor while it spins if `ranks` exceed the processors of this
+ * process. */
 spin_t spin_make(void* shared, int rank, int ranks);
 
-/* Returns when all ranks have called it as often as this one. */
+/* Spins until all ranks have called it as often as this rank. */
 void spin_wait(spin_t* spin);
 
-/* The same, for ranks that have ended an operation: the missing ones may need the processors, or what threads of those
- * that are here do for them, so who has waited a while sleeps. When all are here they spin, so that all leave at once.
- */
-void spin_meet(spin_t* spin);
+/* A barrier after an operation: sleeps until all ranks have arrived, because the missing ranks may need the processors
+ * or work of other ranks' threads. Then it spins, so that all ranks continue at the same time. */
+void spin_synchronize(spin_t* spin);
 
-/* For programs that are not C: a barrier on the file `path`, of SPIN_BYTES zeroed bytes. NULL when it cannot be had. */
+/* For Python: a barrier in the file `path` of SPIN_BYTES zeroed bytes. NULL on failure. */
 spin_t* spin_open(const char* path, int rank, int ranks);
 
 #endif

@@ -1,5 +1,5 @@
-/* Sixteen float (or eight double) at once, in GCC's vector types: one code for every instruction set, which the
- * compiler cuts to the registers that there are. Addresses are of cache lines' alignment; counts are whole vectors. */
+/* Sixteen floats (or eight doubles) at a time in GCC's vector types, which the compiler maps to the available
+ * registers. Addresses are aligned to cache lines; counts are whole vectors. */
 #ifndef VECTOR_H
 #define VECTOR_H
 

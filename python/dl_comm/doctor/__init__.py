@@ -1,6 +1,6 @@
-"""``python -m dl_comm.doctor``: checks an installation, alone or under ``mpiexec``, and says what to do about it.
+"""``python -m dl_comm.doctor`` checks an installation, without a launcher or under ``mpiexec``, and names the fixes.
 
-One file a subject: each gives a list of ``Check`` (``_checks.py``). What may crash or hang (importing a framework,
-loading a driver, bringing MPI up alone) happens in a process of its own (``_probes.py``). Private but for the command
-line, which docs/doctor.md shows.
+One file for each subject; each returns a list of ``Check`` (``_checks.py``). Steps that may crash or hang (importing a
+framework, loading a driver, starting MPI) run in separate processes (``_probes.py``). Only the command line is public;
+docs/doctor.md describes it.
 """

@@ -1,8 +1,8 @@
-"""Two seconds of averages, against what the memory of the host allows in the same run.
+"""Measures two seconds of averages and the memory-bandwidth limit of the host in the same run.
 
-The limit is an average in place with nothing staged, checked or matched: the arrays of all ranks of a host lie in
-shared memory, and each rank averages its slice of all of them; p ranks read and write p arrays. NumPy does it here, in
-blocks that stay in cache, so that it is a little below what the memory really allows.
+The limit is an average in place without staging, checks or matching: the arrays of all ranks of a host lie in shared
+memory, and each rank averages its slice of all of them; p ranks read and write p arrays. NumPy computes it in blocks
+that fit in cache, slightly slower than the memory allows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dl_comm import _dl_comm
 from dl_comm.doctor._checks import Check, size_text
 from dl_comm.doctor._gather import gather
 
-_MOST = 64 << 20
-_LEAST = 1 << 20
+_MAX_BYTES = 64 << 20
+_MIN_BYTES = 1 << 20
 _BLOCK = 64 << 10  # float32 elements
 _SECONDS = 0.7
-_FAR_OFF = 8.0
+_SLOW_RATIO = 8.0
 
 
-def check_alone() -> Check:
-    """What one rank can tell: how fast it copies."""
-    source = np.ones(_MOST // 4, np.float32)
+def check_single_rank() -> Check:
+    """The check of a single rank: its copy bandwidth."""
+    source = np.ones(_MAX_BYTES // 4, np.float32)
     target = np.zeros_like(source)
     times: list[float] = []
     while sum(times) < _SECONDS:
         began = time.perf_counter()
         np.copyto(target, source)
         times.append(time.perf_counter() - began)
-    rate = _MOST / float(np.median(times)) / 1e9
-    text = f"one rank has nothing to average with; it copies {size_text(_MOST)} at {rate:.1f} GB/s"
+    rate = _MAX_BYTES / float(np.median(times)) / 1e9
+    text = f"a single rank averages with no other; it copies {size_text(_MAX_BYTES)} at {rate:.1f} GB/s"
     return Check("bandwidth", "one rank", "ok", text, {"copy_gb_per_s": round(rate, 3)})
 
 
@@ -46,10 +46,10 @@ def check(described: dict[str, Any]) -> Check:
     """The check of a job of several ranks. Collective; team 0 exists."""
     folder = Path(described["settings"]["DL_COMM_SHM_DIR"])
     local_size, hosts = int(described["local_size"]), int(described["hosts"])
-    # All ranks take the size that every host has room for.
-    size = min(gather(_room(folder, local_size), "bandwidth: room"))
-    if size < _LEAST:
-        text = f"not measured: {folder}, or the memory, has less than {size_text(_LEAST * local_size)} to spare"
+    # The largest size that fits on every host.
+    size = min(gather(_available_bytes(folder, local_size), "bandwidth: available"))
+    if size < _MIN_BYTES:
+        text = f"not measured: {folder}, or the memory, has less than {size_text(_MIN_BYTES * local_size)} free"
         return Check("bandwidth", "average", "warn", text, {"room_bytes": size})
     average = _average(size)
     limit = _limit(size, folder, described)
@@ -66,24 +66,24 @@ def check(described: dict[str, Any]) -> Check:
     }
     text = (
         f"{described['size']} ranks average {size_text(size)} of float32 in {average * 1e3:.1f} ms "
-        f"({facts['average_gb_per_s']:.2f} GB/s a rank); memory alone allows {limit * 1e3:.1f} ms "
+        f"({facts['average_gb_per_s']:.2f} GB/s a rank); memory-bandwidth limit {limit * 1e3:.1f} ms "
         f"({facts['limit_gb_per_s']:.2f} GB/s): {ratio:.1f} times the limit"
     )
     if hosts > 1:
-        return Check("bandwidth", "average", "ok", f"{text}; the network between the hosts is part of it", facts)
-    if ratio > _FAR_OFF:
-        text += f", more than {_FAR_OFF:.0f}: is something else running, or do the ranks share processors?"
+        return Check("bandwidth", "average", "ok", f"{text}; this includes the network between the hosts", facts)
+    if ratio > _SLOW_RATIO:
+        text += f", more than {_SLOW_RATIO:.0f}: other programs are running, or ranks share processors"
         return Check("bandwidth", "average", "warn", text, facts)
     return Check("bandwidth", "average", "ok", text, facts)
 
 
-def _room(folder: Path, local_size: int) -> int:
-    """How long the arrays of this host's ranks may be, in bytes: a multiple of 4 KiB and of the ranks."""
+def _available_bytes(folder: Path, local_size: int) -> int:
+    """The largest possible size of an array on this host, in bytes: a multiple of 4 KiB."""
     usage = os.statvfs(folder)
     free = usage.f_bavail * usage.f_frsize
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Half of what is free there; a quarter of the memory, which holds the arrays twice; never gigabytes.
-    room = min(_MOST, free // 2 // local_size, memory // 4 // local_size, (1 << 30) // local_size)
+    # Half of the free space; a quarter of the memory, because it holds the arrays twice; at most 1 GiB in total.
+    room = min(_MAX_BYTES, free // 2 // local_size, memory // 4 // local_size, (1 << 30) // local_size)
     return room - room % 4096
 
 
@@ -93,7 +93,7 @@ def _average(size: int) -> float:
 
 
 def _limit(size: int, folder: Path, described: dict[str, Any]) -> float:
-    """The seconds of the limit, of the slowest host. Collective."""
+    """The seconds of the limit on the slowest host. Collective."""
     ranks: list[dict[str, Any]] = described["ranks"]
     me, local_size = ranks[described["rank"]], int(described["local_size"])
     path = ""
@@ -105,7 +105,7 @@ def _limit(size: int, folder: Path, described: dict[str, Any]) -> float:
         paths = gather(path, "bandwidth: file")
         leader = next(rank["rank"] for rank in ranks if rank["host_index"] == me["host_index"])
         arrays = np.memmap(paths[leader], np.float32, "r+", shape=(local_size, size // 4))
-        _dl_comm.barrier()  # everybody has it
+        _dl_comm.barrier()  # all ranks have mapped it
     finally:
         if path:
             os.unlink(path)
@@ -114,7 +114,7 @@ def _limit(size: int, folder: Path, described: dict[str, Any]) -> float:
 
 
 def _average_slice(arrays: NDArray[np.float32], local_rank: int) -> None:
-    """Averages this rank's slice of all arrays, in place, and waits for the others."""
+    """Averages this rank's slice of all arrays in place, then waits at a barrier."""
     count, length = arrays.shape
     bounds = range(local_rank * length // count, (local_rank + 1) * length // count)
     total = np.empty(min(_BLOCK, len(bounds)), np.float32)
@@ -130,9 +130,9 @@ def _average_slice(arrays: NDArray[np.float32], local_rank: int) -> None:
 
 
 def _measure(work: Callable[[], None], name: str) -> float:
-    """The median of the seconds that ``work``, which is collective, takes; the same on all ranks."""
+    """The median time of ``work`` in seconds, equal on all ranks. ``work`` is collective."""
     began = time.perf_counter()
-    work()  # touches the memory
+    work()  # touch the memory
     work()
     once = (time.perf_counter() - began) / 2
     rounds = int(np.clip(_SECONDS / max(gather(once, name)), 3, 100))

@@ -1,4 +1,4 @@
-"""What is installed: dl_comm, its core, the Python it runs on, and the means to build operations later."""
+"""Checks the installed core, Python, the C++ compiler for later builds, and the settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dl_comm.doctor._tested import is_tested, tested_text
 
 
 def check(described: dict[str, Any]) -> list[Check]:
-    """The checks; ``described`` is what ``dl_comm_describe`` tells."""
+    """The checks; ``described`` is the output of ``dl_comm_describe``."""
     return [_core(described), _python(), _compiler(), _settings(described)]
 
 
@@ -25,8 +25,8 @@ def _core(described: dict[str, Any]) -> Check:
     facts = {"version": described["version"], "library": loaded, "numpy": np.__version__}
     if loaded is None or not CORE.exists() or not os.path.samefile(loaded, CORE):
         text = (
-            f"the loaded core is {loaded}, not {CORE}: another dl_comm is in its way (LD_LIBRARY_PATH, LD_PRELOAD), or "
-            "it was replaced while this program ran"
+            f"the loaded core is {loaded}, not {CORE}: another dl_comm was loaded (LD_LIBRARY_PATH, LD_PRELOAD), or "
+            "the file was replaced while this program ran"
         )
         return Check("build", "core", "bad", text, facts)
     return Check("build", "core", "ok", f"dl_comm {described['version']}, {CORE}", facts)
@@ -38,7 +38,7 @@ def _python() -> Check:
     text = f"Python {version} ({sys.executable}), numpy {np.__version__}"
     if is_tested("python", version):
         return Check("build", "python", "ok", text, facts)
-    return Check("build", "python", "warn", f"{text}; tested were {tested_text('python')}", facts)
+    return Check("build", "python", "warn", f"{text}; tested: {tested_text('python')}", facts)
 
 
 def _compiler() -> Check:
@@ -56,8 +56,8 @@ def _settings(described: dict[str, Any]) -> Check:
         return Check("build", "settings", "bad", str(error), {"error": error})
     settings: dict[str, Any] = described["settings"]
     if unknown := described["unknown_variables"]:
-        words = [f"{name} (is {nearest} meant?)" if nearest else name for name, nearest in unknown.items()]
-        text = f"no variable of this name is known, so it has no effect: {', '.join(words)}"
+        names = [f"{name} (did you mean {nearest}?)" if nearest else name for name, nearest in unknown.items()]
+        text = f"unknown variables have no effect: {', '.join(names)}"
         return Check("build", "settings", "warn", text, {**settings, "unknown": unknown})
     chosen = [f"{name}={settings[name]}" for name in settings if os.environ.get(name)]
     text = ", ".join(chosen) or "all DL_COMM_* variables have their defaults"

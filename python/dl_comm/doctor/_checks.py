@@ -1,4 +1,4 @@
-"""A check: what was looked at, how it is, words for people, facts for programs. Plain data; travels as JSON."""
+"""A check: its name, its verdict, text for people and facts for programs. Plain data, sent as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 Verdict = Literal["ok", "warn", "bad"]
 
 GROUPS = ("build", "mpi", "frameworks", "host", "gpu", "ranks", "bandwidth")
-"""The groups of a report, in its order."""
+"""The groups of a report, in order."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Check:
 
     Attributes:
         group: One of ``GROUPS``.
-        name: What was looked at, unique in its group and host.
-        verdict: ``ok``; ``warn``: it works, but slower or less surely than it could; ``bad``: it does not work.
-        text: The finding, and for ``warn`` and ``bad`` what to do.
-        facts: What was found, for programs; JSON's types only.
+        name: The checked subject, unique in its group and host.
+        verdict: ``ok``; ``warn``: works, but slower or less reliably than possible; ``bad``: does not work.
+        text: The result, and for ``warn`` and ``bad`` the fix.
+        facts: The result for programs; JSON types only.
     """
 
     group: str
@@ -32,12 +32,12 @@ class Check:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The check as JSON's types."""
+        """The check as JSON types."""
         return dataclasses.asdict(self)
 
 
 def worst(checks: Iterable[Check]) -> Verdict:
-    """The worst verdict among the checks; ``ok`` when there are none."""
+    """The worst verdict of the checks; ``ok`` without any."""
     found = {check.verdict for check in checks}
     return "bad" if "bad" in found else "warn" if "warn" in found else "ok"
 
@@ -52,7 +52,7 @@ def size_text(count: float) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """Numbers as Linux writes lists of processors: ``0-3,8``."""
+    """Formats numbers like Linux's processor lists: ``0-3,8``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -63,7 +63,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def numbers_of(text: str) -> set[int]:
-    """The numbers of such a list."""
+    """Parses the format of ``ranges_text``."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""The frameworks: installed, of a tested version, importable, and whether their operations are built."""
+"""Checks the frameworks: installed, tested version, importable, operations built."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dl_comm.doctor._tested import is_tested, tested_text
 
 
 class Frameworks:
-    """The checks of this file. Making it starts the imports, ``check`` waits for them.
+    """The checks of this file. The constructor starts the imports; ``check`` waits for them.
 
     Args:
-        imports: Whether to import the frameworks, and the operations that are built, each in a process of its own.
+        imports: Whether to import the frameworks and their built operations, each in a separate process.
     """
 
     def __init__(self, imports: bool) -> None:
@@ -52,12 +52,12 @@ class Frameworks:
             text += f", built for CUDA {facts['cuda_build']}" if facts["cuda_build"] else ", for the CPU"
         if is_tested(framework, version):
             return Check("frameworks", framework, "ok", f"{text} (tested: {tested})", facts)
-        return Check("frameworks", framework, "warn", f"{text}; tested were {tested}", facts)
+        return Check("frameworks", framework, "warn", f"{text}; tested: {tested}", facts)
 
     def _operations(self, framework: str) -> Check:
         library = self._libraries[framework]
         name = f"{framework} operations"
         if library:
             return Check("frameworks", name, "ok", str(library), {"library": str(library)})
-        text = f"not built for this version; 'python -m dl_comm.build {framework}' does it, or the first use (a minute)"
+        text = f"not built for this version; run 'python -m dl_comm.build {framework}', or wait a minute at first use"
         return Check("frameworks", name, "warn", text, {"library": None})

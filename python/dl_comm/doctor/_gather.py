@@ -1,4 +1,4 @@
-"""Tells all ranks what every rank knows, by averages of the control team: of sums in which one rank's part is not 0."""
+"""All-gather of JSON values, built from averages on the control team in which each rank fills its own range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dl_comm._process import CONTROL_TEAM
 
 
 def gather(value: Any, name: str) -> list[Any]:
-    """Every rank's ``value`` (of JSON's types), by rank, on all ranks. Collective, with the same ``name``."""
+    """Returns the ``value`` (JSON types) of every rank, by rank, on all ranks. Collective, with the same ``name``."""
     rank, size = _dl_comm.rank(), _dl_comm.size()
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = np.zeros(size, np.int64)
@@ -26,7 +26,7 @@ def gather(value: Any, name: str) -> list[Any]:
 
 
 def _sums(numbers: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    # The mean of size times a number is the number, and exact in int64.
+    # mean(size * x) is the sum of x, exact in int64.
     scaled = numbers * _dl_comm.size()
     _dl_comm.average([scaled], [scaled], CONTROL_TEAM, f"doctor: {name}")
     return scaled

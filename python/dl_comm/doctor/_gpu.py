@@ -1,4 +1,4 @@
-"""GPUs, CUDA, NVRTC and NCCL: what is there. Averages of tensors in host memory need nothing of it."""
+"""Checks GPUs, CUDA, NVRTC and NCCL. Tensors in host memory need none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUERY = "index,name,uuid,pci.bus_id,memory.total,driver_version"
 
 
 class Gpu:
-    """The checks of this file. Making it starts the probes, ``check`` waits for them."""
+    """The checks of this file. The constructor starts the probes; ``check`` waits for them."""
 
     def __init__(self) -> None:
         self._probe = Probe("gpu")
@@ -23,13 +23,13 @@ class Gpu:
     def check(self) -> list[Check]:
         """The checks."""
         try:
-            told = self._probe.result()
+            result = self._probe.result()
         except Failed as error:
-            return [Check("gpu", "CUDA", "warn", f"looking for CUDA {error}", {"error": str(error)})]
-        return [self._cuda(told), _nvrtc(told), _nccl(told)]
+            return [Check("gpu", "CUDA", "warn", f"the CUDA probe {error}", {"error": str(error)})]
+        return [self._cuda(result), _nvrtc(result), _nccl(result)]
 
-    def _cuda(self, told: dict[str, Any]) -> Check:
-        facts = {"devices": 0, **told, "gpus": [], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    def _cuda(self, result: dict[str, Any]) -> Check:
+        facts = {"devices": 0, **result, "gpus": [], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
         if self._smi:
             try:
                 rows = [line.split(", ") for line in self._smi.result().splitlines() if line.count(", ") == 5]
@@ -37,32 +37,32 @@ class Gpu:
             except Failed as error:
                 facts["smi_error"] = str(error)
         names = [f"{gpu['index']}: {gpu['name']}, {gpu['memory.total']}" for gpu in facts["gpus"]]
-        if "cuda_error" not in told:
+        if "cuda_error" not in result:
             listed = "; ".join(names) or "no nvidia-smi"
-            text = f"driver for CUDA {told['cuda_driver_api']}, {told['devices']} GPUs ({listed})"
+            text = f"driver for CUDA {result['cuda_driver_api']}, {result['devices']} GPUs ({listed})"
             return Check("gpu", "CUDA", "ok", text, facts)
         if facts["gpus"]:
-            text = f"nvidia-smi shows GPUs ({'; '.join(names)}), but the driver's library fails: {told['cuda_error']}"
+            text = f"nvidia-smi shows GPUs ({'; '.join(names)}), but the driver's library fails: {result['cuda_error']}"
             return Check("gpu", "CUDA", "warn", text, facts)
-        if "cannot open shared object" not in told["cuda_error"]:
-            return Check("gpu", "CUDA", "warn", f"there is a driver, but: {told['cuda_error']}", facts)
-        return Check("gpu", "CUDA", "ok", "no GPU in reach (averages are of tensors in host memory)", facts)
+        if "cannot open shared object" not in result["cuda_error"]:
+            return Check("gpu", "CUDA", "warn", f"the driver fails: {result['cuda_error']}", facts)
+        return Check("gpu", "CUDA", "ok", "no GPU (not needed for tensors in host memory)", facts)
 
 
-def _nvrtc(told: dict[str, Any]) -> Check:
-    if "nvrtc" in told:
-        return Check("gpu", "NVRTC", "ok", f"{told['nvrtc']}, {told['nvrtc_library']}", told)
-    if told.get("devices"):
-        text = "not found: ranks that share a GPU average through the host; 'pip install nvidia-cuda-nvrtc' brings it"
-        return Check("gpu", "NVRTC", "warn", text, told)
-    return Check("gpu", "NVRTC", "ok", "not found (not needed without a GPU)", told)
+def _nvrtc(result: dict[str, Any]) -> Check:
+    if "nvrtc" in result:
+        return Check("gpu", "NVRTC", "ok", f"{result['nvrtc']}, {result['nvrtc_library']}", result)
+    if result.get("devices"):
+        text = "not found: ranks that share a GPU average through the host; 'pip install nvidia-cuda-nvrtc' installs it"
+        return Check("gpu", "NVRTC", "warn", text, result)
+    return Check("gpu", "NVRTC", "ok", "not found (not needed without a GPU)", result)
 
 
-def _nccl(told: dict[str, Any]) -> Check:
-    if "nccl" in told:
-        text = f"{told['nccl']}, {told['nccl_library']} (used where each rank has a GPU of its own)"
-        return Check("gpu", "NCCL", "ok", text, told)
-    if told.get("devices"):
-        text = "not found: ranks with GPUs of their own average by CUDA IPC or through the host"
-        return Check("gpu", "NCCL", "warn", text, told)
-    return Check("gpu", "NCCL", "ok", "not found (not needed without a GPU)", told)
+def _nccl(result: dict[str, Any]) -> Check:
+    if "nccl" in result:
+        text = f"{result['nccl']}, {result['nccl_library']} (used if each rank has its own GPU)"
+        return Check("gpu", "NCCL", "ok", text, result)
+    if result.get("devices"):
+        text = "not found: ranks with separate GPUs average with CUDA IPC or through the host"
+        return Check("gpu", "NCCL", "warn", text, result)
+    return Check("gpu", "NCCL", "ok", "not found (not needed without a GPU)", result)

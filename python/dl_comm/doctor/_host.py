@@ -1,4 +1,4 @@
-"""The host: shared memory, limits of the process, processors, NUMA nodes, kernel. Reads /proc and /sys."""
+"""Checks the host: shared memory, process limits, processors, NUMA nodes, kernel. Reads /proc and /sys."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
     folder = Path(settings.get("DL_COMM_SHM_DIR", "/dev/shm"))
     checks = [_shared_memory("shared memory", folder, segments_bytes(settings, local_ranks))]
     if folder != Path("/dev/shm"):
-        # MPICH, Open MPI and the data loaders of torch make theirs there whatever dl_comm is told.
+        # MPICH, Open MPI and torch's data loaders always use /dev/shm.
         checks.append(_shared_memory("/dev/shm", Path("/dev/shm"), 64 << 20, need="MPI and data loaders use it too"))
     checks.append(_left_behind({folder, Path("/dev/shm")}, Path(tempfile.gettempdir())))
     return [*checks, _memlock(), _files(), _processors(local_ranks), _numa(), _kernel()]
 
 
 def segments_bytes(settings: dict[str, Any], local_ranks: int) -> int:
-    """The shared memory that a job needs on a host: the control team and one more, of the default threads."""
+    """The shared memory that a job needs on a host: the control team and one team with the default threads."""
     # Two slots for each thread and rank, and the flags (core/src/transport/node.rs).
     per_rank = int(settings.get("DL_COMM_DEFAULT_NTHREADS", 2)) * 2 * (int(settings.get("DL_COMM_CHUNK_KB", 512)) << 10)
     return 2 * (max(local_ranks, 2) * per_rank + (64 << 10))
@@ -38,7 +38,7 @@ def segments_bytes(settings: dict[str, Any], local_ranks: int) -> int:
 
 def _shared_memory(name: str, folder: Path, needed: int, need: str = "the control team and one more") -> Check:
     facts: dict[str, Any] = {"folder": str(folder), "needed_bytes": needed}
-    help_ = "DL_COMM_SHM_DIR names another folder; containers take --shm-size or --ipc=host"
+    help_ = "set DL_COMM_SHM_DIR to another folder; start containers with --shm-size or --ipc=host"
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="dl_comm.doctor."):
             pass
@@ -48,20 +48,20 @@ def _shared_memory(name: str, folder: Path, needed: int, need: str = "the contro
     facts |= {"size_bytes": usage.f_blocks * usage.f_frsize, "free_bytes": usage.f_bavail * usage.f_frsize}
     facts |= mount_of(folder)
     size, free = size_text(facts["size_bytes"]), size_text(facts["free_bytes"])
-    text = f"{folder}: {facts.get('type', 'file system not known')}, {size}, {free} free"
+    text = f"{folder}: {facts.get('type', 'unknown file system')}, {size}, {free} free"
     if facts["free_bytes"] < needed:
         text += f", which is less than the {size_text(needed)} for {need}; {help_}"
         return Check("host", name, "bad" if name == "shared memory" else "warn", text, facts)
     if facts.get("type", "tmpfs") not in _MEMORY_FILE_SYSTEMS:
-        return Check("host", name, "warn", f"{text}: not in memory, so averages may wait for a disk; {help_}", facts)
+        return Check("host", name, "warn", f"{text}: not in memory, so calls may wait for a disk; {help_}", facts)
     return Check("host", name, "ok", text, facts)
 
 
 def _left_behind(shared: set[Path], temporary: Path) -> Check:
-    """What processes that are gone have left, and the next start does not remove: it is young, or another user's."""
+    """Leftovers of ended processes that the next start does not remove: they are too new, or of another user."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's, or already ended
             mapped |= set(re.findall(r" (/\S+/(?:dl_comm\.|mpich_shm_)\S+)", maps.read_text(errors="replace")))
     segments = [path for folder in shared for name in ("dl_comm.*", "mpich_shm_*") for path in folder.glob(name)]
     left = sorted(str(path) for path in segments if str(path) not in mapped and path.is_file())
@@ -70,15 +70,13 @@ def _left_behind(shared: set[Path], temporary: Path) -> Check:
     text = f"dumps of {len(dumps)} job(s) in {temporary}, kept for a week" if dumps else "nothing"
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        text += (
-            f"; shared memory that nobody here uses: {', '.join(left[:3])}{more} (of a job that starts now, or left)"
-        )
+        text += f"; unused shared memory: {', '.join(left[:3])}{more} (of a job that starts now, or of a crashed one)"
         return Check("host", "left behind", "warn", text, facts)
     return Check("host", "left behind", "ok", text, facts)
 
 
 def mount_of(folder: Path) -> dict[str, Any]:
-    """Type and options of the file system behind a folder, by /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+    """Type and options of a folder's file system, from /proc/self/mountinfo (proc_pid_mountinfo(5))."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -112,7 +110,7 @@ def _files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
     if 0 <= soft < 1024:
-        text = f"{soft}: few for sockets to many ranks; raise 'ulimit -n' to 1024 or more"
+        text = f"{soft}: too few sockets for many ranks; raise 'ulimit -n' to 1024 or more"
         return Check("host", "open files", "warn", text, facts)
     return Check("host", "open files", "ok", _limit(soft), facts)
 
@@ -133,7 +131,7 @@ def _processors(local_ranks: int) -> Check:
 
 
 def _cgroup(name: str) -> list[str]:
-    """The words of this process's cgroup v2 file of that name, of the nearest group that limits."""
+    """The values of this process's cgroup v2 file ``name``, of the nearest group with a limit."""
     try:
         path = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0].strip("/")
     except OSError:
@@ -141,27 +139,27 @@ def _cgroup(name: str) -> list[str]:
     folder = Path("/sys/fs/cgroup", path)
     for group in (folder, *folder.parents):
         file = group / name
-        if file.is_file() and (words := file.read_text().split()) and words[0] != "max":
-            return words
+        if file.is_file() and (values := file.read_text().split()) and values[0] != "max":
+            return values
         if group == Path("/sys/fs/cgroup"):
             break
     return []
 
 
 def cgroup_cpus() -> float | None:
-    """How many processors' time the cgroup (v2, cpu.max) gives; None: no limit, or not known."""
-    words = _cgroup("cpu.max")
-    return int(words[0]) / int(words[1]) if words else None
+    """The processor limit of the cgroup (v2, cpu.max); None: no limit, or unknown."""
+    values = _cgroup("cpu.max")
+    return int(values[0]) / int(values[1]) if values else None
 
 
 def cgroup_memory() -> int | None:
-    """The memory limit of the cgroup (v2, memory.max) in bytes; None: no limit, or not known."""
-    words = _cgroup("memory.max")
-    return int(words[0]) if words else None
+    """The memory limit of the cgroup (v2, memory.max) in bytes; None: no limit, or unknown."""
+    values = _cgroup("memory.max")
+    return int(values[0]) if values else None
 
 
 def numa_nodes() -> dict[int, set[int]]:
-    """The processors of each NUMA node; empty when the kernel does not tell."""
+    """The processors of each NUMA node; empty if unknown."""
     lists = {folder: folder / "cpulist" for folder in _NODES.glob("node[0-9]*")}
     return {int(folder.name[4:]): numbers_of(file.read_text()) for folder, file in lists.items() if file.exists()}
 
@@ -169,7 +167,7 @@ def numa_nodes() -> dict[int, set[int]]:
 def _numa() -> Check:
     nodes = {str(node): ranges_text(cpus) for node, cpus in sorted(numa_nodes().items())}
     text = "; ".join(f"node {node}: processors {cpus or 'none'}" for node, cpus in nodes.items())
-    return Check("host", "NUMA", "ok", text or "not known", {"nodes": nodes})
+    return Check("host", "NUMA", "ok", text or "unknown", {"nodes": nodes})
 
 
 def _kernel() -> Check:

@@ -1,4 +1,4 @@
-"""Under a launcher: each host's checks by its first rank, then what needs all ranks; rank 0 reports, all exit alike."""
+"""Under a launcher: the first rank of each host checks it, then all ranks check the job; rank 0 reports."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from dl_comm.doctor._probes import LIMIT_S
 from dl_comm.doctor._report import Report
 
 JOB_LIMIT_S = 240.0
-"""How long MPI may take to come up, and how long all that follows may; other ranks' probes are waited for in it."""
+"""Limit of the start of MPI, and of all later checks; includes waits for other ranks' probes."""
 
-ONE_RANK = "one rank: the paths between ranks were not tested; run it again with 'mpiexec -n 2'"
+ONE_RANK = "one rank: no paths between ranks to test; run again with 'mpiexec -n 2'"
 
-# How long a rank that fails before MPI is up stays for rank 0.
+# How long a rank that fails before MPI starts waits for rank 0's report.
 _GRACE_S = 5.0
 
 
 def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
-    """Checks and reports; returns the exit status. ``ranks_only``: what needs no other rank is left out."""
-    report = Report(as_json, speaks=None if launch.rank is None else launch.rank == 0)
+    """Checks and reports; returns the exit status. ``ranks_only`` skips checks that need no other rank."""
+    report = Report(as_json, prints=None if launch.rank is None else launch.rank == 0)
     described: dict[str, Any] = json.loads(_dl_comm.describe())
     first = _local.quick_checks(described, launch)
     if any(check.name == "launcher" and check.verdict == "bad" for check in first):
-        # Some libraries end the whole job when they are brought up by another MPI's launcher.
+        # Some libraries abort the whole job when they start under another MPI's launcher.
         report.add(first)
         _fail(report, described, launch.rank, "start", "MPI was not started")
         return 1
@@ -45,11 +45,11 @@ def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
             local += checks
             report.add(checks)
     try:
-        with _Watch(report, described, launch, "bringing MPI up"):
+        with _Watchdog(report, described, launch, "starting MPI"):
             init()
         described = json.loads(_dl_comm.describe())
-        report.speak(described["rank"] == 0)
-        with _Watch(report, described, launch, "the test of the ranks"):
+        report.set_prints(described["rank"] == 0)
+        with _Watchdog(report, described, launch, "the check of the ranks"):
             _check_ranks(report, described, local, quick)
             healthy = not any(gather(worst(report.checks) == "bad", "verdict"))
     except (CommError, OSError) as error:
@@ -59,13 +59,13 @@ def run(launch: Launch, as_json: bool, quick: bool, ranks_only: bool) -> int:
     return 0 if healthy else 1
 
 
-class _Watch:
-    """Ends the program with a report when what it surrounds takes too long: MPI may hang without a deadline."""
+class _Watchdog:
+    """Reports and exits if the ``with`` block takes too long: MPI may hang without a deadline."""
 
     def __init__(self, report: Report, described: dict[str, Any], launch: Launch, what: str) -> None:
         self._report, self._described, self._what = report, described, what
         self._rank = described.get("rank", launch.rank)
-        # The end of one rank lets mpiexec end all: the one that has the report, and probes to wait for, goes first.
+        # mpiexec ends all ranks after the first exit, so the rank with the report must time out first.
         limit = JOB_LIMIT_S if self._rank in (None, 0) else JOB_LIMIT_S + 2 * LIMIT_S
         self._timer = threading.Timer(limit, self._end)
         self._timer.daemon = True
@@ -83,39 +83,39 @@ class _Watch:
 
 
 def _fail(report: Report, described: dict[str, Any], rank: int | None, name: str, text: str) -> None:
-    """Ends the report with what went wrong; a rank that does not know whether another one speaks does so itself."""
+    """Adds the error and ends the report; a rank without a known number prints it itself."""
     where = f"process {os.getpid()}" if rank is None else f"rank {rank}"
     report.add([Check("ranks", name, "bad", f"{where}: {text}", {"error": text})])
-    report.speak(rank in (None, 0))
+    report.set_prints(rank in (None, 0))
     if rank:
-        # Some launchers end the job with its first process that fails: rank 0 may still have something to say.
+        # Some launchers end the job after the first failed process: let rank 0 report first.
         time.sleep(_GRACE_S if described["state"] == "fresh" else 0)
         print(f"dl_comm.doctor, {where}: {text}", file=sys.stderr, flush=True)
     report.end(described, healthy=False)
 
 
 def _check_ranks(report: Report, described: dict[str, Any], local: list[Check], quick: bool) -> None:
-    """What needs all ranks. Collective; rank 0 gets the checks of the other hosts too."""
-    _dl_comm.barrier()  # messages have gone to every host that messages go to
+    """Checks that need all ranks. Collective; rank 0 also gets the checks of the other hosts."""
+    _dl_comm.barrier()  # opens the connections between the hosts
     level = described["mpi"]["thread_level"]
     report.add([check_thread_level("ranks", "thread level", level, f"{level} granted")])
-    # Of other hosts, what is not as it should be; and how many GPUs each has.
+    # From other hosts: checks that are not ok, and the number of GPUs.
     devices = [check.facts.get("devices", 0) for check in local if check.name == "CUDA"]
     mine = {"checks": [check.to_json() for check in local if check.verdict != "ok"], "gpus": sum(devices)}
-    told = gather({**_ranks.mine(described), **mine}, "ranks")
+    gathered = gather({**_ranks.mine(described), **mine}, "ranks")
     gpus: dict[int, int] = {}
-    speakers = {0: 0}  # of each host, the first rank that looked at it
-    for rank, place in zip(told, described["ranks"], strict=True):
+    speakers = {0: 0}  # of each host, the first rank that checked it
+    for rank, place in zip(gathered, described["ranks"], strict=True):
         host = place["host_index"]
         gpus[host] = max(gpus.get(host, 0), rank["gpus"])
         checks = [Check(**check) for check in rank.pop("checks")]
         if checks and described["rank"] == 0 and speakers.setdefault(host, place["rank"]) == place["rank"] != 0:
             report.add(_named(check, place["host"]) for check in checks)
-    report.add(_ranks.check(described, told, gpus))
+    report.add(_ranks.check(described, gathered, gpus))
     if described["size"] == 1:
         report.add([Check("ranks", "one rank", "ok", ONE_RANK)])
     if not quick:
-        report.add([_bandwidth.check(described) if described["size"] > 1 else _bandwidth.check_alone()])
+        report.add([_bandwidth.check(described) if described["size"] > 1 else _bandwidth.check_single_rank()])
 
 
 def _named(check: Check, host: str) -> Check:

@@ -1,4 +1,4 @@
-"""What the environment tells of the launcher that started this process, before MPI is up. Pure."""
+"""Detects the launcher of this process from the environment, before MPI starts. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """Who started this process.
+    """The launcher of this process.
 
     Attributes:
-        launcher: The launcher, in words.
-        family: Its MPI: ``mpich`` or ``openmpi``; None: it serves several.
-        rank: The rank that it gave; None when it does not tell.
-        size: How many processes it started.
-        local_rank: The rank among those of the host.
+        launcher: Its name.
+        family: Its MPI: ``mpich`` or ``openmpi``; None: several.
+        rank: The rank of this process; None: unknown.
+        size: The number of processes.
+        local_rank: The rank on this host.
     """
 
     launcher: str
@@ -26,11 +26,11 @@ class Launch:
 
     @property
     def first_on_host(self) -> bool:
-        """Whether this process speaks for its host; every process does where the launcher does not tell."""
+        """Whether this process reports for its host; true for every process if the launcher sets no rank."""
         return not self.local_rank if self.local_rank is not None else not self.rank
 
 
-# Launcher, family, and the variables of rank, size and local rank, by which it is known.
+# Name, family, and the variables of rank, size and local rank that identify it.
 _LAUNCHERS = (
     (
         "Open MPI's mpirun",
@@ -40,31 +40,31 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
     ("Cray's PALS", None, "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    ("an mpiexec of MPICH's kind", "mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("an mpiexec of the MPICH family", "mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", None, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
-# What a probe must not inherit: it is no part of the job.
+# Probes are not part of the job, so they must not inherit these.
 _PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "SLURM_", "DL_COMM_HELPER_OF")
 
 
 def launch_of(env: Mapping[str, str]) -> Launch | None:
-    """The launcher of a process with this environment; None when nobody launched it.
+    """The launcher of a process with this environment; None without a launcher.
 
-    Slurm's variables are also set in a shell on a compute node; they count when they tell of more than one process.
+    A shell on a compute node also has Slurm's variables; they count only with more than one process.
     """
     for launcher, family, *variables in _LAUNCHERS:
         rank, size, local_rank = (_number(env.get(variable)) for variable in variables)
         known = {"srun": (size or 0) > 1, "Cray's PALS": rank is not None}
         if known.get(launcher, rank is not None or size is not None):
-            # Slurm speaks PMI too: its variables know the local rank then.
+            # srun may set PMI variables without a local rank.
             local_rank = _number(env.get("SLURM_LOCALID")) if local_rank is None else local_rank
             return Launch(launcher, family if "SLURM_PROCID" not in env else None, rank, size, local_rank)
     return None
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a launcher put there."""
+    """The environment without a launcher's variables."""
     return {name: value for name, value in env.items() if not name.startswith(_PREFIXES)}
 
 

@@ -1,4 +1,4 @@
-"""The checks that need no other rank, in the order of the report. They come before MPI does: they start processes."""
+"""The checks that need no other rank, in report order. They run before MPI starts, because they start processes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from dl_comm.doctor._launcher import Launch
 
 
 def quick_checks(described: dict[str, Any], launch: Launch | None) -> list[Check]:
-    """Those that only look at this process: they take no time, and nothing in them can fail."""
+    """Checks of this process only: instant, and they cannot crash."""
     launcher = [_mpi.check_launcher(described, launch)] if launch else []
     return [*_build.check(described), _mpi.check_library(described), *launcher]
 
 
 def checks(described: dict[str, Any], launch: Launch | None, imports: bool) -> Iterator[list[Check]]:
-    """All of them, in parts, each as soon as it is known.
+    """Yields all checks in parts, each as soon as it is complete.
 
     Args:
-        described: What ``dl_comm_describe`` tells.
-        launch: Who launched this process; None: nobody did.
+        described: The output of ``dl_comm_describe``.
+        launch: The launcher of this process; None: none.
         imports: Whether to import the frameworks.
     """
     yield quick_checks(described, launch)
-    # Started together, asked in turn.
+    # All probes run concurrently.
     programs, mpi4py = _mpi.Programs(described, launch), _mpi.Mpi4py(described) if find_spec("mpi4py") else None
-    alone = None if launch else _mpi.Alone()
+    single_rank = None if launch else _mpi.SingleRank()
     frameworks, gpu = Frameworks(imports), Gpu()
     yield programs.check()
     yield mpi4py.check() if mpi4py else []
-    yield alone.check() if alone else []
+    yield single_rank.check() if single_rank else []
     yield frameworks.check()
     yield _host.check(described, _local_ranks(launch))
     yield gpu.check()
 
 
 def _local_ranks(launch: Launch | None) -> int:
-    """The ranks of this host, as the launcher tells; where it does not, two stand for all of a job of several."""
+    """The number of ranks on this host from the launcher's variables; at most 2 if unknown."""
     known = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
     return int(known) if known.isdigit() else min(launch.size or 1, 2) if launch else 1

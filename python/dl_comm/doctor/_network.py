@@ -1,6 +1,6 @@
-"""Which network the messages between hosts take, seen from the process; MPI libraries have no common way to ask.
+"""Detects the network between hosts from the process's open files; MPI libraries have no common query for it.
 
-It is told by the TCP connections to other hosts, and the devices of fast networks, that the process has open.
+Sources are TCP connections to other hosts and open devices of fast networks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _DEVICES = {"/dev/infiniband/": "verbs", "/dev/cxi": "Slingshot", "/dev/hfi1": "
 
 
 def used() -> dict[str, Any]:
-    """What this process uses: ``tcp``, a list of interfaces with the addresses of the other side, and ``devices``."""
+    """The network of this process: ``tcp``, a list of interfaces with peer addresses, and ``devices``."""
     interfaces = _interfaces()
     sockets, devices = set(), set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # it may be closed meanwhile
+        with contextlib.suppress(OSError):  # already closed
             target = os.readlink(descriptor)
             if target.startswith("socket:["):
                 sockets.add(target[8:-1])
@@ -44,13 +44,13 @@ def used() -> dict[str, Any]:
 
 
 def used_text(network: dict[str, Any]) -> str:
-    """The same for people."""
+    """The network as text for people."""
     parts = [*network["devices"], *(f"TCP on {item['interface']}" for item in network["tcp"])]
-    return " and ".join(parts) or "a network that is not known: no TCP connection and no fast network's device is open"
+    return " and ".join(parts) or "an unknown network: no TCP connection and no device of a fast network is open"
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address as /proc/net/tcp writes it: words of 32 bits in the byte order of the host."""
+    """Parses an address of /proc/net/tcp: words of 32 bits in host byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     raw = struct.pack(f"={len(words)}I", *words)
     if len(words) == 1:

@@ -1,6 +1,6 @@
-"""What runs in a process of its own, because it may crash or hang: ``python _probe_script.py NAME [ARGUMENTS]``.
+"""Probes that may crash or hang, each run in a separate process: ``python _probe_script.py NAME [ARGUMENTS]``.
 
-Prints one line of JSON after ``_MARK``. Started as a file: it imports dl_comm only where that is what is probed.
+Prints one line of JSON after ``_MARK``. Run by path, so that only probes of dl_comm import it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _MAPS = Path("/proc/self/maps")
 
 
 def framework(name: str, operations: str) -> dict[str, Any]:
-    """Imports a framework and, with ``operations``, dl_comm's operations for it, which are built already."""
+    """Imports a framework and, with ``operations``, dl_comm's built operations for it."""
     began = time.monotonic()
     module = __import__(name)
-    told: dict[str, Any] = {"version": module.__version__, "import_s": round(time.monotonic() - began, 2)}
+    result: dict[str, Any] = {"version": module.__version__, "import_s": round(time.monotonic() - began, 2)}
     if name == "torch":
-        told["cuda_build"] = module.version.cuda
+        result["cuda_build"] = module.version.cuda
     else:
-        told["cuda_build"] = module.sysconfig.get_build_info().get("cuda_version")
+        result["cuda_build"] = module.sysconfig.get_build_info().get("cuda_version")
     if operations == "operations":
         __import__(f"dl_comm.{name}")
-    return told
+    return result
 
 
 def mpi4py() -> dict[str, Any]:
-    """The MPI of mpi4py, without bringing it up."""
+    """The MPI of mpi4py, without starting it."""
     import mpi4py as package
 
     package.rc.initialize = False
@@ -43,39 +43,39 @@ def mpi4py() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The CUDA driver, NVRTC and NCCL, as the core finds them: by the loader, or in this Python's packages."""
+    """The CUDA driver, NVRTC and NCCL, as the core finds them: with the loader, or in this Python's packages."""
     from dl_comm import _dl_comm
     from dl_comm._cuda import preload
 
-    told: dict[str, Any] = {"packaged": list(preload())}
+    result: dict[str, Any] = {"packaged": list(preload())}
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        told["cuda_error"] = str(error)
+        result["cuda_error"] = str(error)
     else:
         number = ctypes.c_int()
         code = cuda.cuInit(0)
         if code:
-            told["cuda_error"] = f"cuInit returned {code}"
+            result["cuda_error"] = f"cuInit returned {code}"
         else:
             cuda.cuDriverGetVersion(ctypes.byref(number))
-            told["cuda_driver_api"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+            result["cuda_driver_api"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
             try:
-                told["devices"] = _dl_comm.gpu_count()
+                result["devices"] = _dl_comm.gpu_count()
             except Exception as error:
-                told["cuda_error"] = str(error)
-    told |= _nvrtc()
+                result["cuda_error"] = str(error)
+    result |= _nvrtc()
     try:
         nccl = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        told["nccl_error"] = str(error)
+        result["nccl_error"] = str(error)
     else:
         number = ctypes.c_int()
         nccl.ncclGetVersion(ctypes.byref(number))
         # NCCL 2.9 and later: major * 10000 + minor * 100 + patch (nccl.h, NCCL_VERSION).
-        told["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-        told["nccl_library"] = _file_of("libnccl.so")
-    return told
+        result["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+        result["nccl_library"] = _file_of("libnccl.so")
+    return result
 
 
 def _nvrtc() -> dict[str, Any]:
@@ -95,8 +95,8 @@ def _file_of(name: str) -> str | None:
     return next((line[-1] for line in lines if f"/{name}" in line[-1]), None)
 
 
-def alone() -> dict[str, Any]:
-    """dl_comm as rank 0 of 1: brings MPI up, averages, ends."""
+def single_rank() -> dict[str, Any]:
+    """dl_comm as rank 0 of 1: starts MPI, averages, ends."""
     import numpy as np
 
     import dl_comm
@@ -110,10 +110,10 @@ def alone() -> dict[str, Any]:
     return described
 
 
-_PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "alone": alone}
+_PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "single_rank": single_rank}
 
 if __name__ == "__main__":
-    # This file's folder is put first there; its modules are not meant for others.
+    # Python put this file's folder first; its private modules must not shadow others.
     sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]
     result = _PROBES[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]
     print(_MARK + json.dumps(result), flush=True)

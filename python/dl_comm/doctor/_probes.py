@@ -1,6 +1,6 @@
-"""Runs what may crash or hang in processes of their own, side by side, each with a time limit.
+"""Runs probes that may crash or hang in concurrent processes, each with a time limit.
 
-Thread rule: one thread. A probe starts in a session of its own, so that at its limit all of it can be killed.
+Thread rule: one thread. A probe has its own session, so that it can be killed with its children at its limit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dl_comm.doctor._launcher import launch_of, without_launcher
 from dl_comm.doctor._probe_script import _MARK
 
 LIMIT_S = 90.0
-"""How long a probe may take; a first import of a large framework from a slow file system takes its time."""
+"""Limit of a probe; the first import of a large framework from a slow file system may take a minute."""
 
 
-# What MPICH's mpiexec says below the line in which it tells how a rank ended.
+# Lines that MPICH's mpiexec prints after the line with the rank's exit.
 _BOILERPLATE = ("=", "This typically refers to a problem", "Please see the FAQ page")
 
 
 class Failed(Exception):
-    """A probe or a program did not do it; the text says how it ended and its last words."""
+    """A probe or a program failed; the text has its exit and its last line."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Ended:
     code: int
     text: str
 
-    def words(self) -> str:
-        """The end and the last words."""
+    def summary(self) -> str:
+        """The exit and the last line."""
         how = f"was killed by signal {-self.code}" if self.code < 0 else f"ended with status {self.code}"
-        return f"{how}{_last_words(self.text)}"
+        return f"{how}{_last_line(self.text)}"
 
 
 class Process:
-    """A program under way, with its output in a file."""
+    """A running program, with its output in a file."""
 
     def __init__(self, command: Sequence[str], limit: float = LIMIT_S, extra: Mapping[str, str] | None = None) -> None:
         self._limit = limit
@@ -72,50 +72,50 @@ class Process:
             self._error = error
 
     def end(self) -> Ended:
-        """Waits for the end.
+        """Waits for the exit.
 
         Raises:
-            Failed: It was not started, or ran into its limit.
+            Failed: It could not start, or exceeded its limit.
         """
         with self._output:
             if self._error is not None:
                 raise Failed(str(self._error))
-            late = False
+            timed_out = False
             try:
                 self._process.wait(max(self._ends - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                late = True
+                timed_out = True
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._output.seek(0)
             text = self._output.read().decode(errors="replace")
-        if late:
-            raise Failed(f"did not end within {self._limit:.0f} s{_last_words(text)}")
+        if timed_out:
+            raise Failed(f"did not end within {self._limit:.0f} s{_last_line(text)}")
         return Ended(self._process.returncode, text)
 
     def result(self) -> str:
-        """Waits for the end, and returns what was printed.
+        """Waits for the exit, and returns the output.
 
         Raises:
-            Failed: As ``end``, and when it ended with another status than 0.
+            Failed: As ``end``, or the exit status is not 0.
         """
         ended = self.end()
         if ended.code:
-            raise Failed(ended.words())
+            raise Failed(ended.summary())
         return ended.text
 
 
 class Probe:
-    """One of the functions of ``_probe_script.py``, under way."""
+    """A running function of ``_probe_script.py``."""
 
     def __init__(self, *arguments: str) -> None:
         script = str(Path(__file__).with_name("_probe_script.py"))
         self._process = Process([sys.executable, script, *arguments])
 
     def result(self) -> dict[str, Any]:
-        """Waits for what the function returns.
+        """Waits for the function's result.
 
         Raises:
             Failed: As ``Process.result``.
@@ -123,16 +123,16 @@ class Probe:
         text = self._process.result()
         lines = [line for line in text.splitlines() if line.startswith(_MARK)]
         if not lines:
-            raise Failed(f"ended without a result{_last_words(text)}")
-        told: dict[str, Any] = json.loads(lines[-1][len(_MARK) :])
-        return told
+            raise Failed(f"ended without a result{_last_line(text)}")
+        result: dict[str, Any] = json.loads(lines[-1][len(_MARK) :])
+        return result
 
 
 def _environment() -> dict[str, str]:
-    """This process's; in a job without what makes this process a rank, which a probe is not."""
+    """The environment of a probe: without a launcher's variables, because a probe is not a rank."""
     return without_launcher(os.environ) if launch_of(os.environ) else dict(os.environ)
 
 
-def _last_words(text: str) -> str:
+def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_BOILERPLATE)]
     return f": {lines[-1][:400]}" if lines else ""

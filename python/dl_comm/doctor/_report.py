@@ -1,4 +1,4 @@
-"""The report: text for people as it comes, or one JSON object at the end."""
+"""The report: text during the checks, or one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class Report:
 
     Args:
         as_json: Whether to print one JSON object in ``end`` instead of text.
-        speaks: Whether this process prints; None: not known yet, what is added waits.
+        prints: Whether this process prints; None: not known yet, checks are kept.
     """
 
-    def __init__(self, as_json: bool, speaks: bool | None) -> None:
+    def __init__(self, as_json: bool, prints: bool | None) -> None:
         self.checks: list[Check] = []
         self._as_json = as_json
-        self._speaks = speaks
+        self._prints = prints
         self._printed = 0
         self._group = ""
 
     def add(self, checks: Iterable[Check]) -> None:
-        """Adds checks, and prints them where this process prints text."""
+        """Adds checks, and prints them if this process prints text."""
         self.checks += checks
         self._show()
 
-    def speak(self, speaks: bool) -> None:
-        """Says whether this process prints, now that it is known."""
-        self._speaks = speaks
+    def set_prints(self, prints: bool) -> None:
+        """Sets whether this process prints, and prints the kept checks."""
+        self._prints = prints
         self._show()
 
     def _show(self) -> None:
-        if self._as_json or not self._speaks:
+        if self._as_json or not self._prints:
             return
         for check in self.checks[self._printed :]:
             if check.group != self._group:
@@ -50,9 +50,9 @@ class Report:
         self._printed = len(self.checks)
 
     def end(self, described: dict[str, Any], healthy: bool) -> None:
-        """Prints the last line, or the object. ``healthy`` counts for all ranks."""
+        """Prints the summary line, or the JSON object. ``healthy``: all ranks are healthy."""
         self._show()
-        if not self._speaks:
+        if not self._prints:
             return
         summary = self._summary(healthy)
         if not self._as_json:
@@ -66,7 +66,7 @@ class Report:
             if check.verdict == "bad":
                 return f"NOT healthy; first: {check.group}, {check.name}: {check.text}"
         if not healthy:
-            return "NOT healthy; another rank found what is wrong and said it above"
+            return "NOT healthy; another rank reported the problem above"
         warnings = sum(check.verdict == "warn" for check in self.checks)
         if worst(self.checks) == "ok":
             return "healthy"

@@ -1,4 +1,4 @@
-"""The versions that were tried: the table of docs/wheels.md, which ``tests/wheels.sh`` makes."""
+"""The tested versions: the table of docs/wheels.md, which ``tests/wheels.sh`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TESTED = {"python": ((3, 10), (3, 13)), "torch": ((2, 10), (2, 15)), "tensorflow
 
 
 def is_tested(name: str, version: str) -> bool:
-    """Whether ``version`` (``2.11.0+cpu``, say) of ``name`` lies in the tested range."""
+    """Whether ``version`` (for example ``2.11.0+cpu``) of ``name`` is in the tested range."""
     found = re.match(r"(\d+)\.(\d+)", version)
     lowest, highest = TESTED[name]
     return found is not None and lowest <= (int(found[1]), int(found[2])) <= highest

@@ -3,8 +3,8 @@
     dl-comm-run -n 4 python train.py
     dl-comm-run -H node1:4,node2:4 --network eth0 --output-dir logs python train.py
 
-On MPICH, Open MPI, Slurm's ``srun`` and under PBS, by detection; ``--dry-run`` prints the launcher's command line. At
-the end it says which rank failed first, why, and what it had written last. docs/run.md is the manual.
+Detects MPICH, Open MPI, Slurm's ``srun`` and PBS; ``--dry-run`` prints the launcher's command line. After a failure it
+reports the rank that failed first, the cause, and the rank's last lines. docs/run.md is the manual.
 
 Imports neither a framework nor the compiled module.
 """
@@ -20,9 +20,9 @@ from dataclasses import replace
 from dl_comm.run._check import healthy
 from dl_comm.run._dump import dump
 from dl_comm.run._find import built_for, find
-from dl_comm.run._hosts import Host, allocation, place
+from dl_comm.run._hosts import Host, allocation, assign_ranks
 from dl_comm.run._launch import run, wrapped
-from dl_comm.run._launchers import Job, Launcher, command_line
+from dl_comm.run._launchers import JobSpec, Launcher, command_line
 from dl_comm.run._network import addresses, variables
 from dl_comm.run._options import Options, UsageError, parse
 
@@ -33,17 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
     Args:
-        arguments: The words after the program's name; ``None``: this process's own.
+        arguments: The arguments after the program's name; ``None``: those of this process.
 
     Returns:
-        The exit status: that of the rank that failed first (128 + signal), or of the launcher where none is known to
-        have failed; 1 when ranks were stopped before their end and nobody knows why, or when ``--check`` found
-        something; 2 when what was asked for cannot be done.
+        The exit status: that of the rank that failed first (128 + signal), or of the launcher if no rank is known to
+        have failed; 1 if ranks were stopped for an unknown reason, or if ``--check`` found a problem; 2 for an invalid
+        command line.
     """
     try:
         return _run(parse(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
-        _say(str(error))
+        _log(str(error))
         return 2
 
 
@@ -74,38 +74,38 @@ def _run(options: Options) -> int:
     rank_settings = {
         "show": options.show,
         "output_dir": str(options.output_dir) if options.output_dir else None,
-        # srun binds as the site has it configured.
+        # srun binds by default, as configured by the site.
         "bound": options.bind in ("core", "numa") or (launcher.kind == "srun" and options.bind is None),
         "pin_gpu": options.pin_gpu,
         "local": options.ppn or -(-(job.ranks or 1) // max(1, len(hosts))),
     }
-    # The words of --mpi-args may name hosts that are not known here.
+    # --mpi-args may name further hosts.
     reached = addresses([host.name for host in hosts], options.network, anywhere=bool(options.mpi_args))
     found = run(command_line(launcher, reported), env, rank_settings, reached, job.ranks, options.grace)
     if found.text:
-        _say(found.text)
+        _log(found.text)
     return found.status
 
 
-def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], Job]:
-    """The hosts that are used, as far as they are known, and the job on them."""
+def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], JobSpec]:
+    """The known hosts and the job on them."""
     try:
         batch = allocation(os.environ)
         known = options.hosts or (batch[1] if batch else ())
-        # Open MPI's and MPICH's launchers, and srun, ask Slurm themselves; without hosts the ranks are on this one.
-        told = bool(options.hosts) or (batch is not None and batch[0] == "pbs")
-        used = place(known, options.ranks, options.ppn) if told else ()
+        # Open MPI's and MPICH's launchers, and srun, query Slurm themselves; without hosts all ranks are on this one.
+        explicit = bool(options.hosts) or (batch is not None and batch[0] == "pbs")
+        used = assign_ranks(known, options.ranks, options.ppn) if explicit else ()
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     ranks = options.ranks or sum(options.ppn or host.slots for host in known) or None
     if ranks is None and options.command:
-        raise UsageError("how many ranks? Say it with -n, or name hosts with -H or --hostfile")
-    job = Job(options.command, ranks, used, options.ppn, options.bind, options.network, extra=options.mpi_args)
+        raise UsageError("how many ranks? Set -n, or name hosts with -H or --hostfile")
+    job = JobSpec(options.command, ranks, used, options.ppn, options.bind, options.network, extra=options.mpi_args)
     return used or known, job
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """What the options set, for the launcher and its ranks. What the user has set of a network's variables stands."""
+    """Variables of the options, for the launcher and its ranks. A network variable that is already set is kept."""
     network = variables(options.network) if options.network else {}
     found = {
         name: value for name, value in network.items() if name == "DL_COMM_SOCKET_IFNAME" or name not in os.environ
@@ -115,6 +115,6 @@ def _environment(options: Options) -> dict[str, str]:
     return {**found, **options.environment}
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     lines = (line if line.startswith(" ") else f"dl-comm-run: {line}" for line in text.splitlines())
     print("\n".join(lines), file=sys.stderr, flush=True)

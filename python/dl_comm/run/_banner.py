@@ -1,4 +1,4 @@
-"""What MPICH's launcher prints on stdout when a rank has failed, taken out: the verdict says more, and stands alone."""
+"""Removes the banner that MPICH's launcher prints on stdout after a failure; our report has more detail."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _BANNER = re.compile(
     re.escape(_FIRST) + rb".*?" + re.escape(_RULE) + rb"(YOUR APPLICATION TERMINATED .*?debugging suggestions\n)?",
     re.DOTALL,
 )
-_LONGEST = 1 << 12
-_HELD_S = 0.5  # how long what may be a banner waits for the rest
+_MAX_BYTES = 1 << 12
+_TIMEOUT_S = 0.5  # how long a possible banner is held for the rest
 
 
 class Banner:
-    """Takes the banner out of a stream of bytes. Pure."""
+    """Removes the banner from a stream of bytes. Pure."""
 
     def __init__(self) -> None:
-        self.held = b""  # what may be, or begin, a banner
-        self._at_line = True  # whether what comes next begins a line
+        self.held = b""  # a possible banner, or its start
+        self._at_line = True  # whether the next byte begins a line
 
     def feed(self, data: bytes) -> bytes:
-        """Takes ``data``; what can be shown by now."""
+        """Adds ``data``; returns the bytes that can be shown now."""
         text = self.held + data
         starts = [0] if self._at_line else []
         starts += [match.end() for match in re.finditer(rb"\n", text)]
         for start in starts:
             rest = text[start:]
-            if rest and (rest.startswith(_FIRST) or _FIRST.startswith(rest)) and len(rest) < _LONGEST:
+            if rest and (rest.startswith(_FIRST) or _FIRST.startswith(rest)) and len(rest) < _MAX_BYTES:
                 self.held, self._at_line = rest, True
                 return text[:start]
         self.held = b""
@@ -38,19 +38,19 @@ class Banner:
         return text
 
     def rest(self) -> bytes:
-        """What is held, when nothing follows, without the banner."""
+        """Returns the held bytes without the banner, at the end of the stream or after the timeout."""
         shown, self.held = _BANNER.sub(b"", self.held), b""
         self._at_line = shown.endswith(b"\n") or not shown
         return shown
 
 
 def copy_without_banner(source: int, target: int) -> None:
-    """Copies ``source`` to ``target`` until its end, without the banner. Once nobody reads any more, it only reads."""
+    """Copies ``source`` to ``target`` until its end, without the banner. After a write error it only reads."""
     banner, reads, more = Banner(), True, True
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         while more:
-            if banner.held and not selector.select(_HELD_S):
+            if banner.held and not selector.select(_TIMEOUT_S):
                 shown = banner.rest()
             else:
                 data = os.read(source, 1 << 16)

@@ -1,4 +1,4 @@
-"""``--check``: ``python -m dl_comm.doctor`` on every host, before anything else is started there."""
+"""``--check``: runs ``python -m dl_comm.doctor`` on every host before the job."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dl_comm.run._hosts import Host
-from dl_comm.run._launchers import Job, Launcher, command_line
+from dl_comm.run._launchers import JobSpec, Launcher, command_line
 from dl_comm.run._network import is_here
 from dl_comm.run._options import UsageError
 
 
-def healthy(launcher: Launcher, job: Job, hosts: Sequence[Host], env: Mapping[str, str]) -> bool:
-    """Whether the doctor finds nothing wrong; what it says otherwise goes to stderr.
+def healthy(launcher: Launcher, job: JobSpec, hosts: Sequence[Host], env: Mapping[str, str]) -> bool:
+    """Whether the doctor finds no problem; otherwise its report goes to stderr.
 
-    With other hosts than this one it runs under the job's launcher, a rank on each.
+    With remote hosts it runs under the job's launcher, one rank on each host.
 
     Args:
         launcher: The job's.
-        job: What is to be started afterwards.
-        hosts: Where; none: here.
+        job: The job to start afterwards.
+        hosts: Its hosts; none: this host.
         env: The launcher's environment.
 
     Raises:
         UsageError: The launcher cannot be started.
     """
-    words = [sys.executable, "-m", "dl_comm.doctor"]
+    command = [sys.executable, "-m", "dl_comm.doctor"]
     if any(not is_here(host.name) for host in hosts):
         named = tuple(Host(host.name) for host in job.hosts)
-        words = command_line(launcher, replace(job, command=words, ranks=len(hosts), hosts=named, ppn=1, bind=None))
+        command = command_line(launcher, replace(job, command=command, ranks=len(hosts), hosts=named, ppn=1, bind=None))
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, check=False
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, check=False
         )
     except OSError as error:
-        raise UsageError(f"cannot start {words[0]}: {error.strerror}") from error
+        raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
     if done.returncode != 0:
         sys.stderr.write(done.stdout.decode(errors="replace"))
-        status = f"dl-comm-run: --check: 'python -m dl_comm.doctor' ended with status {done.returncode}"
+        status = f"dl-comm-run: --check: 'python -m dl_comm.doctor' exited with status {done.returncode}"
         print(f"{status}; nothing was started", file=sys.stderr, flush=True)
     return done.returncode == 0

@@ -1,14 +1,14 @@
-"""What each rank starts as: it runs the program, shows or keeps its output, and tells the launcher how it ended.
+"""The wrapper of each rank: runs the program, forwards its output, and reports its exit to the launcher.
 
-A file of its own, run by path, with the standard library only: ``python -I -S _child.py PROGRAM...``. Two processes:
+Run by path with the standard library only: ``python -I -S _child.py PROGRAM...``. Two processes:
 
-- the *parent*, which the launcher knows. It starts the program in a process group of its own, hands signals on, and
-  leaves as the program did, with its status or by its signal;
-- the *keeper*, in a session of its own, which reads the program's output. A launcher kills the other ranks at once when
-  one fails: the keeper outlives that for long enough to tell what they wrote last, and to kill what they left behind.
+- the *parent*, which the launcher started. It runs the program in a new process group, forwards signals to it, and
+  exits with the program's status or signal;
+- the *forwarder*, in a new session, which reads the program's output. Launchers kill all other ranks when one fails;
+  the forwarder survives that long enough to report the last lines and to kill leftover processes.
 
-The parent tells the keeper, through a pipe, the program's process and its end, and waits for it. So the launcher hears
-of a rank's end before anybody acts upon it: who came first is who failed first.
+The parent writes the program's pid and its exit to the forwarder through a pipe, and waits for the forwarder. So
+``dl-comm-run`` learns of an exit before the launcher reacts, and the first report is the first failure.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-# Each launcher's own come first: Slurm's are also set in the shell of a job.
+# Slurm's come last: they are also set in the shell of a job.
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
-TOKEN_BYTES = 32  # what a connection to the launcher begins with
+TOKEN_BYTES = 32  # length of the token that begins a connection to dl-comm-run
 TAIL_LINES = 30
 LINE_BYTES = 2000
-SILENCE_S = 2.0  # how long to wait for more output, of processes it has left behind, once the program has ended
-FAILED_SILENCE_S = 0.3  # the same when it has failed: they are killed then
-ANSWER_S = 5.0  # and for the launcher's answer
-HELD_S = 0.1  # how long part of a line waits for the rest
+SILENCE_S = 2.0  # how long to wait for output of leftover processes after the program has ended
+FAILED_SILENCE_S = 0.3  # the same after a failure, when they are killed
+ANSWER_S = 5.0  # limit of the launcher's answer
+PARTIAL_LINE_S = 0.1  # how long an incomplete line is held
 SIGNAL_THREAD = "dlcomm-signal"  # core/src/dump.rs names it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> NoReturn:
-    """Runs the program on the command line, as the variable ``DL_COMM_RUN_CONFIG`` says."""
+    """Runs the program on the command line with the settings in ``DL_COMM_RUN_CONFIG``."""
     job = json.loads(base64.urlsafe_b64decode(os.environ.pop("DL_COMM_RUN_CONFIG")))
     rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
     out, err, life = os.pipe(), os.pipe(), os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+    forwarder = os.fork()
+    if forwarder == 0:
         try:
-            Keeper(job, rank, out[0], err[0], life[0]).run()
+            OutputForwarder(job, rank, out[0], err[0], life[0]).run()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -64,39 +64,39 @@ def main() -> NoReturn:
     for reader in (out[0], err[0], life[0]):
         os.close(reader)
     end = run_program(sys.argv[1:], environment(job), out[1], err[1], life[1])
-    with contextlib.suppress(BrokenPipeError):  # a keeper that was killed tells nothing
+    with contextlib.suppress(BrokenPipeError):  # the forwarder was killed
         os.write(life[1], json.dumps(end).encode() + b"\n")
     os.close(life[1])
-    os.waitpid(keeper, 0)
+    os.waitpid(forwarder, 0)
     if end["status"] or end["signal"]:
         kill_group(end["pid"])
     if end["signal"]:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left its own
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has dumped its own core
         signal.signal(end["signal"], signal.SIG_DFL) if end["signal"] != signal.SIGKILL else None
         os.kill(os.getpid(), end["signal"])
     os._exit(128 + end["signal"] if end["signal"] else end["status"])
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that a process with this environment would see, as ``CUDA_VISIBLE_DEVICES`` names them.
+    """The GPUs that a process with this environment sees, as names for ``CUDA_VISIBLE_DEVICES``.
 
-    Found without CUDA, which would look at that variable for the last time.
+    Does not use CUDA, because CUDA reads that variable only once.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
         names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
     numbers = (file.name.removeprefix("nvidia") for file in devices.glob("nvidia[0-9]*"))
-    # CUDA counts what is there from 0, whatever the devices' numbers are.
+    # CUDA numbers the devices from 0, whatever their file names are.
     return [str(i) for i in range(sum(number.isdecimal() for number in numbers))]
 
 
 def one_gpu(environ: Mapping[str, str], job: dict[str, Any]) -> dict[str, str]:
-    """The variable that leaves a rank the GPU of its turn; nothing where there is none, or no local rank is told."""
+    """The variable that selects the GPU of a rank; empty without a GPU or a known local rank."""
     local = next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdecimal()), None)
     gpus = visible_gpus(environ)
     if local is None or not gpus:
         if local in (None, 0):
-            why = "there is no GPU" if not gpus else "the launcher does not tell local ranks"
+            why = "there is no GPU" if not gpus else "the launcher sets no local rank"
             print(f"dl-comm-run: --pin-gpu does nothing on {socket.gethostname()}: {why}", file=sys.stderr)
         return {}
     size = next((int(environ[name]) for name in LOCAL_SIZES if environ.get(name, "").isdecimal()), job["local"])
@@ -107,25 +107,25 @@ def one_gpu(environ: Mapping[str, str], job: dict[str, Any]) -> dict[str, str]:
 
 
 def environment(job: dict[str, Any]) -> dict[str, str]:
-    """The program's environment: lines come as they are written, and a fatal signal leaves Python's stack."""
+    """The program's environment: unbuffered output, and Python's stack after a fatal signal."""
     found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     if job.get("pin_gpu"):
         found |= one_gpu(found, job)
     if "OMP_NUM_THREADS" not in found:
         local = next((int(found[name]) for name in LOCAL_SIZES if found.get(name, "").isdecimal()), job["local"])
         allowed = len(os.sched_getaffinity(0))
-        # A bound rank has its processors to itself; otherwise the ranks of the host share them.
+        # A bound rank owns its processors; otherwise the ranks of the host share them.
         share = (os.cpu_count() or 1) // local if job["bound"] else allowed // local
         found["OMP_NUM_THREADS"] = str(max(1, min(allowed, share)))
     return found
 
 
 def run_program(command: list[str], env: dict[str, str], out: int, err: int, life: int) -> dict[str, Any]:
-    """Runs ``command`` to its end; ``out``, ``err`` and ``life`` are closed to it, but for its own output.
+    """Runs ``command`` to its end with output to ``out`` and ``err``, and writes its pid to ``life``.
 
     Returns:
-        ``status`` or ``signal``, ``asked``: the first signal that was handed on to it, ``seconds``, ``oom``: whether
-        the system killed a process for want of memory meanwhile.
+        ``status`` or ``signal``; ``asked``: the first signal forwarded to it; ``seconds``; ``oom``: whether the system
+        killed a process meanwhile because it was out of memory.
     """
     started, killed = time.monotonic(), oom_kills()
     parent = os.getpid()
@@ -137,12 +137,12 @@ def run_program(command: list[str], env: dict[str, str], out: int, err: int, lif
         if os.getppid() != parent:
             os._exit(1)
 
-    # No handler of Python's for the program to inherit, nor for a signal that comes before ours stand.
+    # Remove Python's handler, so that an early signal is not lost.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end: dict[str, Any] = {"status": 0, "signal": 0, "asked": 0, "pid": 0}
     try:
-        # PMI's descriptors are inherited: close_fds=False.
+        # The program inherits PMI's descriptors: close_fds=False.
         program = subprocess.Popen(command, env=env, stdout=out, stderr=err, close_fds=False, preexec_fn=prepare)
     except OSError as error:
         os.write(err, f"dl-comm-run: cannot start {command[0]}: {error.strerror}\n".encode())
@@ -169,14 +169,14 @@ def run_program(command: list[str], env: dict[str, str], out: int, err: int, lif
 
 
 def kill_group(pid: int) -> None:
-    """Kills what is left of the group of the program ``pid``; 0: there was none."""
+    """Kills the remaining processes of the program's group; 0: no program."""
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
 
 def oom_kills() -> int:
-    """How many processes this system has killed for want of memory since it started (Linux >= 4.13)."""
+    """How many processes the system has killed since boot because it was out of memory (Linux >= 4.13)."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -184,13 +184,13 @@ def oom_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def below(pid: int) -> list[int]:
-    """Process ``pid`` and those that it has started, directly or not, on this host; the nearest first."""
+def descendants(pid: int) -> list[int]:
+    """Process ``pid`` and its descendants on this host, nearest first."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
-                # pid (name) state ppid: the name may have anything in it.
+            with contextlib.suppress(OSError):  # already ended
+                # pid (name) state ppid: the name may contain any character.
                 parent = int(Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(name))
     found = [pid]
@@ -199,10 +199,10 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def ranks_below(pid: int) -> list[int]:
-    """Those among them in which dl_comm is up: they have its thread that waits for SIGUSR1."""
+def rank_processes(pid: int) -> list[int]:
+    """The descendants that run dl_comm: they have its SIGUSR1 thread."""
     found = []
-    for each in below(pid):
+    for each in descendants(pid):
         with contextlib.suppress(OSError):
             threads = Path(f"/proc/{each}/task").iterdir()
             if any((thread / "comm").read_text(errors="replace").strip() == SIGNAL_THREAD for thread in threads):
@@ -211,7 +211,7 @@ def ranks_below(pid: int) -> list[int]:
 
 
 class Stream:
-    """One of the program's outputs: where it goes, and whether raw, by line, or by line with the rank before each."""
+    """An output stream of the program: its target, and whether it is raw, by line, or by line with a rank tag."""
 
     def __init__(self, rank: int, number: int, show: str) -> None:
         self.target = number
@@ -223,7 +223,7 @@ class Stream:
         self.held = b""
 
     def lines(self, data: bytes, last: bool = False) -> list[bytes]:
-        """The lines that ``data`` completes. A line that gets too long, and the ``last`` one, count as complete."""
+        """The lines that ``data`` completes. A line over 64 KiB, and the ``last`` one, count as complete."""
         *whole, self.rest = (self.rest + data).split(b"\n")
         if self.rest and (last or len(self.rest) > 1 << 16):
             whole.append(self.rest)
@@ -231,18 +231,18 @@ class Stream:
         return whole
 
     def show(self, data: bytes, lines: list[bytes]) -> None:
-        """Writes what is to be shown. Once nobody reads any more, nothing is."""
+        """Writes shown output; stops after a write error."""
         if not self.raw:
             self._write(b"".join(self.tag + line + b"\n" for line in lines))
             return
-        # Not half a line, which another rank's could come into, unless it stands for a while.
+        # Hold incomplete lines, because other ranks' output could interleave.
         self.held += data
         cut = max(self.held.rfind(b"\n"), self.held.rfind(b"\r")) + 1 if data else len(self.held)
         self._write(self.held[:cut])
         self.held = self.held[cut:]
 
     def flush(self) -> None:
-        """Shows the part of a line that has stood for a while: a prompt, a progress bar."""
+        """Writes an incomplete line: a prompt or a progress bar."""
         self._write(self.held)
         self.held = b""
 
@@ -254,26 +254,26 @@ class Stream:
                 self.shown = False
 
 
-class Keeper:
-    """Reads the program's output to its end, and tells the launcher."""
+class OutputForwarder:
+    """Forwards the program's output until its end, and reports to the launcher."""
 
     def __init__(self, job: dict[str, Any], rank: int, out: int, err: int, life: int) -> None:
         self.job, self.rank, self.life = job, rank, life
         self.streams = {number: Stream(rank, target, job["show"]) for number, target in ((out, 1), (err, 2))}
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.notes = b""
+        self.partial_note = b""
         self.pid = 0
         self.end: dict[str, Any] = {"killed": True}
         self.launcher: socket.socket | None = None
-        self.heard = b""
+        self.received = b""
         self.answers = 0
 
     def run(self) -> None:
-        """The keeper's life."""
+        """Runs until the program has ended and its output is complete."""
         os.setsid()
         for name in FORWARDED:
             signal.signal(signal.Signals[name], signal.SIG_IGN)
-        self._let_go()
+        self._close_fds()
         file = self._open_file()
         self._connect()
         left = set(self.streams)
@@ -284,7 +284,7 @@ class Keeper:
             while alive or left:
                 held = [stream for stream in self.streams.values() if stream.held]
                 silence = None if alive else FAILED_SILENCE_S if self._failed() else SILENCE_S
-                ready = selector.select(HELD_S if held else silence)
+                ready = selector.select(PARTIAL_LINE_S if held else silence)
                 if not ready and not held:
                     break
                 if not ready:
@@ -292,30 +292,30 @@ class Keeper:
                         stream.flush()
                 for key, _events in ready:
                     if self.launcher and key.fd == self.launcher.fileno():
-                        if not self._hear():
+                        if not self._read_launcher():
                             selector.unregister(key.fd)
                         continue
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fd)
                     if key.fd == self.life:
-                        alive = alive and self._note(data)
+                        alive = alive and self._read_parent(data)
                         continue
-                    self._take(self.streams[key.fd], data, file)
+                    self._handle_output(self.streams[key.fd], data, file)
                     if not data:
                         left.discard(key.fd)
         for number in left:
-            self._take(self.streams[number], b"", file)
+            self._handle_output(self.streams[number], b"", file)
         self._finish()
 
-    def _let_go(self) -> None:
-        """Closes what the launcher must see closed when the rank ends, such as PMI's socket."""
+    def _close_fds(self) -> None:
+        """Closes inherited descriptors that must close when the rank ends, such as PMI's socket."""
         kept = {1, 2, self.life, *self.streams}
         for number in [int(name) for name in os.listdir("/proc/self/fd")]:
             if number not in kept:
                 try:
                     os.close(number)
-                except OSError:  # the listing's own
+                except OSError:  # the descriptor of the listing
                     continue
         os.open(os.devnull, os.O_RDONLY)  # as 0
 
@@ -328,13 +328,13 @@ class Keeper:
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
-            self._say(f"cannot write {path}: {error.strerror}")
+            self._log(f"cannot write {path}: {error.strerror}")
             return None
 
-    def _note(self, data: bytes) -> bool:
-        """Takes what the parent tells; whether the program still runs."""
-        self.notes += data
-        *notes, self.notes = self.notes.split(b"\n")
+    def _read_parent(self, data: bytes) -> bool:
+        """Reads the parent's notes; returns whether the program still runs."""
+        self.partial_note += data
+        *notes, self.partial_note = self.partial_note.split(b"\n")
         for note in map(json.loads, notes):
             self.pid = note["pid"]
             if "seconds" in note:
@@ -345,9 +345,9 @@ class Keeper:
     def _failed(self) -> bool:
         return bool(self.end.get("killed") or self.end["status"] or self.end["signal"])
 
-    def _take(self, stream: Stream, data: bytes, file: int | None) -> None:
+    def _handle_output(self, stream: Stream, data: bytes, file: int | None) -> None:
         lines = stream.lines(data, last=not data)
-        # Of a progress bar, the last state.
+        # Keep only the last state of a progress bar.
         self.tail.extend(
             line.rstrip(b"\r").rpartition(b"\r")[2][:LINE_BYTES].decode(errors="replace") for line in lines
         )
@@ -357,11 +357,11 @@ class Keeper:
 
     def _finish(self) -> None:
         if self._failed():
-            kill_group(self.pid)  # the parent may have been killed before it could
-        if not self._tell({**self.end, "tail": list(self.tail) if self._failed() else []}) and self._failed():
+            kill_group(self.pid)  # if the parent was killed before it could
+        if not self._send({**self.end, "tail": list(self.tail) if self._failed() else []}) and self._failed():
             number = self.end.get("signal")
             how = f"signal {number}" if number else f"exit status {self.end.get('status', 'unknown')}"
-            self._say("\n  ".join([f"ended with {how}; its last lines:", *self.tail]))
+            self._log("\n  ".join([f"exited with {how}; its last lines:", *self.tail]))
 
     def _connect(self) -> None:
         for address in self.job["report"]:
@@ -370,21 +370,23 @@ class Keeper:
                 self.launcher = socket.create_connection((host, int(port)), timeout=ANSWER_S / 2)
             except OSError:
                 continue
-            if self._tell({"rank": self.rank, "host": socket.gethostname()}, self.job["token"].encode()):
+            if self._send({"rank": self.rank, "host": socket.gethostname()}, self.job["token"].encode()):
                 return
-        self._say(f"cannot reach the launcher at {', '.join(self.job['report'])}: its summary will not have this rank")
+        self._log(
+            f"cannot reach the launcher at {', '.join(self.job['report'])}: its report will not include this rank"
+        )
 
-    def _tell(self, message: dict[str, Any], before: bytes = b"") -> bool:
-        """Sends a line to the launcher, after the token where it is the first; whether it has answered."""
+    def _send(self, message: dict[str, Any], before: bytes = b"") -> bool:
+        """Sends a line to the launcher, with the token before the first; returns whether it answered."""
         if self.launcher is None:
             return False
         try:
             self.launcher.settimeout(ANSWER_S)
             self.launcher.sendall(before + json.dumps(message).encode() + b"\n")
-            before_it = self.answers
-            while self.answers == before_it and self._hear():
+            answers = self.answers
+            while self.answers == answers and self._read_launcher():
                 continue
-            answered = self.answers > before_it
+            answered = self.answers > answers
         except OSError:
             answered = False
         if not answered:
@@ -392,21 +394,21 @@ class Keeper:
             self.launcher = None
         return answered
 
-    def _hear(self) -> bool:
-        """Takes what the launcher says, an answer or a request for a dump; whether more may come."""
+    def _read_launcher(self) -> bool:
+        """Reads answers and dump requests of the launcher; returns False at the end of the stream."""
         try:
             data = self.launcher.recv(64) if self.launcher else b""
         except ConnectionError:
             data = b""
-        *lines, self.heard = (self.heard + data).split(b"\n")
+        *lines, self.received = (self.received + data).split(b"\n")
         self.answers += lines.count(b"ok")
         if b"dump" in lines:
-            for pid in ranks_below(self.pid) if self.pid else []:
+            for pid in rank_processes(self.pid) if self.pid else []:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
         return bool(data)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         os.write(2, f"dl-comm-run: rank {self.rank} on {socket.gethostname()}: {text}\n".encode())
 
 

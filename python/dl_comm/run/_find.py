@@ -1,7 +1,7 @@
-"""Which launcher: the one that belongs to the MPI that dl_comm was built with.
+"""Finds the launcher of the MPI that dl_comm was built with.
 
-That MPI is read off the core's file, without loading it: the name of its MPI library (``libmpi.so.12`` is the ABI of
-MPICH, ``libmpi.so.40`` that of Open MPI) and the folders where it looks for it.
+The core's file names this MPI, and is not loaded: the name of its MPI library (``libmpi.so.12`` is the ABI of MPICH,
+``libmpi.so.40`` that of Open MPI) and its run path.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _FAMILIES = {"12": "mpich", "40": "openmpi"}
 
 @dataclass(frozen=True)
 class BuiltFor:
-    """The MPI that the core was linked to: its kind of launcher (``None``: not known), and the launcher if there."""
+    """The MPI that the core is linked to: its kind of launcher (``None``: unknown), and its mpiexec if it exists."""
 
     kind: str | None = None
     mpiexec: Path | None = None
 
     @property
     def bundled(self) -> bool:
-        """Whether that MPI lies in this Python's own environment."""
+        """Whether that MPI is in this Python environment."""
         return self.mpiexec is not None and Path(sys.prefix).resolve() in self.mpiexec.parents
 
 
 def built_for(core: Path = _CORE) -> BuiltFor:
-    """The MPI of the core at ``core``; nothing is known where there is no such file."""
+    """The MPI of the core at ``core``; unknown if the file does not exist."""
     if not core.exists():
         return BuiltFor()
     data = core.read_bytes()
@@ -54,22 +54,22 @@ def built_for(core: Path = _CORE) -> BuiltFor:
 def find(options: Options, environ: Mapping[str, str], built: BuiltFor) -> Launcher:
     """The launcher for ``options``.
 
-    In turn: the one that the options name; ``srun`` inside a Slurm allocation, when the MPI is not this environment's
-    own; the mpiexec of the MPI; one beside this Python; one on the PATH.
+    In this order: the one in the options; ``srun`` inside a Slurm allocation, unless the MPI is in this Python
+    environment; the mpiexec of the MPI; one next to this Python; one on the PATH.
 
     Raises:
-        UsageError: There is none, or it belongs to another MPI.
+        UsageError: None was found, or it belongs to another MPI.
     """
     path = environ.get("PATH")
     srun = shutil.which("srun", path=path)
     if options.mpiexec:
         named = shutil.which(options.mpiexec, path=path)
         if not named:
-            raise UsageError(f"--mpiexec {options.mpiexec}: there is no such program")
+            raise UsageError(f"--mpiexec {options.mpiexec}: no such program")
         return identify(named, options.launcher)
     if options.launcher == "srun" or (not options.launcher and srun and _in_slurm(environ) and not built.bundled):
         if not srun:
-            raise UsageError("--launcher srun: there is no srun on the PATH")
+            raise UsageError("--launcher srun: no srun on the PATH")
         return Launcher("srun", srun)
     wanted = options.launcher or built.kind
     others = []
@@ -80,11 +80,11 @@ def find(options: Options, environ: Mapping[str, str], built: BuiltFor) -> Launc
         others.append(f"{candidate} is of {launcher.kind}")
     what = f"no mpiexec of {wanted}" if wanted else "no mpiexec"
     seen = f" ({'; '.join(others)})" if others else ""
-    raise UsageError(f"{what} was found{seen}: name it with --mpiexec PATH, or 'pip install mpich' brings MPICH's")
+    raise UsageError(f"{what} was found{seen}: set --mpiexec PATH, or run 'pip install mpich'")
 
 
 def identify(path: str, kind: str | None = None) -> Launcher:
-    """The launcher at ``path``; what it says of itself (``--version``) tells its kind, unless ``kind`` does.
+    """The launcher at ``path``; ``--version`` determines its kind, unless ``kind`` is given.
 
     Raises:
         UsageError: It cannot be run.
@@ -97,10 +97,10 @@ def identify(path: str, kind: str | None = None) -> Launcher:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{path} --version: {error}") from error
-    said = run.stdout + run.stderr
-    if re.search(r"HYDRA|Intel\(R\) MPI|MVAPICH", said):
+    version = run.stdout + run.stderr
+    if re.search(r"HYDRA|Intel\(R\) MPI|MVAPICH", version):
         return Launcher(kind or "mpich", path)
-    if match := re.search(r"(?:Open MPI\)|OpenRTE\)|prterun \(.*\)) (\d+)\.(\d+)", said):
+    if match := re.search(r"(?:Open MPI\)|OpenRTE\)|prterun \(.*\)) (\d+)\.(\d+)", version):
         return Launcher(kind or "openmpi", path, (int(match[1]), int(match[2])))
     return Launcher(kind or "plain", path)
 

@@ -1,4 +1,4 @@
-"""Hosts and their slots: from ``-H``, a hostfile, PBS or Slurm, and how ranks fill them. Pure; any thread."""
+"""Hosts and their slots from ``-H``, a hostfile, PBS or Slurm, and the ranks on each. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many ranks it takes."""
+    """A host and its number of slots."""
 
     name: str
     slots: int = 1
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Reads ``a:4,b:4``; without a number a host has one slot.
+    """Parses ``a:4,b:4``; the default is one slot.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text has another format.
     """
-    return _together(_host(word) for word in text.split(","))
+    return _merge(_host(word) for word in text.split(","))
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
-    """Reads a hostfile: ``name``, ``name:4`` (MPICH) or ``name slots=4`` (Open MPI) a line; ``#`` begins a comment.
+    """Parses a hostfile: ``name``, ``name:4`` (MPICH) or ``name slots=4`` (Open MPI) a line; ``#`` begins a comment.
 
-    A name that comes again adds its slots, as in PBS's ``$PBS_NODEFILE``. Other words of a line (``max_slots=``,
-    ``ifname=``) are left out of account.
+    Repeated names add their slots, as in PBS's ``$PBS_NODEFILE``. Other words of a line (``max_slots=``,
+    ``ifname=``) are ignored.
 
     Raises:
-        ValueError: A line is something else, or there is no host.
+        ValueError: A line has another format, or there is no host.
     """
     found = []
     for line in text.splitlines():
@@ -47,7 +47,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
             if name == "slots":
                 host = Host(host.name, _count(value, word))
         found.append(host)
-    return _together(found)
+    return _merge(found)
 
 
 def slurm(nodes: str, tasks: str | None) -> tuple[Host, ...]:
@@ -55,17 +55,17 @@ def slurm(nodes: str, tasks: str | None) -> tuple[Host, ...]:
 
     Args:
         nodes: ``SLURM_JOB_NODELIST``, for example ``n[01-03,7],login1``.
-        tasks: ``SLURM_TASKS_PER_NODE``, for example ``4(x3),2``; one a host when it is absent.
+        tasks: ``SLURM_TASKS_PER_NODE``, for example ``4(x3),2``; default: one for each host.
 
     Raises:
-        ValueError: They are something else.
+        ValueError: They have another format.
     """
     names = [name for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes) for name in _expand(word)]
     slots: list[int] = []
     for word in (tasks or f"1(x{len(names)})").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
         if not match:
-            raise ValueError(f"SLURM_TASKS_PER_NODE: {tasks!r} is not understood")
+            raise ValueError(f"invalid SLURM_TASKS_PER_NODE: {tasks!r}")
         slots += [int(match[1])] * int(match[2] or 1)
     if len(slots) != len(names):
         raise ValueError(f"SLURM_TASKS_PER_NODE names {len(slots)} hosts, SLURM_JOB_NODELIST {len(names)}")
@@ -73,10 +73,10 @@ def slurm(nodes: str, tasks: str | None) -> tuple[Host, ...]:
 
 
 def allocation(environ: Mapping[str, str]) -> tuple[str, tuple[Host, ...]] | None:
-    """The hosts that a batch system has given this job, with its name, ``"slurm"`` or ``"pbs"``.
+    """The hosts that a batch system has allocated, with its name, ``"slurm"`` or ``"pbs"``.
 
     Raises:
-        ValueError: What it says of them is not understood.
+        ValueError: Its variables have an unknown format.
         OSError: PBS's file cannot be read.
     """
     if nodes := environ.get("SLURM_JOB_NODELIST"):
@@ -86,13 +86,13 @@ def allocation(environ: Mapping[str, str]) -> tuple[str, tuple[Host, ...]] | Non
     return None
 
 
-def place(hosts: Iterable[Host], ranks: int | None, ppn: int | None) -> tuple[Host, ...]:
-    """The hosts that are used, each with its number of ranks: they are filled in order.
+def assign_ranks(hosts: Iterable[Host], ranks: int | None, ppn: int | None) -> tuple[Host, ...]:
+    """Fills the hosts in order; returns the used ones with their number of ranks.
 
     Args:
-        hosts: What there is.
-        ranks: How many ranks; ``None``: as many as there are slots.
-        ppn: How many ranks each host takes, whatever its slots are.
+        hosts: The available hosts.
+        ranks: The number of ranks; ``None``: all slots.
+        ppn: Ranks on each host, instead of its slots.
 
     Raises:
         ValueError: There are fewer slots than ranks.
@@ -101,9 +101,7 @@ def place(hosts: Iterable[Host], ranks: int | None, ppn: int | None) -> tuple[Ho
     total = sum(host.slots for host in offered)
     left = total if ranks is None else ranks
     if left > total:
-        raise ValueError(
-            f"{ranks} ranks, but the hosts have {total} slots: say how many each takes, with HOST:SLOTS or --ppn"
-        )
+        raise ValueError(f"{ranks} ranks, but the hosts have {total} slots: set them with HOST:SLOTS or --ppn")
     used = []
     for host in offered:
         if left > 0:
@@ -127,12 +125,12 @@ def _count(text: str, word: str) -> int:
     return int(text)
 
 
-def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
+def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     if not slots:
-        raise ValueError("there is no host in it")
+        raise ValueError("no host given")
     return tuple(Host(name, count) for name, count in slots.items())
 
 
@@ -145,7 +143,7 @@ def _expand(word: str) -> list[str]:
     for part in match[2].split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"SLURM_JOB_NODELIST: {word!r} is not understood")
+            raise ValueError(f"invalid SLURM_JOB_NODELIST: {word!r}")
         numbers = range(int(first), int(last or first) + 1)
         names += [f"{match[1]}{number:0{len(first)}}{tail}" for number in numbers for tail in _expand(match[3])]
     return names

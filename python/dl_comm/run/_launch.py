@@ -1,7 +1,7 @@
-"""Starts the launcher, waits for it, hands signals on to it, and says how the job ended. Main thread only.
+"""Starts the launcher, waits for it, forwards signals to it, and reports how the job ended. Main thread only.
 
-The launcher stays in this process's group, so that a terminal's keys reach it and it may read the terminal. It gets
-SIGTERM when this process ends, however that comes, and then stops its ranks.
+The launcher stays in this process's group, so that it gets a terminal's signals and may read the terminal. When this
+process ends for any reason, the launcher gets SIGTERM and stops its ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from dl_comm.run._report import Outcome, outcome
 
 CHILD = Path(__file__).with_name("_child.py")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SI_KERNEL = 0x80  # asm-generic/siginfo.h: the kernel sent it, for a terminal's key
+_SI_KERNEL = 0x80  # asm-generic/siginfo.h: sent by the kernel for a terminal key
 _FORWARDED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _OUTPUT_S = 2.0
 _STOPPING = _FORWARDED - {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """The words that run ``command`` as a rank."""
+    """The command line that runs ``command`` as a rank."""
     return [sys.executable, "-I", "-S", str(CHILD), *command]
 
 
 def run(
-    words: Sequence[str],
+    command: Sequence[str],
     env: dict[str, str],
     settings: dict[str, Any],
     addresses: Sequence[str],
@@ -48,12 +48,12 @@ def run(
     """Runs the launcher to its end.
 
     Args:
-        words: Its command line.
+        command: Its command line.
         env: Its environment.
         settings: For the ranks: ``show``, ``output_dir``, ``bound``, ``local``.
-        addresses: Where ranks reach this host; the others of this host's are not listened on.
+        addresses: This host's addresses to listen on, reachable by the ranks.
         size: The number of ranks, if known.
-        grace: How many seconds after a rank has failed the others are stopped; 0: that is left to the launcher.
+        grace: Seconds from a rank's failure until the others are stopped; 0: never.
 
     Raises:
         UsageError: The launcher cannot be started.
@@ -64,18 +64,18 @@ def run(
         raise UsageError(f"cannot listen on {', '.join(addresses)}: {error.strerror}") from error
     job = {**settings, "report": listener.addresses, "token": listener.token, "size": size or 0}
     text = base64.urlsafe_b64encode(json.dumps(job).encode()).decode()
-    # What only some launchers print there is looked for in what all print.
+    # The banner filter reads the output of every launcher.
     out, to_launcher = os.pipe()
     try:
-        process = _start(words, {**env, "DL_COMM_RUN_CONFIG": text}, to_launcher)
+        process = _start(command, {**env, "DL_COMM_RUN_CONFIG": text}, to_launcher)
     except OSError as error:
-        raise UsageError(f"cannot start {words[0]}: {error.strerror}") from error
+        raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
     finally:
         os.close(to_launcher)
     asked: list[int] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     done = threading.Event()
-    # Threads that are started now leave the signals to the one that waits for them.
+    # Threads inherit the blocked signals; only the forwarder waits for them.
     output = threading.Thread(target=copy_without_banner, args=(out, 1), daemon=True)
     output.start()
     forwarder = threading.Thread(target=_forward, args=(process, asked, done), daemon=True)
@@ -85,12 +85,12 @@ def run(
     listener.close()
     done.set()
     forwarder.join()
-    # Until its end, unless somebody who outlives the launcher has it.
+    # A process that outlives the launcher may still hold the pipe.
     output.join(_OUTPUT_S)
-    return outcome(listener.ranks, size, Path(words[0]).name, code, asked[0] if asked else None)
+    return outcome(listener.ranks, size, Path(command[0]).name, code, asked[0] if asked else None)
 
 
-def _start(words: Sequence[str], env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
     parent = os.getpid()
 
@@ -100,13 +100,13 @@ def _start(words: Sequence[str], env: dict[str, str], out: int) -> subprocess.Po
             os._exit(1)
 
     sys.stdout.flush()
-    return subprocess.Popen(words, env=env, stdout=out, preexec_fn=prepare)
+    return subprocess.Popen(command, env=env, stdout=out, preexec_fn=prepare)
 
 
 def _wait(process: subprocess.Popen[bytes], listener: Listener, grace: float) -> int:
-    """Waits for the launcher.
+    """Waits for the launcher, and stops it after ``grace`` seconds if a rank failed.
 
-    Not every launcher stops the others when a rank has failed: MPICH's does not where the rank has left MPI before.
+    Not every launcher stops the other ranks: MPICH's does not if the failed rank had left MPI before.
     """
     steps = [process.terminate, process.kill]
     while True:
@@ -120,12 +120,12 @@ def _wait(process: subprocess.Popen[bytes], listener: Listener, grace: float) ->
 
 
 def _forward(process: subprocess.Popen[bytes], asked: list[int], done: threading.Event) -> None:
-    """Hands on the signals that were sent to this process; a terminal's have reached the launcher already."""
+    """Forwards signals sent to this process; the launcher already got those of a terminal."""
     while not done.is_set():
-        came = signal.sigtimedwait(_FORWARDED, 0.2)
-        if came is None:
+        received = signal.sigtimedwait(_FORWARDED, 0.2)
+        if received is None:
             continue
-        if came.si_signo in _STOPPING:
-            asked.append(came.si_signo)
-        if came.si_code != _SI_KERNEL and process.poll() is None:
-            process.send_signal(came.si_signo)
+        if received.si_signo in _STOPPING:
+            asked.append(received.si_signo)
+        if received.si_code != _SI_KERNEL and process.poll() is None:
+            process.send_signal(received.si_signo)

@@ -1,7 +1,7 @@
 """The command line of each kind of launcher. Pure; any thread.
 
 ``mpich`` is Hydra, the mpiexec of MPICH, Cray MPICH, MVAPICH and Intel MPI; ``openmpi`` that of Open MPI 4 (ORTE) and 5
-(PRRTE); ``plain`` is a launcher of which only ``-n`` is known.
+(PRRTE); ``plain`` is an unknown launcher with option ``-n``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dl_comm.run._options import UsageError
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks: its kind (``_options.KINDS``), its path, and its version where that matters."""
+    """A program that starts ranks: its kind (``_options.KINDS``), its path, and its version if needed."""
 
     kind: str
     path: str
@@ -23,11 +23,11 @@ class Launcher:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be started.
+class JobSpec:
+    """The job to start.
 
-    ``hosts`` are those that the launcher must be told, with their ranks; empty when it knows them, or for this host.
-    ``names`` are the variables that must reach the ranks; they stand in the launcher's own environment.
+    ``hosts`` are passed to the launcher, with their ranks; empty if it knows them, or for this host. ``names`` are the
+    variables to pass to the ranks; they are set in the launcher's environment.
     """
 
     command: Sequence[str]
@@ -40,75 +40,75 @@ class Job:
     extra: tuple[str, ...] = field(default=())
 
 
-def command_line(launcher: Launcher, job: Job) -> list[str]:
-    """The words that start ``job``.
+def command_line(launcher: Launcher, job: JobSpec) -> list[str]:
+    """The command line that starts ``job``.
 
     Raises:
-        UsageError: This kind of launcher cannot do it.
+        UsageError: This kind of launcher does not support it.
     """
-    words = _WORDS[launcher.kind](launcher, job)
-    return [launcher.path, *words, *job.extra, *job.command]
+    args = _ARGUMENTS[launcher.kind](launcher, job)
+    return [launcher.path, *args, *job.extra, *job.command]
 
 
-def _mpich(_launcher: Launcher, job: Job) -> list[str]:
-    # Hydra hands its whole environment on, to other hosts too (-genvall is its default).
-    words = _count("-n", job.ranks)
+def _mpich(_launcher: Launcher, job: JobSpec) -> list[str]:
+    # Hydra passes its whole environment, also to other hosts (-genvall is its default).
+    args = _count("-n", job.ranks)
     if job.hosts:
-        words += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
+        args += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
     elif job.ppn:
-        words += ["-ppn", str(job.ppn)]
+        args += ["-ppn", str(job.ppn)]
     if job.bind:
-        words += ["-bind-to", job.bind]
+        args += ["-bind-to", job.bind]
     if job.network:
-        words += ["-iface", job.network]
-    return words
+        args += ["-iface", job.network]
+    return args
 
 
-def _openmpi(launcher: Launcher, job: Job) -> list[str]:
-    words = _count("-n", job.ranks)
+def _openmpi(launcher: Launcher, job: JobSpec) -> list[str]:
+    args = _count("-n", job.ranks)
     if job.hosts:
-        words += ["--host", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
+        args += ["--host", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
     elif job.ppn:
-        words += ["--map-by", f"ppr:{job.ppn}:node"]
+        args += ["--map-by", f"ppr:{job.ppn}:node"]
     else:
-        # As with MPICH, ranks may outnumber the cores.
-        words += ["--map-by", "slot:OVERSUBSCRIBE"]
-    # Its own default binds ranks to cores, so that all threads of a rank share one.
+        # Allow more ranks than cores, as MPICH does.
+        args += ["--map-by", "slot:OVERSUBSCRIBE"]
+    # The default binds each rank to one core, which all its threads would share.
     bind = job.bind or "none"
-    words += ["--bind-to", bind if bind == "none" else f"{bind}:overload-allowed"]
+    args += ["--bind-to", bind if bind == "none" else f"{bind}:overload-allowed"]
     if job.network:
-        words += ["--mca", "btl_tcp_if_include", job.network]
+        args += ["--mca", "btl_tcp_if_include", job.network]
         if job.network == "lo":
-            pass  # its daemons refuse to speak over it, and on one host they need not
+            pass  # its daemons refuse to use it, and do not need it on one host
         elif launcher.version[:1] < (5,):
-            words += ["--mca", "oob_tcp_if_include", job.network]
+            args += ["--mca", "oob_tcp_if_include", job.network]
         else:
-            words += ["--prtemca", "prte_if_include", job.network]
+            args += ["--prtemca", "prte_if_include", job.network]
     for name in job.names:
-        words += ["-x", name]
-    return words
+        args += ["-x", name]
+    return args
 
 
-def _srun(_launcher: Launcher, job: Job) -> list[str]:
-    words = [*_count("-n", job.ranks), "--kill-on-bad-exit=1", "--export=ALL"]
+def _srun(_launcher: Launcher, job: JobSpec) -> list[str]:
+    args = [*_count("-n", job.ranks), "--kill-on-bad-exit=1", "--export=ALL"]
     if job.hosts:
         each = {host.slots for host in job.hosts}
         if len(each) > 1:
-            raise UsageError("srun takes the same number of ranks on each host: give -n and --ppn to suit")
-        words += ["-N", str(len(job.hosts)), "-w", ",".join(host.name for host in job.hosts)]
-        words += [f"--ntasks-per-node={each.pop()}"]
+            raise UsageError("srun needs the same number of ranks on each host: set -n and --ppn accordingly")
+        args += ["-N", str(len(job.hosts)), "-w", ",".join(host.name for host in job.hosts)]
+        args += [f"--ntasks-per-node={each.pop()}"]
     elif job.ppn:
-        words += [f"--ntasks-per-node={job.ppn}"]
+        args += [f"--ntasks-per-node={job.ppn}"]
     if job.bind:
-        words += ["--cpu-bind=" + {"core": "cores", "numa": "ldoms", "none": "none"}[job.bind]]
-    return words
+        args += ["--cpu-bind=" + {"core": "cores", "numa": "ldoms", "none": "none"}[job.bind]]
+    return args
 
 
-def _plain(launcher: Launcher, job: Job) -> list[str]:
+def _plain(launcher: Launcher, job: JobSpec) -> list[str]:
     asked = {"hosts": job.hosts, "--ppn": job.ppn, "--bind": job.bind}
     if wrong := [name for name, value in asked.items() if value]:
         raise UsageError(
-            f"{launcher.path} is no launcher that is known: give {', '.join(wrong)} as it wants them, with --mpi-args"
+            f"{launcher.path} is an unknown launcher: pass {', '.join(wrong)} in its own format with --mpi-args"
         )
     return _count("-n", job.ranks)
 
@@ -117,4 +117,4 @@ def _count(flag: str, number: int | None) -> list[str]:
     return [flag, str(number)] if number else []
 
 
-_WORDS = {"mpich": _mpich, "openmpi": _openmpi, "srun": _srun, "plain": _plain}
+_ARGUMENTS = {"mpich": _mpich, "openmpi": _openmpi, "srun": _srun, "plain": _plain}

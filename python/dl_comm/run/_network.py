@@ -1,4 +1,4 @@
-"""Interfaces: what MPI libraries must be told to use one, and the addresses where other hosts reach this one."""
+"""Network interfaces: the variables that select one, and this host's addresses for other hosts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def variables(interface: str, sys_net: Path = Path("/sys/class/net")) -> dict[str, str]:
-    """The environment that keeps MPI to ``interface``, for whichever library reads it.
+    """The variables that restrict any MPI library to ``interface``.
 
     ``FI_TCP_IFACE`` is libfabric's (fi_tcp(7)), ``UCX_NET_DEVICES`` UCX's, ``OMPI_MCA_...`` Open MPI's, and
-    ``DL_COMM_SOCKET_IFNAME`` names it for dl_comm. For an InfiniBand interface, UCX also needs the device behind it:
-    otherwise UCX uses TCP there.
+    ``DL_COMM_SOCKET_IFNAME`` dl_comm's. For an InfiniBand interface, UCX also needs the device's name; otherwise UCX
+    uses TCP there.
     """
     devices = [interface]
     behind = sys_net / interface / "device/infiniband"
@@ -33,19 +33,19 @@ def variables(interface: str, sys_net: Path = Path("/sys/class/net")) -> dict[st
 
 
 def addresses(hosts: Iterable[str], interface: str | None, anywhere: bool = False) -> list[str]:
-    """The IPv4 addresses where a process of one of ``hosts`` may reach this one, the likeliest first.
+    """The IPv4 addresses at which ``hosts`` may reach this host, most likely first.
 
     Args:
-        hosts: The names of the hosts; none: this one only.
-        interface: The one to come in by, if it was said: where it has an address here, no other counts.
-        anywhere: There may be other hosts.
+        hosts: Host names; none: this host only.
+        interface: If it has an address here, only that address is used.
+        anywhere: Whether there may be other hosts.
     """
     names = list(hosts)
     here = all(is_here(name) for name in names)
     if here and not anywhere:
         return ["127.0.0.1"]
     named = _address(interface) if interface else None
-    found = [named] if named else [_towards(name) for name in names[:8]]
+    found = [named] if named else [_source_address(name) for name in names[:8]]
     found += [] if named else [_address(name) for _, name in socket.if_nameindex()]
     others = [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
     return [*others, "127.0.0.1"] if here else others
@@ -61,16 +61,16 @@ def _address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # it has none
+        except OSError:  # no address
             return None
     return socket.inet_ntoa(answer[20:24])
 
 
-def _towards(host: str) -> str | None:
-    """This host's address on the way to ``host``. Nothing is sent."""
+def _source_address(host: str) -> str | None:
+    """This host's source address for packets to ``host``. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
-        except OSError:  # not known here, or no way there: the launcher will say so
+        except OSError:  # unknown host or no route: the launcher reports it
             return None
         return str(probe.getsockname()[0])

@@ -1,6 +1,6 @@
-"""The command line: what it may say, and what it means. Bad input ends with one line and exit status 2.
+"""Parses the command line. Invalid input ends with one line and exit status 2.
 
-Pure but for reading the files that ``--env-file`` and ``--hostfile`` name. Any thread.
+Pure, except for reading the files of ``--env-file`` and ``--hostfile``. Any thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the text says why and what to do."""
+    """An invalid command line; the text has the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """A command line. ``None``: not given."""
+    """The parsed command line. ``None``: not given."""
 
     command: tuple[str, ...]
     ranks: int | None = None
@@ -49,14 +49,14 @@ class Options:
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
-    """Reads a command line.
+    """Parses a command line.
 
     Args:
-        arguments: The words after the program's name.
-        environ: Where ``-x NAME`` finds values.
+        arguments: The arguments after the program's name.
+        environ: The source of ``-x NAME`` values.
 
     Raises:
-        UsageError: A value makes no sense, or a file that is named cannot be read.
+        UsageError: A value is invalid, or a file cannot be read.
         SystemExit: Status 2 when argparse finds an error, 0 after ``--help``.
     """
     given = _parser().parse_args(arguments)
@@ -64,12 +64,12 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     if not command and not given.check and given.dump is None:
         raise UsageError("no program to run; for example: dl-comm-run -n 4 python train.py")
     if given.host and given.hostfile:
-        raise UsageError("give the hosts by -H or by --hostfile, not by both")
+        raise UsageError("use either -H or --hostfile, not both")
     for name, value in (("-n", given.ranks), ("--ppn", given.ppn), ("--omp-threads", given.omp_threads)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} {value}: at least 1 is needed")
+            raise UsageError(f"{name} {value}: must be at least 1")
     if not given.grace >= 0:
-        raise UsageError(f"--grace {given.grace}: seconds, 0 or more")
+        raise UsageError(f"--grace {given.grace}: must be 0 or more seconds")
     try:
         hosts = parse_hosts(given.host) if given.host else None
         if given.hostfile:
@@ -83,9 +83,9 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     for setting in given.x:
         name, equals, value = setting.partition("=")
         if not _NAME.match(name):
-            raise UsageError(f"-x {setting}: {name!r} is no name of a variable")
+            raise UsageError(f"-x {setting}: {name!r} is not a variable name")
         if not equals and name not in environ:
-            raise UsageError(f"-x {name}: the variable is not set here; give it a value with -x {name}=VALUE")
+            raise UsageError(f"-x {name}: the variable is not set here; use -x {name}=VALUE")
         environment[name] = value if equals else environ[name]
     return Options(
         command=tuple(with_python(command)),
@@ -110,16 +110,16 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
 
 
 def with_python(command: Sequence[str]) -> list[str]:
-    """``train.py ...`` becomes ``PYTHON train.py ...``, with this Python; everything else stays."""
+    """``train.py ...`` becomes ``PYTHON train.py ...`` with this Python; other commands are unchanged."""
     script = bool(command) and command[0].endswith(".py") and not os.access(command[0], os.X_OK)
     return [sys.executable, *command] if script else list(command)
 
 
 def env_file(text: str, path: str) -> dict[str, str]:
-    """Reads lines ``NAME=VALUE``; empty lines and those that begin with ``#`` are skipped, nothing is unquoted.
+    """Parses lines ``NAME=VALUE``; skips empty lines and ``#`` comments, and unquotes nothing.
 
     Raises:
-        UsageError: A line is something else; the text names ``path`` and the line.
+        UsageError: A line has another format; the text has ``path`` and the line.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -143,42 +143,47 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dl-comm-run",
         usage="dl-comm-run [options] PROGRAM [ARGUMENT...]",
-        description="Starts a program on several ranks, and says which rank failed first and why.",
+        description="Starts a program on several ranks, and reports which rank failed first and why.",
         allow_abbrev=False,
     )
     where = parser.add_argument_group("ranks and hosts")
-    where.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="ranks; default: all slots of the hosts")
     where.add_argument(
-        "-H", "--host", "--hosts", metavar="HOST:SLOTS,...", help="hosts, each with its ranks (default 1)"
+        "-n", "-np", dest="ranks", type=int, metavar="N", help="number of ranks; default: all slots of the hosts"
     )
+    where.add_argument("-H", "--host", "--hosts", metavar="HOST:SLOTS,...", help="hosts with their slots (default 1)")
     where.add_argument("--hostfile", metavar="FILE", help="hosts, in the format of MPICH, Open MPI or PBS")
     where.add_argument("--ppn", type=int, metavar="N", help="ranks on each host")
-    what = parser.add_argument_group("what the ranks get")
-    what.add_argument("-x", action="append", default=[], metavar="VAR[=VALUE]", help="a variable; may be repeated")
-    what.add_argument("--env-file", action="append", default=[], metavar="FILE", help="variables, a VAR=VALUE a line")
+    what = parser.add_argument_group("environment of the ranks")
+    what.add_argument(
+        "-x", action="append", default=[], metavar="VAR[=VALUE]", help="an environment variable; may be repeated"
+    )
+    what.add_argument("--env-file", action="append", default=[], metavar="FILE", help="file with VAR=VALUE lines")
     what.add_argument("--omp-threads", type=int, metavar="N", help="OMP_NUM_THREADS; default: a host's cores / ranks")
-    what.add_argument("--bind", choices=("core", "numa", "none"), help="what each rank is bound to (default: none)")
-    what.add_argument("--pin-gpu", action="store_true", help="each rank sees one GPU, by turns")
-    what.add_argument("--network", metavar="IFACE", help="the interface between hosts, for example eth0")
-    shown = parser.add_argument_group("output; by default rank 0's, and what the others write to stderr")
-    shown.add_argument("--all-output", action="store_true", help="show what all ranks write")
+    what.add_argument("--bind", choices=("core", "numa", "none"), help="CPU binding of each rank (default: none)")
+    what.add_argument("--pin-gpu", action="store_true", help="each rank sees one GPU: local rank modulo GPU count")
+    what.add_argument("--network", metavar="IFACE", help="network interface between hosts, for example eth0")
+    shown = parser.add_argument_group("output (default: rank 0's output and the other ranks' stderr)")
+    shown.add_argument("--all-output", action="store_true", help="show the output of all ranks")
     shown.add_argument("--tag-output", action="store_true", help="the same, with '[rank] ' before each line")
-    shown.add_argument("--output-dir", metavar="DIR", help="also keep a file for each rank there")
+    shown.add_argument("--output-dir", metavar="DIR", help="also write a log file for each rank there")
     how = parser.add_argument_group("the launcher")
-    how.add_argument("--launcher", choices=KINDS, help="its kind; default: found out")
-    how.add_argument("--mpiexec", metavar="PATH", help="the launcher itself; default: that of dl_comm's MPI")
-    how.add_argument("--mpi-args", action="append", default=[], metavar="'WORDS'", help="more options for it")
+    how.add_argument("--launcher", choices=KINDS, help="its kind; default: detected")
+    how.add_argument("--mpiexec", metavar="PATH", help="path of the launcher; default: that of dl_comm's MPI")
+    how.add_argument("--mpi-args", action="append", default=[], metavar="'WORDS'", help="more launcher options")
     how.add_argument(
         "--grace",
         type=float,
         default=10.0,
         metavar="S",
-        help="stop the others S seconds after a rank has failed, if they have not ended; 0: never (default: 10)",
+        help="stop the other ranks S seconds after a failure; 0: never (default: 10)",
     )
     how.add_argument("--check", action="store_true", help="first run 'python -m dl_comm.doctor' on every host")
     how.add_argument("--dry-run", action="store_true", help="print the launcher's command line, start nothing")
     how.add_argument(
-        "--dump", type=int, metavar="JOB", help="start nothing; the ranks of dl-comm-run's process JOB write a dump"
+        "--dump",
+        type=int,
+        metavar="JOB",
+        help="start nothing; the ranks of the running dl-comm-run process JOB write a dump",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="PROGRAM", help="the program and its arguments")
     return parser

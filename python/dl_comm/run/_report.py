@@ -1,7 +1,7 @@
-"""What is said at the end: which rank failed first and why, its last lines, and how the others ended. Pure.
+"""The final report: the rank that failed first, the cause, its last lines, and how the other ranks ended. Pure.
 
-A rank that ended by itself comes before one that was stopped: when a rank fails, launchers stop the others by signals.
-One that dl_comm told of another's end comes after that other, which may take longer to end than to be missed.
+A rank that exited by itself sorts before stopped ranks: after a failure, launchers stop the other ranks with signals. A
+rank that reports a lost peer sorts after that peer, even if it exited earlier.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ from dl_comm.run._listener import Rank
 
 _HINTS = {
     signal.SIGABRT: "it called abort(), often after an assertion or an uncaught C++ exception",
-    signal.SIGBUS: "often a full /dev/shm, or a file that was cut while mapped",
+    signal.SIGBUS: "often a full /dev/shm, or a mapped file that was truncated",
     signal.SIGILL: "often a library built for another processor",
-    signal.SIGKILL: "somebody or the system killed it",
-    signal.SIGXCPU: "its limit of processor time has passed",
+    signal.SIGKILL: "killed by a user or the system",
+    signal.SIGXCPU: "CPU time limit exceeded",
 }
-# What Python, and TensorFlow's and torch's errors, say when another rank has ended (dl_comm._errors).
+# The errors of Python, TensorFlow and torch for a lost rank (dl_comm._errors).
 _LOST = re.compile(r"(?:PeerLostError|dl_comm error -6): .*?\brank (\d+)\b")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What to leave with, and what to say (nothing after a good end)."""
+    """The exit status and the report (empty after success)."""
 
     status: int
     text: str
 
 
 def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: int, asked: int | None) -> Outcome:
-    """Judges a job.
+    """Determines the outcome of a job.
 
     Args:
-        ranks: Those that spoke.
-        size: How many there should be, if known.
-        launcher: Its name, for the text.
-        code: Its exit status; negative: the signal that ended it.
-        asked: The signal with which dl-comm-run was asked to stop, if any.
+        ranks: The ranks that connected.
+        size: The number of ranks, if known.
+        launcher: The launcher's name, for the text.
+        code: Its exit status; negative: its signal.
+        asked: The signal that stopped dl-comm-run, if any.
     """
-    told = sorted((rank for rank in ranks.values() if rank.order is not None), key=lambda rank: rank.order or 0)
-    failed = [rank for rank in told if _by_itself(rank)]
+    reported = sorted((rank for rank in ranks.values() if rank.order is not None), key=lambda rank: rank.order or 0)
+    failed = [rank for rank in reported if _failed_on_its_own(rank)]
     status = 128 - code if code < 0 else code
     if asked:
         name = signal.Signals(asked).name
         return Outcome(128 + asked, f"stopped by {name}; {len(ranks)} rank(s) had started")
     if failed:
-        first = _cause(failed[0], ranks)
+        first = _root_cause(failed[0], ranks)
         end = first.end or {}
         after = f", after {end['seconds']:.1f} s" if "seconds" in end else ""
-        lines = [f"{_who(first)} failed first{after}: {why(first)}", *_tail(first)]
+        lines = [f"{_name(first)} failed first{after}: {why(first)}", *_tail(first)]
         rest = [rank for rank in ranks.values() if rank not in failed and rank is not first]
         lines += _others(first, [rank for rank in failed if rank is not first], rest)
         own = status_of(first) if "seconds" in end else 0
         return Outcome(own or status_of(failed[0]), "\n".join(lines))
-    # MPICH's launcher calls it a success when a rank leaves with 0 before MPI's end, and kills the others.
+    # MPICH's launcher reports success if a rank exits with 0 before MPI_Finalize, and kills the others.
     cut_short = any(rank.end is None or rank.end.get("killed") for rank in ranks.values())
     if status == 0 and not cut_short:
         return Outcome(0, "")
-    text = _nobody(list(ranks.values()), told, size, f"{launcher} ended with status {status}")
+    text = _no_failed_rank(list(ranks.values()), reported, size, f"{launcher} exited with status {status}")
     return Outcome(status or 1, "\n".join(text))
 
 
 def why(rank: Rank) -> str:
-    """How a rank ended, in words."""
+    """How a rank ended, as text."""
     end = rank.end or {"killed": True}
     if end.get("killed"):
-        return "it was stopped before it had ended"
+        return "stopped before its end"
     if not end["signal"]:
         return f"exit status {end['status']}"
     try:
@@ -78,7 +78,7 @@ def why(rank: Rank) -> str:
         return f"killed by signal {end['signal']}"
     hint = _HINTS.get(number, "")
     if number == signal.SIGKILL and end["oom"]:
-        hint = "the system killed a process for want of memory meanwhile"
+        hint = "the system killed a process meanwhile because it was out of memory"
     return f"killed by {number.name} (signal {number.value})" + (f": {hint}" if hint else "")
 
 
@@ -94,13 +94,13 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def status_of(rank: Rank) -> int:
-    """The exit status that a shell would show for a rank that told its end."""
+    """The exit status of a reported rank as a shell shows it."""
     end = rank.end or {}
     return 128 + int(end["signal"]) if end["signal"] else int(end["status"])
 
 
-def _cause(rank: Rank, ranks: Mapping[int, Rank]) -> Rank:
-    """The rank whose end made ``rank`` fail, as dl_comm's error on it says, or ``rank`` itself."""
+def _root_cause(rank: Rank, ranks: Mapping[int, Rank]) -> Rank:
+    """The lost rank that made ``rank`` fail, from dl_comm's error in its output, or ``rank`` itself."""
     seen = [rank.rank]
     while match := _LOST.search("\n".join((rank.end or {}).get("tail", []))):
         lost = ranks.get(int(match[1]))
@@ -111,56 +111,60 @@ def _cause(rank: Rank, ranks: Mapping[int, Rank]) -> Rank:
     return rank
 
 
-def _by_itself(rank: Rank) -> bool:
+def _failed_on_its_own(rank: Rank) -> bool:
     end = rank.end or {}
     return not end.get("killed") and not end.get("asked") and bool(end.get("status") or end.get("signal"))
 
 
-def _who(rank: Rank) -> str:
+def _name(rank: Rank) -> str:
     return f"rank {rank.rank} on {rank.host}"
 
 
 def _tail(rank: Rank) -> list[str]:
     lines: Sequence[str] = (rank.end or {}).get("tail", [])
-    return ["its last lines:", *(f"  | {line}" for line in lines)] if lines else ["it had written nothing"]
+    return ["its last lines:", *(f"  | {line}" for line in lines)] if lines else ["it has no output"]
 
 
 def _last(rank: Rank) -> tuple[str, str]:
-    """What two ranks that failed alike have in common."""
+    """A key that is equal for ranks with the same failure."""
     lines = (rank.end or {}).get("tail", [])
     return (lines[-1], "") if lines else ("", why(rank))
 
 
 def _others(first: Rank, later: Sequence[Rank], rest: Sequence[Rank]) -> list[str]:
-    # One that was stopped may have failed in the same way, and not have come to its end.
+    # A stopped rank may have failed in the same way before it could exit.
     same = [rank.rank for rank in (*later, *rest) if _last(rank) == _last(first)]
-    lines = [f"the same on {len(same)} more: rank(s) {spans(same)}"] if same else []
+    lines = [f"same failure on {len(same)} more: rank(s) {spans(same)}"] if same else []
     kinds: dict[str, list[int]] = {}
     for rank in later:
         if rank.rank not in same:
             kinds.setdefault(f"failed later: {why(rank)}", []).append(rank.rank)
     for rank in (rank for rank in rest if rank.rank not in same):
         done = rank.end and not rank.end.get("killed") and not rank.end.get("asked")
-        kinds.setdefault("had ended well" if done else "were stopped then", []).append(rank.rank)
+        kinds.setdefault("ended normally" if done else "were stopped then", []).append(rank.rank)
     return [*lines, *(f"rank(s) {spans(numbers)} {what}" for what, numbers in kinds.items())]
 
 
-def _nobody(ranks: list[Rank], told: list[Rank], size: int | None, what: str) -> list[str]:
-    """No rank is known to have failed by itself: an MPI_Abort, a host that was lost, a launcher that failed."""
+def _no_failed_rank(ranks: list[Rank], reported: list[Rank], size: int | None, what: str) -> list[str]:
+    """The report without a failed rank: an MPI_Abort, a lost host, or a failed launcher."""
     if not ranks:
-        return [f"{what} before any rank had started; what it wrote stands above"]
-    aborted = [rank for rank in told if any("MPI_Abort" in line for line in (rank.end or {}).get("tail", []))]
+        return [f"{what} before any rank had started; see its output above"]
+    aborted = [rank for rank in reported if any("MPI_Abort" in line for line in (rank.end or {}).get("tail", []))]
     if aborted:
-        return [f"{_who(aborted[0])} called MPI_Abort; {what}", *_tail(aborted[0])]
-    lines = [f"{what}, and no rank had failed by itself before"]
-    early = [rank.rank for rank in told if (rank.end or {}).get("status") == 0 and not (rank.end or {}).get("asked")]
+        return [f"{_name(aborted[0])} called MPI_Abort; {what}", *_tail(aborted[0])]
+    lines = [f"{what}, and no rank had failed before"]
+    early = [
+        rank.rank for rank in reported if (rank.end or {}).get("status") == 0 and not (rank.end or {}).get("asked")
+    ]
     if early:
         lines.append(f"rank(s) {spans(early)} had ended with status 0 before the others")
     lost = [rank.rank for rank in ranks if rank.end is None]
     if lost:
-        lines.append(f"rank(s) {spans(lost)} were lost without a word: a host that failed, or all its processes killed")
+        lines.append(
+            f"rank(s) {spans(lost)} were lost without a report: a failed host, or all its processes were killed"
+        )
     if size and len(ranks) < size:
         lines.append(f"rank(s) {spans(set(range(size)) - {rank.rank for rank in ranks})} never started")
-    for rank in [rank for rank in told if (rank.end or {}).get("tail")][:3]:
-        lines += [f"{_who(rank)} was stopped", *_tail(rank)]
+    for rank in [rank for rank in reported if (rank.end or {}).get("tail")][:3]:
+        lines += [f"{_name(rank)} was stopped", *_tail(rank)]
     return lines

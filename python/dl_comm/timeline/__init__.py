@@ -1,6 +1,6 @@
-"""The timeline: what every thread of dl_comm did when, one file for each rank, from ``start`` to ``stop``.
+"""The timeline: the activity of all dl_comm threads from ``start`` to ``stop``, in one file for each rank.
 
-``DL_COMM_TIMELINE=FOLDER`` records from ``init`` to ``finalize`` without a change of the script.
+``DL_COMM_TIMELINE=FOLDER`` records from ``init`` to ``finalize`` without a change to the script.
 ``python -m dl_comm.timeline FOLDER -o trace.json`` merges the files of all ranks.
 """
 
@@ -14,9 +14,9 @@ __all__ = ["start", "stop"]
 
 
 def start(folder: str | os.PathLike[str]) -> None:
-    """Starts the file ``rankN.trace.json`` of this rank in ``folder``, which is made when it is not there.
+    """Starts the file ``rankN.trace.json`` of this rank in ``folder``, and creates the folder if needed.
 
-    Where another job has left a file of that name, it goes into a folder of this job in ``folder``.
+    If another job has a file of that name, this job uses a sub-folder.
 
     Raises:
         CommError: The file cannot be written.
@@ -28,5 +28,5 @@ def start(folder: str | os.PathLike[str]) -> None:
 
 
 def stop() -> None:
-    """Ends the file. Nothing happens when none is being written; ``finalize`` does it too."""
+    """Ends the file; does nothing without one. ``finalize`` calls it too."""
     _dl_comm.timeline_stop()

@@ -1,4 +1,4 @@
-"""The drawings of the page, as SVG text; colours are classes of the page's style. Pure."""
+"""The charts of the report as SVG text; colours are CSS classes. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from dl_comm.timeline._format import rate_text, size_text, time_text
 from dl_comm.timeline._recent import Row
-from dl_comm.timeline._words import rate_text, size_text, time_text
 
 _WIDE, _HIGH = 400, 190
 _LEFT, _BOTTOM, _TOP = 64, 30, 12
@@ -18,14 +18,14 @@ def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{body}</svg>'
 
 
-def _rect(x: float, y: float, width: float, height: float, kind: str, words: str = "", extra: str = "") -> str:
-    title = f"<title>{escape(words)}</title>" if words else ""
+def _rect(x: float, y: float, width: float, height: float, kind: str, text: str = "", extra: str = "") -> str:
+    title = f"<title>{escape(text)}</title>" if text else ""
     where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{max(height, 0):.1f}"'
     return f'<rect class="{kind}" {where}{extra}>{title}</rect>'
 
 
-def _text(x: float, y: float, words: str, anchor: str = "middle", kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, kind: str) -> str:
@@ -33,7 +33,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, kind: str) -> str:
 
 
 class _Axes:
-    """A place for bars: ``count`` of them, up to ``most``."""
+    """The axes of a bar chart: ``count`` bars, up to value ``most``."""
 
     def __init__(self, count: int, most: float) -> None:
         self.most = most or 1.0
@@ -46,10 +46,10 @@ class _Axes:
     def y(self, value: float) -> float:
         return self.floor - (self.floor - _TOP) * value / self.most
 
-    def bar(self, place: int, value: float, kind: str, words: str) -> str:
+    def bar(self, place: int, value: float, kind: str, text: str) -> str:
         gap = min(self.step * 0.15, 4)
         top = self.y(value)
-        return _rect(self.x(place) + gap, top, self.step - 2 * gap, self.floor - top, kind, words)
+        return _rect(self.x(place) + gap, top, self.step - 2 * gap, self.floor - top, kind, text)
 
     def frame(self, text: Any) -> list[str]:
         out = []
@@ -58,13 +58,13 @@ class _Axes:
             out += [_line(_LEFT, y, _WIDE - 6, y, "grid"), _text(_LEFT - 5, y + 4, text(self.most * share), "end")]
         return out
 
-    def labels(self, words: Sequence[str], every: int) -> list[str]:
-        places = range(0, len(words), every)
-        return [_text(self.x(place + 0.5), self.floor + 15, words[place]) for place in places]
+    def labels(self, text: Sequence[str], every: int) -> list[str]:
+        places = range(0, len(text), every)
+        return [_text(self.x(place + 0.5), self.floor + 15, text[place]) for place in places]
 
 
 def steps(content: dict[str, Any]) -> str:
-    """The time of the steps, and how much of it callers waited."""
+    """Step times and exposed communication."""
     series, width = content["series"], content["width"]
     axes = _Axes(len(series), max(part["most_s"] for part in series))
     out = axes.frame(time_text)
@@ -72,9 +72,9 @@ def steps(content: dict[str, Any]) -> str:
         first, last = place * width + 1, min((place + 1) * width, content["count"])
         which = f"step {first}" if first == last else f"steps {first} to {last}"
         time, exposed, most = part["time_s"], part["exposed_s"], part["most_s"]
-        words = f"{which}: {time_text(time)}, of which {time_text(exposed)} exposed; longest {time_text(most)}"
-        out += [axes.bar(place, most, "faint", words), axes.bar(place, time, "step", words)]
-        out.append(axes.bar(place, min(exposed, time), "exposed", words))
+        text = f"{which}: {time_text(time)}, of which {time_text(exposed)} exposed; longest {time_text(most)}"
+        out += [axes.bar(place, most, "faint", text), axes.bar(place, time, "step", text)]
+        out.append(axes.bar(place, min(exposed, time), "exposed", text))
     out += [
         _text(axes.x(0), axes.floor + 15, "1", "start"),
         _text(_WIDE - 6, axes.floor + 15, str(content["count"]), "end"),
@@ -84,7 +84,7 @@ def steps(content: dict[str, Any]) -> str:
 
 
 def heat(content: dict[str, Any]) -> str:
-    """Who waited for whom."""
+    """Heat map of waits: rows wait for columns."""
     rows, columns, seconds = content["rows"], content["columns"], content["seconds"]
     most = max((value for row in seconds for value in row), default=0.0) or 1.0
     left, top = 62.0, 44.0
@@ -93,11 +93,11 @@ def heat(content: dict[str, Any]) -> str:
     every = max(1, -(-13 // int(tall)))
     across = max(1, -(-max(7 * max(map(len, columns)), 12) // int(cell))) if cell < 60 else 1
     out = [
-        _text(left, 14, "for rank (the late one)", "start", "label"),
+        _text(left, 14, "for rank", "start", "label"),
         _text(left - 6, 14, "waits", "end", "label"),
     ]
     out += [_text(left + (i + 0.5) * cell, top - 8, word) for i, word in enumerate(columns) if i % across == 0]
-    out.append(_rect(left, top, len(columns) * cell - 1, len(rows) * tall - 1, "lane"))
+    out.append(_rect(left, top, len(columns) * cell - 1, len(rows) * tall - 1, "track"))
     for i, row in enumerate(seconds):
         y = top + i * tall
         if i % every == 0:
@@ -105,35 +105,35 @@ def heat(content: dict[str, Any]) -> str:
         for j, value in enumerate(row):
             if value <= 0:
                 continue
-            words = f"rank {rows[i]} waited {time_text(value)} for {_whom(columns[j])}"
+            text = f"rank {rows[i]} waited {time_text(value)} for {_waited_for(columns[j])}"
             opacity = f' style="fill-opacity:{value / most:.3f}"'
-            out.append(_rect(left + j * cell, y, cell - 1, tall - 1, "heat", words, opacity))
+            out.append(_rect(left + j * cell, y, cell - 1, tall - 1, "heat", text, opacity))
             if cell > 44 and tall > 16:
                 kind = "strong" if value > 0.7 * most else "label"
                 out.append(_text(left + (j + 0.5) * cell, y + tall / 2 + 4, time_text(value), "middle", kind))
-    return _svg(_WIDE, top + len(rows) * tall + 4, "who waited for whom", out)
+    return _svg(_WIDE, top + len(rows) * tall + 4, "waits by rank", out)
 
 
-def _whom(column: str) -> str:
+def _waited_for(column: str) -> str:
     return column if column.startswith("host") else f"rank {column}"
 
 
 def last(rows: Sequence[dict[str, Any]]) -> str:
-    """Who came last."""
+    """The ranks that arrived last."""
     shown = rows[:8]
     most = max(row["seconds"] for row in shown) or 1.0
     out = []
     for place, row in enumerate(shown):
         y = 6 + place * 24
         width = (_WIDE - 190) * row["seconds"] / most
-        words = f"rank {row['rank']} was last {row['times']} times, {time_text(row['seconds'])} after the one before"
-        out += [_text(62, y + 13, f"rank {row['rank']}", "end"), _rect(68, y, width, 18, "late", words)]
+        text = f"rank {row['rank']} was last {row['times']} times, {time_text(row['seconds'])} after the one before"
+        out += [_text(62, y + 13, f"rank {row['rank']}", "end"), _rect(68, y, width, 18, "late", text)]
         out.append(_text(74 + width, y + 13, f"{time_text(row['seconds'])}, {row['times']} times", "start"))
-    return _svg(_WIDE, 10 + 24 * len(shown), "who came last", out)
+    return _svg(_WIDE, 10 + 24 * len(shown), "last to arrive", out)
 
 
 def sizes(rows: Sequence[dict[str, Any]]) -> str:
-    """How many calls there were of which size."""
+    """Number of calls by size."""
     axes = _Axes(len(rows), max(row["calls"] for row in rows))
     out = axes.frame(lambda value: f"{value:.0f}" if value >= 10 else f"{value:g}")
     out += [axes.bar(i, row["calls"], "step", f"{_class(row)}: {row['calls']} calls") for i, row in enumerate(rows)]
@@ -141,13 +141,13 @@ def sizes(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def bandwidth(rows: Sequence[dict[str, Any]], reference: dict[str, Any]) -> str:
-    """What calls of each size achieved, against the reference."""
+    """Bandwidth by call size, with the reference."""
     rows = [row for row in rows if row["bytes"]]
     axes = _Axes(len(rows), max([reference["rate"], *(row["best"] for row in rows)]) * 1.08)
     out = axes.frame(rate_text)
     for place, row in enumerate(rows):
-        words = f"{_class(row)}: {rate_text(row['rate'])} on average, best call {rate_text(row['best'])}"
-        out += [axes.bar(place, row["best"], "faint", words), axes.bar(place, row["rate"], "reduce", words)]
+        text = f"{_class(row)}: {rate_text(row['rate'])} on average, best call {rate_text(row['best'])}"
+        out += [axes.bar(place, row["best"], "faint", text), axes.bar(place, row["rate"], "reduce", text)]
     y = axes.y(reference["rate"])
     name = "the machine's limit" if reference["measured"] else "best call"
     out += [
@@ -171,8 +171,8 @@ def _class(row: dict[str, Any]) -> str:
     return "0 bytes" if row["exponent"] < 0 else f"up to {size_text(_upper(row))}"
 
 
-def lanes(seconds: float, rows: Sequence[Row]) -> str:
-    """The last steps: what every rank did."""
+def step_chart(seconds: float, rows: Sequence[Row]) -> str:
+    """The activity of every rank in the last steps."""
     wide, left, tall = 1000.0, 92.0, 15.0
     scale = (wide - left - 8) / (seconds or 1.0)
     out: list[str] = []
@@ -183,13 +183,13 @@ def lanes(seconds: float, rows: Sequence[Row]) -> str:
             rank = row.rank
             out.append(_text(4, y + 11, f"rank {rank}", "start", "label"))
         out.append(_text(left - 6, y + 11, row.name, "end"))
-        out.append(_rect(left, y, wide - left - 8, tall - 2, "lane"))
-        for kind, low, high, words in row.spans:
+        out.append(_rect(left, y, wide - left - 8, tall - 2, "track"))
+        for kind, low, high, text in row.spans:
             x, width = left + low * scale, (high - low) * scale
-            told = f"{words or kind}: {time_text(high - low)}"
-            out.append(_rect(x, y, width, tall - 2, kind, told))
+            title = f"{text or kind}: {time_text(high - low)}"
+            out.append(_rect(x, y, width, tall - 2, kind, title))
             if kind == "late" and width > 90:
-                out.append(_text(x + width / 2, y + 10.5, words, "middle", "strong"))
+                out.append(_text(x + width / 2, y + 10.5, text, "middle", "strong"))
         y += tall
     for part in range(5):
         x = left + (wide - left - 8) * part / 4

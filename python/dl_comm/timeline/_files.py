@@ -1,6 +1,6 @@
-"""The files of a timeline, ``rankN.trace.json``, read event by event, so that their size does not matter.
+"""Reads the files of a timeline, ``rankN.trace.json``, event by event, so that files of any size fit in memory.
 
-The core writes one event on a line. The end of a file may be missing, where its rank was killed.
+The core writes one event on a line. If a rank was killed, the end of its file is missing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _PHASES = ("X", "M")
 
 
 class BadInput(Exception):
-    """The folder has no timeline that can be read; the text says why."""
+    """The folder has no readable timeline; the text says why."""
 
 
-def find(folder: Path, job: str | None = None, say: Say = lambda _: None) -> dict[int, Path]:
-    """The files of one job in ``folder`` and the folders in it, by rank; of two for one rank the newer.
+def find(folder: Path, job: str | None = None, log: Log = lambda _: None) -> dict[int, Path]:
+    """The files of one job in ``folder`` and its sub-folders, by rank; the newer one of two for a rank.
 
     Args:
-        folder: Where they are.
-        job: Which job; None: the one that has written last.
-        say: Told about the jobs that are left out.
+        folder: The folder.
+        job: Which job; None: the one that wrote last.
+        log: Gets a note for each skipped job.
 
     Raises:
-        BadInput: There is no folder, or no file in it, or none of that job.
+        BadInput: The folder is missing, or has no file of that job.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
@@ -38,7 +38,7 @@ def find(folder: Path, job: str | None = None, say: Say = lambda _: None) -> dic
         rank = path.name.removeprefix("rank").removesuffix(".trace.json")
         if rank.isdigit():
             name = _job(path)
-            # The one that was written to last comes last.
+            # Jobs are sorted by their last write.
             jobs[name] = {**jobs.pop(name, {}), int(rank): path}
     if not jobs:
         raise BadInput(f"{folder} has no timeline (rank*.trace.json)")
@@ -48,12 +48,12 @@ def find(folder: Path, job: str | None = None, say: Say = lambda _: None) -> dic
     for other, files in jobs.items():
         if other != chosen and job is None:
             how = f"--job {other} reads it" if other else "the files are of an older version"
-            say(f"another job is left out, {len(files)} rank(s) {f'of job {other}, ' if other else ''}{how}")
+            log(f"another job is left out, {len(files)} rank(s) {f'of job {other}, ' if other else ''}{how}")
     return dict(sorted(jobs[chosen].items()))
 
 
 def _job(path: Path) -> str:
-    """The job that has written a file; empty in files of older versions."""
+    """The job of a file; empty in files of older versions."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         next(lines, "")
         event = _event(next(lines, "").strip().rstrip(",")) or {"args": {}}
@@ -61,16 +61,16 @@ def _job(path: Path) -> str:
     return str(args.get("job", "")) if isinstance(args, dict) else ""
 
 
-def events(path: Path, say: Say) -> Iterator[Event]:
-    """The events of a file in their order; ``say`` is told that the end is missing.
+def events(path: Path, log: Log) -> Iterator[Event]:
+    """The events of a file in their order; ``log`` gets a note if the end is missing.
 
     Raises:
-        BadInput: The file is not one of dl_comm's, or damaged before its end.
+        BadInput: The file is not from dl_comm, or is damaged before its end.
     """
     complete, broken = False, 0
     with path.open(encoding="utf-8", errors="replace") as lines:
         if (first := next(lines, "").strip()) != "[":
-            raise BadInput(f"{path} is no timeline of dl_comm: it begins with {first[:40]!r}")
+            raise BadInput(f"{path} is not a timeline of dl_comm: it begins with {first[:40]!r}")
         for number, line in enumerate(lines, 2):
             text = line.strip().rstrip(",")
             if broken:
@@ -80,11 +80,11 @@ def events(path: Path, say: Say) -> Iterator[Event]:
                 continue
             event = _event(text)
             if event is None:
-                broken = number  # legal if it is the last
+                broken = number  # allowed for the last line
             else:
                 yield event
     if not complete:
-        say(f"{path} ends in the middle: its rank was killed, or still runs; what is there is used")
+        log(f"{path} ends in the middle: its rank was killed or still runs; using the complete part")
 
 
 def _event(text: str) -> Event | None:

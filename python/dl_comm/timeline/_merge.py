@@ -1,7 +1,7 @@
-"""One trace of all ranks, for https://ui.perfetto.dev or chrome://tracing.
+"""Merges the files of all ranks into one trace for https://ui.perfetto.dev or chrome://tracing.
 
-Viewers want the spans of a track to nest. Calls that are under way at once overlap, and so do the waits of callers:
-they get tracks of their own, as many as it takes. Steps become instants. All times count from the first event.
+Viewers require that the spans of a track nest. Concurrent calls and waits of callers overlap, so they get additional
+tracks. Steps become instants. All times are relative to the first event.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from dl_comm.timeline._files import Event, Say, events
+from dl_comm.timeline._files import Event, Log, events
 
-# Numbers of the added tracks: above all threads.
+# Ids of the additional tracks: above all thread ids.
 _TRACKS = 1_000_000
 
 
-def merge(files: Mapping[int, Path], first: float, out: TextIO, say: Say) -> int:
+def merge(files: Mapping[int, Path], first: float, out: TextIO, log: Log) -> int:
     """Writes the trace of ``files`` (by rank) to ``out``; returns the number of events.
 
     Args:
-        files: As ``_files.find`` gives them.
-        first: The time of the first event, in microseconds, which becomes 0.
-        out: Gets one JSON object, an event on a line.
-        say: Told about files whose end is missing.
+        files: The result of ``_files.find``.
+        first: The time of the first event in microseconds; it becomes 0.
+        out: Gets one JSON object with one event on a line.
+        log: Gets a note for each file without an end.
     """
     count = 0
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
     for path in files.values():
-        lanes = _Lanes()
+        tracks = _Tracks()
         overlapping: list[Event] = []
-        for event in events(path, say):
+        for event in events(path, log):
             if event["ph"] == "X":
                 event["ts"] = round(event["ts"] - first, 3)
                 event["dur"] = round(event["dur"], 3)
                 if event["cat"] == "step":
                     del event["dur"]
                     event.update(ph="i", s="p")
-                elif lanes.kind(event):
+                elif tracks.kind(event):
                     overlapping.append(event)
                     continue
             count += _write(out, event, count)
-        for event in lanes.arrange(overlapping):
+        for event in tracks.arrange(overlapping):
             count += _write(out, event, count)
     out.write("\n]}\n")
     return count
@@ -53,17 +53,17 @@ def _write(out: TextIO, event: Event, count: int) -> int:
     return 1
 
 
-class _Lanes:
-    """The added tracks of a rank."""
+class _Tracks:
+    """The additional tracks of a rank."""
 
     def __init__(self) -> None:
-        # By kind of track, when the last span of each lane ends.
+        # By kind: the end of the last span of each track.
         self._ends: dict[str, list[float]] = {}
         self._tracks: dict[tuple[str, int], int] = {}
 
     @staticmethod
     def kind(event: Event) -> str:
-        """The name of the tracks that the span belongs to; nothing for one that stays on its thread's."""
+        """The kind of track of a span; empty if it stays on its thread's track."""
         team = event["args"].get("team", 0)
         group = "other calls" if team == -1 else f"calls of team {team}"
         if event["cat"] == "call" or (event["cat"] == "phase" and event["name"] == "queue"):
@@ -71,37 +71,37 @@ class _Lanes:
         return f"{group}: callers wait" if event["cat"] == "exposed" else ""
 
     def arrange(self, spans: list[Event]) -> list[Event]:
-        """The spans on their tracks, and the names of these. What a call has in the queue stays with the call."""
+        """The spans with their tracks, and the tracks' names. A call's queue phase is on the call's track."""
         out: list[Event] = []
         calls: dict[tuple[Any, Any], int] = {}
         for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"], event["cat"] != "call")):
             kind, args = self.kind(event), event["args"]
             call = (args.get("team"), args.get("call"))
             if event["cat"] == "phase" and call in calls:
-                lane = calls[call]
+                track = calls[call]
             else:
-                lane = self._lane(kind, event["ts"], event["ts"] + event["dur"])
+                track = self._track(kind, event["ts"], event["ts"] + event["dur"])
                 if event["cat"] != "exposed":
-                    calls[call] = lane
-            if (kind, lane) not in self._tracks:
-                self._tracks[kind, lane] = _TRACKS + len(self._tracks)
-                out += self._named(event["pid"], kind, lane)
-            out.append({**event, "tid": self._tracks[kind, lane]})
+                    calls[call] = track
+            if (kind, track) not in self._tracks:
+                self._tracks[kind, track] = _TRACKS + len(self._tracks)
+                out += self._named(event["pid"], kind, track)
+            out.append({**event, "tid": self._tracks[kind, track]})
         return out
 
-    def _lane(self, kind: str, begin: float, end: float) -> int:
+    def _track(self, kind: str, begin: float, end: float) -> int:
         ends = self._ends.setdefault(kind, [])
-        for lane, busy in enumerate(ends):
-            if busy <= begin:
-                ends[lane] = end
-                return lane
+        for track, end_before in enumerate(ends):
+            if end_before <= begin:
+                ends[track] = end
+                return track
         ends.append(end)
         return len(ends) - 1
 
-    def _named(self, pid: int, kind: str, lane: int) -> list[Event]:
-        tid = self._tracks[kind, lane]
+    def _named(self, pid: int, kind: str, track: int) -> list[Event]:
+        tid = self._tracks[kind, track]
         names: dict[str, dict[str, Any]] = {
-            "thread_name": {"name": kind + (f" ({lane + 1})" if lane else "")},
+            "thread_name": {"name": kind + (f" ({track + 1})" if track else "")},
             "thread_sort_index": {"sort_index": len(self._tracks) - 1000},
         }
         return [{"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args} for name, args in names.items()]

@@ -1,6 +1,6 @@
-"""The page: one HTML file with everything in it; no script, nothing loaded. Pure.
+"""The report as one HTML file without scripts or external resources. Pure.
 
-The numbers are in it once more as JSON, in the element ``dl_comm-report``.
+The element ``dl_comm-report`` has the numbers as JSON.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 from dl_comm.timeline import _charts
+from dl_comm.timeline._format import size_text, time_text
 from dl_comm.timeline._recent import Row
-from dl_comm.timeline._words import size_text, time_text
 
 _OTHERS = "others"
 _KINDS = {
@@ -22,7 +22,7 @@ _KINDS = {
     "queue": "queue",
     "copy": "copy",
     "wait": "wait",
-    "late": "wait for a late rank",
+    "late": "wait for a rank",
     "reduce": "reduce",
     "network": "network",
 }
@@ -32,9 +32,9 @@ def page(content: dict[str, Any], drawn: tuple[float, list[Row]], notes: Sequenc
     """The page's text.
 
     Args:
-        content: What ``_report.report`` found.
-        drawn: What ``Recent.rows`` found.
-        notes: What was passed over while reading.
+        content: The result of ``_report.report``.
+        drawn: The result of ``Recent.rows``.
+        notes: Notes on skipped input.
     """
     whole, teams = content["all"], content["teams"]
     ranks = len(content["ranks"])
@@ -73,12 +73,14 @@ def _tiles(view: dict[str, Any]) -> str:
             time_text(steps["median_s"]),
             f"95 % below {time_text(steps['p95_s'])}; {steps['count']} steps",
         ),
-        ("exposed a step", time_text(steps["exposed_median_s"]), "callers wait: no computation hides it"),
-        ("overlap", f"{view['overlap']:.0%}", "of the calls' time nobody waited"),
+        ("exposed a step", time_text(steps["exposed_median_s"]), "communication that computation does not hide"),
+        ("overlap", f"{view['overlap']:.0%}", "of the communication time is hidden"),
         (
-            "most late",
+            "straggler",
             f"rank {late['rank']}" if late else "–",
-            f"last {late['times']} times, by {time_text(late['seconds'])} in all" if late else "one rank, or no calls",
+            f"last {late['times']} times, by {time_text(late['seconds'])} in total"
+            if late
+            else "one rank, or no calls",
         ),
     ]
     cells = (f"<div><b>{escape(n)}</b><strong>{escape(v)}</strong><span>{escape(w)}</span></div>" for n, v, w in tiles)
@@ -119,15 +121,15 @@ def _recent(drawn: tuple[float, list[Row]]) -> str:
     if not rows:
         return ""
     used = {span[0] for row in rows for span in row.spans}
-    keys = _keys(**{kind: words for kind, words in _KINDS.items() if kind in used})
+    keys = _keys(**{kind: text for kind, text in _KINDS.items() if kind in used})
     return (
         f'<section class="wide"><h2>The last steps</h2>{keys}'
-        f'<div class="scroll">{_charts.lanes(seconds, rows)}</div></section>'
+        f'<div class="scroll">{_charts.step_chart(seconds, rows)}</div></section>'
     )
 
 
-def _keys(**words: str) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{word}</li>' for kind, word in words.items())
+def _keys(**text: str) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{word}</li>' for kind, word in text.items())
     return f'<ul class="keys">{items}</ul>'
 
 
@@ -135,19 +137,19 @@ def _charts_of(view: dict[str, Any], reference: dict[str, Any]) -> str:
     steps, sizes, out = view["steps"], view["sizes"], []
     if steps["series"]:
         text = "The median of the ranks; a bar may stand for several steps." + _keys(
-            exposed="callers wait", step="the rest", faint="longest"
+            exposed="exposed", step="rest", faint="longest"
         )
         out.append(("Time of a step", text, _charts.steps(steps)))
     if len(view["late"]["rows"]) > 1:
-        text = "Of several late ranks the first that is looked for counts until it comes, then the next."
-        out.append(("Who waited for whom", text, _charts.heat(view["late"])))
+        text = "Of several missing ranks, the first one counts until it arrives, then the next."
+        out.append(("Waits by rank", text, _charts.heat(view["late"])))
     if view["last"]:
-        text = "Who was the last to start a call, and how long after the one before, summed."
-        out.append(("Who came last", text, _charts.last(view["last"])))
+        text = "The last rank to start a call, and its delay after the rank before, summed."
+        out.append(("Last to arrive", text, _charts.last(view["last"])))
     if sizes:
         out.append(("Sizes of calls", "Calls of all ranks.", _charts.sizes(sizes)))
     if any(size["bytes"] for size in sizes):
-        text = f"Bytes by the time from start to end, with waits for late ranks. Line: {escape(reference['source'])}."
+        text = f"Bytes divided by the time from start to end, waits included. Line: {escape(reference['source'])}."
         text += _keys(reduce="all calls", faint="the best call")
         out.append(("Bandwidth of a rank", text, _charts.bandwidth(sizes, reference)))
     figures = (f"<figure><h2>{t}</h2>{chart}<figcaption>{w}</figcaption></figure>" for t, w, chart in out)

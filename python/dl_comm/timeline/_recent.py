@@ -1,4 +1,4 @@
-"""The spans of the last few steps, for the drawing: few enough to look at, whatever the size of the job."""
+"""Selects the spans of the last few steps for the chart; their number does not depend on the size of the job."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
-from dl_comm.timeline._figures import Figures
 from dl_comm.timeline._files import Event
+from dl_comm.timeline._metrics import TraceMetrics
 
-_KEPT = 6000  # events of a rank
+_KEPT = 6000  # events kept for each rank
 _STEPS = 3
 _RANKS = 8
 _THREADS = 2
-_COLUMNS = 900  # of the drawing
+_COLUMNS = 900  # of the chart
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the drawing: spans as kind, begin, end (seconds from the start of the drawing) and words."""
+    """A row of the chart: spans of kind, begin, end (seconds from the start of the chart) and text."""
 
     rank: int
     name: str
@@ -26,7 +26,7 @@ class Row:
 
 
 class Recent:
-    """Keeps the last events of each rank; feed it those of all files with :meth:`add`."""
+    """Keeps the last events of each rank; add the events of all files with :meth:`add`."""
 
     def __init__(self) -> None:
         self._events: dict[int, deque[Event]] = defaultdict(lambda: deque(maxlen=_KEPT))
@@ -36,31 +36,31 @@ class Recent:
         if event["ph"] == "X" and event["cat"] != "step":
             self._events[event["pid"]].append(event)
 
-    def window(self, figures: Figures, stepping: int) -> tuple[float, float]:
-        """From when to when is drawn: the last steps of the first rank that has some; microseconds."""
-        steps = next((own for own in figures.teams[stepping].steps.values() if own), [])
-        low, high = (max(edge) for edge in zip(*figures.ranges.values(), strict=True))
+    def window(self, metrics: TraceMetrics, stepping: int) -> tuple[float, float]:
+        """Begin and end of the chart: the last steps of the first rank with steps; microseconds."""
+        steps = next((own for own in metrics.teams[stepping].steps.values() if own), [])
+        low, high = (max(edge) for edge in zip(*metrics.ranges.values(), strict=True))
         if len(steps) > 1:
             low, high = sorted(steps)[-min(_STEPS + 1, len(steps))], max(steps)
         kept = [own[0]["ts"] for own in self._events.values() if len(own) == _KEPT]
         return max([low * 1e6, *kept]), high * 1e6
 
-    def rows(self, figures: Figures, stepping: int) -> tuple[float, list[Row]]:
-        """The seconds that are drawn, and the lines; of many ranks those that came last most often are there."""
-        begin, end = self.window(figures, stepping)
+    def rows(self, metrics: TraceMetrics, stepping: int) -> tuple[float, list[Row]]:
+        """The duration of the chart in seconds, and its rows. Of many ranks, it has those with the longest delays."""
+        begin, end = self.window(metrics, stepping)
         rows: list[Row] = []
-        for rank in self._chosen(figures, stepping):
+        for rank in self._chosen(metrics, stepping):
             rows += self._rows(rank, begin, end)
         return (end - begin) * 1e-6, rows
 
-    def _chosen(self, figures: Figures, stepping: int) -> list[int]:
-        ranks = figures.ranks
+    def _chosen(self, metrics: TraceMetrics, stepping: int) -> list[int]:
+        ranks = metrics.ranks
         if len(ranks) <= _RANKS:
             return ranks
-        lateness: dict[int, float] = defaultdict(float)
-        for meeting in figures.teams[stepping].meetings.values():
-            lateness[meeting.rank] += meeting.last - max(meeting.before, meeting.first)
-        late = sorted(ranks, key=lambda rank: -lateness[rank])[: _RANKS // 2]
+        delay: dict[int, float] = defaultdict(float)
+        for arrivals in metrics.teams[stepping].arrivals.values():
+            delay[arrivals.rank] += arrivals.last - max(arrivals.before, arrivals.first)
+        late = sorted(ranks, key=lambda rank: -delay[rank])[: _RANKS // 2]
         return sorted([*late, *[rank for rank in ranks if rank not in late][: _RANKS - len(late)]])
 
     def _rows(self, rank: int, begin: float, end: float) -> list[Row]:
@@ -85,19 +85,19 @@ def _length(events: list[Event]) -> float:
 
 
 def _spans(events: list[Event], begin: float, end: float) -> tuple[tuple[str, float, float, str], ...]:
-    """The spans within the window that are not too fine to see."""
+    """The spans in the window that are at least one column wide."""
     out = []
     for event in sorted(events, key=lambda event: (event["cat"] != "call", event["ts"])):
         low, high = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
         if high - low >= (end - begin) / _COLUMNS:
             kind = event["name"] if event["cat"] == "phase" else event["cat"]
-            words = event["name"] if event["cat"] == "call" else ""
-            out.append((kind, (low - begin) * 1e-6, (high - begin) * 1e-6, words))
+            text = event["name"] if event["cat"] == "call" else ""
+            out.append((kind, (low - begin) * 1e-6, (high - begin) * 1e-6, text))
     return tuple(out)
 
 
 def _raster(events: list[Event], begin: float, end: float) -> tuple[tuple[str, float, float, str], ...]:
-    """What a thread did most in each column of the drawing; a thread may have thousands of spans in a step."""
+    """The main activity of a thread in each column; a thread may have thousands of spans in a step."""
     width = (end - begin) / _COLUMNS
     spent: dict[int, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
@@ -107,16 +107,16 @@ def _raster(events: list[Event], begin: float, end: float) -> tuple[tuple[str, f
         for column in range(int(low / width), min(int(high / width), _COLUMNS - 1) + 1):
             part = min(high, (column + 1) * width) - max(low, column * width)
             spent[column][key] += part
-            if late:  # is part of a span of its own
+            if late:  # lies inside another span
                 spent[column]["network" if event["args"]["late"].startswith("host") else "wait", ""] -= part
     out: list[tuple[str, float, float, str]] = []
     for column in sorted(spent):
-        (kind, words), _ = max(spent[column].items(), key=lambda item: item[1])
-        if sum(spent[column].values()) < width / 2:  # mostly nothing
+        (kind, text), _ = max(spent[column].items(), key=lambda item: item[1])
+        if sum(spent[column].values()) < width / 2:  # mostly idle
             continue
         low, high = column * width * 1e-6, (column + 1) * width * 1e-6
-        if out and out[-1][0] == kind and out[-1][3] == words and low - out[-1][2] < width * 1e-7:
-            out[-1] = (kind, out[-1][1], high, words)
+        if out and out[-1][0] == kind and out[-1][3] == text and low - out[-1][2] < width * 1e-7:
+            out[-1] = (kind, out[-1][1], high, text)
         else:
-            out.append((kind, low, high, words))
+            out.append((kind, low, high, text))
     return tuple(out)

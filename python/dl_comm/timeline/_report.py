@@ -1,6 +1,6 @@
-"""What the page shows, as one JSON object of bounded size: the figures of all teams together, and of each.
+"""The content of the report as one JSON object of bounded size: the metrics of each team, and of all teams.
 
-Times are seconds. A page carries it, so that its numbers can be read by programs too.
+Times are seconds. The HTML report includes it for programs.
 """
 
 from __future__ import annotations
@@ -9,46 +9,46 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from dl_comm.timeline._figures import OTHERS, Figures, TeamFigures
+from dl_comm.timeline._metrics import OTHERS, TeamMetrics, TraceMetrics
 
 _MOST_BINS = 100
 _MOST_CELLS = 32
 
 
-def report(figures: Figures, limit: tuple[float, str] | None) -> dict[str, Any]:
-    """The content of the page.
+def report(metrics: TraceMetrics, limit: tuple[float, str] | None) -> dict[str, Any]:
+    """The content of the report.
 
     Args:
-        figures: Of all ranks.
-        limit: What the machine allows, in bytes a second and rank, and who says so; None: the best call is shown.
+        metrics: Metrics of all ranks.
+        limit: Bandwidth limit of a rank in bytes a second, and its source; None: use the best call.
     """
-    teams = {number: figures.teams[number] for number in sorted(figures.teams)}
+    teams = {number: metrics.teams[number] for number in sorted(metrics.teams)}
     chosen = {number: team for number, team in teams.items() if number != OTHERS} or teams
     stepping = max(chosen, key=lambda number: sum(map(len, chosen[number].steps.values())), default=OTHERS)
-    together = _together(chosen, stepping)
-    begin = min((low for low, _ in figures.ranges.values()), default=0.0)
-    end = max((high for _, high in figures.ranges.values()), default=0.0)
-    best = max((size.best for size in together.sizes.values()), default=0.0)
+    total = _sum_teams(chosen, stepping)
+    begin = min((low for low, _ in metrics.ranges.values()), default=0.0)
+    end = max((high for _, high in metrics.ranges.values()), default=0.0)
+    best = max((size.best for size in total.sizes.values()), default=0.0)
     rate, source = limit or (best, "the best call of this timeline")
     return {
-        "ranks": {rank: figures.titles.get(rank, f"rank {rank}") for rank in figures.ranks},
+        "ranks": {rank: metrics.titles.get(rank, f"rank {rank}") for rank in metrics.ranks},
         "seconds": end - begin,
         "stepping": stepping,
         "reference": {"rate": rate, "source": source, "measured": limit is not None},
-        "all": _view(together, figures.ranks),
-        "teams": {number: _view(team, figures.ranks) for number, team in teams.items()},
+        "all": _view(total, metrics.ranks),
+        "teams": {number: _view(team, metrics.ranks) for number, team in teams.items()},
     }
 
 
-def _together(teams: dict[int, TeamFigures], stepping: int) -> TeamFigures:
-    """The sum of teams; the steps are those of the team ``stepping``, or each would be cut up by the others'."""
-    out = TeamFigures()
+def _sum_teams(teams: dict[int, TeamMetrics], stepping: int) -> TeamMetrics:
+    """The sum of the teams; the steps are those of team ``stepping``, because steps of several teams overlap."""
+    out = TeamMetrics()
     for number, team in teams.items():
         out.calls += team.calls
         out.failed += team.failed
         out.bytes += team.bytes
-        for rank, seconds in team.busy.items():
-            out.busy[rank] += seconds
+        for rank, seconds in team.comm.items():
+            out.comm[rank] += seconds
         for rank, waits in team.exposed.items():
             out.exposed[rank] += waits
         for cell, seconds in team.waits.items():
@@ -57,20 +57,20 @@ def _together(teams: dict[int, TeamFigures], stepping: int) -> TeamFigures:
             sums = out.sizes[exponent]
             sums.calls, sums.bytes = sums.calls + size.calls, sums.bytes + size.bytes
             sums.seconds, sums.best = sums.seconds + size.seconds, max(sums.best, size.best)
-        for meeting in team.meetings.values():
-            out.meetings[len(out.meetings)] = meeting
+        for arrivals in team.arrivals.values():
+            out.arrivals[len(out.arrivals)] = arrivals
         if number == stepping:
             out.steps = team.steps
     return out
 
 
-def _view(team: TeamFigures, ranks: list[int]) -> dict[str, Any]:
+def _view(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
     exposed = sum(seconds for waits in team.exposed.values() for _, seconds in waits)
     return {
         "calls": team.calls,
         "failed": team.failed,
         "bytes": team.bytes,
-        "busy_s": sum(team.busy.values()),
+        "comm_s": sum(team.comm.values()),
         "exposed_s": exposed,
         "overlap": team.overlap,
         "steps": _steps(team, ranks),
@@ -83,7 +83,7 @@ def _view(team: TeamFigures, ranks: list[int]) -> dict[str, Any]:
     }
 
 
-def _steps(team: TeamFigures, ranks: list[int]) -> dict[str, Any]:
+def _steps(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
     times = [team.step_times(rank) for rank in ranks]
     exposed = [team.step_exposed(rank) for rank in ranks]
     flat, flat_exposed = [t for own in times for t in own], [t for own in exposed for t in own]
@@ -106,7 +106,7 @@ def _steps(team: TeamFigures, ranks: list[int]) -> dict[str, Any]:
 
 
 def quantile(values: list[float], share: float) -> float | None:
-    """The value with ``share`` of the values at or below it, between neighbours in proportion; None of no values."""
+    """The quantile ``share`` with linear interpolation; None without values."""
     if not values:
         return None
     ordered, place = sorted(values), share * (len(values) - 1)
@@ -115,20 +115,20 @@ def quantile(values: list[float], share: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _late(team: TeamFigures, ranks: list[int]) -> dict[str, Any]:
-    """Who waited for whom; rows and columns stand for several ranks where there are many."""
-    hosts = sorted({whom for _, whom in team.waits if not whom.startswith("rank ")})
+def _late(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
+    """Waits by rank; with many ranks, a row or column stands for several."""
+    hosts = sorted({target for _, target in team.waits if not target.startswith("rank ")})
     group = max(1, math.ceil((max(ranks, default=0) + 1) / _MOST_CELLS))
     rows = sorted({rank // group for rank in ranks})
     columns = [*(str(row) for row in rows), *hosts]
     sums: dict[tuple[int, str], float] = defaultdict(float)
-    for (rank, whom), seconds in team.waits.items():
-        late = str(int(whom.removeprefix("rank ")) // group) if whom.startswith("rank ") else whom
+    for (rank, target), seconds in team.waits.items():
+        late = str(int(target.removeprefix("rank ")) // group) if target.startswith("rank ") else target
         sums[rank // group, late] += seconds
-    words = {str(row): _span(row * group, group) for row in rows}
+    text = {str(row): _span(row * group, group) for row in rows}
     return {
         "rows": [_span(row * group, group) for row in rows],
-        "columns": [words.get(column, column) for column in columns],
+        "columns": [text.get(column, column) for column in columns],
         "seconds": [[sums[row, column] for column in columns] for row in rows],
     }
 
@@ -137,13 +137,13 @@ def _span(first: int, group: int) -> str:
     return str(first) if group == 1 else f"{first}-{first + group - 1}"
 
 
-def _last(team: TeamFigures, ranks: list[int]) -> list[dict[str, Any]]:
-    """By rank, how often it was the last to start a call, and how long after the one before; most first."""
+def _last(team: TeamMetrics, ranks: list[int]) -> list[dict[str, Any]]:
+    """For each rank, how often it started a call last, and its total delay after the rank before; longest first."""
     times: dict[int, int] = defaultdict(int)
     seconds: dict[int, float] = defaultdict(float)
-    for meeting in team.meetings.values():
-        if meeting.ranks == len(ranks) > 1:
-            times[meeting.rank] += 1
-            seconds[meeting.rank] += meeting.last - meeting.before
+    for arrivals in team.arrivals.values():
+        if arrivals.ranks == len(ranks) > 1:
+            times[arrivals.rank] += 1
+            seconds[arrivals.rank] += arrivals.last - arrivals.before
     order = sorted(times, key=lambda rank: -seconds[rank])[:_MOST_CELLS]
     return [{"rank": rank, "times": times[rank], "seconds": seconds[rank]} for rank in order]

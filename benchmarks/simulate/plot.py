@@ -1,4 +1,4 @@
-"""The pictures, as PNG and SVG. Needs matplotlib: ImportError without it."""
+"""Plots as PNG and SVG. Needs matplotlib: ImportError without it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def draw_hosts(rows: Sequence[dict[str, Any]], title: str, path: Path) -> list[P
             shown = sorted((row for row in rows if row["name"] == name), key=lambda row: int(row["hosts"]))
             for algorithm in _CHOICES:
                 points = [(row["hosts"], row["seconds"]) for row in shown if row["algorithm"] == algorithm]
-                # `auto` lies on the others: thin, above them.
+                # `auto` coincides with another algorithm: draw it thin, on top.
                 style: dict[str, Any] = (
                     {"linewidth": 1.4, "linestyle": (0, (4, 2))} if algorithm == "auto" else {"linewidth": 2.6}
                 )
                 panel.plot(*zip(*points, strict=True), color=_COLOURS[algorithm], label=algorithm, **style)
             least = min(row["seconds"] for row in shown)
             limits = [(row["hosts"], row["limit_s"]) for row in shown if row["algorithm"] == "auto"]
-            # Of short calls it is so far away that it would take the room of the others.
+            # For short calls the limit is far below and would compress the axis.
             if limits[-1][1] > least / _FAR:
                 panel.plot(*zip(*limits, strict=True), color="0.55", linestyle=":", label="the least bytes on the wire")
             panel.set_title(f"{name} ({size_text(shown[0]['bytes'])})", fontsize=11)
@@ -78,7 +78,7 @@ def draw_check(rows: Sequence[dict[str, Any]], title: str, path: Path) -> list[P
 def _figure(
     columns: int, rows: int, title: str, path: Path, size: tuple[float, float]
 ) -> Iterator[tuple[list[Any], list[Path]]]:
-    """Empty panels to draw on, and the paths to which they are then written."""
+    """Yields empty panels and the paths to which the figure is then written."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""The numbers of a timeline: steps, exposed communication, who waited for whom, sizes and bandwidth.
+"""Metrics of a timeline: steps, exposed communication, waits by rank, sizes and bandwidth.
 
-Files go through it event by event; what it keeps grows with the calls and steps of the job, not with the spans of its
-threads. Times are seconds but where a name says otherwise.
+Processes the files event by event; memory grows with the calls and steps of the job, not with the spans of its threads.
+Times are seconds unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from dl_comm.timeline._files import Event
 
-OTHERS = -1  # the team of broadcasts, barriers and metrics
+OTHERS = -1  # the control team: broadcasts, barriers, metrics
 
 
 @dataclass
 class SizeClass:
-    """Calls of some bytes: from 2 ** (exponent - 1), exclusive, to 2 ** exponent; summed over ranks."""
+    """Calls of 2 ** (exponent - 1) (exclusive) to 2 ** exponent bytes, summed over ranks."""
 
     calls: int = 0
     bytes: int = 0
@@ -25,7 +25,7 @@ class SizeClass:
     best: float = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """Counts a call that took ``seconds`` from its start."""
+        """Adds a call that took ``seconds`` from its start."""
         self.calls += 1
         self.bytes += size
         self.seconds += seconds
@@ -39,8 +39,8 @@ class SizeClass:
 
 
 @dataclass
-class Meeting:
-    """A call as the ranks came to it: how many, the first, the last two and who was last."""
+class CallArrivals:
+    """Arrivals of the ranks at a call: their number, the first and last two times, and the last rank."""
 
     ranks: int = 0
     first: float = float("inf")
@@ -49,7 +49,7 @@ class Meeting:
     rank: int = -1
 
     def add(self, rank: int, moment: float) -> None:
-        """A rank came."""
+        """Adds the arrival of a rank."""
         self.ranks += 1
         self.first = min(self.first, moment)
         if moment > self.last:
@@ -59,18 +59,18 @@ class Meeting:
 
 
 @dataclass
-class TeamFigures:
-    """What happened on a team; lists and sums by rank."""
+class TeamMetrics:
+    """Metrics of a team; lists and sums by rank."""
 
     calls: int = 0
     failed: int = 0
     bytes: int = 0
-    busy: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    comm: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     exposed: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     steps: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     waits: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     sizes: dict[int, SizeClass] = field(default_factory=lambda: defaultdict(SizeClass))
-    meetings: dict[int, Meeting] = field(default_factory=lambda: defaultdict(Meeting))
+    arrivals: dict[int, CallArrivals] = field(default_factory=lambda: defaultdict(CallArrivals))
 
     def step_times(self, rank: int) -> list[float]:
         """The times between the steps of a rank."""
@@ -78,39 +78,39 @@ class TeamFigures:
         return [after - before for before, after in zip(steps, steps[1:], strict=False)]
 
     def step_exposed(self, rank: int) -> list[float]:
-        """What the callers of a rank waited in each of these times; a wait counts where it ends."""
+        """Seconds that the callers of a rank waited in each step; a wait counts where it ends."""
         steps = sorted(self.steps.get(rank, ()))
         out = [0.0] * max(len(steps) - 1, 0)
         for end, seconds in self.exposed.get(rank, ()):
-            place = bisect_left(steps, end) - 1
-            if 0 <= place < len(out):
-                out[place] += seconds
+            step = bisect_left(steps, end) - 1
+            if 0 <= step < len(out):
+                out[step] += seconds
         return out
 
     @property
     def overlap(self) -> float:
-        """The share of the calls' time in which no caller waited."""
-        busy = sum(self.busy.values())
+        """The share of the communication time that is not exposed."""
+        comm = sum(self.comm.values())
         exposed = sum(seconds for waits in self.exposed.values() for _, seconds in waits)
-        return min(max(1 - exposed / busy, 0.0), 1.0) if busy else 0.0
+        return min(max(1 - exposed / comm, 0.0), 1.0) if comm else 0.0
 
 
 def exponent(size: int) -> int:
-    """The size class of ``size`` bytes: the least e with size <= 2 ** e; -1 for 0 bytes."""
+    """The size class of ``size`` bytes: the smallest e with size <= 2 ** e; -1 for 0 bytes."""
     return (size - 1).bit_length() if size else -1
 
 
-class Figures:
-    """All numbers, by team; feed it the events of each rank with :meth:`add`."""
+class TraceMetrics:
+    """All metrics by team; add the events of each rank with :meth:`add`."""
 
     def __init__(self) -> None:
-        self.teams: dict[int, TeamFigures] = defaultdict(TeamFigures)
+        self.teams: dict[int, TeamMetrics] = defaultdict(TeamMetrics)
         self.titles: dict[int, str] = {}
         self.ranges: dict[int, tuple[float, float]] = {}
         self._starts: dict[tuple[int, int, int], float] = {}
 
     def add(self, event: Event) -> None:
-        """Counts an event. Those of a rank come in their order."""
+        """Adds an event; the events of a rank come in file order."""
         rank = event["pid"]
         if event["ph"] == "M":
             if event["name"] == "process_name":
@@ -135,17 +135,17 @@ class Figures:
                 team.steps[rank].append(begin)
 
     @staticmethod
-    def _call(team: TeamFigures, rank: int, event: Event, start: float, end: float) -> None:
+    def _call(team: TeamMetrics, rank: int, event: Event, start: float, end: float) -> None:
         args, size = event["args"], int(event["args"]["bytes"])
         team.calls += 1
         team.bytes += size
-        team.busy[rank] += end - start
+        team.comm[rank] += end - start
         if args.get("error"):
             team.failed += 1
             return
         team.sizes[exponent(size)].add(size, end - start)
         if args.get("matched"):
-            team.meetings[int(args["matched"])].add(rank, start)
+            team.arrivals[int(args["matched"])].add(rank, start)
 
     @property
     def ranks(self) -> list[int]:

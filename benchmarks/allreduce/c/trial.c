@@ -1,6 +1,6 @@
-/* The turns of turns.h. */
+/* Implements trial.h. */
 #define _GNU_SOURCE
-#include "turns.h"
+#include "trial.h"
 
 #include <errno.h>
 #include <malloc.h>
@@ -18,12 +18,12 @@ void fail(const char* what, const char* why) {
   exit(1);
 }
 
-void* ordinary_take(size_t bytes) {
+void* ordinary_alloc(size_t bytes) {
   void* tensor = NULL;
   return posix_memalign(&tensor, 64, (bytes + 63) / 64 * 64) ? NULL : tensor;
 }
 
-void ordinary_give(void* tensor) { free(tensor); }
+void ordinary_free(void* tensor) { free(tensor); }
 
 static double now(void) {
   struct timespec time;
@@ -31,7 +31,7 @@ static double now(void) {
   return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* Element i of rank r is i mod 7 + 2r: whole numbers, whose means are whole and exact in every type for 8 ranks. */
+/* Element i of rank r is i mod 7 + 2r: means are integers, exact in every type for up to 8 ranks. */
 static double value_at(size_t i, double offset) { return (double)(i % PERIOD) + offset; }
 
 static void write_element(element_t type, void* to, size_t i, double value) {
@@ -74,7 +74,7 @@ static void fill(element_t type, void* tensor, size_t length, double offset) {
   }
 }
 
-/* The first element that differs, or `length`. */
+/* The index of the first wrong element, or `length`. */
 static size_t first_wrong(element_t type, const void* tensor, size_t length, double offset) {
   static const double tolerance[ELEMENTS] = {[F32] = 1e-6, [F64] = 1e-15, [F16] = 1e-3, [BF16] = 8e-3};
   for (size_t i = 0; i < length; ++i) {
@@ -93,79 +93,79 @@ static int connect_to(const char* path) {
   return connection;
 }
 
-static int read_turn(FILE* in, turn_t* turn) {
-  char type[8], way[8];
-  static const char* const ways[WAYS] = {"list", "each", "flat"};
-  if (fscanf(in, "%7s %7s %zu %zu %zu", type, way, &turn->slots, &turn->iterations, &turn->tensors) != 5) return 0;
-  turn->type = element_named(type);
-  for (turn->way = WAY_LIST; turn->way < WAYS && strcmp(way, ways[turn->way]);) ++turn->way;
-  if (turn->type == ELEMENTS || turn->way == WAYS) fail("turn", "unknown type or way");
-  turn->lengths = calloc(turn->tensors, sizeof *turn->lengths);
-  turn->bytes = 0;
-  for (size_t t = 0; t < turn->tensors; ++t) {
-    if (fscanf(in, "%zu", &turn->lengths[t]) != 1) return 0;
-    turn->bytes += turn->lengths[t] * element_sizes[turn->type];
+static int read_trial(FILE* in, trial_t* trial) {
+  char type[8], mode[8];
+  static const char* const modes[MODES] = {"list", "each", "flat"};
+  if (fscanf(in, "%7s %7s %zu %zu %zu", type, mode, &trial->slots, &trial->iterations, &trial->tensors) != 5) return 0;
+  trial->type = element_named(type);
+  for (trial->mode = MODE_LIST; trial->mode < MODES && strcmp(mode, modes[trial->mode]);) ++trial->mode;
+  if (trial->type == ELEMENTS || trial->mode == MODES) fail("trial", "unknown type or mode");
+  trial->lengths = calloc(trial->tensors, sizeof *trial->lengths);
+  trial->bytes = 0;
+  for (size_t t = 0; t < trial->tensors; ++t) {
+    if (fscanf(in, "%zu", &trial->lengths[t]) != 1) return 0;
+    trial->bytes += trial->lengths[t] * element_sizes[trial->type];
   }
   return 1;
 }
 
-/* Compares the tensors of a slot; returns the number of elements, or 0 with words in `why`. */
-static size_t check(const turn_t* turn, void** slot, double offset, char* why, size_t room) {
+/* Checks the tensors of a slot; returns the number of elements, or 0 with an error text in `why`. */
+static size_t check(const trial_t* trial, void** slot, double offset, char* why, size_t room) {
   size_t checked = 0;
-  for (size_t t = 0; t < turn->tensors; ++t) {
-    size_t at = first_wrong(turn->type, slot[t], turn->lengths[t], offset);
-    if (at < turn->lengths[t]) {
-      snprintf(why, room, "tensor %zu, element %zu is %g, not %g", t, at, read_element(turn->type, slot[t], at),
+  for (size_t t = 0; t < trial->tensors; ++t) {
+    size_t at = first_wrong(trial->type, slot[t], trial->lengths[t], offset);
+    if (at < trial->lengths[t]) {
+      snprintf(why, room, "tensor %zu, element %zu is %g, not %g", t, at, read_element(trial->type, slot[t], at),
                value_at(at, offset));
       return 0;
     }
-    checked += turn->lengths[t];
+    checked += trial->lengths[t];
   }
   return checked;
 }
 
-static void serve(const contender_t* contender, spin_t* spin, const turn_t* turn, FILE* out) {
-  const char* refusal = contender->refuse ? contender->refuse(turn) : NULL;
+static void serve(const contender_t* contender, spin_t* spin, const trial_t* trial, FILE* out) {
+  const char* refusal = contender->refuse ? contender->refuse(trial) : NULL;
   if (refusal) {
     fprintf(out, "unsupported %s\n", refusal);
     return;
   }
-  size_t count = turn->slots * turn->tensors;
+  size_t count = trial->slots * trial->tensors;
   void** all = calloc(count, sizeof *all);
-  double* times = calloc(turn->iterations, sizeof *times);
-  if (!all || !times) fail("turn", "no memory");
+  double* times = calloc(trial->iterations, sizeof *times);
+  if (!all || !times) fail("trial", "no memory");
   const double mine = 2.0 * contender->rank, mean = contender->keeps ? mine : contender->ranks - 1;
   for (size_t i = 0; i < count; ++i) {
-    size_t t = i % turn->tensors;
-    if (!(all[i] = contender->take(turn->lengths[t] * element_sizes[turn->type]))) fail("turn", "no memory");
-    fill(turn->type, all[i], turn->lengths[t], mine);
+    size_t t = i % trial->tensors;
+    if (!(all[i] = contender->alloc(trial->lengths[t] * element_sizes[trial->type]))) fail("trial", "no memory");
+    fill(trial->type, all[i], trial->lengths[t], mine);
   }
   char why[160] = "";
   size_t first = 0, last = 0;
   void** slot = all;
-  for (size_t i = 0; i < UNTIMED + turn->iterations; ++i) {
-    slot = all + i % turn->slots * turn->tensors;
-    spin_meet(spin);
+  for (size_t i = 0; i < UNTIMED + trial->iterations; ++i) {
+    slot = all + i % trial->slots * trial->tensors;
+    spin_synchronize(spin);
     double begin = now();
-    contender->average(turn, slot);
+    contender->average(trial, slot);
     double end = now();
     if (i >= UNTIMED) times[i - UNTIMED] = end - begin;
     if (i == 0) {
-      spin_meet(spin);
-      first = check(turn, slot, mean, why, sizeof why);
+      spin_synchronize(spin);
+      first = check(trial, slot, mean, why, sizeof why);
     }
   }
-  spin_meet(spin);
-  if (first) last = check(turn, slot, mean, why, sizeof why);
-  spin_meet(spin);
-  /* Before the answer, which lets the next contender start. */
-  for (size_t i = 0; i < count; ++i) contender->give(all[i]);
+  spin_synchronize(spin);
+  if (first) last = check(trial, slot, mean, why, sizeof why);
+  spin_synchronize(spin);
+  /* Free memory before the answer, which starts the next contender. */
+  for (size_t i = 0; i < count; ++i) contender->release(all[i]);
 #ifdef __GLIBC__
-  malloc_trim(0); /* What a waiting contender keeps, another one has not. */
+  malloc_trim(0); /* Give memory to the other contenders. */
 #endif
   if (first && last) {
     fprintf(out, "ok %zu\n", first + last);
-    fwrite(times, sizeof *times, turn->iterations, out);
+    fwrite(times, sizeof *times, trial->iterations, out);
   } else {
     fprintf(out, "wrong rank %d: %s\n", contender->rank, why);
   }
@@ -173,7 +173,7 @@ static void serve(const contender_t* contender, spin_t* spin, const turn_t* turn
   free(all);
 }
 
-void turns_serve(const contender_t* contender) {
+void trials_serve(const contender_t* contender) {
   spin_t* spin = spin_open(getenv("BENCH_BARRIER"), contender->rank, contender->ranks);
   if (!spin) fail("BENCH_BARRIER", "cannot be mapped");
   int connection = connect_to(getenv("BENCH_SOCKET"));
@@ -181,8 +181,8 @@ void turns_serve(const contender_t* contender) {
   if (!in || !out) fail("BENCH_SOCKET", "cannot be used");
   fprintf(out, "rank %d\n", contender->rank);
   fflush(out);
-  for (turn_t turn; read_turn(in, &turn); free(turn.lengths)) {
-    serve(contender, spin, &turn, out);
+  for (trial_t trial; read_trial(in, &trial); free(trial.lengths)) {
+    serve(contender, spin, &trial, out);
     fflush(out);
   }
   free(spin);

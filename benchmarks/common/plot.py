@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib, which is imported when one is drawn."""
+"""Plots with matplotlib, which is imported at first use."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def save(figure: Any, path: Path) -> list[Path]:
 
 
 def about(machine: dict[str, Any], versions: dict[str, Any]) -> str:
-    """Where a picture's numbers are from, for its title."""
+    """The machine, date and version for a plot's title."""
     cores = f"{machine['cores']} cores" if machine["cores"] > 1 else "1 core"
     return f"{machine['processor']}, {cores}, {machine['date'][:10]}, dl_comm {versions['dl_comm']}"

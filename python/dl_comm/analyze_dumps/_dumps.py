@@ -1,7 +1,7 @@
-"""The dumps of a job, ``rankN.json``, read and checked.
+"""Reads and checks the dumps of a job, ``rankN.json``.
 
-A folder may hold those of several jobs, and those of one job in sub-folders, one for each host that they were copied
-from: the newest job counts, and of each rank the newest dump. The format is that of ``docs/diagnosis.md``.
+A folder may have dumps of several jobs, also in sub-folders (one for each host, for example). The newest job counts,
+and the newest dump of each rank. ``docs/diagnosis.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 FORMAT = "dl_comm dump 1"
 MISMATCH = "the ranks called different things"
 _OPEN = ("queued", "meeting", "running")
-# Errors after which the ranks are in step, as if the call had not been made.
+# Errors that leave the ranks in sync, as if the call had not been made.
 _HARMLESS = (MISMATCH, "the team has ended")
 
 
 class BadInput(Exception):
-    """The folder has nothing that can be read; the text says why."""
+    """The folder has no readable dump; the text says why."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a rank; times in seconds since 1970, by the clock of its host."""
+class CallRecord:
+    """A call of a rank; times in seconds since 1970, by the clock of the rank's host."""
 
     team: int
     number: int
@@ -44,16 +44,16 @@ class Call:
 
     @property
     def is_open(self) -> bool:
-        """Whether it waits, or did until its team failed: it has not got what it was for."""
+        """Whether it is incomplete: it still waits, or waited until its team failed."""
         return self.state in _OPEN or (self.state == "failed" and not (self.error or "").startswith(_HARMLESS))
 
     def seconds(self, now: float) -> float:
-        """How long it has taken until it ended, or ``now``."""
+        """Seconds from its submission to its end or ``now``."""
         return (now if self.ended is None else self.ended) - self.submitted
 
     @property
-    def words(self) -> str:
-        """The call with its tensors, as far as the dump has them."""
+    def text(self) -> str:
+        """The call and its first tensor."""
         if not self.tensors:
             return self.title
         first = self.tensors[0]
@@ -63,23 +63,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Team:
-    """A team as one rank saw it; ``calls`` oldest first."""
+    """A team in the dump of one rank; ``calls`` oldest first."""
 
     number: int
     matched: int
     failure: str | None
-    calls: tuple[Call, ...]
+    calls: tuple[CallRecord, ...]
 
     @property
-    def head(self) -> Call | None:
-        """The oldest call that has not ended, one under way before one in the queue."""
+    def head(self) -> CallRecord | None:
+        """The oldest incomplete call; calls in progress precede queued ones."""
         still = [call for call in self.calls if call.is_open]
         return next((call for call in still if call.state != "queued"), still[0] if still else None)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs."""
+class RankInfo:
+    """Host and process of a rank."""
 
     rank: int
     host: str
@@ -91,20 +91,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank wrote."""
+    """The dump of one rank."""
 
     path: Path
     job: str
     reason: str
     time: float
     rank: int
-    places: tuple[Place, ...]
+    rank_info: tuple[RankInfo, ...]
     teams: dict[int, Team]
     stacks: tuple[str, ...] = ()
 
     @property
-    def place_in_code(self) -> list[str]:
-        """Where Python's main thread is, ``train.py, line 7 in load``, the innermost first; empty when not known."""
+    def code_location(self) -> list[str]:
+        """Frames of Python's main thread, ``train.py, line 7 in load``, innermost first; empty if unknown."""
         lines = list(self.stacks)
         threads = [index for index, line in enumerate(lines) if line.lower().startswith(("thread ", "current thread "))]
         # faulthandler writes the main thread last.
@@ -113,24 +113,24 @@ class Dump:
         return [f"{Path(found[1]).name}, line {found[2]} in {found[3]}" for found in frames if found]
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CallRecord]:
         """The calls of all teams."""
         return [call for team in self.teams.values() for call in team.calls]
 
 
 @dataclass(frozen=True)
-class Job:
-    """All dumps of a job, by rank. ``notes`` says what was passed over while reading."""
+class JobDumps:
+    """All dumps of a job, by rank. ``notes`` lists skipped files and jobs."""
 
     name: str
-    places: tuple[Place, ...]
+    rank_info: tuple[RankInfo, ...]
     dumps: dict[int, Dump]
     notes: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[int]:
         """The ranks without a dump."""
-        return [place.rank for place in self.places if place.rank not in self.dumps]
+        return [info.rank for info in self.rank_info if info.rank not in self.dumps]
 
     @property
     def newest(self) -> float:
@@ -138,11 +138,11 @@ class Job:
         return max(dump.time for dump in self.dumps.values())
 
 
-def read(folder: Path) -> Job:
-    """Reads the dumps in ``folder`` and the folders in it.
+def read(folder: Path) -> JobDumps:
+    """Reads the dumps in ``folder`` and its sub-folders.
 
     Raises:
-        BadInput: There is no folder, or no dump in it.
+        BadInput: The folder is missing or has no dump.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
@@ -154,22 +154,22 @@ def read(folder: Path) -> Job:
         try:
             found.append(_dump(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            notes.append(f"{path} is no dump of dl_comm and was passed over: {_why(error)}")
+            notes.append(f"{path} is not a dump of dl_comm, skipped: {_why(error)}")
     if not found:
         raise BadInput("; ".join([f"{folder} has no dump (rank*.json) of dl_comm", *notes]))
     return _newest_job(found, notes)
 
 
-def _newest_job(found: Iterable[Dump], notes: list[str]) -> Job:
+def _newest_job(found: Iterable[Dump], notes: list[str]) -> JobDumps:
     jobs: dict[str, list[Dump]] = {}
     for dump in sorted(found, key=lambda dump: dump.time):
         jobs.setdefault(dump.job, []).append(dump)
     name = max(jobs, key=lambda job: jobs[job][-1].time)
     others = len(jobs) - 1
     if others:
-        notes.append(f"dumps of {others} other job{'s' * (others > 1)} are there too; job {name} is the newest")
-    dumps = {dump.rank: dump for dump in jobs[name]}  # a later one takes the place of an earlier one
-    return Job(name, jobs[name][-1].places, dict(sorted(dumps.items())), tuple(notes))
+        notes.append(f"skipped dumps of {others} other job{'s' * (others > 1)}; job {name} is the newest")
+    dumps = {dump.rank: dump for dump in jobs[name]}  # a later one replaces an earlier one
+    return JobDumps(name, jobs[name][-1].rank_info, dict(sorted(dumps.items())), tuple(notes))
 
 
 def _why(error: Exception) -> str:
@@ -180,14 +180,14 @@ def _dump(path: Path) -> Dump:
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not '{FORMAT}'")
-    places = tuple(Place(int(place["rank"]), str(place["host"]), int(place["pid"])) for place in content["ranks"])
+    rank_info = tuple(RankInfo(int(info["rank"]), str(info["host"]), int(info["pid"])) for info in content["ranks"])
     rank = int(content["rank"])
-    if [place.rank for place in places] != list(range(int(content["size"]))) or not 0 <= rank < len(places):
-        raise ValueError("its ranks do not add up")
+    if [info.rank for info in rank_info] != list(range(int(content["size"]))) or not 0 <= rank < len(rank_info):
+        raise ValueError("its list of ranks is inconsistent")
     teams = {int(team["team"]): _team(team) for team in content["teams"]}
     time, reason = float(content["time"]), str(content["reason"])
     stacks = tuple(map(str, content.get("stacks", ())))  # older dumps have none
-    return Dump(path, str(content["job"]), reason, time, rank, places, teams, stacks)
+    return Dump(path, str(content["job"]), reason, time, rank, rank_info, teams, stacks)
 
 
 def _team(team: dict[str, Any]) -> Team:
@@ -196,11 +196,11 @@ def _team(team: dict[str, Any]) -> Team:
     return Team(number, int(team["matched"]), team["failure"], calls)
 
 
-def _call(team: int, call: dict[str, Any]) -> Call:
+def _call(team: int, call: dict[str, Any]) -> CallRecord:
     submitted, ended = float(call["submitted"]), call["ended_s"]
     if call["state"] not in (*_OPEN, "done", "failed"):
         raise ValueError(f"a call is in state {call['state']!r}")
-    return Call(
+    return CallRecord(
         team=team,
         number=int(call["number"]),
         matched=call["matched"],

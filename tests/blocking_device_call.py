@@ -1,4 +1,4 @@
-"""An average of GPU memory as TensorFlow makes it: it ends with its result, and the stream goes on meanwhile."""
+"""A blocking average of GPU memory, as TensorFlow calls it: it returns with the result, and the stream continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Device(ctypes.Structure):
     _fields_ = (("device", ctypes.c_int), ("stream", ctypes.c_void_p), ("waits", ctypes.c_int))
 
 
-def average_and_wait(address: int, length: int, gpu: int, stream: int, name: str) -> int:
+def blocking_device_call(address: int, length: int, gpu: int, stream: int, name: str) -> int:
     """Averages ``length`` float32 numbers at ``address`` on team 0, in place; returns the status of the C API."""
     core = ctypes.CDLL(str(Path(dl_comm.__file__).with_name("libdl_comm.so.0")))
     buffer, device = _Buffer(address, address, length, FLOAT32, 0, None), _Device(gpu, stream, 1)

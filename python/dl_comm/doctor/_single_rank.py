@@ -1,4 +1,4 @@
-"""Without a launcher: all checks of one machine, then the same program on two ranks, if there is an mpiexec beside."""
+"""Without a launcher: checks this machine, then runs the same program on two ranks if an mpiexec is available."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from dl_comm import _dl_comm
 from dl_comm.doctor import _bandwidth, _local
 from dl_comm.doctor._checks import Check, worst
 from dl_comm.doctor._job import JOB_LIMIT_S, ONE_RANK
-from dl_comm.doctor._mpi import mpiexec_beside
+from dl_comm.doctor._mpi import interpreter_mpiexec
 from dl_comm.doctor._probes import LIMIT_S, Failed, Process
 from dl_comm.doctor._report import Report
 
-# Open MPI refuses more ranks than processors unless told (version 4; 5).
+# Open MPI 4 and 5 need these settings for more ranks than processors.
 _OVERSUBSCRIBE = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
-_MOST_OUTPUT = 4000  # characters of what failed ranks printed
+_MAX_OUTPUT = 4000  # characters of the output of failed ranks
 
 
 def run(as_json: bool, quick: bool, starts: bool) -> int:
     """Checks and reports; returns the exit status. ``starts``: whether to start two ranks."""
-    report = Report(as_json, speaks=True)
+    report = Report(as_json, prints=True)
     described: dict[str, Any] = json.loads(_dl_comm.describe())
     for checks in _local.checks(described, None, imports=not quick):
         report.add(checks)
-    mpiexec = mpiexec_beside()
+    mpiexec = interpreter_mpiexec()
     if starts and mpiexec and worst(report.checks) != "bad":
         report.add(_two_ranks(str(mpiexec), quick))
     else:
-        report.add([Check("ranks", "places", "ok", ONE_RANK, {"ranks": [], "hosts": 1})])
-        report.add([] if quick else [_bandwidth.check_alone()])
+        report.add([Check("ranks", "placement", "ok", ONE_RANK, {"ranks": [], "hosts": 1})])
+        report.add([] if quick else [_bandwidth.check_single_rank()])
     healthy = worst(report.checks) != "bad"
     report.end(described, healthy)
     return 0 if healthy else 1
 
 
 def _two_ranks(mpiexec: str, quick: bool) -> list[Check]:
-    """Starts this program on two ranks with the mpiexec beside the interpreter, and takes over what it finds."""
+    """Runs this program on two ranks with the interpreter's mpiexec, and returns its checks."""
     command = [mpiexec, "-n", "2", sys.executable, "-m", "dl_comm.doctor", "--json", "--ranks-only"]
     try:
         ended = Process([*command, *["--quick"] * quick], JOB_LIMIT_S + LIMIT_S, _OVERSUBSCRIBE).end()
     except Failed as error:
         return [Check("ranks", "two ranks", "bad", f"{mpiexec} -n 2 {error}", {"command": command})]
-    told = next((line for line in ended.text.splitlines() if line.startswith('{"healthy"')), None)
-    if told is None:
-        text = f"{mpiexec} -n 2 gave no report and {ended.words()}"
-        facts = {"command": command, "output": ended.text[-_MOST_OUTPUT:]}
+    result = next((line for line in ended.text.splitlines() if line.startswith('{"healthy"')), None)
+    if result is None:
+        text = f"{mpiexec} -n 2 gave no report and {ended.summary()}"
+        facts = {"command": command, "output": ended.text[-_MAX_OUTPUT:]}
         return [Check("ranks", "two ranks", "bad", text, facts)]
-    checks = [Check(**check) for group in json.loads(told)["groups"].values() for check in group]
+    checks = [Check(**check) for group in json.loads(result)["groups"].values() for check in group]
     if ended.code not in (0, 1):
-        text = f"{mpiexec} -n 2 {ended.words()}, after its report: a rank was ended before it was through"
-        facts = {"command": command, "output": ended.text.replace(told, "")[-_MOST_OUTPUT:]}
+        text = f"{mpiexec} -n 2 {ended.summary()}, after its report: a rank was stopped before it had finished"
+        facts = {"command": command, "output": ended.text.replace(result, "")[-_MAX_OUTPUT:]}
         return [Check("ranks", "two ranks", "warn", text, facts), *checks]
-    text = f"none was launched, so this started two with {mpiexec} (--no-launch prevents)"
+    text = f"started with {mpiexec} (--no-launch skips this)"
     return [Check("ranks", "two ranks", "ok", text, {"command": command}), *checks]

@@ -1,4 +1,4 @@
-"""Ranks that are lost where nobody waits in a call, or that leave a child behind: known long before the deadline."""
+"""Lost ranks that no call waits for, or with a surviving child, are detected long before the deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lost(what):
     try:
         what()
     except mc.PeerLostError as error:
-        print(f"told after {time.monotonic() - start:.0f} s: {error}", flush=True)
+        print(f"detected after {time.monotonic() - start:.0f} s: {error}", flush=True)
 """
 SETTINGS = {"DL_COMM_TIMEOUT_S": "60"}
 
@@ -30,15 +30,15 @@ SETTINGS = {"DL_COMM_TIMEOUT_S": "60"}
 def on_ranks(body: str, folder: Path, there: hosts.Hosts | None = None) -> Finished:
     script = folder / "script.py"
     script.write_text(PREAMBLE + body)
-    # The launcher leaves the ranks to find out for themselves.
+    # The launcher does not kill ranks, so that they detect the loss themselves.
     command = ending_together([sys.executable, str(script), str(folder)], folder, 2)
     finished = launch(2, command, 120, SETTINGS) if there is None else there.launch(1, command, 120, SETTINGS)
     assert not finished.timed_out, finished.output
     return finished
 
 
-def told(finished: Finished) -> None:
-    found = re.search(r"told after (\d+) s: rank 1 on \w+", finished.output)
+def check_detected(finished: Finished) -> None:
+    found = re.search(r"detected after (\d+) s: rank 1 on \w+", finished.output)
     assert found, finished.output
     assert int(found[1]) < 30, finished.output
 
@@ -58,22 +58,20 @@ if mc.get_rank() == 1:
 lost(lambda: mc.gradients([np.ones(3)]))
 open(done, "w").close()
 """
-    told(on_ranks(body, tmp_path, two))
+    check_detected(on_ranks(body, tmp_path, two))
 
 
-def test_the_making_of_a_team_does_not_wait_for_a_rank_that_another_host_has_lost(
-    two: hosts.Hosts, tmp_path: Path
-) -> None:
+def test_create_team_does_not_wait_for_a_rank_lost_on_another_host(two: hosts.Hosts, tmp_path: Path) -> None:
     body = """
 mc.init(nteams=1)
 if mc.get_rank() == 1:
     os.kill(os.getpid(), 9)
 lost(lambda: mc.create_team(1))
 """
-    told(on_ranks(body, tmp_path, two))
+    check_detected(on_ranks(body, tmp_path, two))
 
 
-def test_a_start_that_fails_on_one_rank_is_told_at_once(tmp_path: Path) -> None:
+def test_a_failed_start_of_one_rank_is_reported_at_once(tmp_path: Path) -> None:
     body = """
 start = time.monotonic()
 if os.environ.get("PMI_RANK") == "1":
@@ -86,14 +84,14 @@ except mc.CommError as error:
     finished = on_ranks(body, tmp_path)
     found = re.search(r"failed after (\d+) s: .*/proc/nowhere", finished.output)
     if not found and "failed after" not in finished.output:
-        pytest.skip("the launcher does not tell the ranks by PMI_RANK")
+        pytest.skip("the launcher does not set PMI_RANK")
     assert found, finished.output
     assert int(found[1]) < 30, finished.output
-    # The others get the same error, which names the rank.
+    # The others get the same error, with the rank.
     assert finished.output.count("rank 1 on") == 2, finished.output
 
 
-def test_a_forked_child_leaves_the_timeline_of_its_parent_alone(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_write_its_parents_timeline(tmp_path: Path) -> None:
     body = """
 mc.init(nteams=1)
 mc.timeline.start(sys.argv[1])

@@ -1,6 +1,6 @@
-"""The Python contenders: how each takes memory and averages. A worker has one of them; each imports only what it needs.
+"""The Python contenders: their memory and their allreduce. A worker has one of them; each imports only what it needs.
 
-All calls are made by one thread of every rank, in the same order.
+One thread of every rank makes all calls, in the same order.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ import numpy as np
 from benchmarks.common.worker import join_gloo
 
 Operation = Callable[[list[Any]], list[Any]]
-"""Averages a list of tensors, in place or not, and returns where the means are."""
+"""Averages a list of tensors, in place or not, and returns the means."""
 
 
-class Averager(ABC):
-    """One contender in one process: it joins its job when it is made."""
+class Backend(ABC):
+    """One contender in one process; the constructor joins its job."""
 
     rank: int
     ranks: int
     averages = True
-    """Whether the results are means: a limit only moves memory."""
+    """Whether the results are means; a limit only moves memory."""
 
     def refusal(self, dtype: str) -> str | None:
-        """Why there is no average of this type, or None."""
+        """Why this type is not supported, or None."""
         return None
 
     @abstractmethod
     def empty(self, length: int, dtype: str) -> Any:
-        """A tensor of `length` elements; the memory that a variant of a contender would choose."""
+        """A tensor of `length` elements, in the memory kind of this contender."""
 
     @abstractmethod
     def fill(self, tensor: Any, pattern: np.ndarray) -> None:
-        """Repeats the pattern (float32) over the tensor."""
+        """Fills the tensor with the repeated pattern (float32)."""
 
     @abstractmethod
     def values(self, tensor: Any, begin: int, end: int) -> np.ndarray:
         """Elements [begin, end) as float64."""
 
     @abstractmethod
-    def operation(self, way: str) -> Operation:
-        """What is timed: a list in one call ("list"), a call each ("each"), or in one flat buffer ("flat")."""
+    def operation(self, mode: str) -> Operation:
+        """The timed operation: a list in one call ("list"), one call a tensor ("each"), or one flat buffer ("flat")."""
 
     @abstractmethod
     def close(self) -> None:
         """Leaves the job. Collective."""
 
 
-class Arrays(Averager):
+class Arrays(Backend):
     """On NumPy arrays; bfloat16 is that of ml_dtypes."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Arrays(Averager):
         return tensor[begin:end].astype(np.float64)
 
 
-class Tensors(Averager):
+class Tensors(Backend):
     """On torch tensors."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Tensors(Averager):
         return found
 
 
-class NumpyFace(Arrays):
+class NumpyBinding(Arrays):
     """dl_comm on NumPy arrays: new arrays."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class NumpyFace(Arrays):
         self.dl_comm.init()
         self.rank, self.ranks = self.dl_comm.get_rank(), self.dl_comm.get_nranks()
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         operation: Operation = self.dl_comm.gradients
         return operation
 
@@ -112,10 +112,10 @@ class NumpyFace(Arrays):
         self.dl_comm.finalize()
 
 
-class NumpyFaceInPlace(NumpyFace):
+class NumpyBindingInPlace(NumpyBinding):
     """dl_comm on NumPy arrays, in place."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         gradients = self.dl_comm.gradients
 
         def operation(arrays: list[Any]) -> list[Any]:
@@ -125,15 +125,15 @@ class NumpyFaceInPlace(NumpyFace):
         return operation
 
 
-class NumpyFaceShared(NumpyFaceInPlace):
-    """The same on arrays that all ranks of the host see."""
+class NumpyBindingShared(NumpyBindingInPlace):
+    """The same on arrays in shared memory."""
 
     def empty(self, length: int, dtype: str) -> np.ndarray:
         found: np.ndarray = self.dl_comm.empty(length, self.dtypes[dtype])
         return found
 
 
-class TorchFace(Tensors):
+class TorchBinding(Tensors):
     """dl_comm on torch tensors: new tensors."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class TorchFace(Tensors):
         self.dl_comm.init(framework="torch")
         self.rank, self.ranks = self.dl_comm.get_rank(), self.dl_comm.get_nranks()
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         operation: Operation = importlib.import_module("dl_comm.torch").gradients
         return operation
 
@@ -150,10 +150,10 @@ class TorchFace(Tensors):
         self.dl_comm.finalize()
 
 
-class TorchFaceInPlace(TorchFace):
-    """dl_comm on torch tensors, in place: what the optimizer does, as a blocking call."""
+class TorchBindingInPlace(TorchBinding):
+    """dl_comm on torch tensors, in place: the optimizer's operation as a blocking call."""
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         average = importlib.import_module("dl_comm.torch._ops").average_in_place
 
         def operation(tensors: list[Any]) -> list[Any]:
@@ -172,7 +172,7 @@ class Gloo(Tensors):
         self.flat = importlib.import_module("torch._utils")
         self.rank, self.ranks = join_gloo()
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         all_reduce, ranks = self.distributed.all_reduce, self.ranks
 
         def each(tensors: list[Any]) -> list[Any]:
@@ -187,14 +187,14 @@ class Gloo(Tensors):
             self.torch._foreach_copy_(tensors, list(self.flat._unflatten_dense_tensors(whole, tensors)))
             return tensors
 
-        return flat if way == "flat" else each
+        return flat if mode == "flat" else each
 
     def close(self) -> None:
         self.distributed.destroy_process_group()
 
 
 class Mpi4py(Arrays):
-    """mpi4py on NumPy arrays, for the MPI that the environment chooses."""
+    """mpi4py on NumPy arrays, with the MPI of the environment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Mpi4py(Arrays):
             return f"this MPI has no type for {dtype} in mpi4py"
         return super().refusal(dtype)
 
-    def operation(self, way: str) -> Operation:
+    def operation(self, mode: str) -> Operation:
         in_place, total, world = self.mpi.IN_PLACE, self.mpi.SUM, self.mpi.COMM_WORLD
         ranks, types = self.ranks, {np.dtype(self.dtypes[name]): kind for name, kind in self.types.items()}
 
@@ -229,19 +229,19 @@ class Mpi4py(Arrays):
                 begin += array.size
             return arrays
 
-        return flat if way == "flat" else each
+        return flat if mode == "flat" else each
 
     def close(self) -> None:
-        pass  # mpi4py ends MPI when the interpreter ends
+        pass  # mpi4py finalizes MPI at interpreter exit
 
 
-AVERAGERS: dict[str, Callable[[], Averager]] = {
-    "numpy": NumpyFace,
-    "numpy-inplace": NumpyFaceInPlace,
-    "numpy-shared": NumpyFaceShared,
-    "torch": TorchFace,
-    "torch-inplace": TorchFaceInPlace,
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "numpy": NumpyBinding,
+    "numpy-inplace": NumpyBindingInPlace,
+    "numpy-shared": NumpyBindingShared,
+    "torch": TorchBinding,
+    "torch-inplace": TorchBindingInPlace,
     "gloo": Gloo,
     "mpi4py": Mpi4py,
 }
-"""The contenders by the name that a worker is started with."""
+"""The contenders by the name on a worker's command line."""

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, and the unit that makes them so (999.9 ms is 1 s)."""
+"""Formats numbers with three digits and a fitting unit (999.9 ms is 1 s)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the ranks run: averages of float32, each after a barrier. Rank 0 prints JSON.
+"""The program of the ranks: averages of float32, each after a barrier. Rank 0 prints JSON.
 
-averages.py BYTES:WARM:CALLS:PAUSE,...
+run_allreduce.py BYTES:WARM:CALLS:PAUSE,...
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dl_comm import _dl_comm
 
 
 def main() -> None:
-    """The program. Raises RuntimeError when an average is wrong."""
+    """Runs the trials. Raises RuntimeError if an average is wrong."""
     dl_comm.init()
     rank, ranks = dl_comm.get_rank(), dl_comm.get_nranks()
     results = []
-    for turn in sys.argv[1].split(","):
-        *numbers, pause = turn.split(":")
+    for trial in sys.argv[1].split(","):
+        *numbers, pause = trial.split(":")
         size, warm, calls = map(int, numbers)
         data, mean = np.full(size // 4, rank, np.float32), np.zeros(size // 4, np.float32)
-        # Every rank fills its row, so that the mean of all rows times the ranks is the whole.
+        # Every rank fills its row: the mean times the number of ranks is the whole matrix.
         seconds = np.zeros((ranks, calls))
         for call in range(-warm, calls):
             time.sleep(float(pause))
@@ -40,7 +40,7 @@ def main() -> None:
         results.append({"bytes": size, "seconds": slowest.tolist()})
     if rank == 0:
         network = json.loads(_dl_comm.describe()).get("network") if dl_comm.hosts() > 1 else None
-        os.write(1, f"\naverages: {json.dumps({'network': network, 'results': results})}\n".encode())
+        os.write(1, f"\nresults: {json.dumps({'network': network, 'results': results})}\n".encode())
     dl_comm.finalize()
 
 

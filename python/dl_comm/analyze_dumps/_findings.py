@@ -1,30 +1,30 @@
-"""What there is to say about a job, and in which order."""
+"""Findings about a job, and their order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Most important first. Those before "late" name somebody to blame.
+# Most important first. Kinds before "straggler" are problems.
 KINDS = (
-    "ended",  # a process is gone
-    "silent",  # a rank that others wait for has written nothing
-    "not called",  # a rank is in its own code while others wait for it
-    "other call",  # a rank waits in another call
-    "running",  # a rank has the call, and is not through
+    "lost",  # the process has ended or is stopped
+    "no_response",  # a rank that others wait for has no dump
+    "not_called",  # a rank runs user code while others wait for it
+    "different_call",  # a rank waits in another call
+    "stalled_in_call",  # a rank has the call and waits for no rank in it
     "failed",  # a team has failed
-    "mismatch",  # calls that did not match; the job went on
-    "late",  # nobody hangs, but others wait much for one rank
-    "no dump",  # nobody waits for the rank, and it has written nothing
+    "mismatch",  # calls did not match; the job continued
+    "straggler",  # no rank hangs, but others wait long for this one
+    "no_dump",  # the rank has no dump, and no rank waits for it
     "idle",
-    "well",
+    "healthy",
 )
-BLAMED = KINDS[: KINDS.index("late")]
+PROBLEMS = KINDS[: KINDS.index("straggler")]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to say. ``ranks`` are those to blame, ``waiting`` those who wait for them, for ``seconds``."""
+    """A finding about ``ranks``; the ranks in ``waiting`` have waited ``seconds`` for them."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -35,18 +35,18 @@ class Finding:
     seconds: float | None = None
 
     @property
-    def blames(self) -> bool:
-        """Whether something is wrong."""
-        return self.kind in BLAMED
+    def is_problem(self) -> bool:
+        """Whether the exit status must be 1."""
+        return self.kind in PROBLEMS
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Most important first; of one kind, whom others wait for longest."""
+    """Sorts findings by importance, then by waiting time."""
     return sorted(findings, key=lambda found: (KINDS.index(found.kind), -(found.seconds or 0.0), found.ranks))
 
 
 def names(ranks: Sequence[int], most: int = 8) -> str:
-    """``rank 3``, ``ranks 0, 1``, and of many ``ranks 0, 1, 2, ... 63 (64 ranks)``."""
+    """``rank 3``, ``ranks 0, 1``, for many ``ranks 0, 1, 2, ... 63 (64 ranks)``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > most:

@@ -11,14 +11,14 @@ import pytest
 
 from dl_comm.run._banner import Banner
 from dl_comm.run._find import BuiltFor, built_for
-from dl_comm.run._hosts import Host, parse_hostfile, parse_hosts, place, slurm
+from dl_comm.run._hosts import Host, assign_ranks, parse_hostfile, parse_hosts, slurm
 from dl_comm.run._listener import Rank
 from dl_comm.run._network import addresses, variables
 from dl_comm.run._report import outcome, spans
 from launch import Finished, run
 
 RUN = [sys.executable, "-m", "dl_comm.run"]
-SAYS = {
+VERSIONS = {
     "mpich": "HYDRA build details:",
     "openmpi": "mpiexec (Open MPI) 5.0.11",
     "openmpi4": "mpirun (Open MPI) 4.1.6",
@@ -35,20 +35,20 @@ def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(folder: Path, kind: str) -> str:
-    """A launcher that says of itself what one of ``kind`` says."""
+    """A fake launcher with the version text of ``kind``."""
     path = folder / ("srun" if kind == "srun" else f"mpiexec.{kind}")
-    path.write_text(f"#!/bin/sh\necho '{SAYS[kind]}'\n")
+    path.write_text(f"#!/bin/sh\necho '{VERSIONS[kind]}'\n")
     path.chmod(0o755)
     return str(path)
 
 
 def words(folder: Path, kind: str, *options: str, env: dict[str, str] | None = None) -> str:
-    """The command line, without the launcher's path."""
+    """The printed command line, without the launcher's path."""
     path = fake(folder, kind)
     finished = run([*RUN, "--dry-run", "--mpiexec", path, *options], 60, env)
     assert finished.returncode == 0, finished.output
     before, _, line = finished.output.strip().partition(path)
-    # Open MPI's are told the variables of dl_comm too, and the test's launch has one.
+    # Open MPI's command line has all DL_COMM_* variables, also the test's own.
     return f"{before.strip()} {line.strip()}".replace("-x DL_COMM_TEST_LAUNCH ", "").strip()
 
 
@@ -74,10 +74,10 @@ def words(folder: Path, kind: str, *options: str, env: dict[str, str] | None = N
 )
 def test_the_command_line_of_each_launcher(tmp_path: Path, kind: str, line: str) -> None:
     options = ("-H", "a:2,b:4", "-n", "4", "--bind", "core", "--network", "eth9", "-x", "V=w", "--mpi-args=-v")
-    told = {"DL_COMM_SOCKET_IFNAME": "eth9", "FI_TCP_IFACE": "eth9", "UCX_NET_DEVICES": "eth9"}
-    told |= {"OMPI_MCA_btl_tcp_if_include": "eth9", "V": "w"}
-    before = "env " + " ".join(f"{name}={value}" for name, value in told.items())
-    line = line.replace("NAMES", " ".join(f"-x {name}" for name in sorted(told)))
+    variables_set = {"DL_COMM_SOCKET_IFNAME": "eth9", "FI_TCP_IFACE": "eth9", "UCX_NET_DEVICES": "eth9"}
+    variables_set |= {"OMPI_MCA_btl_tcp_if_include": "eth9", "V": "w"}
+    before = "env " + " ".join(f"{name}={value}" for name, value in variables_set.items())
+    line = line.replace("NAMES", " ".join(f"-x {name}" for name in sorted(variables_set)))
     # With srun, a:2,b:4 and four ranks are two on each.
     assert words(tmp_path, kind, *options, "prog", "1") == f"{before} {line}"
 
@@ -113,15 +113,15 @@ def refused(*options: str, env: dict[str, str] | None = None) -> Finished:
     [
         (["-n", "2"], "no program to run"),
         (["program"], "how many ranks?"),
-        (["-n", "0", "p"], "-n 0: at least 1"),
+        (["-n", "0", "p"], "-n 0: must be at least 1"),
         (["-n", "two", "p"], "invalid int value: 'two'"),
         (["-H", "a:x", "p"], "'a:x': the number of slots"),
         (["-H", "a:1,b:1", "-n", "3", "p"], "3 ranks, but the hosts have 2 slots"),
-        (["-H", "a", "--hostfile", "b", "p"], "not by both"),
+        (["-H", "a", "--hostfile", "b", "p"], "not both"),
         (["--hostfile", "/nowhere/hosts", "p"], "cannot read /nowhere/hosts"),
         (["-n", "2", "-x", "NOT_SET_HERE", "p"], "-x NOT_SET_HERE: the variable is not set here"),
-        (["-n", "2", "-x", "1X=2", "p"], "no name of a variable"),
-        (["-n", "2", "--env-file", "/dev/null", "--mpiexec", "/nowhere/mpiexec", "p"], "there is no such program"),
+        (["-n", "2", "-x", "1X=2", "p"], "not a variable name"),
+        (["-n", "2", "--env-file", "/dev/null", "--mpiexec", "/nowhere/mpiexec", "p"], "no such program"),
         (["-n", "2", "--bind", "socket", "p"], "invalid choice: 'socket'"),
         (["-n", "2", "--output-dir", "/dev/null/x", "p"], "--output-dir /dev/null/x"),
         (["-n", "2", "--grace", "-1", "p"], "--grace -1.0"),
@@ -131,9 +131,9 @@ def test_bad_input_is_refused(options: list[str], text: str) -> None:
     assert text in refused(*options).output
 
 
-def test_what_a_launcher_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_unsupported_launcher_options_are_refused(tmp_path: Path) -> None:
     plain, srun = fake(tmp_path, "plain"), fake(tmp_path, "srun")
-    assert "give hosts, --bind" in refused("--mpiexec", plain, "-H", "a", "--bind", "core", "p").output
+    assert "pass hosts, --bind" in refused("--mpiexec", plain, "-H", "a", "--bind", "core", "p").output
     assert "same number of ranks on each host" in refused("--mpiexec", srun, "-H", "a:1,b:2", "p").output
 
 
@@ -151,7 +151,7 @@ def test_the_launcher_is_that_of_the_mpi(tmp_path: Path) -> None:
     assert built_for().kind in ("mpich", "openmpi")
 
 
-def test_another_mpis_launcher_is_not_taken(tmp_path: Path) -> None:
+def test_the_launcher_of_another_mpi_is_refused(tmp_path: Path) -> None:
     other = "openmpi" if built_for().kind == "mpich" else "mpich"
     finished = refused("--launcher", other, "-n", "2", "p", env={"PATH": str(tmp_path)})
     assert f"no mpiexec of {other} was found" in finished.output
@@ -168,9 +168,9 @@ def test_hosts() -> None:
     assert slurm("a[1-2]b[3-4]", None) == tuple(map(Host, ("a1b3", "a1b4", "a2b3", "a2b4")))
     with pytest.raises(ValueError, match="names 2 hosts"):
         slurm("n1", "1,1")
-    assert place((Host("a", 2), Host("b", 2)), 3, None) == (Host("a", 2), Host("b", 1))
-    assert place((Host("a", 2), Host("b", 2)), 1, None) == (Host("a", 1),)
-    assert place((Host("a", 2), Host("b", 2)), None, 4) == (Host("a", 4), Host("b", 4))
+    assert assign_ranks((Host("a", 2), Host("b", 2)), 3, None) == (Host("a", 2), Host("b", 1))
+    assert assign_ranks((Host("a", 2), Host("b", 2)), 1, None) == (Host("a", 1),)
+    assert assign_ranks((Host("a", 2), Host("b", 2)), None, 4) == (Host("a", 4), Host("b", 4))
 
 
 def test_networks(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_networks(tmp_path: Path) -> None:
 
 
 def ended(rank: int, order: int | None, **end: object) -> Rank:
-    told: dict[str, object] = {"tail": [], **end}
+    end_report: dict[str, object] = {"tail": [], **end}
     if "killed" not in end:
-        told = {"status": 0, "signal": 0, "asked": 0, "seconds": 1.0, "oom": False, **told}
-    return Rank(rank, "h", 0.0, told if order is not None else None, order, 1.0)
+        end_report = {"status": 0, "signal": 0, "asked": 0, "seconds": 1.0, "oom": False, **end_report}
+    return Rank(rank, "h", 0.0, end_report if order is not None else None, order, 1.0)
 
 
 def judged(*ranks: Rank, code: int = 1, asked: int | None = None) -> tuple[int, str]:
@@ -194,7 +194,7 @@ def judged(*ranks: Rank, code: int = 1, asked: int | None = None) -> tuple[int, 
     return found.status, found.text
 
 
-def test_the_rank_that_was_lost_comes_before_those_that_missed_it() -> None:
+def test_a_lost_rank_sorts_before_ranks_that_report_it() -> None:
     lost = {"status": 1, "tail": ["dl_comm._errors.PeerLostError: rank 2 (pid 9 on h) has ended"]}
     slow = ended(2, 2, killed=True, tail=["KeyError: 'x'"])
     status, text = judged(ended(0, 0, **lost), ended(1, 1, **lost), slow)
@@ -204,7 +204,7 @@ def test_the_rank_that_was_lost_comes_before_those_that_missed_it() -> None:
     assert "rank(s) 0-1 failed later: exit status 1" in text
 
 
-def test_ranks_that_were_cut_short_are_no_success() -> None:
+def test_stopped_ranks_are_no_success() -> None:
     well = ended(0, 0, status=0)
     assert judged(well, ended(1, 1, status=0), code=0) == (0, "")
     for cut in (ended(1, None), ended(1, 1, killed=True)):
@@ -213,19 +213,19 @@ def test_ranks_that_were_cut_short_are_no_success() -> None:
         assert "rank(s) 0 had ended with status 0 before the others" in text
 
 
-def test_ends_without_a_failure_of_a_rank() -> None:
+def test_outcomes_without_a_failed_rank() -> None:
     assert judged(ended(0, 0), code=0) == (0, "")
     assert judged(code=-9) == (
         137,
-        "mpiexec ended with status 137 before any rank had started; what it wrote stands above",
+        "mpiexec exited with status 137 before any rank had started; see its output above",
     )
     status, text = judged(ended(0, 0), ended(1, None), ended(2, 1, killed=True), code=5)
     assert status == 5
     assert "rank(s) 0 had ended with status 0 before the others" in text
-    assert "rank(s) 1 were lost without a word" in text
+    assert "rank(s) 1 were lost without a report" in text
     assert "rank(s) 3 never started" in text
     assert judged(ended(0, 0, signal=15, asked=15), asked=15)[0] == 143
-    assert "want of memory" in judged(ended(0, 0, signal=9, oom=True))[1]
+    assert "out of memory" in judged(ended(0, 0, signal=9, oom=True))[1]
     assert spans([4, 0, 2, 3]) == "0, 2-4"
 
 
@@ -239,7 +239,7 @@ BANNER = (
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_a_banner_is_taken_out_however_it_is_cut(size: int) -> None:
+def test_a_banner_is_removed_from_any_chunks(size: int) -> None:
     for text, rest in (
         (f"loss 1\n{BANNER}", "loss 1\n"),
         (f"{BANNER}more\n", "more\n"),

@@ -1,4 +1,4 @@
-"""Programs on the stand-in for the CUDA driver."""
+"""The environment of programs with the fake CUDA driver."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ PROGRAMS = TESTS / "fake_gpu"
 
 
 def environment(libraries: Path) -> dict[str, str]:
-    """That of a program which takes the CUDA driver of the folder ``libraries``, and imports fake_gpu/arrays.py.
+    """Selects the CUDA driver in the folder ``libraries``, and makes fake_gpu/arrays.py importable.
 
-    fake_cuda/fake.py can be imported too: it has memory of other kinds.
+    fake_cuda/fake.py is importable too; it has other kinds of memory.
     """
     return {"LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{PROGRAMS}:{TESTS}:{TESTS / 'fake_cuda'}"}

@@ -1,4 +1,4 @@
-"""A contender's processes: started, given turns over sockets, and ended with everything that they have started."""
+"""Starts a contender's processes, runs trials over sockets, and stops them with all their children."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _TAIL = 600
 
 
 class Lost(Exception):
-    """A job ended, or did not come up; what is left of it has been killed."""
+    """A job ended, or did not start; its remaining processes were killed."""
 
 
-class Late(Lost):
-    """A job did not end its turn in time."""
+class TimedOut(Lost):
+    """A trial exceeded its deadline."""
 
 
 class Refused(Exception):
-    """The contender cannot do the turn; it can do others."""
+    """The contender does not support this trial."""
 
 
 class Wrong(Exception):
-    """The contender's result is not what it should be."""
+    """The contender's result is wrong."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Commands that together start all ranks, and what they need in their environment beside the benchmark's own."""
+    """Commands that together start all ranks, and their environments besides the benchmark's own variables."""
 
     commands: Sequence[Sequence[str]]
     environments: Sequence[Mapping[str, str]]
@@ -47,17 +47,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn: the numbers that the ranks have sent as an array (ranks, numbers), and each rank's words beside them."""
+    """The result of a trial: numbers as an array (ranks, numbers), and the text of each rank."""
 
     numbers: np.ndarray
     words: Sequence[str]
 
 
-class Job:
-    """The processes of one contender. Not for use by several threads."""
+class Processes:
+    """The processes of one contender. Not thread-safe."""
 
     def __init__(self, name: str, ranks: int, launch: Launch, folder: Path, cwd: Path) -> None:
-        """Starts the processes in `cwd`; `ready` waits for them. `folder`'s path is short: Unix sockets are in it."""
+        """Starts the processes in `cwd`; `ready` waits for them. `folder` needs a short path for Unix sockets."""
         self.name, self.ranks = name, ranks
         self._mark = uuid.uuid4().hex
         self._connections: list[socket.socket] = []
@@ -84,7 +84,7 @@ class Job:
                 self._processes.append(process)
 
     def ready(self, seconds: float) -> None:
-        """Waits until all ranks have come; raises Lost when they have not in time."""
+        """Waits until all ranks have connected; raises Lost after `seconds`."""
         until = time.monotonic() + seconds
         found: dict[int, socket.socket] = {}
         self._listener.settimeout(0.1)
@@ -93,9 +93,9 @@ class Job:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 if time.monotonic() > until:
-                    raise self._lost(f"{len(found)} of {self.ranks} ranks came in {seconds:g} s") from None
+                    raise self._lost(f"{len(found)} of {self.ranks} ranks connected in {seconds:g} s") from None
                 if any(process.poll() not in (None, 0) for process in self._processes):
-                    raise self._lost("it ended before its ranks had come") from None
+                    raise self._lost("it exited before its ranks had connected") from None
                 continue
             connection.settimeout(max(0.1, until - time.monotonic()))
             try:
@@ -104,7 +104,7 @@ class Job:
                 words = []
             if len(words) != 2 or words[0] != "rank":
                 connection.close()
-                raise self._lost("a rank did not say which it is")
+                raise self._lost("a connection did not send its rank")
             found[int(words[1])] = connection
         if sorted(found) != list(range(self.ranks)):
             raise self._lost(f"its ranks are {sorted(found)}")
@@ -112,10 +112,11 @@ class Job:
         for connection in self._connections:
             connection.settimeout(None)
 
-    def turn(self, line: str, numbers: int, seconds: float) -> Answer:
-        """Sends all ranks a line, and takes so many float64 of each. Raises Refused, Wrong, Lost when one ends, Late.
+    def trial(self, line: str, numbers: int, seconds: float) -> Answer:
+        """Sends a line to all ranks and reads `numbers` float64 values from each.
 
-        A rank's answer is a line, "ok WORDS", "unsupported WHY" or "wrong WHY", and after "ok" its numbers in binary.
+        A rank answers with a line, "ok WORDS", "unsupported WHY" or "wrong WHY", and after "ok" its numbers in binary.
+        Raises Refused, Wrong, Lost (a rank exited) or TimedOut.
         """
         texts = [bytearray() for _ in range(self.ranks)]
         until = time.monotonic() + seconds
@@ -130,7 +131,7 @@ class Job:
             while selector.get_map():
                 if not (events := selector.select(max(0.0, until - time.monotonic()))):
                     self.kill()
-                    raise Late(f"a turn did not end in {seconds:g} s")
+                    raise TimedOut(f"a trial exceeded {seconds:g} s")
                 for key, _ in events:
                     try:
                         part = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]
@@ -150,7 +151,7 @@ class Job:
         return Answer(np.stack([np.frombuffer(body) for body in bodies]), words)
 
     def cpu_seconds(self) -> float:
-        """The processor time that the job's processes have taken so far."""
+        """The processor time of the job's processes, in seconds."""
         ticks = 0
         for pid in self._pids():
             with suppress(OSError):
@@ -159,7 +160,7 @@ class Job:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def stop(self, seconds: float = 20) -> None:
-        """Lets the processes end by themselves, and kills what has not ended in time."""
+        """Waits for the processes to exit, and kills them after `seconds`."""
         for connection in self._connections:
             connection.close()
         until = time.monotonic() + seconds
@@ -169,7 +170,7 @@ class Job:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process groups and whoever carries the job's mark."""
+        """Kills the process groups and all processes with the job's mark in their environment."""
         for connection in [*self._connections, self._listener]:
             connection.close()
         for process in self._processes:

@@ -1,6 +1,6 @@
-"""The program of test_fuzz_faces.py: ``python fuzz_faces.py numpy|torch [EXAMPLES]``, on one rank.
+"""The program of test_fuzz_bindings.py: ``python fuzz_bindings.py numpy|torch [EXAMPLES]``, on one rank.
 
-Hypothesis makes the arguments, the same in every run.
+Hypothesis generates the arguments, equal in every run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dl_comm as mc
 
-# What the docs name: CommError and its kinds; for paths also Python's own, and those of rank 0 that reads a file.
+# Documented errors: CommError and its subclasses; for paths also Python's errors, and those of reading a file.
 PATHS = (mc.timeline.start, mc.dump, mc.rank0_path, mc.rank_path, mc.read_on_rank0)
 OF_PATHS = (mc.CommError, TypeError, ValueError, OSError)
 
@@ -68,7 +68,7 @@ def arrays(draw: st.DrawFn) -> Any:
 
 
 def torch_tensors() -> st.SearchStrategy[Any]:
-    """Tensors of torch of any type, layout and device that is there."""
+    """Tensors of torch of any type, layout and available device."""
     import torch
 
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int64]
@@ -95,7 +95,7 @@ def torch_tensors() -> st.SearchStrategy[Any]:
 
 
 def lists_of(tensors: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """What callers may pass for a list: lists, towers, lists of the same array twice, and what is none."""
+    """Arguments in place of a list: lists, towers, lists with an array twice, and invalid values."""
     flat = st.lists(st.one_of(tensors, tensors, tensors, anything), max_size=3)
     twice = tensors.map(lambda tensor: [tensor, tensor])
     return st.one_of(
@@ -106,13 +106,13 @@ def lists_of(tensors: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def functions(
     tensors: st.SearchStrategy[Any],
 ) -> dict[Callable[..., Any], st.SearchStrategy[tuple[Any, dict[str, Any]]]]:
-    """Every function of the package that is no matter of files or of the whole process, with its arguments."""
+    """Every function of the package, except those on files or the whole process, with its arguments."""
     lists = lists_of(tensors)
 
     def of(*arguments: st.SearchStrategy[Any], **options: st.SearchStrategy[Any]) -> Any:
         return st.tuples(st.tuples(*arguments), st.fixed_dictionaries({}, optional=options))
 
-    # Teams 0 to 2, and numbers that are none; every further one would be a team with threads.
+    # Teams 0 to 2, and invalid numbers; every further valid number would create a team with threads.
     team = st.one_of(st.integers(-3, 2), st.sampled_from([64, 2**31, 2**70, None, "0", 1.0, float("nan"), True]))
     return {
         mc.gradients: of(lists, team=team, name=texts, timeout=timeouts),
@@ -141,7 +141,7 @@ def functions(
 
 
 def attempt(function: Callable[..., Any], arguments: st.SearchStrategy[Any], examples: int) -> None:
-    """Calls ``function`` with that many arguments."""
+    """Calls ``function`` with ``examples`` generated arguments."""
     documented = OF_PATHS if function in PATHS else mc.CommError
 
     @settings(
@@ -160,11 +160,11 @@ def attempt(function: Callable[..., Any], arguments: st.SearchStrategy[Any], exa
     one()
 
 
-def main(face: str, examples: int) -> None:
-    """Calls every function with many arguments; after each, all is well."""
+def main(binding: str, examples: int) -> None:
+    """Calls every function with many arguments, and checks after each that dl_comm still works."""
     faulthandler.dump_traceback_later(90, exit=True)
     mc.init(1, 3)
-    tensors = arrays() if face == "numpy" else torch_tensors()
+    tensors = arrays() if binding == "numpy" else torch_tensors()
     for function, arguments in functions(tensors).items():
         attempt(function, arguments, examples)
         values = np.arange(5, dtype=np.float32)
