@@ -18,7 +18,7 @@
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tf_ops/convert.h"
-#include "tf_ops/gpu.h"
+#include "tf_ops/device_stream.h"
 
 namespace dl_comm {
 namespace {
@@ -96,9 +96,9 @@ class CollectiveKernel : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
-    Place where;
-    OP_REQUIRES_OK_ASYNC(context, place(context, where), done);
-    const bool on_host = where.device < 0;
+    DeviceStream target;
+    OP_REQUIRES_OK_ASYNC(context, device_stream(context, target), done);
+    const bool on_host = target.device < 0;
     const int count = context->num_inputs();
     TensorList list(count);
     auto results = std::make_shared<TensorResults>();
@@ -118,16 +118,16 @@ class CollectiveKernel : public AsyncOpKernel {
     const std::string instance = iteration(context->frame_iter());
     auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
     // The core mixes results of several calls in host memory only, and refuses calls of a GPU where it would have to.
-    submit(where, {instance.data(), instance.size()}, list, std::move(completion),
+    submit(target, {instance.data(), instance.size()}, list, std::move(completion),
            on_host ? std::move(results) : nullptr);
   }
 
  protected:
-  // Sets `where` to where the tensors are, which is host memory as it comes.
-  virtual absl::Status place(OpKernelContext*, Place&) const { return absl::OkStatus(); }
+  // Sets `target` to where the tensors are, which is host memory as it comes.
+  virtual absl::Status device_stream(OpKernelContext*, DeviceStream&) const { return absl::OkStatus(); }
 
   // Hands the call to the core, which copies the texts, and returns without waiting; afterwards `this` may be gone.
-  virtual void submit(const Place& where, rust::Str instance, const TensorList& list,
+  virtual void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
                       std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) = 0;
 
   // Whether the call may return before the inputs have been read: their memory may change then, that of reference
@@ -152,8 +152,8 @@ class GradientsKernel : public CollectiveKernel {
  protected:
   bool needs_copies() const override { return carries(team_, static_cast<std::uint64_t>(owner_)); }
 
-  void submit(const Place& where, rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
-              std::shared_ptr<Results> results) override {
+  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+              std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) override {
     Average call;
     call.team = team_;
     call.towers = static_cast<std::size_t>(towers_);
@@ -166,8 +166,8 @@ class GradientsKernel : public CollectiveKernel {
     call.timed = timed_;
     call.blocks = false;
     call.timeout = timeout_;
-    call.device = where.device;
-    call.stream = where.stream;
+    call.device = target.device;
+    call.stream = target.stream;
     call.waits = true;  // so that what follows on the stream, the rest of backward, goes on
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
@@ -188,8 +188,8 @@ class BroadcastKernel : public CollectiveKernel {
   }
 
  protected:
-  void submit(const Place& where, rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
-              std::shared_ptr<Results>) override {
+  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+              std::unique_ptr<Completion> completion, std::shared_ptr<Results>) override {
     const std::string name = call_name_ + std::string(instance);
     Broadcast what;
     what.root = root_;
@@ -197,8 +197,8 @@ class BroadcastKernel : public CollectiveKernel {
     what.labels = {labels_.data(), labels_.size()};
     what.blocks = false;
     what.timeout = timeout_;
-    what.device = where.device;
-    what.stream = where.stream;
+    what.device = target.device;
+    what.stream = target.stream;
     what.waits = true;
     broadcast(what, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
               std::move(completion));
@@ -233,7 +233,9 @@ class OnGpu final : public Kernel {
   using Kernel::Kernel;
 
  protected:
-  absl::Status place(OpKernelContext* context, Place& where) const override { return place_on_gpu(context, where); }
+  absl::Status device_stream(OpKernelContext* context, DeviceStream& target) const override {
+    return device_stream_of_kernel(context, target);
+  }
 };
 
 REGISTER_KERNEL_BUILDER(Name("DlCommGradients").Device(tensorflow::DEVICE_GPU), OnGpu<GradientsKernel>);
@@ -248,6 +250,6 @@ REGISTER_KERNEL_BUILDER(Name("DlCommCoreId").Device(tensorflow::DEVICE_GPU).Host
 extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
 
 // And whether coming averages of an owner on a team may return before they have ended, which host memory alone allows.
-extern "C" __attribute__((visibility("default"))) bool dl_comm_ops_carries(int32_t team, uint64_t owner) {
+extern "C" __attribute__((visibility("default"))) bool dl_comm_ops_may_return_early(int32_t team, uint64_t owner) {
   return dl_comm::carries(team, owner);
 }

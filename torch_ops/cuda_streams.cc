@@ -1,6 +1,6 @@
 // libdl_comm_torch_cuda.so: what the ops need of a torch that was built with CUDA, its current streams. A library of
 // its own, so that the ops load where torch has no CUDA; Python hands the function to them
-// (torch.ops.dl_comm.use_streams).
+// (torch.ops.dl_comm.set_stream_source).
 //
 // Thread rule: may be called from any thread; the current stream is the calling thread's.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

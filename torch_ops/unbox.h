@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "failure.h"
+#include "errors.h"
 
 namespace dl_comm::torch_ops {
 
@@ -28,7 +28,7 @@ inline std::string take_string(StableIValue value) {
 // A team or a rank. Throws std::runtime_error when it is too large to be one.
 inline int32_t take_number(StableIValue value) {
   const auto number = ::torch::stable::detail::to<int64_t>(value);
-  if (number != static_cast<int32_t>(number)) throw failure(-1, number, " is neither a team nor a rank");
+  if (number != static_cast<int32_t>(number)) throw make_error(-1, number, " is neither a team nor a rank");
   return static_cast<int32_t>(number);
 }
 

@@ -129,7 +129,7 @@ class NumpyFaceShared(NumpyFaceInPlace):
     """The same on arrays that all ranks of the host see."""
 
     def empty(self, length: int, dtype: str) -> np.ndarray:
-        found: np.ndarray = self.dl_comm.empty(length, self.dtypes[dtype])
+        found: np.ndarray = self.dl_comm.shared_zeros(length, self.dtypes[dtype])
         return found
 
 

@@ -31,8 +31,8 @@ def print_short() -> None:
             return
         rank = _dl_comm.rank() if _dl_comm.is_up() else None
         who = "dl_comm" if rank is None else f"dl_comm: rank {rank}"
-        words = str(lost).strip().splitlines()[0]
-        print(f"{who} ends{_place(trace)}: PeerLostError: {words}", file=sys.stderr, flush=True)
+        text = str(lost).strip().splitlines()[0]
+        print(f"{who} ends{_place(trace)}: PeerLostError: {text}", file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 

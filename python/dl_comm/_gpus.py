@@ -28,11 +28,11 @@ def pin() -> int | None:
     gpus = visible_gpus()
     rank, size = _dl_comm.local_rank(), _dl_comm.local_size()
     if not gpus:
-        _say(rank, "pin_gpu: there is no GPU")
+        _log(rank, "pin_gpu: there is no GPU")
         return None
     index = rank % len(gpus)
     if size > len(gpus) > 1 or (len(gpus) == 1 and size > 1 and not _was_pinned()):
-        _say(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
+        _log(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     torch = sys.modules.get("torch")
     if torch is not None and (torch.cuda.is_initialized() or _has_counted()):
         torch.cuda.set_device(index)
@@ -67,6 +67,6 @@ def _was_pinned() -> bool:
     return "CUDA_VISIBLE_DEVICES" in os.environ and len(visible_gpus({})) > 1
 
 
-def _say(local_rank: int, words: str) -> None:
+def _log(local_rank: int, text: str) -> None:
     if local_rank == 0:
-        print(f"dl_comm: {words}", file=sys.stderr)
+        print(f"dl_comm: {text}", file=sys.stderr)

@@ -30,7 +30,7 @@ class _Block:
             _dl_comm.free(self._address)
 
 
-def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+def shared_zeros(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
     """An array of zeros in memory that all ranks of the host see in each other.
 
     An average in place (``gradients(arrays, out=arrays)``) of arrays that all lie there, on all ranks, copies nothing

@@ -286,7 +286,7 @@ def local_size() -> int:
     return _dl_comm.local_size()
 
 
-def hosts() -> int:
+def num_hosts() -> int:
     """The number of hosts: sets of processes that share memory. Valid after ``init_mpi``."""
     return _dl_comm.hosts()
 

@@ -191,7 +191,7 @@ def test_wrong_schedules() -> None:
 def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> None:
     told = json.loads(_dl_comm.describe())
     assert (told["state"], told["rank"], told["size"]) == ("started", rank, size)
-    assert (told["hosts"], told["local_rank"], told["local_size"]) == (mc.hosts(), mc.local_rank(), mc.local_size())
+    assert (told["hosts"], told["local_rank"], told["local_size"]) == (mc.num_hosts(), mc.local_rank(), mc.local_size())
     assert [place["rank"] for place in told["ranks"]] == list(range(size))
     mine = told["ranks"][rank]
     assert (mine["host"], mine["pid"], mine["local_rank"]) == (os.uname().nodename, os.getpid(), mc.local_rank())
@@ -200,7 +200,7 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     teams = {team["id"]: team for team in told["teams"]}
     assert {-1, 0, 1} <= teams.keys()
     slot = told["settings"]["DL_COMM_CHUNK_KB"] << 10
-    lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.hosts()))
+    lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.num_hosts()))
     expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "lanes": lanes, "gpu": None}
     assert teams[0] == expected
     known = mc.topology()

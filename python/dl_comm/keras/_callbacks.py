@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import dl_comm
 from dl_comm._process import ensure_initialized
-from dl_comm.keras._optimizer import forget_plain_step, has_started, shared_state
+from dl_comm.keras._optimizer import has_started, retrace_train_step, shared_state
 from dl_comm.tensorflow import _ops, broadcast_variables
 
 
@@ -44,7 +44,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if getattr(model, "compiled", False) and model.jit_compile:
             model.jit_compile = False
             model.train_function = None
-        forget_plain_step(model)
+        retrace_train_step(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, or, when the model has no variables yet, arrange for it."""

@@ -60,13 +60,13 @@ class AveragingOptimizer:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
             if len(grads) == len(known):  # else the wrapped class says what is wrong
-                grads = _ops.average_present(grads, known, self._dl_comm_team, self._dl_comm_owner)
+                grads = _ops.average_non_none(grads, known, self._dl_comm_team, self._dl_comm_owner)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # The one place that sees the accumulated gradients before they are clipped.
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = _ops.average_present(list(grads), [None] * len(grads), self._dl_comm_team, self._dl_comm_owner)
+            grads = _ops.average_non_none(list(grads), [None] * len(grads), self._dl_comm_team, self._dl_comm_owner)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
 
@@ -137,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         )
     team = checked_team(team)
     start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
-    optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
+    optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]
     optimizer._dl_comm_team = team
     optimizer._dl_comm_owner = new_owner(optimizer, team)
     optimizer._dl_comm_wrapped = True
@@ -152,7 +152,7 @@ def shared_state(optimizer: Any) -> list[Any]:
     return [variable for variable in optimizer.variables if id(variable) not in own]
 
 
-@_ops.as_written
+@_ops.no_autograph
 def _start_from_rank_0(optimizer: Any, variables: Sequence[Any] | None) -> None:
     variables = optimizer._trainable_variables if variables is None else variables
     # Now, not as a part of the step that is traced.
@@ -168,7 +168,7 @@ def has_started(optimizer: Any) -> None:
         optimizer._dl_comm_starts = False
 
 
-def forget_plain_step(model: Any) -> None:
+def retrace_train_step(model: Any) -> None:
     """Make Keras trace the training step anew when it may be of the time before `DistributedOptimizer`."""
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, AveragingOptimizer) and not optimizer._dl_comm_in_use:
@@ -185,11 +185,11 @@ def load_model(filepath: Any, team: int = 0, **kwargs: Any) -> Any:
     model = keras.models.load_model(filepath, **kwargs)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, team)
-        forget_plain_step(model)
+        retrace_train_step(model)
     return model
 
 
 @functools.cache
-def _averaging(base: type[Any]) -> type[Any]:
+def _averaging_class(base: type[Any]) -> type[Any]:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (AveragingOptimizer, base), names)

@@ -50,7 +50,7 @@ _counters_lock = threading.Lock()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def as_written(function: _Function) -> _Function:
+def no_autograph(function: _Function) -> _Function:
     """Keep AutoGraph, which rewrites the Python that a `tf.function` calls, away from a function that has no need."""
     return cast(_Function, tf.autograph.experimental.do_not_convert(function))
 
@@ -75,7 +75,7 @@ def core_id() -> int:
     return _core_id_of(_path())
 
 
-@as_written
+@no_autograph
 def gradients(
     tensors: Iterable[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
 ) -> list[Any]:
@@ -111,7 +111,7 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
-@as_written
+@no_autograph
 def broadcast(
     tensors: Iterable[Any], root: int = 0, *, name: str | None = None, timeout: float | None = None
 ) -> list[tf.Tensor]:
@@ -135,7 +135,7 @@ def broadcast(
     return results
 
 
-@as_written
+@no_autograph
 def broadcast_new(given: list[Any], root: int, name: str, timeout: float | None = None) -> list[tf.Tensor]:
     """Do what `broadcast` does, but assign nothing."""
     values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]
@@ -154,7 +154,7 @@ def broadcast_new(given: list[Any], root: int, name: str, timeout: float | None 
     ]
 
 
-@as_written
+@no_autograph
 def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     """Average one tensor over all ranks, on the team of broadcasts: for metrics.
 
@@ -169,8 +169,8 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     return _gradients([tensor], CONTROL_TEAM, name or "average", labels=_labels([value]))[0]
 
 
-@as_written
-def average_present(
+@no_autograph
+def average_non_none(
     grads: Sequence[Any], variables: Sequence[Any], team: int, owner: int, name: str = "DistributedOptimizer"
 ) -> list[Any]:
     """Average the gradients that are not None, for the optimizer `owner`, and keep each None in its place.
@@ -212,7 +212,7 @@ def _buckets(grads: Sequence[Any], present: list[int]) -> list[list[int]]:
     return list(split(present[::-1], lambda i: (grads[i].shape.num_elements() or 0) * grads[i].dtype.size, size))
 
 
-@as_written
+@no_autograph
 def _gradients(
     given: list[Any],
     team: int,
@@ -227,7 +227,7 @@ def _gradients(
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
     owner = _scope() if owner is None else owner
-    with _placement(on_host=towers > 1 or _carries(team, owner)):
+    with _placement(on_host=towers > 1 or _may_return_early(team, owner)):
         return list(
             library().dl_comm_gradients(
                 tensors,
@@ -277,9 +277,9 @@ def _has_gpus() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def _carries(team: int, owner: int) -> bool:
+def _may_return_early(team: int, owner: int) -> bool:
     """Whether coming averages may return what calls before them have started: the team has such a schedule."""
-    return _has_gpus() and bool(_carries_function()(team, owner))
+    return _has_gpus() and bool(_may_return_early_function()(team, owner))
 
 
 @functools.cache
@@ -294,9 +294,9 @@ def _core_id_of(path: str) -> int:
 
 
 @functools.cache
-def _carries_function() -> Any:
+def _may_return_early_function() -> Any:
     library()  # TensorFlow finds no ops in a library that it is not the first to load
-    function = ctypes.CDLL(_path()).dl_comm_ops_carries
+    function = ctypes.CDLL(_path()).dl_comm_ops_may_return_early
     function.argtypes = (ctypes.c_int32, ctypes.c_uint64)
     function.restype = ctypes.c_bool
     return function

@@ -84,7 +84,7 @@ class _DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[mis
         """Compute the gradients as the wrapped optimizer does, and average those that are not None."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
-        means = _ops.average_present([grad for grad, _ in pairs], variables, self._team, self._owner)
+        means = _ops.average_non_none([grad for grad, _ in pairs], variables, self._team, self._owner)
         return list(zip(means, variables, strict=True))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:

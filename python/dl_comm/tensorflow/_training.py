@@ -13,7 +13,7 @@ from dl_comm.tensorflow import _ops
 from dl_comm.training import Schedule
 
 
-@_ops.as_written
+@_ops.no_autograph
 def learning_rate(schedule: Schedule, step: Any, dtype: Any = tf.float32) -> tf.Tensor:
     """Give the rate that `schedule` has in a step, as a tensor: eagerly, in a `tf.function` and in a TF1 graph.
 

@@ -14,7 +14,7 @@ from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import _ops
 
 
-@_ops.as_written
+@_ops.no_autograph
 def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | None = None) -> tf.Operation | None:
     """Assign to every variable its value on rank `root`.
 

@@ -12,7 +12,6 @@ Importing this module loads torch and the op library for it, which is built firs
 from __future__ import annotations
 
 import dl_comm as _base
-from dl_comm.torch._buckets import Communication
 from dl_comm.torch._functions import (
     average,
     broadcast,
@@ -22,6 +21,7 @@ from dl_comm.torch._functions import (
     gradients,
 )
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
+from dl_comm.torch._reducer import Communication
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 
 __all__ = [

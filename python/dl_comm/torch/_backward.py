@@ -1,4 +1,4 @@
-"""The end of a backward pass: calls the averagers that got gradients in it, before `backward()` returns.
+"""The end of a backward pass: calls the reducers that got gradients in it, before `backward()` returns.
 
 autograd has no public hook for that. Stock DDP and FSDP queue a callback in autograd's engine, and so does this.
 

@@ -19,7 +19,7 @@ from dl_comm import ArgumentError, CommError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
 from dl_comm.torch import _ops
-from dl_comm.torch._gradient import overlaps, plain
+from dl_comm.torch._gradient import contiguous_copy, overlaps
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -62,7 +62,7 @@ def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float 
         else tensor.detach()
         for tensor in given
     ]
-    dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
+    dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
     _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
     _copy_back(dense, into)
     return [
@@ -185,7 +185,7 @@ def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_
             raise ArgumentError(f"{name} is expanded, its elements share memory and cannot be set: give it .clone()")
     with torch.no_grad():
         tensors = _tensors([tensor.detach() for _, tensor in named])
-        dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
+        dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
         # A call is on one device; the ranks come to the kinds of devices in the same order, whatever their numbers.
         for kind in sorted({tensor.device.type for tensor in dense}):
             these = [i for i, tensor in enumerate(dense) if tensor.device.type == kind]

@@ -25,17 +25,17 @@ _ops = torch.ops.dl_comm
 _load.check_one_core(_path, _ops.core_id())
 
 
-def _use_cuda() -> None:
+def _set_cuda_stream_source() -> None:
     """Tell the ops where torch keeps its streams, if it was built with CUDA."""
     library = Path(_path).with_name("libdl_comm_torch_cuda.so")
     if torch.version.cuda is None or not library.exists():
         return
     _cuda.preload()
     function = ctypes.CDLL(str(library)).dl_comm_current_stream
-    _ops.use_streams(ctypes.cast(function, ctypes.c_void_p).value)
+    _ops.set_stream_source(ctypes.cast(function, ctypes.c_void_p).value)
 
 
-_use_cuda()
+_set_cuda_stream_source()
 
 Tensors = Sequence[torch.Tensor]
 
@@ -55,11 +55,11 @@ DTYPES = frozenset(
 )
 
 
-TEAMS = -1.0
+GROUP_TIMEOUT = -1.0
 """A timeout, in seconds otherwise: that of the team."""
 
 
-def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
+def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = GROUP_TIMEOUT) -> None:
     """Replace contiguous tensors by their means over all ranks; return when that is done."""
     with torch.no_grad():
         _call(_ops.average_, list(tensors), team, name, labels, timeout)
@@ -67,20 +67,22 @@ def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", t
 
 
 def average_new(
-    tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = TEAMS
+    tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = GROUP_TIMEOUT
 ) -> list[torch.Tensor]:
     """Return the means of tensors over all ranks (and `towers` in the list) as new tensors; differentiable."""
     return list(_call(_ops.average, list(tensors), team, name, labels, towers, timeout))
 
 
-def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
+def broadcast_in_place(
+    tensors: Tensors, root: int, name: str, labels: str = "", timeout: float = GROUP_TIMEOUT
+) -> None:
     """Replace contiguous tensors by those of rank `root`; return when that is done."""
     with torch.no_grad():
         _call(_ops.broadcast_, list(tensors), root, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
-PART, KEEP = 1, 2
+CONTINUES_STEP, DONATE_TENSORS = 1, 2
 """Flags of `average_start`: the call is a further part of the step before it; the tensors may be kept for good."""
 
 
@@ -93,52 +95,52 @@ def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flag
         return int(_call(_ops.average_start, list(tensors), team, name, labels, flags, owner))
 
 
-def discard(team: int, owner: int) -> None:
+def discard_carried(team: int, owner: int) -> None:
     """Forget the means that the last calls of `owner` have left."""
-    _ops.discard(team, owner)
+    _ops.discard_carried(team, owner)
 
 
-def carries(team: int, owner: int = 0) -> bool:
+def may_return_early(team: int, owner: int = 0) -> bool:
     """Tell whether coming averages of `owner` may return before they have ended, or what another one has left."""
-    return bool(_ops.carries(team, owner))
+    return bool(_ops.may_return_early(team, owner))
 
 
 def wait(number: int) -> tuple[list[torch.Tensor], float, float]:
     """Wait for the end of the call with this number, once.
 
     Returns tensors and two shares: the result is the first share of the call's tensors, and the second of these.
-    Without the flag KEEP there are no tensors: the result is in those of the call.
+    Without the flag DONATE_TENSORS there are no tensors: the result is in those of the call.
     """
     tensors, own, share = _call(_ops.wait, number)
     return list(tensors), float(own), float(share)
 
 
-def forget(number: int) -> None:
+def detach(number: int) -> None:
     """Let the call with this number end without anyone waiting for it."""
-    _call(_ops.forget, number)
+    _call(_ops.detach, number)
 
 
-def busy(owner: int) -> float:
+def comm_seconds(owner: int) -> float:
     """Return for how many seconds calls of `average_start` of `owner` were under way since this was asked last."""
-    return float(_ops.busy(owner))
+    return float(_ops.comm_seconds(owner))
 
 
-# What an averager tells the other ranks, apart from gradients: one small tensor, averaged in place.
+# What an reducer tells the other ranks, apart from gradients: one small tensor, averaged in place.
 
 
-def start_note(note: torch.Tensor, team: int, name: str, label: str, owner: int) -> int:
-    """Start the average of a note, as a part of the step before, and return a number for `wait_note`."""
-    return int(_call(_ops.average_start, [note], team, name, label, PART, owner))
+def start_control(tensor: torch.Tensor, team: int, name: str, label: str, owner: int) -> int:
+    """Start the average of a note, as a part of the step before, and return a number for `wait_control`."""
+    return int(_call(_ops.average_start, [tensor], team, name, label, CONTINUES_STEP, owner))
 
 
-def wait_note(number: int) -> None:
+def wait_control(number: int) -> None:
     """Wait until the note with this number is averaged, once."""
     _call(_ops.wait, number)
 
 
-def forget_note(number: int) -> None:
+def detach_control(number: int) -> None:
     """Let the average of a note end without anyone waiting for it."""
-    _call(_ops.forget, number)
+    _call(_ops.detach, number)
 
 
 def _call(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -175,7 +177,7 @@ def _(
 # size times the mean of the ranks' gradients, times 1/size: the mean.
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, ctx.team, ctx.name, ctx.labels, ctx.towers, ctx.timeout = inputs
 
 
@@ -184,4 +186,4 @@ def _gradient(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     return means, None, None, None, None, None
 
 
-torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_remember)
+torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_setup_context)

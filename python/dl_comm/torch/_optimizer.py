@@ -15,13 +15,13 @@ from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._buckets import bucket_bytes
 from dl_comm._process import checked_team, start_team
 from dl_comm.torch import _functions, _ops
-from dl_comm.torch._arrangement import Named
-from dl_comm.torch._buckets import Averager, Communication
+from dl_comm.torch._bucket_plan import Named
+from dl_comm.torch._reducer import Communication, Reducer
 
-_ATTRIBUTE = "_dl_comm_averager"
+_ATTRIBUTE = "_dl_comm_reducer"
 # As many optimizers average at once, each on a team of its own; the next ones share.
 AUTOMATIC_TEAMS = 8
-_made = 0  # optimizers, since dl_comm was brought up
+_num_created = 0  # optimizers, since dl_comm was brought up
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -37,29 +37,29 @@ class AveragingOptimizer(torch.optim.Optimizer):
         accumulated in `no_sync()`, set by hand, or on a schedule that does not wait. `step()` does it by itself. Raises
         `dl_comm.CommError` when the average fails; the gradients are invalid then.
         """
-        _averager(self).synchronize_rest()
+        _reducer(self).synchronize_rest()
 
     def communication(self) -> Communication:
         """Tell what the averages of the last step took on this rank, in seconds: exposed, and busy.
 
         Zeros before the first. An average that a schedule lets end later counts as far as its step waited for it.
         """
-        return _averager(self).communication
+        return _reducer(self).communication
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Use the gradients as they are in a `step()` within this context."""
-        averager = _averager(self)
-        before, averager.skip = averager.skip, True
+        reducer = _reducer(self)
+        before, reducer.skip = reducer.skip, True
         try:
             yield
         finally:
-            averager.skip = before
+            reducer.skip = before
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in the backward passes within this context; the next one outside averages the sum."""
-        with _averager(self).local():
+        with _reducer(self).local():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -68,13 +68,13 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Raises StateError when gradients were changed while they were averaged (on a schedule that does not wait): the
         ranks may differ by then.
         """
-        averager = _averager(self)
-        if averager.busy:
-            averager.synchronize(discarding=True)
-        averager.averaged = False
-        averager.watch()
+        reducer = _reducer(self)
+        if reducer.in_round:
+            reducer.synchronize(discard=True)
+        reducer.averaged = False
+        reducer.register()
         super().zero_grad(set_to_none)
-        averager.begin()
+        reducer.begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as the plain optimizer does, and give all ranks those of rank 0; collective.
@@ -84,29 +84,29 @@ class AveragingOptimizer(torch.optim.Optimizer):
         is not added then.
         """
         super().add_param_group(param_group)
-        averager = _averager(self)
+        reducer = _reducer(self)
         try:
-            averager.expect_free()
-            if averager.broadcasts:
+            reducer.check_unowned()
+            if reducer.broadcasts:
                 # Only these: on a rank that has trained, the others are the same already.
                 added = {id(parameter) for parameter in self.param_groups[-1]["params"]}
-                every = [pair for part in averager.parameters() for pair in part]
-                _functions.broadcast_parameters([pair for pair in every if id(pair[1]) in added])
+                named = [pair for part in reducer.parameters() for pair in part]
+                _functions.broadcast_parameters([pair for pair in named if id(pair[1]) in added])
         except dl_comm.CommError:
             self.param_groups.pop()
             raise
-        averager.claim()
-        averager.watch()
+        reducer.take_ownership()
+        reducer.register()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() asks this before it decides, by this rank's gradients, whether to step.
-        averager = _averager(self)
-        if not averager.skip:
-            _expect_blocking(
-                averager, "a GradScaler changes its scale, and the gradients of another step have another one"
+        reducer = _reducer(self)
+        if not reducer.skip:
+            _require_blocking(
+                reducer, "a GradScaler changes its scale, and the gradients of another step have another one"
             )
-            if not averager.averaged:
+            if not reducer.averaged:
                 raise StateError(
                     "gradients are not averaged: call optimizer.synchronize() before the GradScaler is used"
                 )
@@ -114,7 +114,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Give the plain optimizer to copy and pickle."""
-        return _empty, (type(self).__bases__[1],), self.__getstate__()
+        return _new_instance, (type(self).__bases__[1],), self.__getstate__()
 
 
 def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
@@ -182,7 +182,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
 
     The name and the first three arguments are those of the Cray plugin's `dl_comm.torch.DistributedOptimizer`.
     """
-    global _made
+    global _num_created
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
@@ -198,12 +198,12 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             "DistributedOptimizer(..., sparse_as_dense=True)"
         )
     names = _names(optimizer, named_parameters)
-    every = _every(optimizer, names)
-    number = _made if dl_comm.is_initialized() else 0
+    named = _named_parameters(optimizer, names)
+    number = _num_created if dl_comm.is_initialized() else 0
     chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number lets calls of optimizers on one team be told apart, and shows ranks that made other optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
-    averager = Averager(
+    reducer = Reducer(
         functools.partial(_parameters, weakref.ref(optimizer), names),
         chosen,
         call_name,
@@ -212,42 +212,42 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         sparse_as_dense,
         gradient_as_bucket_view,
     )
-    averager.broadcasts = broadcast
-    averager.expect_free()
-    _made = number + 1
+    reducer.broadcasts = broadcast
+    reducer.check_unowned()
+    _num_created = number + 1
     start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
     if broadcast:
-        _functions.broadcast_parameters(every)
-    optimizer.__dict__[_ATTRIBUTE] = averager
+        _functions.broadcast_parameters(named)
+    optimizer.__dict__[_ATTRIBUTE] = reducer
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
-    optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
-    averager.claim()
-    averager.watch()
+    optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]
+    reducer.take_ownership()
+    reducer.register()
     return cast(AveragingOptimizer, optimizer)
 
 
-def _empty(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def _new_instance(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return base.__new__(base)
 
 
 @functools.cache
-def _averaging(base: type[torch.optim.Optimizer]) -> type[AveragingOptimizer]:
+def _averaging_class(base: type[torch.optim.Optimizer]) -> type[AveragingOptimizer]:
     return type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _averager(optimizer: torch.optim.Optimizer) -> Averager:
-    return cast(Averager, optimizer.__dict__[_ATTRIBUTE])
+def _reducer(optimizer: torch.optim.Optimizer) -> Reducer:
+    return cast(Reducer, optimizer.__dict__[_ATTRIBUTE])
 
 
 def _parameters(of: weakref.ref[torch.optim.Optimizer], names: dict[int, str]) -> tuple[Named, Named]:
     """The parameters of an optimizer with their names: those that can have a gradient, and the frozen ones."""
     optimizer = of()
-    every = [] if optimizer is None else _every(optimizer, names)
-    return [pair for pair in every if pair[1].requires_grad], [pair for pair in every if not pair[1].requires_grad]
+    named = [] if optimizer is None else _named_parameters(optimizer, names)
+    return [pair for pair in named if pair[1].requires_grad], [pair for pair in named if not pair[1].requires_grad]
 
 
-def _every(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
+def _named_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
     # By identity: a parameter may stand in a group twice (torch warns of that).
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -272,8 +272,8 @@ def _names(
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     # torch calls this before step(), and once more when step() of a subclass calls that of its base.
-    averager = _averager(optimizer)
-    if averager.skip:
+    reducer = _reducer(optimizer)
+    if reducer.skip:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -281,7 +281,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     if isinstance(closure, _AveragedClosure):
         return None
-    _expect_blocking(averager, "a closure needs the gradient of the point where it is called")
+    _require_blocking(reducer, "a closure needs the gradient of the point where it is called")
     averaged = _AveragedClosure(optimizer, closure)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": averaged}
@@ -290,9 +290,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    averager = _averager(optimizer)
-    averager.averaged = False
-    averager.steps += not averager.skip
+    reducer = _reducer(optimizer)
+    reducer.averaged = False
+    reducer.steps += not reducer.skip
 
 
 class _AveragedClosure:
@@ -303,8 +303,8 @@ class _AveragedClosure:
         self._closure = closure
 
     def __call__(self) -> Any:
-        averager = _averager(self._optimizer)
-        averager.averaged = False
+        reducer = _reducer(self._optimizer)
+        reducer.averaged = False
         loss = self._closure()
         self._optimizer.synchronize()
         if isinstance(loss, torch.Tensor):
@@ -312,9 +312,9 @@ class _AveragedClosure:
         return None if loss is None else _functions.average(loss, "loss of the closure")
 
 
-def _expect_blocking(averager: Averager, why: str) -> None:
-    if _ops.carries(averager.team, averager.owner):
+def _require_blocking(reducer: Reducer, reason: str) -> None:
+    if _ops.may_return_early(reducer.team, reducer.owner):
         raise StateError(
-            f"{why}, but team {averager.team} returns averages of the step before by its schedule: let all calls "
+            f"{reason}, but team {reducer.team} returns averages of the step before by its schedule: let all calls "
             "block, config_team(..., ksteps=max_steps, ...) or warmup=1.0"
         )

@@ -11,17 +11,17 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
+#include "comm_timer.h"
+#include "device_stream.h"
 #include "dl_comm_core/src/ffi.rs.h"
-#include "place.h"
 
 namespace dl_comm::torch_ops {
 
 // The memory of a call that may return before its average has ended: tensors that nobody else uses.
 class TensorResults final : public Results {
  public:
-  TensorResults(std::vector<::torch::stable::Tensor> tensors, Place place)
-      : tensors(std::move(tensors)), place(place) {}
+  TensorResults(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream)
+      : tensors(std::move(tensors)), device_stream(device_stream) {}
 
   std::size_t kind() const noexcept override;
   void settle(double own, double here) const noexcept override;
@@ -29,7 +29,7 @@ class TensorResults final : public Results {
 
   std::vector<::torch::stable::Tensor> tensors;
   // Where they are, and who uses them.
-  const Place place;
+  const DeviceStream device_stream;
   // What `settle` has set.
   mutable double own_share = 0;
   mutable double share = 1;
@@ -47,14 +47,17 @@ struct Outcome {
 // hardly ever freed on a thread of the core: freeing one that Python knows takes the GIL.
 //
 // Thread rule: the core calls `finish` once, from any thread; everything else may be called from any thread.
-class Ticket {
+class Work {
  public:
-  // `counted_on`: the team that is told how long `wait` has blocked; -1 for calls whose time the core takes.
-  // `clock`, if any, runs from here to the end of the call, which must be started.
-  Ticket(std::vector<::torch::stable::Tensor> tensors, Place place, int32_t counted_on,
-         std::shared_ptr<Clock> clock = nullptr)
-      : tensors_(std::move(tensors)), place_(place), counted_on_(counted_on), clock_(std::move(clock)) {
-    if (clock_) clock_->begin();
+  // `wait_time_team`: the team that is told how long `wait` has blocked; -1 for calls whose time the core takes.
+  // `timer`, if any, runs from here to the end of the call, which must be started.
+  Work(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream, int32_t wait_time_team,
+       std::shared_ptr<CommTimer> timer = nullptr)
+      : tensors_(std::move(tensors)),
+        device_stream_(device_stream),
+        wait_time_team_(wait_time_team),
+        timer_(std::move(timer)) {
+    if (timer_) timer_->begin();
   }
 
   void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
@@ -72,21 +75,21 @@ class Ticket {
   std::string message_;
   std::shared_ptr<Results> results_;
   std::vector<::torch::stable::Tensor> tensors_;
-  const Place place_;
-  const int32_t counted_on_;
-  std::shared_ptr<Clock> clock_;
+  const DeviceStream device_stream_;
+  const int32_t wait_time_team_;
+  std::shared_ptr<CommTimer> timer_;
 };
 
-// What the core gets to end `ticket`'s call.
-std::unique_ptr<Completion> completion_of(std::shared_ptr<Ticket> ticket);
+// What the core gets to end `work`'s call.
+std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work);
 
-// Gives `ticket` a number (from 1) for Python to hold. Frees forgotten tickets whose calls have ended meanwhile.
-int64_t enroll(std::shared_ptr<Ticket> ticket);
+// Gives `work` a number (from 1) for Python to hold. Frees detached works whose calls have ended meanwhile.
+int64_t register_work(std::shared_ptr<Work> work);
 
-// Takes the ticket with this number out. Throws std::runtime_error when there is none.
-std::shared_ptr<Ticket> withdraw(int64_t number);
+// Takes the work with this number out. Throws std::runtime_error when there is none.
+std::shared_ptr<Work> take_work(int64_t number);
 
-// Withdraws a ticket for which nobody will wait; its tensors are kept until its call has ended.
-void forget(int64_t number);
+// Withdraws a work for which nobody will wait; its tensors are kept until its call has ended.
+void detach_work(int64_t number);
 
 }  // namespace dl_comm::torch_ops

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "device_stream.h"
 #include "dl_comm_core/src/ffi.rs.h"
-#include "place.h"
 
 namespace dl_comm::torch_ops {
 
@@ -17,14 +17,14 @@ using ::torch::stable::Tensor;
 // A list of tensors as the core sees it. It borrows the tensors' memory: whoever makes one keeps the tensors.
 //
 // Thread rule: plain data, one thread at a time.
-class Views {
+class TensorViews {
  public:
   // `labels`: the tensors' names, a line each, or empty; they stand in error messages.
-  Views(std::size_t count, const std::string& labels);
+  TensorViews(std::size_t count, const std::string& labels);
 
   // Throws std::runtime_error "dl_comm error -1: ..." unless the tensor, which is to be added next, is a dense one in
   // host memory, or in that of the GPU in which those before it are.
-  void expect_dense(const Tensor& tensor);
+  void check_dense(const Tensor& tensor);
 
   // Adds a dense tensor that is read and written in place.
   // Throws std::runtime_error (error -1 or -2) when it is not contiguous, or of an element type that the core lacks.
@@ -37,7 +37,7 @@ class Views {
   rust::Slice<const int64_t> shapes() const;
 
   // Where the tensors are, and the stream on which they were made: torch's current one.
-  Place place() const { return place_; }
+  DeviceStream device_stream() const { return device_stream_; }
 
  private:
   std::string name() const;
@@ -45,8 +45,8 @@ class Views {
   const std::string& labels_;
   std::vector<TensorView> tensors_;
   std::vector<int64_t> shapes_;
-  Place place_;
-  bool placed_ = false;
+  DeviceStream device_stream_;
+  bool has_device_ = false;
 };
 
 }  // namespace dl_comm::torch_ops

@@ -1,4 +1,4 @@
-#include "tickets.h"
+#include "work.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -9,28 +9,28 @@
 #include <unordered_map>
 #include <utility>
 
-#include "failure.h"
+#include "errors.h"
 
 namespace dl_comm::torch_ops {
 namespace {
 
-class TicketCompletion final : public Completion {
+class WorkCompletion final : public Completion {
  public:
-  explicit TicketCompletion(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
+  explicit WorkCompletion(std::shared_ptr<Work> work) : work_(std::move(work)) {}
 
   void done(int32_t code, rust::Str message, std::shared_ptr<Results> results) const noexcept override {
-    ticket_->finish(code, std::string(message), std::move(results));
+    work_->finish(code, std::string(message), std::move(results));
   }
 
  private:
-  std::shared_ptr<Ticket> ticket_;
+  std::shared_ptr<Work> work_;
 };
 
 struct Registry {
   std::mutex mutex;
   int64_t last = 0;
-  std::unordered_map<int64_t, std::shared_ptr<Ticket>> open;
-  std::vector<std::shared_ptr<Ticket>> forgotten;
+  std::unordered_map<int64_t, std::shared_ptr<Work>> open;
+  std::vector<std::shared_ptr<Work>> detached;
 };
 
 // Never destroyed: calls may still be under way while the process exits.
@@ -39,22 +39,22 @@ Registry& registry() {
   return *instance;
 }
 
-// Takes the forgotten tickets whose calls have ended, for the caller to free after it has unlocked the registry.
-std::vector<std::shared_ptr<Ticket>> ended(Registry& all) {
-  const auto first = std::partition(all.forgotten.begin(), all.forgotten.end(),
-                                    [](const std::shared_ptr<Ticket>& ticket) { return !ticket->finished(); });
-  std::vector<std::shared_ptr<Ticket>> result(std::make_move_iterator(first),
-                                              std::make_move_iterator(all.forgotten.end()));
-  all.forgotten.erase(first, all.forgotten.end());
+// Takes the detached works whose calls have ended, for the caller to free after it has unlocked the registry.
+std::vector<std::shared_ptr<Work>> take_finished(Registry& all) {
+  const auto first = std::partition(all.detached.begin(), all.detached.end(),
+                                    [](const std::shared_ptr<Work>& work) { return !work->finished(); });
+  std::vector<std::shared_ptr<Work>> result(std::make_move_iterator(first),
+                                            std::make_move_iterator(all.detached.end()));
+  all.detached.erase(first, all.detached.end());
   return result;
 }
 
-std::shared_ptr<Ticket> take(Registry& all, int64_t number) {
+std::shared_ptr<Work> take(Registry& all, int64_t number) {
   const auto found = all.open.find(number);
-  if (found == all.open.end()) throw failure(-1, "no call with number ", number, " is under way");
-  auto ticket = std::move(found->second);
+  if (found == all.open.end()) throw make_error(-1, "no call with number ", number, " is under way");
+  auto work = std::move(found->second);
   all.open.erase(found);
-  return ticket;
+  return work;
 }
 
 }  // namespace
@@ -78,18 +78,19 @@ std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses)
       addresses.push_back(reinterpret_cast<std::size_t>(zeros.back().mutable_data_ptr()));
     }
     // Who uses them does so on another stream than this thread's, on which they were made.
-    if (place.device >= 0) order(place.device, now(place).stream, place.stream);
-    return std::make_shared<TensorResults>(std::move(zeros), place);
+    if (device_stream.device >= 0)
+      order(device_stream.device, with_current_stream(device_stream).stream, device_stream.stream);
+    return std::make_shared<TensorResults>(std::move(zeros), device_stream);
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-void Ticket::finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept {
-  // Notified under the lock: the waiter may drop the ticket as soon as it can see the flag.
-  if (clock_) clock_->end();
+void Work::finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept {
+  // Notified under the lock: the waiter may drop the work as soon as it can see the flag.
+  if (timer_) timer_->end();
   const std::lock_guard<std::mutex> lock(mutex_);
-  clock_.reset();
+  timer_.reset();
   code_ = code;
   message_ = std::move(message);
   results_ = std::move(results);
@@ -97,40 +98,40 @@ void Ticket::finish(int32_t code, std::string message, std::shared_ptr<Results> 
   ended_.notify_all();
 }
 
-bool Ticket::finished() const noexcept {
+bool Work::finished() const noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   return finished_;
 }
 
-Outcome Ticket::wait() {
+Outcome Work::wait() {
   std::vector<::torch::stable::Tensor> own;
   std::shared_ptr<Results> results;
   {
     const auto since = std::chrono::steady_clock::now();
     std::unique_lock<std::mutex> lock(mutex_);
     const auto ended = [this] { return finished_; };
-    constexpr std::chrono::milliseconds kLook{100};
-    if (!ended_.wait_for(lock, kLook, ended)) {
+    constexpr std::chrono::milliseconds kPollInterval{100};
+    if (!ended_.wait_for(lock, kPollInterval, ended)) {
       const auto long_wait = begin_wait();
       do {
         // Handlers of signals run here, which may take time.
         lock.unlock();
         long_wait->look();
         lock.lock();
-      } while (!ended_.wait_for(lock, kLook, ended));
+      } while (!ended_.wait_for(lock, kPollInterval, ended));
     }
     own.swap(tensors_);
     results.swap(results_);
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;
-    if (counted_on_ >= 0) add_waited(counted_on_, waited.count());
+    if (wait_time_team_ >= 0) add_waited(wait_time_team_, waited.count());
   }
-  if (code_ != 0) throw failure(code_, message_);
+  if (code_ != 0) throw make_error(code_, message_);
   // The stream of the call sees the result; the one that is current here may be another.
-  if (place_.device >= 0) {
+  if (device_stream_.device >= 0) {
     try {
-      order(place_.device, place_.stream, now(place_).stream);
+      order(device_stream_.device, device_stream_.stream, with_current_stream(device_stream_).stream);
     } catch (const rust::Error& error) {
-      throw failure(-7, error.what());
+      throw make_error(-7, error.what());
     }
   }
   if (!results) return {};
@@ -138,29 +139,29 @@ Outcome Ticket::wait() {
   return {std::move(have.tensors), have.own_share, have.share};
 }
 
-std::unique_ptr<Completion> completion_of(std::shared_ptr<Ticket> ticket) {
-  return std::make_unique<TicketCompletion>(std::move(ticket));
+std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work) {
+  return std::make_unique<WorkCompletion>(std::move(work));
 }
 
-int64_t enroll(std::shared_ptr<Ticket> ticket) {
+int64_t register_work(std::shared_ptr<Work> work) {
   Registry& all = registry();
-  std::vector<std::shared_ptr<Ticket>> garbage;
+  std::vector<std::shared_ptr<Work>> garbage;
   const std::lock_guard<std::mutex> lock(all.mutex);
-  garbage = ended(all);
-  all.open.emplace(++all.last, std::move(ticket));
+  garbage = take_finished(all);
+  all.open.emplace(++all.last, std::move(work));
   return all.last;
 }
 
-std::shared_ptr<Ticket> withdraw(int64_t number) {
+std::shared_ptr<Work> take_work(int64_t number) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   return take(all, number);
 }
 
-void forget(int64_t number) {
+void detach_work(int64_t number) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  all.forgotten.push_back(take(all, number));
+  all.detached.push_back(take(all, number));
 }
 
 }  // namespace dl_comm::torch_ops

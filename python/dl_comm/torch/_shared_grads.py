@@ -9,7 +9,7 @@ elements, more than half where they have some hundreds.
 Each of the tensors has a storage and a version counter of its own, though their memory is one piece: so a change of one
 gradient is seen in that one, and what saves or copies a gradient takes along no other.
 
-Thread rule: that of the averager, one thread at a time.
+Thread rule: that of the reducer, one thread at a time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dl_comm import CommError, StateError, empty
-from dl_comm.torch._gradient import alone
+from dl_comm import CommError, StateError, shared_zeros
+from dl_comm.torch._gradient import has_sole_reference
 
 # Tensors start at multiples of it: a cache line, which no two ranks write to then.
 _ALIGN = 64
 # The share of the shared memory's file system that is left to others, such as the workers of data loaders.
-_LEFT = 0.5
+_RESERVED_FRACTION = 0.5
 
 
-class Views:
+class SharedGradBuffer:
     """The memory of a bucket: zeros at first. It lives as long as the tensors in it."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], flags: int) -> None:
@@ -43,16 +43,20 @@ class Views:
         starts = [0]
         for length in lengths:
             starts.append(-(-(starts[-1] + length) // _ALIGN) * _ALIGN)
-        _expect_room(starts[-1])
-        memory = empty(starts[-1], np.uint8)
-        places = zip(parameters, starts, strict=False)
-        self.tensors = [_tensor(memory, start, parameter.shape, parameter.dtype) for parameter, start in places]
+        _check_space(starts[-1])
+        memory = shared_zeros(starts[-1], np.uint8)
+        layout = zip(parameters, starts, strict=False)
+        self.tensors = [_tensor(memory, start, parameter.shape, parameter.dtype) for parameter, start in layout]
         self.used = _tensor(memory, starts[-2], torch.Size([flags]), torch.float32)
 
-    def place(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def view_for(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the tensor for parameter `i`, which has `gradient`; None while the script holds an earlier one."""
         tensor = self.tensors[i]
-        return tensor if tensor is gradient or (_references(self.tensors, i) <= _FREE and alone(tensor)) else None
+        return (
+            tensor
+            if tensor is gradient or (_references(self.tensors, i) <= _FREE_COUNT and has_sole_reference(tensor))
+            else None
+        )
 
 
 def can_hold(parameter: torch.Tensor) -> bool:
@@ -65,10 +69,10 @@ def can_hold(parameter: torch.Tensor) -> bool:
     )
 
 
-def _expect_room(size: int) -> None:
+def _check_space(size: int) -> None:
     folder = os.environ.get("DL_COMM_SHM_DIR") or "/dev/shm"
     system = os.statvfs(folder)
-    if (system.f_bavail - system.f_blocks * _LEFT) * system.f_frsize < size:
+    if (system.f_bavail - system.f_blocks * _RESERVED_FRACTION) * system.f_frsize < size:
         raise CommError(f"{folder} has no {size} bytes to spare")
 
 
@@ -83,8 +87,8 @@ def _references(tensors: list[torch.Tensor], i: int) -> int:
     return sys.getrefcount(tensors[i])
 
 
-# The count for a tensor that only its list holds, and `place`.
-_FREE = _references([torch.empty(1)], 0) + 1
+# The count for a tensor that only its list holds, and `view_for`.
+_FREE_COUNT = _references([torch.empty(1)], 0) + 1
 
-NO_MEMORY = (CommError, StateError, OSError)
-"""What `Views` raises when there is no memory to be had."""
+ALLOC_ERRORS = (CommError, StateError, OSError)
+"""What `SharedGradBuffer` raises when there is no memory to be had."""

@@ -9,7 +9,7 @@ namespace dl_comm::torch_ops {
 
 // An exception that torch hands to Python as a RuntimeError. `code` is one of DL_COMM_ERROR_* of dl_comm.h.
 template <typename... Words>
-std::runtime_error failure(int32_t code, const Words&... words) {
+std::runtime_error make_error(int32_t code, const Words&... words) {
   std::ostringstream text;
   text << "dl_comm error " << code << ": ";
   (text << ... << words);

@@ -11,7 +11,7 @@ namespace dl_comm::torch_ops {
 // Adds up the time in which at least one call is under way: calls that overlap count once.
 //
 // Thread rule: everything may be called from any thread.
-class Clock {
+class CommTimer {
  public:
   void begin();
   void end() noexcept;
@@ -23,15 +23,15 @@ class Clock {
   using Time = std::chrono::steady_clock::time_point;
 
   std::mutex mutex_;
-  int64_t under_way_ = 0;
+  int64_t in_flight_ = 0;
   Time since_;
   std::chrono::duration<double> total_{0};
 };
 
-// The clock of this owner; made when there is none.
-std::shared_ptr<Clock> clock_of(uint64_t owner);
+// The timer of this owner; made when there is none.
+std::shared_ptr<CommTimer> timer_of(uint64_t owner);
 
-// The seconds of this owner's clock since this was asked last. A clock that nobody else holds goes.
-double take_busy(uint64_t owner);
+// The seconds of this owner's timer since this was asked last. A timer that nobody else holds goes.
+double take_comm_seconds(uint64_t owner);
 
 }  // namespace dl_comm::torch_ops

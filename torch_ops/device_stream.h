@@ -10,7 +10,7 @@
 namespace dl_comm::torch_ops {
 
 // A GPU and a stream of it; no GPU is host memory.
-struct Place {
+struct DeviceStream {
   int32_t device = -1;
   std::size_t stream = 0;  // a cudaStream_t
 };
@@ -19,13 +19,14 @@ struct Place {
 using StreamSource = int32_t (*)(int32_t device, std::size_t* stream);
 
 // Sets who tells of streams: the library for CUDA (cuda_streams.cc), which only a torch with CUDA loads.
-void use_streams(StreamSource source);
+void set_stream_source(StreamSource source);
 
-// torch's current stream where `place` is; the same place for host memory. Throws std::runtime_error as `place_of`.
-Place now(Place place);
+// torch's current stream where `target` is; the same place for host memory. Throws std::runtime_error as
+// `device_stream_of`.
+DeviceStream with_current_stream(DeviceStream target);
 
 // Where the tensor is, with torch's current stream there; nothing for other kinds of devices. Throws
-// std::runtime_error "dl_comm error -3: ..." for a CUDA tensor before `use_streams`.
-std::optional<Place> place_of(const ::torch::stable::Tensor& tensor);
+// std::runtime_error "dl_comm error -3: ..." for a CUDA tensor before `set_stream_source`.
+std::optional<DeviceStream> device_stream_of(const ::torch::stable::Tensor& tensor);
 
 }  // namespace dl_comm::torch_ops

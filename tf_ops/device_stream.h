@@ -12,14 +12,14 @@
 namespace dl_comm {
 
 // The memory of one call's tensors, as the core's calls name it.
-struct Place {
+struct DeviceStream {
   int32_t device = -1;     // the GPU, as the CUDA driver counts in this process; negative: host memory
   std::size_t stream = 0;  // the cudaStream_t on which the tensors were made and will be used
 };
 
-// Sets `place` to the GPU on which a kernel runs, and to the stream on which TensorFlow puts that GPU's computations:
+// Sets `target` to the GPU on which a kernel runs, and to the stream on which TensorFlow puts that GPU's computations:
 // those of the kernel's inputs before the kernel is called, those that use its results after it is done. The stream is
 // TensorFlow's and lives as long as the device. Fails when the device cannot tell.
-absl::Status place_on_gpu(tensorflow::OpKernelContext* context, Place& place);
+absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, DeviceStream& target);
 
 }  // namespace dl_comm
