@@ -10,7 +10,7 @@ struct Timers {
   std::unordered_map<uint64_t, std::shared_ptr<CommTimer>> by_owner;
 };
 
-// Never destroyed: calls may still be under way while the process exits.
+// Never destroyed: calls may still be in flight while the process exits.
 Timers& timers() {
   static Timers* const instance = new Timers;
   return *instance;

@@ -1,4 +1,4 @@
-// For how long calls of one owner are under way.
+// Communication time of one owner.
 #pragma once
 
 #include <chrono>
@@ -8,15 +8,15 @@
 
 namespace dl_comm::torch_ops {
 
-// Adds up the time in which at least one call is under way: calls that overlap count once.
+// Adds up the time with at least one call in flight: overlapping calls count once.
 //
-// Thread rule: everything may be called from any thread.
+// Thread rule: any thread may call everything.
 class CommTimer {
  public:
   void begin();
   void end() noexcept;
 
-  // The seconds since this was asked last; what is under way counts up to now.
+  // The seconds since the last `take`; a call in flight counts up to now.
   double take();
 
  private:
@@ -28,10 +28,10 @@ class CommTimer {
   std::chrono::duration<double> total_{0};
 };
 
-// The timer of this owner; made when there is none.
+// The timer of this owner; creates it if needed.
 std::shared_ptr<CommTimer> timer_of(uint64_t owner);
 
-// The seconds of this owner's timer since this was asked last. A timer that nobody else holds goes.
+// The seconds of this owner's timer since the last call. Drops a timer without other references.
 double take_comm_seconds(uint64_t owner);
 
 }  // namespace dl_comm::torch_ops

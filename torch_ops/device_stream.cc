@@ -26,7 +26,7 @@ DeviceStream with_current_stream(DeviceStream target) {
   }
   DeviceStream found{target.device, 0};
   if (streams(target.device, &found.stream) != 0) {
-    throw make_error(-7, "torch cannot tell its current stream of CUDA device ", target.device);
+    throw make_error(-7, "torch returned no current stream for CUDA device ", target.device);
   }
   return found;
 }

@@ -1,4 +1,4 @@
-// Where tensors are: host memory, or the memory of a GPU and the stream that torch uses there.
+// The GPU of a call's tensors and torch's current stream on that GPU.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,24 +9,22 @@
 
 namespace dl_comm::torch_ops {
 
-// A GPU and a stream of it; no GPU is host memory.
 struct DeviceStream {
-  int32_t device = -1;
+  int32_t device = -1;     // CUDA ordinal; -1: host memory
   std::size_t stream = 0;  // a cudaStream_t
 };
 
-// Gives torch's current stream of a GPU; not 0 when torch cannot tell it.
+// Stores torch's current stream of a GPU in `stream`. Returns 0 on success.
 using StreamSource = int32_t (*)(int32_t device, std::size_t* stream);
 
-// Sets who tells of streams: the library for CUDA (cuda_streams.cc), which only a torch with CUDA loads.
+// Sets the function that returns streams: that of cuda_streams.cc, which only a torch with CUDA loads.
 void set_stream_source(StreamSource source);
 
-// torch's current stream where `target` is; the same place for host memory. Throws std::runtime_error as
-// `device_stream_of`.
+// Returns `target`'s device with torch's current stream there. Throws as `device_stream_of`.
 DeviceStream with_current_stream(DeviceStream target);
 
-// Where the tensor is, with torch's current stream there; nothing for other kinds of devices. Throws
-// std::runtime_error "dl_comm error -3: ..." for a CUDA tensor before `set_stream_source`.
+// The tensor's device with torch's current stream there; nullopt for a device that is neither host nor CUDA.
+// Throws std::runtime_error "dl_comm error -3: ..." for a CUDA tensor before `set_stream_source`.
 std::optional<DeviceStream> device_stream_of(const ::torch::stable::Tensor& tensor);
 
 }  // namespace dl_comm::torch_ops

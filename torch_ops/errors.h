@@ -1,4 +1,4 @@
-// Errors of the op library, in the words that the Python side recognises.
+// Errors of the op library, in the format that dl_comm._errors parses.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace dl_comm::torch_ops {
 
-// An exception that torch hands to Python as a RuntimeError. `code` is one of DL_COMM_ERROR_* of dl_comm.h.
-template <typename... Words>
-std::runtime_error make_error(int32_t code, const Words&... words) {
+// Returns an exception that torch converts to a Python RuntimeError. `code`: a DL_COMM_ERROR_* of dl_comm.h.
+template <typename... Parts>
+std::runtime_error make_error(int32_t code, const Parts&... parts) {
   std::ostringstream text;
   text << "dl_comm error " << code << ": ";
-  (text << ... << words);
+  (text << ... << parts);
   return std::runtime_error(text.str());
 }
 

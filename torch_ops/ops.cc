@@ -1,14 +1,14 @@
-// The ops torch.ops.dl_comm.*: averages and broadcasts of lists of tensors, in host memory or in that of a GPU.
+// The ops torch.ops.dl_comm.*: allreduce (mean) and broadcast of lists of tensors, on the host or on a GPU.
 //
-// An op checks its tensors, hands them to the core and waits (average_start does not). On a GPU that is until the core
-// has enqueued its work: torch's current stream then waits for the result, the host does not. torch calls ops without
-// the GIL, so waiting stops no Python thread. Errors are RuntimeErrors with the text "dl_comm error <code>: <message>",
-// which dl_comm.torch turns into dl_comm.CommError and its subclasses. The fake kernels and the gradient of `average`
-// are in python/dl_comm/torch/_ops.py.
+// An op checks its tensors, passes them to the core and waits; average_start does not wait. On a GPU it waits until the
+// core has enqueued its work: then torch's current stream waits for the result, the host does not. torch calls ops
+// without the GIL, so waiting blocks no Python thread. Errors are RuntimeErrors "dl_comm error <code>: <message>";
+// dl_comm.torch converts them to dl_comm.CommError and its subclasses. python/dl_comm/torch/_ops.py has the fake
+// kernels and the gradient of `average`.
 //
-// Every kernel is registered for all devices, so that a tensor of another kind gets our own words.
+// Every kernel is registered for all devices, so that unsupported devices get our error message.
 //
-// Thread rule: ops may be called from any thread; calls of one team run in the order in which they were made.
+// Thread rule: any thread may call ops; calls of one team run in the order in which they were made.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -27,11 +27,11 @@ using ::torch::stable::detail::from;
 using ::torch::stable::detail::to;
 using Tensors = std::vector<Tensor>;
 
-// What a call of average_start may add up.
-constexpr int64_t kContinuesStep = 1;  // a further part of the step that the call before belongs to
-constexpr int64_t kDonateTensors = 2;  // nobody else uses the tensors from now on: the core may keep them past the call
+// Flags of average_start.
+constexpr int64_t kContinuesStep = 1;  // the call belongs to the same step as the previous call
+constexpr int64_t kDonateTensors = 2;  // the caller gives up the tensors: the core may keep them past the call
 
-// Describes an average to the core; `call` outlives the result.
+// Describes an allreduce to the core. `call` must outlive the result, which points into it.
 Average describe_call(const Arguments& call, DeviceStream target, std::size_t towers, uint64_t owner, bool part,
                       bool timed) {
   Average average;
@@ -59,7 +59,6 @@ std::shared_ptr<Work> start_average(const Average& call, const TensorViews& view
   return work;
 }
 
-// The call's tensors, to be read and written in place.
 TensorViews in_place(const Arguments& call) {
   TensorViews views(call.tensors.size(), call.labels);
   for (const Tensor& tensor : call.tensors) {
@@ -81,22 +80,22 @@ void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const TensorViews views = in_place(call);
   const auto work = std::make_shared<Work>(call.tensors, views.device_stream(), -1);
-  Broadcast what;
-  what.device = views.device_stream().device;
-  what.stream = views.device_stream().stream;
-  what.root = call.number;
-  what.name = {call.name.data(), call.name.size()};
-  what.labels = {call.labels.data(), call.labels.size()};
-  what.blocks = true;
-  what.timeout = to<double>(stack[4]);
-  broadcast(what, views.tensors(), views.shapes(), completion_of(work));
+  Broadcast request;
+  request.device = views.device_stream().device;
+  request.stream = views.device_stream().stream;
+  request.root = call.number;
+  request.name = {call.name.data(), call.name.size()};
+  request.labels = {call.labels.data(), call.labels.size()};
+  request.blocks = true;
+  request.timeout = to<double>(stack[4]);
+  broadcast(request, views.tensors(), views.shapes(), completion_of(work));
   work->wait();
 }
 
 void average_new(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto towers = static_cast<std::size_t>(std::max<int64_t>(to<int64_t>(stack[4]), 0));
-  // A call that may return before its average has ended needs tensors that the caller does not change meanwhile.
+  // A call that may return before its allreduce ends needs copies: the caller may change its tensors meanwhile.
   const bool copies = carries(call.number, 0);
   TensorViews views(call.tensors.size(), call.labels);
   Tensors keep;
@@ -165,29 +164,31 @@ void core_identity(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(st
 extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
 
 STABLE_TORCH_LIBRARY(dl_comm, library) {
-  // In place, blocking: the mean over all ranks. `timeout` is in seconds, 0 for none, negative for the team's.
+  // In place, blocking: the mean over all ranks. `timeout`: seconds; 0: no limit; negative: the team's.
   library.def("average_(Tensor(a!)[] tensors, int team, str name, str labels, float timeout) -> ()");
-  // The same into new, contiguous tensors, of `towers` replicas of a list, which follow each other. Differentiable.
+  // As average_, into new contiguous tensors. `tensors` holds `towers` replicas of a list, one after the other.
+  // Differentiable.
   library.def("average(Tensor[] tensors, int team, str name, str labels, int towers, float timeout) -> Tensor[]");
-  // In place, blocking: the tensors of rank `root`.
+  // In place, blocking: copies the tensors of rank `root` to all ranks.
   library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels, float timeout) -> ()");
-  // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the
-  // call is a further part of the step before it in the team's schedule; 2, the tensors may be kept for good.
+  // As average_, but returns at once with a number for `wait`; do not touch the tensors until then.
+  // Flags: kContinuesStep, kDonateTensors.
   library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags, int owner) -> int");
-  // Forgets the means that the last calls of `owner` have left.
+  // Drops the means that earlier calls of `owner` carry over to later ones.
   library.def("discard_carried(int team, int owner) -> ()");
-  // Blocks until the call has ended; once for each number. Returns tensors and two shares: the result is the first
-  // share of the call's tensors and the second of these. Without flag 2 there are none: it is in the call's tensors.
+  // Blocks until the call completes; once per number. Returns (tensors, own_share, share): the result is
+  // own_share * (the call's tensors) + share * tensors. Without kDonateTensors, `tensors` is empty and the result is in
+  // the call's tensors.
   library.def("wait(int number) -> (Tensor[], float, float)");
-  // Whether coming averages of `owner` on the team may return before they have ended, or what another one has left.
+  // Whether later calls of `owner` on the team may return early, or return the mean of an earlier call.
   library.def("may_return_early(int team, int owner) -> bool");
-  // In place of `wait`, when nobody will read the result.
+  // Replaces `wait` for a caller that does not need the result.
   library.def("detach(int number) -> ()");
-  // The seconds in which calls of average_start of `owner` were under way, since this was asked last.
+  // The seconds with calls of average_start of `owner` in flight, since the last query.
   library.def("comm_seconds(int owner) -> float");
-  // Sets the function that tells of torch's streams on GPUs: dl_comm_current_stream of the library for CUDA.
+  // Sets the function that returns torch's CUDA streams: dl_comm_current_stream of libdl_comm_torch_cuda.so.
   library.def("set_stream_source(int function) -> ()");
-  // The same number for all who share one core in this process.
+  // Identifies the core library in this process; equal for all bindings that share it.
   library.def("core_id() -> int");
 }
 

@@ -27,12 +27,12 @@ std::optional<ElementType> element_type(const Tensor& tensor) {
 std::string type_name(const Tensor& tensor) {
   try {
     return ::torch::headeronly::toString(tensor.scalar_type());
-  } catch (const std::runtime_error&) {  // one that the stable ABI has no name for
-    return "a rare one";
+  } catch (const std::runtime_error&) {  // the stable ABI has no name for it
+    return "unknown";
   }
 }
 
-// Line `index` of `labels`, or nothing when there are fewer.
+// Line `index` of `labels`; empty if there are fewer lines.
 std::string line(const std::string& labels, std::size_t index) {
   std::istringstream lines(labels);
   std::string text;
@@ -45,16 +45,16 @@ std::string line(const std::string& labels, std::size_t index) {
 }  // namespace
 
 TensorViews::TensorViews(std::size_t count, const std::string& labels) : labels_(labels) {
-  tensors_.reserve(count + 1);  // never a null pointer, which a slice may not hold
+  tensors_.reserve(count + 1);  // rust::Slice must not hold a null pointer, even when empty
   shapes_.reserve(4 * count + 1);
 }
 
 void TensorViews::check_dense(const Tensor& tensor) {
   if (!tensor.defined()) throw make_error(-1, name(), " is undefined");
   const auto found = device_stream_of(tensor);
-  if (!found) throw make_error(-1, name(), " is neither in host memory nor in that of a CUDA device");
+  if (!found) throw make_error(-1, name(), " is neither in host memory nor on a CUDA device");
   if (has_device_ && found->device != device_stream_.device) {
-    throw make_error(-1, name(), " is on another device than those before it: average them apart");
+    throw make_error(-1, name(), " is on another device than the tensors before it: use a separate call");
   }
   device_stream_ = *found;
   has_device_ = true;
@@ -70,7 +70,7 @@ void TensorViews::add(const Tensor& tensor) {
 
 void TensorViews::add(const Tensor& source, const Tensor& target) {
   const auto dtype = element_type(source);
-  if (!dtype) throw make_error(-2, name(), " has an element type that dl_comm does not have: ", type_name(source));
+  if (!dtype) throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
   const auto shape = source.sizes();
   tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source.const_data_ptr()),
                                 reinterpret_cast<std::size_t>(target.mutable_data_ptr()),

@@ -1,4 +1,4 @@
-// From torch tensors to what the core takes.
+// Describes torch tensors to the core.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,29 +14,29 @@ namespace dl_comm::torch_ops {
 
 using ::torch::stable::Tensor;
 
-// A list of tensors as the core sees it. It borrows the tensors' memory: whoever makes one keeps the tensors.
+// A list of tensors in the core's format. It borrows the tensors' memory: the caller keeps the tensors alive.
 //
-// Thread rule: plain data, one thread at a time.
+// Thread rule: one thread at a time.
 class TensorViews {
  public:
-  // `labels`: the tensors' names, a line each, or empty; they stand in error messages.
+  // `labels`: the tensors' names for error messages, one per line, or empty. Must outlive this object.
   TensorViews(std::size_t count, const std::string& labels);
 
-  // Throws std::runtime_error "dl_comm error -1: ..." unless the tensor, which is to be added next, is a dense one in
-  // host memory, or in that of the GPU in which those before it are.
+  // Checks a tensor before it is added. Throws std::runtime_error "dl_comm error -1: ..." unless the tensor is dense
+  // and on the device of the tensors before it: the host or a CUDA GPU.
   void check_dense(const Tensor& tensor);
 
-  // Adds a dense tensor that is read and written in place.
-  // Throws std::runtime_error (error -1 or -2) when it is not contiguous, or of an element type that the core lacks.
+  // Adds a dense tensor that the call reads and writes in place.
+  // Throws std::runtime_error (error -1: not contiguous; -2: element type that the core does not support).
   void add(const Tensor& tensor);
 
-  // Adds a contiguous tensor that is read, with the contiguous tensor that is written in its place.
+  // Adds a contiguous tensor to read and the contiguous tensor for its result.
   void add(const Tensor& source, const Tensor& target);
 
   rust::Slice<const TensorView> tensors() const;
   rust::Slice<const int64_t> shapes() const;
 
-  // Where the tensors are, and the stream on which they were made: torch's current one.
+  // The tensors' device and torch's current stream there.
   DeviceStream device_stream() const { return device_stream_; }
 
  private:

@@ -33,13 +33,13 @@ struct Registry {
   std::vector<std::shared_ptr<Work>> detached;
 };
 
-// Never destroyed: calls may still be under way while the process exits.
+// Never destroyed: calls may still be in flight while the process exits.
 Registry& registry() {
   static Registry* const instance = new Registry;
   return *instance;
 }
 
-// Takes the detached works whose calls have ended, for the caller to free after it has unlocked the registry.
+// Removes the detached works whose calls have completed. The caller frees them after it unlocks the registry.
 std::vector<std::shared_ptr<Work>> take_finished(Registry& all) {
   const auto first = std::partition(all.detached.begin(), all.detached.end(),
                                     [](const std::shared_ptr<Work>& work) { return !work->finished(); });
@@ -51,7 +51,7 @@ std::vector<std::shared_ptr<Work>> take_finished(Registry& all) {
 
 std::shared_ptr<Work> take(Registry& all, int64_t number) {
   const auto found = all.open.find(number);
-  if (found == all.open.end()) throw make_error(-1, "no call with number ", number, " is under way");
+  if (found == all.open.end()) throw make_error(-1, "no call with number ", number, " is in flight");
   auto work = std::move(found->second);
   all.open.erase(found);
   return work;
@@ -77,7 +77,7 @@ std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses)
       ::torch::stable::zero_(zeros.back());
       addresses.push_back(reinterpret_cast<std::size_t>(zeros.back().mutable_data_ptr()));
     }
-    // Who uses them does so on another stream than this thread's, on which they were made.
+    // This thread's stream creates the zeros, the call's stream uses them.
     if (device_stream.device >= 0)
       order(device_stream.device, with_current_stream(device_stream).stream, device_stream.stream);
     return std::make_shared<TensorResults>(std::move(zeros), device_stream);
@@ -87,7 +87,7 @@ std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses)
 }
 
 void Work::finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept {
-  // Notified under the lock: the waiter may drop the work as soon as it can see the flag.
+  // Notify under the lock: the waiter may free this object as soon as it sees the flag.
   if (timer_) timer_->end();
   const std::lock_guard<std::mutex> lock(mutex_);
   timer_.reset();
@@ -114,7 +114,7 @@ Outcome Work::wait() {
     if (!ended_.wait_for(lock, kPollInterval, ended)) {
       const auto long_wait = begin_wait();
       do {
-        // Handlers of signals run here, which may take time.
+        // Runs Python signal handlers, which may take long.
         lock.unlock();
         long_wait->look();
         lock.lock();
@@ -126,7 +126,7 @@ Outcome Work::wait() {
     if (wait_time_team_ >= 0) add_waited(wait_time_team_, waited.count());
   }
   if (code_ != 0) throw make_error(code_, message_);
-  // The stream of the call sees the result; the one that is current here may be another.
+  // The call's stream is ordered after the result; the current stream may be another one.
   if (device_stream_.device >= 0) {
     try {
       order(device_stream_.device, device_stream_.stream, with_current_stream(device_stream_).stream);
@@ -135,8 +135,8 @@ Outcome Work::wait() {
     }
   }
   if (!results) return {};
-  auto& have = static_cast<TensorResults&>(*results);  // by `kind`, no other library's results come here
-  return {std::move(have.tensors), have.own_share, have.share};
+  auto& produced = static_cast<TensorResults&>(*results);  // `kind` excludes other libraries' results
+  return {std::move(produced.tensors), produced.own_share, produced.share};
 }
 
 std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work) {

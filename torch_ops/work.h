@@ -1,4 +1,4 @@
-// Calls that are under way: their end, and the tensors that must live until then.
+// Calls in flight: their completion, and the tensors that must live until then.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@
 
 namespace dl_comm::torch_ops {
 
-// The memory of a call that may return before its average has ended: tensors that nobody else uses.
+// The memory of a call that may return before its allreduce ends: tensors with no other user.
 class TensorResults final : public Results {
  public:
   TensorResults(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream)
@@ -28,29 +28,28 @@ class TensorResults final : public Results {
   std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override;
 
   std::vector<::torch::stable::Tensor> tensors;
-  // Where they are, and who uses them.
   const DeviceStream device_stream;
-  // What `settle` has set.
+  // Weights of the call's tensors and of `tensors` in the result; set by `settle`.
   mutable double own_share = 0;
   mutable double share = 1;
 };
 
-// What a call came to: the tensors with its results, none when they are in the tensors that the call was to write. Of a
-// separate call: its result is `own_share` of the latter and `share` of the former.
+// The result of a call: own_share * (the call's own tensors) + share * `tensors`. Without `tensors` the result is in
+// the call's own tensors.
 struct Outcome {
   std::vector<::torch::stable::Tensor> tensors;
   double own_share = 1;
   double share = 0;
 };
 
-// One call. It owns the call's tensors and gives them up in `wait`, or when whoever waits drops it, so that a tensor is
-// hardly ever freed on a thread of the core: freeing one that Python knows takes the GIL.
+// One call in flight, as c10d's Work. It releases the call's tensors in `wait` or its destructor. A core thread that
+// freed one would need the GIL.
 //
-// Thread rule: the core calls `finish` once, from any thread; everything else may be called from any thread.
+// Thread rule: the core calls `finish` once, from any thread; any thread may call the rest.
 class Work {
  public:
-  // `wait_time_team`: the team that is told how long `wait` has blocked; -1 for calls whose time the core takes.
-  // `timer`, if any, runs from here to the end of the call, which must be started.
+  // `wait_time_team`: `wait` adds its blocked time to this team's; -1 when the core measures it.
+  // `timer` may be null; it runs until `finish`, so the caller must start the call.
   Work(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream, int32_t wait_time_team,
        std::shared_ptr<CommTimer> timer = nullptr)
       : tensors_(std::move(tensors)),
@@ -63,8 +62,8 @@ class Work {
   void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
   bool finished() const noexcept;
 
-  // Blocks until the call has ended, on a GPU until torch's current stream will see the result.
-  // Throws std::runtime_error "dl_comm error <code>: <message>" when it failed.
+  // Blocks until the call completes. On a GPU: until torch's current stream is ordered after the result.
+  // Throws std::runtime_error "dl_comm error <code>: <message>" if the call failed.
   Outcome wait();
 
  private:
@@ -80,16 +79,16 @@ class Work {
   std::shared_ptr<CommTimer> timer_;
 };
 
-// What the core gets to end `work`'s call.
+// The callback by which the core completes `work`.
 std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work);
 
-// Gives `work` a number (from 1) for Python to hold. Frees detached works whose calls have ended meanwhile.
+// Returns a number (from 1) for Python to hold. Also frees detached works whose calls have completed.
 int64_t register_work(std::shared_ptr<Work> work);
 
-// Takes the work with this number out. Throws std::runtime_error when there is none.
+// Removes the work with this number from the registry. Throws std::runtime_error if there is none.
 std::shared_ptr<Work> take_work(int64_t number);
 
-// Withdraws a work for which nobody will wait; its tensors are kept until its call has ended.
+// Gives up the right to wait for this work; its tensors stay alive until its call completes.
 void detach_work(int64_t number);
 
 }  // namespace dl_comm::torch_ops

@@ -383,7 +383,7 @@ class TestThreads:
         if rank == 0:
             memory = np.full(1000, 1.0, dtype=np.float32)
             alive = weakref.ref(memory)  # lives as long as a tensor in it
-            _ops.forget(_ops.average_start([torch.from_numpy(memory)], 0, "forgotten"))
+            _ops.detach(_ops.average_start([torch.from_numpy(memory)], 0, "forgotten"))
             del memory
             gc.collect()
             assert alive() is not None

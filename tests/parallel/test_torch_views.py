@@ -409,12 +409,12 @@ class TestMemory:
         held: list[torch.Tensor] = []
 
         def again(_: torch.Tensor) -> None:
-            # As if backward came by a parameter twice, with its average under way.
+            # As if backward reached a parameter twice, with its call in flight.
             held.append(model.last.weight.grad)
             optimizer.__dict__[_optimizer._ATTRIBUTE].on_gradient_ready(0, 0)
 
         hook = model.first.weight.register_hook(again)
-        with pytest.raises(mc.StateError, match="while it was averaged"):
+        with pytest.raises(mc.StateError, match="during its allreduce"):
             losses(model, size, 0, always)[rank].backward()
         hook.remove()
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
-"""One bucket of gradients: its call, its memory, and what it does with the means; `_reducer` says which bucket when.
+"""One bucket of gradients: its call, its memory and its results. `_reducer` orders the buckets.
 
-Thread rule: that of the reducer, one thread at a time.
+Thread rule: as the reducer, one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,50 +23,51 @@ from dl_comm.torch._shared_grads import ALLOC_ERRORS, SharedGradBuffer, can_hold
 
 
 class CarriedMeans:
-    """Means that the steps have yet to apply: those of steps before, which the step that got them could not.
+    """Means of earlier steps that no step has applied yet.
 
-    Only a team whose schedule lets averages end later makes them; see `dl_comm.config_team`.
+    They exist only on teams with a non-blocking schedule; see `dl_comm.config_team`.
     """
 
     def __init__(self) -> None:
         self._means = WeakTensorKeyDictionary()
 
     def add(self, parameter: torch.Tensor, mean: torch.Tensor) -> None:
-        """Keep a mean for the next step."""
+        """Store a mean for the next step."""
         earlier = self._means.get(parameter)  # type: ignore[no-untyped-call]
         self._means[parameter] = mean if earlier is None else earlier + mean
 
     def apply(self) -> None:
-        """Add what is kept to the gradients."""
+        """Add the stored means to the gradients."""
         for parameter, mean in list(self._means.items()):  # type: ignore[no-untyped-call]
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
         self._means.clear()
 
 
-# What follows the flags in `used`: the number of steps modulo this, one-hot, whose mean shows whether all agree.
+# `_flags` ends with the step number modulo this, one-hot: its mean shows whether all ranks agree.
 STEP_FLAGS = 3
 
 
 class Bucket:
-    """Parameters that one call averages, and the state of that call in this round (from one step to the next)."""
+    """Parameters that one call averages, and the state of that call in a round (from one step to the next)."""
 
     def __init__(
         self, index: int, named: Named, first: int = 0, single_use: bool = False, as_views: bool = False
     ) -> None:
-        """Make bucket number `index` of these parameters, of which the first is number `first` of all.
+        """Make bucket number `index` of these parameters. `first` is the plan's index of its first parameter.
 
-        `single_use`: backward has worked on them already; `as_views`: their gradients lie in shared memory if they can.
+        `single_use`: the bucket serves this step only, and backward has already produced its gradients.
+        `as_views`: store the gradients in shared memory if possible.
         """
         self.index = index
         self.first = first
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.donated = False  # the team may keep what the last call was given
+        self.donated = False  # the team may keep the tensors of the last call
         self._single_use = single_use
-        self._on_gpu = self.parameters[0].device.type != "cpu"  # as are all of a bucket
+        self._on_gpu = self.parameters[0].device.type != "cpu"  # a bucket has one device
         self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
         self._steps = 0
-        # One tensor elsewhere makes the core copy all that are averaged with it, so it is all or none.
+        # One ordinary tensor forces copies of the whole bucket: use all or none.
         self._as_views = as_views and not single_use and all(map(can_hold, self.parameters))
         self._memory: SharedGradBuffer | None = None
         self.reset()
@@ -74,29 +75,29 @@ class Bucket:
             self._existing.clear()
 
     def reset(self) -> None:
-        """Begin a round; a call that is under way is left to end by itself."""
+        """Begin a round. Does not wait for a call in flight."""
         self.passes = [0] * len(self.parameters)
         self.waiting = len(self.parameters)
         self.waited = 0.0  # seconds
         self._call: int | None = None
-        self._control: int | None = None  # of `_used`, where it goes by itself
-        self._streams: set[Any] = set()  # on which backward has made the gradients
+        self._control: int | None = None  # the call for `_flags`, if separate
+        self._streams: set[Any] = set()  # the streams on which backward computed the gradients
         self._gradients: list[Gradient] = []
         self._flags = torch.empty(0)
         views = [None] * len(self.parameters) if self._memory is None else self._memory.tensors
         each = enumerate(zip(self.parameters, views, strict=True))
-        # A gradient in its place is averaged there, whoever else refers to it.
+        # A gradient in shared memory is averaged in place, even with other references to it.
         self._existing = {i: None if p.grad is view else existing_shared_grad(p) for i, (p, view) in each}
 
     def record_stream(self) -> None:
-        """Take note that backward has made a gradient, on the stream that is current."""
+        """Record the current stream: backward computed a gradient on it."""
         if self._on_gpu:
             self._streams.add(torch.cuda.current_stream(self.parameters[0].device))
 
     def move_to_view(self, i: int) -> None:
-        """Move the gradient of parameter `i`, which backward has made or added to, to its place in shared memory.
+        """Move the gradient of parameter `i`, which backward has just finished, to shared memory.
 
-        Not to be called while the team is given the gradients' memory for good: see `dl_comm.config_team`.
+        Must not be called while `donated`: the team then owns the memory of the gradients.
         """
         parameter = self.parameters[i]
         memory = self._shared_buffer()
@@ -107,12 +108,12 @@ class Bucket:
             move(parameter, view)
 
     def start(self, team: int, call_name: str, owner: int, sparse_as_dense: bool, steps: int) -> None:
-        """Start the average of the gradients that are there, with zeros for the others, after so many steps."""
+        """Start the allreduce of the gradients, with zeros for missing ones. `steps`: steps made so far."""
         if self._on_gpu:
             current = torch.cuda.current_stream(self.parameters[0].device)
             for stream in self._streams - {current}:
                 current.wait_stream(stream)
-        # A bucket that is there for this step only has no next call to leave anything to.
+        # A single-use bucket has no next call that could return a carried mean.
         self.donated = donated = not self._single_use and _ops.may_return_early(team, owner)
         memory = self._shared_buffer() if not donated else self._memory
         self._gradients = []
@@ -124,15 +125,15 @@ class Bucket:
         flags.extend(steps % STEP_FLAGS == i for i in range(STEP_FLAGS))
         self._flags = torch.tensor(flags, dtype=torch.float32)
         if donated:
-            # The team keeps what it is given past this step, and gives other memory for it: gradients that come back to
-            # one place would overwrite it. So they lie where autograd puts them as long as the schedule wants that.
+            # The team keeps these tensors past the step and returns other memory. New gradients in the shared buffer
+            # would overwrite them. So gradients stay in autograd's memory while the schedule is non-blocking.
             self._memory = None
         elif memory is not None:
             self._flags = memory.used.copy_(self._flags)
         options = (_ops.CONTINUES_STEP if self.index > 0 else 0) | (_ops.DONATE_TENSORS if self.donated else 0)
         buffers = [*self._comm_buffers(), self._flags]
         if self._on_gpu and not donated:
-            # Read on the host, which would have to wait for the GPU: it goes by itself.
+            # The host reads the flags. A separate call avoids waiting for the GPU.
             buffers.pop()
         elif self._on_gpu:
             buffers[-1] = self._flags = self._flags.to(buffers[0].device)
@@ -143,12 +144,12 @@ class Bucket:
             self._control = _ops.start_control(self._flags, team, f"{call_name}.used", label, owner)
 
     def finish(self, discard: bool, carried: CarriedMeans) -> None:
-        """Wait for the average, if it was started, and put it where the gradients are.
+        """Wait for the allreduce, if it was started, and store the means in the gradients.
 
-        When the team gives the mean of an earlier step, that goes there, or, when there is no step to take it
-        (`discard`: the gradients may be gone, or this fails), is carried to the next one.
+        The team may return the mean of an earlier step instead. If no step can take that mean (`discard`: the gradients
+        may be gone; or an error), it is carried to the next step.
 
-        Raises StateError when gradients were changed meanwhile, or, on all ranks, when they differ in their steps.
+        Raises StateError when gradients were changed meanwhile, or, on all ranks, when their step numbers differ.
         """
         call, self._call = self._call, None
         if call is None:
@@ -177,7 +178,7 @@ class Bucket:
             *shares, at_0, at_1, at_2 = self._flags.tolist()
             for gradient, used in zip(self._gradients, shares, strict=True):
                 gradient.finish(used > 0)
-            # The means are the same on all ranks, and so is what they find.
+            # The means are equal on all ranks, so all ranks raise or none does.
             if max(at_0, at_1, at_2) < 1 - 0.5 / dl_comm.get_nranks():
                 raise StateError(
                     f"the ranks have made different numbers of steps with this optimizer (this one {self._steps}), so "
@@ -196,7 +197,7 @@ class Bucket:
             self._replace(self._means(earlier))
 
     def collect_carried(self, team: int, call_name: str, owner: int, carried: CarriedMeans) -> None:
-        """Get what the last call has left to the next one, which will not come."""
+        """Collect the mean that the last call carried over; this bucket makes no further call."""
         if not self.donated:
             return
         parameters = zip(self.names, self.parameters, strict=True)
@@ -210,7 +211,7 @@ class Bucket:
         self.donated = False
 
     def detach(self) -> None:
-        """Do not wait for a call that is under way; the gradients that it will write to are no more the parameters'."""
+        """Give up waiting for a call in flight; detach the gradients that it will write to from their parameters."""
         call, self._call = self._call, None
         control, self._control = self._control, None
         if control is not None:
@@ -226,9 +227,9 @@ class Bucket:
                 gradient.detach()
 
     def _on_comm_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU: a stream beside backward's, on which the average of what backward has made so far starts.
+        """On a GPU: enter a side stream that waits for backward's work so far, and start the call there.
 
-        Whoever starts a call has its stream wait for the result: backward's must not.
+        The stream that starts a call also waits for its result: backward's stream must not.
         """
         if not self._on_gpu:
             return contextlib.nullcontext()
@@ -242,11 +243,11 @@ class Bucket:
             try:
                 self._memory = SharedGradBuffer(self.parameters, len(self.parameters) + STEP_FLAGS)
             except ALLOC_ERRORS:
-                self._as_views = False  # the gradients lie where autograd puts them: slower, that is all
+                self._as_views = False  # gradients stay in autograd's memory, which is slower
         return self._memory
 
     def _means(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The means of the parameters of which some rank had a gradient."""
+        """The means; None for parameters for which no rank had a gradient."""
         used = results[-1].tolist()[:-STEP_FLAGS]
         each = zip(self._gradients, results[:-1], used, strict=True)
         return [gradient.tensor(mean) if is_used > 0 else None for gradient, mean, is_used in each]
@@ -267,10 +268,10 @@ class Bucket:
 
 @functools.cache
 def _comm_stream(device: torch.device) -> Any:
-    """The stream of this GPU on which averages start."""
+    """The stream of this GPU on which calls start."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _empty_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter of the same kind without a gradient."""
+    """An uninitialized parameter of the same shape, dtype and device, without a gradient."""
     return torch.empty_like(parameter, memory_format=torch.contiguous_format)

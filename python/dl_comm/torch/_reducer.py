@@ -1,14 +1,14 @@
-"""Gradients on their way: buckets of parameters that are averaged together while the rest of backward runs.
+"""Overlaps gradient allreduce with backward: starts one call per bucket of parameters, as DDP's Reducer.
 
-The rules that keep all ranks in step, whatever order autograd works in:
-- buckets hold the parameters in the order in which the first backward of rank 0 has finished them, and at first in
-  reverse order of registration, which is near to that (`_bucket_plan`);
-- a bucket's average starts when its last gradient is there and all earlier buckets have been started;
-- each bucket carries a vector that says which parameters have a gradient, so that ranks may differ in that;
-- a round of averages ends with the backward pass that has started it (`_backward`), or with the last one of
-  `passes`; on a schedule whose averages end later, and on a rank whose backward had no gradient, with `step()`.
+These rules keep all ranks in step, in whatever order autograd works:
+- buckets hold the parameters in the order in which rank 0's first backward finished them; before that is known, in
+  reverse registration order, which is close to it (`_bucket_plan`);
+- a bucket starts when its last gradient is ready and all earlier buckets have started;
+- each bucket carries a vector of flags, which parameters have a gradient: ranks may differ in that;
+- a round ends with the backward pass that started it (`_backward`), or with the last of `passes`. With a non-blocking
+  schedule, and on a rank whose backward had no gradient, it ends with `step()`.
 
-Thread rule: as autograd calls the hooks of CPU parameters, one thread at a time.
+Thread rule: as autograd's hooks of CPU parameters, one thread at a time.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from dl_comm.torch._bucket import Bucket, CarriedMeans
 from dl_comm.torch._bucket_plan import BucketPlan, Named, group_by_device
 from dl_comm.torch._gradient import can_count_references
 
-# Who averages which parameter; neither is kept alive.
+# The reducer of each parameter; keeps neither alive.
 _owners = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What the averages of an optimizer's last step took, in seconds, on this rank."""
+    """Communication times of an optimizer's last step on this rank, in seconds."""
 
     exposed: float
-    """In which the end of backward, or `step()`, waited for averages: what they cost the step."""
+    """Exposed time: how long backward or `step()` waited for communication."""
     total: float
-    """In which at least one average was under way, from its start to its end; most of it is behind backward."""
+    """Communication time: how long at least one allreduce was in flight. Backward usually hides most of it."""
 
 
 class Reducer:
     """Averages the gradients of a list of parameters over all ranks, during backward.
 
-    It holds the parameters; their hooks hold it weakly and go when it goes.
+    It owns references to the parameters. Their hooks hold weak references to it, and are removed with it.
     """
 
     def __init__(
@@ -65,32 +65,33 @@ class Reducer:
     ) -> None:
         """Average on `team` after `passes` backward passes; `name` must be the same on all ranks.
 
-        `parameters` gives those to average, as they are now, and the frozen ones, which should get no gradients.
-        `bucket_bytes`: None finds a size. `as_views`: gradients lie in memory that the ranks of a host share.
+        `parameters` returns the current parameters: those to average, and the frozen ones, which get no gradients.
+        `bucket_bytes`: None finds a size by trials. `as_views`: store gradients in memory that the ranks of a host
+        share.
         """
         self.team = team
-        self.averaged = False  # since the last gradient came or the last step was made
-        self.in_round = False  # gradients have come since the last round ended
-        self.skip = False  # the next step takes the gradients as they are
-        self.steps = 0  # that took averaged gradients
+        self.averaged = False  # the gradients are means; reset by a new gradient and by a step
+        self.in_round = False  # backward has produced gradients since the last round ended
+        self.skip = False  # the next step uses the gradients as they are
+        self.steps = 0  # steps with averaged gradients
         self.parameters = parameters
-        self.broadcasts = True  # parameters that come later
+        self.broadcasts = True  # broadcast parameters that are added later
         self._name = name
         self._bucket_plan = BucketPlan(bucket_bytes)
         self._views_requested = as_views
-        self._as_views = False  # where it spares copies
-        self._deferred = False  # a schedule lets the averages of this round end after backward
+        self._as_views = False  # requested, and saves copies in this job
+        self._deferred = False  # the schedule lets this round's calls complete after backward
         self._passes = passes
-        self._passes_done = 0  # backward passes of this round that have ended
-        self._pass_end: Any = None  # a reference to the end of the backward pass that has begun; None when it has ended
+        self._passes_done = 0  # completed backward passes of this round
+        self._pass_end: Any = None  # weak reference to the end of the current backward pass; None outside of one
         self._sparse_as_dense = sparse_as_dense
         self.communication = Communication(0.0, 0.0)
-        self._first_gradient = self._last_gradient = 0.0  # when the first and the last gradient of this round came
+        self._first_gradient = self._last_gradient = 0.0  # perf_counter of this round's first and last gradient
         self._planned: Named = []
         self._frozen: Named = []
         self._buckets: list[Bucket] = []
-        self._without_gradient: list[torch.Tensor] = []  # parameters that had no gradient at the end of the last round
-        self._round: list[Bucket] = []  # all buckets of this round, once all are started
+        self._without_gradient: list[torch.Tensor] = []  # parameters without a gradient at the end of the last round
+        self._round: list[Bucket] = []  # all buckets of this round, once all have started
         self._hooks: list[Any] = []
         self._next_bucket = 0  # the bucket to start next
         self.owner = new_owner(self, team)
@@ -101,15 +102,15 @@ class Reducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def register(self) -> None:
-        """Average the parameters that there are from the next round on; leaves a round that is under way as it is."""
+        """Register the current parameters for the next round. Does nothing during a round."""
         named, frozen = self.parameters()
         if self.in_round or (_same(named, self._planned) and _same(frozen, self._frozen)):
             return
         self._build_buckets(list(named), list(frozen))
 
     def _build_buckets(self, named: Named, frozen: Named) -> None:
-        """Make buckets of the parameters, unless they are there, and watch for gradients."""
-        # Between hosts averages go through the slots, and one rank has none: a copy would be for nothing.
+        """Build the buckets, unless they exist already, and register hooks."""
+        # With several hosts, or one rank, shared memory saves no copy.
         self._as_views = (
             self._views_requested and can_count_references() and dl_comm.num_hosts() == 1 and dl_comm.get_nranks() > 1
         )
@@ -136,17 +137,17 @@ class Reducer:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for name, parameter in frozen:
             if parameter.is_floating_point() or parameter.is_complex():
-                parameter.requires_grad_(True)  # torch takes no hook otherwise
+                parameter.requires_grad_(True)  # torch requires this for hooks
                 hook = functools.partial(_on_frozen_gradient, self_ref, name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(False)
 
     def check_unowned(self) -> None:
-        """Raise ArgumentError when another reducer, still in use, has one of the parameters."""
+        """Raise ArgumentError if another live reducer owns one of the parameters."""
         named, _ = self.parameters()
         owned = _owned_elsewhere(self, named)
         if owned is not None:
-            gc.collect()  # a forgotten optimizer may be part of a cycle
+            gc.collect()  # a dropped optimizer may be part of a cycle
             owned = _owned_elsewhere(self, named)
         if owned is not None:
             raise ArgumentError(
@@ -155,27 +156,27 @@ class Reducer:
             )
 
     def take_ownership(self) -> None:
-        """Keep the parameters for this reducer. Raises as `check_unowned`."""
+        """Make this reducer the owner of its parameters. Raises as `check_unowned`."""
         self.check_unowned()
         for _, parameter in self.parameters()[0]:
             _owners[parameter] = weakref.ref(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:
-        """Begin a round with the gradients that stand now; leaves one that is under way as it is."""
+        """Begin a round with the current gradients. Does nothing during a round."""
         if not self.in_round:
             self._reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_end(self) -> None:
-        """Start what the backward pass that ends has not started, if it was the round's last one."""
+        """Start the remaining calls at the end of the round's last backward pass."""
         if self._passes_done + 1 == self._passes:
             self._start_rest()
 
     def _start_rest(self) -> None:
         named, _ = self.parameters()
         planned = {id(parameter) for _, parameter in self._planned}
-        # Parameters that were unfrozen or added, on all ranks, after this round's plan was made.
+        # Parameters that all ranks unfroze or added after this round was planned.
         late = [(name, parameter) for name, parameter in named if id(parameter) not in planned]
         self._round = list(self._buckets)
         for part in group_by_device(late):
@@ -189,7 +190,7 @@ class Reducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def at_end(self) -> None:
-        """Wait for the averages, and begin a new round, if the backward pass that ends was the round's last one."""
+        """Complete the round at the end of its last backward pass."""
         self._pass_end = None
         self._passes_done += 1
         if self._passes_done == self._passes:
@@ -197,10 +198,10 @@ class Reducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def synchronize(self, discard: bool = False) -> None:
-        """Average what has not been started yet, wait for all, and begin a new round, as `register` does.
+        """Start the remaining calls, wait for all, and begin a new round with the current parameters.
 
-        Raises StateError when gradients were changed after their average started (`discard`: they may be gone), or a
-        parameter that is frozen has got one.
+        Raises StateError when gradients were changed after their call started (`discard`: they may be None), or when a
+        frozen parameter got a gradient.
         """
         if not self._round:
             self._start_rest()
@@ -228,10 +229,10 @@ class Reducer:
         if replanned:
             self._build_buckets(self._planned, self._frozen)
         if (discard or isinstance(failure, StateError)) and any(bucket.donated for bucket in buckets):
-            # What the calls have left is of gradients that are thrown away, or were changed under way.
+            # The carried means belong to gradients that are discarded, or were changed during the call.
             _ops.discard_carried(self.team, self.owner)
         if failure is None and frozen_with_grad and not discard:
-            # Other ranks may not have one: there is no telling, so it cannot be averaged.
+            # Other ranks may have no gradient for it, so it cannot be averaged.
             failure = StateError(
                 f"{frozen_with_grad[0]} got a gradient, but was frozen before backward and is frozen now: "
                 "its gradient is that of this rank alone. Unfreeze parameters until step() is done, or clear the "
@@ -247,13 +248,13 @@ class Reducer:
         self.register()
 
     def synchronize_rest(self) -> None:
-        """Average unless that was done, and no gradient was set by hand since where there was none."""
+        """Average unless already done. A gradient that was set by hand since then, where there was none, counts."""
         if not self.averaged or any(parameter.grad is not None for parameter in self._without_gradient):
             self.synchronize()
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Leave the gradients of backward passes in this context to the next pass outside it."""
+        """In this context, backward passes only accumulate; the next pass outside averages the sum."""
         before, self._local = self._local, True
         try:
             yield
@@ -262,21 +263,21 @@ class Reducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def on_gradient_ready(self, index: int, i: int) -> None:
-        """Take note that backward has finished the gradient of parameter `i` of bucket `index`."""
+        """Record that backward finished the gradient of parameter `i` of bucket `index`; start ready buckets."""
         bucket = self._buckets[index]
         self._record_gradient()
         if index < self._next_bucket:
             deferred = self._deferred
             self._reset()
             raise StateError(
-                f"backward changed the gradient of {bucket.names[i]} while it was averaged, the gradients are invalid "
-                "now: "
+                f"backward changed the gradient of {bucket.names[i]} during its allreduce; the gradients are now "
+                "invalid: "
                 + (
-                    f"on team {self.team}, whose schedule lets averages end after backward, call step() or zero_grad() "
-                    "after each backward, give DistributedOptimizer backward_passes_per_step, or use no_sync()"
+                    f"team {self.team} has a non-blocking schedule: call step() or zero_grad() after each backward, "
+                    "give DistributedOptimizer backward_passes_per_step, or use no_sync()"
                     if deferred
-                    else "one backward came by it twice (a checkpointed layer that the model uses twice): checkpoint "
-                    "with use_reentrant=False"
+                    else "one backward reached the parameter twice (a checkpointed layer that the model uses twice): "
+                    "checkpoint with use_reentrant=False"
                 )
             )
         if self._as_views and not self._deferred:
@@ -299,7 +300,7 @@ class Reducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def on_frozen_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Take note that a parameter that was frozen has got a gradient."""
+        """Record that backward produced a gradient for a frozen parameter."""
         self._record_gradient()
         self._frozen_with_grad.append((name, parameter))
         if not self._local:
@@ -313,15 +314,15 @@ class Reducer:
             self._deferred = _ops.may_return_early(self.team, self.owner)
 
     def _join_backward(self) -> None:
-        """Begin a round, unless one is under way, that ends with this backward pass."""
+        """Begin a round that ends with this backward pass, unless a round has begun."""
         self.in_round = True
         if self._deferred or (self._pass_end is not None and self._pass_end() is not None):
             return
         if self._pass_end is not None:
             self._reset()
             raise StateError(
-                "the backward pass before this one failed, and the other ranks may wait for its averages: call the "
-                "optimizer's zero_grad() after a backward pass that failed"
+                "the previous backward pass failed, and other ranks may wait for its allreduces: call the optimizer's "
+                "zero_grad() after a failed backward pass"
             )
         self._pass_end = _backward.join(self)
 

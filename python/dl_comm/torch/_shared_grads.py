@@ -1,15 +1,14 @@
-"""Gradients in memory that the ranks of a host see in each other: one flat piece of it for each bucket.
+"""Gradients in memory that the ranks of a host share: one contiguous buffer per bucket.
 
-Tensors that lie there on all ranks are averaged in place, without a copy. Each is handed to the core as a tensor of its
-own, so that errors name the parameter that differs, and ranks whose gradients lie elsewhere (there was no memory; the
-script has laid them out) go together with ranks whose gradients lie here. One flat tensor would save about half a
-microsecond a tensor: nothing where parameters are large, a sixth of the time of a call where they have ten thousand
-elements, more than half where they have some hundreds.
+If the tensors of all ranks are in shared memory, the allreduce runs in place, without a copy. Each gradient is a
+separate tensor for the core, so that errors name the parameter that differs, and so that ranks without shared memory
+can take part. One flat tensor would save about 0.5 us per gradient: nothing for large parameters, a sixth of a call for
+parameters of ten thousand elements, more than half for some hundreds.
 
-Each of the tensors has a storage and a version counter of its own, though their memory is one piece: so a change of one
-gradient is seen in that one, and what saves or copies a gradient takes along no other.
+Each tensor has its own storage and version counter, although they share one buffer. So a change of one gradient is seen
+in that gradient only, and saving or copying a gradient does not save the others.
 
-Thread rule: that of the reducer, one thread at a time.
+Thread rule: as the reducer, one thread at a time.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ import torch
 from dl_comm import CommError, StateError, shared_zeros
 from dl_comm.torch._gradient import has_sole_reference
 
-# Tensors start at multiples of it: a cache line, which no two ranks write to then.
+# Tensors start at cache lines: no two ranks write to the same line.
 _ALIGN = 64
-# The share of the shared memory's file system that is left to others, such as the workers of data loaders.
+# The fraction of the shared memory's file system that stays free for others, such as data loader workers.
 _RESERVED_FRACTION = 0.5
 
 
 class SharedGradBuffer:
-    """The memory of a bucket: zeros at first. It lives as long as the tensors in it."""
+    """The shared memory of a bucket, initially zeros. It lives as long as its tensors."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], flags: int) -> None:
-        """Lay out parameters for which `can_hold` is true, and so many float32 (`used`).
+        """Allocate tensors for parameters that satisfy `can_hold`, and `flags` float32 elements (`used`).
 
-        Raises CommError or StateError when there is no memory.
+        Raises CommError, StateError or OSError when there is no memory.
         """
         lengths = [parameter.numel() * parameter.element_size() for parameter in parameters]
         lengths.append(flags * torch.float32.itemsize)
@@ -50,7 +49,7 @@ class SharedGradBuffer:
         self.used = _tensor(memory, starts[-2], torch.Size([flags]), torch.float32)
 
     def view_for(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the tensor for parameter `i`, which has `gradient`; None while the script holds an earlier one."""
+        """Return the tensor for parameter `i` with this gradient; None while the script still refers to it."""
         tensor = self.tensors[i]
         return (
             tensor
@@ -60,7 +59,7 @@ class SharedGradBuffer:
 
 
 def can_hold(parameter: torch.Tensor) -> bool:
-    """Tell whether the parameter's gradients can lie in shared memory: dense ones of plain CPU tensors."""
+    """Tell whether the parameter's gradients can be in shared memory: plain, dense, contiguous CPU tensors."""
     return (
         type(parameter) in (torch.nn.Parameter, torch.Tensor)
         and parameter.layout is torch.strided
@@ -73,22 +72,22 @@ def _check_space(size: int) -> None:
     folder = os.environ.get("DL_COMM_SHM_DIR") or "/dev/shm"
     system = os.statvfs(folder)
     if (system.f_bavail - system.f_blocks * _RESERVED_FRACTION) * system.f_frsize < size:
-        raise CommError(f"{folder} has no {size} bytes to spare")
+        raise CommError(f"{folder} has too little free space for {size} bytes of gradients")
 
 
 def _tensor(memory: np.ndarray, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=start)
-    return flat.view(shape).data  # not a view to autograd: it has a version of its own
+    return flat.view(shape).data  # not a view for autograd: it has its own version counter
 
 
 def _references(tensors: list[torch.Tensor], i: int) -> int:
     return sys.getrefcount(tensors[i])
 
 
-# The count for a tensor that only its list holds, and `view_for`.
+# The reference count, as `view_for` sees it, of a tensor that only its list refers to.
 _FREE_COUNT = _references([torch.empty(1)], 0) + 1
 
 ALLOC_ERRORS = (CommError, StateError, OSError)
-"""What `SharedGradBuffer` raises when there is no memory to be had."""
+"""The exceptions of `SharedGradBuffer` when it cannot allocate memory."""
