@@ -23,13 +23,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dl_comm._signal import survive_sigusr1
+from dl_comm._signal import handle_early_sigusr1
 
 if TYPE_CHECKING:
     from dl_comm._api import *  # noqa: F403
     from dl_comm._api import __all__ as __all__
 
-survive_sigusr1()
+handle_early_sigusr1()
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ from dl_comm._paths import CORE, PACKAGE, SOURCES
 _LIBRARY = {"torch": "libdl_comm_torch.so", "tensorflow": "libdl_comm_tf.so"}
 _OPTION = {"torch": "TORCH", "tensorflow": "TF"}
 _TORCH_CUDA = "libdl_comm_torch_cuda.so"
-_NOTED = "built.json"
+_MANIFEST = "built.json"
 """In a folder of the cache: the size and the hash of each library. Written last."""
 _STABLE_TORCH = (2, 10)
 """The oldest torch that has what the library uses: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
@@ -49,13 +49,15 @@ def packaged_library(framework: str) -> Path | None:
     if not library.exists() or not built_for.exists():
         return None
     if framework == "torch":
-        serves = _stable(framework_version("torch")) and ((PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda())
+        serves = _has_stable_abi(framework_version("torch")) and (
+            (PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda()
+        )
     else:
         serves = built_for.read_text().strip() == framework_version(framework)
     return library if serves else None
 
 
-def _stable(version: str) -> bool:
+def _has_stable_abi(version: str) -> bool:
     """Whether this torch (``torch-2.11.0+cu130``) has the stable ABI that the library was compiled for."""
     found = re.search(r"-(\d+)\.(\d+)", version)
     return found is not None and (int(found[1]), int(found[2])) >= _STABLE_TORCH
@@ -76,7 +78,7 @@ def cache_dir() -> Path:
 def existing_library(framework: str) -> Path | None:
     """The library for the framework version that is installed now, if it was built already; builds nothing."""
     folder = cache_dir() / _key(framework)
-    return packaged_library(framework) or (folder / _LIBRARY[framework] if _whole(folder) else None)
+    return packaged_library(framework) or (folder / _LIBRARY[framework] if _is_intact(folder) else None)
 
 
 def cached_library(framework: str, force: bool = False) -> Path:
@@ -90,12 +92,12 @@ def cached_library(framework: str, force: bool = False) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        _refuse_strangers(folder)
-        if _whole(folder) and not force:
+        _check_permissions(folder)
+        if _is_intact(folder) and not force:
             return library
         with _locked(folder / "lock"):
-            if force or not _whole(folder):
-                if (folder / _NOTED).exists() and not force:
+            if force or not _is_intact(folder):
+                if (folder / _MANIFEST).exists() and not force:
                     print(f"dl_comm: {folder} is damaged", file=sys.stderr)
                 for leftover in folder.glob("build.*"):  # of a build that was killed; we hold the lock
                     shutil.rmtree(leftover)
@@ -118,7 +120,7 @@ def _key(framework: str) -> str:
     return f"{framework_version(framework)}-{python}-dl_comm-{__version__}-{core.hexdigest()[:16]}"
 
 
-def _refuse_strangers(folder: Path) -> None:
+def _check_permissions(folder: Path) -> None:
     """Makes sure that only this user, root, or who installed dl_comm can have put something into ``folder``.
 
     Raises:
@@ -135,16 +137,16 @@ def _refuse_strangers(folder: Path) -> None:
             )
 
 
-def _whole(folder: Path) -> bool:
+def _is_intact(folder: Path) -> bool:
     """Whether the libraries in ``folder`` are as they were built: a full disk, or a copy cut short, leaves others."""
     try:
-        noted = json.loads((folder / _NOTED).read_bytes())
-        return bool(noted) and all(_about(folder / name) == about for name, about in noted.items())
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        return bool(manifest) and all(_size_and_hash(folder / name) == about for name, about in manifest.items())
     except (OSError, ValueError, AttributeError):  # not there, or damaged itself
         return False
 
 
-def _about(library: Path) -> list[int | str]:
+def _size_and_hash(library: Path) -> list[int | str]:
     content = library.read_bytes()
     return [len(content), hashlib.sha256(content).hexdigest()]
 
@@ -188,16 +190,16 @@ def _build(framework: str, folder: Path) -> None:
         _run([_tool("cmake"), "--build", build], framework)
         _run([_tool("cmake"), "--install", build], framework)
         libraries = sorted(Path(build, "out").glob("*.so"))
-        noted = Path(build, _NOTED)
-        noted.write_text(json.dumps({library.name: _about(library) for library in libraries}))
+        manifest = Path(build, _MANIFEST)
+        manifest.write_text(json.dumps({library.name: _size_and_hash(library) for library in libraries}))
         # A rename is atomic. What others look for comes last.
-        for file in (*libraries, noted):
+        for file in (*libraries, manifest):
             os.replace(file, folder / file.name)
 
 
 def _tool(name: str, required: bool = True) -> str:
-    beside = Path(sysconfig.get_path("scripts"), name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    in_scripts = Path(sysconfig.get_path("scripts"), name)
+    found = str(in_scripts) if in_scripts.exists() else shutil.which(name)
     if found is None and required:
         raise ImportError(f"{name} was not found; 'pip install {name}' brings it")
     return found or ""

@@ -70,12 +70,12 @@ def read_on_rank0(path: Location) -> bytes:
     return _bytes_of_rank0(content, "read_on_rank0")
 
 
-def _on_rank0(act: Callable[[], Any], what: str) -> Any:
-    """What ``act`` gives, on rank 0; None elsewhere. Its exception becomes one on every rank."""
-    name, result, failure = what.partition(" ")[0] + "_on_rank0", None, None
+def _on_rank0(action: Callable[[], Any], description: str) -> Any:
+    """What ``action`` gives, on rank 0; None elsewhere. Its exception becomes one on every rank."""
+    name, result, failure = description.partition(" ")[0] + "_on_rank0", None, None
     if get_rank() == 0:
         try:
-            result = act()
+            result = action()
         except Exception as error:
             failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -83,7 +83,7 @@ def _on_rank0(act: Callable[[], Any], what: str) -> Any:
     if failure is not None:
         raise failure
     if text:
-        raise CommError(f"rank 0 could not {what}: {text}")
+        raise CommError(f"rank 0 could not {description}: {text}")
     return result
 
 

@@ -58,18 +58,18 @@ def gradients(
     if name is not None:
         checked_name(name)
     # Most lists are of arrays, and short calls take less time than a closer look at them.
-    plain = _are_arrays(tensors)
+    all_numpy = _all_numpy(tensors)
     towers: int | None = None
     flat: Any = tensors
-    if not plain:
+    if not all_numpy:
         towers, flat = as_towers(tensors)
-    framework = None if plain else _framework(flat)
+    framework = None if all_numpy else _framework(flat)
     if framework is not None:
         if out is not None:
             raise ArgumentError("out is for NumPy arrays; the tensors of a framework get new ones")
         given = flat if towers is None else in_towers(flat, towers)
         return list(framework.gradients(given, team, name=name, timeout=timeout))
-    if not plain and _cuda_arrays.are_all(flat):
+    if not all_numpy and _cuda_arrays.all_on_gpu(flat):
         if towers is not None:
             raise ArgumentError("arrays of a GPU come as one list; run a process for each GPU")
         return _cuda_arrays.gradients(flat, team, name, limit, None if out is None else list(out))
@@ -77,7 +77,7 @@ def gradients(
     if out is None:
         _refuse_masked(flat)
         means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
-    elif out is tensors and plain:
+    elif out is tensors and all_numpy:
         means = flat
     else:
         out_towers, means = as_towers(out, "out")
@@ -88,7 +88,7 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
-def _are_arrays(tensors: Any) -> bool:
+def _all_numpy(tensors: Any) -> bool:
     return type(tensors) is list and set(map(type, tensors)) == _ARRAYS
 
 
@@ -148,7 +148,7 @@ def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = 
     framework = _framework(tensors)
     if framework is not None:
         return list(framework.broadcast(tensors, root, timeout=timeout))
-    if _cuda_arrays.are_all(tensors):
+    if _cuda_arrays.all_on_gpu(tensors):
         return _cuda_arrays.broadcast(tensors, root, limit)
     _refuse_masked(tensors)
     _dl_comm.broadcast(tensors, root, None, limit)
@@ -203,12 +203,12 @@ def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
         MismatchError: The lists have different shapes or element types.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    arrays = [_on_host(array) for array in _listed(arrays, "check_buffers_match")]
+    arrays = [_host_array(array) for array in _listed(arrays, "check_buffers_match")]
     _refuse_masked(arrays)
     return 0 if _dl_comm.buffers_match(arrays, bool(verbose)) else 1
 
 
-def _on_host(tensor: Any) -> Any:
+def _host_array(tensor: Any) -> Any:
     """The tensor's bits as a NumPy array; without a copy where the framework can."""
     if hasattr(tensor, "detach"):  # torch, which has types that NumPy lacks
         if tensor.is_meta or str(tensor.layout) != "torch.strided":

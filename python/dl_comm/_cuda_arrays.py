@@ -15,7 +15,7 @@ from dl_comm._errors import ArgumentError, DTypeError
 _TYPES = {"<f2": 0, "<f4": 2, "<f8": 3, "|i1": 4, "|u1": 5, "<i4": 6, "<i8": 7, "|b1": 8}
 
 
-def are_all(arrays: list[Any]) -> bool:
+def all_on_gpu(arrays: list[Any]) -> bool:
     """Whether all of these are in a GPU's memory.
 
     Raises ArgumentError when only some are.
@@ -29,15 +29,15 @@ def are_all(arrays: list[Any]) -> bool:
 def gradients(arrays: list[Any], team: int, name: str | None, limit: float, out: list[Any] | None) -> list[Any]:
     """The means over all ranks, in ``out``, or in new arrays of the arrays' own library."""
     means = [_like(array) for array in arrays] if out is None else out
-    device, stream, places = _places(arrays, means)
-    _dl_comm.average_on(device, stream, places, team, name, limit)
+    device, stream, descriptors = _device_arrays(arrays, means)
+    _dl_comm.average_on(device, stream, descriptors, team, name, limit)
     return means
 
 
 def broadcast(arrays: list[Any], root: int, limit: float) -> list[Any]:
     """The arrays, with the values of rank ``root``."""
-    device, stream, places = _places(arrays, arrays)
-    _dl_comm.broadcast_on(device, stream, places, root, None, limit)
+    device, stream, descriptors = _device_arrays(arrays, arrays)
+    _dl_comm.broadcast_on(device, stream, descriptors, root, None, limit)
     return arrays
 
 
@@ -47,38 +47,42 @@ def _like(array: Any) -> Any:
     raise ArgumentError(f"dl_comm cannot make arrays like a {type(array).__name__}; pass out=, arrays for the means")
 
 
-def _places(sources: list[Any], targets: list[Any]) -> tuple[int, int, list[tuple[int, int, int, int, list[int]]]]:
+def _device_arrays(
+    sources: list[Any], targets: list[Any]
+) -> tuple[int, int, list[tuple[int, int, int, int, list[int]]]]:
     """The GPU, the stream, and for each array where it is read, where written, its length, type and shape."""
     preload()
     if len(sources) != len(targets):
         raise ArgumentError(f"out holds {len(targets)} arrays; it must be like the {len(sources)} tensors")
-    device, places = -1, []
+    device, descriptors = -1, []
     streams: set[int] = set()
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        here, there = _interface(source, index), _interface(target, index)
-        if (here["shape"], here["typestr"]) != (there["shape"], there["typestr"]):
+        source_info, target_info = _interface(source, index), _interface(target, index)
+        if (source_info["shape"], source_info["typestr"]) != (target_info["shape"], target_info["typestr"]):
             raise ArgumentError(f"array {index}: source and destination differ")
-        if there["data"][1]:
+        if target_info["data"][1]:
             raise ArgumentError(f"array {index} is read-only; pass a copy of it")
-        shape = [int(extent) for extent in here["shape"]]
+        shape = [int(extent) for extent in source_info["shape"]]
         length = 1
         for extent in shape:
             length *= extent
-        for interface in (here, there) if length else ():
+        for interface in (source_info, target_info) if length else ():
             owner = _dl_comm.gpu_of(interface["data"][0])
             if owner != device and device >= 0:
                 raise ArgumentError(f"array {index} is on GPU {owner}, what is before it on GPU {device}")
             device = owner
-        streams |= {stream for stream in (here.get("stream"), there.get("stream")) if stream is not None}
-        code = _TYPES.get(here["typestr"])
+        streams |= {stream for stream in (source_info.get("stream"), target_info.get("stream")) if stream is not None}
+        code = _TYPES.get(source_info["typestr"])
         if code is None:
-            raise DTypeError(f"array {index} has the element type {here['typestr']}, which dl_comm does not have")
-        places.append((int(here["data"][0]), int(there["data"][0]), length, code, shape))
+            raise DTypeError(
+                f"array {index} has the element type {source_info['typestr']}, which dl_comm does not have"
+            )
+        descriptors.append((int(source_info["data"][0]), int(target_info["data"][0]), length, code, shape))
     if device < 0:
         raise ArgumentError("the arrays are empty, or their memory is no GPU's that this process uses")
     if len(streams) > 1:
         raise ArgumentError("the arrays are on different streams; average them apart, or use them on one stream")
-    return device, streams.pop() if streams else 0, places
+    return device, streams.pop() if streams else 0, descriptors
 
 
 def _interface(array: Any, index: int) -> dict[str, Any]:

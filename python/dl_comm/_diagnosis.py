@@ -56,14 +56,14 @@ def topology() -> dict[str, Any]:
 
     Local; may be called from any thread at any time.
     """
-    told: dict[str, Any] = json.loads(_dl_comm.describe())
+    described: dict[str, Any] = json.loads(_dl_comm.describe())
     _dl_comm.rank()  # raises before init
-    if told["state"] != "started":
+    if described["state"] != "started":
         raise StateError("dl_comm was finalised; its teams are gone")
     kept = ("rank", "size", "hosts", "local_rank", "local_size")
-    ranks = [{key: rank[key] for key in ("rank", "host", "local_rank", "pid")} for rank in told["ranks"]]
-    teams = {team["id"]: {key: team[key] for key in ("threads", "prec_level", "gpu")} for team in told["teams"]}
-    return {**{key: told[key] for key in kept}, "ranks": ranks, "teams": teams}
+    ranks = [{key: rank[key] for key in ("rank", "host", "local_rank", "pid")} for rank in described["ranks"]]
+    teams = {team["id"]: {key: team[key] for key in ("threads", "prec_level", "gpu")} for team in described["teams"]}
+    return {**{key: described[key] for key in kept}, "ranks": ranks, "teams": teams}
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path:

@@ -34,7 +34,7 @@ def pin() -> int | None:
     if size > len(gpus) > 1 or (len(gpus) == 1 and size > 1 and not _was_pinned()):
         _log(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     torch = sys.modules.get("torch")
-    if torch is not None and (torch.cuda.is_initialized() or _has_counted()):
+    if torch is not None and (torch.cuda.is_initialized() or _driver_started()):
         torch.cuda.set_device(index)
         return index
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
@@ -52,7 +52,7 @@ def _pin_tensorflow(tensorflow: Any, index: int, count: int) -> None:
             raise StateError("pin_gpu comes too late: TensorFlow has used its GPUs; call init before") from error
 
 
-def _has_counted() -> bool:
+def _driver_started() -> bool:
     """Whether the driver has started in this process: then it does not look at ``CUDA_VISIBLE_DEVICES`` any more."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

@@ -65,7 +65,7 @@ def _number(name: Any, value: Any) -> float:
         array = np.asarray(value)
         if array.size == 1 and not isinstance(array.flat[0], (str, bytes)) and not np.iscomplexobj(array):
             return float(array.flat[0])
-        why = ""
+        reason = ""
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        why = f": {error}"
-    raise DTypeError(f"metric {name!r} is no number but a {type(value).__name__}{why}")
+        reason = f": {error}"
+    raise DTypeError(f"metric {name!r} is no number but a {type(value).__name__}{reason}")

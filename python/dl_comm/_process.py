@@ -38,17 +38,17 @@ def init_mpi() -> None:
         CommError: MPI cannot be brought up, or the launcher cannot be used: each process would train alone.
     """
     _dl_comm.init_mpi()
-    follow_environment()
+    sync_environment()
 
 
-def follow_environment() -> None:
+def sync_environment() -> None:
     """Makes ``os.environ``, which children often get, show what the core has changed in the environment."""
     now = _dl_comm.environment()
     for name in [name for name in os.environb if name not in now]:
         del os.environb[name]
-    mark = b"DL_COMM_HELPER_OF"
-    if mark in now:
-        os.environb[mark] = now[mark]
+    helper_mark = b"DL_COMM_HELPER_OF"
+    if helper_mark in now:
+        os.environb[helper_mark] = now[helper_mark]
 
 
 def init(
@@ -83,9 +83,9 @@ def init(
     """
     if framework not in _FRAMEWORKS:
         raise ArgumentError(f"framework is {framework!r}; it is one of {', '.join(map(repr, _FRAMEWORKS))}")
-    threads = 0 if nthread_per_team is None else _whole("nthread_per_team", nthread_per_team, 1)
-    teams = _whole("nteams", nteams, 1)
-    _whole("msglen", msglen, 0, 2**63)
+    threads = 0 if nthread_per_team is None else _checked_int("nthread_per_team", nthread_per_team, 1)
+    teams = _checked_int("nteams", nteams, 1)
+    _checked_int("msglen", msglen, 0, 2**63)
     if _dl_comm.is_helper():
         return
     init_mpi()
@@ -106,14 +106,14 @@ def ensure_initialized() -> None:
         init()
 
 
-def _whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+def _checked_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
     """``value`` as an int; NumPy's integers and the like, which scripts compute, count too."""
     try:
         number = operator.index(value)
     except TypeError:
-        number = least - 1
-    if not least <= number <= most:
-        raise ArgumentError(f"{name} is {value!r}; it is a whole number from {least} to {most}")
+        number = low - 1
+    if not low <= number <= high:
+        raise ArgumentError(f"{name} is {value!r}; it is a whole number from {low} to {high}")
     return number
 
 
@@ -190,14 +190,14 @@ def config_team(
     """
     if cooldown not in _COOLDOWN:
         raise ArgumentError(f"cooldown is {cooldown!r}; it is 'after', 'last' or None")
-    transition = _whole("trans_alg", trans_alg, 0)
+    transition = _checked_int("trans_alg", trans_alg, 0)
     _dl_comm.config_team(
-        _whole("team", team, 0),
+        _checked_int("team", team, 0),
         min(transition, 1),
-        _whole("ksteps", ksteps, -(2**31)),
-        _whole("max_steps", max_steps, 0),
-        _whole("verbosity", verbosity, 0, 2),
-        _whole("perf_freq", perf_freq, 0),
+        _checked_int("ksteps", ksteps, -(2**31)),
+        _checked_int("max_steps", max_steps, 0),
+        _checked_int("verbosity", verbosity, 0, 2),
+        _checked_int("perf_freq", perf_freq, 0),
         _COOLDOWN[cooldown],
     )
     if transition > 1 and get_rank() == 0:
@@ -210,7 +210,7 @@ def get_waited(team: int = 0) -> float:
     The time from a call to its result; for optimizers of torch the time in which backward or ``step()`` waits. Raises
     ArgumentError when there is no such team.
     """
-    return _dl_comm.waited(_whole("team", team, 0))
+    return _dl_comm.waited(_checked_int("team", team, 0))
 
 
 def new_owner(holder: Any, team: int) -> int:
@@ -232,7 +232,7 @@ def start_team(
         return
     if not 0 <= warmup <= 1:
         raise ArgumentError(f"warmup is {warmup!r}; it is the share of the steps that block, from 0 to 1")
-    steps = _whole("nstep", nstep, 0)
+    steps = _checked_int("nstep", nstep, 0)
     config_team(team, 0, int(warmup * steps), steps, verb, freq)
 
 
@@ -248,7 +248,9 @@ def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:
         ArgumentError: A number is out of range, or the team exists.
         MismatchError: The ranks disagree.
     """
-    _dl_comm.create_team(checked_team(team), _whole("nthreads", nthreads, 1), _whole("prec_level", prec_level, 0, 1))
+    _dl_comm.create_team(
+        checked_team(team), _checked_int("nthreads", nthreads, 1), _checked_int("prec_level", prec_level, 0, 1)
+    )
 
 
 def finalize() -> None:
@@ -323,7 +325,7 @@ def set_timeout(timeout: float, team: int | None = None) -> None:
         ArgumentError: The timeout is negative or no number, or there is no such team.
     """
     if team is not None:
-        _dl_comm.set_timeout(_whole("team", team, 0), seconds(timeout))
+        _dl_comm.set_timeout(_checked_int("team", team, 0), seconds(timeout))
         return
     for existing in stats()["teams"]:
         _dl_comm.set_timeout(existing, seconds(timeout))

@@ -13,7 +13,7 @@ import threading
 from types import FrameType
 
 
-def survive_sigusr1() -> None:
+def handle_early_sigusr1() -> None:
     """Keeps SIGUSR1 from ending this process, unless somebody has a handler. The core's handler comes before this."""
     # Python lets only the main thread change handlers.
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
@@ -28,7 +28,7 @@ def _early(_number: int, _frame: FrameType | None) -> None:
     faulthandler.dump_traceback(file=2)
 
 
-def put_stacks_into_dumps() -> None:
+def register_stack_dumper() -> None:
     """Has faulthandler write Python's stacks when the core asks, which needs no GIL: the rank may hang with it."""
     from dl_comm import _dl_comm
 

@@ -35,20 +35,20 @@ class StatsWriter:
         self._write = _function(writer)
         self._prefix = prefix
         self._since = time.monotonic()
-        self._before = _sums()
+        self._last_sums = _sums()
 
     def read(self) -> dict[str, float]:
         """The curves' values, by name, since the last time (or the start), whose interval ends with this call."""
         now, sums = time.monotonic(), _sums()
         seconds = max(now - self._since, 1e-9)
-        change = {key: value - self._before[key] for key, value in sums.items()}
-        self._since, self._before = now, sums
-        busy = change["busy_s"]
+        change = {key: value - self._last_sums[key] for key, value in sums.items()}
+        self._since, self._last_sums = now, sums
+        comm_seconds = change["busy_s"]
         values = {
             "calls": change["calls"] / seconds,
             "mib": change["bytes"] / 2**20 / seconds,
             "exposed": change["exposed_s"] / seconds,
-            "overlap": min(max(1 - change["exposed_s"] / busy, 0.0), 1.0) if busy > 0 else 0.0,
+            "overlap": min(max(1 - change["exposed_s"] / comm_seconds, 0.0), 1.0) if comm_seconds > 0 else 0.0,
             "waited": (change["waited_s"] + change["network_s"]) / seconds,
         }
         return {f"{self._prefix}/{name}": value for name, value in values.items()}

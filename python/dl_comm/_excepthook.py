@@ -17,31 +17,31 @@ from dl_comm._errors import PeerLostError, translate
 from dl_comm._paths import PACKAGE
 
 
-def print_short() -> None:
+def install() -> None:
     """Has uncaught errors of these kinds printed so; all others go where they went."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lost = translate(error)
         if not isinstance(lost, PeerLostError):
-            if lost is not error and _is_of_tensorflow(error):
-                error = _shortened(error, str(lost))
-                trace = _of_script(trace)
+            if lost is not error and _is_tensorflow_error(error):
+                error = _short_error(error, str(lost))
+                trace = _script_frames(trace)
             before(kind, error, trace)
             return
         rank = _dl_comm.rank() if _dl_comm.is_up() else None
         who = "dl_comm" if rank is None else f"dl_comm: rank {rank}"
         text = str(lost).strip().splitlines()[0]
-        print(f"{who} ends{_place(trace)}: PeerLostError: {text}", file=sys.stderr, flush=True)
+        print(f"{who} ends{_location(trace)}: PeerLostError: {text}", file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 
 
-def _is_of_tensorflow(error: BaseException) -> bool:
+def _is_tensorflow_error(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] == "tensorflow" and hasattr(error, "node_def")
 
 
-def _shortened(error: Any, text: str) -> BaseException:
+def _short_error(error: Any, text: str) -> BaseException:
     """The same kind of error with our text, which TensorFlow repeats after the operation's name, and where that is."""
     text = text.partition("\n\t [[")[0].partition(" [Op:")[0]
     made = [] if error.op is None else [each for each in error.op.traceback if _is_script(each.filename)]
@@ -51,18 +51,18 @@ def _shortened(error: Any, text: str) -> BaseException:
     return short
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of libraries."""
     if trace is None:
         return None
-    following = _of_script(trace.tb_next)
+    following = _script_frames(trace.tb_next)
     frame: FrameType = trace.tb_frame
     if not _is_script(frame.f_code.co_filename):
         return following
     return TracebackType(following, frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def _place(trace: TracebackType | None) -> str:
+def _location(trace: TracebackType | None) -> str:
     """Where the script was: the innermost line that is neither ours nor a library's."""
     lines = [frame for frame in traceback.extract_tb(trace) if _is_script(frame.filename)]
     return f" in {lines[-1].filename}, line {lines[-1].lineno}" if lines else ""
