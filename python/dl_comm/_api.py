@@ -1,6 +1,6 @@
-"""All names of the package, which ``dl_comm`` hands on when one is first used. Loads the core.
+"""All public names, which ``dl_comm`` imports on first use. Loads the core.
 
-So ``python -m dl_comm.run`` starts at once, and where the core cannot be loaded.
+So ``python -m dl_comm.run`` starts fast, and also where the core cannot be loaded.
 """
 
 from __future__ import annotations

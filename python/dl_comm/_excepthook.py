@@ -1,7 +1,7 @@
-"""What a rank prints of uncaught errors that are not its own, or that TensorFlow makes long.
+"""Shorter output for uncaught errors that other ranks caused, or that TensorFlow repeats.
 
-One line when it has only heard that another rank has failed. Of an error in a session or a `tf.function` our text once
-and the lines of the script, where TensorFlow has both two or three times, with all that it called.
+A lost peer is one line: the rank that failed prints the traceback. For an error in a session or a `tf.function`, prints
+our message once with the script's lines; TensorFlow prints both several times, with its own frames.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dl_comm._paths import PACKAGE
 
 
 def install() -> None:
-    """Has uncaught errors of these kinds printed so; all others go where they went."""
+    """Installs the hook. Other uncaught errors go to the previous hook."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -42,17 +42,17 @@ def _is_tensorflow_error(error: BaseException) -> bool:
 
 
 def _short_error(error: Any, text: str) -> BaseException:
-    """The same kind of error with our text, which TensorFlow repeats after the operation's name, and where that is."""
+    """The same exception type with our message once, and the script line that created the operation."""
     text = text.partition("\n\t [[")[0].partition(" [Op:")[0]
     made = [] if error.op is None else [each for each in error.op.traceback if _is_script(each.filename)]
     if made:
-        text += f"\nThe operation {error.op.name!r} was made in {made[-1].filename}, line {made[-1].lineno}."
+        text += f"\nThe operation {error.op.name!r} was created in {made[-1].filename}, line {made[-1].lineno}."
     short: BaseException = type(error)(None, None, text)
     return short
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of libraries."""
+    """The traceback without library frames."""
     if trace is None:
         return None
     following = _script_frames(trace.tb_next)
@@ -63,7 +63,7 @@ def _script_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _location(trace: TracebackType | None) -> str:
-    """Where the script was: the innermost line that is neither ours nor a library's."""
+    """The innermost line of the script, without frames of dl_comm and libraries."""
     lines = [frame for frame in traceback.extract_tb(trace) if _is_script(frame.filename)]
     return f" in {lines[-1].filename}, line {lines[-1].lineno}" if lines else ""
 
