@@ -1,4 +1,4 @@
-// TensorFlow's stream of a GPU as a number. No header of CUDA is needed: the number is the cudaStream_t.
+// Gets TensorFlow's compute stream as a cudaStream_t. No CUDA header is needed: the handle is an integer.
 
 #include "tf_ops/device_stream.h"
 
@@ -14,10 +14,10 @@ absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, Devic
   const stream_executor::Stream* stream = own != nullptr ? own->stream() : nullptr;
   if (stream == nullptr && info != nullptr) stream = info->stream;
   void* handle = stream != nullptr ? stream->platform_specific_handle().stream : nullptr;
-  // No stream of TensorFlow's is CUDA's default one, which a null would stand for.
+  // A null handle would be CUDA's default stream, which TensorFlow does not use.
   if (info == nullptr || info->gpu_id < 0 || handle == nullptr) {
-    return absl::InternalError(absl::StrCat("dl_comm error -9: ", context->device()->name(),
-                                            " does not tell the CUDA stream that it computes on"));
+    return absl::InternalError(
+        absl::StrCat("dl_comm error -9: ", context->device()->name(), " has no CUDA compute stream"));
   }
   target.device = info->gpu_id;
   target.stream = reinterpret_cast<std::size_t>(handle);

@@ -1,6 +1,6 @@
-// Where on a GPU a kernel's tensors are: the one thing that the kernels for GPUs need beyond those for the host.
-// Pure functions, callable from any thread. In a file of its own, since the headers of TensorFlow's streams are large
-// and not every TensorFlow has them (CMakeLists.txt asks).
+// The GPU and compute stream of a kernel. A separate file, because TensorFlow's stream headers are large, and some
+// versions do not ship them (see CMakeLists.txt).
+// Pure functions, callable from any thread.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,15 @@
 
 namespace dl_comm {
 
-// The memory of one call's tensors, as the core's calls name it.
+// The device of one call's tensors.
 struct DeviceStream {
-  int32_t device = -1;     // the GPU, as the CUDA driver counts in this process; negative: host memory
-  std::size_t stream = 0;  // the cudaStream_t on which the tensors were made and will be used
+  int32_t device = -1;     // CUDA driver ordinal in this process; negative: host memory
+  std::size_t stream = 0;  // the cudaStream_t that produces the inputs and consumes the results
 };
 
-// Sets `target` to the GPU on which a kernel runs, and to the stream on which TensorFlow puts that GPU's computations:
-// those of the kernel's inputs before the kernel is called, those that use its results after it is done. The stream is
-// TensorFlow's and lives as long as the device. Fails when the device cannot tell.
+// Sets `target` to the kernel's GPU and TensorFlow's compute stream there. TensorFlow enqueues the computation of the
+// inputs before it calls the kernel, and the use of the results after the kernel is done. TensorFlow owns the stream,
+// which lives as long as the device. Fails if the device has no such stream.
 absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, DeviceStream& target);
 
 }  // namespace dl_comm

@@ -136,7 +136,7 @@ def test_steps_and_epochs(size: int) -> None:
     for arguments in ((0, 64, 2), (60000, 0, 2), (60000, 64, -1), (60000, 64, math.nan)):
         with pytest.raises(mc.ArgumentError, match="expected > 0"):
             training.max_steps(*arguments)
-    with pytest.raises(mc.ArgumentError, match="nranks is 0"):
+    with pytest.raises(mc.ArgumentError, match="invalid nranks: 0"):
         training.steps_per_epoch(100, 10, 0)
 
 

@@ -529,7 +529,7 @@ class TestArrangement:
         assert wrapped(bucket_mb=3) == 3 << 20
         for value in ("many", "0", "-1", "nan", "inf"):
             monkeypatch.setenv("DL_COMM_BUCKET_MB", value)
-            with pytest.raises(mc.ArgumentError, match=f"DL_COMM_BUCKET_MB is '{value}'"):
+            with pytest.raises(mc.ArgumentError, match=f"invalid DL_COMM_BUCKET_MB: '{value}'"):
                 wrapped()
 
 
