@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow
 
 from dl_comm.tf1 import _layers
-from dl_comm.tf1._normalization import normalized
-from dl_comm.tf1._weights import Weight, convolved, multiplied
+from dl_comm.tf1._normalization import normalize_channels
+from dl_comm.tf1._weights import Weight, convolve, dense_product
 
 tf = tensorflow.compat.v1
 
@@ -51,7 +51,7 @@ def l2_regularizer(scale: float, scope: str | None = None) -> Callable[[Any], An
 
 def flatten(inputs: Any, outputs_collections: Any = None, scope: str | None = None) -> Any:
     """Make a tensor [N, ...] a tensor [N, n]."""
-    return _collected(_layers.flatten(inputs, scope or "Flatten"), outputs_collections)
+    return _add_outputs(_layers.flatten(inputs, scope or "Flatten"), outputs_collections)
 
 
 def dropout(
@@ -65,7 +65,7 @@ def dropout(
 ) -> Any:
     """Keep elements with the probability `keep_prob` in training; see `tf.layers.dropout`."""
     outputs = _layers.dropout(inputs, 1.0 - keep_prob, noise_shape, seed, is_training, scope or "Dropout")
-    return _collected(outputs, outputs_collections)
+    return _add_outputs(outputs, outputs_collections)
 
 
 def max_pool2d(
@@ -79,7 +79,7 @@ def max_pool2d(
 ) -> Any:
     """Take the maximum of each window; see `tf.layers.max_pooling2d`."""
     outputs = _layers.max_pooling2d(inputs, kernel_size, stride, padding, _format(data_format), scope or "MaxPool2D")
-    return _collected(outputs, outputs_collections)
+    return _add_outputs(outputs, outputs_collections)
 
 
 def avg_pool2d(
@@ -95,7 +95,7 @@ def avg_pool2d(
     outputs = _layers.average_pooling2d(
         inputs, kernel_size, stride, padding, _format(data_format), scope or "AvgPool2D"
     )
-    return _collected(outputs, outputs_collections)
+    return _add_outputs(outputs, outputs_collections)
 
 
 def fully_connected(
@@ -128,8 +128,10 @@ def fully_connected(
         trainable,
     )
     with tf.variable_scope(scope, "fully_connected", [inputs], reuse=reuse):
-        outputs = multiplied(inputs, num_outputs, kernel, bias)
-        return _collected(_finished(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections)
+        outputs = dense_product(inputs, num_outputs, kernel, bias)
+        return _add_outputs(
+            _apply_activation(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections
+        )
 
 
 def conv2d(
@@ -163,10 +165,12 @@ def conv2d(
         trainable,
     )
     with tf.variable_scope(scope, "Conv", [inputs], reuse=reuse):
-        outputs = convolved(
+        outputs = convolve(
             2, inputs, num_outputs, kernel_size, stride, padding, _format(data_format), rate, kernel, bias
         )
-        return _collected(_finished(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections)
+        return _add_outputs(
+            _apply_activation(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections
+        )
 
 
 def batch_norm(
@@ -214,14 +218,14 @@ def batch_norm(
     axis = -1 if _format(data_format) == "channels_last" else 1
     with tf.variable_scope(scope, "BatchNorm", [inputs], reuse=reuse):
         weights = (gamma if scale else None, beta if center else None, mean, variance)
-        outputs, updates = normalized(inputs, axis, weights, decay, epsilon, is_training, fused)
+        outputs, updates = normalize_channels(inputs, axis, weights, decay, epsilon, is_training, fused)
         if updates_collections is None:
             with tf.control_dependencies(updates):
                 outputs = tf.identity(outputs)
         else:
             for update in updates:
                 tf.add_to_collections(updates_collections, update)
-        return _collected(_finished(outputs, None, None, activation_fn), outputs_collections)
+        return _add_outputs(_apply_activation(outputs, None, None, activation_fn), outputs_collections)
 
 
 def batch_and_drop_remainder(batch_size: Any) -> Callable[[Any], Any]:
@@ -254,13 +258,13 @@ def _weights(
     return weights, Weight("biases", made, biases_regularizer, trainable=trainable)
 
 
-def _finished(outputs: Any, normalizer_fn: Any, normalizer_params: Any, activation_fn: Any) -> Any:
+def _apply_activation(outputs: Any, normalizer_fn: Any, normalizer_params: Any, activation_fn: Any) -> Any:
     if normalizer_fn is not None:
         outputs = normalizer_fn(outputs, **(normalizer_params or {}))
     return outputs if activation_fn is None else activation_fn(outputs)
 
 
-def _collected(outputs: Any, collections: Any) -> Any:
+def _add_outputs(outputs: Any, collections: Any) -> Any:
     if collections is not None:
         tf.add_to_collections(collections, outputs)
     return outputs

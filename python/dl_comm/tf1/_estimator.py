@@ -94,11 +94,11 @@ class Estimator:
 
     def get_variable_names(self) -> list[str]:
         """Give the names of the variables in the newest checkpoint. Raises ValueError when there is none."""
-        return [name for name, _ in tf.train.list_variables(self._trained())]
+        return [name for name, _ in tf.train.list_variables(self._require_checkpoint())]
 
     def get_variable_value(self, name: str) -> Any:
         """Give a variable of the newest checkpoint as an array. Raises ValueError when there is no checkpoint."""
-        return tf.train.load_variable(self._trained(), name)
+        return tf.train.load_variable(self._require_checkpoint(), name)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Give the folder of the summaries of evaluations with this name."""
@@ -141,7 +141,7 @@ class Estimator:
 
         config = self._config
         with tf.Graph().as_default():
-            features, labels, spec, step = self._built(input_fn, ModeKeys.TRAIN)
+            features, labels, spec, step = self._build_graph(input_fn, ModeKeys.TRAIN)
             del features, labels
             tf.summary.scalar("loss", spec.loss)
             scaffold = self._scaffold(spec)
@@ -211,7 +211,7 @@ class Estimator:
             raise ValueError(f"steps is {steps}; it must be positive")
         given = checked_hooks(hooks)
         with tf.Graph().as_default():
-            _, _, spec, step = self._built(input_fn, ModeKeys.EVAL)
+            _, _, spec, step = self._build_graph(input_fn, ModeKeys.EVAL)
             metrics = dict(spec.eval_metric_ops)
             for taken in ("loss", "global_step"):
                 if taken in metrics:
@@ -220,13 +220,13 @@ class Estimator:
             update = tf.group(*(update for _, update in metrics.values()))
             values = {key: value for key, (value, _) in metrics.items()} | {"global_step": step}
             final = tf.train.FinalOpsHook(values)
-            with self._restored(spec, checkpoint_path, [*given, *spec.evaluation_hooks, final]) as session:
+            with self._restored_session(spec, checkpoint_path, [*given, *spec.evaluation_hooks, final]) as session:
                 for _ in itertools.count() if steps is None else range(steps):
                     if session.should_stop():
                         break
                     session.run(update)
         results: dict[str, Any] = final.final_ops_values
-        self._summarize(results, name)
+        self._write_summary(results, name)
         return results
 
     def predict(
@@ -255,14 +255,14 @@ class Estimator:
         """
         given = checked_hooks(hooks)
         with tf.Graph().as_default():
-            _, _, spec, _ = self._built(input_fn, ModeKeys.PREDICT)
+            _, _, spec, _ = self._build_graph(input_fn, ModeKeys.PREDICT)
             predictions = spec.predictions
             if predict_keys is not None:
                 keys = [predict_keys] if isinstance(predict_keys, str) else list(predict_keys)
                 if not isinstance(predictions, Mapping) or not any(key in predictions for key in keys):
                     raise ValueError(f"the predictions have none of the keys {keys}")
                 predictions = {key: predictions[key] for key in keys if key in predictions}
-            monitored = self._restored(spec, checkpoint_path, [*given, *spec.prediction_hooks])
+            monitored = self._restored_session(spec, checkpoint_path, [*given, *spec.prediction_hooks])
         # Outside the graph: it must not be the default one where the caller uses what is yielded.
         with monitored as session:
             while not session.should_stop():
@@ -272,7 +272,7 @@ class Estimator:
                 else:
                     yield batch
 
-    def _built(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, EstimatorSpec, Any]:
+    def _build_graph(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, EstimatorSpec, Any]:
         """Build the graph of a mode in the default graph: features, labels, the spec and the global step."""
         tf.set_random_seed(self._config.tf_random_seed)
         step = tf.train.get_or_create_global_step()
@@ -303,7 +303,7 @@ class Estimator:
             tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         return spec.scaffold or tf.train.Scaffold()
 
-    def _restored(self, spec: EstimatorSpec, checkpoint_path: str | None, hooks: list[Any]) -> Any:
+    def _restored_session(self, spec: EstimatorSpec, checkpoint_path: str | None, hooks: list[Any]) -> Any:
         creator = tf.train.ChiefSessionCreator(
             scaffold=self._scaffold(spec),
             checkpoint_filename_with_path=checkpoint_path or self.latest_checkpoint(),
@@ -315,7 +315,7 @@ class Estimator:
         given = self._config.session_config
         return tf.ConfigProto(allow_soft_placement=True) if given is None else given
 
-    def _trained(self) -> str:
+    def _require_checkpoint(self) -> str:
         checkpoint = self.latest_checkpoint()
         if checkpoint is None:
             raise ValueError(f"there is no checkpoint in {self.model_dir}")
@@ -325,7 +325,7 @@ class Estimator:
         checkpoint = self.latest_checkpoint()
         return 0 if checkpoint is None else int(tf.train.load_variable(checkpoint, tf.GraphKeys.GLOBAL_STEP))
 
-    def _summarize(self, results: Mapping[str, Any], name: str | None) -> None:
+    def _write_summary(self, results: Mapping[str, Any], name: str | None) -> None:
         numbers = {key: value for key, value in results.items() if key != "global_step" and np.ndim(value) == 0}
         values = [tf.Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items()]
         with tf.Graph().as_default():  # a FileWriter wants a graph, eagerly or not

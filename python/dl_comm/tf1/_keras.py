@@ -83,8 +83,8 @@ def views() -> dict[str, View]:
     Raises:
         ImportError: tf_keras lacks something that this depends on.
     """
-    found = _by_path() if importlib.util.find_spec("tf_keras") else dict.fromkeys(("", *_loaded_now()), _Missing())
-    made = {path: View(_joined("keras", path), {}, module, _now(path)) for path, module in found.items()}
+    found = _by_path() if importlib.util.find_spec("tf_keras") else dict.fromkeys(("", *_keras3_modules()), _Missing())
+    made = {path: View(_joined("keras", path), {}, module, _keras3_module(path)) for path, module in found.items()}
     for path, old in _OLD_NAMES.items():
         made |= {name: View(f"keras.{name}", {}, found.get(path, _Missing())) for name in old}
     for name in _ENGINE:
@@ -94,10 +94,10 @@ def views() -> dict[str, View]:
             parent, _, name = path.rpartition(".")
             made[parent]._own.setdefault(name, view)
         view.__dict__["_gone"].update(_GONE.get(path, {}))
-    made[""]._gone.update({name: "" for name in _loaded_now() if "." not in name and name not in made})
+    made[""]._gone.update({name: "" for name in _keras3_modules() if "." not in name and name not in made})
     if not isinstance(found[""], _Missing):
         made[""]._own["__version__"] = sys.modules["tf_keras"].__version__
-        made["optimizers"]._own.update(_adapted())
+        made["optimizers"]._own.update(_patch_tf_keras())
         made["backend"]._own["variable"] = _private("tf_keras.src.backend", "variable")
         _check()
     return {_joined(name, path): view for name in _NAMES for path, view in made.items()}
@@ -107,12 +107,12 @@ def _joined(name: str, path: str) -> str:
     return f"{name}.{path}" if path else name
 
 
-def _now(path: str) -> ModuleType | None:
+def _keras3_module(path: str) -> ModuleType | None:
     """Find the module of Keras 3, which packages for TensorFlow 2 see."""
     return sys.modules.get(_joined("keras", path))
 
 
-def _loaded_now() -> list[str]:
+def _keras3_modules() -> list[str]:
     """List the public modules of Keras 3, which TensorFlow has imported."""
     names = [name.removeprefix("keras.") for name in sys.modules if name.startswith("keras.")]
     return [name for name in names if not name.startswith(("src", "_"))]
@@ -123,7 +123,7 @@ def _by_path() -> dict[str, ModuleType]:
     try:
         importlib.import_module(_API)
     except ModuleNotFoundError as error:
-        raise _changed(_API) from error
+        raise _incompatible(_API) from error
     return {
         name.removeprefix(_API).removeprefix("."): module
         for name, module in list(sys.modules.items())
@@ -136,7 +136,7 @@ def _engine(found: dict[str, Any]) -> dict[str, Any]:
     return {} if isinstance(keras, _Missing) else {"Model": keras.Model, "Sequential": keras.Sequential}
 
 
-def _adapted() -> dict[str, Any]:
+def _patch_tf_keras() -> dict[str, Any]:
     """Make the variables of tf_keras reference variables, and its optimizers those of Keras 2.2.
 
     Returns the names of `keras.optimizers`.
@@ -194,7 +194,7 @@ def _private(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ModuleNotFoundError) as error:
-        raise _changed(f"{module}.{name}") from error
+        raise _incompatible(f"{module}.{name}") from error
 
 
 def _wrap_private(module: str, name: str, wrapper: Any) -> Any:
@@ -218,9 +218,9 @@ def _check() -> None:
         variables = [layer.kernel, getattr(optimizer, "lr", None)]
     wrong = [each for each in variables if getattr(each, "dtype", None) != tf.as_dtype("float32_ref")]
     if wrong:
-        raise _changed(f"reference variables, but {wrong}")
+        raise _incompatible(f"reference variables, but {wrong}")
 
 
-def _changed(what: str) -> ImportError:
+def _incompatible(what: str) -> ImportError:
     version = getattr(sys.modules.get("tf_keras"), "__version__", "")
     return ImportError(f"dl_comm.tf1 needs {what} of tf_keras, which version {version} does not have", name=_API)

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow
 
 from dl_comm.tf1._normalization import batch_normalization
-from dl_comm.tf1._weights import Weight, cond, convolved, each, known, layout, multiplied
+from dl_comm.tf1._weights import Weight, cond, convolve, dense_product, layout, per_dimension, static_size
 
 tf = tensorflow.compat.v1
 
@@ -90,8 +90,8 @@ def dense(
     kernel = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
     bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
     with tf.variable_scope(name, "dense", [inputs], reuse=reuse):
-        outputs = multiplied(inputs, units, kernel, bias if use_bias else None)
-        return _finished(outputs, activation, activity_regularizer)
+        outputs = dense_product(inputs, units, kernel, bias if use_bias else None)
+        return _apply_activation(outputs, activation, activity_regularizer)
 
 
 def _convolution(rank: int) -> Callable[..., Any]:
@@ -146,7 +146,7 @@ def _convolution(rank: int) -> Callable[..., Any]:
         kernel = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
         bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
         with tf.variable_scope(name, default, [inputs], reuse=reuse):
-            outputs = convolved(
+            outputs = convolve(
                 rank,
                 inputs,
                 filters,
@@ -158,7 +158,7 @@ def _convolution(rank: int) -> Callable[..., Any]:
                 kernel,
                 bias if use_bias else None,
             )
-            return _finished(outputs, activation, activity_regularizer)
+            return _apply_activation(outputs, activation, activity_regularizer)
 
     default = convolution.__name__ = convolution.__qualname__ = f"conv{rank}d"
     return convolution
@@ -192,11 +192,11 @@ def conv2d_transpose(
     """Transpose a convolution of images: the result is larger by `strides`. Arguments as for `conv2d`."""
     inputs = tf.convert_to_tensor(inputs)
     arranged, channels, (first, last) = layout(data_format, 2)
-    sizes, steps = each(kernel_size, 2), each(strides, 2)
+    sizes, steps = per_dimension(kernel_size, 2), per_dimension(strides, 2)
     weight = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
     bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
     with tf.variable_scope(name, "conv2d_transpose", [inputs], reuse=reuse):
-        shape = [*sizes, filters, known(inputs, channels)]
+        shape = [*sizes, filters, static_size(inputs, channels)]
         kernel = weight.create(shape, inputs.dtype)
         static, dynamic = inputs.shape.as_list(), tf.shape(inputs)
         grown: list[Any] = list(static)
@@ -209,14 +209,14 @@ def conv2d_transpose(
             inputs,
             kernel,
             tf.stack(grown),
-            _everywhere(steps, channels),
+            _all_strides(steps, channels),
             padding.upper(),
             data_format=arranged,
         )
         outputs.set_shape([length if isinstance(length, int) else None for length in grown])
         if use_bias:
             outputs = tf.nn.bias_add(outputs, bias.create([filters], inputs.dtype), data_format=arranged)
-        return _finished(outputs, activation, activity_regularizer)
+        return _apply_activation(outputs, activation, activity_regularizer)
 
 
 def _pooling(kind: str, rank: int, name: str) -> Callable[..., Any]:
@@ -244,10 +244,10 @@ def _pooling(kind: str, rank: int, name: str) -> Callable[..., Any]:
         arranged, _, _ = layout(data_format, rank)
         return tf.nn.pool(
             inputs,
-            each(pool_size, rank),
+            per_dimension(pool_size, rank),
             kind,
             padding.upper(),
-            strides=each(strides, rank),
+            strides=per_dimension(strides, rank),
             data_format=arranged,
             name=name or default,
         )
@@ -307,7 +307,7 @@ def dropout(
         )
 
 
-def _finished(outputs: Any, activation: Callable[[Any], Any] | None, activity_regularizer: Any) -> Any:
+def _apply_activation(outputs: Any, activation: Callable[[Any], Any] | None, activity_regularizer: Any) -> Any:
     outputs = outputs if activation is None else activation(outputs)
     loss = None if activity_regularizer is None else activity_regularizer(outputs)
     if loss is not None:
@@ -315,6 +315,6 @@ def _finished(outputs: Any, activation: Callable[[Any], Any] | None, activity_re
     return outputs
 
 
-def _everywhere(steps: list[int], channels: int) -> list[int]:
+def _all_strides(steps: list[int], channels: int) -> list[int]:
     """Give the strides of all dimensions for those of height and width."""
     return [1, *steps, 1] if channels == -1 else [1, 1, *steps]

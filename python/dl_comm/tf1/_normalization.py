@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow
 
-from dl_comm.tf1._weights import Weight, cond, known
+from dl_comm.tf1._weights import Weight, cond, static_size
 
 tf = tensorflow.compat.v1
 
@@ -90,13 +90,13 @@ def batch_normalization(
     variance = Weight("moving_variance", moving_variance_initializer or ones, trainable=False)
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse):
         weights = (gamma if scale else None, beta if center else None, mean, variance)
-        outputs, updates = normalized(inputs, axes[0], weights, momentum, epsilon, training, fused)
+        outputs, updates = normalize_channels(inputs, axes[0], weights, momentum, epsilon, training, fused)
         for update in updates:
             tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
         return outputs
 
 
-def normalized(
+def normalize_channels(
     inputs: Any,
     axis: int,
     weights: tuple[Weight | None, Weight | None, Weight, Weight],
@@ -112,7 +112,7 @@ def normalized(
     Returns:
         The result, and the updates of the moving averages; none when `training` is False.
     """
-    size, rank = known(inputs, axis), inputs.shape.ndims
+    size, rank = static_size(inputs, axis), inputs.shape.ndims
     axis %= rank
     dtype = tf.float32 if inputs.dtype in (tf.float16, tf.bfloat16) else inputs.dtype
     gamma, beta, mean, variance = (None if weight is None else weight.create([size], dtype) for weight in weights)

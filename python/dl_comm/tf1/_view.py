@@ -28,14 +28,14 @@ _WRITTEN_FOR_TF2 = frozenset(
 class View(ModuleType):
     """A module that shows TF1 names to scripts, and the real module to packages that are written for TensorFlow 2.
 
-    Attributes are looked up among `own` names, then in the module `behind`. A script that sets one sets it here.
+    Attributes are looked up among `own` names, then in the module `fallback`. A script that sets one sets it here.
     """
 
     def __init__(
         self,
         name: str,
         own: Mapping[str, Any],
-        behind: Any = None,
+        fallback: Any = None,
         real: Any = None,
         gone: Mapping[str, str] | None = None,
     ) -> None:
@@ -44,22 +44,22 @@ class View(ModuleType):
         Args:
             name: As in `import name`.
             own: Names that are defined here.
-            behind: The module that has the others, or None.
+            fallback: The module that has the others, or None.
             real: The module that packages for TensorFlow 2 see, or None when they see what scripts see.
-            gone: What to use instead of names that TF1 had, and that `behind` may pretend to have.
+            gone: What to use instead of names that TF1 had, and that `fallback` may pretend to have.
         """
-        super().__init__(name, getattr(behind, "__doc__", None))
+        super().__init__(name, getattr(fallback, "__doc__", None))
         hidden = {
             "_own": dict(own),
-            "_behind": behind,
+            "_fallback": fallback,
             "_real": real,
             "_gone": dict(gone or {}),
-            "__path__": list(getattr(real if real is not None else behind, "__path__", [])),
+            "__path__": list(getattr(real if real is not None else fallback, "__path__", [])),
         }
         self.__dict__.update(hidden)
 
     def __getattr__(self, name: str) -> Any:
-        real, frame = self.__dict__["_real"], _asking()
+        real, frame = self.__dict__["_real"], _calling_frame()
         if real is not None and frame is not None and _package(frame) in _WRITTEN_FOR_TF2:
             return getattr(real, name)
         if name == "__all__":  # for `from tensorflow import *`
@@ -68,12 +68,12 @@ class View(ModuleType):
             return self._own[name]
         if name not in self._gone:
             try:
-                return getattr(self._behind, name)
+                return getattr(self._fallback, name)
             except AttributeError:
                 loaded = sys.modules.get(f"{self.__name__}.{name}")  # tf.python, tf.core: modules, but no public names
                 if loaded is not None:
                     return loaded
-        error = AttributeError(self.about_missing(name, frame))
+        error = AttributeError(self.missing_message(name, frame))
         error.__suppress_context__ = True
         raise error
 
@@ -85,9 +85,9 @@ class View(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *self._own, *(dir(self._behind) if self._behind is not None else ())})
+        return sorted({*self.__dict__, *self._own, *(dir(self._fallback) if self._fallback is not None else ())})
 
-    def about_missing(self, name: str, frame: FrameType | None) -> str:
+    def missing_message(self, name: str, frame: FrameType | None) -> str:
         """Say that a name is missing, where it was asked for, and what to use instead."""
         symbol = f"{self.__name__}.{name}".replace("tensorflow.compat.v1.", "tensorflow.")
         if symbol.startswith("tensorflow."):
@@ -99,7 +99,7 @@ class View(ModuleType):
 
 
 class MissingFinder:
-    """Gives the text of `View.about_missing` to import statements, which would hide an AttributeError."""
+    """Gives the text of `View.missing_message` to import statements, which would hide an AttributeError."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
@@ -108,14 +108,14 @@ class MissingFinder:
         parent, _, child = name.rpartition(".")
         module = sys.modules.get(parent)
         if isinstance(module, View) and module._real is None:
-            raise ImportError(module.about_missing(child, _asking()), name=name)
+            raise ImportError(module.missing_message(child, _calling_frame()), name=name)
 
 
 def _version() -> str:
     return str(getattr(sys.modules.get("tensorflow"), "__version__", ""))
 
 
-def _asking() -> FrameType | None:
+def _calling_frame() -> FrameType | None:
     """Find who called the caller, past the import system."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _package(frame) == "importlib":

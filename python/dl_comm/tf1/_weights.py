@@ -39,10 +39,10 @@ class Weight:
         )
 
 
-def multiplied(inputs: Any, units: int, kernel: Weight, bias: Weight | None) -> Any:
+def dense_product(inputs: Any, units: int, kernel: Weight, bias: Weight | None) -> Any:
     """Multiply the last dimension of `inputs` with a kernel, and add a bias, in the current variable scope."""
     inputs = tf.convert_to_tensor(inputs)
-    size, rank = known(inputs, -1), inputs.shape.ndims
+    size, rank = static_size(inputs, -1), inputs.shape.ndims
     weights = kernel.create([size, units], inputs.dtype)
     if rank == 2:
         outputs = tf.matmul(inputs, weights)
@@ -52,7 +52,7 @@ def multiplied(inputs: Any, units: int, kernel: Weight, bias: Weight | None) -> 
     return outputs if bias is None else tf.nn.bias_add(outputs, bias.create([units], inputs.dtype))
 
 
-def convolved(
+def convolve(
     rank: int,
     inputs: Any,
     filters: int,
@@ -69,10 +69,10 @@ def convolved(
     arranged, channels, _ = layout(data_format, rank)
     outputs = tf.nn.convolution(
         inputs,
-        kernel.create([*each(kernel_size, rank), known(inputs, channels), filters], inputs.dtype),
+        kernel.create([*per_dimension(kernel_size, rank), static_size(inputs, channels), filters], inputs.dtype),
         padding.upper(),
-        strides=each(strides, rank),
-        dilation_rate=each(dilation_rate, rank),
+        strides=per_dimension(strides, rank),
+        dilation_rate=per_dimension(dilation_rate, rank),
         data_format=arranged,
     )
     if bias is None:
@@ -88,7 +88,7 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
     return tf.cond(tf.cast(condition, tf.bool), then, otherwise)
 
 
-def known(inputs: Any, axis: int) -> int:
+def static_size(inputs: Any, axis: int) -> int:
     """Give the size of a dimension. Raises ValueError when it is not known."""
     size = None if inputs.shape.ndims is None else inputs.shape.as_list()[axis]
     if size is None:
@@ -105,7 +105,7 @@ def layout(data_format: str, rank: int) -> tuple[str, int, tuple[int, int]]:
     raise ValueError(f"data_format is {data_format!r}; it is 'channels_last' or 'channels_first'")
 
 
-def each(value: int | Sequence[int], rank: int) -> list[int]:
+def per_dimension(value: int | Sequence[int], rank: int) -> list[int]:
     """Give `value` for each of `rank` dimensions."""
     values = [int(each) for each in value] if isinstance(value, Iterable) else [int(value)] * rank
     if len(values) != rank:
