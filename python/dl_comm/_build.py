@@ -191,7 +191,7 @@ def _build(framework: str, folder: Path) -> None:
         libraries = sorted(Path(build, "out").glob("*.so"))
         manifest = Path(build, _MANIFEST)
         manifest.write_text(json.dumps({library.name: _size_and_hash(library) for library in libraries}))
-        # A rename is atomic. What others look for comes last.
+        # A rename is atomic. The manifest is last, because it makes the folder valid.
         for file in (*libraries, manifest):
             os.replace(file, folder / file.name)
 

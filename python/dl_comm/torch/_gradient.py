@@ -153,17 +153,17 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether elements of the tensor share memory, as in an expanded tensor."""
+    """Return whether elements of the tensor share memory, as in an expanded tensor."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def can_count_references() -> bool:
-    """Tell whether torch can count the references to a storage; if not, every gradient is copied."""
+    """Return whether torch can count the references to a storage; if not, every gradient is copied."""
     return _storage_use_count is not None
 
 
 def has_sole_reference(tensor: torch.Tensor) -> bool:
-    """Tell whether only this tensor refers to its storage; False if torch cannot count references."""
+    """Return whether only this tensor refers to its storage; False if torch cannot count references."""
     return _storage_use_count is not None and _use_count(tensor) <= _SOLE_COUNT
 
 

@@ -100,7 +100,7 @@ def discard_carried(team: int, owner: int) -> None:
 
 
 def may_return_early(team: int, owner: int = 0) -> bool:
-    """Tell whether later calls of `owner` may return early, or return the mean of an earlier call."""
+    """Return whether later calls of `owner` may return early, or return the mean of an earlier call."""
     return bool(_ops.may_return_early(team, owner))
 
 

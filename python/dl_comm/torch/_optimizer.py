@@ -278,7 +278,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     if isinstance(closure, _AveragedClosure):
         return None
-    _require_blocking(reducer, "a closure needs the gradient of the point where it is called")
+    _require_blocking(reducer, "a closure needs the gradient at the current parameters")
     averaged = _AveragedClosure(optimizer, closure)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": averaged}

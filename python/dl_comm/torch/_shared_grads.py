@@ -59,7 +59,7 @@ class SharedGradBuffer:
 
 
 def can_hold(parameter: torch.Tensor) -> bool:
-    """Tell whether the parameter's gradients can be in shared memory: plain, dense, contiguous CPU tensors."""
+    """Return whether the parameter's gradients can be in shared memory: plain, dense, contiguous CPU tensors."""
     return (
         type(parameter) in (torch.nn.Parameter, torch.Tensor)
         and parameter.layout is torch.strided
