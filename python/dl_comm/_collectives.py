@@ -160,8 +160,7 @@ def average(value: Any) -> Any:
 
     Args:
         value: A NumPy array (overwritten and returned), a TensorFlow or torch tensor (returns a new tensor), or a
-        number
-            (returns a float). Means of integers and bools are new arrays and tensors of float64, without rounding.
+            number (returns a float). Means of integers and bools are new float64 arrays and tensors, without rounding.
 
     Raises:
         ArgumentError: The array is not contiguous, read-only or masked.

@@ -450,7 +450,7 @@ class Ring(nn.Module):
         return x
 
 
-class TestArrangement:
+class TestBucketPlan:
     def test_the_order_of_rank_0s_first_backward(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         model = Ring([3, 0, 4, 1] if rank == 0 else [0, 1, 2, 3, 4])
         optimizer = cdl.DistributedOptimizer(
