@@ -392,7 +392,7 @@ def _examples(batch: Any) -> Iterator[Any]:
         return
     lengths = {len(rows) for rows in batch.values()}
     if len(lengths) != 1:
-        raise ValueError(f"the predictions must have one number of examples; they have {sorted(lengths)}")
+        raise ValueError(f"the predictions must have equal numbers of examples, not {sorted(lengths)}")
     for i in range(lengths.pop()):
         yield {key: rows[i] for key, rows in batch.items()}
 
