@@ -26,6 +26,6 @@ def check_one_core(path: str, core_id: int) -> None:
     mine = _dl_comm.core_id()
     if core_id != mine:
         raise ImportError(
-            f"{path} uses another core of dl_comm (id {core_id:#x}) than {_dl_comm.__file__} (id {mine:#x}); rebuild it "
-            "with 'python -m dl_comm.build --force'"
+            f"{path} uses another core of dl_comm (id {core_id:#x}) than {_dl_comm.__file__} (id {mine:#x}); rebuild "
+            "it with 'python -m dl_comm.build --force'"
         )
