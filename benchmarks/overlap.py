@@ -147,7 +147,7 @@ def main() -> int:
         if mc.get_rank() == 0:
             print(f"{binding}: done", file=sys.stderr, flush=True)
     if mc.get_rank() == 0:
-        print(f"{args.compute_ms:g} ms of computation a step, {mc.get_nranks()} ranks on {mc.hosts()} host(s)")
+        print(f"{args.compute_ms:g} ms of computation a step, {mc.get_nranks()} ranks on {mc.num_hosts()} host(s)")
         print("\n".join(lines), flush=True)
     mc.finalize()
     return 0

@@ -1,4 +1,4 @@
-// What TensorFlow's types and the core's have to do with each other: element types, tensors, errors.
+// Converts TensorFlow's element types, tensors and errors to and from the core's.
 // Pure functions, callable from any thread.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace dl_comm {
 
-// The core's name for a TensorFlow element type, nothing for a type that the core does not know.
+// The core's element type for a TensorFlow type; nullopt if the core does not support it.
 inline std::optional<ElementType> to_element_type(tensorflow::DataType dtype) {
   switch (dtype) {
     case tensorflow::DT_HALF:
@@ -43,15 +43,15 @@ inline std::optional<ElementType> to_element_type(tensorflow::DataType dtype) {
   }
 }
 
-// The tensors of one call, as the core takes them: one view each, and the sizes of all dimensions one after the other.
+// The tensors of one call in the core's format: one view per tensor, and all dimensions in one list.
 struct TensorList {
   std::vector<TensorView> views;
   std::vector<int64_t> shapes;
 
   explicit TensorList(int count) { views.reserve(count); }
 
-  // Adds `input`, to be read, with `output`, of the same shape and type, to be written; they may share their memory.
-  // Both must stay alive until the call's completion. Fails when the core does not know the type.
+  // Adds `input` to read and `output`, of the same shape and type, to write; they may share memory.
+  // Both must stay alive until the call completes. Fails if the core does not support the type.
   absl::Status add(const tensorflow::Tensor& input, const tensorflow::Tensor& output) {
     const std::optional<ElementType> dtype = to_element_type(input.dtype());
     if (!dtype) {
@@ -71,9 +71,9 @@ struct TensorList {
   }
 };
 
-// The status for a DL_COMM_ERROR_* code of dl_comm.h other than 0. Its text begins "dl_comm error <code>:", which the
-// Python side looks for. A lost peer is an internal error, not "unavailable" or "aborted": those mean to a
-// MonitoredSession that it should make a new session and try again, for ever, while the peer will not come back.
+// The status for a nonzero DL_COMM_ERROR_* code of dl_comm.h. Its message begins "dl_comm error <code>:", which Python
+// parses. A lost peer is an internal error: on "unavailable" or "aborted", a MonitoredSession would create new sessions
+// forever, although the peer never returns.
 inline absl::Status to_status(int32_t code, absl::string_view message) {
   const std::string text = absl::StrCat("dl_comm error ", code, ": ", message);
   switch (code) {

@@ -1,12 +1,12 @@
-// The kernels of the ops of ops.cc, for tensors in host memory and, where TensorFlow's headers allow, in that of a GPU.
+// The kernels of the ops in ops.cc, for tensors in host memory and, if TensorFlow's headers allow it, on a GPU.
 //
-// The kernels are asynchronous: they hand the tensors to the core and return, so that no thread of TensorFlow waits for
-// another rank. A thread of the team then writes the results and calls `done`. A step that TensorFlow cancels waits for
-// its running calls, which end at the core's deadline at the latest: the peers still use the memory.
+// The kernels are asynchronous: they pass the tensors to the core and return, so no TensorFlow thread waits for another
+// rank. A thread of the team then writes the results and calls `done`. A cancelled step waits for its running calls,
+// which end at the core's deadline at the latest: peers still use the memory.
 //
-// On a GPU `done` comes when the results are there: a thread of the team looks for that, as TensorFlow's event manager
-// would. A call begins after what is on TensorFlow's compute stream when it is made, and that stream does not wait for
-// it: it goes on with the rest of backward. The context keeps inputs and results until `done`.
+// On a GPU a thread of the team polls for the results and then calls `done`, as TensorFlow's event manager would. A
+// call starts after the work that is on TensorFlow's compute stream when the kernel runs. That stream does not wait for
+// the call: it continues with the rest of backward. The context keeps inputs and results alive until `done`.
 
 #include <cstdint>
 #include <cstring>
@@ -18,7 +18,7 @@
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tf_ops/convert.h"
-#include "tf_ops/gpu.h"
+#include "tf_ops/device_stream.h"
 
 namespace dl_comm {
 namespace {
@@ -28,7 +28,7 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
-// The memory of one run of a kernel.
+// The result memory of one kernel run.
 class TensorResults final : public Results {
  public:
   std::size_t kind() const noexcept override {
@@ -36,7 +36,7 @@ class TensorResults final : public Results {
     return reinterpret_cast<std::size_t>(&mark);
   }
 
-  void settle(double, double) const noexcept override {}  // no call is separate
+  void settle(double, double) const noexcept override {}  // only for separate calls, which these kernels do not make
 
   std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override {
     auto fresh = std::make_shared<TensorResults>();
@@ -53,7 +53,7 @@ class TensorResults final : public Results {
   std::vector<tensorflow::Tensor> outputs;
 };
 
-// Ends one run of a kernel. The context is TensorFlow's until `done`.
+// Completes one kernel run. The context is valid until `done`.
 class KernelCompletion final : public Completion {
  public:
   KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, std::shared_ptr<TensorResults> own)
@@ -63,10 +63,10 @@ class KernelCompletion final : public Completion {
     if (code != 0) {
       context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size())));
     } else {
-      // By `kind`, no other library's results come here. They are this call's alone now: TensorFlow gets the only
-      // references, so that what comes next may work in place.
-      TensorResults& have = results ? static_cast<TensorResults&>(*results) : *own_;
-      for (int i = 0; i < context_->num_outputs(); ++i) context_->set_output(i, std::move(have.outputs[i]));
+      // `kind` excludes other libraries' results. Moving gives TensorFlow the only references, so later ops may work
+      // in place.
+      TensorResults& produced = results ? static_cast<TensorResults&>(*results) : *own_;
+      for (int i = 0; i < context_->num_outputs(); ++i) context_->set_output(i, std::move(produced.outputs[i]));
     }
     done_();
   }
@@ -77,16 +77,15 @@ class KernelCompletion final : public Completion {
   std::shared_ptr<TensorResults> own_;
 };
 
-// What a call in a loop adds to its name, nothing outside of loops. A session may run the iterations of one loop side
-// by side, in another order on every rank, and their calls are alike otherwise. The iteration alone would not tell
-// those of an inner loop apart: the number of a frame, a hash of the names of its loops and of the outer iterations,
-// does.
+// The suffix of a call's name in a loop; empty outside of loops. A session may run iterations of a loop concurrently,
+// in a different order on each rank, and their calls are otherwise equal. In an inner loop the iteration number is not
+// unique. So the suffix also has the frame id: a hash of the names of the loops and of the outer iterations.
 std::string iteration(const tensorflow::FrameAndIter& frame_iter) {
   if (frame_iter.frame_id == 0 || frame_iter.frame_id == tensorflow::kIllegalFrameId) return {};
   return absl::StrCat(" [iteration ", frame_iter.iter_id, " of loop ", absl::Hex(frame_iter.frame_id), "]");
 }
 
-// What the average and the broadcast have in common: attributes, and the way from a context to a `TensorList`.
+// The common part of the allreduce and the broadcast: attributes, and the conversion of a context to a `TensorList`.
 class CollectiveKernel : public AsyncOpKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
@@ -96,14 +95,14 @@ class CollectiveKernel : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
-    Place where;
-    OP_REQUIRES_OK_ASYNC(context, place(context, where), done);
-    const bool on_host = where.device < 0;
+    DeviceStream target;
+    OP_REQUIRES_OK_ASYNC(context, device_stream(context, target), done);
+    const bool on_host = target.device < 0;
     const int count = context->num_inputs();
     TensorList list(count);
     auto results = std::make_shared<TensorResults>();
     results->outputs.resize(count);
-    // Not on a GPU, where the core refuses calls that return before they have ended.
+    // On a GPU the core refuses calls that return early, so no copies are needed.
     const bool copies = on_host && needs_copies();
     for (int i = 0; i < count; ++i) {
       const tensorflow::Tensor& input = context->input(i);
@@ -117,21 +116,21 @@ class CollectiveKernel : public AsyncOpKernel {
     }
     const std::string instance = iteration(context->frame_iter());
     auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
-    // The core mixes results of several calls in host memory only, and refuses calls of a GPU where it would have to.
-    submit(where, {instance.data(), instance.size()}, list, std::move(completion),
+    // The core combines results of several calls in host memory only; it refuses GPU calls that would need it.
+    submit(target, {instance.data(), instance.size()}, list, std::move(completion),
            on_host ? std::move(results) : nullptr);
   }
 
  protected:
-  // Sets `where` to where the tensors are, which is host memory as it comes.
-  virtual absl::Status place(OpKernelContext*, Place&) const { return absl::OkStatus(); }
+  // Sets `target` to the tensors' device; the default is host memory.
+  virtual absl::Status device_stream(OpKernelContext*, DeviceStream&) const { return absl::OkStatus(); }
 
-  // Hands the call to the core, which copies the texts, and returns without waiting; afterwards `this` may be gone.
-  virtual void submit(const Place& where, rust::Str instance, const TensorList& list,
+  // Passes the call to the core, which copies the strings, and returns without waiting. `this` may be destroyed then.
+  virtual void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
                       std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) = 0;
 
-  // Whether the call may return before the inputs have been read: their memory may change then, that of reference
-  // variables and of arrays that a session was fed with.
+  // Whether the call may return before the core has read the inputs: reference variables and fed arrays may change by
+  // then.
   virtual bool needs_copies() const { return false; }
 
   std::string call_name_;
@@ -152,8 +151,8 @@ class GradientsKernel : public CollectiveKernel {
  protected:
   bool needs_copies() const override { return carries(team_, static_cast<std::uint64_t>(owner_)); }
 
-  void submit(const Place& where, rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
-              std::shared_ptr<Results> results) override {
+  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+              std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) override {
     Average call;
     call.team = team_;
     call.towers = static_cast<std::size_t>(towers_);
@@ -166,9 +165,9 @@ class GradientsKernel : public CollectiveKernel {
     call.timed = timed_;
     call.blocks = false;
     call.timeout = timeout_;
-    call.device = where.device;
-    call.stream = where.stream;
-    call.waits = true;  // so that what follows on the stream, the rest of backward, goes on
+    call.device = target.device;
+    call.stream = target.stream;
+    call.waits = true;  // the host waits, so that the stream continues with backward
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
   }
@@ -188,19 +187,19 @@ class BroadcastKernel : public CollectiveKernel {
   }
 
  protected:
-  void submit(const Place& where, rust::Str instance, const TensorList& list, std::unique_ptr<Completion> completion,
-              std::shared_ptr<Results>) override {
+  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+              std::unique_ptr<Completion> completion, std::shared_ptr<Results>) override {
     const std::string name = call_name_ + std::string(instance);
-    Broadcast what;
-    what.root = root_;
-    what.name = {name.data(), name.size()};
-    what.labels = {labels_.data(), labels_.size()};
-    what.blocks = false;
-    what.timeout = timeout_;
-    what.device = where.device;
-    what.stream = where.stream;
-    what.waits = true;
-    broadcast(what, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
+    Broadcast call;
+    call.root = root_;
+    call.name = {name.data(), name.size()};
+    call.labels = {labels_.data(), labels_.size()};
+    call.blocks = false;
+    call.timeout = timeout_;
+    call.device = target.device;
+    call.stream = target.stream;
+    call.waits = true;
+    broadcast(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
               std::move(completion));
   }
 
@@ -224,16 +223,17 @@ REGISTER_KERNEL_BUILDER(Name("DlCommBroadcast").Device(tensorflow::DEVICE_CPU), 
 REGISTER_KERNEL_BUILDER(Name("DlCommCoreId").Device(tensorflow::DEVICE_CPU), CoreIdKernel);
 
 #ifdef DL_COMM_TF_GPU
-// A kernel for tensors in the memory of a GPU. It has no HostMemory arguments, for int32 neither, which TensorFlow's
-// own kernels keep on the host: one list has tensors of all types, and TensorFlow brings each of them where a kernel
-// wants it.
+// A kernel for tensors on a GPU. It has no HostMemory arguments, not even for int32, which TensorFlow's own kernels
+// keep on the host: one list has tensors of all types, and TensorFlow copies each of them to the kernel's device.
 template <class Kernel>
 class OnGpu final : public Kernel {
  public:
   using Kernel::Kernel;
 
  protected:
-  absl::Status place(OpKernelContext* context, Place& where) const override { return place_on_gpu(context, where); }
+  absl::Status device_stream(OpKernelContext* context, DeviceStream& target) const override {
+    return device_stream_of_kernel(context, target);
+  }
 };
 
 REGISTER_KERNEL_BUILDER(Name("DlCommGradients").Device(tensorflow::DEVICE_GPU), OnGpu<GradientsKernel>);
@@ -244,10 +244,10 @@ REGISTER_KERNEL_BUILDER(Name("DlCommCoreId").Device(tensorflow::DEVICE_GPU).Host
 }  // namespace
 }  // namespace dl_comm
 
-// For callers without a TensorFlow session: the core's number.
+// Returns the id of the core, for callers without a TensorFlow session.
 extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
 
-// And whether coming averages of an owner on a team may return before they have ended, which host memory alone allows.
-extern "C" __attribute__((visibility("default"))) bool dl_comm_ops_carries(int32_t team, uint64_t owner) {
+// Whether later calls of an owner on a team may return early, which the core supports in host memory only.
+extern "C" __attribute__((visibility("default"))) bool dl_comm_ops_may_return_early(int32_t team, uint64_t owner) {
   return dl_comm::carries(team, owner);
 }

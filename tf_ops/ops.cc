@@ -1,7 +1,7 @@
-// The ops that dl_comm adds to TensorFlow, and their shape functions. Their kernels are in kernels.cc.
+// dl_comm's TensorFlow ops and their shape functions. kernels.cc has the kernels.
 //
-// One op takes all tensors of a step, or of a part of it. The ops are stateful, so that TensorFlow neither prunes,
-// merges nor folds them, and inside a tf.function runs them in the order of the program.
+// One op takes all tensors of a step, or of a bucket. The ops are stateful, so TensorFlow does not prune, merge or fold
+// them, and a tf.function runs them in program order.
 
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op.h"
@@ -10,7 +10,7 @@
 namespace dl_comm {
 namespace {
 
-// Every result has the shape of its input.
+// Each output has the shape of its input.
 absl::Status same_shapes(tensorflow::shape_inference::InferenceContext* context) {
   for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
   return absl::OkStatus();
@@ -39,16 +39,16 @@ REGISTER_OP("DlCommGradients")
     .Doc(R"doc(
 The mean of every tensor over all ranks; a mean of integers rounds toward zero.
 
-tensors: The tensors of this rank. All ranks give the same number, types and shapes.
+tensors: The tensors of this rank. Number, types and shapes must be the same on all ranks.
 means: The means, in the order of `tensors`, the same on every rank.
-team: The thread team that does the work; -1 is the team of broadcast and barrier.
-towers: How many replicas of a list, one after the other, `tensors` are; the mean is over these too.
-owner: Tells apart, on this rank only, equal lists of one `call_name`, of two optimizers say.
-part: Whether it is a further part of the step that the call before belongs to, which the team's schedule has counted.
-timed: Whether the time that it takes counts as time that this rank waits for communication.
-timeout: The longest that the op may take, in seconds: 0 for no limit, negative for that of the team.
-call_name: What the ranks must agree on besides types and shapes.
-labels: The names of the tensors, one a line, for error messages.
+team: The team that runs the call; -1 is the team of broadcast and barrier.
+towers: The number of replicas of a list that `tensors` contains, one after the other; the mean is also over these.
+owner: Distinguishes, on this rank only, equal lists of one `call_name`, for example of two optimizers.
+part: Whether the call belongs to the same step as the previous call, so that the schedule does not count it again.
+timed: Whether its duration counts as time that this rank waits for communication.
+timeout: The deadline in seconds; 0: no limit; negative: the team's.
+call_name: A name that must be the same on all ranks.
+labels: The names of the tensors, one per line, for error messages.
 )doc");
 
 REGISTER_OP("DlCommBroadcast")
@@ -64,16 +64,16 @@ REGISTER_OP("DlCommBroadcast")
     .Doc(R"doc(
 The tensors of the rank `root`, on every rank.
 
-tensors: The tensors of this rank. All ranks give the same number, types and shapes.
+tensors: The tensors of this rank. Number, types and shapes must be the same on all ranks.
 values: The tensors of the root, in the order of `tensors`.
-root: The rank whose tensors count.
-timeout: The longest that the op may take, in seconds: 0 for no limit, negative for that of the team.
-call_name: What the ranks must agree on besides types and shapes.
-labels: The names of the tensors, one a line, for error messages.
+root: The rank that has the values.
+timeout: The deadline in seconds; 0: no limit; negative: the team's.
+call_name: A name that must be the same on all ranks.
+labels: The names of the tensors, one per line, for error messages.
 )doc");
 
 REGISTER_OP("DlCommCoreId").Output("core_id: int64").SetIsStateful().SetShapeFn(scalar_shape).Doc(R"doc(
-A number that is the same for all who share one dl_comm core in this process.
+The id of the dl_comm core, equal for all bindings in this process that share one core.
 )doc");
 
 }  // namespace

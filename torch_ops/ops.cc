@@ -1,14 +1,14 @@
-// The ops torch.ops.dl_comm.*: averages and broadcasts of lists of tensors, in host memory or in that of a GPU.
+// The ops torch.ops.dl_comm.*: allreduce (mean) and broadcast of lists of tensors, on the host or on a GPU.
 //
-// An op checks its tensors, hands them to the core and waits (average_start does not). On a GPU that is until the core
-// has enqueued its work: torch's current stream then waits for the result, the host does not. torch calls ops without
-// the GIL, so waiting stops no Python thread. Errors are RuntimeErrors with the text "dl_comm error <code>: <message>",
-// which dl_comm.torch turns into dl_comm.CommError and its subclasses. The fake kernels and the gradient of `average`
-// are in python/dl_comm/torch/_ops.py.
+// An op checks its tensors, passes them to the core and waits; average_start does not wait. On a GPU it waits until the
+// core has enqueued its work: then torch's current stream waits for the result, the host does not. torch calls ops
+// without the GIL, so waiting blocks no Python thread. Errors are RuntimeErrors "dl_comm error <code>: <message>";
+// dl_comm.torch converts them to dl_comm.CommError and its subclasses. python/dl_comm/torch/_ops.py has the fake
+// kernels and the gradient of `average`.
 //
-// Every kernel is registered for all devices, so that a tensor of another kind gets our own words.
+// Every kernel is registered for all devices, so that unsupported devices get our error message.
 //
-// Thread rule: ops may be called from any thread; calls of one team run in the order in which they were made.
+// Thread rule: any thread may call ops; calls of one team run in the order in which they were made.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -16,9 +16,9 @@
 #include <memory>
 #include <utility>
 
-#include "tickets.h"
+#include "tensor_views.h"
 #include "unbox.h"
-#include "views.h"
+#include "work.h"
 
 namespace dl_comm::torch_ops {
 namespace {
@@ -27,15 +27,16 @@ using ::torch::stable::detail::from;
 using ::torch::stable::detail::to;
 using Tensors = std::vector<Tensor>;
 
-// What a call of average_start may add up.
-constexpr int64_t kPart = 1;  // a further part of the step that the call before belongs to
-constexpr int64_t kKeep = 2;  // nobody else uses the tensors from now on: the core may keep them past the call
+// Flags of average_start.
+constexpr int64_t kContinuesStep = 1;  // the call belongs to the same step as the previous call
+constexpr int64_t kDonateTensors = 2;  // the caller gives up the tensors: the core may keep them past the call
 
-// Describes an average to the core; `call` outlives the result.
-Average description(const Arguments& call, Place place, std::size_t towers, uint64_t owner, bool part, bool timed) {
+// Describes an allreduce to the core. `call` must outlive the result, which points into it.
+Average describe_call(const Arguments& call, DeviceStream target, std::size_t towers, uint64_t owner, bool part,
+                      bool timed) {
   Average average;
-  average.device = place.device;
-  average.stream = place.stream;
+  average.device = target.device;
+  average.stream = target.stream;
   average.waits = false;
   average.team = call.number;
   average.towers = towers;
@@ -50,19 +51,18 @@ Average description(const Arguments& call, Place place, std::size_t towers, uint
   return average;
 }
 
-std::shared_ptr<Ticket> start_average(const Average& call, const Views& views, Tensors keep,
-                                      std::shared_ptr<Results> results, std::shared_ptr<Clock> clock = nullptr) {
-  const int32_t counted_on = call.timed ? -1 : call.team;
-  auto ticket = std::make_shared<Ticket>(std::move(keep), views.place(), counted_on, std::move(clock));
-  average(call, views.tensors(), views.shapes(), completion_of(ticket), std::move(results));
-  return ticket;
+std::shared_ptr<Work> start_average(const Average& call, const TensorViews& views, Tensors keep,
+                                    std::shared_ptr<Results> results, std::shared_ptr<CommTimer> timer = nullptr) {
+  const int32_t wait_time_team = call.timed ? -1 : call.team;
+  auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), wait_time_team, std::move(timer));
+  average(call, views.tensors(), views.shapes(), completion_of(work), std::move(results));
+  return work;
 }
 
-// The call's tensors, to be read and written in place.
-Views in_place(const Arguments& call) {
-  Views views(call.tensors.size(), call.labels);
+TensorViews in_place(const Arguments& call) {
+  TensorViews views(call.tensors.size(), call.labels);
   for (const Tensor& tensor : call.tensors) {
-    views.expect_dense(tensor);
+    views.check_dense(tensor);
     views.add(tensor);
   }
   return views;
@@ -70,38 +70,38 @@ Views in_place(const Arguments& call) {
 
 void average_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
-  const Views views = in_place(call);
-  Average average = description(call, views.place(), 1, 0, false, true);
+  const TensorViews views = in_place(call);
+  Average average = describe_call(call, views.device_stream(), 1, 0, false, true);
   average.timeout = to<double>(stack[4]);
   start_average(average, views, call.tensors, nullptr)->wait();
 }
 
 void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
-  const Views views = in_place(call);
-  const auto ticket = std::make_shared<Ticket>(call.tensors, views.place(), -1);
-  Broadcast what;
-  what.device = views.place().device;
-  what.stream = views.place().stream;
-  what.root = call.number;
-  what.name = {call.name.data(), call.name.size()};
-  what.labels = {call.labels.data(), call.labels.size()};
-  what.blocks = true;
-  what.timeout = to<double>(stack[4]);
-  broadcast(what, views.tensors(), views.shapes(), completion_of(ticket));
-  ticket->wait();
+  const TensorViews views = in_place(call);
+  const auto work = std::make_shared<Work>(call.tensors, views.device_stream(), -1);
+  Broadcast request;
+  request.device = views.device_stream().device;
+  request.stream = views.device_stream().stream;
+  request.root = call.number;
+  request.name = {call.name.data(), call.name.size()};
+  request.labels = {call.labels.data(), call.labels.size()};
+  request.blocks = true;
+  request.timeout = to<double>(stack[4]);
+  broadcast(request, views.tensors(), views.shapes(), completion_of(work));
+  work->wait();
 }
 
 void average_new(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto towers = static_cast<std::size_t>(std::max<int64_t>(to<int64_t>(stack[4]), 0));
-  // A call that may return before its average has ended needs tensors that the caller does not change meanwhile.
+  // A call that may return before its allreduce ends needs copies: the caller may change its tensors meanwhile.
   const bool copies = carries(call.number, 0);
-  Views views(call.tensors.size(), call.labels);
+  TensorViews views(call.tensors.size(), call.labels);
   Tensors keep;
   Tensors results;
   for (const Tensor& tensor : call.tensors) {
-    views.expect_dense(tensor);
+    views.check_dense(tensor);
     keep.push_back(tensor.is_contiguous() ? tensor : ::torch::stable::contiguous(tensor));
     results.push_back(::torch::stable::empty_like(keep.back()));
     if (copies) {
@@ -111,11 +111,11 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
       views.add(keep.back(), results.back());
     }
   }
-  auto kept = copies ? std::make_shared<TensorResults>(results, views.place()) : nullptr;
-  Average average = description(call, views.place(), towers, 0, false, true);
+  auto kept = copies ? std::make_shared<TensorResults>(results, views.device_stream()) : nullptr;
+  Average average = describe_call(call, views.device_stream(), towers, 0, false, true);
   average.timeout = to<double>(stack[5]);
-  const auto ticket = start_average(average, views, std::move(keep), std::move(kept));
-  const Tensors returned = ticket->wait().tensors;
+  const auto work = start_average(average, views, std::move(keep), std::move(kept));
+  const Tensors returned = work->wait().tensors;
   stack[0] = from(returned.empty() ? results : returned);
 }
 
@@ -123,38 +123,39 @@ void average_start(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto flags = to<int64_t>(stack[4]);
   const auto owner = static_cast<uint64_t>(to<int64_t>(stack[5]));
-  const Views views = in_place(call);
-  auto kept = (flags & kKeep) != 0 ? std::make_shared<TensorResults>(call.tensors, views.place()) : nullptr;
-  const Average average = description(call, views.place(), 1, owner, (flags & kPart) != 0, false);
-  stack[0] = from(enroll(start_average(average, views, call.tensors, std::move(kept), clock_of(owner))));
+  const TensorViews views = in_place(call);
+  auto kept =
+      (flags & kDonateTensors) != 0 ? std::make_shared<TensorResults>(call.tensors, views.device_stream()) : nullptr;
+  const Average average = describe_call(call, views.device_stream(), 1, owner, (flags & kContinuesStep) != 0, false);
+  stack[0] = from(register_work(start_average(average, views, call.tensors, std::move(kept), timer_of(owner))));
 }
 
-void wait_for(StableIValue* stack, uint64_t, uint64_t) {
-  const Outcome outcome = withdraw(to<int64_t>(stack[0]))->wait();
+void wait_work(StableIValue* stack, uint64_t, uint64_t) {
+  const Outcome outcome = take_work(to<int64_t>(stack[0]))->wait();
   stack[0] = from(outcome.tensors);
   stack[1] = from(outcome.own_share);
   stack[2] = from(outcome.share);
 }
 
-void discard_means(StableIValue* stack, uint64_t, uint64_t) {
+void discard_carried_means(StableIValue* stack, uint64_t, uint64_t) {
   discard(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
 }
 
-void team_carries(StableIValue* stack, uint64_t, uint64_t) {
+void query_may_return_early(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(carries(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1]))));
 }
 
-void forget_call(StableIValue* stack, uint64_t, uint64_t) { forget(to<int64_t>(stack[0])); }
+void detach_call(StableIValue* stack, uint64_t, uint64_t) { detach_work(to<int64_t>(stack[0])); }
 
-void busy_seconds(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = from(take_busy(static_cast<uint64_t>(to<int64_t>(stack[0]))));
+void comm_seconds(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = from(take_comm_seconds(static_cast<uint64_t>(to<int64_t>(stack[0]))));
 }
 
-void use_stream_source(StableIValue* stack, uint64_t, uint64_t) {
-  use_streams(reinterpret_cast<StreamSource>(static_cast<std::uintptr_t>(to<int64_t>(stack[0]))));
+void set_stream_function(StableIValue* stack, uint64_t, uint64_t) {
+  set_stream_source(reinterpret_cast<StreamSource>(static_cast<std::uintptr_t>(to<int64_t>(stack[0]))));
 }
 
-void identity_of_core(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(static_cast<int64_t>(core_id())); }
+void core_identity(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from(static_cast<int64_t>(core_id())); }
 
 }  // namespace
 }  // namespace dl_comm::torch_ops
@@ -163,29 +164,31 @@ void identity_of_core(StableIValue* stack, uint64_t, uint64_t) { stack[0] = from
 extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id() { return dl_comm::core_id(); }
 
 STABLE_TORCH_LIBRARY(dl_comm, library) {
-  // In place, blocking: the mean over all ranks. `timeout` is in seconds, 0 for none, negative for the team's.
+  // In place, blocking: the mean over all ranks. `timeout`: seconds; 0: no limit; negative: the team's.
   library.def("average_(Tensor(a!)[] tensors, int team, str name, str labels, float timeout) -> ()");
-  // The same into new, contiguous tensors, of `towers` replicas of a list, which follow each other. Differentiable.
+  // As average_, into new contiguous tensors. `tensors` holds `towers` replicas of a list, one after the other.
+  // Differentiable.
   library.def("average(Tensor[] tensors, int team, str name, str labels, int towers, float timeout) -> Tensor[]");
-  // In place, blocking: the tensors of rank `root`.
+  // In place, blocking: copies the tensors of rank `root` to all ranks.
   library.def("broadcast_(Tensor(a!)[] tensors, int root, str name, str labels, float timeout) -> ()");
-  // As average_, but returns at once with a number for `wait`; until then the tensors must be left alone. Flags: 1, the
-  // call is a further part of the step before it in the team's schedule; 2, the tensors may be kept for good.
+  // As average_, but returns at once with a number for `wait`; do not touch the tensors until then.
+  // Flags: kContinuesStep, kDonateTensors.
   library.def("average_start(Tensor(a!)[] tensors, int team, str name, str labels, int flags, int owner) -> int");
-  // Forgets the means that the last calls of `owner` have left.
-  library.def("discard(int team, int owner) -> ()");
-  // Blocks until the call has ended; once for each number. Returns tensors and two shares: the result is the first
-  // share of the call's tensors and the second of these. Without flag 2 there are none: it is in the call's tensors.
+  // Drops the means that earlier calls of `owner` carry over to later ones.
+  library.def("discard_carried(int team, int owner) -> ()");
+  // Blocks until the call completes; once per number. Returns (tensors, own_share, share): the result is
+  // own_share * (the call's tensors) + share * tensors. Without kDonateTensors, `tensors` is empty and the result is in
+  // the call's tensors.
   library.def("wait(int number) -> (Tensor[], float, float)");
-  // Whether coming averages of `owner` on the team may return before they have ended, or what another one has left.
-  library.def("carries(int team, int owner) -> bool");
-  // In place of `wait`, when nobody will read the result.
-  library.def("forget(int number) -> ()");
-  // The seconds in which calls of average_start of `owner` were under way, since this was asked last.
-  library.def("busy(int owner) -> float");
-  // Sets the function that tells of torch's streams on GPUs: dl_comm_current_stream of the library for CUDA.
-  library.def("use_streams(int function) -> ()");
-  // The same number for all who share one core in this process.
+  // Whether later calls of `owner` on the team may return early, or return the mean of an earlier call.
+  library.def("may_return_early(int team, int owner) -> bool");
+  // Replaces `wait` for a caller that does not need the result.
+  library.def("detach(int number) -> ()");
+  // The seconds with calls of average_start of `owner` in flight, since the last query.
+  library.def("comm_seconds(int owner) -> float");
+  // Sets the function that returns torch's CUDA streams: dl_comm_current_stream of libdl_comm_torch_cuda.so.
+  library.def("set_stream_source(int function) -> ()");
+  // Identifies the core library in this process; equal for all bindings that share it.
   library.def("core_id() -> int");
 }
 
@@ -195,11 +198,11 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("average", &average_new);
   library.impl("broadcast_", &broadcast_in_place);
   library.impl("average_start", &average_start);
-  library.impl("wait", &wait_for);
-  library.impl("forget", &forget_call);
-  library.impl("carries", &team_carries);
-  library.impl("discard", &discard_means);
-  library.impl("busy", &busy_seconds);
-  library.impl("use_streams", &use_stream_source);
-  library.impl("core_id", &identity_of_core);
+  library.impl("wait", &wait_work);
+  library.impl("detach", &detach_call);
+  library.impl("may_return_early", &query_may_return_early);
+  library.impl("discard_carried", &discard_carried_means);
+  library.impl("comm_seconds", &comm_seconds);
+  library.impl("set_stream_source", &set_stream_function);
+  library.impl("core_id", &core_identity);
 }

@@ -1,4 +1,4 @@
-// Takes the arguments of an op off torch's stack of boxed values.
+// Decodes the arguments of an op from torch's stack of boxed values.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "failure.h"
+#include "errors.h"
 
 namespace dl_comm::torch_ops {
 
-// torch's own conversion to std::string leaks one string a call (stableivalue_conversions.h, torch 2.11).
+// torch's own conversion to std::string leaks one string per call (stableivalue_conversions.h, torch 2.11).
 inline std::string take_string(StableIValue value) {
   const auto handle = ::torch::stable::detail::to<StringHandle>(value);
   std::size_t length = 0;
@@ -25,14 +25,14 @@ inline std::string take_string(StableIValue value) {
   return result;
 }
 
-// A team or a rank. Throws std::runtime_error when it is too large to be one.
+// Returns a team or a rank. Throws std::runtime_error for a number that does not fit into int32_t.
 inline int32_t take_number(StableIValue value) {
   const auto number = ::torch::stable::detail::to<int64_t>(value);
-  if (number != static_cast<int32_t>(number)) throw failure(-1, number, " is neither a team nor a rank");
+  if (number != static_cast<int32_t>(number)) throw make_error(-1, number, " is neither a team nor a rank");
   return static_cast<int32_t>(number);
 }
 
-// The arguments that all ops on tensors have: (Tensor[] tensors, int team_or_root, str name, str labels).
+// The leading arguments of all ops on tensors: (Tensor[] tensors, int team_or_root, str name, str labels).
 struct Arguments {
   explicit Arguments(StableIValue* stack)
       : tensors(::torch::stable::detail::to<std::vector<::torch::stable::Tensor>>(stack[0])),

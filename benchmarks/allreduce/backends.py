@@ -129,7 +129,7 @@ class NumpyBindingShared(NumpyBindingInPlace):
     """The same on arrays in shared memory."""
 
     def empty(self, length: int, dtype: str) -> np.ndarray:
-        found: np.ndarray = self.dl_comm.empty(length, self.dtypes[dtype])
+        found: np.ndarray = self.dl_comm.shared_zeros(length, self.dtypes[dtype])
         return found
 
 

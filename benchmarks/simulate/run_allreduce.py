@@ -39,7 +39,7 @@ def main() -> None:
         slowest = dl_comm.gradients([seconds])[0].max(axis=0) * ranks
         results.append({"bytes": size, "seconds": slowest.tolist()})
     if rank == 0:
-        network = json.loads(_dl_comm.describe()).get("network") if dl_comm.hosts() > 1 else None
+        network = json.loads(_dl_comm.describe()).get("network") if dl_comm.num_hosts() > 1 else None
         os.write(1, f"\nresults: {json.dumps({'network': network, 'results': results})}\n".encode())
     dl_comm.finalize()
 

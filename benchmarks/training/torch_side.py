@@ -77,7 +77,7 @@ class DlComm(TorchTrainer):
 
     def reported(self) -> tuple[float, float]:
         communication = self.optimizer.communication()
-        return communication.exposed, communication.busy
+        return communication.exposed, communication.total
 
     def close(self) -> None:
         import dl_comm

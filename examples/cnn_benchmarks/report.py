@@ -30,7 +30,7 @@ def header(args: argparse.Namespace, parameters: int) -> None:
         "Mode": "training",
         "Batch size": f"{args.batch_size * size} global\n{'':13}{args.batch_size} per device",
         "Num batches": args.num_batches,
-        "Num ranks": f"{size} on {mc.hosts()} host(s)",
+        "Num ranks": f"{size} on {mc.num_hosts()} host(s)",
         "Data format": args.data_format,
         "Optimizer": args.optimizer,
         "Variables": args.variable_update,

@@ -92,7 +92,7 @@ def _start_gloo() -> None:
     """Start torch's own process group among the ranks of mpiexec: rank 0 says where the others find it."""
     where = np.zeros(256, np.uint8)
     if mc.get_rank() == 0:
-        host = "127.0.0.1" if mc.hosts() == 1 else socket.gethostname()
+        host = "127.0.0.1" if mc.num_hosts() == 1 else socket.gethostname()
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{host} {free.getsockname()[1]}".encode()

@@ -9,13 +9,13 @@ Four calls make a script that trains on one process train on many::
     gradients = mc.gradients(gradients, 0)    # in each step: the mean over all ranks
     mc.finalize()
 
-started with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The names and arguments are
-those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or PyTorch tensors; ``dl_comm.torch``,
-``dl_comm.tensorflow`` and ``dl_comm.keras`` offer optimizers and callbacks. Importing this package imports no
-framework, and loads the core only when a name of it is first used.
+Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The names and arguments are
+those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``,
+``dl_comm.tensorflow`` and ``dl_comm.keras`` have optimizers and callbacks. Importing this package imports no framework,
+and loads the core only on the first use of a name.
 
-Thread rule: every function may be called from any thread; those marked *collective* must be called by all ranks, which
-line them up by what they are when their order differs. None holds the GIL while it waits.
+Thread rule: any thread may call every function. All ranks must call those marked *collective*; the core matches the
+calls by signature if their order differs. No function holds the GIL while it waits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dl_comm._signal import survive_sigusr1
+from dl_comm._signal import handle_early_sigusr1
 
 if TYPE_CHECKING:
     from dl_comm._api import *  # noqa: F403
     from dl_comm._api import __all__ as __all__
 
-survive_sigusr1()
+handle_early_sigusr1()
 
 
 def __getattr__(name: str) -> Any:

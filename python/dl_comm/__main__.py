@@ -1,4 +1,4 @@
-"""``python -m dl_comm``: the version, and which commands there are."""
+"""``python -m dl_comm``: prints the version and the list of commands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dl_comm import _dl_comm
 _COMMANDS = """\
 commands:
   dl-comm-run               start a program on several ranks (python -m dl_comm.run)
-  python -m dl_comm.doctor  what works here, and what does not
-  python -m dl_comm.analyze_dumps  find the rank that hangs, from dumps
-  python -m dl_comm.timeline  what every thread did when
-  python -m dl_comm.build   compile the operations for the installed frameworks
-  python -m dl_comm.tf1     run a script of TensorFlow 1
+  python -m dl_comm.doctor  check the installation
+  python -m dl_comm.analyze_dumps find the rank that hangs or is late, from dumps
+  python -m dl_comm.timeline  report a recorded timeline
+  python -m dl_comm.build   compile the op libraries for the installed frameworks
+  python -m dl_comm.tf1     run a TensorFlow 1 script
 """
 
 

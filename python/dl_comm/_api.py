@@ -1,11 +1,11 @@
-"""All names of the package, which ``dl_comm`` hands on when one is first used. Loads the core.
+"""All public names, which ``dl_comm`` imports on first use. Loads the core.
 
-So ``python -m dl_comm.run`` starts at once, and where the core cannot be loaded.
+So ``python -m dl_comm.run`` starts fast, and also where the core cannot be loaded.
 """
 
 from __future__ import annotations
 
-from dl_comm import _followers, _process, _signal, timeline, training
+from dl_comm import _excepthook, _process, _signal, timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
 from dl_comm._diagnosis import dump, stats, topology
@@ -19,7 +19,7 @@ from dl_comm._errors import (
     StateError,
     TimeoutError,  # noqa: A004 - a subclass of the builtin
 )
-from dl_comm._memory import empty
+from dl_comm._memory import shared_zeros
 from dl_comm._metrics import average_metrics
 from dl_comm._paths import get_cmake_dir, get_include
 from dl_comm._process import (
@@ -31,12 +31,12 @@ from dl_comm._process import (
     get_nranks,
     get_rank,
     get_waited,
-    hosts,
     init,
     init_mpi,
     is_initialized,
     local_rank,
     local_size,
+    num_hosts,
     rank,
     set_timeout,
     size,
@@ -62,7 +62,6 @@ __all__ = [
     "core_id",
     "create_team",
     "dump",
-    "empty",
     "finalize",
     "get_cmake_dir",
     "get_include",
@@ -71,17 +70,18 @@ __all__ = [
     "get_rank",
     "get_waited",
     "gradients",
-    "hosts",
     "init",
     "init_mpi",
     "is_initialized",
     "local_rank",
     "local_size",
+    "num_hosts",
     "rank",
     "rank0_path",
     "rank_path",
     "read_on_rank0",
     "set_timeout",
+    "shared_zeros",
     "size",
     "stats",
     "timeline",
@@ -91,5 +91,5 @@ __all__ = [
 ]
 
 _process.finalize_at_exit()
-_followers.print_short()
-_signal.put_stacks_into_dumps()
+_excepthook.install()
+_signal.register_stack_dumper()

@@ -1,4 +1,4 @@
-"""How gradients are dealt out to buckets, which are averaged while backward goes on, in every framework.
+"""Splits gradients into buckets, which are averaged while backward runs, for all frameworks.
 
 Thread rule: pure functions.
 """
@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 from dl_comm._errors import ArgumentError
 
-# The first bucket is small, so that the first average starts early.
+# The first bucket is small, so that the first call starts early.
 FIRST_BUCKET_BYTES = 1 << 20
 _VARIABLE = "DL_COMM_BUCKET_MB"
 _Item = TypeVar("_Item")
 
 
 def bucket_bytes(bucket_mb: float | None = None) -> int | None:
-    """Give the size of a bucket that the argument (MiB) or the environment asks for; None when neither does.
+    """Return the bucket size in bytes from the argument (MiB) or the environment; None if neither is set.
 
-    Raises `dl_comm.ArgumentError` when it makes no sense.
+    Raises `dl_comm.ArgumentError` when it is not a positive number.
     """
     name: str = "bucket_mb"
     given: Any = bucket_mb
@@ -34,12 +34,12 @@ def bucket_bytes(bucket_mb: float | None = None) -> int | None:
     except (TypeError, ValueError):
         size = math.nan
     if not 0 < size < math.inf:
-        raise ArgumentError(f"{name} is '{given}'; the size of a bucket, in MiB, must be positive")
+        raise ArgumentError(f"invalid {name}: '{given}' (the size of a bucket in MiB must be positive)")
     return int(size * 2**20)
 
 
 def split(items: Iterable[_Item], size: Callable[[_Item], int], limit: int) -> Iterator[list[_Item]]:
-    """Cut a list into buckets that are full when they have `limit` bytes, the first when it has 1 MiB."""
+    """Split a list into buckets of at least `limit` bytes, the last one less; the first is full at 1 MiB."""
     part: list[_Item] = []
     filled, bound = 0, min(FIRST_BUCKET_BYTES, limit)
     for item in items:

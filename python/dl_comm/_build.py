@@ -1,10 +1,10 @@
 """Builds the op libraries: C++ against the installed framework, about a minute, no Rust.
 
-Libraries that were built after the install live in a cache, in a folder named by what they depend on: framework and its
-version, Python, dl_comm and its core. Ranks that start together build once: one holds a lock, the others wait for it.
+Libraries built after the install are in a cache, in a folder named by framework and version, Python, dl_comm and its
+core. Ranks that start together build once: one holds a lock, the others wait for it.
 
-What is in the cache is loaded into the process, so it is checked before: that nobody else can have put it there, and
-that it is whole (size and hash, which the build has noted).
+The process loads code from the cache. So it checks first that no other user can have written it, and that it is intact
+(size and hash, stored by the build).
 """
 
 from __future__ import annotations
@@ -32,37 +32,39 @@ from dl_comm._paths import CORE, PACKAGE, SOURCES
 _LIBRARY = {"torch": "libdl_comm_torch.so", "tensorflow": "libdl_comm_tf.so"}
 _OPTION = {"torch": "TORCH", "tensorflow": "TF"}
 _TORCH_CUDA = "libdl_comm_torch_cuda.so"
-_NOTED = "built.json"
-"""In a folder of the cache: the size and the hash of each library. Written last."""
+_MANIFEST = "built.json"
+"""In each folder of the cache: size and hash of each library. Written last."""
 _STABLE_TORCH = (2, 10)
-"""The oldest torch that has what the library uses: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
+"""The oldest supported torch: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
 
 
 def packaged_library(framework: str) -> Path | None:
-    """The library that was built at install, if it serves the framework that is installed now.
+    """The library that was built at install, if it works with the framework that is installed now.
 
-    TensorFlow's is for the one version that it was built for. torch's uses the stable ABI, so it is for every version
-    from ``_STABLE_TORCH`` on; a torch with CUDA needs the library for CUDA too, which a build for one without lacks.
+    TensorFlow's library works with one version. torch's uses the stable ABI and works with every version from
+    ``_STABLE_TORCH`` on. A torch with CUDA also needs the CUDA library, which a build for a CPU torch lacks.
     """
     library = PACKAGE / _LIBRARY[framework]
     built_for = PACKAGE / f"{_LIBRARY[framework]}.built-for"
     if not library.exists() or not built_for.exists():
         return None
     if framework == "torch":
-        serves = _stable(framework_version("torch")) and ((PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda())
+        serves = _has_stable_abi(framework_version("torch")) and (
+            (PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda()
+        )
     else:
         serves = built_for.read_text().strip() == framework_version(framework)
     return library if serves else None
 
 
-def _stable(version: str) -> bool:
-    """Whether this torch (``torch-2.11.0+cu130``) has the stable ABI that the library was compiled for."""
+def _has_stable_abi(version: str) -> bool:
+    """Whether this torch (``torch-2.11.0+cu130``) has the stable ABI that the library needs."""
     found = re.search(r"-(\d+)\.(\d+)", version)
     return found is not None and (int(found[1]), int(found[2])) >= _STABLE_TORCH
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA; torch is not imported for that."""
+    """Whether the installed torch was built with CUDA. Does not import torch."""
     found = importlib.util.find_spec("torch")
     return bool(found and found.origin and (Path(found.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
@@ -74,36 +76,36 @@ def cache_dir() -> Path:
 
 
 def existing_library(framework: str) -> Path | None:
-    """The library for the framework version that is installed now, if it was built already; builds nothing."""
+    """The library for the installed framework version, if it exists; builds nothing."""
     folder = cache_dir() / _key(framework)
-    return packaged_library(framework) or (folder / _LIBRARY[framework] if _whole(folder) else None)
+    return packaged_library(framework) or (folder / _LIBRARY[framework] if _is_intact(folder) else None)
 
 
 def cached_library(framework: str, force: bool = False) -> Path:
-    """The library in the cache, built first where it is not there (or ``force``).
+    """The library in the cache; builds it if it is missing or damaged, or with ``force``.
 
     Raises:
-        ImportError: It cannot be built; the text says why and what to do.
+        ImportError: The build failed; the message has the reason and the fix.
     """
     folder = cache_dir() / _key(framework)
     library = folder / _LIBRARY[framework]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        _refuse_strangers(folder)
-        if _whole(folder) and not force:
+        _check_permissions(folder)
+        if _is_intact(folder) and not force:
             return library
         with _locked(folder / "lock"):
-            if force or not _whole(folder):
-                if (folder / _NOTED).exists() and not force:
+            if force or not _is_intact(folder):
+                if (folder / _MANIFEST).exists() and not force:
                     print(f"dl_comm: {folder} is damaged", file=sys.stderr)
-                for leftover in folder.glob("build.*"):  # of a build that was killed; we hold the lock
+                for leftover in folder.glob("build.*"):  # of a killed build; this process holds the lock
                     shutil.rmtree(leftover)
                 _build(framework, folder)
     except OSError as error:
         raise ImportError(
-            f"dl_comm cannot keep the operations for {framework} in {folder}: {error}; set DL_COMM_CACHE to a folder "
-            "that can be written to and locked"
+            f"dl_comm cannot store the op library for {framework} in {folder}: {error}; set DL_COMM_CACHE to a folder "
+            "that supports writing and locking"
         ) from error
     return library
 
@@ -112,17 +114,17 @@ def _key(framework: str) -> str:
     core = hashlib.sha256(CORE.read_bytes())
     for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         core.update(source.read_bytes())
-    # The library finds the core by its path, so the place of the package counts too.
+    # The library finds the core by its path, so the path of the package is part of the key.
     core.update(str(PACKAGE).encode())
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return f"{framework_version(framework)}-{python}-dl_comm-{__version__}-{core.hexdigest()[:16]}"
 
 
-def _refuse_strangers(folder: Path) -> None:
-    """Makes sure that only this user, root, or who installed dl_comm can have put something into ``folder``.
+def _check_permissions(folder: Path) -> None:
+    """Checks that only this user, root, or the user who installed dl_comm can write to ``folder``.
 
     Raises:
-        ImportError: Another user could; the text says what to do.
+        ImportError: Another user can; the message has the fix.
     """
     trusted = {os.geteuid(), 0, PACKAGE.stat().st_uid}
     for place, others in ((folder.parent, stat.S_IWOTH), (folder, stat.S_IWGRP | stat.S_IWOTH)):
@@ -130,21 +132,21 @@ def _refuse_strangers(folder: Path) -> None:
         sticky = place != folder and about.st_mode & stat.S_ISVTX
         if about.st_uid not in trusted or (about.st_mode & others and not sticky) or not stat.S_ISDIR(about.st_mode):
             raise ImportError(
-                f"dl_comm does not load operations from {place}: another user can write there; set DL_COMM_CACHE to a "
-                "folder of yours, or remove this one"
+                f"dl_comm does not load op libraries from {place}: another user can write there; set DL_COMM_CACHE to "
+                "your own folder, or remove this one"
             )
 
 
-def _whole(folder: Path) -> bool:
-    """Whether the libraries in ``folder`` are as they were built: a full disk, or a copy cut short, leaves others."""
+def _is_intact(folder: Path) -> bool:
+    """Whether the libraries in ``folder`` are complete: a full disk or an interrupted copy damages them."""
     try:
-        noted = json.loads((folder / _NOTED).read_bytes())
-        return bool(noted) and all(_about(folder / name) == about for name, about in noted.items())
-    except (OSError, ValueError, AttributeError):  # not there, or damaged itself
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        return bool(manifest) and all(_size_and_hash(folder / name) == about for name, about in manifest.items())
+    except (OSError, ValueError, AttributeError):  # the manifest is missing or damaged
         return False
 
 
-def _about(library: Path) -> list[int | str]:
+def _size_and_hash(library: Path) -> list[int | str]:
     content = library.read_bytes()
     return [len(content), hashlib.sha256(content).hexdigest()]
 
@@ -157,16 +159,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build(framework: str, folder: Path) -> None:
-    # CMake reads CXX, which may have arguments, by itself.
+    # CMake reads CXX itself; it may contain arguments.
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None and "CXX" not in os.environ:
         raise ImportError(
-            f"dl_comm's operations for {framework} must be compiled once for the installed version, and no C++ "
-            "compiler was found: install one (for instance g++), set CXX, or build where there is one: "
-            "'python -m dl_comm.build'"
+            f"no C++ compiler found to build dl_comm's op library for the installed {framework}: install one (for "
+            "example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
         )
     print(
-        f"dl_comm: building the operations for {framework_version(framework)} (once, about a minute)", file=sys.stderr
+        f"dl_comm: building the op library for {framework_version(framework)} (once, about a minute)", file=sys.stderr
     )
     with tempfile.TemporaryDirectory(prefix="build.", dir=folder) as build:
         options = [
@@ -188,18 +189,18 @@ def _build(framework: str, folder: Path) -> None:
         _run([_tool("cmake"), "--build", build], framework)
         _run([_tool("cmake"), "--install", build], framework)
         libraries = sorted(Path(build, "out").glob("*.so"))
-        noted = Path(build, _NOTED)
-        noted.write_text(json.dumps({library.name: _about(library) for library in libraries}))
-        # A rename is atomic. What others look for comes last.
-        for file in (*libraries, noted):
+        manifest = Path(build, _MANIFEST)
+        manifest.write_text(json.dumps({library.name: _size_and_hash(library) for library in libraries}))
+        # A rename is atomic. The manifest is last, because it makes the folder valid.
+        for file in (*libraries, manifest):
             os.replace(file, folder / file.name)
 
 
 def _tool(name: str, required: bool = True) -> str:
-    beside = Path(sysconfig.get_path("scripts"), name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    in_scripts = Path(sysconfig.get_path("scripts"), name)
+    found = str(in_scripts) if in_scripts.exists() else shutil.which(name)
     if found is None and required:
-        raise ImportError(f"{name} was not found; 'pip install {name}' brings it")
+        raise ImportError(f"{name} not found: run 'pip install {name}'")
     return found or ""
 
 
@@ -207,4 +208,4 @@ def _run(command: list[str], framework: str) -> None:
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-40:])
-        raise ImportError(f"building dl_comm's operations for {framework} failed:\n$ {' '.join(command)}\n{tail}")
+        raise ImportError(f"building dl_comm's op library for {framework} failed:\n$ {' '.join(command)}\n{tail}")

@@ -1,6 +1,6 @@
-"""Files of a job: one rank writes or reads, and the others hear how it went.
+"""Files of a job: one rank writes or reads, and all ranks get the outcome.
 
-Thread rule: the collective functions are called by all ranks in the same order; any thread may call them.
+Thread rule: all ranks call the collective functions in the same order; any thread may call them.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ Location = str | os.PathLike[str]
 
 
 def rank0_path(path: Location) -> Path | None:
-    """``path`` on rank 0, None on the others: for whatever writes nothing when it is given None."""
+    """``path`` on rank 0, None on other ranks: for functions that write nothing when the path is None."""
     return Path(path) if get_rank() == 0 else None
 
 
 def rank_path(path: Location) -> Path:
-    """``path`` with the rank before its suffix, so that each rank has a file of its own: ``log.rank2.txt``."""
+    """``path`` with the rank before its suffix: one file per rank, such as ``log.rank2.txt``."""
     path = Path(path)
     return path.with_name(f"{path.stem}.rank{get_rank()}{path.suffix}")
 
 
 def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
-    """Has rank 0 write a file, while the others wait until it is there. Collective.
+    """Writes a file on rank 0; the other ranks wait until it exists. Collective.
 
     Args:
-        path: The file. It is replaced at once when the new one is complete, so that nobody ever finds half of one.
-        write: Called on rank 0 only, with a path in the same folder and with the same suffix, which it makes a file.
-            It must not call what is collective.
+        path: The file. The complete new file replaces it atomically, so no reader sees a partial file.
+        write: Called on rank 0 only, with a temporary path in the same folder and with the same suffix. It creates that
+            file. It must not call collective functions.
 
     Raises:
-        CommError: On the other ranks, when it failed on rank 0, where its own exception is raised. The file that was
-            there stays.
-        TimeoutError: It took longer than ``DL_COMM_TIMEOUT_S``.
+        CommError: On other ranks, when rank 0 failed; rank 0 raises its own exception. An existing file stays.
+        TimeoutError: Writing took longer than ``DL_COMM_TIMEOUT_S``.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     path = Path(path)
@@ -60,22 +59,22 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
 
 
 def read_on_rank0(path: Location) -> bytes:
-    """The content of a file that rank 0 can read, on all ranks. Collective.
+    """The content of a file that rank 0 reads, on all ranks. Collective.
 
     Raises:
-        CommError: On the other ranks, when it failed on rank 0, where its own exception is raised.
+        CommError: On other ranks, when rank 0 failed; rank 0 raises its own exception.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     content = _on_rank0(Path(path).read_bytes, f"read {path}")
     return _bytes_of_rank0(content, "read_on_rank0")
 
 
-def _on_rank0(act: Callable[[], Any], what: str) -> Any:
-    """What ``act`` gives, on rank 0; None elsewhere. Its exception becomes one on every rank."""
-    name, result, failure = what.partition(" ")[0] + "_on_rank0", None, None
+def _on_rank0(action: Callable[[], Any], description: str) -> Any:
+    """The result of ``action`` on rank 0; None on other ranks. Its exception raises one on every rank."""
+    name, result, failure = description.partition(" ")[0] + "_on_rank0", None, None
     if get_rank() == 0:
         try:
-            result = act()
+            result = action()
         except Exception as error:
             failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -83,7 +82,7 @@ def _on_rank0(act: Callable[[], Any], what: str) -> Any:
     if failure is not None:
         raise failure
     if text:
-        raise CommError(f"rank 0 could not {what}: {text}")
+        raise CommError(f"rank 0 could not {description}: {text}")
     return result
 
 

@@ -1,4 +1,4 @@
-"""The collectives of the plugin's Python interface, on arrays and tensors of any framework."""
+"""The collectives of the plugin's Python interface, for arrays and tensors of any framework."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def gradients(
     """The mean of every tensor over all ranks. Collective.
 
     Args:
-        tensors: A list of NumPy arrays (C-contiguous), of TensorFlow tensors or variables, of torch tensors, or of
-            arrays in the memory of a GPU that have ``__cuda_array_interface__`` (CuPy, Numba; no towers);
-            float16, bfloat16, float32, float64, int8, uint8, int32 or int64, of any shapes, the same on all ranks. Or,
-            for a process with several replicas of the model, a list of such lists, alike, one for each replica (tower):
-            the mean is then over all towers of all ranks.
-        team: The number of the team that carries it.
-        name: What the ranks must agree on besides types and shapes; it stands in error messages. On a team with a
-            schedule it tells lists of the same types and shapes apart, of two networks say.
-        timeout: The longest that the call may take, in seconds (0 for no limit), instead of the team's.
-        out: Arrays only: those that get the means, instead of new ones; alike, and in one list (or lists by tower).
-            ``out=tensors`` averages in place.
+        tensors: A list of NumPy arrays (C-contiguous), TensorFlow tensors or variables, torch tensors, or GPU arrays
+            with ``__cuda_array_interface__`` (CuPy, Numba; no towers). Types: float16, bfloat16, float32, float64,
+            int8, uint8, int32 or int64. Shapes and types must be the same on all ranks. A process with several replicas
+            of the model passes a list of such lists, one per replica (tower), with equal shapes and types: the mean is
+            over all towers of all ranks.
+        team: The number of the team.
+        name: A name that must be the same on all ranks; error messages contain it. On a team with a schedule it
+            distinguishes lists of equal types and shapes, for example of two networks.
+        timeout: The deadline of this call in seconds (0: no limit), instead of the team's.
+        out: NumPy and GPU arrays only: arrays for the means, with the shapes and types of ``tensors``, in one list (or
+            one list per tower). ``out=tensors`` averages in place.
 
     Returns:
-        ``out``, or a list of new arrays or tensors in the same order (for towers: a list for each). Means of integers
-        are rounded toward zero; float16 and bfloat16 are added up in float32. In a TensorFlow graph: the operations'
-        results; the graph may be built before ``init``. On a team with a schedule (``config_team``): what that says.
+        ``out``, or a list of new arrays or tensors in the same order (for towers: one list per tower). Means of
+        integers round toward zero; float16 and bfloat16 are summed in float32. In a TensorFlow graph: the results of
+        operations; the graph may be built before ``init``. On a team with a schedule: see ``config_team``.
 
     Raises:
-        ArgumentError: The list is empty, holds None or a masked array, an array is not contiguous, ``out`` is unlike
-            the tensors, there is no such team.
-        DTypeError: An element type has no mean, or an entry is no array or tensor.
-        MismatchError: The ranks called different things. Nothing was written, and the next call works.
-        TimeoutError: The ranks that the message names did not come in time; the team refuses further calls.
+        ArgumentError: The list is empty, contains None or a masked array, an array is not contiguous, ``out`` does not
+            match the tensors, or the team does not exist.
+        DTypeError: An element type has no mean, or an entry is not an array or tensor.
+        MismatchError: The ranks issued different collectives. Nothing was written, and the next call works.
+        TimeoutError: The ranks in the message missed the deadline; the team refuses further calls.
         PeerLostError: A rank has ended; the team refuses further calls.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
@@ -57,38 +57,38 @@ def gradients(
     team = checked_team(team)
     if name is not None:
         checked_name(name)
-    # Most lists are of arrays, and short calls take less time than a closer look at them.
-    plain = _are_arrays(tensors)
+    # Fast path: the checks below cost more than a small call.
+    all_numpy = _all_numpy(tensors)
     towers: int | None = None
     flat: Any = tensors
-    if not plain:
+    if not all_numpy:
         towers, flat = as_towers(tensors)
-    framework = None if plain else _framework(flat)
+    framework = None if all_numpy else _framework(flat)
     if framework is not None:
         if out is not None:
-            raise ArgumentError("out is for NumPy arrays; the tensors of a framework get new ones")
+            raise ArgumentError("out is for NumPy and GPU arrays; framework tensors get new tensors")
         given = flat if towers is None else in_towers(flat, towers)
         return list(framework.gradients(given, team, name=name, timeout=timeout))
-    if not plain and _cuda_arrays.are_all(flat):
+    if not all_numpy and _cuda_arrays.all_on_gpu(flat):
         if towers is not None:
-            raise ArgumentError("arrays of a GPU come as one list; run a process for each GPU")
+            raise ArgumentError("GPU arrays have no towers: pass one list, and run one process per GPU")
         return _cuda_arrays.gradients(flat, team, name, limit, None if out is None else list(out))
     means: list[Any]
     if out is None:
         _refuse_masked(flat)
         means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
-    elif out is tensors and plain:
+    elif out is tensors and all_numpy:
         means = flat
     else:
         out_towers, means = as_towers(out, "out")
         _refuse_masked([*flat, *means])
         if (out_towers, len(means)) != (towers, len(flat)):
-            raise ArgumentError(f"out holds {len(means)} arrays; it must be like the {len(flat)} tensors")
+            raise ArgumentError(f"out has {len(means)} arrays; expected {len(flat)}, as tensors")
     _dl_comm.average(flat, means, team, name, towers or 1, limit)
     return means if towers is None else in_towers(means, towers)
 
 
-def _are_arrays(tensors: Any) -> bool:
+def _all_numpy(tensors: Any) -> bool:
     return type(tensors) is list and set(map(type, tensors)) == _ARRAYS
 
 
@@ -96,14 +96,14 @@ def _refuse_masked(arrays: list[Any]) -> None:
     for index, array in enumerate(arrays):
         if isinstance(array, np.ma.MaskedArray):
             raise ArgumentError(
-                f"array {index} is masked, and ranks may differ in their masks: average array.filled(0) and the mask"
+                f"array {index} is masked, and masks may differ between ranks: average array.filled(0) and the mask"
             )
 
 
 def as_towers(tensors: Any, argument: str = "gradients") -> tuple[int | None, list[Any]]:
-    """How many towers ``tensors`` are (None: it is one list of tensors), and all their tensors in one list.
+    """The number of towers (None for a single list of tensors), and the tensors of all towers in one list.
 
-    Raises ArgumentError when a list is empty, holds None, or is longer than another, DTypeError when it is no list.
+    Raises ArgumentError when a list is empty, contains None, or differs in length; DTypeError when it is not a list.
     """
     listed = _listed(tensors, argument)
     if not all(isinstance(tower, (list, tuple)) for tower in listed):
@@ -112,7 +112,7 @@ def as_towers(tensors: Any, argument: str = "gradients") -> tuple[int | None, li
     for index, tower in enumerate(towers):
         if len(tower) != len(towers[0]):
             raise ArgumentError(
-                f"tower {index} has {len(tower)} tensors and tower 0 has {len(towers[0])}; they must be alike"
+                f"tower {index} has {len(tower)} tensors and tower 0 has {len(towers[0])}; all towers must be equal"
             )
     return len(towers), [tensor for tower in towers for tensor in tower]
 
@@ -124,22 +124,22 @@ def in_towers(tensors: list[Any], towers: int) -> list[list[Any]]:
 
 
 def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = None) -> list[Any]:
-    """The values of rank ``root``, on all ranks. Collective.
+    """Copies the values of rank ``root`` to all ranks. Collective.
 
     Args:
-        tensors: As for ``gradients``; bool is possible too.
+        tensors: As for ``gradients``, and bool.
         root: The rank that has the values.
         timeout: As for ``gradients``.
 
     Returns:
-        NumPy and torch: the same arrays and tensors, overwritten in place. TensorFlow: new tensors, which variables
-        have been assigned; in a TF1 graph the caller assigns them.
+        NumPy and torch: the same arrays and tensors, overwritten in place. TensorFlow: new tensors, also assigned to
+        those of ``tensors`` that are variables; in a TF1 graph the caller assigns them.
 
     Raises:
-        ArgumentError: The list is empty, holds None or a masked array, an array is not contiguous or read-only,
-            ``root`` is no rank.
-        DTypeError: An entry is no array or tensor, or of a type that cannot be sent.
-        MismatchError: The ranks called different things.
+        ArgumentError: The list is empty, contains None or a masked array, an array is not contiguous or read-only, or
+            ``root`` is not a rank.
+        DTypeError: An entry is not an array or tensor, or has an unsupported type.
+        MismatchError: The ranks issued different collectives.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit = seconds(timeout)
@@ -148,7 +148,7 @@ def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = 
     framework = _framework(tensors)
     if framework is not None:
         return list(framework.broadcast(tensors, root, timeout=timeout))
-    if _cuda_arrays.are_all(tensors):
+    if _cuda_arrays.all_on_gpu(tensors):
         return _cuda_arrays.broadcast(tensors, root, limit)
     _refuse_masked(tensors)
     _dl_comm.broadcast(tensors, root, None, limit)
@@ -156,17 +156,16 @@ def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = 
 
 
 def average(value: Any) -> Any:
-    """The mean of a metric over all ranks, outside any graph and any team. Collective.
+    """The mean of a metric over all ranks, without a graph or a team. Collective.
 
     Args:
-        value: A NumPy array, which is overwritten and returned; a TensorFlow or torch tensor, whose mean is a new
-            one; or a number, whose mean is returned as a float. Means of integers and bools are new arrays and tensors
-            of float64, which round nothing.
+        value: A NumPy array (overwritten and returned), a TensorFlow or torch tensor (returns a new tensor), or a
+            number (returns a float). Means of integers and bools are new float64 arrays and tensors, without rounding.
 
     Raises:
         ArgumentError: The array is not contiguous, read-only or masked.
-        DTypeError: It is no number, array or tensor, or its elements are no numbers.
-        MismatchError: The ranks called different things.
+        DTypeError: ``value`` is not a number, array or tensor, or its elements are not numbers.
+        MismatchError: The ranks issued different collectives.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     if isinstance(value, np.ndarray):
@@ -189,34 +188,34 @@ def average(value: Any) -> Any:
 
 
 def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
-    """Whether the arrays hold the same bits on all ranks. Collective.
+    """Whether the arrays have the same bits on all ranks. Collective.
 
     Args:
         arrays: A list of NumPy arrays or of framework tensors, the same shapes and types on all ranks.
-        verbose: 1 prints, on every rank that differs from rank 0, which array does.
+        verbose: 1: every rank that differs from rank 0 prints the first array that differs.
 
     Returns:
-        0 when they do, else 1; the same on every rank.
+        0 if all arrays are equal, else 1; the same on every rank.
 
     Raises:
-        ArgumentError: The list is empty or holds None, or a tensor is not dense.
+        ArgumentError: The list is empty or contains None, or a tensor is not dense.
         MismatchError: The lists have different shapes or element types.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    arrays = [_on_host(array) for array in _listed(arrays, "check_buffers_match")]
+    arrays = [_host_array(array) for array in _listed(arrays, "check_buffers_match")]
     _refuse_masked(arrays)
     return 0 if _dl_comm.buffers_match(arrays, bool(verbose)) else 1
 
 
-def _on_host(tensor: Any) -> Any:
-    """The tensor's bits as a NumPy array; without a copy where the framework can."""
-    if hasattr(tensor, "detach"):  # torch, which has types that NumPy lacks
+def _host_array(tensor: Any) -> Any:
+    """The tensor's bits as a NumPy array, without a copy if possible."""
+    if hasattr(tensor, "detach"):  # torch: as bytes, because NumPy lacks some of its types
         if tensor.is_meta or str(tensor.layout) != "torch.strided":
             raise ArgumentError("a tensor is not dense, or has no values; check_buffers_match compares dense ones")
-        # An empty tensor counts as contiguous whatever its strides, which `view` minds.
+        # An empty tensor counts as contiguous with any strides, but `view` checks them.
         tensor = tensor.detach().cpu().contiguous() if tensor.numel() else tensor.new_empty(tensor.shape, device="cpu")
         return (tensor if tensor.dim() else tensor.reshape(1)).view(sys.modules["torch"].uint8).numpy()
-    if isinstance(tensor, np.generic):  # what a TensorFlow session returns for a scalar
+    if isinstance(tensor, np.generic):  # a TensorFlow session returns these for scalars
         return np.asarray(tensor)
     return np.ascontiguousarray(tensor.numpy()) if hasattr(tensor, "numpy") else tensor
 
@@ -234,9 +233,9 @@ def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
 
 
 def _framework(tensors: list[Any]) -> ModuleType | None:
-    """The face for these tensors, by their types; None is NumPy's. Imports no framework that the caller has not."""
+    """The binding for these tensors, by type; None for arrays. Imports only frameworks that the caller uses."""
     names = {type(tensor).__module__.partition(".")[0] for tensor in tensors}
-    # Statements, not calls: AutoGraph warns of a function whose source it does not find, such as import_module.
+    # Import statements: AutoGraph warns about functions without source, such as import_module.
     if not names.isdisjoint(("tensorflow", "keras")):
         from dl_comm import tensorflow
 

@@ -1,4 +1,4 @@
-"""The libraries of CUDA that the core loads by name, where pip has put them."""
+"""Loads the CUDA libraries that the core opens by name, from pip's folders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WANTED = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libnccl.so.2")
 
 @functools.cache
 def preload() -> tuple[str, ...]:
-    """Loads NVRTC and NCCL from this Python's packages, if they are there; the core then finds them by their names.
+    """Loads NVRTC and NCCL from this Python's packages, if installed; the core then finds them by name.
 
-    What is in a folder of ``LD_LIBRARY_PATH`` goes first.
+    A library in a folder of ``LD_LIBRARY_PATH`` takes precedence.
 
     Returns:
-        The files. Without them the core looks where the system's loader does.
+        The loaded files. Without them the core uses the search path of the system's loader.
 
-    Local; may be called from any thread, and does something once.
+    Local; any thread may call it. Only the first call has an effect.
     """
     chosen = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
@@ -41,13 +41,13 @@ def preload() -> tuple[str, ...]:
 
 
 def fits(name: str, driver: int | None) -> bool:
-    """Whether a driver for this major version of CUDA takes what the library makes; True where it is not known."""
+    """Whether a driver for this major version of CUDA accepts the library's output; True if unknown."""
     version = re.fullmatch(r"libnvrtc.*\.so\.(\d+)[.\d]*", name)
     return version is None or driver is None or int(version[1]) <= driver
 
 
 def _driver() -> int | None:
-    """The major version of CUDA that the driver is for; None where there is no driver."""
+    """The major version of CUDA that the driver supports; None without a driver."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion
     except (OSError, AttributeError):

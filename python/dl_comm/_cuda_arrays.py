@@ -1,7 +1,7 @@
-"""Arrays of CuPy, Numba and others in the memory of a GPU: what has ``__cuda_array_interface__`` (version 2 or 3).
+"""GPU arrays of CuPy, Numba and others: objects with ``__cuda_array_interface__`` (version 2 or 3).
 
-A call starts when what is on the arrays' stream is done, and what is put on the stream after it sees the result. The
-stream is the one that the arrays name; the default one of the GPU where they name none.
+A call starts after the earlier work on the arrays' stream, and later work on that stream sees the result. The arrays
+name their stream; without one it is the GPU's default stream.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dl_comm._errors import ArgumentError, DTypeError
 _TYPES = {"<f2": 0, "<f4": 2, "<f8": 3, "|i1": 4, "|u1": 5, "<i4": 6, "<i8": 7, "|b1": 8}
 
 
-def are_all(arrays: list[Any]) -> bool:
-    """Whether all of these are in a GPU's memory.
+def all_on_gpu(arrays: list[Any]) -> bool:
+    """Whether all arrays are in GPU memory.
 
     Raises ArgumentError when only some are.
     """
     on_device = [hasattr(array, "__cuda_array_interface__") for array in arrays]
     if any(on_device) and not all(on_device):
-        raise ArgumentError("some of the arrays are in the memory of a GPU and some are not; average them apart")
+        raise ArgumentError("some arrays are in GPU memory and some are not; use separate calls")
     return all(on_device)
 
 
 def gradients(arrays: list[Any], team: int, name: str | None, limit: float, out: list[Any] | None) -> list[Any]:
-    """The means over all ranks, in ``out``, or in new arrays of the arrays' own library."""
+    """The means over all ranks, in ``out`` or in new arrays of the same library."""
     means = [_like(array) for array in arrays] if out is None else out
-    device, stream, places = _places(arrays, means)
-    _dl_comm.average_on(device, stream, places, team, name, limit)
+    device, stream, descriptors = _device_arrays(arrays, means)
+    _dl_comm.average_on(device, stream, descriptors, team, name, limit)
     return means
 
 
 def broadcast(arrays: list[Any], root: int, limit: float) -> list[Any]:
-    """The arrays, with the values of rank ``root``."""
-    device, stream, places = _places(arrays, arrays)
-    _dl_comm.broadcast_on(device, stream, places, root, None, limit)
+    """Overwrites the arrays with the values of rank ``root``, and returns them."""
+    device, stream, descriptors = _device_arrays(arrays, arrays)
+    _dl_comm.broadcast_on(device, stream, descriptors, root, None, limit)
     return arrays
 
 
@@ -47,38 +47,42 @@ def _like(array: Any) -> Any:
     raise ArgumentError(f"dl_comm cannot make arrays like a {type(array).__name__}; pass out=, arrays for the means")
 
 
-def _places(sources: list[Any], targets: list[Any]) -> tuple[int, int, list[tuple[int, int, int, int, list[int]]]]:
-    """The GPU, the stream, and for each array where it is read, where written, its length, type and shape."""
+def _device_arrays(
+    sources: list[Any], targets: list[Any]
+) -> tuple[int, int, list[tuple[int, int, int, int, list[int]]]]:
+    """The GPU, the stream, and per array: source address, target address, length, dtype code and shape."""
     preload()
     if len(sources) != len(targets):
-        raise ArgumentError(f"out holds {len(targets)} arrays; it must be like the {len(sources)} tensors")
-    device, places = -1, []
+        raise ArgumentError(f"out has {len(targets)} arrays; expected {len(sources)}, as tensors")
+    device, descriptors = -1, []
     streams: set[int] = set()
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        here, there = _interface(source, index), _interface(target, index)
-        if (here["shape"], here["typestr"]) != (there["shape"], there["typestr"]):
+        source_info, target_info = _interface(source, index), _interface(target, index)
+        if (source_info["shape"], source_info["typestr"]) != (target_info["shape"], target_info["typestr"]):
             raise ArgumentError(f"array {index}: source and destination differ")
-        if there["data"][1]:
+        if target_info["data"][1]:
             raise ArgumentError(f"array {index} is read-only; pass a copy of it")
-        shape = [int(extent) for extent in here["shape"]]
+        shape = [int(extent) for extent in source_info["shape"]]
         length = 1
         for extent in shape:
             length *= extent
-        for interface in (here, there) if length else ():
+        for interface in (source_info, target_info) if length else ():
             owner = _dl_comm.gpu_of(interface["data"][0])
             if owner != device and device >= 0:
-                raise ArgumentError(f"array {index} is on GPU {owner}, what is before it on GPU {device}")
+                raise ArgumentError(f"array {index} is on GPU {owner}, the arrays before it on GPU {device}")
             device = owner
-        streams |= {stream for stream in (here.get("stream"), there.get("stream")) if stream is not None}
-        code = _TYPES.get(here["typestr"])
+        streams |= {stream for stream in (source_info.get("stream"), target_info.get("stream")) if stream is not None}
+        code = _TYPES.get(source_info["typestr"])
         if code is None:
-            raise DTypeError(f"array {index} has the element type {here['typestr']}, which dl_comm does not have")
-        places.append((int(here["data"][0]), int(there["data"][0]), length, code, shape))
+            raise DTypeError(
+                f"array {index} has the element type {source_info['typestr']}, which dl_comm does not have"
+            )
+        descriptors.append((int(source_info["data"][0]), int(target_info["data"][0]), length, code, shape))
     if device < 0:
-        raise ArgumentError("the arrays are empty, or their memory is no GPU's that this process uses")
+        raise ArgumentError("the arrays are empty, or their memory is not on a GPU that this process uses")
     if len(streams) > 1:
-        raise ArgumentError("the arrays are on different streams; average them apart, or use them on one stream")
-    return device, streams.pop() if streams else 0, places
+        raise ArgumentError("the arrays are on different streams; use one stream, or separate calls")
+    return device, streams.pop() if streams else 0, descriptors
 
 
 def _interface(array: Any, index: int) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def _interface(array: Any, index: int) -> dict[str, Any]:
     if found.get("strides") is not None and not _is_dense(found):
         raise ArgumentError(f"array {index} is not C-contiguous; pass a contiguous copy of it")
     if found.get("mask") is not None:
-        raise ArgumentError(f"array {index} has a mask, which has no mean")
+        raise ArgumentError(f"array {index} has a mask, which cannot be averaged")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What dl_comm tells of itself while it runs: its numbers, and the last calls of this rank."""
+"""Introspection at run time: statistics, topology, and the last calls of this rank."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dl_comm._errors import StateError
 
 
 def stats() -> dict[str, Any]:
-    """The numbers of this rank since ``init``: what was averaged and broadcast, and where the time went.
+    """Statistics of this rank since ``init``: calls, bytes and times per team.
 
-    ``copied_s``, ``waited_s`` (for ranks of this host), ``reduced_s`` and ``network_s`` (waits included)
-    are seconds of the team's threads; ``queued_s`` (from submission to start) and ``busy_s`` (from start to end) are
-    summed over calls. ``exposed_s`` are the seconds in which callers waited, ``overlap`` is the share of ``busy_s`` in
-    which they did not. ``bytes`` are those of the tensors; ``steps`` go through shared memory, ``flags`` are raised
-    there, ``messages`` and ``sent_bytes`` go to other hosts.
+    Seconds of the team's threads: ``copied_s``, ``waited_s`` (for ranks of this host), ``reduced_s`` and ``network_s``
+    (with waits). Sums over calls: ``queued_s`` (from submission to start) and ``busy_s`` (from start to end).
+    ``exposed_s``: seconds that callers waited; ``overlap``: the fraction of ``busy_s`` in which they did not.
+    ``bytes``: size of the tensors; ``steps``: rounds through shared memory; ``flags``: flags raised there; ``messages``
+    and ``sent_bytes``: traffic to other hosts.
 
     Returns:
-        ``rank``, ``size``, and ``teams``: by team (-1: broadcasts, barriers and metrics) a dict of these numbers and of
-        ``calls`` and ``failed``, how many ended, and how many of them with an error.
+        ``rank``, ``size``, and ``teams``: for each team (-1: broadcasts, barriers and metrics) a dict of these numbers,
+        with ``calls`` (completed calls) and ``failed`` (those with an error).
 
     Raises:
         StateError: ``init_mpi`` was not called, or ``finalize`` was.
 
-    Local; may be called from any thread at any time.
+    Local; any thread may call it at any time.
     """
     found: dict[str, Any] = json.loads(_dl_comm.stats())
     found["teams"] = {int(team): numbers for team, numbers in found["teams"].items()}
@@ -35,16 +35,18 @@ def stats() -> dict[str, Any]:
 
 
 def topology() -> dict[str, Any]:
-    """Where the ranks are, and how each team carries its calls.
+    """The hosts of the ranks, and the GPU path of each team.
 
-    For each team, ``gpu`` is None until it has had a call on tensors in a GPU's memory; then ``path`` is "nccl", "ipc"
-    (kernels on memory that the ranks of a host see in each other), "ipc+staged" (the same within each of several
-    hosts, and slices through host memory between them), "staged" (through host memory) or "alone" (one rank), ``why``
-    tells why it is no better one, ``wait`` who waits for the other ranks ("stream" or "host", of the two with "ipc"),
-    ``gpu``, ``gpu_name`` and ``gpu_uuid`` which GPU it is, ``mps`` whether NVIDIA's Multi-Process Service runs, and
-    ``device_bytes`` how much of its memory the team has taken, and ``calls_in_chunks`` how many long calls by "ipc"
-    went through that memory in chunks, because tensors of a rank are in memory that others cannot open (torch's
-    expandable segments, memory pools).
+    For each team, ``gpu`` is None before its first call with GPU tensors, then a dict:
+
+    - ``path``: "nccl"; "ipc" (kernels on memory that the ranks of a host share); "ipc+staged" ("ipc" within each host,
+      and shards through host memory between hosts); "staged" (through host memory); or "alone" (one rank);
+    - ``why``: the reason why no faster path is used;
+    - ``wait``: "stream" or "host", whichever waits for the other ranks (with "ipc" and "ipc+staged");
+    - ``gpu``, ``gpu_name``, ``gpu_uuid``: the GPU; ``mps``: whether NVIDIA's Multi-Process Service runs;
+    - ``device_bytes``: GPU memory that the team has allocated;
+    - ``calls_in_chunks``: long calls by "ipc" that copied chunks through this memory, because other ranks cannot open a
+      rank's tensors (torch's expandable segments, memory pools).
 
     Returns:
         ``rank``, ``size``, ``hosts``, ``local_rank``, ``local_size``, ``ranks`` (a list: ``rank``, ``host``,
@@ -54,35 +56,35 @@ def topology() -> dict[str, Any]:
     Raises:
         StateError: ``init_mpi`` was not called, or ``finalize`` was.
 
-    Local; may be called from any thread at any time.
+    Local; any thread may call it at any time.
     """
-    told: dict[str, Any] = json.loads(_dl_comm.describe())
+    described: dict[str, Any] = json.loads(_dl_comm.describe())
     _dl_comm.rank()  # raises before init
-    if told["state"] != "started":
-        raise StateError("dl_comm was finalised; its teams are gone")
+    if described["state"] != "started":
+        raise StateError("dl_comm is finalized and has no teams")
     kept = ("rank", "size", "hosts", "local_rank", "local_size")
-    ranks = [{key: rank[key] for key in ("rank", "host", "local_rank", "pid")} for rank in told["ranks"]]
-    teams = {team["id"]: {key: team[key] for key in ("threads", "prec_level", "gpu")} for team in told["teams"]}
-    return {**{key: told[key] for key in kept}, "ranks": ranks, "teams": teams}
+    ranks = [{key: rank[key] for key in ("rank", "host", "local_rank", "pid")} for rank in described["ranks"]]
+    teams = {team["id"]: {key: team[key] for key in ("threads", "prec_level", "gpu")} for team in described["teams"]}
+    return {**{key: described[key] for key in kept}, "ranks": ranks, "teams": teams}
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Writes the last calls of this rank and what it waits for, as JSON, for ``python -m dl_comm.analyze_dumps``.
+    """Writes the last calls and the current wait of this rank, as JSON, for ``python -m dl_comm.analyze_dumps``.
 
-    The same is written by itself when a team fails, when a call has waited for ``DL_COMM_STALL_WARN_S``, and on
+    dl_comm also writes this file when a team fails, when a call has waited for ``DL_COMM_STALL_WARN_S``, and on
     SIGUSR1.
 
     Args:
-        folder: Where; None is what ``DL_COMM_DUMP_DIR`` says, or a folder of the job under that for temporary files.
-            The file is ``rankN.json``; a later one takes its place.
+        folder: The folder; None: ``DL_COMM_DUMP_DIR``, else a folder of the job in the folder for temporary files. The
+            file is ``rankN.json``; a later dump replaces it.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         CommError: The file cannot be written.
         StateError: ``init_mpi`` was not called, or ``finalize`` was.
 
-    Local; may be called from any thread, also while another one waits in a call.
+    Local; any thread may call it, also while another thread waits in a call.
     """
     return Path(_dl_comm.dump(None if folder is None else os.fspath(folder)))

@@ -1,4 +1,4 @@
-"""The compiled module: arrays in, calls of the C API out. Private; ``dl_comm`` is the interface."""
+"""The compiled module: calls the C API with arrays. Private; ``dl_comm`` is the public interface."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The exceptions of dl_comm, and the one place where error codes become exceptions."""
+"""The exceptions of dl_comm, and the conversion of error codes to exceptions."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import re
 
 
 class CommError(RuntimeError):
-    """Something went wrong in dl_comm; the base of all its exceptions."""
+    """An error of dl_comm; the base of all its exceptions."""
 
-    # By this AutoGraph knows that it can make the exception from a text. It raises a StagingError for all others.
+    # AutoGraph recreates exceptions that have this constructor. It raises a StagingError instead of all others.
     __init__ = Exception.__init__
 
 
 class ArgumentError(CommError, ValueError):
-    """An argument is wrong. Nothing was done; the next call works."""
+    """An argument is invalid. Nothing was done; the next call works."""
 
 
 class DTypeError(CommError, TypeError):
-    """The element type has no meaning for the operation. Nothing was done; the next call works."""
+    """The operation does not support the element type. Nothing was done; the next call works."""
 
 
 class StateError(CommError):
-    """Called before ``init``, after ``finalize``, or in a helper of a rank. Nothing was done."""
+    """Called before ``init``, after ``finalize``, or in a helper process of a rank. Nothing was done."""
 
 
 class MismatchError(CommError):
-    """The ranks called different things; the text shows who called what. Nothing was written; the next call works."""
+    """The ranks issued different collectives; the message lists each call. Nothing was written; the next call works."""
 
 
-class TimeoutError(CommError, builtins.TimeoutError):  # noqa: A001 - the name that the builtin has
-    """A call was not complete at its deadline (``DL_COMM_TIMEOUT_S``). The team cannot be used any more."""
+class TimeoutError(CommError, builtins.TimeoutError):  # noqa: A001 - the name of the builtin
+    """A call missed its deadline (``DL_COMM_TIMEOUT_S``). The team cannot be used any more."""
 
 
 class PeerLostError(CommError):
@@ -56,9 +56,9 @@ def from_code(code: int, message: str) -> CommError:
 
 
 def translate(error: BaseException) -> BaseException:
-    """The exception that an op library put into the text of a framework's exception, else ``error`` itself.
+    """The dl_comm exception that the text of a framework's exception contains, else ``error`` itself.
 
-    Where the handler of a signal has raised an exception meanwhile, that one.
+    If a signal handler raised an exception during the wait, returns that one.
     """
     from dl_comm import _dl_comm
 

@@ -1,6 +1,7 @@
-"""Which frameworks are installed, in which version; found without importing them.
+"""Finds the installed frameworks and their versions without importing them.
 
-Stands alone: the build driver runs this file as a script, ``python _frameworks.py torch``, before there is a package.
+Needs no other module: the build driver runs this file as a script, ``python _frameworks.py torch``, before the package
+exists.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 
 FRAMEWORKS = ("torch", "tensorflow")
 
-# The names under which a framework is distributed, the usual one first.
+# The distributions of a framework, the usual one first.
 _DISTRIBUTIONS = {
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu"),
@@ -28,16 +29,16 @@ def framework_version(framework: str) -> str:
     """Distribution and version of the installed framework, such as ``torch-2.11.0``.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: The framework is not installed.
     """
     if is_installed(framework):
         for name in _DISTRIBUTIONS[framework]:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 return f"{name}-{importlib.metadata.version(name)}"
-        # Slow, it reads every distribution's list of files.
+        # Slow: reads every distribution's list of files.
         for name in importlib.metadata.packages_distributions().get(framework, ()):
             return f"{name}-{importlib.metadata.version(name)}"
-    raise ImportError(f"{framework} is not installed; 'pip install dl_comm[{framework}]' brings it")
+    raise ImportError(f"{framework} is not installed: run 'pip install dl_comm[{framework}]'")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which GPU a rank works on: by turns, by its number among the ranks of its host."""
+"""Assigns GPUs to ranks: local rank modulo GPU count."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dl_comm.run._child import visible_gpus
 
 
 def pin() -> int | None:
-    """Leaves this process one GPU: number ``local_rank`` modulo how many it sees. More ranks than GPUs share them.
+    """Restricts this process to one GPU: ``local_rank`` modulo the number of visible GPUs. Extra ranks share GPUs.
 
-    Before CUDA is used the process sees that GPU only (``CUDA_VISIBLE_DEVICES``). Where torch has used CUDA already, if
-    only to ask ``torch.cuda.is_available()``, its current device is set instead; where TensorFlow has counted its
-    GPUs, it sees that one only.
+    Before the first use of CUDA, sets ``CUDA_VISIBLE_DEVICES``. If torch has already used CUDA, even by
+    ``torch.cuda.is_available()``, sets torch's current device instead. If TensorFlow has already listed its GPUs, sets
+    TensorFlow's visible device.
 
     Returns:
-        The number of the GPU among those that the process saw; None where it sees none.
+        The index of the GPU among the GPUs that were visible; None without a GPU.
 
     Raises:
         StateError: TensorFlow has used its GPUs already.
@@ -28,13 +28,13 @@ def pin() -> int | None:
     gpus = visible_gpus()
     rank, size = _dl_comm.local_rank(), _dl_comm.local_size()
     if not gpus:
-        _say(rank, "pin_gpu: there is no GPU")
+        _log(rank, "pin_gpu: there is no GPU")
         return None
     index = rank % len(gpus)
     if size > len(gpus) > 1 or (len(gpus) == 1 and size > 1 and not _was_pinned()):
-        _say(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
+        _log(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     torch = sys.modules.get("torch")
-    if torch is not None and (torch.cuda.is_initialized() or _has_counted()):
+    if torch is not None and (torch.cuda.is_initialized() or _driver_started()):
         torch.cuda.set_device(index)
         return index
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
@@ -45,15 +45,15 @@ def pin() -> int | None:
 
 def _pin_tensorflow(tensorflow: Any, index: int, count: int) -> None:
     devices = tensorflow.config.list_physical_devices("GPU")
-    if len(devices) == count > 1:  # counted before this process saw one only
+    if len(devices) == count > 1:  # TensorFlow listed them before the restriction
         try:
             tensorflow.config.set_visible_devices(devices[index], "GPU")
         except RuntimeError as error:
-            raise StateError("pin_gpu comes too late: TensorFlow has used its GPUs; call init before") from error
+            raise StateError("pin_gpu is too late: TensorFlow has used its GPUs; call init earlier") from error
 
 
-def _has_counted() -> bool:
-    """Whether the driver has started in this process: then it does not look at ``CUDA_VISIBLE_DEVICES`` any more."""
+def _driver_started() -> bool:
+    """Whether the CUDA driver is initialized in this process: it then ignores changes of ``CUDA_VISIBLE_DEVICES``."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -63,10 +63,10 @@ def _has_counted() -> bool:
 
 
 def _was_pinned() -> bool:
-    """Whether somebody has left this process one GPU of several: a launcher that pins."""
+    """Whether a launcher has already restricted this process to one GPU of several."""
     return "CUDA_VISIBLE_DEVICES" in os.environ and len(visible_gpus({})) > 1
 
 
-def _say(local_rank: int, words: str) -> None:
+def _log(local_rank: int, text: str) -> None:
     if local_rank == 0:
-        print(f"dl_comm: {words}", file=sys.stderr)
+        print(f"dl_comm: {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Finds, or has built, the op library for the installed framework, and makes sure that it shares this core."""
+"""Finds or builds the op library for the installed framework, and checks that it uses this core."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dl_comm._build import cached_library, packaged_library
 def ops_library(framework: str) -> str:
     """The path of the op library for ``framework`` (``"torch"`` or ``"tensorflow"``).
 
-    It comes with the package when it was built at install, else from the cache, where it is built when it is not there.
+    Uses the library that was built at install, else the one in the cache, which it builds if it is missing.
 
     Raises:
-        ImportError: The framework is not installed, or the library cannot be built; the text says why and what to do.
+        ImportError: The framework is not installed, or the build failed; the message has the reason and the fix.
     """
     return str(packaged_library(framework) or cached_library(framework))
 
 
 def check_one_core(path: str, core_id: int) -> None:
-    """Makes sure that the op library at ``path`` uses the core that this package uses.
+    """Checks that the op library at ``path`` uses the same core as this package.
 
     Raises:
-        ImportError: It has loaded a second core, so it would know nothing of ``init``.
+        ImportError: The op library has loaded a second core, which ``init`` would not initialize.
     """
     mine = _dl_comm.core_id()
     if core_id != mine:

@@ -1,4 +1,4 @@
-"""NumPy arrays in memory that the ranks of a host see in each other."""
+"""NumPy arrays in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from dl_comm._errors import ArgumentError
 
 
 class _Block:
-    """Shared memory, given back when the last array in it goes."""
+    """Shared memory, freed with the last array in it."""
 
     def __init__(self, size: int) -> None:
         self._owner = os.getpid()
         self._address = 0
         self._address = _dl_comm.alloc(size)
-        # What numpy.asarray reads; the arrays that it makes keep this object alive.
+        # Read by numpy.asarray; its arrays keep this object alive.
         self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (self._address, False)}
 
     def __del__(self) -> None:
-        # A forked child has the file of its parent, which goes on using it.
+        # A forked child shares the block with its parent, which still uses it.
         if self._address and os.getpid() == self._owner:
             _dl_comm.free(self._address)
 
 
-def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-    """An array of zeros in memory that all ranks of the host see in each other.
+def shared_zeros(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+    """An array of zeros in memory that all ranks of the host share.
 
-    An average in place (``gradients(arrays, out=arrays)``) of arrays that all lie there, on all ranks, copies nothing
-    on a job of one host: every rank reads its share of all ranks' arrays and writes the mean to them. Everywhere else
-    the array is as good as another. Not collective.
+    On one host, an allreduce in place (``gradients(arrays, out=arrays)``) makes no copies if all arrays of all ranks
+    are in this memory: each rank reads its shard of all ranks' arrays and writes the mean to them. In all other calls
+    it is an ordinary array. Not collective.
 
     Args:
         shape: The extents, or the number of elements.
-        dtype: The element type; any of NumPy's but objects.
+        dtype: Any NumPy element type except object.
 
     Returns:
-        A C-contiguous array. It may be used after ``finalize``; its memory is given back when the last view of it has
-        gone.
+        A C-contiguous array. It stays valid after ``finalize``; its memory is freed with its last view.
 
     Raises:
-        ArgumentError: The shape has a negative extent, or the type is that of Python objects.
+        ArgumentError: The shape has a negative extent, or the element type is object.
         CommError: The file system of ``DL_COMM_SHM_DIR`` is full, or there is no shared memory.
         StateError: ``init`` or ``init_mpi`` was not called, or ``finalize`` was.
     """

@@ -1,6 +1,6 @@
 """The mean of a dict of metrics over the ranks.
 
-Thread rule: collective, and so called by all ranks in the same order; any thread may call it.
+Thread rule: collective: all ranks call it in the same order. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from dl_comm._process import CONTROL_TEAM
 
 
 def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
-    """The means of named numbers over all ranks, all in one call. Collective.
+    """The means of named numbers over all ranks, in one call. Collective.
 
     Args:
-        metrics: Names and numbers: Python's, NumPy's, or tensors of one element of any framework. The same names on
-            all ranks, in any order. They are averaged in float64, so means of counts are not rounded; NaN stays NaN.
-        weight: How much this rank counts, for instance the number of its samples. What a rank of weight 0 gives is
+        metrics: Names and numbers: Python or NumPy numbers, or tensors with one element of any framework. The same
+            names on all ranks, in any order. The mean is computed in float64, so counts are not rounded; NaN stays NaN.
+        weight: The weight of this rank, for example its number of samples. The numbers of a rank of weight 0 are
             ignored.
 
     Returns:
-        The names, in the order of ``metrics``, with their means as floats: sum of weight * number over sum of weights.
+        The names, in the order of ``metrics``, with their means as floats: sum(weight * number) / sum(weight).
 
     Raises:
         ArgumentError: ``weight`` is negative or not finite, or it is 0 on all ranks.
-        DTypeError: ``metrics`` is no mapping, a name is not a string, or a value not a number.
-        MismatchError: The ranks gave different names; the text has them.
+        DTypeError: ``metrics`` is not a mapping, a name is not a string, or a value is not a number.
+        MismatchError: The ranks passed different names; the message lists them.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     if not isinstance(metrics, Mapping):
-        raise DTypeError(f"average_metrics takes names and numbers, a dict, not a {type(metrics).__name__}")
+        raise DTypeError(f"average_metrics takes a dict of names and numbers, not a {type(metrics).__name__}")
     if not (weight >= 0 and math.isfinite(weight)):
-        raise ArgumentError(f"weight is {weight!r}; it is a finite number from 0")
+        raise ArgumentError(f"invalid weight: {weight!r} (expected a finite number >= 0)")
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     names = sorted(numbers)
-    # A rank without samples often has NaN for a metric: it must not count with weight 0 either.
+    # A rank without samples often has NaN metrics, and 0 * NaN is NaN.
     products = [weight * numbers[name] if weight else 0.0 for name in names]
     means = np.array([*products, weight], np.float64)
     # The names are part of the call's name, which the ranks must agree on.
     _dl_comm.average([means], [means], CONTROL_TEAM, f"average_metrics({', '.join(map(repr, names))})")
     if means[-1] == 0:
-        raise ArgumentError("the weight is 0 on all ranks; at least one of them must count")
+        raise ArgumentError("the weight is 0 on all ranks; at least one must be positive")
     by_name = dict(zip(names, (means[:-1] / means[-1]).tolist(), strict=True))
     return {name: by_name[name] for name in metrics}
 
 
 def _number(name: Any, value: Any) -> float:
     if not isinstance(name, str):
-        raise DTypeError(f"the name of a metric is a string, not a {type(name).__name__}")
+        raise DTypeError(f"the name of a metric must be a string, not a {type(name).__name__}")
     if isinstance(value, np.ma.MaskedArray):
-        raise DTypeError(f"metric {name!r} is masked; give a number, value.filled(0) for instance")
+        raise DTypeError(f"metric {name!r} is masked; pass a number, for example value.filled(0)")
     try:
-        # item() and numpy() take what np.asarray does not: bfloat16, torch's tensors that require gradients.
+        # item() and numpy() also convert bfloat16, and torch tensors that require gradients; np.asarray does not.
         for method in ("item", "numpy"):
             if hasattr(value, method):
                 value = getattr(value, method)()
@@ -65,7 +65,7 @@ def _number(name: Any, value: Any) -> float:
         array = np.asarray(value)
         if array.size == 1 and not isinstance(array.flat[0], (str, bytes)) and not np.iscomplexobj(array):
             return float(array.flat[0])
-        why = ""
+        reason = ""
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        why = f": {error}"
-    raise DTypeError(f"metric {name!r} is no number but a {type(value).__name__}{why}")
+        reason = f": {error}"
+    raise DTypeError(f"metric {name!r} is not a number but a {type(value).__name__}{reason}")

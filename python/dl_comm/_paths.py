@@ -1,4 +1,4 @@
-"""Where the installed package keeps its files."""
+"""The files of the installed package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Signals: Python's stacks in dumps, and SIGUSR1 before dl_comm is up.
+"""SIGUSR1 before ``init``, and Python stacks in dumps.
 
-SIGUSR1 asks for a dump, and must not end a process that has nothing to dump yet.
+SIGUSR1 requests a dump. It must not end a process that has nothing to dump yet.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 from types import FrameType
 
 
-def survive_sigusr1() -> None:
-    """Keeps SIGUSR1 from ending this process, unless somebody has a handler. The core's handler comes before this."""
-    # Python lets only the main thread change handlers.
+def handle_early_sigusr1() -> None:
+    """Installs a SIGUSR1 handler, unless there is one. The core's handler runs before it."""
+    # Python allows only the main thread to set handlers.
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _early)
 
@@ -23,17 +23,17 @@ def survive_sigusr1() -> None:
 def _early(_number: int, _frame: FrameType | None) -> None:
     core = sys.modules.get("dl_comm._dl_comm")
     if core is not None and core.is_up():
-        return  # it writes a dump
-    print("dl_comm: SIGUSR1 before init(): there are no calls to dump; the stacks are", file=sys.stderr, flush=True)
+        return  # the core writes a dump
+    print("dl_comm: SIGUSR1 before init(): there are no calls to dump; stacks:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=2)
 
 
-def put_stacks_into_dumps() -> None:
-    """Has faulthandler write Python's stacks when the core asks, which needs no GIL: the rank may hang with it."""
+def register_stack_dumper() -> None:
+    """Registers faulthandler to write Python's stacks on the core's signal. It needs no GIL, which a hang may hold."""
     from dl_comm import _dl_comm
 
-    number = signal.SIGRTMAX - 9  # of those that the C library leaves to programs
+    number = signal.SIGRTMAX - 9  # available to programs: the C library does not use it
     if signal.getsignal(number) == signal.SIG_DFL:
-        file = os.memfd_create("dl_comm stacks")  # open as long as the process
+        file = os.memfd_create("dl_comm stacks")  # stays open until the process exits
         faulthandler.register(number, file=file)
         _dl_comm.stacks_from(number, file)

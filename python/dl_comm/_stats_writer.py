@@ -1,4 +1,4 @@
-"""The numbers of ``dl_comm.stats`` as curves: what changed since the last look, for TensorBoard and the like."""
+"""Statistics of ``dl_comm.stats`` as curves over time, for TensorBoard and others."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ Write = Callable[[str, float, int], None]
 
 
 class StatsWriter:
-    """Writes what dl_comm did since the last time, as a few curves.
+    """Writes communication statistics of the last interval as curves.
 
     Args:
-        writer: Where they go: a ``torch.utils.tensorboard.SummaryWriter`` (or what has its ``add_scalar``), a writer of
-            ``tf.summary.create_file_writer``, a function of (name, value, step), or None, for ``read`` alone.
-        prefix: What the names of the curves start with.
+        writer: A ``torch.utils.tensorboard.SummaryWriter`` (or an object with ``add_scalar``), a writer of
+            ``tf.summary.create_file_writer``, a function of (name, value, step), or None, to use ``read`` only.
+        prefix: The prefix of the curves' names.
 
-    The curves, over all teams that average gradients, of this rank:
+    The curves of this rank, over all teams that average gradients:
 
-    - ``calls``: averages a second; ``mib``: MiB of tensors averaged, a second;
-    - ``exposed``: the share of the time in which callers waited for communication; 0 is hidden altogether;
-    - ``overlap``: the share of the averages' time in which no caller waited; 1 is hidden altogether;
-    - ``waited``: the share of the time in which the teams' threads waited for other ranks, which are late then.
+    - ``calls``: calls per second; ``mib``: MiB of tensors per second;
+    - ``exposed``: the fraction of time that callers waited for communication; 0: fully hidden;
+    - ``overlap``: the fraction of communication time in which no caller waited; 1: fully hidden;
+    - ``waited``: the fraction of time that the teams' threads waited for late ranks.
 
-    Local. Write on rank 0 only, or give each rank a folder of its own. Thread rule: one thread at a time.
+    Local. Write on rank 0 only, or to one folder per rank. Thread rule: one thread at a time.
     """
 
     def __init__(self, writer: Any = None, prefix: str = "dl_comm") -> None:
-        """Starts the first interval. Raises ArgumentError when ``writer`` is none of those, StateError before init."""
+        """Starts the first interval. Raises ArgumentError for an unsupported ``writer``, StateError before init."""
         self._write = _function(writer)
         self._prefix = prefix
         self._since = time.monotonic()
-        self._before = _sums()
+        self._last_sums = _sums()
 
     def read(self) -> dict[str, float]:
-        """The curves' values, by name, since the last time (or the start), whose interval ends with this call."""
+        """Returns the values of the interval since the last call (or the start), by name; starts a new interval."""
         now, sums = time.monotonic(), _sums()
         seconds = max(now - self._since, 1e-9)
-        change = {key: value - self._before[key] for key, value in sums.items()}
-        self._since, self._before = now, sums
-        busy = change["busy_s"]
+        change = {key: value - self._last_sums[key] for key, value in sums.items()}
+        self._since, self._last_sums = now, sums
+        comm_seconds = change["busy_s"]
         values = {
             "calls": change["calls"] / seconds,
             "mib": change["bytes"] / 2**20 / seconds,
             "exposed": change["exposed_s"] / seconds,
-            "overlap": min(max(1 - change["exposed_s"] / busy, 0.0), 1.0) if busy > 0 else 0.0,
+            "overlap": min(max(1 - change["exposed_s"] / comm_seconds, 0.0), 1.0) if comm_seconds > 0 else 0.0,
             "waited": (change["waited_s"] + change["network_s"]) / seconds,
         }
         return {f"{self._prefix}/{name}": value for name, value in values.items()}
@@ -83,4 +83,4 @@ def _function(writer: Any) -> Write:
         return write
     if callable(writer):
         return lambda name, value, step: writer(name, value, step)
-    raise ArgumentError(f"writer is a {type(writer).__name__}; it has add_scalar or as_default, or is a function")
+    raise ArgumentError(f"invalid writer: a {type(writer).__name__} (expected add_scalar, as_default, or a function)")

@@ -1,6 +1,6 @@
 """``python -m dl_comm.build [torch] [tensorflow] [--force]``: builds the op libraries for the installed frameworks.
 
-Without names: for every framework that is installed. Prints the path of each library.
+Without arguments, builds for every installed framework. Prints the path of each library.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dl_comm._frameworks import FRAMEWORKS, is_installed
 
 
 def main() -> None:
-    """Builds what the command line asks for."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m dl_comm.build", description=__doc__.split("\n\n")[1])
     parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"one of {', '.join(FRAMEWORKS)}")
-    parser.add_argument("--force", action="store_true", help="build even what is built already")
+    parser.add_argument("--force", action="store_true", help="rebuild existing libraries")
     arguments = parser.parse_args()
     for name in arguments.frameworks:
         if name not in FRAMEWORKS:
-            parser.error(f"{name} is none of {', '.join(FRAMEWORKS)}")
+            parser.error(f"unknown framework {name} (expected one of {', '.join(FRAMEWORKS)})")
     wanted = arguments.frameworks or [framework for framework in FRAMEWORKS if is_installed(framework)]
     if not wanted:
-        print("no framework is installed here: nothing to build")
+        print("no framework is installed: nothing to build")
     for framework in wanted:
         library = None if arguments.force else packaged_library(framework)
         print(f"{framework}: {library or cached_library(framework, arguments.force)}")

@@ -1,18 +1,17 @@
-"""Steps, epochs and learning rates of a training that many ranks share. Arithmetic only, no communication.
+"""Steps, epochs and learning rates for data-parallel training. Arithmetic only, no communication.
 
-A schedule gives the learning rate of a step, counted from 0: first a `WarmUp`, if there is one, then a decay::
+A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay::
 
     steps = training.steps_per_epoch(ntrain, batch_size)
     rate = training.scaled_lr(0.1)
     rate = training.WarmUp(5 * steps, training.Cosine(rate, 90 * steps))
     rate(0)  # 0.1, for any number of ranks
 
-The steps of a decay count from the beginning of the training, with or without a warm-up before it. Where a framework
-wants a schedule of its own there are ``dl_comm.torch.lr_scheduler``, ``dl_comm.tensorflow.learning_rate`` and
-``dl_comm.keras.LearningRate``. ``nranks=None`` means all ranks of the job, which needs ``dl_comm.init_mpi()`` or
-``init()`` before.
+The steps of a decay count from the start of training, with or without a warm-up. For the schedule types of the
+frameworks see ``dl_comm.torch.lr_scheduler``, ``dl_comm.tensorflow.learning_rate`` and ``dl_comm.keras.LearningRate``.
+``nranks=None`` means all ranks of the job, and requires ``dl_comm.init_mpi()`` or ``init()`` first.
 
-Thread rule: everything may be called from any thread; schedules do not change.
+Thread rule: any thread may call everything; schedules are immutable.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ __all__ = [
 
 
 def max_steps(ntrain: int, batch_size: int, nepochs: float, nranks: int | None = None) -> int:
-    """The steps of a whole training: nepochs * ntrain / (nranks * batch_size), rounded up.
+    """The total number of steps: nepochs * ntrain / (nranks * batch_size), rounded up.
 
     Args:
-        ntrain: Samples of the training set, over all ranks.
-        batch_size: Samples that one rank takes in a step.
+        ntrain: Samples in the training set, over all ranks.
+        batch_size: Samples per rank and step.
         nepochs: Passes over the training set.
-        nranks: How many ranks share the work; None: all of the job.
+        nranks: The number of ranks; None: all ranks of the job.
 
     Raises:
         ArgumentError: A number is not positive.
@@ -60,12 +59,12 @@ def max_steps(ntrain: int, batch_size: int, nepochs: float, nranks: int | None =
 
 
 def steps_per_epoch(ntrain: int, batch_size: int, nranks: int | None = None) -> int:
-    """The steps in which all ranks together see the training set once, rounded up. As ``max_steps`` of one epoch."""
+    """The number of steps of one epoch over all ranks, rounded up. As ``max_steps`` with ``nepochs`` = 1."""
     return max_steps(ntrain, batch_size, 1, nranks)
 
 
 def epoch_of(step: float, ntrain: int, batch_size: int, nranks: int | None = None) -> float:
-    """How many times all ranks together have seen the training set after ``step`` steps; 2.5 is in the third epoch.
+    """The number of epochs after ``step`` steps of all ranks; 2.5 is in the third epoch.
 
     Arguments and errors as in ``max_steps``.
     """
@@ -73,17 +72,17 @@ def epoch_of(step: float, ntrain: int, batch_size: int, nranks: int | None = Non
 
 
 def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> float:
-    """The learning rate for the batch of all ranks, from the one that is good for the batch of one.
+    """Scales the learning rate of one rank to the batch of all ranks.
 
     Args:
         lr: The rate for one rank.
-        nranks: How many ranks there are; None: all of the job.
-        rule: ``"linear"``: lr * nranks, together with a warm-up (Goyal et al. 2017, "Accurate, Large Minibatch SGD",
+        nranks: The number of ranks; None: all ranks of the job.
+        rule: ``"linear"``: lr * nranks, for use with a warm-up (Goyal et al. 2017, "Accurate, Large Minibatch SGD",
             arXiv:1706.02677). ``"sqrt"``: lr * sqrt(nranks), which keeps the variance of an update (Krizhevsky 2014,
             "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997).
 
     Raises:
-        ArgumentError: There is no such rule, or ``nranks`` is not positive.
+        ArgumentError: The rule does not exist, or ``nranks`` is not positive.
         StateError: ``nranks`` is None before ``init_mpi``.
     """
     nranks = _ranks(nranks)
@@ -91,27 +90,26 @@ def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> flo
         return lr * nranks
     if rule == "sqrt":
         return lr * math.sqrt(nranks)
-    raise ArgumentError(f"rule is {rule!r}; it is 'linear' or 'sqrt'")
+    raise ArgumentError(f"invalid rule: {rule!r} (expected 'linear' or 'sqrt')")
 
 
 class Schedule(abc.ABC):
     """A learning rate that depends on the step: ``schedule(step)``, with steps from 0.
 
-    A schedule of one's own defines ``rate``. It works in every framework if it uses operators and ``ops`` only.
+    To write another schedule, define ``rate``. It works in every framework if it uses only operators and ``ops``.
     """
 
     def __call__(self, step: float) -> float:
-        """The rate of a step; past the schedule's end that of the end."""
+        """The rate of a step; after the end of the schedule, the final rate."""
         return float(self.rate(np.float64(step), np))
 
     @abc.abstractmethod
     def rate(self, step: Any, ops: Any) -> Any:
-        """The rate as ``ops`` computes it.
+        """Computes the rate with ``ops``.
 
         Args:
-            step: A float64 of ``ops``' kind.
-            ops: ``numpy`` or ``tensorflow``; what both have under the same name can be used (``where``, ``minimum``,
-                ``cos``).
+            step: A float64 value or tensor of ``ops``.
+            ops: ``numpy`` or ``tensorflow``; use only functions that both have (``where``, ``minimum``, ``cos``).
         """
 
 
@@ -128,20 +126,22 @@ class Constant(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Piecewise(Schedule):
-    """A rate that changes at some steps: ``rates[0]`` before ``boundaries[0]``, ``rates[1]`` from there on, ...
+    """A piecewise constant rate: ``rates[0]`` before ``boundaries[0]``, ``rates[1]`` from there on, and so on.
 
-    Raises ArgumentError unless the boundaries rise and there is one rate more than boundaries.
+    Raises ArgumentError unless the boundaries increase and ``rates`` has one entry more.
     """
 
     boundaries: Sequence[float]
     rates: Sequence[float]
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together."""
+        """Check the boundaries and the number of rates."""
         if len(self.rates) != len(self.boundaries) + 1:
-            raise ArgumentError(f"{len(self.boundaries)} boundaries need one rate more, not {len(self.rates)} rates")
+            raise ArgumentError(
+                f"{len(self.boundaries)} boundaries need {len(self.boundaries) + 1} rates, not {len(self.rates)}"
+            )
         if any(late <= early for early, late in zip(self.boundaries, self.boundaries[1:], strict=False)):
-            raise ArgumentError(f"the boundaries {list(self.boundaries)} do not rise")
+            raise ArgumentError(f"the boundaries {list(self.boundaries)} do not increase")
 
     def rate(self, step: Any, ops: Any) -> Any:
         """See ``Schedule``."""
@@ -153,7 +153,7 @@ class Piecewise(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Polynomial(Schedule):
-    """From ``lr`` to ``end`` over ``steps`` steps, as (1 - step / steps) to the given power; 1 is linear."""
+    """From ``lr`` to ``end`` over ``steps`` steps, as (1 - step / steps) ** power; power 1 is linear."""
 
     lr: float
     steps: float
@@ -161,7 +161,7 @@ class Polynomial(Schedule):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check that there are steps."""
+        """Check that the number of steps is positive."""
         _positive("steps", self.steps)
 
     def rate(self, step: Any, ops: Any) -> Any:
@@ -172,14 +172,14 @@ class Polynomial(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Cosine(Schedule):
-    """From ``lr`` to ``end`` over ``steps`` steps, as half a wave of the cosine (Loshchilov, Hutter 2017, SGDR)."""
+    """From ``lr`` to ``end`` over ``steps`` steps, as half a cosine wave (Loshchilov, Hutter 2017, SGDR)."""
 
     lr: float
     steps: float
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check that there are steps."""
+        """Check that the number of steps is positive."""
         _positive("steps", self.steps)
 
     def rate(self, step: Any, ops: Any) -> Any:
@@ -190,14 +190,14 @@ class Cosine(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Exponential(Schedule):
-    """``lr`` times ``factor`` for each ``steps`` steps, smoothly and without an end."""
+    """``lr`` * ``factor`` ** (step / ``steps``), without an end."""
 
     lr: float
     steps: float
     factor: float
 
     def __post_init__(self) -> None:
-        """Check that the numbers mean something."""
+        """Check that steps and factor are positive."""
         _positive("steps", self.steps)
         _positive("factor", self.factor)
 
@@ -208,10 +208,10 @@ class Exponential(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class WarmUp(Schedule):
-    """From ``start`` in equal increments to the rate that ``then`` has after ``steps`` steps; from there ``then``.
+    """Linear warm-up from ``start`` to the rate of ``then`` after ``steps`` steps, followed by ``then``.
 
     The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677): over some epochs from the rate of one rank to that of
-    all. ``start`` None is that rate divided by the number of ranks; 0 steps are no warm-up.
+    all. ``start`` None: the rate of ``then`` at step ``steps`` divided by the number of ranks. 0 steps: no warm-up.
 
     Raises ArgumentError for a negative number of steps, StateError when ``start`` is None before ``init_mpi``.
     """
@@ -221,9 +221,9 @@ class WarmUp(Schedule):
     start: float | None = None
 
     def __post_init__(self) -> None:
-        """Fix the start, which later calls must not ask for."""
+        """Compute the start once: later calls must not depend on the job."""
         if not self.steps >= 0:
-            raise ArgumentError(f"steps is {self.steps!r}; it is 0 or more")
+            raise ArgumentError(f"invalid steps: {self.steps!r} (expected >= 0)")
         if self.start is None:
             object.__setattr__(self, "start", self.then(self.steps) / _ranks(None))
 
@@ -248,5 +248,5 @@ def _ranks(nranks: int | None) -> int:
 
 def _positive(name: str, value: float) -> float:
     if not value > 0:
-        raise ArgumentError(f"{name} is {value!r}; it is more than 0")
+        raise ArgumentError(f"invalid {name}: {value!r} (expected > 0)")
     return value

@@ -1,8 +1,8 @@
-"""ml_comm: ``dl_comm`` under its first name, for scripts that were written for the Cray PE ML Plugin.
+"""ml_comm: ``dl_comm`` under its first name, for scripts of the Cray PE ML Plugin.
 
-Everything is ``dl_comm``'s, one and the same process-wide state. One thing differs: a negative ``ksteps`` of
-``config_team`` counts the blocking calls at the end, as that plugin was measured to do (``cooldown="last"``), unless
-``DL_COMM_COOLDOWN`` or the argument ``cooldown`` says otherwise.
+It shares the process-wide state of ``dl_comm``. One default differs: a negative ``ksteps`` of ``config_team`` counts
+the blocking calls at the end, as measured with that plugin (``cooldown="last"``), unless ``DL_COMM_COOLDOWN`` or the
+argument ``cooldown`` is set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = list(dl_comm.__all__)  # noqa: PLE0605
 
 
 def config_team(*args: Any, cooldown: str | None = None, **kwargs: Any) -> None:  # type: ignore[no-redef]
-    """As ``dl_comm.config_team``, where ``cooldown`` is "last" when neither it nor ``DL_COMM_COOLDOWN`` is given."""
+    """As ``dl_comm.config_team``, with "last" as the default of ``cooldown`` if ``DL_COMM_COOLDOWN`` is not set."""
     if cooldown is None and not os.environ.get("DL_COMM_COOLDOWN"):
         cooldown = "last"
     dl_comm.config_team(*args, cooldown=cooldown, **kwargs)

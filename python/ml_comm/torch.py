@@ -1,4 +1,4 @@
-"""``dl_comm.torch`` under the plugin's first name, with the ``DistributedOptimizer`` of the scripts of its time."""
+"""``dl_comm.torch`` under the plugin's first name, with the ``DistributedOptimizer`` signature of that time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def DistributedOptimizer(  # type: ignore[no-redef] # noqa: N802 (the name is th
     freq: int = 100,
     **options: Any,
 ) -> Any:
-    """``dl_comm.torch.DistributedOptimizer`` with the number of steps first: after the warm-up, steps do not wait.
+    """``dl_comm.torch.DistributedOptimizer`` with ``nstep`` as the second argument: non-blocking after the warm-up.
 
-    ``options`` are the keyword arguments of ``dl_comm.torch.DistributedOptimizer``; the others are described there too.
+    See there for all arguments; ``options`` are its other keyword arguments.
     """
     return _torch.DistributedOptimizer(
         optimizer, nteam, nthread_per_team, nstep=nstep, warmup=warmup, verb=verb, freq=freq, **options

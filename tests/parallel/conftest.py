@@ -45,4 +45,4 @@ def size() -> int:
 def pytest_report_header() -> str:
     """Says which rank this is."""
     mc.init_mpi()
-    return f"rank {mc.get_rank()} of {mc.get_nranks()}, {mc.hosts()} host(s)"
+    return f"rank {mc.get_rank()} of {mc.get_nranks()}, {mc.num_hosts()} host(s)"

@@ -356,7 +356,7 @@ def test_mixed_precision_is_refused_by_compile_or_works(rank, size):
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        with pytest.raises(mc.ArgumentError, match=r"^a DistributedOptimizer cannot be inside .* give [^\n]*$"):
+        with pytest.raises(mc.ArgumentError, match=r"^a DistributedOptimizer cannot be inside .* use [^\n]*$"):
             model.compile(dk.DistributedOptimizer("adam"), loss="mse")
         optimizer = dk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
         x[0, 0] = np.inf if rank == 0 else x[0, 0]  # one rank's gradients are not finite in one of the steps

@@ -51,7 +51,7 @@ def test_a_schedule_of_ones_own_cannot_be_saved() -> None:
     assert float(rate(3)) == 0.125
     with pytest.raises(mc.ArgumentError, match="Halving cannot be saved"):
         rate.get_config()
-    with pytest.raises(mc.ArgumentError, match="no schedule"):
+    with pytest.raises(mc.ArgumentError, match="not a schedule"):
         dk.LearningRate.from_config({"schedule": "Sine"})
 
 

@@ -141,9 +141,9 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
     [
         (lambda a: mc.gradients([a], "a"), mc.ArgumentError, "team 'a' is out of range; teams go from 0"),
         (lambda a: mc.gradients([a], 2**40), mc.ArgumentError, f"team {2**40} is out of range"),
-        (lambda a: mc.gradients([a], name=5), mc.DTypeError, "name is 5; it is a text"),
-        (lambda a: mc.gradients([a], name="a\0b"), mc.ArgumentError, "name is .* without NUL"),
-        (lambda a: mc.gradients([a], name="\ud800"), mc.ArgumentError, "name is .* it is Unicode text"),
+        (lambda a: mc.gradients([a], name=5), mc.DTypeError, "invalid name: 5"),
+        (lambda a: mc.gradients([a], name="a\0b"), mc.ArgumentError, "invalid name: .* without NUL"),
+        (lambda a: mc.gradients([a], name="\ud800"), mc.ArgumentError, "invalid name: .* .expected Unicode text"),
         (lambda a: mc.gradients([a, np.float32(1)]), mc.DTypeError, r"array 1 is a numpy.float32; .*numpy.array\("),
         (lambda a: mc.gradients([a, "x"]), mc.DTypeError, "array 1 is a str"),
         (
@@ -152,7 +152,7 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
             r"^out: array 0 .*\(2,\).*\(3,\) and float32",
         ),
         (lambda a: mc.gradients([a], out=[a.astype(np.int8)]), mc.ArgumentError, "^out: array 0 .*int8.*float32"),
-        (lambda a: mc.gradients([a], out=[a, a]), mc.ArgumentError, "out holds 2 arrays"),
+        (lambda a: mc.gradients([a], out=[a, a]), mc.ArgumentError, "out has 2 arrays"),
         (lambda a: mc.gradients([a], out=a), mc.DTypeError, "^out takes a list"),
         (
             lambda a: mc.gradients([np.ones((2, 3)).T]),
@@ -170,7 +170,7 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
         (lambda a: mc.broadcast([a], 1.5), mc.ArgumentError, "root 1.5"),
         (lambda a: mc.average(np.complex64(1j)), mc.DTypeError, "average needs a number"),
         (lambda a: mc.create_team("a"), mc.ArgumentError, "team 'a'"),
-        (lambda a: mc.create_team(70, nthreads="b"), mc.ArgumentError, "nthreads is 'b'"),
+        (lambda a: mc.create_team(70, nthreads="b"), mc.ArgumentError, "invalid nthreads: 'b'"),
     ],
 )
 def test_errors_are_ours_and_name_the_argument(call: Any, kind: type[Exception], words: str) -> None:
@@ -217,7 +217,7 @@ def test_what_has_no_meaning_is_refused(rank: int, size: int) -> None:
         mc.create_team(0)
     with pytest.raises(mc.ArgumentError, match="nteams"):
         mc.init(nteams=0)
-    with pytest.raises(mc.ArgumentError, match="msglen is 1.5"):
+    with pytest.raises(mc.ArgumentError, match="invalid msglen: 1.5"):
         mc.init(msglen=1.5)  # type: ignore[arg-type]
     with pytest.raises(mc.ArgumentError, match="framework"):
         mc.init(framework="caffe")

@@ -34,7 +34,7 @@ def test_a_small_average_takes_one_step_and_no_message_more_than_its_data(rank: 
     assert change["failed"] == 0
     assert change["bytes"] == 10 * 16
     assert change["steps"] == 10
-    others = mc.hosts() - 1
+    others = mc.num_hosts() - 1
     assert change["flags"] == 10 * (3 if others else 1), "packed; between hosts also reduced, unpacked"
     assert change["messages"] == 10 * 2 * others, "its part to each other host, and the result"
 

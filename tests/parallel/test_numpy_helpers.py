@@ -35,7 +35,7 @@ def test_metrics_are_averaged_in_float64(rank: int, size: int) -> None:
     assert list(means) == list(metrics)
     assert all(type(mean) is float for mean in means.values())
     assert mc.average_metrics({}) == {}
-    with pytest.raises(mc.DTypeError, match="a dict, not a list"):
+    with pytest.raises(mc.DTypeError, match="a dict of names and numbers, not a list"):
         mc.average_metrics([("loss", 1.0)])  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def test_weights_of_ranks(rank: int, size: int) -> None:
     with pytest.raises(mc.ArgumentError, match="0 on all ranks"):
         mc.average_metrics({"loss": 1.0}, 0)
     for wrong in (-1, math.nan, math.inf):
-        with pytest.raises(mc.ArgumentError, match="finite number from 0"):
+        with pytest.raises(mc.ArgumentError, match="finite number >= 0"):
             mc.average_metrics({"loss": 1.0}, wrong)
 
 
@@ -74,9 +74,9 @@ def test_metrics_with_other_names_fail_everywhere(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("wrong", ["0.5", None, [1.0, 2.0], np.zeros(2), 1j, {}])
 def test_a_metric_that_is_no_number(wrong: object) -> None:
-    with pytest.raises(mc.DTypeError, match="'loss' is no number"):
+    with pytest.raises(mc.DTypeError, match="'loss' is not a number"):
         mc.average_metrics({"loss": wrong})
-    with pytest.raises(mc.DTypeError, match="is a string"):
+    with pytest.raises(mc.DTypeError, match="must be a string"):
         mc.average_metrics({1: 1.0})  # type: ignore[dict-item]
 
 
@@ -134,9 +134,9 @@ def test_steps_and_epochs(size: int) -> None:
     assert training.epoch_of(150, 1000, 10, 2) == 3.0
     assert training.epoch_of(5, 100, 10) == 0.5 * size
     for arguments in ((0, 64, 2), (60000, 0, 2), (60000, 64, -1), (60000, 64, math.nan)):
-        with pytest.raises(mc.ArgumentError, match="more than 0"):
+        with pytest.raises(mc.ArgumentError, match="expected > 0"):
             training.max_steps(*arguments)
-    with pytest.raises(mc.ArgumentError, match="nranks is 0"):
+    with pytest.raises(mc.ArgumentError, match="invalid nranks: 0"):
         training.steps_per_epoch(100, 10, 0)
 
 
@@ -176,22 +176,22 @@ def test_warm_up(size: int) -> None:
 
 
 def test_wrong_schedules() -> None:
-    with pytest.raises(mc.ArgumentError, match="one rate more"):
+    with pytest.raises(mc.ArgumentError, match="1 boundaries need 2 rates"):
         training.Piecewise([30], [1.0])
-    with pytest.raises(mc.ArgumentError, match="do not rise"):
+    with pytest.raises(mc.ArgumentError, match="do not increase"):
         training.Piecewise([30, 30], [1.0, 0.1, 0.01])
-    with pytest.raises(mc.ArgumentError, match="steps is 0"):
+    with pytest.raises(mc.ArgumentError, match="invalid steps: 0"):
         training.Cosine(1.0, 0)
-    with pytest.raises(mc.ArgumentError, match="factor is -1"):
+    with pytest.raises(mc.ArgumentError, match="invalid factor: -1"):
         training.Exponential(1.0, 10, -1)
-    with pytest.raises(mc.ArgumentError, match="0 or more"):
+    with pytest.raises(mc.ArgumentError, match="expected >= 0"):
         training.WarmUp(-1, training.Constant(1.0))
 
 
 def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> None:
     told = json.loads(_dl_comm.describe())
     assert (told["state"], told["rank"], told["size"]) == ("started", rank, size)
-    assert (told["hosts"], told["local_rank"], told["local_size"]) == (mc.hosts(), mc.local_rank(), mc.local_size())
+    assert (told["hosts"], told["local_rank"], told["local_size"]) == (mc.num_hosts(), mc.local_rank(), mc.local_size())
     assert [place["rank"] for place in told["ranks"]] == list(range(size))
     mine = told["ranks"][rank]
     assert (mine["host"], mine["pid"], mine["local_rank"]) == (os.uname().nodename, os.getpid(), mc.local_rank())
@@ -200,7 +200,7 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     teams = {team["id"]: team for team in told["teams"]}
     assert {-1, 0, 1} <= teams.keys()
     slot = told["settings"]["DL_COMM_CHUNK_KB"] << 10
-    lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.hosts()))
+    lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.num_hosts()))
     expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "lanes": lanes, "gpu": None}
     assert teams[0] == expected
     known = mc.topology()

@@ -22,7 +22,7 @@ def values(rank: int, count: int, dtype: type) -> np.ndarray:
 def test_shared_memory_changes_no_bit(dtype: type, team: int, rank: int) -> None:
     given = [values(rank, count, dtype) for count in (LONG, 3, 0, 10_001)]
     expected = mc.gradients(given, team)
-    shared = [mc.empty(array.shape, dtype) for array in given]
+    shared = [mc.shared_zeros(array.shape, dtype) for array in given]
     for place, array in zip(shared, given, strict=True):
         place[...] = array
     result = mc.gradients(shared, team, out=shared)
@@ -32,7 +32,7 @@ def test_shared_memory_changes_no_bit(dtype: type, team: int, rank: int) -> None
 
 def test_ranks_whose_memory_is_of_different_kinds(rank: int, size: int) -> None:
     for odd in range(size):
-        place = np.empty(LONG, np.float32) if rank == odd else mc.empty(LONG)
+        place = np.empty(LONG, np.float32) if rank == odd else mc.shared_zeros(LONG)
         place[:] = rank
         mc.gradients([place], 0, out=[place])
         assert (place == np.float32((size - 1) / 2)).all()
@@ -43,7 +43,7 @@ def test_ranks_whose_memory_is_of_different_kinds(rank: int, size: int) -> None:
 
 
 def test_parts_of_shared_arrays(rank: int, size: int) -> None:
-    whole = mc.empty((4, LONG))
+    whole = mc.shared_zeros((4, LONG))
     whole[:] = rank
     mc.gradients([whole[1], whole[3]], 0, out=[whole[1], whole[3]])
     mean = np.float32((size - 1) / 2)
@@ -53,7 +53,7 @@ def test_parts_of_shared_arrays(rank: int, size: int) -> None:
 
 def test_memory_is_given_back_and_starts_as_zeros(rank: int) -> None:
     for _ in range(3):
-        array = mc.empty((1000, 1000), np.int32)
+        array = mc.shared_zeros((1000, 1000), np.int32)
         assert array.flags.c_contiguous
         assert not array.any()
         row = array[5]
@@ -62,20 +62,20 @@ def test_memory_is_given_back_and_starts_as_zeros(rank: int) -> None:
         gc.collect()
         assert (row == 7).all(), "a view keeps it"
         del row
-    assert len({mc.empty(16 << 20, np.uint8).ctypes.data for _ in range(5)}) == 1, "it is used again"
+    assert len({mc.shared_zeros(16 << 20, np.uint8).ctypes.data for _ in range(5)}) == 1, "it is used again"
 
 
 def test_shapes_and_types() -> None:
-    assert mc.empty(3).shape == (3,)
-    assert mc.empty((2, 0), np.float64).shape == (2, 0)
-    assert mc.empty((), np.int8).shape == ()
-    assert mc.empty([2, 3], ml_dtypes.bfloat16).dtype == ml_dtypes.bfloat16
+    assert mc.shared_zeros(3).shape == (3,)
+    assert mc.shared_zeros((2, 0), np.float64).shape == (2, 0)
+    assert mc.shared_zeros((), np.int8).shape == ()
+    assert mc.shared_zeros([2, 3], ml_dtypes.bfloat16).dtype == ml_dtypes.bfloat16
     with pytest.raises(mc.ArgumentError, match="-1"):
-        mc.empty((2, -1))
+        mc.shared_zeros((2, -1))
     with pytest.raises(mc.ArgumentError, match="object"):
-        mc.empty(2, object)
+        mc.shared_zeros(2, object)
     with pytest.raises(mc.CommError, match=r"KiB .*DL_COMM_SHM_DIR"):
-        mc.empty(1 << 50, np.uint8)
+        mc.shared_zeros(1 << 50, np.uint8)
 
 
 def test_out_must_be_like_the_tensors(rank: int) -> None:

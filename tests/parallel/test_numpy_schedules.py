@@ -68,7 +68,7 @@ def test_a_smooth_transition_leaves_a_rising_share(
 ) -> None:
     # A window of 2 calls at both ends: the carries are 0, 1/2, 1, 1, ..., 1, 1/2, 0.
     mc.config_team(TEAM, trans_alg, 2, 12)
-    line = f"dl_comm: trans_alg 16 of team {TEAM} is taken as 1, a smooth transition\n"
+    line = f"dl_comm: trans_alg 16 of team {TEAM} counts as 1, a smooth transition\n"
     assert capfd.readouterr().err == (line if trans_alg == 16 and rank == 0 else "")
     got = means(12, rank, size)
     carries = [0, 0, 0, 0.5, 1, 1, 1, 1, 1, 1, 0.5, 0]

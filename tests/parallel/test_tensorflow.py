@@ -362,7 +362,7 @@ def test_ranks_with_parts_of_a_batch_equal_one_rank_with_all_of_it(rank, size):
     assert mc.check_buffers_match(together, 0) == 0
 
 
-@pytest.mark.parametrize("gradients", [mc.gradients, dt.gradients], ids=["package", "face"])
+@pytest.mark.parametrize("gradients", [mc.gradients, dt.gradients], ids=["package", "binding"])
 def test_a_generator_of_tensors_is_a_list(gradients, rank, size):
     means = gradients(tf.fill([2], float(rank + i)) for i in range(3))
     assert [mean.numpy().tolist() for mean in means] == [[(size - 1) / 2 + i] * 2 for i in range(3)]

@@ -72,5 +72,5 @@ def test_metrics_of_tensorflow(rank: int, size: int) -> None:
     }
     middle = (size - 1) / 2
     assert mc.average_metrics(metrics) == {"loss": middle, "half": middle, "v": 2 * middle}
-    with pytest.raises(mc.DTypeError, match="'loss' is no number"), tf.Graph().as_default():
+    with pytest.raises(mc.DTypeError, match="'loss' is not a number"), tf.Graph().as_default():
         mc.average_metrics({"loss": tf.constant(1.0)})

@@ -43,7 +43,7 @@ class TestMemory:
 
         monkeypatch.setattr(_ops, "average_start", start_and_wait)
         monkeypatch.setattr(_ops, "wait", lambda _: ([], 1.0, 0.0))
-        monkeypatch.setattr(_ops, "forget", lambda _: None)
+        monkeypatch.setattr(_ops, "detach", lambda _: None)
         w, a = zeros(64), zeros(32, 2)
         optimizer = wrap([w, a], bucket_mb=1e-9)
         x = torch.full((64,), rank + 1.0)
@@ -242,7 +242,7 @@ class TestOwners:
             pytest.skip("needs two ranks")
         parameter = zeros(2)
         with monkeypatch.context() as patch:
-            patch.setattr(_optimizer, "_made", _optimizer._made + rank)
+            patch.setattr(_optimizer, "_num_created", _optimizer._num_created + rank)
             optimizer = wrap([parameter], broadcast=False)
         with pytest.raises(dl_comm.MismatchError, match="SGD"):
             parameter.sum().backward()

@@ -91,5 +91,5 @@ def test_metrics_of_torch(rank: int, size: int) -> None:
     metrics = {"loss": loss, "hits": torch.tensor([2 * rank]), "half": torch.tensor(rank, dtype=torch.bfloat16)}
     middle = (size - 1) / 2
     assert mc.average_metrics(metrics) == {"loss": middle, "hits": 2 * middle, "half": middle}
-    with pytest.raises(mc.DTypeError, match="'loss' is no number"):
+    with pytest.raises(mc.DTypeError, match="'loss' is not a number"):
         mc.average_metrics({"loss": torch.zeros(3)})

@@ -200,7 +200,7 @@ def test_after_an_error_the_gradients_are_not_the_teams(set_to_none: bool, rank:
         (parameter * 2.0**step).sum().backward()
         if step == 4:
             parameter.grad.mul_(2.0)
-            with pytest.raises(mc.StateError, match="changed while it was averaged"):
+            with pytest.raises(mc.StateError, match="was changed during its allreduce"):
                 optimizer.step()
         else:
             optimizer.step()

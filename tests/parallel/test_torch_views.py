@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 
 import dl_comm as mc  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-from dl_comm.torch import _arrangement, _ops, _optimizer, _views  # noqa: E402
+from dl_comm.torch import _bucket_plan, _ops, _optimizer, _shared_grads  # noqa: E402
 
 BATCH = 4  # of one rank
 TINY = 1e-9  # a bucket for each parameter
@@ -379,7 +379,7 @@ class TestMemory:
         whole = Model(torch.float64)
         expected = train(usual, whole, cdl.DistributedOptimizer(sgd(whole), team=0), size, rank, sometimes)
         if everywhere or rank == size - 1:
-            monkeypatch.setattr(_views, "empty", full)
+            monkeypatch.setattr(_shared_grads, "shared_zeros", full)
         model = Model(torch.float64)
         optimizer = cdl.DistributedOptimizer(sgd(model), team=0, bucket_mb=0.02)
         assert bits(train(usual, model, optimizer, size, rank, sometimes)) == bits(expected)
@@ -398,10 +398,10 @@ class TestMemory:
         assert torch.equal(model.long.weight.grad, before)
 
     def test_half_of_the_file_system_is_left_to_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _views.Views([torch.zeros(10)], 1)
-        monkeypatch.setattr(_views, "_LEFT", 1.0)
-        with pytest.raises(mc.CommError, match="to spare"):
-            _views.Views([torch.zeros(10)], 1)
+        _shared_grads.SharedGradBuffer([torch.zeros(10)], 1)
+        monkeypatch.setattr(_shared_grads, "_RESERVED_FRACTION", 1.0)
+        with pytest.raises(mc.CommError, match="too little free space"):
+            _shared_grads.SharedGradBuffer([torch.zeros(10)], 1)
 
     def test_after_a_call_that_nobody_waited_for(self, rank: int, size: int) -> None:
         model = Model(torch.float32)
@@ -409,12 +409,12 @@ class TestMemory:
         held: list[torch.Tensor] = []
 
         def again(_: torch.Tensor) -> None:
-            # As if backward came by a parameter twice, with its average under way.
+            # As if backward reached a parameter twice, with its call in flight.
             held.append(model.last.weight.grad)
-            optimizer.__dict__[_optimizer._ATTRIBUTE].gradient_came(0, 0)
+            optimizer.__dict__[_optimizer._ATTRIBUTE].on_gradient_ready(0, 0)
 
         hook = model.first.weight.register_hook(again)
-        with pytest.raises(mc.StateError, match="while it was averaged"):
+        with pytest.raises(mc.StateError, match="during its allreduce"):
             losses(model, size, 0, always)[rank].backward()
         hook.remove()
         optimizer.zero_grad()
@@ -450,7 +450,7 @@ class Ring(nn.Module):
         return x
 
 
-class TestArrangement:
+class TestBucketPlan:
     def test_the_order_of_rank_0s_first_backward(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         model = Ring([3, 0, 4, 1] if rank == 0 else [0, 1, 2, 3, 4])
         optimizer = cdl.DistributedOptimizer(
@@ -477,59 +477,59 @@ class TestArrangement:
         assert mc.check_buffers_match(list(model.parameters()), 1) == 0
 
     def test_the_size_that_was_fastest(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-        monkeypatch.setattr(_arrangement, "SIZES", (1e-3, 1e-4, TINY))
+        monkeypatch.setattr(_bucket_plan, "SIZES", (1e-3, 1e-4, TINY))
         # The mean over the ranks decides: on three, the last is faster than what is best for rank 0.
         taken = {1e-3: 9.0, 1e-4: 1.0 + 5 * rank, TINY: 4.0 - rank}
         means = {1e-3: 9.0, 1e-4: 1.0 + 5 * (size - 1) / 2, TINY: 4.0 - (size - 1) / 2}
-        took = _arrangement.Arrangement.took
+        record_time = _bucket_plan.BucketPlan.record_time
 
         def pretend(self: Any, seconds: float) -> None:
             assert seconds >= 0.0
-            took(self, next(value for mb, value in taken.items() if int(mb * 2**20) == self.bucket_bytes))
+            record_time(self, next(value for mb, value in taken.items() if int(mb * 2**20) == self.bucket_bytes))
 
-        monkeypatch.setattr(_arrangement.Arrangement, "took", pretend)
+        monkeypatch.setattr(_bucket_plan.BucketPlan, "record_time", pretend)
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(6)))
         optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), team=0)
-        arrangement = optimizer.__dict__[_optimizer._ATTRIBUTE]._arrangement
+        bucket_plan = optimizer.__dict__[_optimizer._ATTRIBUTE]._bucket_plan
         sizes = []
-        for _ in range(1 + 3 * (_arrangement.ROUNDS + 2) + 2):
+        for _ in range(1 + 3 * (_bucket_plan.ROUNDS_PER_SIZE + 2) + 2):
             optimizer.zero_grad()
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
-            sizes.append(arrangement.bucket_bytes)
+            sizes.append(bucket_plan.bucket_bytes)
         assert set(sizes) == {int(mb * 2**20) for mb in taken}, "each is tried"
         assert sizes[-1] == sizes[-2] == int(min(means, key=lambda mb: means[mb]) * 2**20)
         assert mc.check_buffers_match(list(model.parameters()), 1) == 0
 
     def test_a_smaller_size_must_be_clearly_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_arrangement, "SIZES", (1e-3, 1e-4, TINY))
+        monkeypatch.setattr(_bucket_plan, "SIZES", (1e-3, 1e-4, TINY))
         seconds = {1e-3: 1.03, 1e-4: 1.0, TINY: 1.2}
-        took = _arrangement.Arrangement.took
+        record_time = _bucket_plan.BucketPlan.record_time
 
         def pretend(self: Any, _: float) -> None:
-            took(self, next(value for mb, value in seconds.items() if int(mb * 2**20) == self.bucket_bytes))
+            record_time(self, next(value for mb, value in seconds.items() if int(mb * 2**20) == self.bucket_bytes))
 
-        monkeypatch.setattr(_arrangement.Arrangement, "took", pretend)
+        monkeypatch.setattr(_bucket_plan.BucketPlan, "record_time", pretend)
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(6)))
         optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), team=0)
-        for _ in range(2 + 3 * (_arrangement.ROUNDS + 2)):
+        for _ in range(2 + 3 * (_bucket_plan.ROUNDS_PER_SIZE + 2)):
             optimizer.zero_grad()
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
-        assert optimizer.__dict__[_optimizer._ATTRIBUTE]._arrangement.bucket_bytes == int(1e-3 * 2**20)
+        assert optimizer.__dict__[_optimizer._ATTRIBUTE]._bucket_plan.bucket_bytes == int(1e-3 * 2**20)
 
     def test_a_size_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrapped(**options: Any) -> Any:
             model = nn.Linear(2, 2)
             optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), team=0, **options)
-            return optimizer.__dict__[_optimizer._ATTRIBUTE]._arrangement.bucket_bytes
+            return optimizer.__dict__[_optimizer._ATTRIBUTE]._bucket_plan.bucket_bytes
 
         monkeypatch.setenv("DL_COMM_BUCKET_MB", "2.5")
         assert wrapped() == 5 << 19
         assert wrapped(bucket_mb=3) == 3 << 20
         for value in ("many", "0", "-1", "nan", "inf"):
             monkeypatch.setenv("DL_COMM_BUCKET_MB", value)
-            with pytest.raises(mc.ArgumentError, match=f"DL_COMM_BUCKET_MB is '{value}'"):
+            with pytest.raises(mc.ArgumentError, match=f"invalid DL_COMM_BUCKET_MB: '{value}'"):
                 wrapped()
 
 
@@ -537,7 +537,7 @@ class TestArrangement:
 def test_what_an_optimizer_tells_of_its_averages(as_views: bool, rank: int, size: int) -> None:
     model = Model(torch.float32)
     optimizer = cdl.DistributedOptimizer(sgd(model), team=0, gradient_as_bucket_view=as_views)
-    assert optimizer.communication() == cdl.Communication(exposed=0.0, busy=0.0)
+    assert optimizer.communication() == cdl.Communication(exposed=0.0, total=0.0)
     for step in range(3):
         loss = losses(model, size, step, always)[rank]
         # Autograd is late with the last gradient of rank 0, and the others wait for it at the end of their backward.
@@ -545,12 +545,12 @@ def test_what_an_optimizer_tells_of_its_averages(as_views: bool, rank: int, size
         mc.barrier()
         since = time.perf_counter()
         loss.backward()
-        took = time.perf_counter() - since
+        elapsed = time.perf_counter() - since
         hook.remove()
         optimizer.step()
         told = optimizer.communication()
-        assert 0.0 < told.exposed <= took
-        assert told.busy > 0.0
+        assert 0.0 < told.exposed <= elapsed
+        assert told.total > 0.0
         if size > 1:
-            assert told.exposed < took - 0.2 if rank == 0 else told.exposed <= took
+            assert told.exposed < elapsed - 0.2 if rank == 0 else told.exposed <= elapsed
         optimizer.zero_grad()

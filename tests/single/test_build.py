@@ -25,7 +25,7 @@ def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     finished = launch(3, [sys.executable, str(program)], 200, {"DL_COMM_CACHE": str(cache), "OMP_NUM_THREADS": "1"})
     assert finished.output.count("fine") == 3, finished.output
-    assert finished.output.count("building the operations for torch-") == 1, finished.output
+    assert finished.output.count("building the op library for torch-") == 1, finished.output
     (folder,) = cache.iterdir()
     assert folder.name.startswith("torch-")
     # torch with CUDA also gets the CUDA library.
@@ -53,7 +53,7 @@ def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
         place.chmod(0o777)
         refused = run(use, 100, {"DL_COMM_CACHE": str(cache)})
         place.chmod(0o700)
-        assert f"does not load operations from {place}: another user can write there" in refused.output
+        assert f"does not load op libraries from {place}: another user can write there" in refused.output
         assert refused.returncode == 1, refused.output
 
 
@@ -68,7 +68,7 @@ def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "compiler was found: install one" in done.stderr
+    assert "no C++ compiler found" in done.stderr
     assert "python -m dl_comm.build" in done.stderr
 
 
@@ -82,7 +82,7 @@ def test_a_failed_build_shows_the_error(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "building dl_comm's operations for torch failed" in done.stderr
+    assert "building dl_comm's op library for torch failed" in done.stderr
     assert "compiler" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
 

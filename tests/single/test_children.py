@@ -19,7 +19,7 @@ import multiprocessing
 import numpy as np
 import dl_comm as mc
 mc.init(nteams=2)
-NUMBERS = (mc.rank(), mc.size(), mc.local_rank(), mc.local_size(), mc.hosts())
+NUMBERS = (mc.rank(), mc.size(), mc.local_rank(), mc.local_size(), mc.num_hosts())
 
 def work(_):
     errors = []

@@ -68,7 +68,7 @@ def test_hosts_are_distinguished(hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "where.py"
     script.write_text(
         "import dl_comm as mc\nmc.init()\n"
-        "import os\nplace = mc.hosts(), mc.local_size(), mc.get_rank() - mc.local_rank()\n"
+        "import os\nplace = mc.num_hosts(), mc.local_size(), mc.get_rank() - mc.local_rank()\n"
         "os.write(1, b'at %d %d %d\\n' % place)"
     )
     finished = hosts.launch(2, [sys.executable, str(script)])

@@ -253,7 +253,7 @@ def test_a_check_that_fails_stops_the_launch(tmp_path: Path) -> None:
 @pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
 def test_two_hosts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(MPI + "assert mc.hosts() == 2\nif rank == 1: raise ValueError('boom')\nmc.barrier()")
+    script.write_text(MPI + "assert mc.num_hosts() == 2\nif rank == 1: raise ValueError('boom')\nmc.barrier()")
     with Hosts(2) as hosts:
         slots = ",".join(f"{name}:1" for name in hosts.names)
         options = ["-H", slots, "--network", "eth0", "--grace", "1", "--mpi-args", hosts.ssh]

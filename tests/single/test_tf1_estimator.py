@@ -135,8 +135,8 @@ def nothing(features, labels):
 
 for kind, text, wrong in (
     (ValueError, "not both", lambda: estimator.train(forever, steps=1, max_steps=1)),
-    (ValueError, "positive", lambda: estimator.train(forever, steps=0)),
-    (ValueError, "positive", lambda: estimator.evaluate(once, steps=0)),
+    (ValueError, "invalid steps: 0", lambda: estimator.train(forever, steps=0)),
+    (ValueError, "invalid steps: 0", lambda: estimator.evaluate(once, steps=0)),
     (TypeError, "SessionRunHook", lambda: estimator.train(forever, steps=1, hooks=[nothing])),
     (ValueError, "does not take params", lambda: tf.estimator.Estimator(plain, params={})),
     (TypeError, "EstimatorSpec", lambda: tf.estimator.Estimator(tf.estimator.EstimatorSpec("infer", predictions=1))),
@@ -150,7 +150,7 @@ for kind, text, wrong in (
     (ValueError, "no checkpoint", lambda: tf.estimator.Estimator(plain).get_variable_names()),
     (ValueError, "none of the keys", lambda: next(estimator.predict(once, "z"))),
     (ValueError, "shuffle", lambda: tf.estimator.inputs.numpy_input_fn(x, y)),
-    (ValueError, "one number", lambda: tf.estimator.inputs.numpy_input_fn(x, y[1:], shuffle=True)),
+    (ValueError, "equal numbers of examples", lambda: tf.estimator.inputs.numpy_input_fn(x, y[1:], shuffle=True)),
 ):
     try:
         wrong()

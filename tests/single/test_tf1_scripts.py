@@ -415,7 +415,7 @@ def test_command(tmp_path, monkeypatch):
         ([], 2, "usage: python -m dl_comm.tf1 SCRIPT"),
         (["-m"], 2, "usage:"),
         (["--help"], 0, "usage:"),
-        (["no_such_script.py"], 2, "there is no no_such_script.py"),
+        (["no_such_script.py"], 2, "no_such_script.py does not exist"),
     ],
 )
 def test_command_line_without_a_script(arguments, returncode, text):

@@ -3,11 +3,11 @@
     model.compile(dl_comm.keras.DistributedOptimizer(keras.optimizers.Adam(1e-3 * dl_comm.get_nranks())), loss=...)
     model.fit(my_shard, callbacks=[dl_comm.keras.BroadcastCallback(), dl_comm.keras.MetricAverageCallback()])
 
-Every rank runs the same script on its part of the data, with the same number of batches an epoch. Callbacks that write
-files belong to rank 0 only; those that decide (EarlyStopping, ReduceLROnPlateau) belong to all ranks, after
-MetricAverageCallback, which lets them see the same numbers. `dl_comm.init()` is called when nobody has.
+Every rank runs the same script on its part of the data, with the same number of batches per epoch. Use callbacks that
+write files on rank 0 only. Use callbacks that decide (EarlyStopping, ReduceLROnPlateau) on all ranks, after
+MetricAverageCallback, so that they see the same numbers. These classes call `dl_comm.init()` if needed.
 
-Errors are those of `dl_comm.tensorflow`. Thread rule: as Keras's own, one thread trains a model.
+Errors are those of `dl_comm.tensorflow`. Thread rule: as Keras, one thread trains a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 
 if not keras.__version__.startswith("3.") or keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"dl_comm.keras needs Keras 3 on TensorFlow, and this is Keras {keras.__version__} on "
+        f"dl_comm.keras needs Keras 3 on TensorFlow, but this is Keras {keras.__version__} on "
         f"{keras.backend.backend()}: set KERAS_BACKEND=tensorflow before the first import of keras"
     )
 

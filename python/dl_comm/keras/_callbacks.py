@@ -1,6 +1,6 @@
-"""Callbacks for `model.fit`: the same start on every rank, and the same metrics.
+"""Callbacks for `model.fit`: equal initial values and equal metrics on all ranks.
 
-Thread rule: as Keras's for callbacks, which run on the thread that trains.
+Thread rule: as Keras's callbacks, which run on the training thread.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ import tensorflow as tf
 
 import dl_comm
 from dl_comm._process import ensure_initialized
-from dl_comm.keras._optimizer import forget_plain_step, has_started, shared_state
+from dl_comm.keras._optimizer import has_started, retrace_train_step, shared_state
 from dl_comm.tensorflow import _ops, broadcast_variables
 
 
 class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives the model and its optimizer the values of rank `root` before the first update of every `fit`.
+    """Broadcasts the model and its optimizer from rank `root` before the first update of every `fit`.
 
-    It covers weights (trainable or not) and optimizer variables (iterations, learning rate, slots), but not the state
-    of random seeds, so that dropout differs between ranks, nor that of metrics. A model that has no variables yet is
-    built from the first batch's shapes before the broadcast; variables that come into being later, in the first step,
-    are broadcast after it. Put it first in the list of callbacks, on every rank.
+    It covers weights (trainable or not) and optimizer variables (iterations, learning rate, slots). It does not cover
+    random seeds, so dropout differs between ranks, nor the state of metrics. A model without variables is built from
+    the shapes of the first batch before the broadcast; variables that the first step creates are broadcast after that
+    step. Put it first in the list of callbacks, on every rank.
 
-    It also switches off the XLA compilation of the training step, which dl_comm's ops cannot be part of, and has Keras
-    trace a step again that may be older than the `DistributedOptimizer`.
+    It also disables XLA for the training step, because XLA cannot compile dl_comm's ops, and makes Keras trace the step
+    again if the trace may be older than the `DistributedOptimizer`.
 
-    Raises (out of `fit`): tf.errors.OpError; see `dl_comm.tensorflow`.
+    Raises (from `fit`): tf.errors.OpError; see `dl_comm.tensorflow`.
     """
 
     def __init__(self, root: int = 0) -> None:
-        """Remember whose values count."""
+        """Store the root."""
         super().__init__()
         self._root = root
         self._count: int | None = None
 
     def set_model(self, model: Any) -> None:
-        """Take the model, and switch off XLA; Keras calls it before it makes the training step."""
+        """Store the model, and disable XLA; Keras calls this before it creates the training step."""
         super().set_model(model)
         if getattr(model, "compiled", False) and model.jit_compile:
             model.jit_compile = False
             model.train_function = None
-        forget_plain_step(model)
+        retrace_train_step(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, or, when the model has no variables yet, arrange for it."""
+        """Broadcast; for a model without variables, defer the broadcast to the first step."""
         ensure_initialized()
         if self.model.built:
             self._broadcast()
@@ -55,7 +55,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.train_function = self._build_first(self.model.train_function)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After the first batch: broadcast again if that batch made variables which could not be known before."""
+        """After the first batch: broadcast again if that batch created variables."""
         if self._count is not None and len(_variables(self.model)) != self._count:
             self._broadcast()
         self._count = None
@@ -69,8 +69,8 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
             has_started(self.model.optimizer)
 
     def _build_optimizer_if_resumed(self) -> None:
-        # Where one rank has loaded the state of an optimizer, the others need the variables to take it. Nowhere else:
-        # Keras builds an optimizer for good, and a model may still get variables in its first step.
+        # If one rank has loaded an optimizer state, the others need the variables to receive it. Otherwise do not
+        # build: Keras builds an optimizer only once, and the first step may still create variables.
         optimizer = self.model.optimizer
         built = optimizer is not None and optimizer.built
         somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer")) > 0
@@ -78,14 +78,14 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
             optimizer.build(self.model.trainable_variables)
 
     def _build_first(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        # The variables of a deferred model come into being in its first step, which would update them before they are
-        # the same. Tracing the forward pass on the shapes of the data makes them without taking a batch.
+        # The first step of a deferred model creates its variables and would update them before the broadcast. Tracing
+        # the forward pass with the shapes of the data creates them without consuming a batch.
         model = self.model
 
         def first_step(iterator: Any) -> Any:
             model.train_function = train_function
             x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
-            # As Keras's own train_step calls it.
+            # As in Keras's train_step.
             training = {"training": True} if getattr(model, "_call_has_training_arg", False) else {}
             tf.function(lambda inputs: model(inputs, **training), autograph=False).get_concrete_function(x)
             self._broadcast()
@@ -95,48 +95,48 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages the logs of an epoch over the ranks, validation metrics too, for the callbacks after it in the list.
+    """Averages the logs of an epoch over the ranks, with validation metrics, for later callbacks in the list.
 
-    EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and the history then see the same on every rank, and decide the
-    same. Put it before them, on every rank. Keras draws its progress bar after it as well, from the averages.
+    EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and the history then see the same values on every rank, and make
+    the same decisions. Put it before them, on every rank. Keras's progress bar also shows the means.
 
-    With `weight`, the number of this rank's samples for instance, the averages are weighted; without, each rank counts
-    the same. Raises (out of `fit`) dl_comm.MismatchError when the ranks' logs have different names, and other errors as
-    `dl_comm.average_metrics` does.
+    `weight` (for example this rank's number of samples) weights the means; by default all ranks have the same weight.
+    Raises (from `fit`) dl_comm.MismatchError when the ranks' logs have different names; other errors as
+    `dl_comm.average_metrics`.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Remember how much this rank counts."""
+        """Store the weight of this rank."""
         super().__init__()
         self._weight = weight
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the values in `logs` by their averages."""
+        """Replace the values in `logs` by their means."""
         if logs is not None:
             logs.update(average_logs(logs, self._weight))
 
 
 class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Adds dl_comm's numbers to the logs of every epoch, so that the history has them, and writes them as curves.
+    """Adds communication statistics to the logs and history of every epoch, and writes them as curves.
 
-    The names and values are those of `dl_comm.StatsWriter`: `dl_comm/exposed` is the share of the epoch in which this
-    rank waited for communication, `dl_comm/overlap` the share of communication that computation hid, and so on. Put it
-    after MetricAverageCallback, which would average them too.
+    Names and values are those of `dl_comm.StatsWriter`: for example `dl_comm/exposed` is the fraction of the epoch that
+    this rank waited for communication, `dl_comm/overlap` the fraction of communication that computation hid. Put it
+    after MetricAverageCallback, which would average these numbers.
     """
 
     def __init__(self, writer: Any = None) -> None:
-        """Remember where curves go: see `dl_comm.StatsWriter`; None for the logs alone."""
+        """Store the writer of the curves: see `dl_comm.StatsWriter`; None: logs only."""
         super().__init__()
         self._writer = writer
         self._stats: dl_comm.StatsWriter | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Start to count."""
+        """Start an interval."""
         ensure_initialized()
         self._stats = dl_comm.StatsWriter(self._writer)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write what this epoch did, and add it to `logs`."""
+        """Write the statistics of this epoch, and add them to `logs`."""
         if self._stats is not None:
             values = self._stats.write(epoch)
             if logs is not None:
@@ -144,10 +144,10 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def average_logs(logs: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
-    """Average a dict of metrics, such as `model.evaluate(..., return_dict=True)` gives, over the ranks.
+    """Average a dict of metrics, such as that of `model.evaluate(..., return_dict=True)`, over the ranks.
 
-    Does what `dl_comm.average_metrics` does, which see, with all that is a single number; the rest comes back as it is.
-    Calls `dl_comm.init()` when nobody has. Eager only.
+    Applies `dl_comm.average_metrics` to the entries that are single numbers, and returns the others unchanged. Calls
+    `dl_comm.init()` if needed. Eager mode only.
     """
     ensure_initialized()
     numbers = {name: value for name, value in logs.items() if _is_number(value)}
@@ -168,5 +168,5 @@ def _variables(model: Any) -> list[Any]:
     optimizer = model.optimizer
     if optimizer is None:
         return list(model.weights)
-    # `weights` leaves out the states of metrics and random seeds, which `variables` has.
+    # `variables` would include the states of metrics and random seeds; `weights` does not.
     return [*model.weights, *shared_state(optimizer)]

@@ -1,6 +1,6 @@
-"""`LearningRate`: a schedule of `dl_comm.training` for a Keras optimizer, which can be saved with the model.
+"""`LearningRate`: a schedule of `dl_comm.training` for Keras optimizers, which is saved with the model.
 
-Thread rule: as Keras's for optimizers.
+Thread rule: as Keras's optimizers.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from dl_comm.tensorflow import learning_rate
 class LearningRate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
     """A schedule as the `learning_rate` of an optimizer: `SGD(LearningRate(training.Cosine(0.1, steps)))`.
 
-    A model that is saved with such an optimizer needs `import dl_comm.keras` before it is loaded with its optimizer.
+    To load a model with such an optimizer, import `dl_comm.keras` first.
     """
 
     def __init__(self, schedule: training.Schedule) -> None:
-        """Take one of `dl_comm.training`; another `Schedule` works too, but cannot be saved."""
+        """Store a schedule of `dl_comm.training`; other subclasses of `Schedule` work, but cannot be saved."""
         self.schedule = schedule
 
     def __call__(self, step: Any) -> Any:
-        """Give the rate of a step, a tensor of Keras's float type."""
+        """Return the rate of a step, as a tensor of Keras's float type."""
         return learning_rate(self.schedule, step, keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
-        """Give what `from_config` needs. Raises ArgumentError when the schedule is not one of `dl_comm.training`."""
+        """Return the config. Raises ArgumentError for a schedule that is not of `dl_comm.training`."""
         return _config(self.schedule)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LearningRate:
-        """Make the schedule again."""
+        """Create the schedule from its config."""
         return cls(_schedule(config))
 
 
 def _config(schedule: training.Schedule) -> dict[str, Any]:
     kind = type(schedule)
     if getattr(training, kind.__name__, None) is not kind or not dataclasses.is_dataclass(schedule):
-        raise ArgumentError(f"a {kind.__name__} cannot be saved, only the schedules of dl_comm.training can")
+        raise ArgumentError(f"a {kind.__name__} cannot be saved: use a schedule of dl_comm.training")
     values = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
     return {"schedule": kind.__name__, **{name: _plain(value) for name, value in values.items()}}
 
@@ -57,6 +57,6 @@ def _schedule(config: dict[str, Any]) -> training.Schedule:
     values = {name: _schedule(value) if isinstance(value, dict) else value for name, value in config.items()}
     kind = values.pop("schedule")
     if kind not in training.__all__:
-        raise ArgumentError(f"{kind!r} is no schedule of dl_comm.training")
+        raise ArgumentError(f"{kind!r} is not a schedule of dl_comm.training")
     made: training.Schedule = getattr(training, kind)(**values)
     return made

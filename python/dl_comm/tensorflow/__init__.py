@@ -1,16 +1,16 @@
-"""dl_comm for TensorFlow: averages and broadcasts as ops, eagerly, in a `tf.function` and in a TF1 graph.
+"""dl_comm for TensorFlow: allreduce and broadcast ops, for eager mode, `tf.function` and TF1 graphs.
 
-`gradients` and `broadcast` are ops on lists of tensors; a graph that has them may be built before `dl_comm.init()`, and
-they fail with `tf.errors.FailedPreconditionError` when they run before it. `DistributedOptimizer`, `BroadcastHook` and
-`broadcast_variables` are made of them. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer` call
-`dl_comm.init()` themselves when nobody has, so that a script works straight after the import.
+`gradients` and `broadcast` are ops on lists of tensors. A graph with them may be built before `dl_comm.init()`; running
+them before it raises `tf.errors.FailedPreconditionError`. `DistributedOptimizer`, `BroadcastHook` and
+`broadcast_variables` use these ops. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer` call
+`dl_comm.init()` if needed, so a script works right after the import.
 
-Errors of the ops are `tf.errors`: InvalidArgumentError (wrong arguments, or calls that differ between the ranks),
-FailedPreconditionError (not initialised), DeadlineExceededError, ResourceExhaustedError, and InternalError (a rank is
-gone, for one); each text has `dl_comm error <code>:`, the codes being those of dl_comm.h.
+Errors of the ops are `tf.errors`: InvalidArgumentError (invalid arguments, or calls that differ between ranks),
+FailedPreconditionError (not initialized), DeadlineExceededError, ResourceExhaustedError, and InternalError (for example
+a lost rank). Each message contains `dl_comm error <code>:`, with a code of dl_comm.h.
 
-Thread rule: everything may be called from any thread. The ops hold no thread of TensorFlow while they wait for other
-ranks. All ranks run the same calls of a team, which are lined up by what they are; teams are independent.
+Thread rule: any thread may call everything. The ops block no TensorFlow thread while they wait for other ranks. All
+ranks issue the same calls of a team; the core matches them by signature. Teams are independent.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ config_team = dl_comm.config_team
 
 
 def get_rank() -> int:
-    """Give the rank of this process, from 0; calls `dl_comm.init()` when nobody has."""
+    """Return the rank of this process, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
     return int(dl_comm.get_rank())
 
 
 def get_nranks() -> int:
-    """Give the number of processes; calls `dl_comm.init()` when nobody has."""
+    """Return the number of processes; calls `dl_comm.init()` if needed."""
     ensure_initialized()
     return int(dl_comm.get_nranks())
 
 
 def get_localrank() -> int:
-    """Give the rank of this process among those of its host, from 0; calls `dl_comm.init()` when nobody has."""
+    """Return the rank of this process among those of its host, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
     return int(dl_comm.get_localrank())
 

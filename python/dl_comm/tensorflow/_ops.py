@@ -1,14 +1,15 @@
-"""The ops: loading them, calling them on lists of tensors, and their gradients.
+"""The TensorFlow ops: loads them, calls them on lists of tensors, and defines their gradients.
 
-What a call is named: all ranks must submit the same calls to a team, and the name lets the core see when they do not,
-and line them up when their order differs. Types and shapes are compared anyway. An eager call is named after what it
-does, always the same, since a number in an op attribute would make TensorFlow build a new kernel for every step. A call
-in a graph also has its number among the like calls of that graph, because a TF1 session may run two of them in either
-order. The numbers begin anew in every graph, so that a `tf.function` that only one rank traces again keeps its names.
-In a loop the kernel adds the iteration, since a TF1 session may run several iterations at once, and the names of the
-loops.
+Call names. All ranks must issue the same calls on a team. The core detects different names, and matches calls by name
+if their order differs; it also compares types and shapes.
 
-Thread rule: everything here may be called from any thread.
+- Eager calls have the same name in each step: a number in an op attribute would create a new kernel per step.
+- A call in a graph also has its number among calls of the same name in that graph, because a TF1 session may run two of
+  them in either order. Each graph numbers from 0, so a `tf.function` that only one rank traces again keeps its names.
+- In a loop, the kernel adds the iteration and the names of the loops, because a TF1 session may run several iterations
+  at once.
+
+Thread rule: any thread may call everything.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
 )
 _BROADCAST = _AVERAGED | {tf.bool}
-# Types that the core does not know are broadcast as their bytes.
+# Types that the core does not support are broadcast as bytes.
 _AS_BYTES = frozenset((tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128))
 
-# As torch's DistributedDataParallel has it.
+# The default of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
 
 _counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
@@ -50,16 +51,16 @@ _counters_lock = threading.Lock()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def as_written(function: _Function) -> _Function:
-    """Keep AutoGraph, which rewrites the Python that a `tf.function` calls, away from a function that has no need."""
+def no_autograph(function: _Function) -> _Function:
+    """Exclude a function from AutoGraph, which rewrites the Python code that a `tf.function` calls."""
     return cast(_Function, tf.autograph.experimental.do_not_convert(function))
 
 
 @functools.cache
 def library() -> Any:
-    """Load the op library of the installed TensorFlow, building it first if it must be.
+    """Load the op library for the installed TensorFlow; builds it if needed.
 
-    Raises ImportError when it cannot be built or has a core of its own.
+    Raises ImportError when the build fails, or when the library has loaded another core.
     """
     path = _path()
     loaded = tf.load_op_library(path)
@@ -70,38 +71,39 @@ def library() -> Any:
 
 
 def core_id() -> int:
-    """Give the number of the core that the ops use; all of dl_comm in one process have the same."""
+    """Return the id of the core that the ops use; all bindings in one process must have the same."""
     library()
     return _core_id_of(_path())
 
 
-@as_written
+@no_autograph
 def gradients(
     tensors: Iterable[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
 ) -> list[Any]:
-    """Average every tensor over all ranks, and over the towers when it is a list of such lists.
+    """Average every tensor over all ranks, and over the towers if it is a list of such lists.
 
     Args:
-        tensors: `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` (made dense) or what TensorFlow can make a tensor of:
-            float16, bfloat16, float32, float64, int8, uint8, int32 or int64, any shape. All ranks give the same number,
-            types and shapes. Means of integers round toward zero; float16 and bfloat16 are added up in float32.
-        team: The thread team that does the work.
-        name: What the ranks must agree on besides types and shapes; like calls of one graph are numbered. On a team
-            with a schedule it tells lists of the same types and shapes apart.
-        timeout: The longest that the op may take, in seconds (0 for no limit), instead of the team's.
+        tensors: `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` (converted to dense) or values that TensorFlow converts
+            to tensors. Types: float16, bfloat16, float32, float64, int8, uint8, int32 or int64. Number, types and
+            shapes must be the same on all ranks. Means of integers round toward zero; float16 and bfloat16 are summed
+            in float32.
+        team: The team to use.
+        name: A name that must be the same on all ranks; calls of the same name in one graph are numbered. On a team
+            with a schedule it distinguishes lists of equal types and shapes.
+        timeout: The deadline of the op in seconds (0: no limit), instead of the team's.
 
-    A `tf.function` runs its calls in the order of the program. A TF1 session does not: two calls of one team that do
-    not depend on each other run in another order on every rank. The ranks line such calls up by what they are, which
-    takes a message more; one list of all tensors is quicker.
+    A `tf.function` runs its calls in program order. A TF1 session does not: independent calls of one team may run in a
+    different order on each rank. Then the core reconciles them by signature, which takes one more message; one list of
+    all tensors is faster.
 
     Returns:
-        New dense tensors, in order, with the static shapes of the inputs; of towers, a list for each. Their gradient is
-        the average of the gradients over the ranks; integers have none. On a team with a schedule
-        (`dl_comm.config_team`): what the schedule says.
+        New dense tensors, in order, with the static shapes of the inputs; for towers, one list per tower. Their
+        gradient is the mean of the ranks' gradients; integers have none. On a team with a schedule: see
+        `dl_comm.config_team`.
 
     Raises:
-        dl_comm.ArgumentError: The list is empty or has a None in it, or the team is negative.
-        dl_comm.DTypeError: Not a list, or an element type that has no mean.
+        dl_comm.ArgumentError: The list is empty or contains None, or the team is negative.
+        dl_comm.DTypeError: `tensors` is not a list, or an element type has no mean.
         dl_comm.StateError: The call is inside an XLA-compiled function.
         tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
     """
@@ -111,19 +113,19 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
-@as_written
+@no_autograph
 def broadcast(
     tensors: Iterable[Any], root: int = 0, *, name: str | None = None, timeout: float | None = None
 ) -> list[tf.Tensor]:
-    """Give the tensors of rank `root`, as new tensors, and assign them to those that are variables.
+    """Return the tensors of rank `root` as new tensors; also assign them to `tensors` that are variables.
 
-    In a TF1 graph nothing is assigned: the script assigns the results, as those of the Cray plugin do. Takes what
-    `gradients` takes, and bool and every other number type as well. The op has no gradient.
+    In a TF1 graph nothing is assigned: the script assigns the results, as scripts of the Cray plugin do. Supports the
+    types of `gradients`, bool and all other number types. The op has no gradient.
 
     Returns:
         The tensors of the root, in order, with the static shapes of the inputs.
 
-    Raises what `gradients` raises; then no variable has changed.
+    Raises the errors of `gradients`; after an error no variable has changed.
     """
     checked_name(name)
     given = listed(tensors)
@@ -135,9 +137,9 @@ def broadcast(
     return results
 
 
-@as_written
+@no_autograph
 def broadcast_new(given: list[Any], root: int, name: str, timeout: float | None = None) -> list[tf.Tensor]:
-    """Do what `broadcast` does, but assign nothing."""
+    """As `broadcast`, without assigning variables."""
     values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]
     _refuse_xla()
     with _placement(on_host=False):
@@ -154,12 +156,12 @@ def broadcast_new(given: list[Any], root: int, name: str, timeout: float | None 
     ]
 
 
-@as_written
+@no_autograph
 def average(value: Any, *, name: str | None = None) -> tf.Tensor:
-    """Average one tensor over all ranks, on the team of broadcasts: for metrics.
+    """Average one tensor over all ranks, on the team of broadcasts, for metrics.
 
-    Python numbers, and tensors and arrays of integers and bools, become float64, so that the mean of a count is not
-    rounded. Raises as `gradients` does.
+    Converts Python numbers, and integer and bool tensors and arrays, to float64: means of counts are not rounded.
+    Raises as `gradients`.
     """
     if isinstance(value, (bool, int, float)):
         value = np.float64(value)
@@ -169,25 +171,25 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     return _gradients([tensor], CONTROL_TEAM, name or "average", labels=_labels([value]))[0]
 
 
-@as_written
-def average_present(
+@no_autograph
+def average_non_none(
     grads: Sequence[Any], variables: Sequence[Any], team: int, owner: int, name: str = "DistributedOptimizer"
 ) -> list[Any]:
-    """Average the gradients that are not None, for the optimizer `owner`, and keep each None in its place.
+    """Average the gradients that are not None, for the optimizer `owner`; None entries stay.
 
-    All ranks must have None in the same places. `variables`, one for each gradient, name them in error messages.
+    All ranks must have None at the same positions. `variables`, one per gradient, give the names in error messages.
 
-    In a graph the gradients of the last variables, which backward has first, are averaged first, a bucket at a time,
-    each as soon as it is there and the one before is done: backward and communication overlap. A bucket has as many MiB
-    as `DL_COMM_BUCKET_MB` says when the graph is made, 25 by default; the first has 1 at most. Only the last one counts
-    as waiting. Where buckets are cut changes no bit.
+    In a graph, one call per bucket overlaps communication with backward. Buckets start with the last variables, whose
+    gradients are ready first. A bucket starts when its gradients are ready and the previous bucket is done. The bucket
+    size is `DL_COMM_BUCKET_MB` when the graph is built, 25 MiB by default; the first bucket has at most 1 MiB. Only the
+    last bucket counts as time waited. The bucket size does not change the result.
     """
     results = [None if grad is None else _tensor(grad, _AVERAGED, "averaged") for grad in grads]
     present = [i for i, grad in enumerate(results) if grad is not None]
     buckets = _buckets(results, present)
     before: list[Any] = []
     for number, bucket in enumerate(buckets):
-        # A TF1 session would start them in another order on every rank.
+        # Without dependencies, a TF1 session would start them in a different order on each rank.
         with tf.control_dependencies(before):
             means = _gradients(
                 [results[i] for i in bucket],
@@ -206,13 +208,13 @@ def average_present(
 
 def _buckets(grads: Sequence[Any], present: list[int]) -> list[list[int]]:
     if tf.executing_eagerly():
-        # All are there.
+        # All gradients are ready.
         return [present] if present else []
     size = bucket_bytes() or BUCKET_BYTES
     return list(split(present[::-1], lambda i: (grads[i].shape.num_elements() or 0) * grads[i].dtype.size, size))
 
 
-@as_written
+@no_autograph
 def _gradients(
     given: list[Any],
     team: int,
@@ -227,7 +229,7 @@ def _gradients(
     tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
     _refuse_xla()
     owner = _scope() if owner is None else owner
-    with _placement(on_host=towers > 1 or _carries(team, owner)):
+    with _placement(on_host=towers > 1 or _may_return_early(team, owner)):
         return list(
             library().dl_comm_gradients(
                 tensors,
@@ -244,8 +246,8 @@ def _gradients(
 
 
 def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
-    # Every rank's loss depends on every rank's tensors with weight 1/size, so that the gradient of the sum of the
-    # losses is the mean of the gradients.
+    # Each rank's loss depends on each rank's tensors with weight 1/size. So the gradient of the sum of all losses is
+    # the mean of the gradients.
     floating = [i for i, output in enumerate(op.outputs) if output.dtype.is_floating]
     results: list[Any] = [None] * len(op.outputs)
     if floating:
@@ -263,9 +265,9 @@ tf.no_gradient("DlCommCoreId")
 
 
 def _placement(on_host: bool) -> AbstractContextManager[Any]:
-    """Give where an op belongs: wherever TensorFlow puts it, or in host memory, to which TensorFlow copies its tensors.
+    """Return the device context of an op: TensorFlow's choice, or the CPU, to which TensorFlow copies the tensors.
 
-    `on_host`: The core takes such a call in host memory only. So it does all calls where the GPUs are not CUDA's.
+    `on_host`: the core supports this call in host memory only. Without CUDA, it supports all calls there only.
     """
     if _has_gpus() and (on_host or not tf.test.is_built_with_cuda()):
         return cast(AbstractContextManager[Any], tf.device("CPU:0"))
@@ -277,9 +279,9 @@ def _has_gpus() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def _carries(team: int, owner: int) -> bool:
-    """Whether coming averages may return what calls before them have started: the team has such a schedule."""
-    return _has_gpus() and bool(_carries_function()(team, owner))
+def _may_return_early(team: int, owner: int) -> bool:
+    """Whether later calls may return the mean of earlier calls, because the team has such a schedule."""
+    return _has_gpus() and bool(_may_return_early_function()(team, owner))
 
 
 @functools.cache
@@ -294,24 +296,24 @@ def _core_id_of(path: str) -> int:
 
 
 @functools.cache
-def _carries_function() -> Any:
-    library()  # TensorFlow finds no ops in a library that it is not the first to load
-    function = ctypes.CDLL(_path()).dl_comm_ops_carries
+def _may_return_early_function() -> Any:
+    library()  # TensorFlow must load the library first: otherwise it finds no ops in it
+    function = ctypes.CDLL(_path()).dl_comm_ops_may_return_early
     function.argtypes = (ctypes.c_int32, ctypes.c_uint64)
     function.restype = ctypes.c_bool
     return function
 
 
 def listed(tensors: Iterable[Any]) -> list[Any]:
-    """Give a list of tensors or variables. Raises DTypeError for another type, ArgumentError for none and None."""
+    """Convert to a list of tensors or variables. Raises DTypeError for another type, ArgumentError for [] and None."""
     if tf.is_tensor(tensors) or not isinstance(tensors, Iterable):
         raise DTypeError(f"dl_comm takes a list of tensors, not {type(tensors).__name__}")
     values = list(tensors)
     if not values:
-        raise ArgumentError("dl_comm needs at least one tensor, the list is empty")
+        raise ArgumentError("the list is empty; dl_comm needs at least one tensor")
     for i, value in enumerate(values):
         if value is None:
-            raise ArgumentError(f"tensor {i} of {len(values)} is None: a variable that the loss does not depend on?")
+            raise ArgumentError(f"tensor {i} of {len(values)} is None: perhaps the loss does not depend on a variable")
     return values
 
 
@@ -339,7 +341,7 @@ def _label(value: Any) -> str:
 
 
 def _scope() -> int:
-    """Tell the `tf.function`s apart in which a call may be: their equal lists are not to get each other's means."""
+    """An id of the current `tf.function`: equal lists of different functions must not get each other's means."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     name = getattr(graph, "name", "")
     return 2**32 + zlib.crc32(name.encode()) if name else 0
@@ -356,15 +358,15 @@ def _call_name(base: str, team: int) -> str:
 
 
 def _refuse_xla() -> None:
-    # TensorFlow marks the graphs of a function that XLA compiles, and those inside it, with a control flow context.
+    # TensorFlow marks the graphs of XLA-compiled functions, and graphs inside them, with a control flow context.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
         context = graph._get_control_flow_context()
         while context is not None:
             if context.IsXLAContext():
                 raise StateError(
-                    "dl_comm cannot run inside a function that XLA compiles: use tf.function(jit_compile=False), "
-                    "in Keras model.compile(..., jit_compile=False) or dl_comm.keras.BroadcastCallback, which sets it"
+                    "dl_comm cannot run inside an XLA-compiled function: use tf.function(jit_compile=False), or in "
+                    "Keras model.compile(..., jit_compile=False) or dl_comm.keras.BroadcastCallback, which disables XLA"
                 )
             context = context.outer_context
         graph = getattr(graph, "outer_graph", None)

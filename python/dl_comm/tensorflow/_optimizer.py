@@ -29,26 +29,26 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     """Wrap an optimizer so that it averages gradients over all ranks before it applies them.
 
     Args:
-        optimizer: A `tf.compat.v1.train.Optimizer`, whose `compute_gradients` and `minimize` then average, or a Keras
-            optimizer, for which this is `dl_comm.keras.DistributedOptimizer`: changed in place.
-        team: The thread team that averages; two optimizers that train at once (of a GAN, say) want one each.
-        nstep: The number of steps in all; with it the team gets the schedule
+        optimizer: A `tf.compat.v1.train.Optimizer`, whose `compute_gradients` and `minimize` then average; or a Keras
+            optimizer, which `dl_comm.keras.DistributedOptimizer` changes in place.
+        team: The team to use; give optimizers that train at the same time (for example of a GAN) different teams.
+        nstep: The total number of steps. It sets the team's schedule
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
-            averages that the step before has started, and waits for nothing.
-        nteam: Teams to have at least.
-        nthread_per_team: Threads of the teams that are made here.
-        warmup: The share of the steps that wait for their own averages.
-        verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
-        freq: After how many steps each.
-        broadcast: Keras optimizers start from the values of rank 0; False leaves each rank its own. With a TF1
-            optimizer `BroadcastHook` or `broadcast_variables` does that.
+            means of the previous step, and does not wait.
+        nteam: The minimum number of teams.
+        nthread_per_team: Threads of each team that is created here.
+        warmup: The fraction of steps that wait for their own means.
+        verb: Who prints the time waited for communication: 0: no rank; 1: rank 0; 2: every rank.
+        freq: Steps between these lines.
+        broadcast: Keras optimizers start from the values of rank 0; with False, each rank keeps its own. With a TF1
+            optimizer, use `BroadcastHook` or `broadcast_variables` instead.
 
     Returns:
-        An optimizer of the same kind. Variables without a gradient are skipped; all ranks must skip the same.
+        An optimizer of the same kind. It skips variables without a gradient; all ranks must skip the same ones.
 
     Raises:
-        DTypeError: It is neither kind of optimizer.
-        ArgumentError: It is wrapped already, or the team is negative.
+        DTypeError: `optimizer` is neither kind of optimizer.
+        ArgumentError: `optimizer` is a DistributedOptimizer already, or the team is negative.
     """
     if isinstance(optimizer, _DistributedV1Optimizer):
         raise ArgumentError("the optimizer is a DistributedOptimizer already")
@@ -72,7 +72,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
 
 
 class _DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """A TF1 optimizer that leaves everything to another one, but averages what `compute_gradients` gives."""
+    """A TF1 optimizer that delegates to another one, but averages the gradients of `compute_gradients`."""
 
     def __init__(self, optimizer: Any, team: int) -> None:
         super().__init__(use_locking=False, name=f"Distributed{type(optimizer).__name__}")
@@ -81,24 +81,24 @@ class _DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[mis
         self._owner = new_owner(self, team)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Compute the gradients as the wrapped optimizer does, and average those that are not None."""
+        """Compute the gradients with the wrapped optimizer, and average those that are not None."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
-        means = _ops.average_present([grad for grad, _ in pairs], variables, self._team, self._owner)
+        means = _ops.average_non_none([grad for grad, _ in pairs], variables, self._team, self._owner)
         return list(zip(means, variables, strict=True))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply gradients, which are averages already, as the wrapped optimizer does."""
+        """Apply gradients, which are means already, with the wrapped optimizer."""
         return self._optimizer.apply_gradients(*args, **kwargs)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """Give a slot variable of the wrapped optimizer."""
+        """Return a slot variable of the wrapped optimizer."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the names of the slots of the wrapped optimizer."""
+        """Return the names of the slots of the wrapped optimizer."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the variables of the wrapped optimizer."""
+        """Return the variables of the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Spreading variables from one rank: in a call, and as a hook of a TF1 session.
+"""Broadcast of variables from one rank: as a function, and as a hook of a TF1 session.
 
-Thread rule: as TensorFlow's for assigning variables; all ranks call the same in the same order.
+Thread rule: as TensorFlow's for assigning variables; all ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import _ops
 
 
-@_ops.as_written
+@_ops.no_autograph
 def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | None = None) -> tf.Operation | None:
     """Assign to every variable its value on rank `root`.
 
     Args:
         variables: `tf.Variable` or Keras variables, in the same order with the same types and shapes on all ranks.
-        root: The rank whose values count.
-        name: What the ranks must agree on besides types and shapes.
+        root: The rank that has the values.
+        name: A name that must be the same on all ranks.
 
     Returns:
-        None when it runs eagerly; in a graph the operation that does it.
+        None in eager mode; in a graph, the operation that assigns the variables.
 
     Raises what `dl_comm.tensorflow.broadcast` raises.
     """
@@ -35,20 +35,20 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | 
 
 
 class BroadcastHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Gives all global variables the values of rank `root` once a session has initialised or restored them.
+    """Broadcasts all global variables from rank `root` after a session has initialized or restored them.
 
-    For `tf.compat.v1.train.MonitoredTrainingSession(hooks=[BroadcastHook()])`: only the root needs a checkpoint to
-    restore from. Every rank must have the hook, and the same variables in the graph. Calls `dl_comm.init()` when nobody
-    has. A failure is raised where the session is made, as `tf.errors`.
+    For `tf.compat.v1.train.MonitoredTrainingSession(hooks=[BroadcastHook()])`: only the root needs a checkpoint. Every
+    rank must have the hook, and the same variables in the graph. Calls `dl_comm.init()` if needed. Creating the session
+    raises errors of the broadcast as `tf.errors`.
     """
 
     def __init__(self, root: int = 0) -> None:
-        """Remember whose values count; the ops are added to the graph by `begin`."""
+        """Store the root; `begin` adds the ops to the graph."""
         self._root = root
         self._broadcast: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Add the broadcast to the default graph; MonitoredSession calls it before it finalises the graph."""
+        """Add the broadcast to the default graph; MonitoredSession calls this before it finalizes the graph."""
         variables = tf.compat.v1.global_variables()
         graph = tf.compat.v1.get_default_graph()
         if self._broadcast is not None and self._broadcast.graph is graph:
@@ -56,7 +56,7 @@ class BroadcastHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
         self._broadcast = broadcast_variables(variables, self._root, name="BroadcastHook") if variables else None
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Broadcast; MonitoredSession calls it when the variables have their values."""
+        """Broadcast; MonitoredSession calls this when the variables have their values."""
         del coord
         ensure_initialized()
         if self._broadcast is not None:

@@ -1,17 +1,17 @@
-"""TensorFlow 1 scripts, unchanged, on the TensorFlow that is installed: `python -m dl_comm.tf1 script.py args...`.
+"""Runs unchanged TensorFlow 1 scripts on the installed TensorFlow: `python -m dl_comm.tf1 script.py args...`.
 
-The script says `import tensorflow as tf` and gets the view of `dl_comm.tf1.install()`: the names of `tf.compat.v1`, and
-what current TensorFlow has no more, as far as it exists here: `tf.layers`, a part of `tf.contrib`, the core of
+For the script, `import tensorflow as tf` returns the view of `dl_comm.tf1.install()`: the names of `tf.compat.v1`, and
+equivalents of names that current TensorFlow has removed: `tf.layers`, a part of `tf.contrib`, the core of
 `tf.estimator`, and `tensorflow.examples.tutorials.mnist.input_data`. `keras` and `tf.keras` are Keras 2, from the
-package tf_keras. Graphs, sessions and reference variables behave as in TensorFlow 1. What has no equivalent raises an
-AttributeError (ImportError in an import statement) that names the symbol, the line that asked for it, and what to use
-instead where there is something.
+package tf_keras. Graphs, sessions and reference variables behave as in TensorFlow 1. A name without an equivalent
+raises an AttributeError (ImportError in an import statement) with the symbol, the line of the script, and an
+alternative if there is one.
 
-Packages that are written for TensorFlow 2 (dl_comm, Keras 3, TensorFlow itself) see the real module at the same time:
-the view answers by who asks. Importing this package imports no TensorFlow; `install` does.
+Packages for TensorFlow 2 (dl_comm, Keras 3, TensorFlow itself) see the real module at the same time: the view depends
+on the calling package. Importing this package does not import TensorFlow; `install` does.
 
-Thread rule: `install` belongs to the start of the program, before other threads use TensorFlow. The view may be used
-from any thread, as TensorFlow may.
+Thread rule: call `install` at the start of the program, before other threads use TensorFlow. The view is as thread-safe
+as TensorFlow.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["install"]
 
 
 def install() -> ModuleType:
-    """Switch TensorFlow to its version 1 behaviour, and put the TF1 view in the place of the module `tensorflow`.
+    """Switch TensorFlow to version 1 behaviour, and replace the module `tensorflow` by the TF1 view.
 
-    Calling it again changes nothing. There is no way back in a process.
+    A second call does nothing. A process cannot undo it.
 
     Returns:
-        The view: what `import tensorflow as tf` gives from now on.
+        The view: the result of `import tensorflow as tf` from now on.
 
     Raises:
-        ImportError: TensorFlow is not installed, or it or tf_keras lacks something that this depends on.
-        ValueError: TensorFlow has run something eagerly already, and so cannot switch to graphs.
+        ImportError: TensorFlow is not installed, or this version of TensorFlow or tf_keras is not supported.
+        ValueError: TensorFlow has already run eager operations, so it cannot switch to graphs.
     """
     from dl_comm.tf1 import _names, _view
 

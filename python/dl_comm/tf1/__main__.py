@@ -19,9 +19,9 @@ Runs a TensorFlow 1 script on the TensorFlow that is installed.\
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script or module that the command line names.
+    """Run the script or module of the command line.
 
-    Returns the exit status when nothing runs; the script's own exit and exceptions come through.
+    Returns the exit status if nothing runs; the script's own exit and exceptions propagate.
     """
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
         return 0 if asked else 2
     target = rest[0]
     if not as_module and not os.path.exists(target):
-        print(f"dl_comm.tf1: there is no {target}", file=sys.stderr)
+        print(f"dl_comm.tf1: {target} does not exist", file=sys.stderr)
         return 2
 
     from dl_comm.tf1 import install
@@ -49,13 +49,13 @@ def main(arguments: list[str]) -> int:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.path.dirname(os.path.realpath(target))  # as for any script; it was the working directory
+            sys.path[0] = os.path.dirname(os.path.realpath(target))  # as Python does; it was the working directory
         runpy.run_path(target, run_name="__main__")
     return 0
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """What Python shows of a script which it runs itself."""
+    """The traceback as Python prints it for a script that it runs directly."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""The parts of `tf.contrib` that have an equivalent: initializers, regularizers and some layers, steps, data.
+"""The parts of `tf.contrib` with an equivalent: initializers, regularizers and some layers, global steps, data.
 
 Thread rule: as TensorFlow's for building graphs.
 """
@@ -13,45 +13,45 @@ from typing import Any
 import tensorflow
 
 from dl_comm.tf1 import _layers
-from dl_comm.tf1._normalization import normalized
-from dl_comm.tf1._weights import Weight, convolved, multiplied
+from dl_comm.tf1._normalization import normalize_channels
+from dl_comm.tf1._weights import Weight, convolve, dense_product
 
 tf = tensorflow.compat.v1
 
 
 def xavier_initializer(uniform: bool = True, seed: int | None = None, dtype: Any = tf.float32) -> Any:
-    """Give Glorot's initializer, uniform or (truncated) normal."""
+    """Return Glorot's initializer, uniform or (truncated) normal."""
     return variance_scaling_initializer(1.0, "FAN_AVG", uniform, seed, dtype)
 
 
 def variance_scaling_initializer(
     factor: float = 2.0, mode: str = "FAN_IN", uniform: bool = False, seed: int | None = None, dtype: Any = tf.float32
 ) -> Any:
-    """Give an initializer with the variance `factor` / n, where n is FAN_IN, FAN_OUT or their mean, FAN_AVG."""
+    """Return an initializer with the variance `factor` / n, where n is FAN_IN, FAN_OUT or their mean, FAN_AVG."""
     kind = "uniform" if uniform else "truncated_normal"
-    other = {} if dtype == tf.float32 else {"dtype": dtype}  # TensorFlow warns of any
+    other = {} if dtype == tf.float32 else {"dtype": dtype}  # TensorFlow warns about any dtype argument
     return tf.variance_scaling_initializer(factor, mode.lower(), kind, seed=seed, **other)
 
 
 def l1_regularizer(scale: float, scope: str | None = None) -> Callable[[Any], Any]:
-    """Give a function of a tensor: `scale` times the sum of its magnitudes; None when `scale` is 0.
+    """Return a function of a tensor: `scale` * sum(abs(tensor)), or None if `scale` is 0.
 
-    Raises ValueError when `scale` is no float, or negative.
+    Raises ValueError when `scale` is not a float, or negative.
     """
     return _regularizer(scale, scope or "l1_regularizer", lambda weights: tf.reduce_sum(tf.abs(weights)))
 
 
 def l2_regularizer(scale: float, scope: str | None = None) -> Callable[[Any], Any]:
-    """Give a function of a tensor: `scale` times half the sum of its squares; None when `scale` is 0.
+    """Return a function of a tensor: `scale` * sum(tensor ** 2) / 2, or None if `scale` is 0.
 
-    Raises ValueError when `scale` is no float, or negative.
+    Raises ValueError when `scale` is not a float, or negative.
     """
     return _regularizer(scale, scope or "l2_regularizer", tf.nn.l2_loss)
 
 
 def flatten(inputs: Any, outputs_collections: Any = None, scope: str | None = None) -> Any:
-    """Make a tensor [N, ...] a tensor [N, n]."""
-    return _collected(_layers.flatten(inputs, scope or "Flatten"), outputs_collections)
+    """Reshape a tensor [N, ...] to [N, n]."""
+    return _add_outputs(_layers.flatten(inputs, scope or "Flatten"), outputs_collections)
 
 
 def dropout(
@@ -63,9 +63,9 @@ def dropout(
     scope: str | None = None,
     seed: int | None = None,
 ) -> Any:
-    """Keep elements with the probability `keep_prob` in training; see `tf.layers.dropout`."""
+    """In training, keep each element with probability `keep_prob`; see `tf.layers.dropout`."""
     outputs = _layers.dropout(inputs, 1.0 - keep_prob, noise_shape, seed, is_training, scope or "Dropout")
-    return _collected(outputs, outputs_collections)
+    return _add_outputs(outputs, outputs_collections)
 
 
 def max_pool2d(
@@ -79,7 +79,7 @@ def max_pool2d(
 ) -> Any:
     """Take the maximum of each window; see `tf.layers.max_pooling2d`."""
     outputs = _layers.max_pooling2d(inputs, kernel_size, stride, padding, _format(data_format), scope or "MaxPool2D")
-    return _collected(outputs, outputs_collections)
+    return _add_outputs(outputs, outputs_collections)
 
 
 def avg_pool2d(
@@ -95,7 +95,7 @@ def avg_pool2d(
     outputs = _layers.average_pooling2d(
         inputs, kernel_size, stride, padding, _format(data_format), scope or "AvgPool2D"
     )
-    return _collected(outputs, outputs_collections)
+    return _add_outputs(outputs, outputs_collections)
 
 
 def fully_connected(
@@ -114,10 +114,10 @@ def fully_connected(
     trainable: bool = True,
     scope: str | None = None,
 ) -> Any:
-    """Multiply the last dimension with `weights` and add `biases`; with a ReLU unless `activation_fn` is another.
+    """Multiply the last dimension by `weights`, add `biases`, and apply `activation_fn` (ReLU by default).
 
-    A `normalizer_fn` takes the place of the biases, and so does None as `biases_initializer`. `variables_collections`
-    must be None. See `tf.layers.dense` for the rest.
+    There are no biases with a `normalizer_fn`, or with None as `biases_initializer`. `variables_collections` must be
+    None. See `tf.layers.dense` for the other arguments.
     """
     _refuse(variables_collections=variables_collections)
     kernel, bias = _weights(
@@ -128,8 +128,10 @@ def fully_connected(
         trainable,
     )
     with tf.variable_scope(scope, "fully_connected", [inputs], reuse=reuse):
-        outputs = multiplied(inputs, num_outputs, kernel, bias)
-        return _collected(_finished(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections)
+        outputs = dense_product(inputs, num_outputs, kernel, bias)
+        return _add_outputs(
+            _apply_activation(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections
+        )
 
 
 def conv2d(
@@ -153,7 +155,7 @@ def conv2d(
     trainable: bool = True,
     scope: str | None = None,
 ) -> Any:
-    """Convolve images with `weights` and add `biases`, in the scope `Conv`; for the rest as `fully_connected`."""
+    """Convolve images with `weights` and add `biases`, in the scope `Conv`; otherwise as `fully_connected`."""
     _refuse(variables_collections=variables_collections)
     kernel, bias = _weights(
         weights_initializer,
@@ -163,10 +165,12 @@ def conv2d(
         trainable,
     )
     with tf.variable_scope(scope, "Conv", [inputs], reuse=reuse):
-        outputs = convolved(
+        outputs = convolve(
             2, inputs, num_outputs, kernel_size, stride, padding, _format(data_format), rate, kernel, bias
         )
-        return _collected(_finished(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections)
+        return _add_outputs(
+            _apply_activation(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections
+        )
 
 
 def batch_norm(
@@ -193,9 +197,9 @@ def batch_norm(
 ) -> Any:
     """Normalize each channel, in the scope `BatchNorm`; see `tf.layers.batch_normalization`.
 
-    Without `updates_collections` the moving averages are updated where the result is computed. The initializers and
-    regularizers are by the variables' names. `variables_collections`, `batch_weights`, `zero_debias_moving_mean` and
-    `renorm` must not be used; they raise ValueError.
+    If `updates_collections` is None, computing the result also updates the moving averages. The keys of
+    `param_initializers` and `param_regularizers` are variable names. `variables_collections`, `batch_weights`,
+    `zero_debias_moving_mean` and `renorm` are not supported and raise ValueError.
     """
     _refuse(
         variables_collections=variables_collections,
@@ -214,24 +218,24 @@ def batch_norm(
     axis = -1 if _format(data_format) == "channels_last" else 1
     with tf.variable_scope(scope, "BatchNorm", [inputs], reuse=reuse):
         weights = (gamma if scale else None, beta if center else None, mean, variance)
-        outputs, updates = normalized(inputs, axis, weights, decay, epsilon, is_training, fused)
+        outputs, updates = normalize_channels(inputs, axis, weights, decay, epsilon, is_training, fused)
         if updates_collections is None:
             with tf.control_dependencies(updates):
                 outputs = tf.identity(outputs)
         else:
             for update in updates:
                 tf.add_to_collections(updates_collections, update)
-        return _collected(_finished(outputs, None, None, activation_fn), outputs_collections)
+        return _add_outputs(_apply_activation(outputs, None, None, activation_fn), outputs_collections)
 
 
 def batch_and_drop_remainder(batch_size: Any) -> Callable[[Any], Any]:
-    """Give a function for `Dataset.apply` that makes batches of one size."""
+    """Return a function for `Dataset.apply` that makes batches of equal size."""
     return lambda dataset: dataset.batch(batch_size, drop_remainder=True)
 
 
 def _regularizer(scale: float, scope: str, penalty: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if isinstance(scale, numbers.Integral) or not isinstance(scale, numbers.Real) or scale < 0:
-        raise ValueError(f"the scale of a regularizer is {scale!r}; it is a float from 0")
+        raise ValueError(f"invalid scale of a regularizer: {scale!r} (expected a float >= 0)")
 
     def loss(weights: Any) -> Any:
         with tf.name_scope(scope, values=[weights]):
@@ -254,13 +258,13 @@ def _weights(
     return weights, Weight("biases", made, biases_regularizer, trainable=trainable)
 
 
-def _finished(outputs: Any, normalizer_fn: Any, normalizer_params: Any, activation_fn: Any) -> Any:
+def _apply_activation(outputs: Any, normalizer_fn: Any, normalizer_params: Any, activation_fn: Any) -> Any:
     if normalizer_fn is not None:
         outputs = normalizer_fn(outputs, **(normalizer_params or {}))
     return outputs if activation_fn is None else activation_fn(outputs)
 
 
-def _collected(outputs: Any, collections: Any) -> Any:
+def _add_outputs(outputs: Any, collections: Any) -> Any:
     if collections is not None:
         tf.add_to_collections(collections, outputs)
     return outputs
@@ -269,14 +273,14 @@ def _collected(outputs: Any, collections: Any) -> Any:
 def _format(data_format: str | None) -> str:
     formats = {None: "channels_last", "NHWC": "channels_last", "NCHW": "channels_first"}
     if data_format not in formats:
-        raise ValueError(f"data_format is {data_format!r}; it is 'NHWC' or 'NCHW'")
+        raise ValueError(f"invalid data_format: {data_format!r} (expected 'NHWC' or 'NCHW')")
     return formats[data_format]
 
 
 def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"dl_comm.tf1 does not offer the option {name}")
+            raise ValueError(f"dl_comm.tf1 does not support the option {name}")
 
 
 LAYERS = {
@@ -350,4 +354,4 @@ GONE = {
     "summary": "tf.summary",
     "tpu": "tf.tpu",
 }
-"""What to use instead of parts of tf.contrib."""
+"""Alternatives to parts of tf.contrib."""

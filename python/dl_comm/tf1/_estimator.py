@@ -1,11 +1,12 @@
 """`tf.estimator`: the core of TensorFlow 1's Estimator, on monitored sessions.
 
-There are `Estimator` with `train`, `evaluate` and `predict`, `EstimatorSpec`, `RunConfig`, `ModeKeys`,
-`inputs.numpy_input_fn`, `train_and_evaluate` in one process, and the hooks. There are no canned estimators, no export,
-no warm start and no distribution: each process is a chief that trains by itself, and dl_comm's calls in the model
-function and in hooks join them. So only one rank may have a given `model_dir`; with None each makes its own.
+Supported: `Estimator` with `train`, `evaluate` and `predict`, `EstimatorSpec`, `RunConfig`, `ModeKeys`,
+`inputs.numpy_input_fn`, `train_and_evaluate` in one process, and the hooks. Not supported: canned estimators, export,
+warm start and TensorFlow's distribution. Each process is a chief and trains alone; dl_comm's calls in the model
+function and in hooks connect the ranks. So only one rank may use a given `model_dir`; with None each rank creates its
+own.
 
-Thread rule: an Estimator belongs to one thread.
+Thread rule: one thread uses an Estimator.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ tf = tensorflow.compat.v1
 
 
 class Estimator:
-    """Trains, evaluates and uses the model that a model function builds, with checkpoints in a folder."""
+    """Trains and evaluates the model of a model function, and predicts with it; stores checkpoints in a folder."""
 
     def __init__(
         self,
@@ -40,27 +41,27 @@ class Estimator:
         params: Any = None,
         warm_start_from: Any = None,
     ) -> None:
-        """Make an Estimator; nothing is built yet.
+        """Create an Estimator; builds no graph yet.
 
         Args:
-            model_fn: `model_fn(features, labels, mode)`, each by that name, and `params` and `config` where it has
-                them; it returns an EstimatorSpec. `labels` may be missing where there are none.
-            model_dir: The folder of checkpoints; None is that of `config`, else a new temporary one.
-            config: How to run.
-            params: Passed on to the model function and to input functions that take `params`.
+            model_fn: `model_fn(features, labels, mode)`, optionally with `params` and `config`, all passed by name. It
+                returns an EstimatorSpec. `labels` may be omitted if there are no labels.
+            model_dir: The folder of checkpoints; None: that of `config`, else a new temporary one.
+            config: The configuration.
+            params: Passed to the model function, and to input functions that take `params`.
             warm_start_from: Must be None.
 
         Raises:
-            TypeError: `model_fn` is no function, or `config` no RunConfig.
-            ValueError: `params` is given, and `model_fn` does not take it; `config` has another `model_dir`.
+            TypeError: `model_fn` is not a function, or `config` is not a RunConfig.
+            ValueError: `params` is given but `model_fn` does not take it, or `config` has another `model_dir`.
         """
         if isinstance(model_fn, EstimatorSpec) or not callable(model_fn):
-            raise TypeError(f"model_fn is the function that returns an EstimatorSpec, not {type(model_fn).__name__}")
+            raise TypeError(f"model_fn must be a function that returns an EstimatorSpec, not {type(model_fn).__name__}")
         if config is not None and not isinstance(config, RunConfig):
-            raise TypeError(f"config is a tf.estimator.RunConfig, not {type(config).__name__}")
+            raise TypeError(f"config must be a tf.estimator.RunConfig, not {type(config).__name__}")
         if warm_start_from is not None:
             raise ValueError(
-                "dl_comm.tf1 does not offer warm_start_from; use tf.train.init_from_checkpoint in model_fn"
+                "dl_comm.tf1 does not support warm_start_from; use tf.train.init_from_checkpoint in model_fn"
             )
         if params is not None and "params" not in _parameters(model_fn):
             raise ValueError("model_fn does not take params, but params were given")
@@ -79,7 +80,7 @@ class Estimator:
 
     @property
     def config(self) -> RunConfig:
-        """How it runs."""
+        """The configuration."""
         return self._config
 
     @property
@@ -88,20 +89,20 @@ class Estimator:
         return copy.deepcopy(self._params)
 
     def latest_checkpoint(self) -> str | None:
-        """Give the name of the newest checkpoint, or None."""
+        """Return the name of the newest checkpoint, or None."""
         found = tf.train.latest_checkpoint(self.model_dir)
         return None if found is None else str(found)
 
     def get_variable_names(self) -> list[str]:
-        """Give the names of the variables in the newest checkpoint. Raises ValueError when there is none."""
-        return [name for name, _ in tf.train.list_variables(self._trained())]
+        """Return the names of the variables in the newest checkpoint. Raises ValueError without a checkpoint."""
+        return [name for name, _ in tf.train.list_variables(self._require_checkpoint())]
 
     def get_variable_value(self, name: str) -> Any:
-        """Give a variable of the newest checkpoint as an array. Raises ValueError when there is no checkpoint."""
-        return tf.train.load_variable(self._trained(), name)
+        """Return a variable of the newest checkpoint as an array. Raises ValueError without a checkpoint."""
+        return tf.train.load_variable(self._require_checkpoint(), name)
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Give the folder of the summaries of evaluations with this name."""
+        """Return the folder of summaries for evaluations with this name."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     def train(
@@ -112,14 +113,14 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Iterable[Any] | None = None,
     ) -> Estimator:
-        """Train, from the newest checkpoint in `model_dir` where there is one, and write checkpoints.
+        """Train, starting from the newest checkpoint in `model_dir` if there is one, and write checkpoints.
 
         Args:
-            input_fn: Gives the features and labels of a step: tensors, or a dataset of such pairs.
-            hooks: Hooks for this training, before those of the EstimatorSpec.
-            steps: How many steps to make now.
-            max_steps: The global step to stop at; nothing happens when the checkpoint is that far. With neither it
-                ends with the data.
+            input_fn: Returns the features and labels of a step: tensors, or a dataset of such pairs.
+            hooks: Hooks for this training; they run before those of the EstimatorSpec.
+            steps: The number of steps to train now.
+            max_steps: The global step to stop at; does nothing if the checkpoint has reached it. Without `steps` and
+                `max_steps`, training ends with the data.
             saving_listeners: `tf.train.CheckpointSaverListener`s.
 
         Returns:
@@ -127,13 +128,13 @@ class Estimator:
 
         Raises:
             ValueError: Both `steps` and `max_steps` are given, or one is not positive.
-            TypeError: A hook is no SessionRunHook.
+            TypeError: A hook is not a SessionRunHook.
         """
         if steps is not None and max_steps is not None:
             raise ValueError("train takes steps or max_steps, not both")
         for name, number in (("steps", steps), ("max_steps", max_steps)):
             if number is not None and number <= 0:
-                raise ValueError(f"{name} is {number}; it must be positive")
+                raise ValueError(f"invalid {name}: {number} (expected > 0)")
         given, listeners = list(checked_hooks(hooks)), list(saving_listeners or ())
         if max_steps is not None and self._trained_steps() >= max_steps:
             tf.logging.info("Skipping training: the checkpoint has max_steps already.")
@@ -141,7 +142,7 @@ class Estimator:
 
         config = self._config
         with tf.Graph().as_default():
-            features, labels, spec, step = self._built(input_fn, ModeKeys.TRAIN)
+            features, labels, spec, step = self._build_graph(input_fn, ModeKeys.TRAIN)
             del features, labels
             tf.summary.scalar("loss", spec.loss)
             scaffold = self._scaffold(spec)
@@ -151,7 +152,7 @@ class Estimator:
                 given.append(tf.train.LoggingTensorHook({"loss": spec.loss, "step": step}, every_n_iter=every))
             given += [*spec.training_hooks, *spec.training_chief_hooks]
             if steps is not None or max_steps is not None:
-                # After hooks that broadcast the global step: it counts from that.
+                # After hooks that broadcast the global step, because it counts from that step.
                 given.append(tf.train.StopAtStepHook(num_steps=steps, last_step=max_steps))
             savers = [hook for hook in given if isinstance(hook, tf.train.CheckpointSaverHook)]
             if savers:
@@ -194,39 +195,39 @@ class Estimator:
         """Compute the metrics of the EstimatorSpec over the data.
 
         Args:
-            input_fn: Gives the features and labels of a step.
-            steps: How many steps to make; None is until the data end.
-            hooks: Hooks for this evaluation, before those of the EstimatorSpec.
-            checkpoint_path: The checkpoint; None is the newest, or the initial values where there is none.
+            input_fn: Returns the features and labels of a step.
+            steps: The number of steps; None: until the data end.
+            hooks: Hooks for this evaluation; they run before those of the EstimatorSpec.
+            checkpoint_path: The checkpoint; None: the newest one, or the initial values if there is none.
             name: Part of the name of the folder for summaries.
 
         Returns:
-            The metrics by name, and `loss`, the mean over the steps, and `global_step`.
+            The metrics by name, with `loss` (the mean over the steps) and `global_step`.
 
         Raises:
-            ValueError: `steps` is not positive, or a metric is called `loss` or `global_step`.
-            TypeError: A hook is no SessionRunHook.
+            ValueError: `steps` is not positive, or a metric is named `loss` or `global_step`.
+            TypeError: A hook is not a SessionRunHook.
         """
         if steps is not None and steps <= 0:
-            raise ValueError(f"steps is {steps}; it must be positive")
+            raise ValueError(f"invalid steps: {steps} (expected > 0)")
         given = checked_hooks(hooks)
         with tf.Graph().as_default():
-            _, _, spec, step = self._built(input_fn, ModeKeys.EVAL)
+            _, _, spec, step = self._build_graph(input_fn, ModeKeys.EVAL)
             metrics = dict(spec.eval_metric_ops)
             for taken in ("loss", "global_step"):
                 if taken in metrics:
-                    raise ValueError(f"a metric may not be called {taken!r}; evaluate adds it")
+                    raise ValueError(f"a metric must not be named {taken!r}: evaluate adds this name")
             metrics["loss"] = tf.metrics.mean(spec.loss)
             update = tf.group(*(update for _, update in metrics.values()))
             values = {key: value for key, (value, _) in metrics.items()} | {"global_step": step}
             final = tf.train.FinalOpsHook(values)
-            with self._restored(spec, checkpoint_path, [*given, *spec.evaluation_hooks, final]) as session:
+            with self._restored_session(spec, checkpoint_path, [*given, *spec.evaluation_hooks, final]) as session:
                 for _ in itertools.count() if steps is None else range(steps):
                     if session.should_stop():
                         break
                     session.run(update)
         results: dict[str, Any] = final.final_ops_values
-        self._summarize(results, name)
+        self._write_summary(results, name)
         return results
 
     def predict(
@@ -237,33 +238,33 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Give the predictions of the EstimatorSpec for the data, until these end.
+        """Yield the predictions of the EstimatorSpec until the data end.
 
         Args:
-            input_fn: Gives the features of a step; labels are ignored.
-            predict_keys: Which of a dict of predictions to give; None is all.
-            hooks: Hooks for this prediction, before those of the EstimatorSpec.
-            checkpoint_path: The checkpoint; None is the newest, or the initial values where there is none.
-            yield_single_examples: Whether each example comes by itself, or a batch at a time.
+            input_fn: Returns the features of a step; labels are ignored.
+            predict_keys: The predictions to yield from a dict of predictions; None: all.
+            hooks: Hooks for this prediction; they run before those of the EstimatorSpec.
+            checkpoint_path: The checkpoint; None: the newest one, or the initial values if there is none.
+            yield_single_examples: True: yield each example; False: yield batches.
 
         Yields:
-            Arrays, or dicts of arrays when the predictions are a dict.
+            Arrays, or dicts of arrays if the predictions are a dict.
 
         Raises:
             ValueError: None of `predict_keys` is a prediction, or the predictions have different numbers of examples.
-            TypeError: A hook is no SessionRunHook.
+            TypeError: A hook is not a SessionRunHook.
         """
         given = checked_hooks(hooks)
         with tf.Graph().as_default():
-            _, _, spec, _ = self._built(input_fn, ModeKeys.PREDICT)
+            _, _, spec, _ = self._build_graph(input_fn, ModeKeys.PREDICT)
             predictions = spec.predictions
             if predict_keys is not None:
                 keys = [predict_keys] if isinstance(predict_keys, str) else list(predict_keys)
                 if not isinstance(predictions, Mapping) or not any(key in predictions for key in keys):
                     raise ValueError(f"the predictions have none of the keys {keys}")
                 predictions = {key: predictions[key] for key in keys if key in predictions}
-            monitored = self._restored(spec, checkpoint_path, [*given, *spec.prediction_hooks])
-        # Outside the graph: it must not be the default one where the caller uses what is yielded.
+            monitored = self._restored_session(spec, checkpoint_path, [*given, *spec.prediction_hooks])
+        # Outside the `with`: this graph must not be the default graph in the caller's code between yields.
         with monitored as session:
             while not session.should_stop():
                 batch = session.run(predictions)
@@ -272,8 +273,8 @@ class Estimator:
                 else:
                     yield batch
 
-    def _built(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, EstimatorSpec, Any]:
-        """Build the graph of a mode in the default graph: features, labels, the spec and the global step."""
+    def _build_graph(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, EstimatorSpec, Any]:
+        """Build a mode in the default graph. Returns features, labels, the spec and the global step."""
         tf.set_random_seed(self._config.tf_random_seed)
         step = tf.train.get_or_create_global_step()
         offered = {"mode": mode, "params": self.params, "config": self._config}
@@ -285,7 +286,7 @@ class Estimator:
         if "labels" in taken:
             offered["labels"] = labels
         elif labels is not None:
-            raise ValueError("model_fn does not take labels, but input_fn gives some")
+            raise ValueError("model_fn does not take labels, but input_fn returns labels")
         arguments = {name: offered[name] for name in taken if name in offered}
         spec = self._model_fn(features=features, **arguments)
         if not isinstance(spec, EstimatorSpec):
@@ -303,7 +304,7 @@ class Estimator:
             tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         return spec.scaffold or tf.train.Scaffold()
 
-    def _restored(self, spec: EstimatorSpec, checkpoint_path: str | None, hooks: list[Any]) -> Any:
+    def _restored_session(self, spec: EstimatorSpec, checkpoint_path: str | None, hooks: list[Any]) -> Any:
         creator = tf.train.ChiefSessionCreator(
             scaffold=self._scaffold(spec),
             checkpoint_filename_with_path=checkpoint_path or self.latest_checkpoint(),
@@ -315,20 +316,20 @@ class Estimator:
         given = self._config.session_config
         return tf.ConfigProto(allow_soft_placement=True) if given is None else given
 
-    def _trained(self) -> str:
+    def _require_checkpoint(self) -> str:
         checkpoint = self.latest_checkpoint()
         if checkpoint is None:
-            raise ValueError(f"there is no checkpoint in {self.model_dir}")
+            raise ValueError(f"no checkpoint in {self.model_dir}")
         return checkpoint
 
     def _trained_steps(self) -> int:
         checkpoint = self.latest_checkpoint()
         return 0 if checkpoint is None else int(tf.train.load_variable(checkpoint, tf.GraphKeys.GLOBAL_STEP))
 
-    def _summarize(self, results: Mapping[str, Any], name: str | None) -> None:
+    def _write_summary(self, results: Mapping[str, Any], name: str | None) -> None:
         numbers = {key: value for key, value in results.items() if key != "global_step" and np.ndim(value) == 0}
         values = [tf.Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items()]
-        with tf.Graph().as_default():  # a FileWriter wants a graph, eagerly or not
+        with tf.Graph().as_default():  # a FileWriter needs a graph even in eager mode
             writer = tf.summary.FileWriterCache.get(self.eval_dir(name))
         writer.add_summary(tf.Summary(value=values), int(results["global_step"]))
         writer.flush()
@@ -337,16 +338,16 @@ class Estimator:
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> tuple[dict[str, Any] | None, list[Any]]:
-    """Train to `max_steps`, and evaluate at the end, and at checkpoints before it.
+    """Train to `max_steps`; evaluate at checkpoints and at the end.
 
     Returns:
-        The metrics of the last evaluation, None when there was nothing to train; and an empty list.
+        The metrics of the last evaluation (None if there was nothing to train), and an empty list.
 
     Raises:
         ValueError: `eval_spec` has exporters.
     """
     if eval_spec.exporters:
-        raise ValueError("dl_comm.tf1 does not offer exporters")
+        raise ValueError("dl_comm.tf1 does not support exporters")
     listener = _Evaluation(estimator, eval_spec)
     listeners = [*(train_spec.saving_listeners or ()), listener]
     estimator.train(
@@ -356,7 +357,7 @@ def train_and_evaluate(
 
 
 class _Evaluation(tf.train.CheckpointSaverListener):  # type: ignore[misc, name-defined]
-    """Evaluates at checkpoints: not at the first, which is the start, nor too often, but at the last."""
+    """Evaluates at checkpoints, except the initial one, at most every `throttle_secs`, and always at the last one."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self.results: dict[str, Any] | None = None
@@ -391,7 +392,7 @@ def _examples(batch: Any) -> Iterator[Any]:
         return
     lengths = {len(rows) for rows in batch.values()}
     if len(lengths) != 1:
-        raise ValueError(f"the predictions must have one number of examples; they have {sorted(lengths)}")
+        raise ValueError(f"the predictions must have equal numbers of examples, not {sorted(lengths)}")
     for i in range(lengths.pop()):
         yield {key: rows[i] for key, rows in batch.items()}
 
@@ -425,7 +426,7 @@ NAMES = {
     "TrainSpec": TrainSpec,
     "train_and_evaluate": train_and_evaluate,
 } | {name: getattr(tf.train, name) for name in _HOOKS}
-"""The names of tf.estimator, besides inputs."""
+"""The names of tf.estimator, except inputs."""
 
 INPUTS = {"numpy_input_fn": numpy_input_fn}
 """The names of tf.estimator.inputs."""
@@ -436,4 +437,4 @@ GONE = dict.fromkeys(
     ("DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor", "BaselineClassifier"),
     "tf.estimator.Estimator with a model function",
 ) | {"export": "tf.saved_model"}
-"""What to use instead of names that tf.estimator had."""
+"""Alternatives to removed names of tf.estimator."""

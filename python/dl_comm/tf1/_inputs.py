@@ -1,4 +1,4 @@
-"""What feeds an Estimator: `numpy_input_fn`, and datasets and tensors of input functions.
+"""Inputs of an Estimator: `numpy_input_fn`, and datasets and tensors of input functions.
 
 Thread rule: as TensorFlow's for building graphs.
 """
@@ -23,34 +23,34 @@ def numpy_input_fn(
     queue_capacity: int = 1000,
     num_threads: int = 1,
 ) -> Callable[[], Any]:
-    """Give an input function for arrays.
+    """Return an input function for arrays.
 
     Args:
-        x: An array, or a dict of arrays, with an example in each row.
-        y: The same for the labels, or None.
-        batch_size: Examples a step; the last batch of all may be smaller.
-        num_epochs: How often each example comes; None is without end. Batches go across the ends of epochs.
-        shuffle: Whether each epoch has another order; it must be given.
-        queue_capacity: Not used; the order is shuffled over all examples.
+        x: An array, or a dict of arrays, with one example per row.
+        y: The labels in the same form, or None.
+        batch_size: Examples per step; the last batch may be smaller.
+        num_epochs: The number of epochs; None: unlimited. A batch may span two epochs.
+        shuffle: Whether to shuffle each epoch; required.
+        queue_capacity: Not used; shuffles over all examples.
         num_threads: Not used.
 
     Returns:
-        A function without arguments that gives tensors: the features, or the features and labels.
+        A function without arguments that returns tensors: the features, or the features and labels.
 
     Raises:
-        ValueError: `shuffle` is not given, or the arrays have different numbers of examples.
-        TypeError: `x` is no array and no dict.
+        ValueError: `shuffle` is missing, or the arrays have different numbers of examples.
+        TypeError: `x` is neither an array nor a dict.
     """
     del queue_capacity, num_threads
     if not isinstance(shuffle, bool):
         raise ValueError("numpy_input_fn needs shuffle=True or shuffle=False")
     if not isinstance(x, (np.ndarray, Mapping)):
-        raise TypeError(f"x is an array or a dict of arrays, not {type(x).__name__}")
+        raise TypeError(f"x must be an array or a dict of arrays, not {type(x).__name__}")
     structure = x if y is None else (x, y)
     arrays = [np.asarray(array) for array in tf.nest.flatten(structure)]
     lengths = {len(array) for array in arrays}
     if len(lengths) != 1:
-        raise ValueError(f"the arrays must have one number of examples; they have {sorted(lengths)}")
+        raise ValueError(f"the arrays must have equal numbers of examples, not {sorted(lengths)}")
     (length,) = lengths
 
     def input_fn() -> Any:
@@ -58,7 +58,7 @@ def numpy_input_fn(
         if shuffle:
             order = order.shuffle(length)
         batches = order.repeat(num_epochs).batch(batch_size)
-        # The arrays stay outside the graph, which is written with every checkpoint.
+        # Keep the arrays out of the graph, because every checkpoint contains the graph.
         rows = tf.data.make_one_shot_iterator(
             batches.map(
                 lambda chosen: tuple(tf.numpy_function(lambda i: [a[i] for a in arrays], [chosen], _dtypes(arrays)))
@@ -82,11 +82,11 @@ def _next_of(dataset: Any) -> Any:
 
 
 def features_and_labels(given: Any) -> tuple[Any, Any]:
-    """Take what an input function gives apart; labels are None where there are none."""
+    """Split the result of an input function; labels may be None."""
     if isinstance(given, (tf.data.Dataset, tensorflow.data.Dataset)):
         given = _next_of(given)
     if not isinstance(given, (tuple, list)):
         return given, None
     if len(given) != 2:
-        raise ValueError(f"input_fn must give features, or features and labels, not {len(given)} things")
+        raise ValueError(f"input_fn must return features, or features and labels, not {len(given)} values")
     return given[0], given[1]

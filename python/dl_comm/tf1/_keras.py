@@ -1,9 +1,9 @@
-"""Keras as it was beside TensorFlow 1, from the package tf_keras: what `keras` and `tf.keras` give to scripts.
+"""Keras of the TensorFlow 1 era, from the package tf_keras: the modules `keras` and `tf.keras` for scripts.
 
-Optimizers are those whose `get_gradients` a script may override, variables are reference variables, and modules that
-Keras has renamed since are found by their old names. Packages that are written for TensorFlow 2 see Keras 3.
+Optimizers have a `get_gradients` that a script may override, variables are reference variables, and renamed modules of
+Keras have their old names. Packages for TensorFlow 2 see Keras 3.
 
-Thread rule: `views` belongs to the start of a program.
+Thread rule: call `views` at the start of a program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OLD_NAMES = {
         f"utils.{name}" for name in ("data_utils", "generic_utils", "io_utils", "layer_utils", "np_utils", "vis_utils")
     ),
 }
-"""Modules of Keras 2.2, by the module that has their names now."""
+"""Modules of Keras 2.2, by the module that now has their names."""
 
 _ENGINE = ("", ".base_layer", ".input_layer", ".network", ".sequential", ".topology", ".training")
 _OPTIMIZERS = ("SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam")
@@ -63,28 +63,28 @@ _GONE = {
 
 
 class _Missing:
-    """Stands for a module of tf_keras when that is not installed."""
+    """Placeholder for a module of tf_keras, which is not installed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ImportError(
-            "Keras under dl_comm.tf1 is the package tf_keras, which is not installed: pip install tf_keras, or install"
-            " dl_comm with its extra tf1",
+            "dl_comm.tf1 needs the package tf_keras for Keras: run 'pip install tf_keras', or install dl_comm with its"
+            " extra tf1",
             name="tf_keras",
         )
 
 
 def views() -> dict[str, View]:
-    """Make the views of Keras, by the names of the modules that they replace: `keras`, `tf.keras`, their submodules.
+    """Create the views of Keras, by the names of the modules that they replace: `keras`, `tf.keras` and submodules.
 
-    Without tf_keras every name of theirs raises an ImportError that says how to install it.
+    Without tf_keras, every name in them raises an ImportError with the fix.
 
     Raises:
-        ImportError: tf_keras lacks something that this depends on.
+        ImportError: This version of tf_keras is not supported.
     """
-    found = _by_path() if importlib.util.find_spec("tf_keras") else dict.fromkeys(("", *_loaded_now()), _Missing())
-    made = {path: View(_joined("keras", path), {}, module, _now(path)) for path, module in found.items()}
+    found = _by_path() if importlib.util.find_spec("tf_keras") else dict.fromkeys(("", *_keras3_modules()), _Missing())
+    made = {path: View(_joined("keras", path), {}, module, _keras3_module(path)) for path, module in found.items()}
     for path, old in _OLD_NAMES.items():
         made |= {name: View(f"keras.{name}", {}, found.get(path, _Missing())) for name in old}
     for name in _ENGINE:
@@ -94,10 +94,10 @@ def views() -> dict[str, View]:
             parent, _, name = path.rpartition(".")
             made[parent]._own.setdefault(name, view)
         view.__dict__["_gone"].update(_GONE.get(path, {}))
-    made[""]._gone.update({name: "" for name in _loaded_now() if "." not in name and name not in made})
+    made[""]._gone.update({name: "" for name in _keras3_modules() if "." not in name and name not in made})
     if not isinstance(found[""], _Missing):
         made[""]._own["__version__"] = sys.modules["tf_keras"].__version__
-        made["optimizers"]._own.update(_adapted())
+        made["optimizers"]._own.update(_patch_tf_keras())
         made["backend"]._own["variable"] = _private("tf_keras.src.backend", "variable")
         _check()
     return {_joined(name, path): view for name in _NAMES for path, view in made.items()}
@@ -107,23 +107,23 @@ def _joined(name: str, path: str) -> str:
     return f"{name}.{path}" if path else name
 
 
-def _now(path: str) -> ModuleType | None:
-    """Find the module of Keras 3, which packages for TensorFlow 2 see."""
+def _keras3_module(path: str) -> ModuleType | None:
+    """Return the module of Keras 3, for packages for TensorFlow 2."""
     return sys.modules.get(_joined("keras", path))
 
 
-def _loaded_now() -> list[str]:
+def _keras3_modules() -> list[str]:
     """List the public modules of Keras 3, which TensorFlow has imported."""
     names = [name.removeprefix("keras.") for name in sys.modules if name.startswith("keras.")]
     return [name for name in names if not name.startswith(("src", "_"))]
 
 
 def _by_path() -> dict[str, ModuleType]:
-    """Import tf_keras. Give its modules by their path in Keras, which is empty for Keras itself."""
+    """Import tf_keras. Return its modules by their path in Keras, which is empty for Keras itself."""
     try:
         importlib.import_module(_API)
     except ModuleNotFoundError as error:
-        raise _changed(_API) from error
+        raise _incompatible(_API) from error
     return {
         name.removeprefix(_API).removeprefix("."): module
         for name, module in list(sys.modules.items())
@@ -136,8 +136,8 @@ def _engine(found: dict[str, Any]) -> dict[str, Any]:
     return {} if isinstance(keras, _Missing) else {"Model": keras.Model, "Sequential": keras.Sequential}
 
 
-def _adapted() -> dict[str, Any]:
-    """Make the variables of tf_keras reference variables, and its optimizers those of Keras 2.2.
+def _patch_tf_keras() -> dict[str, Any]:
+    """Patch tf_keras to use reference variables and the optimizers of Keras 2.2.
 
     Returns the names of `keras.optimizers`.
     """
@@ -157,7 +157,7 @@ def _adapted() -> dict[str, Any]:
 
 
 def _optimizer(base: Any) -> Any:
-    """Make an optimizer that takes `learning_rate` and `name` too, as those of tf.keras from TensorFlow 1.13 on."""
+    """Create an optimizer class that also takes `learning_rate` and `name`, as tf.keras since TensorFlow 1.13."""
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         options.pop("name", None)
@@ -182,7 +182,7 @@ def _make_variable(original: Any, *arguments: Any, **options: Any) -> Any:
 
 def _variable(original: Any, *arguments: Any, **options: Any) -> Any:
     def create(following: Any, **asked: Any) -> Any:
-        if "use_resource" in asked:  # the call below
+        if "use_resource" in asked:  # the recursive call below
             return following(**asked)
         return tf.Variable(**asked, use_resource=False)
 
@@ -194,11 +194,11 @@ def _private(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ModuleNotFoundError) as error:
-        raise _changed(f"{module}.{name}") from error
+        raise _incompatible(f"{module}.{name}") from error
 
 
 def _wrap_private(module: str, name: str, wrapper: Any) -> Any:
-    """Put a function that calls `wrapper(original, ...)` in the place of a function of tf_keras, and return it."""
+    """Replace a function of tf_keras by one that calls `wrapper(original, ...)`, and return it."""
     original = _private(module, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -209,7 +209,7 @@ def _wrap_private(module: str, name: str, wrapper: Any) -> Any:
 
 
 def _check() -> None:
-    """See that layers and optimizers have reference variables, and that optimizers by name are those of Keras 2.2."""
+    """Check that layers and optimizers have reference variables, and that optimizer names mean those of Keras 2.2."""
     keras = importlib.import_module(_API)
     with tf.Graph().as_default():
         layer = keras.layers.Dense(1)
@@ -218,9 +218,9 @@ def _check() -> None:
         variables = [layer.kernel, getattr(optimizer, "lr", None)]
     wrong = [each for each in variables if getattr(each, "dtype", None) != tf.as_dtype("float32_ref")]
     if wrong:
-        raise _changed(f"reference variables, but {wrong}")
+        raise _incompatible(f"reference variables, but {wrong}")
 
 
-def _changed(what: str) -> ImportError:
+def _incompatible(what: str) -> ImportError:
     version = getattr(sys.modules.get("tf_keras"), "__version__", "")
-    return ImportError(f"dl_comm.tf1 needs {what} of tf_keras, which version {version} does not have", name=_API)
+    return ImportError(f"dl_comm.tf1 needs {what} of tf_keras, which version {version} lacks", name=_API)

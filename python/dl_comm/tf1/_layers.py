@@ -1,8 +1,8 @@
-"""`tf.layers`: the functions of TensorFlow 1, with its names of variables, collections and defaults.
+"""`tf.layers`: the functions of TensorFlow 1, with its variable names, collections and defaults.
 
-A layer without a name is called `dense`, `dense_1` and so on in its variable scope; its variables are `kernel` and
+A layer without a name is called `dense`, `dense_1` and so on in its variable scope. Its variables are `kernel` and
 `bias`, or `gamma`, `beta`, `moving_mean` and `moving_variance`. Regularizers add to the collection
-REGULARIZATION_LOSSES, batch normalization in training adds to UPDATE_OPS.
+REGULARIZATION_LOSSES; batch normalization in training adds to UPDATE_OPS.
 
 Thread rule: as TensorFlow's for building graphs.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow
 
 from dl_comm.tf1._normalization import batch_normalization
-from dl_comm.tf1._weights import Weight, cond, convolved, each, known, layout, multiplied
+from dl_comm.tf1._weights import Weight, cond, convolve, dense_product, layout, per_dimension, static_size
 
 tf = tensorflow.compat.v1
 
@@ -66,32 +66,32 @@ def dense(
     name: str | None = None,
     reuse: bool | None = None,
 ) -> Any:
-    """Multiply the last dimension of `inputs` with a kernel, and add a bias.
+    """Multiply the last dimension of `inputs` by a kernel, and add a bias.
 
     Args:
-        inputs: A tensor [..., n] with a known n.
+        inputs: A tensor [..., n] with a static n.
         units: The size of the last dimension of the result.
         activation: A function of the result, or None.
-        use_bias: Whether there is a bias.
-        kernel_initializer: Initializer of the kernel [n, units]; None is that of the variable scope, else Glorot's.
-        bias_initializer: Initializer of the bias [units]; None is zeros.
-        kernel_regularizer: Gives a loss for the kernel, or None.
-        bias_regularizer: Gives a loss for the bias, or None.
-        activity_regularizer: Gives a loss for the result, or None.
+        use_bias: Whether to add a bias.
+        kernel_initializer: Initializer of the kernel [n, units]; None: that of the variable scope, else Glorot's.
+        bias_initializer: Initializer of the bias [units]; None: zeros.
+        kernel_regularizer: A function from the kernel to a loss, or None.
+        bias_regularizer: A function from the bias to a loss, or None.
+        activity_regularizer: A function from the result to a loss, or None.
         kernel_constraint: Projection of the kernel after an update, or None.
         bias_constraint: Projection of the bias after an update, or None.
         trainable: Whether the variables are in TRAINABLE_VARIABLES.
         name: The name of the layer's variable scope.
-        reuse: Whether the variables of a layer with this name are used again.
+        reuse: Whether to reuse the variables of a layer with this name.
 
     Raises:
-        ValueError: The last dimension is not known, or variables exist already (or do not, with `reuse`).
+        ValueError: The last dimension is not static, or variables exist already (with `reuse`: do not exist).
     """
     kernel = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
     bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
     with tf.variable_scope(name, "dense", [inputs], reuse=reuse):
-        outputs = multiplied(inputs, units, kernel, bias if use_bias else None)
-        return _finished(outputs, activation, activity_regularizer)
+        outputs = dense_product(inputs, units, kernel, bias if use_bias else None)
+        return _apply_activation(outputs, activation, activity_regularizer)
 
 
 def _convolution(rank: int) -> Callable[..., Any]:
@@ -117,10 +117,10 @@ def _convolution(rank: int) -> Callable[..., Any]:
         name: str | None = None,
         reuse: bool | None = None,
     ) -> Any:
-        """Convolve along the dimensions that the layer's name tells.
+        """Convolve along one, two or three dimensions, as in the layer's name.
 
         Args:
-            inputs: For two dimensions a tensor [N, H, W, C], or [N, C, H, W] with `channels_first`; C must be known.
+            inputs: For two dimensions a tensor [N, H, W, C], or [N, C, H, W] with `channels_first`; C must be static.
             filters: The number of channels of the result.
             kernel_size: Height and width of the kernel, or one number for both.
             strides: Steps along height and width.
@@ -128,8 +128,8 @@ def _convolution(rank: int) -> Callable[..., Any]:
             data_format: `"channels_last"` or `"channels_first"`.
             dilation_rate: Distance of the kernel's elements along height and width.
             activation: A function of the result, or None.
-            use_bias: Whether there is a bias.
-            kernel_initializer: This and the following as for `dense`; by name only.
+            use_bias: Whether to add a bias.
+            kernel_initializer: See `dense`; from here on, arguments are keyword-only.
             bias_initializer: See `dense`.
             kernel_regularizer: See `dense`.
             bias_regularizer: See `dense`.
@@ -141,12 +141,12 @@ def _convolution(rank: int) -> Callable[..., Any]:
             reuse: See `dense`.
 
         Raises:
-            ValueError: C is not known, `data_format` is neither, or variables exist already (or do not, with `reuse`).
+            ValueError: C is not static, `data_format` is invalid, or variables exist already (with `reuse`: do not).
         """
         kernel = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
         bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
         with tf.variable_scope(name, default, [inputs], reuse=reuse):
-            outputs = convolved(
+            outputs = convolve(
                 rank,
                 inputs,
                 filters,
@@ -158,7 +158,7 @@ def _convolution(rank: int) -> Callable[..., Any]:
                 kernel,
                 bias if use_bias else None,
             )
-            return _finished(outputs, activation, activity_regularizer)
+            return _apply_activation(outputs, activation, activity_regularizer)
 
     default = convolution.__name__ = convolution.__qualname__ = f"conv{rank}d"
     return convolution
@@ -189,14 +189,14 @@ def conv2d_transpose(
     name: str | None = None,
     reuse: bool | None = None,
 ) -> Any:
-    """Transpose a convolution of images: the result is larger by `strides`. Arguments as for `conv2d`."""
+    """Transposed convolution of images: the result is larger by the factor `strides`. Arguments as for `conv2d`."""
     inputs = tf.convert_to_tensor(inputs)
     arranged, channels, (first, last) = layout(data_format, 2)
-    sizes, steps = each(kernel_size, 2), each(strides, 2)
+    sizes, steps = per_dimension(kernel_size, 2), per_dimension(strides, 2)
     weight = Weight("kernel", kernel_initializer, kernel_regularizer, kernel_constraint, trainable)
     bias = Weight("bias", bias_initializer or tf.zeros_initializer(), bias_regularizer, bias_constraint, trainable)
     with tf.variable_scope(name, "conv2d_transpose", [inputs], reuse=reuse):
-        shape = [*sizes, filters, known(inputs, channels)]
+        shape = [*sizes, filters, static_size(inputs, channels)]
         kernel = weight.create(shape, inputs.dtype)
         static, dynamic = inputs.shape.as_list(), tf.shape(inputs)
         grown: list[Any] = list(static)
@@ -209,14 +209,14 @@ def conv2d_transpose(
             inputs,
             kernel,
             tf.stack(grown),
-            _everywhere(steps, channels),
+            _all_strides(steps, channels),
             padding.upper(),
             data_format=arranged,
         )
         outputs.set_shape([length if isinstance(length, int) else None for length in grown])
         if use_bias:
             outputs = tf.nn.bias_add(outputs, bias.create([filters], inputs.dtype), data_format=arranged)
-        return _finished(outputs, activation, activity_regularizer)
+        return _apply_activation(outputs, activation, activity_regularizer)
 
 
 def _pooling(kind: str, rank: int, name: str) -> Callable[..., Any]:
@@ -228,7 +228,7 @@ def _pooling(kind: str, rank: int, name: str) -> Callable[..., Any]:
         data_format: str = "channels_last",
         name: str | None = None,
     ) -> Any:
-        """Take the maximum, or the mean, of each window along the dimensions that the layer's name tells.
+        """Take the maximum or the mean of each window, along the dimensions in the layer's name.
 
         Args:
             inputs: For two dimensions a tensor [N, H, W, C], or [N, C, H, W] with `channels_first`.
@@ -239,15 +239,15 @@ def _pooling(kind: str, rank: int, name: str) -> Callable[..., Any]:
             name: The name of the operation.
 
         Raises:
-            ValueError: `data_format` is neither.
+            ValueError: `data_format` is invalid.
         """
         arranged, _, _ = layout(data_format, rank)
         return tf.nn.pool(
             inputs,
-            each(pool_size, rank),
+            per_dimension(pool_size, rank),
             kind,
             padding.upper(),
-            strides=each(strides, rank),
+            strides=per_dimension(strides, rank),
             data_format=arranged,
             name=name or default,
         )
@@ -265,7 +265,7 @@ average_pooling3d = _pooling("AVG", 3, "average_pooling3d")
 
 
 def flatten(inputs: Any, name: str | None = None, data_format: str = "channels_last") -> Any:
-    """Make a tensor [N, ...] a tensor [N, n], with the channels last whatever `data_format` they came in."""
+    """Reshape a tensor [N, ...] to [N, n]. The channels vary fastest, for either `data_format`."""
     inputs = tf.convert_to_tensor(inputs)
     rank = inputs.shape.ndims
     with tf.name_scope(name, "flatten", [inputs]):
@@ -288,14 +288,14 @@ def dropout(
     training: Any = False,
     name: str | None = None,
 ) -> Any:
-    """Set a part of the elements to zero in training, and scale the others up so that the sum stays.
+    """In training, set a random fraction of the elements to zero, and scale the others to keep the expected sum.
 
     Args:
         inputs: A tensor.
-        rate: The part that is dropped, from 0 to 1.
-        noise_shape: The shape of the mask, which is broadcast; None is the shape of `inputs`.
+        rate: The fraction to drop, from 0 to 1.
+        noise_shape: The shape of the mask, which is broadcast; None: the shape of `inputs`.
         seed: Seed of the operation.
-        training: Whether it drops: a bool or a bool tensor.
+        training: Whether to drop elements: a bool or a bool tensor.
         name: The name of the operation.
     """
     inputs = tf.convert_to_tensor(inputs)
@@ -307,7 +307,7 @@ def dropout(
         )
 
 
-def _finished(outputs: Any, activation: Callable[[Any], Any] | None, activity_regularizer: Any) -> Any:
+def _apply_activation(outputs: Any, activation: Callable[[Any], Any] | None, activity_regularizer: Any) -> Any:
     outputs = outputs if activation is None else activation(outputs)
     loss = None if activity_regularizer is None else activity_regularizer(outputs)
     if loss is not None:
@@ -315,6 +315,6 @@ def _finished(outputs: Any, activation: Callable[[Any], Any] | None, activity_re
     return outputs
 
 
-def _everywhere(steps: list[int], channels: int) -> list[int]:
-    """Give the strides of all dimensions for those of height and width."""
+def _all_strides(steps: list[int], channels: int) -> list[int]:
+    """Extend the strides of height and width to all dimensions."""
     return [1, *steps, 1] if channels == -1 else [1, 1, *steps]

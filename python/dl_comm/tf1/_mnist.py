@@ -1,6 +1,6 @@
-"""`tensorflow.examples.tutorials.mnist.input_data`: MNIST from files that are on this machine.
+"""`tensorflow.examples.tutorials.mnist.input_data`: MNIST from local files.
 
-Thread rule: a DataSet belongs to one thread.
+Thread rule: one thread uses a DataSet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DataSet", "Datasets", "read_data_sets"]
 
 
 class DataSet:
-    """Images and labels, given out in batches."""
+    """Images and labels, in batches."""
 
     def __init__(
         self,
@@ -29,23 +29,23 @@ class DataSet:
         reshape: bool = True,
         seed: int | None = None,
     ) -> None:
-        """Take images [N, H, W, 1] of bytes and their labels.
+        """Store images [N, H, W, 1] of bytes and their labels.
 
         Args:
             images: The images.
-            labels: As many labels.
-            dtype: `tf.float32` scales them to 0 to 1, `tf.uint8` leaves them.
-            reshape: Whether images become [N, H * W].
-            seed: Seed of the order that `next_batch` shuffles them into.
+            labels: The labels, one per image.
+            dtype: `tf.float32` scales the bytes to the range 0 to 1; `tf.uint8` keeps them.
+            reshape: Whether to reshape images to [N, H * W].
+            seed: Seed of the shuffling in `next_batch`.
 
         Raises:
-            ValueError: There are not as many labels as images, or `dtype` is another.
+            ValueError: The numbers of labels and images differ, or `dtype` is not supported.
         """
         if len(images) != len(labels):
             raise ValueError(f"there are {len(images)} images and {len(labels)} labels")
         dtype = tf.as_dtype(dtype)
         if dtype not in (tf.float32, tf.uint8):
-            raise ValueError(f"dtype is {dtype.name}; it is float32 or uint8")
+            raise ValueError(f"invalid dtype: {dtype.name} (expected float32 or uint8)")
         if reshape:
             images = images.reshape(len(images), -1)
         self.images = images / np.float32(255) if dtype == tf.float32 else images
@@ -59,13 +59,13 @@ class DataSet:
     def next_batch(
         self, batch_size: int, fake_data: bool = False, shuffle: bool = True
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Give the next `batch_size` images and labels; a batch may go from the end of an epoch into the next.
+        """Return the next `batch_size` images and labels; a batch may span two epochs.
 
-        Raises ValueError for fake data, which are not offered, and when there are not as many examples.
+        Raises ValueError for fake data, which is not supported, and when `batch_size` exceeds the number of examples.
         """
         _refuse_fake(fake_data)
         if not 0 < batch_size <= self.num_examples:
-            raise ValueError(f"batch_size is {batch_size}; there are {self.num_examples} examples")
+            raise ValueError(f"invalid batch_size: {batch_size} (expected 1 to {self.num_examples} examples)")
         if shuffle and self._next == 0 and self.epochs_completed == 0:
             self._random.shuffle(self._order)
         chosen = self._order[self._next : self._next + batch_size]
@@ -98,28 +98,28 @@ def read_data_sets(
     seed: int | None = None,
     source_url: str | None = None,
 ) -> Datasets:
-    """Read MNIST's four IDX files, gzipped or not. Nothing is downloaded.
+    """Read MNIST's four IDX files, gzipped or not. Downloads nothing.
 
     Args:
         train_dir: The folder with the files.
         fake_data: Must be False.
-        one_hot: Whether labels are vectors of zeros and a one.
+        one_hot: Whether labels are one-hot vectors.
         dtype: See `DataSet`.
         reshape: See `DataSet`.
-        validation_size: How many of the training images, the first ones, are for validation.
+        validation_size: The number of training images, from the first on, for validation.
         seed: See `DataSet`.
         source_url: Not used.
 
     Raises:
         FileNotFoundError: A file is not in the folder.
-        ValueError: A file is not what its name says, or an argument is out of range.
+        ValueError: A file is not a valid IDX file, or an argument is out of range.
     """
     del source_url
     _refuse_fake(fake_data)
     images, labels = _read(train_dir, "train-images-idx3", 3), _read(train_dir, "train-labels-idx1", 1)
     tests = _read(train_dir, "t10k-images-idx3", 3), _read(train_dir, "t10k-labels-idx1", 1)
     if not 0 <= validation_size <= len(images):
-        raise ValueError(f"validation_size is {validation_size}; it is from 0 to {len(images)}")
+        raise ValueError(f"invalid validation_size: {validation_size} (expected 0 to {len(images)})")
 
     def made(images: NDArray[Any], labels: NDArray[Any]) -> DataSet:
         labels = np.eye(10)[labels] if one_hot else labels
@@ -131,7 +131,7 @@ def read_data_sets(
 
 def _refuse_fake(fake_data: bool) -> None:
     if fake_data:
-        raise ValueError("dl_comm.tf1 offers no fake data")
+        raise ValueError("dl_comm.tf1 does not support fake data")
 
 
 def _read(folder: str, stem: str, dimensions: int) -> NDArray[np.uint8]:
@@ -140,7 +140,7 @@ def _read(folder: str, stem: str, dimensions: int) -> NDArray[np.uint8]:
     if not packed.is_file() and not plain.is_file():
         raise FileNotFoundError(f"neither {name}.gz nor {name} is in {folder}; dl_comm.tf1 downloads nothing")
     raw = gzip.decompress(packed.read_bytes()) if packed.is_file() else plain.read_bytes()
-    # Two zeros, the type of the elements (8: bytes), the number of dimensions; the dimensions, big-endian; the bytes.
+    # Two zeros, the element type (8: bytes), the number of dimensions; the dimensions (big-endian uint32); the bytes.
     header = 4 + 4 * dimensions
     shape = np.frombuffer(raw[4:header], ">u4").tolist()
     if raw[:4] != bytes((0, 0, 8, dimensions)) or len(raw) != header + int(np.prod(shape)):

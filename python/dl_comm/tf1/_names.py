@@ -1,6 +1,6 @@
-"""Which names the view has, and putting it in place.
+"""Defines the names of the views, and installs them.
 
-Thread rule: `install` belongs to the start of a program.
+Thread rule: call `install` at the start of a program.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _v1 = tensorflow.compat.v1
 
 
 def install(real: ModuleType) -> ModuleType:
-    """Switch off the behaviour of TensorFlow 2, and put views for `real`, the module `tensorflow`, into `sys.modules`.
+    """Disable TensorFlow 2 behaviour, and replace `real`, the module `tensorflow`, in `sys.modules` by views.
 
-    Returns the view of `tensorflow` itself.
+    Returns the view of `tensorflow`.
     """
     _silence_advice()
     _disable_v2_behavior()
@@ -51,7 +51,7 @@ def install(real: ModuleType) -> ModuleType:
 
 
 def _silence_advice() -> None:
-    """Keep TensorFlow and tf_keras from advising what to use in TensorFlow 2; their other warnings are shown."""
+    """Hide deprecation warnings of TensorFlow and tf_keras; show all others."""
     advice = ("is deprecated", "will be removed in a future version", "file format is considered legacy")
 
     def shown(record: logging.LogRecord) -> bool:
@@ -65,7 +65,7 @@ def _silence_advice() -> None:
 def _disable_v2_behavior() -> None:
     logger = _v1.get_logger()
     level = logger.level
-    logger.setLevel("ERROR")  # it warns of what is meant here
+    logger.setLevel("ERROR")  # hides the warning about this call
     try:
         _v1.disable_v2_behavior()
     finally:
@@ -73,9 +73,9 @@ def _disable_v2_behavior() -> None:
 
 
 def _take_floats_as_dimensions() -> None:
-    """Let a float that is whole be a dimension, as TensorFlow 1 did: `[None, 28 / 2]` in Python 3.
+    """Accept integral floats as dimensions, as TensorFlow 1 did: `[None, 28 / 2]` in Python 3.
 
-    Raises ImportError when TensorFlow makes shapes in another way than through `tf.Dimension`.
+    Raises ImportError when TensorFlow does not use `tf.Dimension` for shapes.
     """
     original = _v1.Dimension.__init__
 
@@ -91,9 +91,9 @@ def _take_floats_as_dimensions() -> None:
 
 
 def _small_views(real: ModuleType) -> list[View]:
-    """Make the modules beside `tf` that scripts import from."""
+    """Create the submodules of `tensorflow` that scripts import from."""
     views = [
-        # For `from tensorflow.train import ...`: the import system would find the modules of TensorFlow 2.
+        # For `from tensorflow.train import ...`: otherwise the import system finds TensorFlow 2's modules.
         View(f"tensorflow.{name}", {}, module, getattr(real, name, None))
         for name, module in vars(_v1).items()
         if isinstance(module, ModuleType)

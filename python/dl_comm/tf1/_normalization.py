@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow
 
-from dl_comm.tf1._weights import Weight, cond, known
+from dl_comm.tf1._weights import Weight, cond, static_size
 
 tf = tensorflow.compat.v1
 
@@ -41,44 +41,44 @@ def batch_normalization(
     virtual_batch_size: int | None = None,
     adjustment: Any = None,
 ) -> Any:
-    """Normalize each channel, in training by the batch's mean and variance, else by their moving averages.
+    """Normalize each channel: in training by the batch's mean and variance, otherwise by their moving averages.
 
-    In training the updates of the moving averages go to the collection UPDATE_OPS; the script runs them, as ever, with
+    In training the updates of the moving averages go to the collection UPDATE_OPS; the script runs them with
     `tf.control_dependencies` around the training operation.
 
     Args:
-        inputs: A tensor; the size of `axis` must be known.
-        axis: The channels' dimension.
+        inputs: A tensor; the size of `axis` must be static.
+        axis: The dimension of the channels.
         momentum: Weight of the old value in a moving average.
         epsilon: Added to the variance.
-        center: Whether `beta` is added.
-        scale: Whether to multiply with `gamma`.
-        beta_initializer: None is zeros.
-        gamma_initializer: None is ones.
-        moving_mean_initializer: None is zeros.
-        moving_variance_initializer: None is ones.
-        beta_regularizer: Gives a loss for `beta`, or None.
-        gamma_regularizer: Gives a loss for `gamma`, or None.
+        center: Whether to add `beta`.
+        scale: Whether to multiply by `gamma`.
+        beta_initializer: None: zeros.
+        gamma_initializer: None: ones.
+        moving_mean_initializer: None: zeros.
+        moving_variance_initializer: None: ones.
+        beta_regularizer: A function from `beta` to a loss, or None.
+        gamma_regularizer: A function from `gamma` to a loss, or None.
         beta_constraint: Projection of `beta` after an update, or None.
         gamma_constraint: Projection of `gamma` after an update, or None.
         training: Whether to use the batch's mean and variance: a bool or a bool tensor.
         trainable: Whether `beta` and `gamma` are in TRAINABLE_VARIABLES.
         name: The name of the layer's variable scope.
-        reuse: Whether the variables of a layer with this name are used again.
+        reuse: Whether to reuse the variables of a layer with this name.
         renorm: Must be False.
         renorm_clipping: Must be None.
         renorm_momentum: Not used.
-        fused: False keeps images away from TensorFlow's fused kernel, which takes the unbiased variance for the
+        fused: False: do not use TensorFlow's fused kernel for images. That kernel uses the unbiased variance for the
             moving average.
         virtual_batch_size: Must be None.
         adjustment: Must be None.
 
     Raises:
-        ValueError: An option that is not offered is used, there are several axes, or the channels are not known.
+        ValueError: An unsupported option is used, there are several axes, or the number of channels is not static.
     """
     del renorm_momentum
     if renorm or renorm_clipping is not None or virtual_batch_size is not None or adjustment is not None:
-        raise ValueError("dl_comm.tf1 does not offer renorm, virtual_batch_size and adjustment")
+        raise ValueError("dl_comm.tf1 does not support renorm, virtual_batch_size and adjustment")
     inputs = tf.convert_to_tensor(inputs)
     axes = [axis] if isinstance(axis, int) else list(axis)
     if len(axes) != 1:
@@ -90,13 +90,13 @@ def batch_normalization(
     variance = Weight("moving_variance", moving_variance_initializer or ones, trainable=False)
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse):
         weights = (gamma if scale else None, beta if center else None, mean, variance)
-        outputs, updates = normalized(inputs, axes[0], weights, momentum, epsilon, training, fused)
+        outputs, updates = normalize_channels(inputs, axes[0], weights, momentum, epsilon, training, fused)
         for update in updates:
             tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
         return outputs
 
 
-def normalized(
+def normalize_channels(
     inputs: Any,
     axis: int,
     weights: tuple[Weight | None, Weight | None, Weight, Weight],
@@ -107,12 +107,13 @@ def normalized(
 ) -> tuple[Any, list[Any]]:
     """Normalize in the current variable scope.
 
-    `weights` are gamma and beta or None, and the moving mean and variance; the rest is as for `batch_normalization`.
+    `weights` are gamma and beta (each may be None), and the moving mean and variance. Other arguments as for
+    `batch_normalization`.
 
     Returns:
-        The result, and the updates of the moving averages; none when `training` is False.
+        The result, and the updates of the moving averages, which are empty if `training` is False.
     """
-    size, rank = known(inputs, axis), inputs.shape.ndims
+    size, rank = static_size(inputs, axis), inputs.shape.ndims
     axis %= rank
     dtype = tf.float32 if inputs.dtype in (tf.float16, tf.bfloat16) else inputs.dtype
     gamma, beta, mean, variance = (None if weight is None else weight.create([size], dtype) for weight in weights)
@@ -126,7 +127,7 @@ def normalized(
     outputs.set_shape(inputs.shape)
     if not tf.is_tensor(training) and not training:
         return outputs, []
-    # When a tensor says that this is no training, the batch's values are the moving averages, and nothing changes.
+    # If a `training` tensor is False, the batch's values equal the moving averages, so the update changes nothing.
     return outputs, [
         tf.assign_sub(moving, (moving - value) * tf.cast(1.0 - momentum, dtype), name="AssignMovingAvg")
         for moving, value in ((mean, batch_mean), (variance, batch_variance))
@@ -136,7 +137,7 @@ def normalized(
 def _normalize(
     inputs: Any, axis: int, gamma: Any, beta: Any, mean: Any, variance: Any, epsilon: float
 ) -> tuple[Any, Any, Any]:
-    """Normalize by `mean` and `variance`, or by the batch's when they are None; give the result and what was used."""
+    """Normalize by `mean` and `variance`, or by the batch's if None. Returns the result and the values used."""
     rank = inputs.shape.ndims
     values = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else inputs
     if mean is None:

@@ -1,6 +1,6 @@
-"""What an Estimator is told: modes, configuration, and the specs of models, training and evaluation.
+"""Settings of an Estimator: modes, configuration, and the specs of models, training and evaluation.
 
-Thread rule: these are values.
+Thread rule: immutable values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEFAULT_SECONDS = 600
 
 
 class ModeKeys:
-    """What a model function is called for."""
+    """The modes of a model function."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -26,18 +26,18 @@ class ModeKeys:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How an Estimator runs.
+    """The configuration of an Estimator.
 
     Attributes:
         model_dir: The folder of checkpoints and summaries.
         tf_random_seed: The seed of the graphs.
-        save_summary_steps: Steps between summaries; None or 0 for none.
-        save_checkpoints_steps: Steps between checkpoints. Without it there is one every 600 seconds.
+        save_summary_steps: Steps between summaries; None or 0: no summaries.
+        save_checkpoints_steps: Steps between checkpoints. Default: a checkpoint every 600 seconds.
         save_checkpoints_secs: Seconds between checkpoints. None for both: no checkpoints.
-        session_config: A `tf.ConfigProto`; None is one with soft placement.
-        keep_checkpoint_max: How many checkpoints are kept; None or 0 for all.
-        keep_checkpoint_every_n_hours: Checkpoints that are kept beyond that.
-        log_step_count_steps: Steps between lines about loss and speed, which TensorFlow logs as INFO.
+        session_config: A `tf.ConfigProto`; None: soft placement.
+        keep_checkpoint_max: The number of checkpoints to keep; None or 0: all.
+        keep_checkpoint_every_n_hours: Hours between additional checkpoints to keep.
+        log_step_count_steps: Steps between INFO lines with loss and speed.
 
     Raises:
         ValueError: Both `save_checkpoints_steps` and `save_checkpoints_secs` are given.
@@ -67,11 +67,11 @@ class RunConfig:
 
     @property
     def is_chief(self) -> bool:
-        """True: every process is the chief of a training of its own."""
+        """True: every process is the chief of its own training."""
         return True
 
     def replace(self, **changes: Any) -> RunConfig:
-        """Give a copy with other values."""
+        """Return a copy with changed values."""
         if "save_checkpoints_steps" in changes:
             changes.setdefault("save_checkpoints_secs", None)
         elif "save_checkpoints_secs" in changes:
@@ -94,7 +94,7 @@ class _Spec(NamedTuple):
 
 
 class EstimatorSpec(_Spec):
-    """What a model function returns."""
+    """The result of a model function."""
 
     __slots__ = ()
 
@@ -112,24 +112,24 @@ class EstimatorSpec(_Spec):
         evaluation_hooks: Iterable[Any] | None = None,
         prediction_hooks: Iterable[Any] | None = None,
     ) -> EstimatorSpec:
-        """Check and keep what a model function built.
+        """Check and store the parts of a model.
 
         Args:
-            mode: The mode the function was called with.
-            predictions: A tensor or a dict of tensors, with an example in each row; for PREDICT.
+            mode: The mode that the model function was called with.
+            predictions: A tensor or a dict of tensors, with one example per row; for PREDICT.
             loss: A scalar; for TRAIN and EVAL.
-            train_op: The operation of a step; for TRAIN. It counts the global step.
-            eval_metric_ops: By name, a pair of value and update from `tf.metrics`.
-            export_outputs: Kept; nothing is exported.
-            training_chief_hooks: Hooks of the training, as `training_hooks`: every process is a chief.
-            training_hooks: Hooks of the training.
+            train_op: The operation of a step, which increments the global step; for TRAIN.
+            eval_metric_ops: Pairs of value and update from `tf.metrics`, by name.
+            export_outputs: Stored, but not used.
+            training_chief_hooks: Training hooks, as `training_hooks`: every process is a chief.
+            training_hooks: Training hooks.
             scaffold: A `tf.train.Scaffold`.
-            evaluation_hooks: Hooks of the evaluation.
-            prediction_hooks: Hooks of the prediction.
+            evaluation_hooks: Evaluation hooks.
+            prediction_hooks: Prediction hooks.
 
         Raises:
-            ValueError: Something that the mode needs is missing, the mode is none, or the loss is no scalar.
-            TypeError: A metric is no pair, or a hook is no SessionRunHook.
+            ValueError: The mode is invalid, an argument that it needs is missing, or the loss is not a scalar.
+            TypeError: A metric is not a pair, or a hook is not a SessionRunHook.
         """
         needed = {
             ModeKeys.TRAIN: {"loss": loss, "train_op": train_op},
@@ -137,7 +137,7 @@ class EstimatorSpec(_Spec):
             ModeKeys.PREDICT: {"predictions": predictions},
         }
         if mode not in needed:
-            raise ValueError(f"mode is {mode!r}; it is one of tf.estimator.ModeKeys")
+            raise ValueError(f"invalid mode: {mode!r} (expected one of tf.estimator.ModeKeys)")
         for name, value in needed[mode].items():
             if value is None:
                 raise ValueError(f"EstimatorSpec needs {name} when mode is {mode!r}")
@@ -149,7 +149,7 @@ class EstimatorSpec(_Spec):
         metrics = dict(eval_metric_ops or {})
         for name, pair in metrics.items():
             if not isinstance(pair, tuple) or len(pair) != 2:
-                raise TypeError(f"the metric {name!r} must be a pair of value and update, as tf.metrics gives it")
+                raise TypeError(f"the metric {name!r} must be a pair of value and update, as from tf.metrics")
         return super().__new__(
             cls,
             mode,
@@ -167,7 +167,7 @@ class EstimatorSpec(_Spec):
 
 
 class TrainSpec(NamedTuple):
-    """What `train_and_evaluate` trains with; as the arguments of `Estimator.train`."""
+    """Arguments of `Estimator.train` for `train_and_evaluate`."""
 
     input_fn: Callable[..., Any]
     max_steps: int | None = None
@@ -176,9 +176,9 @@ class TrainSpec(NamedTuple):
 
 
 class EvalSpec(NamedTuple):
-    """What `train_and_evaluate` evaluates with; as the arguments of `Estimator.evaluate`.
+    """Arguments of `Estimator.evaluate` for `train_and_evaluate`.
 
-    `throttle_secs` is the least time between two evaluations while it trains; `exporters` must be None.
+    `throttle_secs` is the minimum time between evaluations during training; `exporters` must be None.
     """
 
     input_fn: Callable[..., Any]
@@ -191,7 +191,7 @@ class EvalSpec(NamedTuple):
 
 
 def checked_hooks(hooks: Iterable[Any] | None) -> tuple[Any, ...]:
-    """Give hooks as a tuple. Raises TypeError when one is no SessionRunHook."""
+    """Return the hooks as a tuple. Raises TypeError when one is not a SessionRunHook."""
     checked = tuple(hooks or ())
     for hook in checked:
         if not isinstance(hook, tf.train.SessionRunHook):

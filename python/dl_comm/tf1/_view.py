@@ -1,6 +1,6 @@
-"""The module objects of the view: where a name comes from, who gets which, and what is said about names that are gone.
+"""The module objects of the views: lookup of names per calling package, and errors for removed names.
 
-Thread rule: may be used from any thread.
+Thread rule: any thread may use them.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _WRITTEN_FOR_TF2 = frozenset(
 
 
 class View(ModuleType):
-    """A module that shows TF1 names to scripts, and the real module to packages that are written for TensorFlow 2.
+    """A module with TF1 names for scripts, and with the names of the real module for packages for TensorFlow 2.
 
-    Attributes are looked up among `own` names, then in the module `behind`. A script that sets one sets it here.
+    Lookup searches the `own` names, then the module `fallback`. A script sets attributes of the view itself.
     """
 
     def __init__(
         self,
         name: str,
         own: Mapping[str, Any],
-        behind: Any = None,
+        fallback: Any = None,
         real: Any = None,
         gone: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a module.
+        """Create a module.
 
         Args:
-            name: As in `import name`.
-            own: Names that are defined here.
-            behind: The module that has the others, or None.
-            real: The module that packages for TensorFlow 2 see, or None when they see what scripts see.
-            gone: What to use instead of names that TF1 had, and that `behind` may pretend to have.
+            name: The name for `import`.
+            own: Names that this view defines.
+            fallback: The module for all other names, or None.
+            real: The module for packages for TensorFlow 2; None: they see the same names as scripts.
+            gone: Alternatives to names of TF1 that are not supported, even if `fallback` has them.
         """
-        super().__init__(name, getattr(behind, "__doc__", None))
+        super().__init__(name, getattr(fallback, "__doc__", None))
         hidden = {
             "_own": dict(own),
-            "_behind": behind,
+            "_fallback": fallback,
             "_real": real,
             "_gone": dict(gone or {}),
-            "__path__": list(getattr(real if real is not None else behind, "__path__", [])),
+            "__path__": list(getattr(real if real is not None else fallback, "__path__", [])),
         }
         self.__dict__.update(hidden)
 
     def __getattr__(self, name: str) -> Any:
-        real, frame = self.__dict__["_real"], _asking()
+        real, frame = self.__dict__["_real"], _calling_frame()
         if real is not None and frame is not None and _package(frame) in _WRITTEN_FOR_TF2:
             return getattr(real, name)
         if name == "__all__":  # for `from tensorflow import *`
@@ -68,27 +68,27 @@ class View(ModuleType):
             return self._own[name]
         if name not in self._gone:
             try:
-                return getattr(self._behind, name)
+                return getattr(self._fallback, name)
             except AttributeError:
-                loaded = sys.modules.get(f"{self.__name__}.{name}")  # tf.python, tf.core: modules, but no public names
+                loaded = sys.modules.get(f"{self.__name__}.{name}")  # tf.python, tf.core: modules without public names
                 if loaded is not None:
                     return loaded
-        error = AttributeError(self.about_missing(name, frame))
+        error = AttributeError(self.missing_message(name, frame))
         error.__suppress_context__ = True
         raise error
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system makes a submodule an attribute of its parent: of the real one, whose submodule it is.
+        # The import system sets a submodule as an attribute of its parent: set it on the real module.
         if self._real is not None and _package(sys._getframe(1)) == "importlib":
             setattr(self._real, name, value)
         else:
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *self._own, *(dir(self._behind) if self._behind is not None else ())})
+        return sorted({*self.__dict__, *self._own, *(dir(self._fallback) if self._fallback is not None else ())})
 
-    def about_missing(self, name: str, frame: FrameType | None) -> str:
-        """Say that a name is missing, where it was asked for, and what to use instead."""
+    def missing_message(self, name: str, frame: FrameType | None) -> str:
+        """Return the error message for a missing name, with the caller's line and the alternative."""
         symbol = f"{self.__name__}.{name}".replace("tensorflow.compat.v1.", "tensorflow.")
         if symbol.startswith("tensorflow."):
             symbol = "tf" + symbol.removeprefix("tensorflow")
@@ -99,24 +99,24 @@ class View(ModuleType):
 
 
 class MissingFinder:
-    """Gives the text of `View.about_missing` to import statements, which would hide an AttributeError."""
+    """Raises `View.missing_message` in import statements, which would hide an AttributeError."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Raise ImportError for a submodule that a view without a real module lacks, and leave others alone."""
+        """Raise ImportError for a missing submodule of a view without a real module; ignore all others."""
         del path, target
         parent, _, child = name.rpartition(".")
         module = sys.modules.get(parent)
         if isinstance(module, View) and module._real is None:
-            raise ImportError(module.about_missing(child, _asking()), name=name)
+            raise ImportError(module.missing_message(child, _calling_frame()), name=name)
 
 
 def _version() -> str:
     return str(getattr(sys.modules.get("tensorflow"), "__version__", ""))
 
 
-def _asking() -> FrameType | None:
-    """Find who called the caller, past the import system."""
+def _calling_frame() -> FrameType | None:
+    """Return the frame of the caller's caller, skipping the import system."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _package(frame) == "importlib":
         frame = frame.f_back

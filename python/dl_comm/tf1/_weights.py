@@ -1,4 +1,4 @@
-"""What layers are made of: their variables, and the products and convolutions with them.
+"""The building blocks of layers: variables, and products and convolutions with them.
 
 Thread rule: as TensorFlow's for building graphs.
 """
@@ -18,7 +18,7 @@ _LETTERS = {1: "W", 2: "HW", 3: "DHW"}
 
 @dataclass(frozen=True)
 class Weight:
-    """What a layer's variable is called, how it begins, and what becomes of it."""
+    """The name, initializer, regularizer and constraint of a layer's variable."""
 
     name: str
     initializer: Any = None
@@ -27,7 +27,7 @@ class Weight:
     trainable: bool = True
 
     def create(self, shape: list[int], dtype: Any) -> Any:
-        """Make the variable in the current variable scope, or give the one that is there when the scope says so."""
+        """Create the variable in the current variable scope, or return the existing one if the scope reuses it."""
         return tf.get_variable(
             self.name,
             shape,
@@ -39,10 +39,10 @@ class Weight:
         )
 
 
-def multiplied(inputs: Any, units: int, kernel: Weight, bias: Weight | None) -> Any:
-    """Multiply the last dimension of `inputs` with a kernel, and add a bias, in the current variable scope."""
+def dense_product(inputs: Any, units: int, kernel: Weight, bias: Weight | None) -> Any:
+    """Multiply the last dimension of `inputs` by a kernel, and add a bias, in the current variable scope."""
     inputs = tf.convert_to_tensor(inputs)
-    size, rank = known(inputs, -1), inputs.shape.ndims
+    size, rank = static_size(inputs, -1), inputs.shape.ndims
     weights = kernel.create([size, units], inputs.dtype)
     if rank == 2:
         outputs = tf.matmul(inputs, weights)
@@ -52,7 +52,7 @@ def multiplied(inputs: Any, units: int, kernel: Weight, bias: Weight | None) -> 
     return outputs if bias is None else tf.nn.bias_add(outputs, bias.create([units], inputs.dtype))
 
 
-def convolved(
+def convolve(
     rank: int,
     inputs: Any,
     filters: int,
@@ -69,10 +69,10 @@ def convolved(
     arranged, channels, _ = layout(data_format, rank)
     outputs = tf.nn.convolution(
         inputs,
-        kernel.create([*each(kernel_size, rank), known(inputs, channels), filters], inputs.dtype),
+        kernel.create([*per_dimension(kernel_size, rank), static_size(inputs, channels), filters], inputs.dtype),
         padding.upper(),
-        strides=each(strides, rank),
-        dilation_rate=each(dilation_rate, rank),
+        strides=per_dimension(strides, rank),
+        dilation_rate=per_dimension(dilation_rate, rank),
         data_format=arranged,
     )
     if bias is None:
@@ -82,31 +82,31 @@ def convolved(
 
 
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """Give what one of the functions gives; the choice is made in the graph when `condition` is a tensor."""
+    """Return the result of one of the functions; if `condition` is a tensor, the graph makes the choice."""
     if not tf.is_tensor(condition):
         return then() if condition else otherwise()
     return tf.cond(tf.cast(condition, tf.bool), then, otherwise)
 
 
-def known(inputs: Any, axis: int) -> int:
-    """Give the size of a dimension. Raises ValueError when it is not known."""
+def static_size(inputs: Any, axis: int) -> int:
+    """Return the static size of a dimension. Raises ValueError when it is unknown."""
     size = None if inputs.shape.ndims is None else inputs.shape.as_list()[axis]
     if size is None:
-        raise ValueError(f"a layer must know the size of dimension {axis} of its input, which is {inputs}")
+        raise ValueError(f"the size of dimension {axis} of a layer's input must be static: {inputs}")
     return int(size)
 
 
 def layout(data_format: str, rank: int) -> tuple[str, int, tuple[int, int]]:
-    """Give TensorFlow's name of a format of `rank` dimensions, and where its channels and its dimensions are."""
+    """Return TensorFlow's name of the format, the axis of the channels, and the range of the `rank` other axes."""
     if data_format == "channels_last":
         return f"N{_LETTERS[rank]}C", -1, (1, rank + 1)
     if data_format == "channels_first":
         return f"NC{_LETTERS[rank]}", 1, (2, rank + 2)
-    raise ValueError(f"data_format is {data_format!r}; it is 'channels_last' or 'channels_first'")
+    raise ValueError(f"invalid data_format: {data_format!r} (expected 'channels_last' or 'channels_first')")
 
 
-def each(value: int | Sequence[int], rank: int) -> list[int]:
-    """Give `value` for each of `rank` dimensions."""
+def per_dimension(value: int | Sequence[int], rank: int) -> list[int]:
+    """Expand `value` to one number for each of `rank` dimensions."""
     values = [int(each) for each in value] if isinstance(value, Iterable) else [int(value)] * rank
     if len(values) != rank:
         raise ValueError(f"{values} must have {rank} numbers, one for each dimension")

@@ -5,14 +5,13 @@
     cdl.broadcast_parameters(model)
     optimizer = cdl.DistributedOptimizer(optimizer)
 
-The rest of the training script stays as it is: after `backward()` gradients are averages, to read, clip and change.
-Importing this module loads torch and the op library for it, which is built first where the installation has none.
+The rest of the training script stays unchanged: after `backward()` the gradients are means, to read, clip and change.
+Importing this module loads torch and its op library. It builds the library first if the installation has none.
 """
 
 from __future__ import annotations
 
 import dl_comm as _base
-from dl_comm.torch._buckets import Communication
 from dl_comm.torch._functions import (
     average,
     broadcast,
@@ -22,6 +21,7 @@ from dl_comm.torch._functions import (
     gradients,
 )
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
+from dl_comm.torch._reducer import Communication
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 
 __all__ = [
@@ -60,19 +60,19 @@ config_team = _base.config_team
 
 
 def get_rank() -> int:
-    """Return the rank of this process, from 0; brings MPI up when that has not been done."""
+    """Return the rank of this process, from 0; initializes MPI if needed."""
     _start_mpi()
     return _base.get_rank()
 
 
 def get_nranks() -> int:
-    """Return the number of processes; brings MPI up when that has not been done."""
+    """Return the number of processes; initializes MPI if needed."""
     _start_mpi()
     return _base.get_nranks()
 
 
 def get_localrank() -> int:
-    """Return the rank of this process among those of its host; brings MPI up when that has not been done."""
+    """Return the rank of this process among those of its host; initializes MPI if needed."""
     _start_mpi()
     return _base.get_localrank()
 
@@ -82,6 +82,6 @@ rank, size, local_rank = get_rank, get_nranks, get_localrank
 
 def _start_mpi() -> None:
     try:
-        _base.get_nranks()  # known from init_mpi on
+        _base.get_nranks()  # fails before init_mpi
     except _base.StateError:
         _base.init_mpi()

@@ -1,8 +1,8 @@
-"""The end of a backward pass: calls the averagers that got gradients in it, before `backward()` returns.
+"""Callbacks at the end of a backward pass: calls the reducers that got gradients, before `backward()` returns.
 
-autograd has no public hook for that. Stock DDP and FSDP queue a callback in autograd's engine, and so does this.
+autograd has no public hook for this. DDP and FSDP queue a callback in autograd's engine; this module does the same.
 
-Thread rule: that of autograd's hooks. Backward passes of several threads do not affect each other.
+Thread rule: as autograd's hooks. Backward passes of several threads do not affect each other.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ try:
     _current_pass = torch._C._current_graph_task_id
 except AttributeError as error:
     raise CommError(
-        f"torch {torch.__version__} has no {error.name}, by which dl_comm knows when backward ends: "
+        f"torch {torch.__version__} has no {error.name}, which dl_comm needs to detect the end of backward: "
         "use a version of torch that README.md lists"
     ) from error
 
 
 class Participant(Protocol):
-    """What wants to know when a backward pass ends."""
+    """A callback pair for the end of a backward pass."""
 
     def before_end(self) -> None:
-        """Start what is still to be started; waits for no other rank."""
+        """Start the remaining calls; must not wait for other ranks."""
 
     def at_end(self) -> None:
-        """Wait for what was started."""
+        """Wait for the started calls."""
 
 
 class End:
-    """The end of one backward pass. Only autograd's engine keeps it alive: it goes when the pass ends or fails."""
+    """The end of one backward pass. Only autograd's engine keeps it alive, until the pass ends or fails."""
 
     def __init__(self) -> None:
-        """Begin with no participants."""
+        """Start without participants."""
         self._participants: list[weakref.ref[Participant]] = []
 
     def add(self, participant: Participant) -> None:
-        """Call `participant` when the pass ends; not when it fails."""
+        """Call `participant` when the pass ends, but not when it fails."""
         self._participants.append(weakref.ref(participant))
 
     def __call__(self) -> None:
-        """End the pass. Raises what the first participant that failed has raised; the others end theirs."""
+        """Run all participants, then raise the first exception of any."""
         waiting = [each for ref in self._participants if (each := ref()) is not None]
         failures: list[Exception] = []
-        # Ranks may have the participants in different orders: all start before one waits, so that none waits for ever.
+        # Ranks may order the participants differently. All start before any waits: otherwise ranks could deadlock.
         for step in ("before_end", "at_end"):
             for each in list(waiting):
                 try:
@@ -65,10 +65,10 @@ _ends: weakref.WeakValueDictionary[int, End] = weakref.WeakValueDictionary()
 
 
 def join(participant: Participant) -> weakref.ref[End]:
-    """Have `participant` called at the end of the backward pass that this thread is in; call it once a pass.
+    """Call `participant` at the end of this thread's current backward pass. Use it once per pass.
 
-    The reference is dead after the pass, whether it ended or failed. Inside another backward pass (that of a reentrant
-    checkpoint, say) it is the inner pass that counts.
+    The returned reference is dead after the pass, whether it ended or failed. In nested backward passes (for example of
+    a reentrant checkpoint) the innermost pass counts.
     """
     number = _current_pass()
     end = _ends.get(number)

@@ -1,8 +1,8 @@
-"""Averages and broadcasts of torch tensors, outside an optimizer.
+"""Allreduce and broadcast of torch tensors, outside an optimizer.
 
-All functions here are collective: every rank calls them, in the same order, with tensors of the same shapes and types.
-They bring dl_comm up when that has not been done, except `gradients` and `broadcast`, the torch side of the functions
-of the same name in `dl_comm`, which raise an error then. They may be called from any thread and wait without the GIL.
+All functions are collective: every rank calls them, in the same order, with tensors of the same shapes and types. They
+call `dl_comm.init()` when needed, except `gradients` and `broadcast`, the torch implementation of the functions of the
+same name in `dl_comm`, which then raise StateError. Any thread may call them; they wait without the GIL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dl_comm import ArgumentError, CommError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
 from dl_comm.torch import _ops
-from dl_comm.torch._gradient import overlaps, plain
+from dl_comm.torch._gradient import contiguous_copy, overlaps
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -27,19 +27,19 @@ _COMPLEX = (torch.complex64, torch.complex128)
 def gradients(
     tensors: Sequence[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
 ) -> list[Any]:
-    """Return the means of `tensors` over all ranks, in their order; of a list of towers, a list for each.
+    """Return the means of `tensors` over all ranks, in their order; for a list of towers, one list per tower.
 
-    `name` is checked to be the same on all ranks; on a team with a schedule it tells lists of equal shapes apart.
-    `timeout` is the longest that the call may take, in seconds (0 for no limit), instead of the team's.
+    `name` must be the same on all ranks. On a team with a schedule it distinguishes lists of equal shapes. `timeout`
+    replaces the team's deadline, in seconds (0: no limit).
 
-    The results are new, contiguous tensors of the same shapes and dtypes, on the same device: float16, bfloat16,
-    float32, float64, int8, uint8, int32 or int64, where a mean of integers rounds toward zero. All tensors of a call
-    are on one device; on a GPU the results are there for what torch's current stream does next. Differentiable, and
-    understood by `torch.compile`: the gradient of a mean is the mean of the ranks' gradients, which makes backward
-    collective too.
+    The results are new contiguous tensors of the same shapes, dtypes and device. Supported dtypes: float16, bfloat16,
+    float32, float64, int8, uint8, int32 and int64; a mean of integers rounds toward zero. All tensors of a call are on
+    one device. On a GPU the results are ready for the next work on torch's current stream. Differentiable, and
+    supported by `torch.compile`: the gradient of a mean is the mean of the ranks' gradients, so backward is collective
+    too.
 
     Raises `dl_comm.ArgumentError` (a ValueError), `DTypeError` (a TypeError), `StateError` (before `init`) and
-    `MismatchError` (the ranks called different things); the next call works.
+    `MismatchError` (the ranks issued different collectives); the next call works.
     """
     team = checked_team(team)
     checked_name(name)
@@ -49,20 +49,20 @@ def gradients(
 
 
 def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float | None = None) -> list[torch.Tensor]:
-    """Give `tensors` the values that they have on rank `root`, in place, and return them.
+    """Copy the values of `tensors` on rank `root` to all ranks, in place, and return the tensors.
 
-    In place of an expanded tensor, whose elements share memory, a new one is returned. dtypes, `timeout` and errors as
-    in `gradients`, and bool; after an error the tensors are unchanged.
+    For an expanded tensor, whose elements share memory, the result is a new tensor. dtypes (and bool), `timeout` and
+    errors as in `gradients`; after an error the tensors are unchanged.
     """
     given = _tensors(tensors)
-    # The operation refuses what is not strided.
+    # The op refuses tensors that are not strided.
     into = [
         tensor.detach().clone(memory_format=torch.contiguous_format)
         if tensor.layout is torch.strided and overlaps(tensor)
         else tensor.detach()
         for tensor in given
     ]
-    dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
+    dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
     _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
     _copy_back(dense, into)
     return [
@@ -80,10 +80,10 @@ def average(value: float, name: str | None = None) -> float: ...
 
 
 def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tensor | float:
-    """Return the mean of a metric over all ranks: of a tensor a new tensor, of a number a float.
+    """Return the mean of a metric over all ranks: a new tensor for a tensor, a float for a number.
 
-    Means of integers and bools are float64, which rounds nothing. `name` is checked to be the same on all ranks, and
-    stands in error messages.
+    Means of integers and bools are float64, without rounding. `name` must be the same on all ranks; error messages
+    contain it.
     """
     ensure_initialized()
     checked_name(name)
@@ -103,9 +103,9 @@ def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tenso
 def broadcast_parameters(
     parameters: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
 ) -> None:
-    """Give every rank the parameters of rank `root`, in place.
+    """Broadcast parameters from rank `root`, in place.
 
-    `parameters` is a module (its parameters and buffers), a state dict, or (name, tensor) pairs such as those of
+    `parameters`: a module (its parameters and buffers), a state dict, or (name, tensor) pairs as from
     `module.named_parameters()`. Raises DTypeError for an entry that is not a tensor; otherwise as `gradients`.
     """
     if isinstance(parameters, torch.nn.Module):
@@ -122,16 +122,16 @@ def broadcast_parameters(
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
-    """Return the object that rank `root` gives; what the other ranks give is ignored. The object is pickled.
+    """Return rank `root`'s object on every rank. The value on other ranks is ignored. The object is pickled.
 
-    When it cannot be pickled, rank `root` gets pickle's exception, and the other ranks a CommError with its text.
+    If pickling fails, rank `root` raises pickle's exception, and the other ranks raise a CommError with its text.
     """
     ensure_initialized()
     return _from_root(lambda: value, checked_root(root), "broadcast_object")
 
 
 def _from_root(make: Callable[[], Any], root: int, call_name: str) -> Any:
-    """The object that `make` gives on rank `root`. An exception there becomes one on every rank."""
+    """Return the object that `make` returns on rank `root`. An exception there raises one on every rank."""
     mine = dl_comm.get_rank() == root
     value, failure, data = None, None, b""
     if mine:
@@ -155,11 +155,10 @@ def _from_root(make: Callable[[], Any], root: int, call_name: str) -> Any:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
-    """Give every rank the state of the optimizer of rank `root`: hyperparameters and what belongs to the parameters.
+    """Broadcast the state of rank `root`'s optimizer: hyperparameters and per-parameter state.
 
-    State that a rank does not have yet is made, state that rank `root` does not have is dropped. Values other than
-    tensors are pickled, with errors as in `broadcast_object`. Raises ValueError when the parameter groups differ in
-    number or size.
+    A rank creates state that it lacks, and drops state that rank `root` lacks. Values other than tensors are pickled,
+    with errors as in `broadcast_object`. Raises ValueError when the parameter groups differ in number or size.
     """
     ensure_initialized()
     root = checked_root(root)
@@ -182,11 +181,11 @@ def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_
         return
     for name, tensor in named:
         if tensor.layout is torch.strided and overlaps(tensor):
-            raise ArgumentError(f"{name} is expanded, its elements share memory and cannot be set: give it .clone()")
+            raise ArgumentError(f"{name} is expanded: its elements share memory and cannot be set; pass its .clone()")
     with torch.no_grad():
         tensors = _tensors([tensor.detach() for _, tensor in named])
-        dense = [plain(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
-        # A call is on one device; the ranks come to the kinds of devices in the same order, whatever their numbers.
+        dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
+        # One call per device type, in the same order on all ranks; device indices may differ.
         for kind in sorted({tensor.device.type for tensor in dense}):
             these = [i for i, tensor in enumerate(dense) if tensor.device.type == kind]
             labels = "\n".join(named[i][0] for i in these)
@@ -202,7 +201,7 @@ def _copy_back(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) 
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous tensor as one of a type that the core has: complex as pairs, other types as bytes."""
+    """View a contiguous tensor as a type that the core supports: complex as pairs, other types as bytes."""
     if tensor.layout is not torch.strided or tensor.dtype in _ops.DTYPES:
         return tensor
     return torch.view_as_real(tensor) if tensor.dtype in _COMPLEX else tensor.reshape(-1).view(torch.uint8)
@@ -231,7 +230,7 @@ def _pair(entry: Any) -> tuple[str, torch.Tensor]:
 
 
 class _Slot:
-    """Where a tensor stands in a state: its shape, dtype, and kind of device, of which each rank has its own."""
+    """Placeholder for a tensor in a state: its shape, dtype and device type (each rank uses its own device)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)

@@ -1,16 +1,16 @@
-"""One gradient on its way through an average: what is handed to the core, and where the mean goes.
+"""One gradient during an allreduce: the tensor for the core, and the destination of the mean.
 
-The memory rule. Autograd may give a parameter a gradient whose memory others use: a view of the gradient that nodes of
-the same backward have yet to read, of another parameter's, or of a tensor of the user's. So a gradient is averaged
-where it lies only when nothing else refers to its storage, which is so for nearly all: no copy, no second set of
-gradients, and references that hooks hold to `p.grad` see the mean after backward. Any other gradient is
-copied, and the copy takes its place as `p.grad` afterwards. (Results in separate memory for all would serve as well,
-but cost every step fresh pages or a second set of gradients.) The exception are gradients that stood before backward,
-such as parts of one flat tensor that the script has laid out: backward adds to them in place, and the mean goes there
-too. Where a gradient has a place in shared memory (`_views`), it is moved there once backward has it ready, and
-averaged there.
+The memory rule. Autograd may give a parameter a gradient with shared memory: a view of a tensor that later nodes of the
+same backward read, of another parameter's gradient, or of a user's tensor. So a gradient is averaged in place only if
+nothing else refers to its storage. That holds for nearly all gradients: no copy, and references to `p.grad` see the
+mean after backward. Any other gradient is copied, and the copy replaces `p.grad` afterwards. (Separate result memory
+would also work, but costs every step new pages or a second set of gradients.)
 
-Thread rule: that of the averager, one thread at a time.
+Exceptions: a gradient that existed before backward, such as a part of a flat tensor of the script, stays in place:
+backward adds to it, and the mean is stored there too. A gradient with a place in shared memory (`_shared_grads`) is
+moved there when backward has finished it, and averaged there.
+
+Thread rule: as the reducer, one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import torch
 
 from dl_comm import ArgumentError, StateError
 
-# Absent in a later torch: every gradient is copied then.
-_storage_uses = getattr(torch._C, "_storage_Use_Count", None)
+# Private to torch. Without it every gradient is copied.
+_storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Gradient:
-    """The gradient of one parameter, from the start of an average to its end."""
+    """The gradient of one parameter, from the start of an allreduce to its end."""
 
     def __init__(
         self,
         name: str,
         parameter: torch.Tensor,
-        standing: torch.Tensor | None,
+        existing: torch.Tensor | None,
         sparse_as_dense: bool,
         view: torch.Tensor | None = None,
-        lent: bool = False,
+        donated: bool = False,
     ) -> None:
-        """Take the gradient that `parameter` has now. `standing` is the one it had before backward, if it was shared.
+        """Take the current gradient of `parameter`.
 
-        `view` is its place in shared memory, if it has one; `lent`: what is averaged is given away for good.
+        `existing`: the gradient before backward, if its memory was shared. `view`: its tensor in shared memory, or
+        None. `donated`: the team keeps the averaged tensor.
 
-        Raises ArgumentError when the gradient is sparse and may not be made dense.
+        Raises ArgumentError when the gradient is sparse and `sparse_as_dense` is False.
         """
         self._name = name
         self._parameter = parameter
@@ -48,78 +49,81 @@ class Gradient:
             if not sparse_as_dense:
                 raise ArgumentError(f"the gradient of {name} is sparse: give DistributedOptimizer sparse_as_dense=True")
             gradient = parameter.grad = gradient.to_dense()
-        if gradient is not view and view is not None and not lent and gradient is not standing:
+        if gradient is not view and view is not None and not donated and gradient is not existing:
             move(parameter, view)
             gradient = parameter.grad
         self.absent = gradient is None
-        self._taken = gradient
+        self._original = gradient
         self._version = 0 if gradient is None else gradient._version
-        at_home = gradient is not None and gradient is view
-        self._in_place = gradient is not None and not (at_home and lent) and (at_home or not _shared(gradient))
-        if gradient is None and view is not None and not lent:
-            self._own = view.zero_()
+        in_view = gradient is not None and gradient is view
+        self._in_place = gradient is not None and not (in_view and donated) and (in_view or not _shared(gradient))
+        if gradient is None and view is not None and not donated:
+            self._buffer = view.zero_()
         elif gradient is None:
-            self._own = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+            self._buffer = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
         elif self._in_place:
-            self._own = plain(gradient)
+            self._buffer = contiguous_copy(gradient)
         else:
-            self._own = plain(gradient.clone(memory_format=torch.contiguous_format))
-            self._in_place = gradient is standing
-        # What the core averages.
-        self.wire = torch.view_as_real(self._own) if self._own.is_complex() else self._own
+            self._buffer = contiguous_copy(gradient.clone(memory_format=torch.contiguous_format))
+            self._in_place = gradient is existing
+        # The tensor that the core averages.
+        self.comm_buffer = torch.view_as_real(self._buffer) if self._buffer.is_complex() else self._buffer
 
-    def expect_unchanged(self, discarding: bool) -> None:
-        """Raise StateError when the parameter's gradient is not what was taken; `discarding`: it may be gone."""
+    def expect_unchanged(self, discard: bool) -> None:
+        """Raise StateError if the parameter's gradient changed since the start; with `discard` it may be None."""
         gradient = self._parameter.grad
-        if gradient is self._taken and (gradient is None or gradient._is_view() or gradient._version == self._version):
-            return  # the version of a view is that of all views of one tensor
-        if gradient is None and discarding:
+        if gradient is self._original and (
+            gradient is None or gradient._is_view() or gradient._version == self._version
+        ):
+            return  # views share one version counter, so that of a view proves nothing
+        if gradient is None and discard:
             return
         raise StateError(
-            f"the gradient of {self._name} was changed while it was averaged, the gradients are invalid now: change "
-            "gradients after backward(), not in hooks; on a schedule that does not wait, after optimizer.synchronize()"
+            f"the gradient of {self._name} was changed during its allreduce; the gradients are now invalid: change "
+            "gradients after backward(), not in hooks; with a non-blocking schedule, after optimizer.synchronize()"
         )
 
     def finish(self, used: bool) -> None:
-        """Put the mean, which is in `wire`, where the gradient is; `used`: some rank has one of this parameter."""
-        gradient = self._taken
+        """Store the mean, which is in `comm_buffer`, as the gradient; `used`: some rank had a gradient."""
+        gradient = self._original
         if gradient is None:
-            # Another rank used this parameter: this rank takes the same step with the same gradient.
+            # Another rank used this parameter: this rank makes the same step with the same gradient.
             if used and self._parameter.grad is None:
-                self._parameter.grad = self._own
+                self._parameter.grad = self._buffer
         elif self._in_place:
-            if self._own is not gradient:
-                gradient.copy_(self._own)
+            if self._buffer is not gradient:
+                gradient.copy_(self._buffer)
         elif gradient.is_contiguous() or overlaps(gradient):
-            self._parameter.grad = self._own
+            self._parameter.grad = self._buffer
         else:
-            self._parameter.grad = torch.empty_like(gradient).copy_(self._own)
+            self._parameter.grad = torch.empty_like(gradient).copy_(self._buffer)
 
     def replace(self, mean: torch.Tensor | None) -> None:
-        """Put the mean of an earlier step, in memory of its own, where the gradient is, and give `wire` up.
+        """Store the mean of an earlier step, which has its own memory, as the gradient; do not use `comm_buffer`.
 
-        None: no rank had a gradient of this parameter then; it has none now, on any rank.
+        None: no rank had a gradient of this parameter in that step; the gradient becomes None, or zeros if it must
+        stay.
         """
-        gradient = self._taken
-        if gradient is not None and self._in_place and self._own is not gradient:
+        gradient = self._original
+        if gradient is not None and self._in_place and self._buffer is not gradient:
             gradient.zero_() if mean is None else gradient.copy_(mean)
         elif mean is None or gradient is None or gradient.is_contiguous() or overlaps(gradient):
             self._parameter.grad = mean
         else:
             self._parameter.grad = torch.empty_like(gradient).copy_(mean)
 
-    def abandon(self) -> None:
-        """Take the gradient away when the average that nobody waits for is still going to write to it."""
-        if self._in_place and self._own is self._taken and self._parameter.grad is self._taken:
+    def detach(self) -> None:
+        """Remove the gradient from the parameter if a detached call will still write to it."""
+        if self._in_place and self._buffer is self._original and self._parameter.grad is self._original:
             self._parameter.grad = None
 
     def tensor(self, mean: torch.Tensor) -> torch.Tensor:
-        """Give a mean that came for `wire` the type of the parameter."""
-        return torch.view_as_complex(mean) if self._own.is_complex() else mean
+        """Convert a mean of `comm_buffer`'s type to the type of the parameter."""
+        return torch.view_as_complex(mean) if self._buffer.is_complex() else mean
 
 
-def standing(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that stands before backward, where its memory is shared."""
+def existing_shared_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient from before backward if other tensors share its memory, else None."""
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.strided or overlaps(gradient) or not _shared(gradient):
         return None
@@ -127,7 +131,7 @@ def standing(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def move(parameter: torch.Tensor, view: torch.Tensor) -> None:
-    """Copy the gradient of `parameter` to `view`, which takes its place; leave one alone that is of another kind."""
+    """Copy the gradient of `parameter` to `view`, and make `view` the gradient, if type and layout are equal."""
     gradient = parameter.grad
     if gradient is None or gradient is view:
         return
@@ -143,35 +147,35 @@ def move(parameter: torch.Tensor, view: torch.Tensor) -> None:
         parameter.grad = view.copy_(gradient)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy, contiguous and without pending conjugation or negation."""
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy that is contiguous and without pending conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether elements of the tensor share memory, as those of an expanded one do."""
+    """Return whether elements of the tensor share memory, as in an expanded tensor."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def knows_uses() -> bool:
-    """Tell whether torch says who refers to a storage; without that every gradient is copied anyway."""
-    return _storage_uses is not None
+def can_count_references() -> bool:
+    """Return whether torch can count the references to a storage; if not, every gradient is copied."""
+    return _storage_use_count is not None
 
 
-def alone(tensor: torch.Tensor) -> bool:
-    """Tell whether nothing but this tensor refers to its storage; no where torch does not say."""
-    return _storage_uses is not None and _uses(tensor) <= _ALONE
+def has_sole_reference(tensor: torch.Tensor) -> bool:
+    """Return whether only this tensor refers to its storage; False if torch cannot count references."""
+    return _storage_use_count is not None and _use_count(tensor) <= _SOLE_COUNT
 
 
 def _shared(tensor: torch.Tensor) -> bool:
-    return overlaps(tensor) or not alone(tensor)
+    return overlaps(tensor) or not has_sole_reference(tensor)
 
 
-def _uses(tensor: torch.Tensor) -> int:
+def _use_count(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
-    assert _storage_uses is not None
-    return int(_storage_uses(storage._cdata))
+    assert _storage_use_count is not None
+    return int(_storage_use_count(storage._cdata))
 
 
-# The count for a tensor that is alone, with the handle that asks.
-_ALONE = 0 if _storage_uses is None else _uses(torch.empty(1))
+# The count for a tensor with the only reference, plus that of the query.
+_SOLE_COUNT = 0 if _storage_use_count is None else _use_count(torch.empty(1))

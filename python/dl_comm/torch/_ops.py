@@ -1,10 +1,9 @@
-"""The op library for PyTorch: loads it, completes its ops for the compiler and autograd, and wraps them.
+"""The op library for PyTorch: loads it, registers fake kernels and autograd, and wraps the ops.
 
-Tensors are in host memory or in that of a GPU, all of one call in the same. On a GPU an op is done when torch's current
-stream will see the result; the host does not wait for that.
+All tensors of a call are on one device. On a GPU an op returns when torch's current stream is ordered after the result;
+the host does not wait for it.
 
-The wrappers raise `dl_comm.CommError` and its subclasses. They may be
-called from any thread; those that wait do so without the GIL.
+The wrappers raise `dl_comm.CommError` and its subclasses. Any thread may call them; they wait without the GIL.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ _ops = torch.ops.dl_comm
 _load.check_one_core(_path, _ops.core_id())
 
 
-def _use_cuda() -> None:
-    """Tell the ops where torch keeps its streams, if it was built with CUDA."""
+def _set_cuda_stream_source() -> None:
+    """Give the ops access to torch's CUDA streams, if torch was built with CUDA."""
     library = Path(_path).with_name("libdl_comm_torch_cuda.so")
     if torch.version.cuda is None or not library.exists():
         return
     _cuda.preload()
     function = ctypes.CDLL(str(library)).dl_comm_current_stream
-    _ops.use_streams(ctypes.cast(function, ctypes.c_void_p).value)
+    _ops.set_stream_source(ctypes.cast(function, ctypes.c_void_p).value)
 
 
-_use_cuda()
+_set_cuda_stream_source()
 
 Tensors = Sequence[torch.Tensor]
 
-# Those that the core can broadcast.
+# The types that the core can broadcast.
 DTYPES = frozenset(
     {
         torch.bool,
@@ -55,90 +54,92 @@ DTYPES = frozenset(
 )
 
 
-TEAMS = -1.0
-"""A timeout, in seconds otherwise: that of the team."""
+GROUP_TIMEOUT = -1.0
+"""As `timeout`, which is in seconds: use the team's."""
 
 
-def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
-    """Replace contiguous tensors by their means over all ranks; return when that is done."""
+def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = GROUP_TIMEOUT) -> None:
+    """Replace contiguous tensors by their means over all ranks; blocking."""
     with torch.no_grad():
         _call(_ops.average_, list(tensors), team, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
 def average_new(
-    tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = TEAMS
+    tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = GROUP_TIMEOUT
 ) -> list[torch.Tensor]:
-    """Return the means of tensors over all ranks (and `towers` in the list) as new tensors; differentiable."""
+    """Return the means of tensors over all ranks (and over the `towers` in the list) as new tensors; differentiable."""
     return list(_call(_ops.average, list(tensors), team, name, labels, towers, timeout))
 
 
-def broadcast_in_place(tensors: Tensors, root: int, name: str, labels: str = "", timeout: float = TEAMS) -> None:
-    """Replace contiguous tensors by those of rank `root`; return when that is done."""
+def broadcast_in_place(
+    tensors: Tensors, root: int, name: str, labels: str = "", timeout: float = GROUP_TIMEOUT
+) -> None:
+    """Replace contiguous tensors by those of rank `root`; blocking."""
     with torch.no_grad():
         _call(_ops.broadcast_, list(tensors), root, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
-PART, KEEP = 1, 2
-"""Flags of `average_start`: the call is a further part of the step before it; the tensors may be kept for good."""
+CONTINUES_STEP, DONATE_TENSORS = 1, 2
+"""Flags of `average_start`: the call belongs to the previous call's step; the core may keep the tensors."""
 
 
 def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flags: int = 0, owner: int = 0) -> int:
-    """Start `average_in_place` and return a number for `wait`; leave the tensors alone until then.
+    """Start `average_in_place` and return a number for `wait`; do not touch the tensors until then.
 
-    `owner` tells apart, on this rank, equal lists of one name on a schedule.
+    `owner` distinguishes, on this rank, equal lists of the same name on a schedule.
     """
     with torch.no_grad():
         return int(_call(_ops.average_start, list(tensors), team, name, labels, flags, owner))
 
 
-def discard(team: int, owner: int) -> None:
-    """Forget the means that the last calls of `owner` have left."""
-    _ops.discard(team, owner)
+def discard_carried(team: int, owner: int) -> None:
+    """Drop the means that earlier calls of `owner` carry over to later ones."""
+    _ops.discard_carried(team, owner)
 
 
-def carries(team: int, owner: int = 0) -> bool:
-    """Tell whether coming averages of `owner` may return before they have ended, or what another one has left."""
-    return bool(_ops.carries(team, owner))
+def may_return_early(team: int, owner: int = 0) -> bool:
+    """Return whether later calls of `owner` may return early, or return the mean of an earlier call."""
+    return bool(_ops.may_return_early(team, owner))
 
 
 def wait(number: int) -> tuple[list[torch.Tensor], float, float]:
-    """Wait for the end of the call with this number, once.
+    """Wait for the call with this number; once per number.
 
-    Returns tensors and two shares: the result is the first share of the call's tensors, and the second of these.
-    Without the flag KEEP there are no tensors: the result is in those of the call.
+    Returns (tensors, own_share, share). The result is own_share * (the call's tensors) + share * tensors. Without the
+    flag DONATE_TENSORS, `tensors` is empty and the result is in the call's tensors.
     """
     tensors, own, share = _call(_ops.wait, number)
     return list(tensors), float(own), float(share)
 
 
-def forget(number: int) -> None:
-    """Let the call with this number end without anyone waiting for it."""
-    _call(_ops.forget, number)
+def detach(number: int) -> None:
+    """Give up waiting for the call with this number."""
+    _call(_ops.detach, number)
 
 
-def busy(owner: int) -> float:
-    """Return for how many seconds calls of `average_start` of `owner` were under way since this was asked last."""
-    return float(_ops.busy(owner))
+def comm_seconds(owner: int) -> float:
+    """Return the seconds with calls of `average_start` of `owner` in flight, since the last query."""
+    return float(_ops.comm_seconds(owner))
 
 
-# What an averager tells the other ranks, apart from gradients: one small tensor, averaged in place.
+# Control calls of a reducer: one small tensor, averaged in place.
 
 
-def start_note(note: torch.Tensor, team: int, name: str, label: str, owner: int) -> int:
-    """Start the average of a note, as a part of the step before, and return a number for `wait_note`."""
-    return int(_call(_ops.average_start, [note], team, name, label, PART, owner))
+def start_control(tensor: torch.Tensor, team: int, name: str, label: str, owner: int) -> int:
+    """Start the allreduce of a control tensor, as part of the current step; return a number for `wait_control`."""
+    return int(_call(_ops.average_start, [tensor], team, name, label, CONTINUES_STEP, owner))
 
 
-def wait_note(number: int) -> None:
-    """Wait until the note with this number is averaged, once."""
+def wait_control(number: int) -> None:
+    """Wait for the control call with this number; once per number."""
     _call(_ops.wait, number)
 
 
-def forget_note(number: int) -> None:
-    """Let the average of a note end without anyone waiting for it."""
-    _call(_ops.forget, number)
+def detach_control(number: int) -> None:
+    """Give up waiting for a control call."""
+    _call(_ops.detach, number)
 
 
 def _call(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -151,7 +152,7 @@ def _call(op: Callable[..., Any], *arguments: Any) -> Any:
         raise known from None
 
 
-# What the compiler runs in place of the ops while it traces: shapes only.
+# Fake kernels, for tracing by the compiler: shapes only.
 
 
 @torch.library.register_fake("dl_comm::average_")  # type: ignore[untyped-decorator]
@@ -171,11 +172,11 @@ def _(
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
-# Every rank's result depends on every rank's input with weight 1/size, so the gradient of the ranks' summed losses is
-# size times the mean of the ranks' gradients, times 1/size: the mean.
+# Each rank's result depends on each rank's input with weight 1/size. So the gradient of the sum of all ranks' losses is
+# the mean of the ranks' gradients.
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, ctx.team, ctx.name, ctx.labels, ctx.towers, ctx.timeout = inputs
 
 
@@ -184,4 +185,4 @@ def _gradient(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     return means, None, None, None, None, None
 
 
-torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_remember)
+torch.library.register_autograd("dl_comm::average", _gradient, setup_context=_setup_context)

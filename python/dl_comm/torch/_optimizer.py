@@ -15,106 +15,104 @@ from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._buckets import bucket_bytes
 from dl_comm._process import checked_team, start_team
 from dl_comm.torch import _functions, _ops
-from dl_comm.torch._arrangement import Named
-from dl_comm.torch._buckets import Averager, Communication
+from dl_comm.torch._bucket_plan import Named
+from dl_comm.torch._reducer import Communication, Reducer
 
-_ATTRIBUTE = "_dl_comm_averager"
-# As many optimizers average at once, each on a team of its own; the next ones share.
+_ATTRIBUTE = "_dl_comm_reducer"
+# The first optimizers get one team each; later ones share these teams.
 AUTOMATIC_TEAMS = 8
-_made = 0  # optimizers, since dl_comm was brought up
+_num_created = 0  # optimizers since init
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer` adds to an optimizer. Made by it, not by a constructor.
+    """The methods that `DistributedOptimizer` adds to an optimizer. Do not construct it directly.
 
-    A copy or pickle of one is the plain optimizer. Thread rule: that of torch optimizers, one thread at a time.
+    A copy or pickle is the original optimizer class. Thread rule: as torch optimizers, one thread at a time.
     """
 
     def synchronize(self) -> None:
-        """Average the gradients unless backward has done so; then it does nothing.
+        """Average the gradients, unless backward has already done so. Collective.
 
-        Needed, and collective, before gradients are read or changed that no backward pass has averaged: those
-        accumulated in `no_sync()`, set by hand, or on a schedule that does not wait. `step()` does it by itself. Raises
-        `dl_comm.CommError` when the average fails; the gradients are invalid then.
+        Call it before you read or change gradients that backward has not averaged: gradients accumulated in
+        `no_sync()`, set by hand, or of a non-blocking schedule. `step()` calls it. Raises `dl_comm.CommError` when the
+        allreduce fails; the gradients are invalid then.
         """
-        _averager(self).synchronize_rest()
+        _reducer(self).synchronize_rest()
 
     def communication(self) -> Communication:
-        """Tell what the averages of the last step took on this rank, in seconds: exposed, and busy.
+        """Return the communication times of the last step on this rank, in seconds: exposed and total.
 
-        Zeros before the first. An average that a schedule lets end later counts as far as its step waited for it.
+        Zeros before the first step. With a non-blocking schedule, `exposed` is the time that the step waited.
         """
-        return _averager(self).communication
+        return _reducer(self).communication
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Use the gradients as they are in a `step()` within this context."""
-        averager = _averager(self)
-        before, averager.skip = averager.skip, True
+        """In this context, `step()` uses the gradients as they are."""
+        reducer = _reducer(self)
+        before, reducer.skip = reducer.skip, True
         try:
             yield
         finally:
-            averager.skip = before
+            reducer.skip = before
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in the backward passes within this context; the next one outside averages the sum."""
-        with _averager(self).local():
+        """In this context, backward passes only accumulate; the next pass outside averages the sum."""
+        with _reducer(self).local():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the plain optimizer does. An average that is under way ends first.
+        """Clear the gradients, as the original optimizer does. Waits for calls in flight first.
 
-        Raises StateError when gradients were changed while they were averaged (on a schedule that does not wait): the
-        ranks may differ by then.
+        Raises StateError when gradients were changed during their allreduce (with a non-blocking schedule): the ranks
+        may differ then.
         """
-        averager = _averager(self)
-        if averager.busy:
-            averager.synchronize(discarding=True)
-        averager.averaged = False
-        averager.watch()
+        reducer = _reducer(self)
+        if reducer.in_round:
+            reducer.synchronize(discard=True)
+        reducer.averaged = False
+        reducer.register()
         super().zero_grad(set_to_none)
-        averager.begin()
+        reducer.begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as the plain optimizer does, and give all ranks those of rank 0; collective.
+        """Add a parameter group, as the original optimizer does, and broadcast it from rank 0. Collective.
 
-        With `DistributedOptimizer(..., broadcast=False)` the ranks keep their own. Raises ArgumentError when another
-        DistributedOptimizer has one of the parameters, and MismatchError when the ranks add different ones; the group
-        is not added then.
+        With `DistributedOptimizer(..., broadcast=False)` the ranks keep their values. Raises ArgumentError when another
+        DistributedOptimizer has one of the parameters, and MismatchError when the ranks add different parameters; then
+        the group is not added.
         """
         super().add_param_group(param_group)
-        averager = _averager(self)
+        reducer = _reducer(self)
         try:
-            averager.expect_free()
-            if averager.broadcasts:
-                # Only these: on a rank that has trained, the others are the same already.
+            reducer.check_unowned()
+            if reducer.broadcasts:
+                # Broadcast only the new parameters: the others are already equal.
                 added = {id(parameter) for parameter in self.param_groups[-1]["params"]}
-                every = [pair for part in averager.parameters() for pair in part]
-                _functions.broadcast_parameters([pair for pair in every if id(pair[1]) in added])
+                named = [pair for part in reducer.parameters() for pair in part]
+                _functions.broadcast_parameters([pair for pair in named if id(pair[1]) in added])
         except dl_comm.CommError:
             self.param_groups.pop()
             raise
-        averager.claim()
-        averager.watch()
+        reducer.take_ownership()
+        reducer.register()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() asks this before it decides, by this rank's gradients, whether to step.
-        averager = _averager(self)
-        if not averager.skip:
-            _expect_blocking(
-                averager, "a GradScaler changes its scale, and the gradients of another step have another one"
+        # GradScaler.step() reads this before it decides, from this rank's gradients, whether to step.
+        reducer = _reducer(self)
+        if not reducer.skip:
+            _require_blocking(
+                reducer, "a GradScaler changes its scale, and gradients of another step have another scale"
             )
-            if not averager.averaged:
-                raise StateError(
-                    "gradients are not averaged: call optimizer.synchronize() before the GradScaler is used"
-                )
+            if not reducer.averaged:
+                raise StateError("gradients are not averaged: call optimizer.synchronize() before the GradScaler")
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Give the plain optimizer to copy and pickle."""
-        return _empty, (type(self).__bases__[1],), self.__getstate__()
+        """Copy and pickle the original optimizer class."""
+        return _new_instance, (type(self).__bases__[1],), self.__getstate__()
 
 
 def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
@@ -136,57 +134,56 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
 ) -> AveragingOptimizer:
     """Make `optimizer` average its gradients over all ranks, and return it.
 
-    The optimizer stays the object that it was, and an instance of its class, with its state, groups, hooks and learning
-    rate schedulers. From now on a backward pass averages gradients, a bucket of parameters at a time when they are
-    ready, and waits at its end: after `backward()` they are means, to read, clip and change as on one process. A second
-    backward adds to them and averages again. Every rank must make the same backward passes and steps. It may use other
-    parameters than the other ranks: a missing gradient counts as zero, and one that all ranks miss stays None. A rank
-    whose backward had no gradient at all takes part in its next `step()`. A gradient that shares its memory (with
-    another parameter's, say) is replaced by a tensor of its own.
+    The optimizer remains the same object and an instance of its class, with its state, groups, hooks and learning rate
+    schedulers. From now on backward averages gradients, one bucket of parameters at a time as they become ready, and
+    waits at its end. After `backward()` the gradients are means, to read, clip and change as in one process. A second
+    backward adds to them and averages again. Every rank must make the same backward passes and steps. Ranks may use
+    different parameters: a missing gradient counts as zero, and stays None if all ranks miss it. A rank whose backward
+    had no gradient at all takes part in its next `step()`. A gradient that shares its memory (for example with another
+    parameter's) is replaced by a separate tensor.
 
-    A closure given to `step()` is called with averaged gradients and gives the mean of the ranks' losses to the
-    optimizer, so that all ranks call it equally often (LBFGS).
+    A closure given to `step()` runs with averaged gradients and returns the mean of the ranks' losses to the optimizer.
+    So all ranks call it equally often (LBFGS).
 
     Args:
-        optimizer: any optimizer over CPU parameters.
-        nteam: number of teams to have at least; each optimizer takes the next one of eight in turn, which is created
-            if need be.
-        nthread_per_team: threads of the teams that are created here.
-        named_parameters: names for error messages, as `module.named_parameters()` gives them.
-        bucket_mb: size of a bucket in MiB; the first has 1 MiB at most. None is what ``DL_COMM_BUCKET_MB`` says, else
-            the size that was fastest in the first steps, the same on all ranks.
-        backward_passes_per_step: backward passes whose gradients are added up before they are averaged.
-        sparse_as_dense: turn sparse gradients (of embeddings) into dense ones; they are an error otherwise.
-        gradient_as_bucket_view: `p.grad` lies, once backward has it ready, in memory that the ranks of a host see in
-            each other, where it is averaged without copies. Gradients that are not dense, contiguous CPU tensors, that
-            you have laid out yourself, or for which there is no shared memory, are averaged where they are, as all are
-            with False, on a single rank and on several hosts.
-        team: the team that averages, when it is not to be the next one.
-        broadcast: give all ranks the parameters of rank 0 now, and those of a group that is added later.
-        nstep: the number of `step()`s in all; with it the team gets the schedule
+        optimizer: any torch optimizer except SparseAdam.
+        nteam: minimum number of teams. Optimizers use eight teams in turn, which are created as needed.
+        nthread_per_team: threads of each team that is created here.
+        named_parameters: names for error messages, as from `module.named_parameters()`.
+        bucket_mb: bucket size in MiB; the first bucket has at most 1 MiB. None: ``DL_COMM_BUCKET_MB`` if set, else the
+            size that was fastest in the first steps, the same on all ranks.
+        backward_passes_per_step: number of backward passes whose gradients are summed before the allreduce.
+        sparse_as_dense: convert sparse gradients (of embeddings) to dense ones; otherwise they are an error.
+        gradient_as_bucket_view: when backward has finished a gradient, move `p.grad` to memory that the ranks of a host
+            share, and average it there without copies. This applies to dense, contiguous CPU gradients that the script
+            has not laid out itself, if shared memory is available, with several ranks on one host. All other gradients
+            stay in their memory.
+        team: the team to use instead of the next one.
+        broadcast: broadcast the parameters of rank 0 now, and those of groups that are added later.
+        nstep: the total number of `step()`s. It sets the team's schedule
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
-            averages that the step before has started, and waits for nothing. Then gradients are not averaged before
-            `step()`: call `synchronize()` to read or change them. `p.grad` is another tensor after each step.
-        warmup: the share of the steps that wait for their own averages.
-        verb: 1: rank 0 prints how long it has waited for communication, 2: every rank does, 0: none.
-        freq: after how many steps each.
+            means of the previous step, and does not wait. Then gradients are not averaged before `step()`: call
+            `synchronize()` to read or change them. `p.grad` is a different tensor after each step.
+        warmup: the fraction of steps that wait for their own means.
+        verb: who prints the time waited for communication: 0: no rank; 1: rank 0; 2: every rank.
+        freq: steps between these lines.
 
     Raises:
         DTypeError: `optimizer` is not a torch optimizer.
-        ArgumentError: It averages already, it is SparseAdam, another one averages one of its parameters, or an argument
-            is out of range.
+        ArgumentError: `optimizer` is a DistributedOptimizer or SparseAdam, another DistributedOptimizer has one of its
+            parameters, or an argument is out of range.
         MismatchError: The ranks' parameters differ in number, shape or type. Collective.
 
-    `backward()` then raises what an average may raise, and StateError: on all ranks when they have made different
-    numbers of steps, or when a hook has changed a gradient on its way.
+    `backward()` then raises the errors of an allreduce, and StateError: on all ranks when their step numbers differ, or
+    when a hook changed a gradient during its allreduce.
 
     The name and the first three arguments are those of the Cray plugin's `dl_comm.torch.DistributedOptimizer`.
     """
-    global _made
+    global _num_created
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
-        raise ArgumentError("this optimizer averages its gradients already")
+        raise ArgumentError("the optimizer is a DistributedOptimizer already")
     size = bucket_bytes(bucket_mb)
     if backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
         raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
@@ -194,16 +191,16 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         team = checked_team(team)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ArgumentError(
-            "SparseAdam takes sparse gradients only, and averages are dense: use torch.optim.Adam, with "
+            "SparseAdam needs sparse gradients, and means are dense: use torch.optim.Adam with "
             "DistributedOptimizer(..., sparse_as_dense=True)"
         )
     names = _names(optimizer, named_parameters)
-    every = _every(optimizer, names)
-    number = _made if dl_comm.is_initialized() else 0
+    named = _named_parameters(optimizer, names)
+    number = _num_created if dl_comm.is_initialized() else 0
     chosen = number % AUTOMATIC_TEAMS if team is None else team
-    # The number lets calls of optimizers on one team be told apart, and shows ranks that made other optimizers.
+    # The number distinguishes optimizers on one team, and detects ranks that created different optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
-    averager = Averager(
+    reducer = Reducer(
         functools.partial(_parameters, weakref.ref(optimizer), names),
         chosen,
         call_name,
@@ -212,43 +209,43 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         sparse_as_dense,
         gradient_as_bucket_view,
     )
-    averager.broadcasts = broadcast
-    averager.expect_free()
-    _made = number + 1
+    reducer.broadcasts = broadcast
+    reducer.check_unowned()
+    _num_created = number + 1
     start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
     if broadcast:
-        _functions.broadcast_parameters(every)
-    optimizer.__dict__[_ATTRIBUTE] = averager
+        _functions.broadcast_parameters(named)
+    optimizer.__dict__[_ATTRIBUTE] = reducer
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
-    optimizer.__class__ = _averaging(type(optimizer))  # type: ignore[arg-type]
-    averager.claim()
-    averager.watch()
+    optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]
+    reducer.take_ownership()
+    reducer.register()
     return cast(AveragingOptimizer, optimizer)
 
 
-def _empty(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def _new_instance(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return base.__new__(base)
 
 
 @functools.cache
-def _averaging(base: type[torch.optim.Optimizer]) -> type[AveragingOptimizer]:
+def _averaging_class(base: type[torch.optim.Optimizer]) -> type[AveragingOptimizer]:
     return type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _averager(optimizer: torch.optim.Optimizer) -> Averager:
-    return cast(Averager, optimizer.__dict__[_ATTRIBUTE])
+def _reducer(optimizer: torch.optim.Optimizer) -> Reducer:
+    return cast(Reducer, optimizer.__dict__[_ATTRIBUTE])
 
 
 def _parameters(of: weakref.ref[torch.optim.Optimizer], names: dict[int, str]) -> tuple[Named, Named]:
-    """The parameters of an optimizer with their names: those that can have a gradient, and the frozen ones."""
+    """Return the parameters of an optimizer with their names: the trainable ones, and the frozen ones."""
     optimizer = of()
-    every = [] if optimizer is None else _every(optimizer, names)
-    return [pair for pair in every if pair[1].requires_grad], [pair for pair in every if not pair[1].requires_grad]
+    named = [] if optimizer is None else _named_parameters(optimizer, names)
+    return [pair for pair in named if pair[1].requires_grad], [pair for pair in named if not pair[1].requires_grad]
 
 
-def _every(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
-    # By identity: a parameter may stand in a group twice (torch warns of that).
+def _named_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
+    # By identity: a group may contain a parameter twice (torch warns).
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -262,7 +259,7 @@ def _names(
 ) -> dict[int, str]:
     names: dict[int, str] = {}
     for g, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")  # there when the optimizer was made of (name, parameter) pairs
+        given = group.get("param_names")  # set if the optimizer was created from (name, parameter) pairs
         for i, parameter in enumerate(group["params"]):
             names.setdefault(id(parameter), given[i] if given else f"group{g}.parameter{i}")
     pairs = named.items() if isinstance(named, Mapping) else named or ()
@@ -271,9 +268,9 @@ def _names(
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    # torch calls this before step(), and once more when step() of a subclass calls that of its base.
-    averager = _averager(optimizer)
-    if averager.skip:
+    # torch calls this before step(), and again when a subclass's step() calls its base's step().
+    reducer = _reducer(optimizer)
+    if reducer.skip:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -281,7 +278,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         return None
     if isinstance(closure, _AveragedClosure):
         return None
-    _expect_blocking(averager, "a closure needs the gradient of the point where it is called")
+    _require_blocking(reducer, "a closure needs the gradient at the current parameters")
     averaged = _AveragedClosure(optimizer, closure)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": averaged}
@@ -290,21 +287,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    averager = _averager(optimizer)
-    averager.averaged = False
-    averager.steps += not averager.skip
+    reducer = _reducer(optimizer)
+    reducer.averaged = False
+    reducer.steps += not reducer.skip
 
 
 class _AveragedClosure:
-    """A closure of `step()` with averaged gradients and loss: decisions that rest on them are the same on all ranks."""
+    """A closure of `step()` with averaged gradients and loss, so that all ranks make the same decisions."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         self._optimizer = cast(AveragingOptimizer, optimizer)
         self._closure = closure
 
     def __call__(self) -> Any:
-        averager = _averager(self._optimizer)
-        averager.averaged = False
+        reducer = _reducer(self._optimizer)
+        reducer.averaged = False
         loss = self._closure()
         self._optimizer.synchronize()
         if isinstance(loss, torch.Tensor):
@@ -312,9 +309,9 @@ class _AveragedClosure:
         return None if loss is None else _functions.average(loss, "loss of the closure")
 
 
-def _expect_blocking(averager: Averager, why: str) -> None:
-    if _ops.carries(averager.team, averager.owner):
+def _require_blocking(reducer: Reducer, reason: str) -> None:
+    if _ops.may_return_early(reducer.team, reducer.owner):
         raise StateError(
-            f"{why}, but team {averager.team} returns averages of the step before by its schedule: let all calls "
-            "block, config_team(..., ksteps=max_steps, ...) or warmup=1.0"
+            f"{reason}, but the schedule of team {reducer.team} returns means of the previous step: let all calls "
+            "block, with config_team(..., ksteps=max_steps, ...) or warmup=1.0"
         )

@@ -1,7 +1,6 @@
-"""What a parallel torch script also needs: learning rate schedules, and checkpoints that rank 0 writes and reads.
+"""Learning rate schedules, and checkpoints that rank 0 writes and reads, for torch scripts.
 
-Thread rule: the checkpoint functions are collective, and so called by all ranks in the same order; any thread may call
-them.
+Thread rule: the checkpoint functions are collective: all ranks call them in the same order. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -21,30 +20,28 @@ from dl_comm.training import Schedule
 def lr_scheduler(
     optimizer: torch.optim.Optimizer, schedule: Schedule, last_epoch: int = -1
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a scheduler of torch that makes the optimizer's learning rate that of `schedule`.
+    """Return a torch scheduler that sets the optimizer's learning rate to that of `schedule`.
 
-    Call its `step()` after each `optimizer.step()`. The first parameter group has exactly the schedule's rates,
-    whatever `lr` the optimizer was made with; the others keep their ratio to the first.
+    Call its `step()` after each `optimizer.step()`. The first parameter group gets exactly the schedule's rates,
+    whatever its initial `lr`; the other groups keep their ratio to the first.
 
-    `last_epoch` is that of torch's schedulers. Raises ArgumentError when the first group's rate is 0 and so has no
-    ratio.
+    `last_epoch` is that of torch's schedulers. Raises ArgumentError when the first group's rate is not positive,
+    because no ratio exists then.
     """
     group = optimizer.param_groups[0]
     first = float(group.get("initial_lr", group["lr"]) if last_epoch >= 0 else group["lr"])
     if not first > 0:
-        raise ArgumentError(
-            f"the optimizer's learning rate is {first}; give it a positive one, the schedule replaces it"
-        )
+        raise ArgumentError(f"the optimizer's learning rate is {first}: set a positive one; the schedule replaces it")
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / first, last_epoch)
 
 
 def save_checkpoint(path: str | os.PathLike[str], **objects: Any) -> None:
-    """Have rank 0 save objects to a file that `load_checkpoint` reads, while the other ranks wait; collective.
+    """Save objects to a file on rank 0, for `load_checkpoint`; the other ranks wait. Collective.
 
-    `save_checkpoint("model.pt", model=model, optimizer=optimizer, step=step)` saves the `state_dict()` of what has
-    one, and the rest as it is. The file appears, or replaces an older one, when it is complete.
+    `save_checkpoint("model.pt", model=model, optimizer=optimizer, step=step)` saves the `state_dict()` of objects that
+    have one, and other objects as they are. The complete file atomically replaces an older one.
 
-    Raises the exception of rank 0 there, when it failed, and `dl_comm.CommError` with its text on the other ranks.
+    If saving fails, rank 0 raises its exception, and the other ranks raise `dl_comm.CommError` with its text.
     """
 
     def write(unfinished: Any) -> None:
@@ -58,13 +55,13 @@ def save_checkpoint(path: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
-    """Return what `save_checkpoint` saved, on all ranks, though only rank 0 reads the file; collective.
+    """Load the objects of `save_checkpoint` on all ranks; only rank 0 reads the file. Collective.
 
-    The values are those that were saved, state dicts among them, with tensors on the CPU: `model.load_state_dict(
+    Returns the saved values, including state dicts, with tensors on the CPU: `model.load_state_dict(
     load_checkpoint("model.pt")["model"])`. `weights_only` is that of `torch.load`.
 
-    Raises the exception of rank 0 there, when it cannot read the file, and `dl_comm.CommError` with its text on the
-    other ranks; on all ranks what `torch.load` raises about the content.
+    If reading fails, rank 0 raises its exception, and the other ranks raise `dl_comm.CommError` with its text. All
+    ranks raise exceptions of `torch.load` about the content.
     """
     ensure_initialized()
     content = io.BytesIO(dl_comm.read_on_rank0(path))

@@ -1,7 +1,7 @@
-"""What a rank prints of uncaught errors that are not its own, or that TensorFlow makes long.
+"""Shorter output for uncaught errors that other ranks caused, or that TensorFlow repeats.
 
-One line when it has only heard that another rank has failed. Of an error in a session or a `tf.function` our text once
-and the lines of the script, where TensorFlow has both two or three times, with all that it called.
+A lost peer is one line: the rank that failed prints the traceback. For an error in a session or a `tf.function`, prints
+our message once with the script's lines; TensorFlow prints both several times, with its own frames.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ from dl_comm._errors import PeerLostError, translate
 from dl_comm._paths import PACKAGE
 
 
-def print_short() -> None:
-    """Has uncaught errors of these kinds printed so; all others go where they went."""
+def install() -> None:
+    """Installs the hook. Other uncaught errors go to the previous hook."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lost = translate(error)
         if not isinstance(lost, PeerLostError):
-            if lost is not error and _is_of_tensorflow(error):
-                error = _shortened(error, str(lost))
-                trace = _of_script(trace)
+            if lost is not error and _is_tensorflow_error(error):
+                error = _short_error(error, str(lost))
+                trace = _script_frames(trace)
             before(kind, error, trace)
             return
         rank = _dl_comm.rank() if _dl_comm.is_up() else None
         who = "dl_comm" if rank is None else f"dl_comm: rank {rank}"
-        words = str(lost).strip().splitlines()[0]
-        print(f"{who} ends{_place(trace)}: PeerLostError: {words}", file=sys.stderr, flush=True)
+        text = str(lost).strip().splitlines()[0]
+        print(f"{who} ends{_location(trace)}: PeerLostError: {text}", file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 
 
-def _is_of_tensorflow(error: BaseException) -> bool:
+def _is_tensorflow_error(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] == "tensorflow" and hasattr(error, "node_def")
 
 
-def _shortened(error: Any, text: str) -> BaseException:
-    """The same kind of error with our text, which TensorFlow repeats after the operation's name, and where that is."""
+def _short_error(error: Any, text: str) -> BaseException:
+    """The same exception type with our message once, and the script line that created the operation."""
     text = text.partition("\n\t [[")[0].partition(" [Op:")[0]
     made = [] if error.op is None else [each for each in error.op.traceback if _is_script(each.filename)]
     if made:
-        text += f"\nThe operation {error.op.name!r} was made in {made[-1].filename}, line {made[-1].lineno}."
+        text += f"\nThe operation {error.op.name!r} was created in {made[-1].filename}, line {made[-1].lineno}."
     short: BaseException = type(error)(None, None, text)
     return short
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of libraries."""
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without library frames."""
     if trace is None:
         return None
-    following = _of_script(trace.tb_next)
+    following = _script_frames(trace.tb_next)
     frame: FrameType = trace.tb_frame
     if not _is_script(frame.f_code.co_filename):
         return following
     return TracebackType(following, frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def _place(trace: TracebackType | None) -> str:
-    """Where the script was: the innermost line that is neither ours nor a library's."""
+def _location(trace: TracebackType | None) -> str:
+    """The innermost line of the script, without frames of dl_comm and libraries."""
     lines = [frame for frame in traceback.extract_tb(trace) if _is_script(frame.filename)]
     return f" in {lines[-1].filename}, line {lines[-1].lineno}" if lines else ""
 

@@ -1,36 +1,36 @@
-#include "clock.h"
+#include "comm_timer.h"
 
 #include <unordered_map>
 
 namespace dl_comm::torch_ops {
 namespace {
 
-struct Clocks {
+struct Timers {
   std::mutex mutex;
-  std::unordered_map<uint64_t, std::shared_ptr<Clock>> by_owner;
+  std::unordered_map<uint64_t, std::shared_ptr<CommTimer>> by_owner;
 };
 
-// Never destroyed: calls may still be under way while the process exits.
-Clocks& clocks() {
-  static Clocks* const instance = new Clocks;
+// Never destroyed: calls may still be in flight while the process exits.
+Timers& timers() {
+  static Timers* const instance = new Timers;
   return *instance;
 }
 
 }  // namespace
 
-void Clock::begin() {
+void CommTimer::begin() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (under_way_++ == 0) since_ = std::chrono::steady_clock::now();
+  if (in_flight_++ == 0) since_ = std::chrono::steady_clock::now();
 }
 
-void Clock::end() noexcept {
+void CommTimer::end() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (--under_way_ == 0) total_ += std::chrono::steady_clock::now() - since_;
+  if (--in_flight_ == 0) total_ += std::chrono::steady_clock::now() - since_;
 }
 
-double Clock::take() {
+double CommTimer::take() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (under_way_ > 0) {
+  if (in_flight_ > 0) {
     const auto now = std::chrono::steady_clock::now();
     total_ += now - since_;
     since_ = now;
@@ -40,16 +40,16 @@ double Clock::take() {
   return seconds;
 }
 
-std::shared_ptr<Clock> clock_of(uint64_t owner) {
-  Clocks& all = clocks();
+std::shared_ptr<CommTimer> timer_of(uint64_t owner) {
+  Timers& all = timers();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  auto& clock = all.by_owner[owner];
-  if (!clock) clock = std::make_shared<Clock>();
-  return clock;
+  auto& timer = all.by_owner[owner];
+  if (!timer) timer = std::make_shared<CommTimer>();
+  return timer;
 }
 
-double take_busy(uint64_t owner) {
-  Clocks& all = clocks();
+double take_comm_seconds(uint64_t owner) {
+  Timers& all = timers();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.by_owner.find(owner);
   if (found == all.by_owner.end()) return 0;

@@ -1,10 +1,10 @@
-#include "views.h"
+#include "tensor_views.h"
 
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 
-#include "failure.h"
+#include "errors.h"
 
 namespace dl_comm::torch_ops {
 namespace {
@@ -27,12 +27,12 @@ std::optional<ElementType> element_type(const Tensor& tensor) {
 std::string type_name(const Tensor& tensor) {
   try {
     return ::torch::headeronly::toString(tensor.scalar_type());
-  } catch (const std::runtime_error&) {  // one that the stable ABI has no name for
-    return "a rare one";
+  } catch (const std::runtime_error&) {  // the stable ABI has no name for it
+    return "unknown";
   }
 }
 
-// Line `index` of `labels`, or nothing when there are fewer.
+// Line `index` of `labels`; empty if there are fewer lines.
 std::string line(const std::string& labels, std::size_t index) {
   std::istringstream lines(labels);
   std::string text;
@@ -44,33 +44,33 @@ std::string line(const std::string& labels, std::size_t index) {
 
 }  // namespace
 
-Views::Views(std::size_t count, const std::string& labels) : labels_(labels) {
-  tensors_.reserve(count + 1);  // never a null pointer, which a slice may not hold
+TensorViews::TensorViews(std::size_t count, const std::string& labels) : labels_(labels) {
+  tensors_.reserve(count + 1);  // rust::Slice must not hold a null pointer, even when empty
   shapes_.reserve(4 * count + 1);
 }
 
-void Views::expect_dense(const Tensor& tensor) {
-  if (!tensor.defined()) throw failure(-1, name(), " is undefined");
-  const auto place = place_of(tensor);
-  if (!place) throw failure(-1, name(), " is neither in host memory nor in that of a CUDA device");
-  if (placed_ && place->device != place_.device) {
-    throw failure(-1, name(), " is on another device than those before it: average them apart");
+void TensorViews::check_dense(const Tensor& tensor) {
+  if (!tensor.defined()) throw make_error(-1, name(), " is undefined");
+  const auto found = device_stream_of(tensor);
+  if (!found) throw make_error(-1, name(), " is neither in host memory nor on a CUDA device");
+  if (has_device_ && found->device != device_stream_.device) {
+    throw make_error(-1, name(), " is on another device than the tensors before it: use a separate call");
   }
-  place_ = *place;
-  placed_ = true;
+  device_stream_ = *found;
+  has_device_ = true;
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  if (layout != aoti_torch_layout_strided()) throw failure(-1, name(), " is not dense: call .to_dense() first");
+  if (layout != aoti_torch_layout_strided()) throw make_error(-1, name(), " is not dense: call .to_dense() first");
 }
 
-void Views::add(const Tensor& tensor) {
-  if (!tensor.is_contiguous()) throw failure(-1, name(), " is not contiguous: call .contiguous() first");
+void TensorViews::add(const Tensor& tensor) {
+  if (!tensor.is_contiguous()) throw make_error(-1, name(), " is not contiguous: call .contiguous() first");
   add(tensor, tensor);
 }
 
-void Views::add(const Tensor& source, const Tensor& target) {
+void TensorViews::add(const Tensor& source, const Tensor& target) {
   const auto dtype = element_type(source);
-  if (!dtype) throw failure(-2, name(), " has an element type that dl_comm does not have: ", type_name(source));
+  if (!dtype) throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
   const auto shape = source.sizes();
   tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source.const_data_ptr()),
                                 reinterpret_cast<std::size_t>(target.mutable_data_ptr()),
@@ -78,11 +78,11 @@ void Views::add(const Tensor& source, const Tensor& target) {
   shapes_.insert(shapes_.end(), shape.begin(), shape.end());
 }
 
-rust::Slice<const TensorView> Views::tensors() const { return {tensors_.data(), tensors_.size()}; }
+rust::Slice<const TensorView> TensorViews::tensors() const { return {tensors_.data(), tensors_.size()}; }
 
-rust::Slice<const int64_t> Views::shapes() const { return {shapes_.data(), shapes_.size()}; }
+rust::Slice<const int64_t> TensorViews::shapes() const { return {shapes_.data(), shapes_.size()}; }
 
-std::string Views::name() const {
+std::string TensorViews::name() const {
   const std::size_t index = tensors_.size();
   const std::string label = line(labels_, index);
   return "tensor " + std::to_string(index) + (label.empty() ? "" : " ('" + label + "')");

@@ -1,6 +1,6 @@
-// TensorFlow's stream of a GPU as a number. No header of CUDA is needed: the number is the cudaStream_t.
+// Gets TensorFlow's compute stream as a cudaStream_t. No CUDA header is needed: the handle is an integer.
 
-#include "tf_ops/gpu.h"
+#include "tf_ops/device_stream.h"
 
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/device_base.h"
@@ -8,19 +8,19 @@
 
 namespace dl_comm {
 
-absl::Status place_on_gpu(tensorflow::OpKernelContext* context, Place& place) {
+absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, DeviceStream& target) {
   const auto* info = context->device()->tensorflow_accelerator_device_info();
   const auto* own = context->op_device_context();
   const stream_executor::Stream* stream = own != nullptr ? own->stream() : nullptr;
   if (stream == nullptr && info != nullptr) stream = info->stream;
   void* handle = stream != nullptr ? stream->platform_specific_handle().stream : nullptr;
-  // No stream of TensorFlow's is CUDA's default one, which a null would stand for.
+  // A null handle would be CUDA's default stream, which TensorFlow does not use.
   if (info == nullptr || info->gpu_id < 0 || handle == nullptr) {
-    return absl::InternalError(absl::StrCat("dl_comm error -9: ", context->device()->name(),
-                                            " does not tell the CUDA stream that it computes on"));
+    return absl::InternalError(
+        absl::StrCat("dl_comm error -9: ", context->device()->name(), " has no CUDA compute stream"));
   }
-  place.device = info->gpu_id;
-  place.stream = reinterpret_cast<std::size_t>(handle);
+  target.device = info->gpu_id;
+  target.stream = reinterpret_cast<std::size_t>(handle);
   return absl::OkStatus();
 }
 

@@ -1,0 +1,94 @@
+// Calls in flight: their completion, and the tensors that must live until then.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm_timer.h"
+#include "device_stream.h"
+#include "dl_comm_core/src/ffi.rs.h"
+
+namespace dl_comm::torch_ops {
+
+// The memory of a call that may return before its allreduce ends: tensors with no other user.
+class TensorResults final : public Results {
+ public:
+  TensorResults(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream)
+      : tensors(std::move(tensors)), device_stream(device_stream) {}
+
+  std::size_t kind() const noexcept override;
+  void settle(double own, double here) const noexcept override;
+  std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override;
+
+  std::vector<::torch::stable::Tensor> tensors;
+  const DeviceStream device_stream;
+  // Weights of the call's tensors and of `tensors` in the result; set by `settle`.
+  mutable double own_share = 0;
+  mutable double share = 1;
+};
+
+// The result of a call: own_share * (the call's own tensors) + share * `tensors`. Without `tensors` the result is in
+// the call's own tensors.
+struct Outcome {
+  std::vector<::torch::stable::Tensor> tensors;
+  double own_share = 1;
+  double share = 0;
+};
+
+// One call in flight, as c10d's Work. It releases the call's tensors in `wait` or its destructor. A core thread that
+// freed one would need the GIL.
+//
+// Thread rule: the core calls `finish` once, from any thread; any thread may call the rest.
+class Work {
+ public:
+  // `wait_time_team`: `wait` adds its blocked time to this team's; -1 when the core measures it.
+  // `timer` may be null; it runs until `finish`, so the caller must start the call.
+  Work(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream, int32_t wait_time_team,
+       std::shared_ptr<CommTimer> timer = nullptr)
+      : tensors_(std::move(tensors)),
+        device_stream_(device_stream),
+        wait_time_team_(wait_time_team),
+        timer_(std::move(timer)) {
+    if (timer_) timer_->begin();
+  }
+
+  void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
+  bool finished() const noexcept;
+
+  // Blocks until the call completes. On a GPU: until torch's current stream is ordered after the result.
+  // Throws std::runtime_error "dl_comm error <code>: <message>" if the call failed.
+  Outcome wait();
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable ended_;
+  bool finished_ = false;
+  int32_t code_ = 0;
+  std::string message_;
+  std::shared_ptr<Results> results_;
+  std::vector<::torch::stable::Tensor> tensors_;
+  const DeviceStream device_stream_;
+  const int32_t wait_time_team_;
+  std::shared_ptr<CommTimer> timer_;
+};
+
+// The callback by which the core completes `work`.
+std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work);
+
+// Returns a number (from 1) for Python to hold. Also frees detached works whose calls have completed.
+int64_t register_work(std::shared_ptr<Work> work);
+
+// Removes the work with this number from the registry. Throws std::runtime_error if there is none.
+std::shared_ptr<Work> take_work(int64_t number);
+
+// Gives up the right to wait for this work; its tensors stay alive until its call completes.
+void detach_work(int64_t number);
+
+}  // namespace dl_comm::torch_ops
