@@ -9,12 +9,12 @@ from dl_comm import _dl_comm
 
 _COMMANDS = """\
 commands:
-  dl-comm-run               start a program on several ranks (python -m dl_comm.run)
-  python -m dl_comm.doctor  check the installation
-  python -m dl_comm.analyze_dumps find the rank that hangs or is late, from dumps
-  python -m dl_comm.timeline  report a recorded timeline
-  python -m dl_comm.build   compile the op libraries for the installed frameworks
-  python -m dl_comm.tf1     run a TensorFlow 1 script
+  dl-comm-run                      start a program on several ranks (python -m dl_comm.run)
+  python -m dl_comm.doctor         check the installation
+  python -m dl_comm.analyze_dumps  find the rank that hangs or is late, from dumps
+  python -m dl_comm.timeline       report a recorded timeline
+  python -m dl_comm.build          compile the op libraries for the installed frameworks
+  python -m dl_comm.tf1            run a TensorFlow 1 script
 """
 
 
