@@ -1,8 +1,9 @@
-//! Compiled kernels, kept between processes: the folder of `DL_COMM_CACHE`, as for the operations that python/dl_comm/_build.py
-//! builds, has a folder `kernels` that belongs to this user alone, with one file for each thing that was compiled.
+//! Cache of compiled kernels on disk, shared by processes.
 //!
-//! Nothing here fails: what cannot be read, or is not what was written, is not there, and what cannot be written is not kept.
-//! Thread rule: may be used from any thread; of processes that write the same file, any one's is kept.
+//! The folder `DL_COMM_CACHE`, where python/dl_comm/_build.py keeps its builds too, has a folder `kernels` that only
+//! this user can write. It has one file for each compiled image.
+//! No function returns an error: a missing or damaged file is a miss, and a failed write is ignored.
+//! Thread rule: any thread. If several processes write one file, one of their versions remains.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -11,24 +12,24 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::folder::Folder;
 
-/// The bytes before an image: its length, and its hash.
+/// Length and hash, in front of each image.
 const HEADER_BYTES: usize = 24;
 
-/// Images by name.
+/// Images by name; without a folder, always empty.
 pub struct Cache(Option<Folder>);
 
 impl Cache {
-    /// That of this user; an empty one that keeps nothing, where there is no such folder.
+    /// The cache of this user, or an empty cache if the folder cannot be used.
     pub fn open() -> Cache {
-        Cache::within(place(|name| std::env::var_os(name)))
+        Cache::within(cache_folder(|name| std::env::var_os(name)))
     }
 
-    fn within(place: Option<PathBuf>) -> Cache {
-        let open = |place: PathBuf| Folder::named(&place)?.0.private("kernels");
-        Cache(place.and_then(|place| open(place).ok()).map(|(folder, _)| folder))
+    fn within(folder: Option<PathBuf>) -> Cache {
+        let open = |path: PathBuf| Folder::named(&path)?.0.private("kernels");
+        Cache(folder.and_then(|path| open(path).ok()).map(|(folder, _)| folder))
     }
 
-    /// What was kept by this name.
+    /// The image stored under `name`, if it is intact.
     pub fn get(&self, name: &str) -> Option<Vec<u8>> {
         let mut content = self.0.as_ref()?.read(name).ok()?;
         if content.len() < HEADER_BYTES {
@@ -38,16 +39,16 @@ impl Cache {
         (content == head(&image)).then_some(image)
     }
 
-    /// Keeps `image` by this name.
+    /// Stores `image` under `name`.
     pub fn put(&self, name: &str, image: &[u8]) {
         if let Some(folder) = &self.0 {
-            // The next process compiles, as this one did.
+            // On failure the next process compiles again.
             let _kept = folder.write(name, &[&head(image), image].concat());
         }
     }
 }
 
-/// A name for what is made of all this.
+/// Hash of `parts`, in hexadecimal.
 pub fn name<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hash = Xxh3::new();
     for part in parts {
@@ -64,8 +65,8 @@ fn head(image: &[u8]) -> [u8; HEADER_BYTES] {
     head
 }
 
-/// As in python/dl_comm/_build.py: `DL_COMM_CACHE`, else `dl_comm` in the user's cache folder.
-fn place(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+/// `DL_COMM_CACHE`, else `dl_comm` in the user's cache folder, as in python/dl_comm/_build.py.
+fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     set("DL_COMM_CACHE").or_else(|| {
         let caches = set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")))?;
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_found_by_the_next_one() {
+    fn stored_images_are_found_by_the_next_process() {
         let path = scratch("kept");
         assert_eq!(cache(&path).get("a"), None);
         cache(&path).put("a", b"image");
@@ -100,13 +101,13 @@ mod tests {
         cache(&path).put("a", b"another");
         assert_eq!(cache(&path).get("a").unwrap(), b"another");
         assert_eq!(cache(&path).get("b"), None);
-        // Nothing is left of how it was written.
+        // No temporary file remains.
         assert_eq!(fs::read_dir(path.join("kernels")).unwrap().count(), 1);
         fs::remove_dir_all(&path).unwrap();
     }
 
     #[test]
-    fn what_is_not_whole_is_not_there() {
+    fn damaged_images_are_not_returned() {
         let path = scratch("damaged");
         cache(&path).put("a", &[7; 100]);
         let file = path.join("kernels/a");
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_could_have_put_there_is_not_taken() {
+    fn files_that_other_users_could_have_written_are_ignored() {
         let path = scratch("others");
         cache(&path).put("a", b"image");
         let folder = path.join("kernels");
@@ -138,7 +139,7 @@ mod tests {
         cache(&path).put("b", b"image");
         assert!(!folder.join("b").exists());
         fs::remove_dir_all(&path).unwrap();
-        // A file where the folder should be, and no folder at all.
+        // The path of the folder is a file; no folder at all.
         fs::write(&path, "").unwrap();
         cache(&path).put("a", b"image");
         assert_eq!(cache(&path).get("a"), None);
@@ -147,23 +148,23 @@ mod tests {
     }
 
     #[test]
-    fn the_folder_is_that_of_the_operations() {
-        let place = |given: &[(&str, &str)]| {
-            place(|name| given.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into()))
+    fn folder_is_the_one_of_the_op_libraries() {
+        let folder = |given: &[(&str, &str)]| {
+            cache_folder(|name| given.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into()))
         };
         let all = [("DL_COMM_CACHE", "/a"), ("XDG_CACHE_HOME", "/b"), ("HOME", "/c")];
-        assert_eq!(place(&all), Some("/a".into()));
-        assert_eq!(place(&all[1..]), Some("/b/dl_comm".into()));
-        assert_eq!(place(&all[2..]), Some("/c/.cache/dl_comm".into()));
+        assert_eq!(folder(&all), Some("/a".into()));
+        assert_eq!(folder(&all[1..]), Some("/b/dl_comm".into()));
+        assert_eq!(folder(&all[2..]), Some("/c/.cache/dl_comm".into()));
         assert_eq!(
-            place(&[("DL_COMM_CACHE", ""), ("XDG_CACHE_HOME", ""), ("HOME", "/c")]),
+            folder(&[("DL_COMM_CACHE", ""), ("XDG_CACHE_HOME", ""), ("HOME", "/c")]),
             Some("/c/.cache/dl_comm".into())
         );
-        assert_eq!(place(&[]), None);
+        assert_eq!(folder(&[]), None);
     }
 
     #[test]
-    fn names_tell_apart() {
+    fn different_parts_give_different_names() {
         let of = |parts: &[&str]| name(parts.iter().map(|part| part.as_bytes()));
         assert_eq!(of(&["a", "bc"]), of(&["a", "bc"]));
         assert_ne!(of(&["a", "bc"]), of(&["ab", "c"]));

@@ -1,8 +1,7 @@
-//! The primary context of a GPU, which a process's frameworks share, and what is known of the device.
+//! Primary contexts of GPUs, which all frameworks of a process share, and the properties of a device.
 //!
-//! A context that was used once is kept for the life of the process: frameworks do the same, and a context must not go
-//! while a stream of it is in use.
-//! Thread rule: a [`Context`] may be used from any thread; [`ContextGuard`] stays on its own.
+//! A retained context is kept for the life of the process, as in the frameworks: it must outlive all of its streams.
+//! Thread rule: any thread may use a [`Context`]; a [`ContextGuard`] stays on its thread.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
@@ -17,7 +16,7 @@ use super::ipc::{IpcExports, IpcImports};
 use super::kernels::Kernels;
 use crate::error::{Error, Result};
 
-/// A GPU's primary context.
+/// The primary context of a GPU, with its kernels and IPC tables.
 pub struct Context {
     ordinal: i32,
     handle: sys::CUcontext,
@@ -28,30 +27,30 @@ pub struct Context {
     kernels: OnceLock<Result<Kernels>>,
     exports: Mutex<IpcExports>,
     imports: Mutex<IpcImports>,
-    /// Events that are not in use.
+    /// Free events, for reuse.
     pub(super) events: Mutex<Vec<sys::CUevent>>,
 }
 
-// SAFETY: handles of the driver may be used from any thread; the rest is plain data behind locks.
+// SAFETY: any thread may use the driver's handles; locks guard the rest.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// The context is the thread's current one as long as this lives; then it is what it was. Meanwhile a capture of somebody else's
-/// into a CUDA graph does not keep this thread from the functions that are not for captures: it has no part in that.
+/// Keeps a context current on this thread; dropping it restores the previous one.
+/// While it lives, CUDA graph captures by other threads do not block this thread's driver calls.
 pub struct ContextGuard<'a> {
     capture: sys::CUstreamCaptureMode,
     _context: PhantomData<(&'a Context, *const ())>,
 }
 
 impl Context {
-    /// The context of GPU `ordinal`, as this process counts them.
+    /// The context of GPU `ordinal`, by this process's numbering.
     ///
     /// # Errors
-    /// [`Error::System`], and [`Error::Invalid`] for a number that no GPU has.
+    /// [`Error::System`]; [`Error::Invalid`] if there is no such GPU.
     pub fn for_device(ordinal: i32) -> Result<Arc<Context>> {
-        static KNOWN: Mutex<BTreeMap<i32, Arc<Context>>> = Mutex::new(BTreeMap::new());
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        static CONTEXTS: Mutex<BTreeMap<i32, Arc<Context>>> = Mutex::new(BTreeMap::new());
+        let mut known = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(context) = known.get(&ordinal) {
             return Ok(Arc::clone(context));
         }
@@ -63,7 +62,7 @@ impl Context {
     fn retain(ordinal: i32) -> Result<Context> {
         start()?;
         let mut device = 0;
-        // SAFETY: the driver has started; here and below the places are valid.
+        // SAFETY: the driver has started; here and below the out pointers are valid.
         check(&format!("asking for GPU {ordinal}"), unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
         let mut handle = ptr::null_mut();
         // SAFETY: as above.
@@ -78,7 +77,7 @@ impl Context {
         // SAFETY: as above.
         check("asking for the UUID of a GPU", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
         let mut name = [0; 128];
-        // SAFETY: the driver ends the name within the length.
+        // SAFETY: the driver terminates the name with NUL within the given length.
         check("asking for the name of a GPU", unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 128, device) })?;
         // SAFETY: as above.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
@@ -99,7 +98,7 @@ impl Context {
         })
     }
 
-    /// Makes the context the current one of this thread.
+    /// Makes the context current on this thread.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -107,10 +106,10 @@ impl Context {
         // SAFETY: the context is retained.
         check("entering the context of a GPU", unsafe { sys::cuCtxPushCurrent_v2(self.handle) })?;
         let mut capture = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the place is valid; it gets the mode that the thread had.
+        // SAFETY: the out pointer is valid; it gets the thread's previous mode.
         let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut capture) };
-        let entered = ContextGuard { capture, _context: PhantomData };
-        check("leaving captures to others", code).map(|()| entered)
+        let guard = ContextGuard { capture, _context: PhantomData };
+        check("leaving captures to others", code).map(|()| guard)
     }
 
     /// The number of the GPU in this process.
@@ -123,7 +122,7 @@ impl Context {
         &self.name
     }
 
-    /// What is the same in all processes that use this GPU, in hexadecimal digits.
+    /// The UUID in hexadecimal; the same in all processes that use this GPU.
     pub fn uuid(&self) -> String {
         self.uuid.iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -138,35 +137,35 @@ impl Context {
         self.processors
     }
 
-    /// What other processes see of this GPU's memory.
+    /// Allocations of this GPU that other processes may open.
     pub fn exports(&self) -> MutexGuard<'_, IpcExports> {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What this process sees of the memory of others, opened for this GPU.
+    /// Allocations of other processes, opened on this GPU.
     pub(super) fn imports(&self) -> MutexGuard<'_, IpcImports> {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The kernels, compiled when they are first asked for.
+    /// The kernels; the first call compiles them.
     ///
     /// # Errors
-    /// [`Error::System`] without NVRTC, and when the driver does not take what it makes.
+    /// [`Error::System`] without NVRTC, or if compiling or loading fails.
     pub fn kernels(&self) -> Result<&Kernels> {
-        let made = self.kernels.get_or_init(|| {
-            let _entered = self.push()?;
+        let compiled = self.kernels.get_or_init(|| {
+            let _guard = self.push()?;
             Kernels::compile(self.capability, self.processors)
         });
-        made.as_ref().map_err(Error::clone)
+        compiled.as_ref().map_err(Error::clone)
     }
 }
 
 impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
-        let mut left = ptr::null_mut();
-        // SAFETY: the place is valid, the mode one that the thread had.
+        let mut popped = ptr::null_mut();
+        // SAFETY: the pointer is valid, and the mode is the thread's previous one.
         unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.capture) };
-        // SAFETY: pops what `enter` pushed, on the same thread; it cannot fail while that is there.
-        unsafe { sys::cuCtxPopCurrent_v2(&raw mut left) };
+        // SAFETY: pops what `push` pushed on the same thread; that cannot fail.
+        unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
     }
 }

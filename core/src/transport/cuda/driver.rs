@@ -1,6 +1,6 @@
-//! The driver library: found, started once per process, its codes made errors.
+//! The CUDA driver library: loading, error codes, pointer attributes.
 //!
-//! cudarc panics where a library or one of its functions is missing, so both are looked for before the first call.
+//! cudarc panics if the library or a function is missing, so [`start`] checks both before the first call.
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -12,7 +12,7 @@ use crate::error::{Error, Result, guard};
 /// An address in device memory.
 pub type Address = u64;
 
-/// The functions that the core calls. One that is missing means a driver older than any that PyTorch or TensorFlow still take.
+/// The driver functions that the core calls. Every driver that PyTorch and TensorFlow support has them.
 const NEEDED: [&str; 40] = [
     "cuInit",
     "cuGetErrorName",
@@ -56,35 +56,35 @@ const NEEDED: [&str; 40] = [
     "cuThreadExchangeStreamCaptureMode",
 ];
 
-/// Loads and starts the driver; only the first call does anything.
+/// Loads and starts the driver. Later calls return the first result.
 ///
 /// # Errors
-/// [`Error::System`], which says what is missing.
+/// [`Error::System`]; it names the missing part.
 pub fn start() -> Result<()> {
     static STARTED: OnceLock<Result<()>> = OnceLock::new();
     STARTED.get_or_init(|| guard(load)).clone()
 }
 
 fn load() -> Result<()> {
-    // SAFETY: looks for the library, nothing else.
+    // SAFETY: only looks for the library.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::System(
             "the tensors are on a GPU, but libcuda.so.1, which comes with the NVIDIA driver, is not found".into(),
         ));
     }
     for name in NEEDED {
-        // SAFETY: the symbol is looked up, not called.
+        // SAFETY: looks up the symbol without calling it.
         let found = unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) };
         found.map_err(|_| Error::System(format!("the NVIDIA driver is too old for dl_comm: it has no {name}")))?;
     }
-    // SAFETY: the library is there, and the first call.
+    // SAFETY: the library is loaded; this is the first call.
     check("starting the NVIDIA driver", unsafe { sys::cuInit(0) })
 }
 
-/// The code of `what` as a result.
+/// Converts the driver's `code` for the action `what`.
 ///
 /// # Errors
-/// [`Error::System`] with the driver's words.
+/// [`Error::System`] with the driver's text.
 pub fn check(what: &str, code: sys::CUresult) -> Result<()> {
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -95,7 +95,7 @@ pub fn check(what: &str, code: sys::CUresult) -> Result<()> {
 fn error_text(code: sys::CUresult) -> String {
     let ask = |function: unsafe fn(sys::CUresult, *mut *const std::ffi::c_char) -> sys::CUresult| {
         let mut text = std::ptr::null();
-        // SAFETY: the place is valid; the driver's texts are constants.
+        // SAFETY: the out pointer is valid; the driver's texts are constants.
         let found = unsafe { function(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS && !text.is_null();
         // SAFETY: as above.
         found.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
@@ -113,21 +113,21 @@ fn error_text(code: sys::CUresult) -> String {
 pub fn count() -> Result<usize> {
     start()?;
     let mut count = 0;
-    // SAFETY: the driver has started; the place is valid.
+    // SAFETY: the driver has started; the out pointer is valid.
     check("counting the GPUs", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// What the driver tells of the memory at `address`, or the code with which it does not: that of the host has none.
+/// An attribute of the memory at `address`. Ordinary host memory has none: the result is then the driver's code.
 ///
 /// # Safety
-/// The attribute is a number of this type.
+/// `T` is the type of the attribute.
 pub unsafe fn attribute_of<T: Default>(
     address: Address,
     attribute: sys::CUpointer_attribute,
 ) -> std::result::Result<T, sys::CUresult> {
     let mut value = T::default();
-    // SAFETY: the place holds what the attribute is, as the caller promises.
+    // SAFETY: `value` has the attribute's type, as the caller promises.
     let code = unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) };
     if code == sys::CUresult::CUDA_SUCCESS { Ok(value) } else { Err(code) }
 }

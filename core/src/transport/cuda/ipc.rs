@@ -1,13 +1,13 @@
-//! Device memory that other processes see: allocations exported by handle, once for each process, and opened once in each
-//! process that uses them, however many teams do.
+//! CUDA IPC: device memory that other processes open by handle.
 //!
-//! An allocation is known by the driver's number for it, which is never used again: memory that was freed and allocated anew
-//! is another export. Every rank looks for exports that it has freed in each call that tells where its tensors are; the others
-//! then close them. (Until then the driver keeps the memory; CUDA's documents call freeing what is open elsewhere undefined, what drivers do is to free it when the
-//! last process has closed it.) The driver refuses to open memory at addresses of the owner's that overlap those of memory
-//! that is still open (UCX, issue 2738): such memory was freed, and is closed first.
-//! Thread rule: [`IpcExports`] and [`IpcImports`] are one for each GPU of the process, behind locks of the context; [`Shown`] and
-//! [`PeerImports`] are a team's, with one user at a time.
+//! A process exports an allocation once, and each peer process opens it once, for all of its groups. The driver's
+//! buffer id identifies an allocation. Ids are never reused: an allocation at a reused address is a new export.
+//! The owner checks for freed exports in each call that exchanges addresses of tensors, and its peers then close them.
+//! CUDA leaves freeing memory that is open elsewhere undefined; drivers free it after the last close.
+//! The driver refuses to open memory that overlaps an open allocation of the same owner (UCX, issue 2738). The owner
+//! has freed such an allocation, so it is closed first.
+//! Thread rule: each GPU has one [`IpcExports`] and one [`IpcImports`], behind locks of its context.
+//! [`ReportedExports`] and [`PeerImports`](super::PeerImports) belong to a group and have one user at a time.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,16 +18,16 @@ use cudarc::driver::sys;
 use super::driver::{Address, attribute_of, check};
 use crate::error::{Error, Result};
 
-/// What other processes need to see an allocation.
+/// An allocation with its IPC handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExportedAllocation {
-    /// The driver's number for it in the process that has it.
+    /// The driver's buffer id in the owner's process.
     pub id: u64,
-    /// Where it begins in the process that has it.
+    /// The first address in the owner's process.
     pub start: Address,
-    /// How many bytes it has.
+    /// Length in bytes.
     pub len: u64,
-    /// The driver's handle.
+    /// The driver's IPC handle.
     pub handle: [u8; 64],
 }
 
@@ -37,23 +37,23 @@ impl ExportedAllocation {
     }
 }
 
-/// The allocations of this process that others know of.
+/// Exported allocations of this process.
 #[derive(Default)]
 pub struct IpcExports {
-    /// By their start.
+    /// By start address.
     known: BTreeMap<Address, ExportedAllocation>,
-    /// Those of them, and of what was freed, that other ranks have open because a team has told them.
+    /// Ids that some group has reported to other ranks, of freed allocations too.
     reported: BTreeSet<u64>,
 }
 
 impl IpcExports {
-    /// Forgets what was freed since the last time.
+    /// Removes allocations that were freed since the last call.
     pub fn forget_freed(&mut self) {
         self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
     }
 
-    /// What the others have to be told in a call that uses `used`, at most `most` of each: exports that are new to the team, and
-    /// numbers of those that were freed, in whatever team they were used.
+    /// Updates for the other ranks, at most `most` of each kind, before a call that uses `used`: exports that are new
+    /// to the group, and ids of freed allocations, whichever group used them.
     pub fn take_updates(
         &mut self,
         posted: &mut ReportedExports,
@@ -75,11 +75,11 @@ impl IpcExports {
         ExportUpdates { fresh: added, gone: removed, whole }
     }
 
-    /// The export that has the `len` bytes at `address`, which is made if there is none. `None` when other processes cannot see
-    /// the memory: that of a pool, or mapped by the virtual memory functions, of which a tensor may span several allocations.
+    /// The export that contains the `len` bytes at `address`; creates it if necessary. `None` if CUDA IPC cannot export
+    /// the memory, which is so for memory pools and for the virtual memory functions.
     ///
     /// # Errors
-    /// [`Error::System`] for what is no device memory.
+    /// [`Error::System`] if `address` is no device memory.
     pub fn locate(&mut self, address: Address, len: u64) -> Result<Option<ExportedAllocation>> {
         let found = self.known.range(..=address).next_back().map(|(_, export)| *export);
         let export = match found.filter(|export| export.range().contains(&address)) {
@@ -98,18 +98,18 @@ impl IpcExports {
     fn export(&mut self, address: Address) -> Result<Option<ExportedAllocation>> {
         let id = id_of(address)?;
         type Attribute = sys::CUpointer_attribute;
-        // SAFETY: the attribute is such a number.
+        // SAFETY: the attribute is a `u32`.
         let capable: std::result::Result<u32, _> =
             unsafe { attribute_of(address, Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) };
         if capable == Ok(0) {
             return Ok(None);
         }
         let (mut start, mut len) = (0, 0);
-        // SAFETY: the places are valid.
+        // SAFETY: the out pointers are valid.
         let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut start, &raw mut len, address) };
         check("asking for the extent of memory", code)?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the place is valid.
+        // SAFETY: the out pointer is valid.
         let exported = unsafe { sys::cuIpcGetMemHandle(&raw mut handle, start) } == sys::CUresult::CUDA_SUCCESS;
         let len = len as u64;
         if !exported {
@@ -121,21 +121,21 @@ impl IpcExports {
     }
 }
 
-/// The driver's number for the allocation that has `address`.
+/// The driver's id of the allocation that contains `address`.
 fn id_of(address: Address) -> Result<u64> {
-    // SAFETY: the attribute is such a number.
+    // SAFETY: the attribute is a `u64`.
     let id = unsafe { attribute_of(address, sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID) };
     id.or_else(|code| check("asking whose memory a tensor is in", code).map(|()| 0))
 }
 
-/// Which exports of this process the other ranks of a team have been told of.
+/// Ids of exports that the other ranks of a group know.
 #[derive(Default)]
 pub struct ReportedExports {
     reported: BTreeSet<u64>,
 }
 
 impl ReportedExports {
-    /// The others could not open all of `fresh`: they are to be told again.
+    /// Reports `fresh` again: the other ranks could not open all of them.
     pub fn forget(&mut self, fresh: &[ExportedAllocation]) {
         fresh.iter().for_each(|export| {
             self.reported.remove(&export.id);
@@ -143,35 +143,35 @@ impl ReportedExports {
     }
 }
 
-/// See [`IpcExports::news`].
+/// See [`IpcExports::take_updates`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct ExportUpdates {
-    /// Exports that the others have not been told of.
+    /// Exports that are new to the other ranks.
     pub fresh: Vec<ExportedAllocation>,
-    /// Numbers of exports that were freed.
+    /// Ids of exports that were freed.
     pub gone: Vec<u64>,
-    /// Whether there are no more in use that the others have not been told of.
+    /// Whether `fresh` has all exports in use that are new to the other ranks.
     pub whole: bool,
 }
 
 struct Open {
     address: Address,
-    /// Where it is in the process that has it.
+    /// The addresses in the owner's process.
     range: Range<Address>,
-    /// How many teams use it.
+    /// The number of groups that use it.
     teams: usize,
 }
 
-/// The allocations of other processes that are open in this one, by rank and number.
+/// Open allocations of other processes, by rank and id.
 #[derive(Default)]
 pub struct IpcImports {
     open: BTreeMap<(usize, u64), Open>,
 }
 
 impl IpcImports {
-    /// Opens an export of rank `rank` for one more team.
+    /// Opens an export of rank `rank` for one more group.
     pub fn open(&mut self, rank: usize, export: &ExportedAllocation) -> Result<Address> {
-        // What the owner has had at these addresses before is freed.
+        // The owner has freed its earlier allocations at these addresses.
         let stale: Vec<u64> = (self.open.range((rank, 0)..=(rank, u64::MAX)))
             .filter(|((_, id), open)| {
                 *id != export.id && open.range.start < export.range().end && export.start < open.range.end
@@ -184,23 +184,23 @@ impl IpcImports {
                 known.get_mut().teams += 1;
                 Ok(known.get().address)
             }
-            Entry::Vacant(place) => {
+            Entry::Vacant(slot) => {
                 let handle = sys::CUipcMemHandle { reserved: export.handle.map(|byte| byte as std::ffi::c_char) };
-                let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+                let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
                 let mut address = 0;
-                // SAFETY: the handle is another process's of this host, the place valid.
-                let code = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, lazily) };
+                // SAFETY: the handle is of another process on this host; the out pointer is valid.
+                let code = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) };
                 check("opening the memory of another process", code)?;
-                place.insert(Open { address, range: export.range(), teams: 1 });
+                slot.insert(Open { address, range: export.range(), teams: 1 });
                 Ok(address)
             }
         }
     }
 
-    /// Closes memory that its owner has freed, whichever teams have used it: nothing is enqueued on it any more.
+    /// Closes memory that its owner has freed, for all groups. No enqueued work uses it any more.
     pub fn close(&mut self, rank: usize, id: u64) -> Result<()> {
         let Some(open) = self.open.remove(&(rank, id)) else { return Ok(()) };
-        // SAFETY: opened here, and removed from the table.
+        // SAFETY: `open` opened it, and it is no longer in the table.
         check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(open.address) })
     }
 
@@ -209,13 +209,13 @@ impl IpcImports {
         self.open.contains_key(&(rank, id))
     }
 
-    /// A team has done with the memory.
+    /// Ends the use by one group; the last one closes the memory.
     pub fn release(&mut self, rank: usize, id: u64) {
         let Entry::Occupied(mut open) = self.open.entry((rank, id)) else { return };
         open.get_mut().teams -= 1;
         if open.get().teams == 0 {
             let open = open.remove();
-            // SAFETY: opened here; the team has waited for what uses it.
+            // SAFETY: opened here; the group has waited for the work that uses it.
             unsafe { sys::cuIpcCloseMemHandle(open.address) };
         }
     }
@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_team_is_told_once_of_what_it_uses_and_of_what_was_freed() {
+    fn each_export_and_each_freed_one_is_reported_once_to_a_group() {
         let export = |id: u64| ExportedAllocation { id, start: id << 20, len: 1 << 20, handle: [0; 64] };
         let used = |ids: &[u64]| ids.iter().map(|&id| (id, export(id))).collect();
         let mut exports = IpcExports::default();
@@ -234,25 +234,25 @@ mod tests {
             exports.known = ids.iter().map(|&id| (id << 20, export(id))).collect();
         };
         let (mut one, mut other) = (ReportedExports::default(), ReportedExports::default());
-        let news = |fresh: &[u64], gone: &[u64], whole| ExportUpdates {
+        let updates = |fresh: &[u64], gone: &[u64], whole| ExportUpdates {
             fresh: fresh.iter().map(|&id| export(id)).collect(),
             gone: gone.to_vec(),
             whole,
         };
         live(&mut exports, &[1, 2, 3, 9]);
-        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), news(&[1, 2], &[], false));
-        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), news(&[3], &[], true));
-        assert_eq!(exports.take_updates(&mut other, &used(&[3]), 2), news(&[3], &[], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), updates(&[1, 2], &[], false));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), updates(&[3], &[], true));
+        assert_eq!(exports.take_updates(&mut other, &used(&[3]), 2), updates(&[3], &[], true));
         live(&mut exports, &[1, 9]);
         assert_eq!(
             exports.take_updates(&mut other, &used(&[]), 1),
-            news(&[], &[2], true),
+            updates(&[], &[2], true),
             "whichever team has told it"
         );
-        assert_eq!(exports.take_updates(&mut one, &used(&[1]), 2), news(&[], &[3], true));
-        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), news(&[9], &[], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1]), 2), updates(&[], &[3], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), updates(&[9], &[], true));
         one.forget(&[export(9)]);
         live(&mut exports, &[9]);
-        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), news(&[9], &[1], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), updates(&[9], &[1], true));
     }
 }

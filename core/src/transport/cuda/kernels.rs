@@ -1,7 +1,7 @@
-//! The kernels of `kernels/`, compiled at run time for the GPU that is there, and how they are started. What was compiled is
-//! kept for the next process ([`super::cache`]).
+//! Compiles the kernels of `kernels/` for the GPU at run time, and launches them. [`super::cache`] keeps compiled
+//! images for other processes.
 //!
-//! Thread rule: may be used from any thread in whose context they are.
+//! Thread rule: any thread, with their context current.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
@@ -15,7 +15,7 @@ use super::driver::{Address, check};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// What the sources include, by name.
+/// Headers that the sources include.
 const HEADERS: [(&CStr, &str); 3] = [
     (c"memory.cuh", include_str!("kernels/memory.cuh")),
     (c"types.cuh", include_str!("kernels/types.cuh")),
@@ -23,15 +23,15 @@ const HEADERS: [(&CStr, &str); 3] = [
 ];
 
 const ALLREDUCE_MEAN: &str = include_str!("kernels/allreduce_mean.cu");
-/// Compiled when the first call needs one.
+/// Compiled by the first call that needs it.
 const REDUCE_SUM: &str = include_str!("kernels/reduce_sum.cu");
 
-/// The types, as in `DL_COMM_TYPES` of the headers.
+/// Suffixes of the kernel names, in the order of `DL_COMM_TYPES` in the headers.
 const TYPES: [&str; 11] =
     ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"];
 
-/// The place of elements of `dtype` among the types, added up in float64 when `precise`.
-fn place(dtype: DType, precise: bool) -> Result<usize> {
+/// Index in [`TYPES`] for `dtype`; with `precise`, sums are float64.
+fn type_index(dtype: DType, precise: bool) -> Result<usize> {
     Ok(match (dtype, precise) {
         (DType::F32, false) => 0,
         (DType::F64, _) => 1,
@@ -48,42 +48,42 @@ fn place(dtype: DType, precise: bool) -> Result<usize> {
     })
 }
 
-/// Threads of a block, the most that `memory.cuh` lets it have.
+/// Threads per block; `memory.cuh` allows no more.
 const THREADS: u32 = 256;
-/// Blocks for each multiprocessor: as many as it runs at a time, by the registers that they have there.
+/// Blocks per multiprocessor that run at a time, limited by registers.
 const BLOCKS: u32 = 3;
 
-/// Elements `first .. first + count` of piece `piece`, for one block. At most [`BlockRange::MAX_ELEMENTS`] of them.
+/// Elements `first .. first + count` of tensor range `piece`, for one block; at most [`BlockRange::MAX_ELEMENTS`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockRange {
     /// The first element.
     pub first: u64,
-    /// The piece, a place in the lists of addresses.
+    /// Index of the tensor range in the address lists.
     pub piece: u32,
-    /// How many elements.
+    /// The number of elements.
     pub count: u32,
 }
 
 impl BlockRange {
-    /// The most elements of an item.
+    /// The maximum of `count`.
     pub const MAX_ELEMENTS: usize = 32 << 10;
 }
 
-/// What a kernel gets: `KernelArgs` of the source.
+/// Parameters of a kernel, as `KernelArgs` in `memory.cuh`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct KernelArgs {
-    /// Where the lists are in device memory; 0: in `table`.
+    /// Device address of the lists; 0: they are in `table`.
     pub lists: Address,
-    /// A 32-bit word in pinned host memory, at which each block looks before each item: it ends when the word is not 0.
-    /// 0: there is none.
+    /// Address of a 32-bit stop flag in pinned host memory, or 0. Each block checks it before each item and ends if it
+    /// is set.
     pub stop: Address,
-    /// Where in the lists, in bytes, its [`BlockRange`]s begin.
+    /// Offset of the [`BlockRange`]s in the lists, in bytes.
     pub items: u32,
-    /// The same for the list that tells, for each piece, where it begins in each source.
+    /// Offset of the addresses of each tensor range in each source, in bytes.
     pub sources: u32,
-    /// The same for where each piece begins in each target.
+    /// Offset of the addresses of each tensor range in each target, in bytes.
     pub targets: u32,
     /// The number of items.
     pub nitems: u32,
@@ -91,25 +91,25 @@ pub struct KernelArgs {
     pub nsources: u32,
     /// The number of targets.
     pub ntargets: u32,
-    /// What the sum is divided by.
+    /// Divisor of the sum.
     pub divisor: u32,
-    /// The most blocks of the kernel; 0: as many as the GPU runs at a time.
+    /// Maximum number of blocks; 0: as many as the GPU runs at a time.
     pub blocks: u32,
-    /// Lists that are short enough to be parameters, which have 4 KiB at most.
+    /// Short lists, passed as parameters (at most 4 KiB in all).
     pub table: [u64; KernelArgs::TABLE],
 }
 
 impl KernelArgs {
-    /// The numbers of 64 bits in `table`.
+    /// Number of 64-bit entries in `table`.
     pub const TABLE: usize = 448;
 }
 
-/// The kernels for one kind of GPU, loaded into a context.
+/// The kernels for one compute capability, loaded into a context.
 pub struct Kernels {
     capability: (i32, i32),
-    /// The most blocks of a launch.
+    /// Maximum number of blocks per launch.
     blocks: u32,
-    /// By type.
+    /// In the order of [`TYPES`].
     means: Vec<Function>,
     copy: Function,
     sums: OnceLock<Result<Vec<Function>>>,
@@ -117,13 +117,13 @@ pub struct Kernels {
 
 type Function = sys::CUfunction;
 
-// SAFETY: handles of the driver may be used from any thread.
+// SAFETY: any thread may use the driver's handles.
 unsafe impl Send for Kernels {}
 // SAFETY: as above.
 unsafe impl Sync for Kernels {}
 
 impl Kernels {
-    /// Compiles the kernels for GPUs of `capability` with that many multiprocessors, and loads them into the current context.
+    /// Compiles the kernels for `capability` and loads them into the current context.
     pub(super) fn compile(capability: (i32, i32), multiprocessors: u32) -> Result<Kernels> {
         let mut means = load(capability, ALLREDUCE_MEAN, "average", &["copy_bytes"])?;
         let copy = means.pop().ok_or_else(|| Error::Internal("no kernel was asked for".into()))?;
@@ -131,34 +131,33 @@ impl Kernels {
         Ok(Kernels { capability, blocks, means, copy, sums: OnceLock::new() })
     }
 
-    /// Averages elements of `dtype`, in float64 when `precise`, by `work`, of which each element is `sources` added up and
-    /// divided.
+    /// Writes the mean of the sources of `work` to its targets. With `precise`, sums are float64.
     ///
     /// # Errors
     /// [`Error::System`]; [`Error::Internal`] for bool, which has no mean.
     ///
     /// # Safety
-    /// What `work` tells of is valid device memory until the kernel is done, and nobody else's.
+    /// The memory of `work` is valid and not used otherwise until the kernel has finished.
     pub unsafe fn average(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.means[place(dtype, precise)?], work, stream) }
+        unsafe { self.launch(self.means[type_index(dtype, precise)?], work, stream) }
     }
 
-    /// Adds elements of `dtype` up by `work`, which has one target of [`crate::reduce::Reduction::acc_size`] bytes for an
-    /// element, and leaves them as they are. The first call may compile kernels.
+    /// Writes the undivided sums of the sources of `work` to its one target, with
+    /// [`crate::reduce::Reduction::acc_size`] bytes per element. The first call may compile kernels.
     ///
     /// # Errors
     /// As for [`Kernels::average`].
     ///
     /// # Safety
-    /// As for [`Kernels::average`]; the stream's context is the current one.
+    /// As for [`Kernels::average`]; the stream's context is current.
     pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
-        let function = self.sums()?[place(dtype, precise)?];
+        let function = self.sums()?[type_index(dtype, precise)?];
         // SAFETY: the caller's promise.
         unsafe { self.launch(function, work, stream) }
     }
 
-    /// Compiles the sums and loads them into the current context, unless that was done.
+    /// Compiles the sum kernels and loads them into the current context, unless that was done before.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -171,7 +170,7 @@ impl Kernels {
         sums.as_deref().map_err(Error::clone)
     }
 
-    /// Copies by `work`, of which elements are bytes and there is one source.
+    /// Copies bytes: `work` counts bytes and has one source.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -189,10 +188,10 @@ impl Kernels {
         if work.nitems == 0 {
             return Ok(());
         }
-        let most = if work.blocks == 0 { u32::MAX } else { work.blocks };
-        let blocks = work.nitems.min(most).min(self.blocks);
+        let max_blocks = if work.blocks == 0 { u32::MAX } else { work.blocks };
+        let blocks = work.nitems.min(max_blocks).min(self.blocks);
         let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
-        // SAFETY: the caller's promise; the parameter is what the kernel takes, and copied before this returns.
+        // SAFETY: the caller's promise; the driver copies the parameter before it returns.
         let code = unsafe {
             sys::cuLaunchKernel(
                 function,
@@ -212,14 +211,14 @@ impl Kernels {
     }
 }
 
-/// Compiles a source for GPUs of `capability`, and loads its kernels into the current context: what it does (`what`) for each
-/// type, and `more`.
+/// Compiles `source` for GPUs of `capability` and loads it into the current context. Returns the kernels `what`_type
+/// for each type, then those named in `more`.
 fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> Result<Vec<Function>> {
     let module = module(source, major * 10 + minor)?;
     let find = |name: String| {
         let name = c_string(&name)?;
         let mut function = ptr::null_mut();
-        // SAFETY: the module is loaded, and stays.
+        // SAFETY: the module is loaded and is never unloaded.
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
         check("finding a kernel", code).map(|()| function)
     };
@@ -227,9 +226,9 @@ fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> 
     names.chain(more.iter().map(|&name| name.to_owned())).map(find).collect()
 }
 
-/// A source, compiled for `architecture` unless that was done before, and loaded into the current context.
+/// The module of `source` for `architecture`, from the cache or compiled, loaded into the current context.
 fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
-    // SAFETY: looks for the library, nothing else.
+    // SAFETY: only looks for the library.
     if !unsafe { nvrtc::is_culib_present() } {
         return Err(Error::System(
             "NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found; 'pip install nvidia-cuda-nvrtc' \
@@ -239,7 +238,7 @@ fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
     }
     let load = |image: &[u8]| {
         let mut module = ptr::null_mut();
-        // SAFETY: an image of NVRTC's, ended by NUL where it is text.
+        // SAFETY: an image by NVRTC; PTX ends with NUL.
         let code = unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
         check("loading the kernels", code).map(|()| module)
     };
@@ -259,14 +258,14 @@ fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))
 }
 
-/// What is compiled for.
+/// The target of a compilation.
 struct Target {
-    /// Machine code, or PTX for the newest architecture that NVRTC knows before the GPU's.
+    /// CUBIN if NVRTC knows the GPU's architecture, else PTX for the newest older one.
     machine_code: bool,
     architecture: String,
 }
 
-/// How, whatever for.
+/// Options for every target.
 const OPTIONS: [&str; 5] = ["--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"];
 
 impl Target {
@@ -276,16 +275,16 @@ impl Target {
             let architecture = format!("--gpu-architecture=sm_{architecture}");
             return Ok(Target { machine_code: true, architecture });
         }
-        let below = known.iter().filter(|&&known| known < architecture).max().ok_or_else(|| {
+        let older = known.iter().filter(|&&known| known < architecture).max().ok_or_else(|| {
             Error::System(format!("this NVRTC compiles for newer GPUs only, not for compute capability {architecture}"))
         })?;
         Ok(Target { machine_code: false, architecture: format!("--gpu-architecture=compute_{below}") })
     }
 
-    /// All that decides what becomes of a source, as a name.
+    /// Cache key: a hash of everything that the image depends on.
     fn name_of(&self, source: &str) -> Result<String> {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: the places are valid.
+        // SAFETY: the out pointers are valid.
         compiled("asking for the version", unsafe { nvrtc::nvrtcVersion(&raw mut major, &raw mut minor) })?;
         let version = format!("{major}.{minor}");
         let mut parts = vec![version.as_bytes(), self.architecture.as_bytes(), source.as_bytes()];
@@ -295,19 +294,19 @@ impl Target {
     }
 }
 
-/// A program of NVRTC, which is there.
+/// An NVRTC program.
 struct Program(nvrtc::nvrtcProgram);
 
 impl Program {
     fn new(source: &str) -> Result<Program> {
-        let ended =
+        let c_string =
             |text: &str| CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()));
-        let source = ended(source)?;
-        let texts: Vec<CString> = HEADERS.iter().map(|(_, text)| ended(text)).collect::<Result<_>>()?;
+        let source = c_string(source)?;
+        let texts: Vec<CString> = HEADERS.iter().map(|(_, text)| c_string(text)).collect::<Result<_>>()?;
         let headers: Vec<*const c_char> = texts.iter().map(|text| text.as_ptr()).collect();
         let names = HEADERS.map(|(name, _)| name.as_ptr());
         let mut program = ptr::null_mut();
-        // SAFETY: texts ended by NUL, and as many names as headers.
+        // SAFETY: the texts end with NUL, and there are as many names as headers.
         let code = unsafe {
             nvrtc::nvrtcCreateProgram(
                 &raw mut program,
@@ -322,13 +321,13 @@ impl Program {
         Ok(Program(program))
     }
 
-    /// What becomes of it.
+    /// Compiles the program to CUBIN or PTX.
     fn compile_image(&self, target: &Target) -> Result<Vec<u8>> {
         let options = [target.architecture.as_str()].into_iter().chain(OPTIONS).map(c_string);
         let options: Vec<CString> = options.collect::<Result<_>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(pointers.len()).unwrap_or(0);
-        // SAFETY: texts ended by NUL, as many as said.
+        // SAFETY: the texts end with NUL, and `count` is their number.
         let code = unsafe { nvrtc::nvrtcCompileProgram(self.0, count, pointers.as_ptr()) };
         compiled("compiling the kernels", code).map_err(|error| Error::System(format!("{error}\n{}", self.log())))?;
         if target.machine_code {
@@ -349,10 +348,10 @@ impl Program {
         get: unsafe fn(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult,
     ) -> Result<Vec<u8>> {
         let mut len = 0;
-        // SAFETY: the program is alive, the place valid.
+        // SAFETY: the program is alive, the out pointer valid.
         compiled("asking for the kernels", unsafe { size(self.0, &raw mut len) })?;
         let mut bytes = vec![0u8; len];
-        // SAFETY: as many bytes as asked for.
+        // SAFETY: the buffer has the length that NVRTC asked for.
         compiled("taking the kernels", unsafe { get(self.0, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
@@ -360,17 +359,17 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, and used no more.
+        // SAFETY: made by `new`, and not used again.
         unsafe { nvrtc::nvrtcDestroyProgram(&raw mut self.0) };
     }
 }
 
 fn known_architectures() -> Result<Vec<i32>> {
     let mut count = 0;
-    // SAFETY: the place is valid.
+    // SAFETY: the out pointer is valid.
     compiled("asking NVRTC", unsafe { nvrtc::nvrtcGetNumSupportedArchs(&raw mut count) })?;
     let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
-    // SAFETY: as many numbers as asked for.
+    // SAFETY: the buffer has the length that NVRTC asked for.
     compiled("asking NVRTC", unsafe { nvrtc::nvrtcGetSupportedArchs(known.as_mut_ptr()) })?;
     Ok(known)
 }

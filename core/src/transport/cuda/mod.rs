@@ -1,9 +1,10 @@
-//! GPUs: contexts, streams and events, memory that other processes see, kernels. The only place that names CUDA.
+//! CUDA: contexts, streams, events, IPC memory, NCCL and kernels. No other module names CUDA.
 //!
-//! The driver, NVRTC and NCCL are loaded when the first call on device memory is made; nothing of CUDA is needed to build or
-//! to import, and what is missing is an error that says so. Nothing here synchronises a device: order is made by events on
-//! streams, and by numbers that streams write to and wait for in host memory.
-//! Thread rule: as each type says; handles of the driver may be used from any thread.
+//! The first call on device memory loads the driver, NVRTC and NCCL. Building and importing need no CUDA; a missing
+//! library is an error that names it.
+//! Nothing here synchronizes a device. Events on streams order the work, and so do 32-bit flags in host memory that
+//! streams write and wait for.
+//! Thread rule: as each type documents; any thread may use the driver's handles.
 
 mod cache;
 mod context;

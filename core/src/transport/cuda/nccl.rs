@@ -1,6 +1,6 @@
-//! NCCL: loaded at run time, by its own name, which cudarc does not look for; communicators that never block the host.
+//! NCCL, loaded at run time as libnccl.so.2 (cudarc looks for other names), with non-blocking communicators.
 //!
-//! Thread rule: a [`Communicator`] may be used from any thread, one at a time; groups are a thread's own.
+//! Thread rule: any thread may use a [`Communicator`], one at a time; a group of operations belongs to one thread.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
@@ -13,18 +13,18 @@ use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// What the ranks of a communicator know each other by.
+/// Identifies a communicator; all of its ranks pass the same id.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// NCCL's handle; null once it was ended.
+/// NCCL's handle; null after `ncclCommDestroy` or `ncclCommAbort`.
 struct Handle(*mut c_void);
 
-// SAFETY: NCCL lets any thread use a communicator, one at a time.
+// SAFETY: any thread may use a communicator, one at a time.
 unsafe impl Send for Handle {}
 
-/// `ncclConfig_t` as NCCL 2.14 had it; newer ones take it, by its size and version.
+/// `ncclConfig_t` of NCCL 2.14. Newer versions accept it, by its size and version.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -35,9 +35,9 @@ struct Config {
 
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
-const AVERAGE: c_int = 4;
+const OP_AVG: c_int = 4;
 
-/// The functions that are used, of NCCL 2.14 and later.
+/// The functions in use, of NCCL 2.14 and later.
 struct Functions {
     _library: Library,
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -56,15 +56,15 @@ struct Functions {
 
 fn functions() -> Result<&'static Functions> {
     static LOADED: OnceLock<std::result::Result<Functions, String>> = OnceLock::new();
-    LOADED.get_or_init(load).as_ref().map_err(|why| Error::System(format!("NCCL cannot be used: {why}")))
+    LOADED.get_or_init(load).as_ref().map_err(|reason| Error::System(format!("NCCL cannot be used: {reason}")))
 }
 
 fn load() -> std::result::Result<Functions, String> {
-    // SAFETY: NCCL's initialisers do nothing that matters here.
+    // SAFETY: NCCL's initializers have no side effects on this process.
     let library = unsafe { Library::new("libnccl.so.2") }.map_err(|error| error.to_string())?;
     macro_rules! get {
         ($name:literal) => {
-            // SAFETY: the field's type is the function's, as NCCL's documents tell it.
+            // SAFETY: the field has the function's type as NCCL documents it.
             *unsafe { library.get($name) }.map_err(|error| error.to_string())?
         };
     }
@@ -85,46 +85,46 @@ fn load() -> std::result::Result<Functions, String> {
     })
 }
 
-/// The version of NCCL, 22809 for 2.28.9.
+/// The version of NCCL; 22809 is 2.28.9.
 ///
 /// # Errors
-/// [`Error::System`] when it is not there.
+/// [`Error::System`] if NCCL is missing.
 pub fn version() -> Result<i32> {
-    let all = functions()?;
+    let nccl = functions()?;
     let mut version = 0;
-    // SAFETY: the place is valid.
-    check(all, "asking for the version", unsafe { (all.get_version)(&raw mut version) })?;
+    // SAFETY: the out pointer is valid.
+    check(nccl, "asking for the version", unsafe { (nccl.get_version)(&raw mut version) })?;
     Ok(version)
 }
 
-fn check(all: &Functions, what: &str, code: c_int) -> Result<()> {
+fn check(nccl: &Functions, what: &str, code: c_int) -> Result<()> {
     if code == SUCCESS || code == IN_PROGRESS {
         return Ok(());
     }
     // SAFETY: NCCL's texts are constants.
-    let text = unsafe { CStr::from_ptr((all.error_string)(code)) }.to_string_lossy();
+    let text = unsafe { CStr::from_ptr((nccl.error_string)(code)) }.to_string_lossy();
     Err(Error::System(format!("NCCL: {what}: {text}")))
 }
 
 impl UniqueId {
-    /// A new one.
+    /// Makes a new id.
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn new() -> Result<UniqueId> {
-        let all = functions()?;
+        let nccl = functions()?;
         let mut id = UniqueId([0; 128]);
-        // SAFETY: the place is valid.
-        check(all, "making an id", unsafe { (all.get_unique_id)(&raw mut id) })?;
+        // SAFETY: the out pointer is valid.
+        check(nccl, "making an id", unsafe { (nccl.get_unique_id)(&raw mut id) })?;
         Ok(id)
     }
 
-    /// Its digits.
+    /// The id in hexadecimal.
     pub fn to_text(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The id that these are the digits of.
+    /// Parses the result of [`UniqueId::to_text`].
     pub fn from_text(text: &str) -> Option<UniqueId> {
         let mut id = UniqueId([0; 128]);
         if text.len() != 256 || !text.is_ascii() {
@@ -137,89 +137,89 @@ impl UniqueId {
     }
 }
 
-/// A communicator, whose functions return before they are done.
+/// A non-blocking communicator.
 pub struct Communicator {
-    /// Held during a function, and from the start of a group to its end; none of that blocks.
+    /// Locked during each function, and from the start of a group to its end. None of these blocks.
     handle: Mutex<Handle>,
 }
 
-/// Operations that become one; the communicator is not ended meanwhile.
+/// An NCCL group in progress. It holds the communicator's lock, so nobody can end the communicator.
 pub struct NcclGroupGuard<'a>(&'a Handle);
 
 impl Communicator {
-    /// Begins to make a communicator of `size` ranks on the current context's GPU; see [`Communicator::is_ready`].
+    /// Starts to create a communicator of `size` ranks on the current context's GPU. It is usable when
+    /// [`Communicator::is_ready`].
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn start(size: usize, id: UniqueId, rank: usize) -> Result<Communicator> {
-        let all = functions()?;
+        let nccl = functions()?;
         let number = |value: usize| c_int::try_from(value).unwrap_or(c_int::MAX);
         let mut config = Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 21400, blocking: 0 };
-        // A thread of NCCL's writes the handle there once more when the communicator is made, which is later, or never: the
-        // place stays for good.
-        let place: *mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
-        // SAFETY: the places are valid.
-        let code = unsafe { (all.init)(place, number(size), id, number(rank), &raw mut config) };
-        check(all, "making a communicator", code)?;
-        // SAFETY: the place is valid; what is written there later is the same.
-        let handle = unsafe { place.read_volatile() };
+        // A thread of NCCL may write the handle there again at any later time, so the memory is never freed.
+        let handle_slot: *mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
+        // SAFETY: the out pointers are valid.
+        let code = unsafe { (nccl.init)(handle_slot, number(size), id, number(rank), &raw mut config) };
+        check(nccl, "making a communicator", code)?;
+        // SAFETY: the pointer is valid; a later write there stores the same handle.
+        let handle = unsafe { handle_slot.read_volatile() };
         Ok(Communicator { handle: Mutex::new(Handle(handle)) })
     }
 
-    /// Whether the last function is done.
+    /// Whether the last operation has completed.
     ///
     /// # Errors
-    /// [`Error::System`] when it failed, or anything before it; [`Error::State`] after [`Communicator::abort`].
+    /// [`Error::System`] if it or an earlier one failed; [`Error::State`] after [`Communicator::abort`].
     pub fn is_ready(&self) -> Result<bool> {
-        let all = functions()?;
+        let nccl = functions()?;
         let mut code = SUCCESS;
-        // SAFETY: the handle is alive, the place valid.
-        check(all, "asking for errors", unsafe { (all.async_error)(self.handle()?.0, &raw mut code) })?;
-        check(all, "an operation", code)?;
+        // SAFETY: the handle is alive, the out pointer valid.
+        check(nccl, "asking for errors", unsafe { (nccl.async_error)(self.handle()?.0, &raw mut code) })?;
+        check(nccl, "an operation", code)?;
         Ok(code == SUCCESS)
     }
 
-    /// Runs `body`, whose operations become one.
+    /// Runs `body` in one NCCL group, which fuses its operations.
     ///
     /// # Errors
     /// Those of `body`; [`Error::System`].
     pub fn grouped(&self, body: impl FnOnce(&NcclGroupGuard<'_>) -> Result<()>) -> Result<()> {
-        let all = functions()?;
+        let nccl = functions()?;
         let handle = self.handle()?;
         // SAFETY: no arguments.
-        check(all, "starting a group", unsafe { (all.group_start)() })?;
+        check(nccl, "starting a group", unsafe { (nccl.group_start)() })?;
         let done = body(&NcclGroupGuard(&handle));
-        // SAFETY: ends what was started, on the same thread.
-        check(all, "ending a group", unsafe { (all.group_end)() })?;
+        // SAFETY: ends the group that this thread started.
+        check(nccl, "ending a group", unsafe { (nccl.group_end)() })?;
         done
     }
 
-    /// Begins to bring the communicator to its end, with what is enqueued on it; see [`Communicator::is_ready`]. Collective.
+    /// Starts to finalize the communicator and its enqueued work. Done when [`Communicator::is_ready`]. Collective.
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn finish(&self) -> Result<()> {
-        let all = functions()?;
+        let nccl = functions()?;
         // SAFETY: the handle is alive.
-        check(all, "ending a communicator", unsafe { (all.finalize)(self.handle()?.0) })
+        check(nccl, "ending a communicator", unsafe { (nccl.finalize)(self.handle()?.0) })
     }
 
-    /// Frees the communicator after [`Communicator::finish`] is done.
+    /// Frees the communicator, after [`Communicator::finish`] has completed.
     pub fn destroy(&self) {
-        self.end(|all| all.destroy);
+        self.end(|nccl| nccl.destroy);
     }
 
-    /// Ends the communicator and all that is enqueued on it, whatever the other ranks do. Only the first call does.
+    /// Aborts the communicator and its enqueued work, without the other ranks. Later calls do nothing.
     pub fn abort(&self) {
-        self.end(|all| all.abort);
+        self.end(|nccl| nccl.abort);
     }
 
     fn end(&self, how: impl FnOnce(&Functions) -> unsafe extern "C" fn(*mut c_void) -> c_int) {
         let mut handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         let ended = std::mem::replace(&mut *handle, Handle(ptr::null_mut()));
-        if let (Ok(all), false) = (functions(), ended.0.is_null()) {
-            // SAFETY: alive until here, and nobody gets it any more.
-            unsafe { how(all)(ended.0) };
+        if let (Ok(nccl), false) = (functions(), ended.0.is_null()) {
+            // SAFETY: alive until here; no other thread can get the handle any more.
+            unsafe { how(nccl)(ended.0) };
         }
     }
 
@@ -230,13 +230,13 @@ impl Communicator {
 }
 
 impl NcclGroupGuard<'_> {
-    /// Averages `count` elements over the ranks.
+    /// Allreduce (mean) of `count` elements.
     ///
     /// # Errors
     /// [`Error::System`]
     ///
     /// # Safety
-    /// The memory is valid until that is done, and nobody else's.
+    /// The memory is valid and not used otherwise until the operation has completed.
     pub unsafe fn average(
         &self,
         from: Address,
@@ -245,19 +245,19 @@ impl NcclGroupGuard<'_> {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        let all = functions()?;
+        let nccl = functions()?;
         // SAFETY: the caller's promise.
-        let code = unsafe { (all.all_reduce)(from, to, count, code_of(dtype), AVERAGE, self.0.0, stream.raw().cast()) };
-        check(all, "starting an all-reduce", code)
+        let code = unsafe { (nccl.all_reduce)(from, to, count, code_of(dtype), OP_AVG, self.0.0, stream.raw().cast()) };
+        check(nccl, "starting an all-reduce", code)
     }
 
-    /// Copies `bytes` bytes of rank `root` to all.
+    /// Broadcasts `bytes` bytes from rank `root`.
     ///
     /// # Errors
     /// [`Error::System`]
     ///
     /// # Safety
-    /// As for [`Group::average`].
+    /// As for [`NcclGroupGuard::average`].
     pub unsafe fn broadcast(
         &self,
         from: Address,
@@ -266,11 +266,11 @@ impl NcclGroupGuard<'_> {
         root: usize,
         stream: &Stream,
     ) -> Result<()> {
-        let all = functions()?;
+        let nccl = functions()?;
         let root = c_int::try_from(root).unwrap_or(c_int::MAX);
         // SAFETY: the caller's promise.
-        let code = unsafe { (all.broadcast)(from, to, bytes, 1, root, self.0.0, stream.raw().cast()) };
-        check(all, "starting a broadcast", code)
+        let code = unsafe { (nccl.broadcast)(from, to, bytes, 1, root, self.0.0, stream.raw().cast()) };
+        check(nccl, "starting a broadcast", code)
     }
 }
 
@@ -280,7 +280,7 @@ impl Drop for Communicator {
     }
 }
 
-/// NCCL's number for an element type; bool travels as bytes.
+/// `ncclDataType_t` of `dtype`; bool is sent as bytes.
 fn code_of(dtype: DType) -> c_int {
     match dtype {
         DType::I8 => 0,
@@ -299,7 +299,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_travel_as_text() {
+    fn ids_convert_to_text_and_back() {
         let mut id = UniqueId([0; 128]);
         id.0.iter_mut().zip(0..).for_each(|(byte, index)| *byte = index);
         assert_eq!(UniqueId::from_text(&id.to_text()).map(|id| id.0), Some(id.0));

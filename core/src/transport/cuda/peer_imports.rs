@@ -1,6 +1,6 @@
-//! The memory of one other rank, opened for a group.
+//! Imported device memory of one peer, for one group.
 //!
-//! Thread rule: used by one thread at a time.
+//! Thread rule: one thread at a time.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -11,7 +11,7 @@ use super::driver::Address;
 use super::ipc::ExportedAllocation;
 use crate::error::{Error, Result};
 
-/// The allocations of one other rank that a team sees.
+/// Allocations of one peer that a group has open.
 pub struct PeerImports {
     context: Arc<Context>,
     rank: usize,
@@ -19,15 +19,15 @@ pub struct PeerImports {
 }
 
 impl PeerImports {
-    /// Nothing of `rank` yet.
+    /// No imports yet.
     pub fn new(context: &Arc<Context>, rank: usize) -> PeerImports {
         PeerImports { context: Arc::clone(context), rank, open: BTreeMap::new() }
     }
 
-    /// Opens what is new and closes what was freed.
+    /// Opens the exports `fresh` and closes the freed ones `gone`.
     ///
     /// # Errors
-    /// [`Error::System`]: what could not be opened is not seen; the rest is.
+    /// [`Error::System`] if an export could not be opened; the others are open.
     pub fn apply(&mut self, fresh: &[ExportedAllocation], gone: &[u64]) -> Result<()> {
         let mut imports = self.context.imports();
         for &id in gone {
@@ -35,15 +35,15 @@ impl PeerImports {
             imports.close(self.rank, id)?;
         }
         if !fresh.is_empty() {
-            // What another team has heard of.
+            // Another group has closed these, after a report that this group did not get.
             self.open.retain(|&id, _| imports.is_open(self.rank, id));
         }
         let mut failed = Ok(());
         for export in fresh {
-            if let Entry::Vacant(place) = self.open.entry(export.id) {
+            if let Entry::Vacant(slot) = self.open.entry(export.id) {
                 match imports.open(self.rank, export) {
                     Ok(address) => {
-                        place.insert(address);
+                        slot.insert(address);
                     }
                     Err(error) => failed = Err(error),
                 }
@@ -52,10 +52,10 @@ impl PeerImports {
         failed
     }
 
-    /// Where this process sees the export `id`.
+    /// The address of export `id` in this process.
     ///
     /// # Errors
-    /// [`Error::Internal`] when it does not.
+    /// [`Error::Internal`] if the export is not open.
     pub fn at(&self, id: u64) -> Result<Address> {
         let unknown = || Error::Internal("a tensor is in memory that nobody exported".into());
         self.open.get(&id).copied().ok_or_else(unknown)
@@ -64,7 +64,7 @@ impl PeerImports {
 
 impl Drop for PeerImports {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.push() {
+        if let Ok(_guard) = self.context.push() {
             let mut imports = self.context.imports();
             self.open.keys().for_each(|&id| imports.release(self.rank, id));
         }

@@ -1,9 +1,8 @@
-//! Streams of the core's own, events between them and the frameworks' streams, and copies.
+//! The core's streams, events that order them with the frameworks' streams, and copies.
 //!
-//! The work of a call is ordered by events: an event on the caller's stream when the call is made, for which the core's
-//! stream waits, and one on the core's stream when its work is enqueued, for which the caller's stream waits. The host waits
-//! for neither.
-//! Thread rule: streams and events may be used from any thread in whose context they are ([`Context::enter`]).
+//! Events order the work of a call. The core's stream waits for an event that the call records on the caller's stream.
+//! The caller's stream waits for an event after the call's work on the core's stream. The host waits for neither.
+//! Thread rule: any thread, with the context current ([`Context::push`]).
 
 use std::ptr;
 use std::sync::{Arc, PoisonError};
@@ -15,33 +14,33 @@ use super::driver::{Address, check};
 use crate::device::Device;
 use crate::error::{Error, Result};
 
-/// A stream of a framework, as the driver knows it; 0 is the context's default.
+/// A framework's stream as the driver's handle; 0 is the default stream of the context.
 pub type RawStream = usize;
 
 /// The driver's handle for the calling thread's default stream, `CU_STREAM_PER_THREAD`.
 const PER_THREAD: RawStream = 2;
 
-/// A stream of the core's own, which nothing else waits for.
+/// A stream of the core. It does not synchronize with the default stream.
 pub struct Stream {
     context: Arc<Context>,
     raw: sys::CUstream,
 }
 
-// SAFETY: handles of the driver may be used from any thread.
+// SAFETY: any thread may use the driver's handles.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A stream that goes before others where the GPU lets it: who averages holds up everybody.
+    /// A high-priority stream: a late collective delays every rank.
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn new(context: &Arc<Context>) -> Result<Stream> {
-        let _entered = context.push()?;
+        let _guard = context.push()?;
         let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         let mut raw = ptr::null_mut();
-        // SAFETY: the place is valid; a priority out of range is taken as the nearest.
+        // SAFETY: the out pointer is valid; the driver clamps the priority.
         check("making a stream", unsafe { sys::cuStreamCreateWithPriority(&raw mut raw, non_blocking, -5) })?;
         Ok(Stream { context: Arc::clone(context), raw })
     }
@@ -56,7 +55,7 @@ impl Stream {
         self.raw
     }
 
-    /// An event that comes when all that is enqueued so far is done.
+    /// An event that completes with the work enqueued so far.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -64,7 +63,7 @@ impl Stream {
         record(&self.context, self.raw)
     }
 
-    /// Lets what is enqueued from now on wait for `event`.
+    /// Makes later work on this stream wait for `event`.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -78,13 +77,13 @@ impl Stream {
     /// [`Error::System`]
     ///
     /// # Safety
-    /// Both are valid for `len` bytes until the copy is done, and `to` is nobody else's until then.
+    /// Both ranges are valid for `len` bytes, and nothing else uses `to`, until the copy has completed.
     pub unsafe fn download(&self, to: *mut u8, from: Address, len: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         check("copying from a GPU", unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, len, self.raw) })
     }
 
-    /// Copies `len` bytes of the host to device memory.
+    /// Copies `len` bytes of host memory to the device.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -96,7 +95,7 @@ impl Stream {
         check("copying to a GPU", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.raw) })
     }
 
-    /// Copies `len` bytes of device memory.
+    /// Copies `len` bytes within device memory.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -108,26 +107,26 @@ impl Stream {
         check("copying on a GPU", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, len, self.raw) })
     }
 
-    /// Writes `value` to a number in pinned host memory when all before it is done and can be seen.
+    /// Writes `value` to a 32-bit flag in pinned host memory after the earlier work; its results are visible by then.
     ///
     /// # Errors
-    /// [`Error::System`]; also where the driver has no such operation.
+    /// [`Error::System`]; also if the driver does not support the operation.
     ///
     /// # Safety
-    /// `at` is the device's address of an aligned number that stays valid until then.
+    /// `at` is the device address of an aligned flag that stays valid until the write.
     pub unsafe fn write_value32(&self, at: Address, value: u32) -> Result<()> {
         // SAFETY: the caller's promise.
         let code = unsafe { sys::cuStreamWriteValue32_v2(self.raw, at, value, 0) };
         check("writing a flag from a stream", code)
     }
 
-    /// Lets what is enqueued from now on wait until the number at `at`, in pinned host memory, has reached `value`.
+    /// Makes later work wait until the 32-bit flag at `at`, in pinned host memory, is `value` or more.
     ///
     /// # Errors
-    /// As for [`Stream::write_number`].
+    /// As for [`Stream::write_value32`].
     ///
     /// # Safety
-    /// As for [`Stream::write_number`].
+    /// As for [`Stream::write_value32`].
     pub unsafe fn wait_value32_ge(&self, at: Address, value: u32) -> Result<()> {
         let reached = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the caller's promise.
@@ -138,21 +137,20 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.push() {
-            // SAFETY: the driver ends a stream when its work is done; nobody uses the handle any more.
+        if let Ok(_guard) = self.context.push() {
+            // SAFETY: the driver frees a stream after its work; nobody else has the handle.
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
 }
 
-/// A point on a stream. It goes back to its context's store when it is dropped: who waits for it does so for what it
-/// stood for at that time.
+/// A point on a stream. Dropping it returns the event to the context's pool; existing waits keep the recorded point.
 pub struct Event {
     context: Arc<Context>,
     raw: sys::CUevent,
 }
 
-// SAFETY: handles of the driver may be used from any thread.
+// SAFETY: any thread may use the driver's handles.
 unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
@@ -165,7 +163,7 @@ impl Event {
             None => {
                 let mut raw = ptr::null_mut();
                 let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-                // SAFETY: the place is valid.
+                // SAFETY: the out pointer is valid.
                 check("making an event", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
                 raw
             }
@@ -178,10 +176,10 @@ impl Event {
         &self.context
     }
 
-    /// Whether all before it is done.
+    /// Whether the work before the event has completed.
     ///
     /// # Errors
-    /// [`Error::System`] when something before it has failed.
+    /// [`Error::System`] if earlier work failed.
     pub fn is_complete(&self) -> Result<bool> {
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.raw) } {
@@ -200,7 +198,7 @@ impl Drop for Event {
 
 fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Event> {
     let event = Event::new(context)?;
-    // SAFETY: both are alive, and of one context, as the caller of the binding promises of its stream.
+    // SAFETY: both are alive and belong to one context, as the caller promises of its stream.
     check("recording an event on a stream", unsafe { sys::cuEventRecord(event.raw, stream) })?;
     Ok(event)
 }
@@ -210,7 +208,7 @@ fn wait(stream: sys::CUstream, event: &Event) -> Result<()> {
     check("letting a stream wait", unsafe { sys::cuStreamWaitEvent(stream, event.raw, 0) })
 }
 
-/// The stream on which a call's tensors were made and will be used, and the point on it when the call was made.
+/// The stream that produces and consumes a call's tensors, and the point on it at the time of the call.
 pub struct CallerStream {
     context: Arc<Context>,
     stream: RawStream,
@@ -219,14 +217,14 @@ pub struct CallerStream {
 }
 
 impl CallerStream {
-    /// Notes what is enqueued on `device`'s stream now.
+    /// Records an event on `device`'s stream.
     ///
     /// # Errors
-    /// [`Error::State`] while the stream is captured into a CUDA graph; [`Error::Invalid`] for the per-thread default stream;
-    /// [`Error::System`].
+    /// [`Error::State`] while the stream is being captured into a CUDA graph; [`Error::Invalid`] for the per-thread
+    /// default stream; [`Error::System`].
     pub fn new(device: Device) -> Result<CallerStream> {
         let context = Context::for_device(device.ordinal)?;
-        let _entered = context.push()?;
+        let _guard = context.push()?;
         let raw = device.stream as sys::CUstream;
         if device.stream == PER_THREAD {
             return Err(Error::Invalid(
@@ -235,7 +233,7 @@ impl CallerStream {
             ));
         }
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the place is valid; the stream is the caller's.
+        // SAFETY: the out pointer is valid; the stream is the caller's.
         check("asking about a stream", unsafe { sys::cuStreamIsCapturing(raw, &raw mut status) })?;
         if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Err(Error::State(
@@ -258,17 +256,18 @@ impl CallerStream {
         &self.context
     }
 
-    /// Comes when the tensors hold what the call is made on.
+    /// The event after which the tensors hold the call's input.
     pub fn ready(&self) -> &Event {
         &self.ready_event
     }
 
-    /// Whether the call ends with the result, for which the stream does not wait.
+    /// Whether the call blocks the host until the result is there; the stream does not wait then.
     pub fn waits(&self) -> bool {
         self.blocks_host
     }
 
-    /// Lets the caller's stream wait for `event`, after which the tensors hold the result; nothing for a call that waits itself.
+    /// Makes the caller's stream wait for `event`, which completes with the result. Does nothing for a call that blocks
+    /// the host.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -280,7 +279,7 @@ impl CallerStream {
     }
 }
 
-/// Lets stream `later` of GPU `ordinal` wait for all that is enqueued on `stream` now.
+/// Makes stream `later` of GPU `ordinal` wait for the work enqueued on `stream` so far.
 ///
 /// # Errors
 /// [`Error::System`]
@@ -289,7 +288,7 @@ pub fn order_streams(ordinal: i32, stream: RawStream, later: RawStream) -> Resul
         return Ok(());
     }
     let context = Context::for_device(ordinal)?;
-    let _entered = context.push()?;
+    let _guard = context.push()?;
     let event = record(&context, stream as sys::CUstream)?;
     wait(later as sys::CUstream, &event)
 }

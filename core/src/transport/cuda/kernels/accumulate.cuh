@@ -1,11 +1,11 @@
-// Sums over the sources of a piece.
+// Accumulators: the sums over the sources of a tensor range.
 #pragma once
 
 #include "types.cuh"
 
 namespace {
 
-// What the vectors of all sources at one place add up to.
+// Sums over the vectors that all sources have at one offset.
 template <class S, unsigned kBytes>
 struct Accumulator {
   static constexpr unsigned kElements = kBytes / S::kSize;
@@ -24,7 +24,7 @@ struct Accumulator {
     UNROLL for (unsigned e = 0; e < kElements; ++e) set_element<S::kSize>(result, e, S::narrow(sums[e]));
     return result;
   }
-  // The sums as they are.
+  // The undivided sums.
   __device__ __forceinline__ Vector<kElements * sizeof(typename S::Acc)> wide() const {
     constexpr unsigned kSize = sizeof(typename S::Acc);
     Vector<kElements * kSize> result = {};
@@ -46,10 +46,10 @@ struct Accumulator<Bytes, kBytes> {
   __device__ __forceinline__ Vector<kBytes> mean(const Bytes::Divider&) const { return copy; }
 };
 
-// Where an item's elements are.
+// The addresses of an item's elements in all sources and targets.
 struct ItemAddresses {
-  Address sources, targets;  // the rows of its piece in the tables
-  Address offset;            // of its first element, in bytes
+  Address sources, targets;  // of the item's rows in the address tables
+  Address offset;            // of the item's first element in its tensor range, in bytes
   unsigned nsources, ntargets;
 
   __device__ __forceinline__ Address source(unsigned s) const {
@@ -60,47 +60,46 @@ struct ItemAddresses {
   }
 };
 
-// Sources that are loaded together, where their number is known only when a kernel runs.
+// Number of sources that a thread loads together if their total number is known only at run time.
 constexpr unsigned kGroup = 4;
 
 template <unsigned kBytes>
-__device__ __forceinline__ void store_everywhere(const ItemAddresses& place, unsigned offset, const Vector<kBytes>& v) {
-  KEEP_LOOP for (unsigned t = 0; t < place.ntargets; ++t) store<kBytes>(place.target(t) + offset, v);
+__device__ __forceinline__ void store_everywhere(const ItemAddresses& addresses, unsigned offset,
+                                                 const Vector<kBytes>& v) {
+  KEEP_LOOP for (unsigned t = 0; t < addresses.ntargets; ++t) store<kBytes>(addresses.target(t) + offset, v);
 }
 
-// Adds up a vector of any number of sources, `offset` bytes into the item.
+// Sums the vectors of all sources, `offset` bytes into the item.
 template <class S, unsigned kBytes>
-__device__ __forceinline__ Accumulator<S, kBytes> total_of(const ItemAddresses& place, unsigned offset) {
+__device__ __forceinline__ Accumulator<S, kBytes> sum_sources(const ItemAddresses& addresses, unsigned offset) {
   Accumulator<S, kBytes> total;
   if constexpr (kCopies<S>) {
-    total.begin(load<kBytes>(place.source(0) + offset));
+    total.begin(load<kBytes>(addresses.source(0) + offset));
   } else {
     total.begin();
-    KEEP_LOOP for (unsigned group = 0; group < place.nsources; group += kGroup) {
+    KEEP_LOOP for (unsigned first = 0; first < addresses.nsources; first += kGroup) {
       Vector<kBytes> loaded[kGroup];
       UNROLL for (unsigned s = 0; s < kGroup; ++s) {
-        if (group + s < place.nsources) loaded[s] = load<kBytes>(place.source(group + s) + offset);
+        if (first + s < addresses.nsources) loaded[s] = load<kBytes>(addresses.source(first + s) + offset);
       }
       UNROLL for (unsigned s = 0; s < kGroup; ++s) {
-        if (group + s < place.nsources) total.add(loaded[s]);
+        if (first + s < addresses.nsources) total.add(loaded[s]);
       }
     }
   }
   return total;
 }
 
-// Where an item is.
+// The addresses of `item`.
 template <class S>
-__device__ __forceinline__ ItemAddresses place_of(const KernelArgs& work, Address lists, const BlockRange& item) {
-  return {lists + work.sources + sizeof(Address) * item.piece * work.nsources,
-          lists + work.targets + sizeof(Address) * item.piece * work.ntargets, item.first * S::kSize, work.nsources,
-          work.ntargets};
+__device__ __forceinline__ ItemAddresses addresses_of(const KernelArgs& args, Address lists, const BlockRange& item) {
+  return {lists + args.sources + sizeof(Address) * item.piece * args.nsources,
+          lists + args.targets + sizeof(Address) * item.piece * args.ntargets, item.first * S::kSize, args.nsources,
+          args.ntargets};
 }
 
 }  // namespace
 
-// A kernel: what the threads do of a launch, by a type of elements.
-#define DL_COMM_KERNEL(name, work_of, S)                                                                \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocks) name(PARAMETER(KernelArgs) work) { \
-    work_of<S>(work);                                                                                   \
-  }
+// Defines kernel `name`, which runs `body` for the element type S.
+#define DL_COMM_KERNEL(name, body, S) \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocks) name(PARAMETER(KernelArgs) args) { body<S>(args); }

@@ -1,48 +1,48 @@
-// What all kernels are made of: what they are given, and how they load and store.
+// Parameters, loads and stores of all kernels.
 //
-// The bits that they make are those of core/src/reduce, but for the sign and payload of a NaN (a bfloat16 NaN is 0x7fc0
-// here as there). NVRTC compiles them when a program runs, for the GPU that is there. g++ compiles them for tests,
-// without __CUDACC_RTC__, as host_kernels that run one thread after the other. Before them comes a shim there, of
-// __global__,
-// __device__, __forceinline__, threadIdx, blockIdx, blockDim, gridDim and at<T>().
+// The result has the same bits as core/src/reduce, except for the sign and payload of a NaN (a bfloat16 NaN is 0x7fc0
+// in both). NVRTC compiles the kernels at run time, for the GPU of the process. Tests compile them with g++, without
+// __CUDACC_RTC__, as host kernels that run one thread after the other. A shim then defines __global__, __device__,
+// __forceinline__, threadIdx, blockIdx, blockDim, gridDim and at<T>() first.
 //
-// Thread rule: blocks take items in turn, and a block's threads take an item's vectors in turn. A thread reads an
-// element from every source before it writes it to any target, so a target may be one of the sources. No two items of a
-// launch may have elements in common. A block has kMaxThreads threads at most.
+// Thread rule: items are distributed over blocks, and the vectors of an item over the threads of its block. A thread
+// reads an element from every source before it writes the element to any target, so a target may be one of the sources.
+// The items of a launch are disjoint. A block has at most kMaxThreads threads.
 //
-// All memory belongs to the caller, and the items and tables of addresses do not change while a kernel runs. An
-// element's address is a multiple of its size. A launch ends early when its stop word is not 0: a block looks at it
+// The caller owns all memory. Items and address tables do not change while a kernel runs. The address of an element is
+// a multiple of its size. A set stop flag ends a launch early: each block checks it before each item. A launch that
+// starts after the flag is set writes nothing.
 // before each item, and nothing is written by a launch that starts after it was set.
 #pragma once
 
 using Address = unsigned long long;
 
-// Elements `first` to `first + count` of a piece; 32768 at most.
+// Elements `first` to `first + count` of tensor range `piece`; at most 32768.
 struct BlockRange {
   Address first;
   unsigned piece;
   unsigned count;
 };
 
-// What a launch does: the mean of the sources, that is their sum over `divisor` (1 to 2^31 - 1), to every target.
+// Parameters of a launch. It writes the sum of the sources divided by `divisor` (1 to 2^31 - 1) to every target.
 struct KernelArgs {
-  Address lists;  // of the lists, in device memory; 0: they are in `table`
-  Address stop;   // of a word that the host may set while the kernel runs, or 0
-  // Where they begin in the lists, in bytes: BlockRange[nitems], then Address[pieces][nsources] and
-  // Address[pieces][ntargets], of element 0 of each piece.
+  Address lists;  // device address of the lists; 0: they are in `table`
+  Address stop;   // of a flag that the host may set while the kernel runs, or 0
+  // Byte offsets in the lists of BlockRange[nitems], Address[pieces][nsources] and Address[pieces][ntargets]. The
+  // addresses are those of element 0 of each tensor range.
   unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
-  unsigned blocks;     // for who starts it
-  Address table[448];  // a kernel's parameters have 4 KiB at most
+  unsigned blocks;     // used by the host only
+  Address table[448];  // kernel parameters have at most 4 KiB
 };
 
 namespace {
 
-// Three such blocks on a multiprocessor leave each thread 80 registers, which is enough for all but f16 and bf16 that
-// are added up in float64.
+// With three blocks per multiprocessor a thread has 80 registers. That is enough except for f16 and bf16 with float64
+// sums.
 constexpr unsigned kMaxThreads = 256, kBlocks = 3;
 
-// What is moved at once: 1, 2, 4, 8 or 16 bytes, in 32-bit words. The upper part of a word that is not full is 0.
+// A unit of 1, 2, 4, 8 or 16 bytes in 32-bit words. The upper part of an incomplete word is 0.
 template <unsigned kBytes>
 struct Vector {
   unsigned word[(kBytes + 3) / 4];
@@ -58,20 +58,20 @@ __device__ __forceinline__ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A parameter that the kernel reads where it lies, by its address too, instead of a copy for each thread.
+// A kernel parameter in constant memory, whose address can be taken. Avoids a copy in every thread.
 #define PARAMETER(type) const __grid_constant__ type
 
 __device__ __forceinline__ Address address_of(const Address* memory) { return reinterpret_cast<Address>(memory); }
 
-// Of the lists, which are in global memory or among the parameters: a generic address.
+// Loads an entry of the lists through a generic address: the lists are in global memory or in the parameters.
 __device__ __forceinline__ Address load_address(Address address) {
   Address value;
   asm("ld.u64 %0, [%1];" : "=l"(value) : "l"(address));
   return value;
 }
 
-// Whether the host has set the word at `stop` (0: there is none): the same for all threads of a block, which come here
-// together. One of them looks, past all caches.
+// Whether the host has set the flag at `stop` (0: no flag). All threads of a block call this together and get the same
+// result. One of them reads the flag, bypassing all caches.
 __device__ __forceinline__ bool is_stopped(Address stop) {
   if (stop == 0) return false;
   unsigned word = 0;
@@ -79,8 +79,8 @@ __device__ __forceinline__ bool is_stopped(Address stop) {
   return __syncthreads_or(static_cast<int>(word)) != 0;
 }
 
-// Loads and stores are volatile, so that they keep their order: what is loaded together is under way together. Nothing
-// is read twice, so what is loaded (cs: streaming) leaves the caches first.
+// Loads and stores are volatile to keep their order, so consecutive loads are in flight together. Nothing is read
+// twice, so loads use the streaming cache policy (cs: evict first).
 template <unsigned kBytes>
 __device__ __forceinline__ Vector<kBytes> load(Address address) {
   Vector<kBytes> v;
@@ -134,7 +134,7 @@ __device__ __forceinline__ bool is_stopped(Address stop) {
   return stop != 0 && *at<const volatile unsigned>(stop) != 0;
 }
 
-// A GPU stops at an address that is no multiple of the size of what is loaded or stored.
+// Like a GPU, traps at an address that is not a multiple of the access size.
 template <unsigned kBytes>
 __device__ __forceinline__ void stop_unless_aligned(Address address) {
   if (address % kBytes != 0) __builtin_trap();
@@ -156,9 +156,9 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 
 #endif
 
-// Where a launch has its lists.
-__device__ __forceinline__ Address lists_of(const KernelArgs& work) {
-  return work.lists != 0 ? work.lists : address_of(work.table);
+// The address of a launch's lists.
+__device__ __forceinline__ Address lists_of(const KernelArgs& args) {
+  return args.lists != 0 ? args.lists : address_of(args.table);
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
-// The types of elements: their sums, their conversions, and the division of their sums.
+// Element types: accumulators, conversions and division.
 #pragma once
 
 #include "memory.cuh"
 
 namespace {
 
-// The same bits as another type. (A union: it is the one way that every NVRTC and g++ have.)
+// Reinterprets the bits. A union is the only method that every NVRTC and g++ support.
 template <class To, class From>
 __device__ __forceinline__ To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "one has as many bits as the other");
@@ -16,7 +16,7 @@ __device__ __forceinline__ To bits_as(From from) {
   return bits.to;
 }
 
-// An element's bits, in as many words as it takes.
+// An unsigned type that holds an element's bits.
 template <unsigned kSize>
 struct BitsOf {
   using Type = unsigned;
@@ -26,7 +26,7 @@ struct BitsOf<8> {
   using Type = unsigned long long;
 };
 
-// The bits of element `i` of a vector. The upper ones are 0.
+// The bits of element `i` of a vector, zero-extended.
 template <unsigned kSize, unsigned kBytes>
 __device__ __forceinline__ typename BitsOf<kSize>::Type element(const Vector<kBytes>& v, unsigned i) {
   if constexpr (kSize == 8) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ typename BitsOf<kSize>::Type element(const Vector<kBy
   }
 }
 
-// Sets element `i` of a vector, which is 0 so far; the upper bits are 0.
+// Sets element `i` of a vector to zero-extended `bits`. The element must be 0 before.
 template <unsigned kSize, unsigned kBytes>
 __device__ __forceinline__ void set_element(Vector<kBytes>& v, unsigned i, typename BitsOf<kSize>::Type bits) {
   if constexpr (kSize == 8) {
@@ -53,9 +53,9 @@ __device__ __forceinline__ void set_element(Vector<kBytes>& v, unsigned i, typen
   }
 }
 
-// Conversions, all exact or to the nearest, ties to even, but for the last. The kernel converts float16 as convert.rs
-// of core/src/reduce does, which says why. A GPU's own conversions differ from that in NaN that its arithmetic does not
-// give: it has one NaN, 0x7fffffff in float32, and both make 0x7fff of that.
+// Conversions are exact or round to nearest, ties to even, except f64_to_odd_f32. On the host, float16 is converted as
+// in core/src/reduce/convert.rs. The GPU's conversion instructions differ from that only for NaNs that GPU arithmetic
+// never produces. It produces only 0x7fffffff in float32, which both convert to 0x7fff.
 
 constexpr unsigned kSign = 1u << 31;
 constexpr unsigned kInfinity = 0xffu << 23;
@@ -91,26 +91,26 @@ __device__ __forceinline__ unsigned f32_to_f16(float single) {
 
 __device__ __forceinline__ float bf16_to_f32(unsigned half) { return bits_as<float>(half << 16); }
 
-// (A GPU's own conversion gives another NaN, and not all GPUs have one.)
+// The GPU's conversion instruction gives another NaN, and some GPUs lack it.
 __device__ __forceinline__ unsigned f32_to_bf16(float single) {
   const unsigned bits = bits_as<unsigned>(single);
   const unsigned rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return (bits & ~kSign) > kInfinity ? 0x7fc0 : rounded;
 }
 
-// Rounded to odd: an inexact result is that of the two neighbours whose last bit is one. Rounding that to a type with
-// two bits less or fewer gives what rounding the float64 to it at once gives.
+// Rounds to odd: an inexact result is the neighbour whose last bit is 1. Rounding the result to a type with at least
+// two fewer bits equals rounding the float64 directly.
 __device__ __forceinline__ float f64_to_odd_f32(double value) {
   const float nearest = static_cast<float>(value);
-  const double back = nearest;
-  const bool away = (back < 0 ? -back : back) > (value < 0 ? -value : value);
+  const double widened = nearest;
+  const bool rounded_up = (widened < 0 ? -widened : widened) > (value < 0 ? -value : value);
   const unsigned bits = bits_as<unsigned>(nearest);
-  return back == value ? nearest : bits_as<float>((bits - away) | 1);
+  return widened == value ? nearest : bits_as<float>((bits - rounded_up) | 1);
 }
 
-// Division of sums by the same number over and over.
+// Divisions by one divisor, many times.
 
-// Floating point: a product with the reciprocal where that is exact, and has the same bits.
+// Floating point: multiplies by the reciprocal of a power of two, which gives the same bits as the division.
 template <class Acc>
 struct FloatDivider {
   Acc divisor, reciprocal;
@@ -129,10 +129,10 @@ struct FloatDivider {
   }
 };
 
-// Non-negative integers below 2^31, by a multiplication and a shift. With 2^(shift - 1) < by <= 2^shift, the factor is
-// above 2^(31 + shift) / by, by 1 at most. So `n * factor` is above 2^(31 + shift) * n / by, by n at most. To reach the
-// next integer times 2^(31 + shift) it would take 2^(31 + shift) / by, which is 2^31 or more. (Granlund and Montgomery,
-// "Division by invariant integers using multiplication", 1994.)
+// Non-negative integers below 2^31, by a multiplication and a shift. With 2^(shift - 1) < by <= 2^shift, the factor
+// exceeds 2^(31 + shift) / by by at most 1. So `n * factor` exceeds 2^(31 + shift) * n / by by at most n. Only an
+// excess of 2^(31 + shift) / by, which is at least 2^31, could change the quotient. (Granlund and Montgomery, "Division
+// by invariant integers using multiplication", 1994.)
 struct Divider31 {
   unsigned factor, shift;
 
@@ -145,21 +145,21 @@ struct Divider31 {
   }
 };
 
-// The same below 2^63.
+// The same for integers below 2^63.
 struct Divider63 {
   unsigned long long factor;
   unsigned by, shift;
 
   __device__ __forceinline__ explicit Divider63(unsigned by) : by(by), shift(0) {
     while (1u << shift < by) ++shift;
-    // 2^(63 + shift) / by, in two steps of 32 bits.
+    // 2^(63 + shift) / by, in two 32-bit steps.
     const unsigned long long power = 1ull << (31 + shift);
     factor = (power / by << 32) + ((power % by << 32) / by) + 1;
   }
   __device__ __forceinline__ unsigned long long quotient(unsigned long long n) const {
     return static_cast<unsigned long long>(static_cast<unsigned __int128>(2 * n) * factor >> 64) >> shift;
   }
-  // The lower 64 bits of the quotient of a number below 2^96, in steps of 32 bits.
+  // The lower 64 bits of the quotient of a number below 2^96, in 32-bit steps.
   __device__ __forceinline__ unsigned long long quotient(unsigned __int128 n) const {
     if (n >> 63 == 0) return quotient(static_cast<unsigned long long>(n));
     unsigned long long result = 0, rest = 0;
@@ -173,7 +173,7 @@ struct Divider63 {
   }
 };
 
-// Integers, toward zero.
+// Integer division, truncated toward zero.
 template <class Acc, class Magnitude, class Divider>
 struct IntegerDivider {
   Divider divider;
@@ -191,8 +191,8 @@ struct IntegerDivider {
   }
 };
 
-// The types: the size of an element, what sums are kept in, what a sum of nothing is (so that adding it changes
-// nothing, the sign of zero included), and the conversions.
+// Element types: size, accumulator type, identity of the sum (-0.0 for floating point, which keeps the sign of zero),
+// and conversions.
 
 template <class Float>
 struct FloatSum {
@@ -236,8 +236,8 @@ struct BF16Precise : FloatSum<double> {
   __device__ __forceinline__ static unsigned narrow(Acc sum) { return f32_to_bf16(f64_to_odd_f32(sum)); }
 };
 
-// What the dividers need: a sum of 8-bit integers is below 2^31 for 2^23 sources, that of 32-bit ones below 2^63 for
-// any number of them, and that of 64-bit ones below 2^96.
+// Bounds for the dividers: a sum of 8-bit integers is below 2^31 for up to 2^23 sources. A sum of 32-bit integers is
+// below 2^63, and one of 64-bit integers below 2^96, for any number of sources.
 template <class Element, class Sum, class Magnitude, class By>
 struct Integer {
   using Acc = Sum;
@@ -255,7 +255,7 @@ using U8 = Integer<unsigned char, int, unsigned, Divider31>;
 using I32 = Integer<int, long long, unsigned long long, Divider63>;
 using I64 = Integer<long long, __int128, unsigned __int128, Divider63>;
 
-// Bytes, which are copied from one source as they are.
+// Bytes, copied from one source.
 struct Bytes {
   struct Divider {
     __device__ __forceinline__ explicit Divider(unsigned) {}
@@ -269,7 +269,7 @@ constexpr bool kCopies<Bytes> = true;
 
 }  // namespace
 
-// Calls X with the name of every type that has a mean, and the type.
+// Calls X with the name and the type of every element type that has a mean.
 #define DL_COMM_TYPES(X)     \
   X(f32, F32)                \
   X(f64, F64)                \
