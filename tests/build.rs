@@ -1,6 +1,7 @@
-//! Builds the C test programs, the fake CUDA driver and the TensorFlow op library through the top-level CMakeLists.txt,
-//! against the installed package, and declares TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the
-//! package; `tests/run.sh` sets it. Builds the CUDA kernels for the CPU, too, which need no package.
+//! Builds test programs in C, the fake CUDA driver and the TensorFlow op library with the top-level CMakeLists.txt,
+//! against the installed package. Generates bindings of TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter
+//! that has the package; `tests/run.sh` sets it.
+//! Also builds the CUDA kernels for the CPU, which needs no package.
 
 use std::env;
 use std::error::Error;
@@ -34,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let mut driver = cmake::Config::new("..");
     common(&mut driver);
-    let built = driver
+    let install_dir = driver
         .define("DL_COMM_CORE_LIBRARY", format!("{package}/libdl_comm.so.0"))
         .define("DL_COMM_BRIDGE_DIR", format!("{package}/_src/bridge"))
         .define("CMAKE_INSTALL_RPATH", &package)
@@ -53,15 +54,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     bind_tensorflow(Path::new(&tensorflow))?;
     for (name, value) in [
         ("PYTHON", python.clone()),
-        ("TF_OPS", format!("{}/libdl_comm_tf.so", built.display())),
-        ("FAKE_CUDA", format!("{}/fake_cuda", built.display())),
-        ("NINE_FUNCTIONS", format!("{}/nine_functions", built.display())),
+        ("TF_OPS", format!("{}/libdl_comm_tf.so", install_dir.display())),
+        ("FAKE_CUDA", format!("{}/fake_cuda", install_dir.display())),
+        ("NINE_FUNCTIONS", format!("{}/nine_functions", install_dir.display())),
         ("C_AVERAGE", format!("{}/build/average", example.display())),
         ("PKG_CONFIG_DIR", format!("{package}/pkgconfig")),
     ] {
         println!("cargo:rustc-env=DL_COMM_TEST_{name}={value}");
     }
-    // The binary that speaks TensorFlow's C API finds TensorFlow and the core where they are installed.
+    // The test binary for TensorFlow's C API needs run paths to TensorFlow and the core.
     for folder in [&tensorflow, &package] {
         println!("cargo:rustc-link-search=native={folder}");
         println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{folder},--allow-shlib-undefined");
@@ -69,7 +70,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// As a static library that `rust/cuda_kernels.rs` names.
+/// Builds the static library that `rust/cuda_kernels.rs` links.
 fn build_host_kernels() -> Result<(), Box<dyn Error>> {
     for source in ["rust/cuda_host_kernels.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"] {
         println!("cargo:rerun-if-changed={source}");

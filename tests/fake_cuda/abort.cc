@@ -16,21 +16,21 @@
 namespace fake {
 
 void die(const char* format, ...) {
-  char words[1024];
+  char message[1024];
   va_list arguments;
   va_start(arguments, format);
-  std::vsnprintf(words, sizeof words, format, arguments);
+  std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
-  // One write, so that the lines of two processes do not mix.
-  const std::string line = std::string("fake_cuda: ") + words + "\n";
+  // One write, so that lines of several processes do not mix.
+  const std::string line = std::string("fake_cuda: ") + message + "\n";
   std::fwrite(line.data(), 1, line.size(), stderr);
   std::fflush(stderr);
   std::abort();
 }
 
-long setting(const char* name, long otherwise) {
+long setting(const char* name, long fallback) {
   const char* text = std::getenv(name);
-  if (text == nullptr) return otherwise;
+  if (text == nullptr) return fallback;
   char* end = nullptr;
   errno = 0;
   const long value = std::strtol(text, &end, 10);
@@ -38,14 +38,14 @@ long setting(const char* name, long otherwise) {
   return value;
 }
 
-void dawdle() {
+void random_delay() {
   static const long longest = setting("FAKE_CUDA_DELAY_US", 0);
   if (longest == 0) return;
   thread_local std::minstd_rand random(std::random_device{}());
   usleep(static_cast<useconds_t>(std::uniform_int_distribution<long>(0, longest)(random)));
 }
 
-void nap(int& round) {
+void backoff(int& round) {
   usleep(round < 50 ? 10 : 200);
   ++round;
 }

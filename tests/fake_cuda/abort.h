@@ -1,7 +1,6 @@
-// What both libraries of the fake share: the end of a process that has done what a real GPU would punish, settings from
-// the environment, and handles.
+// Helpers of the fake driver and the fake NCCL: aborting on misuse, settings from the environment, delays, handles.
 //
-// Thread rule: everything may be called from any thread.
+// Thread rule: any thread.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +10,22 @@
 
 namespace fake {
 
-// Prints "fake_cuda: ..." as one line and aborts. For what is no error code of CUDA's but a bug of the caller.
+// Prints "fake_cuda: ..." as one line and aborts. For bugs of the caller that CUDA reports with no error code.
 [[noreturn]] void die(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// A number from the environment, `otherwise` when it is not set. Dies when it is no number, or negative.
-long setting(const char* name, long otherwise);
+// A number from the environment; `fallback` if unset. Dies if the value is no number or negative.
+long setting(const char* name, long fallback);
 
-// Sleeps between 0 and FAKE_CUDA_DELAY_US microseconds, at random: brings wrong orders to light.
-void dawdle();
+// Sleeps for a random time of at most FAKE_CUDA_DELAY_US microseconds, to expose missing synchronization.
+void random_delay();
 
-// Sleeps for a moment, longer the higher `round`, which it counts up: for loops that wait for other processes.
-void nap(int& round);
+// Sleeps 10 us in the first 50 rounds and 200 us later; increments `round`. For loops that wait for other processes.
+void backoff(int& round);
 
-// Removes the files of /dev/shm that start with `prefix` (which ends with '.'), then the id of a process that has
-// ended.
+// Removes the files in /dev/shm whose names are `prefix` (which ends with '.') and the id of an exited process.
 void remove_stale(const char* prefix);
 
-// Objects that callers know by a handle: an address that nobody can follow, and that never comes again.
+// Objects by opaque handle. A handle is an invalid address and is never reused.
 template <class Object, class Handle>
 class Handles {
  public:
@@ -37,13 +35,13 @@ class Handles {
     objects_[last_] = std::move(object);
     return reinterpret_cast<Handle>(last_);
   }
-  // Null when there is none.
+  // Null if the handle is unknown.
   std::shared_ptr<Object> find(Handle handle) {
     const std::lock_guard lock(mutex_);
     const auto found = objects_.find(reinterpret_cast<std::uintptr_t>(handle));
     return found == objects_.end() ? nullptr : found->second;
   }
-  // The object, which goes when nobody else holds it; null when there is none.
+  // Removes the handle and returns its object; null if unknown.
   std::shared_ptr<Object> remove(Handle handle) {
     const std::lock_guard lock(mutex_);
     const auto found = objects_.find(reinterpret_cast<std::uintptr_t>(handle));
@@ -61,7 +59,7 @@ class Handles {
 
 // State that is never destroyed: threads of the fake may still run while the process exits.
 template <class State>
-State& immortal() {
+State& never_destroyed() {
   static auto* state = new State;
   return *state;
 }

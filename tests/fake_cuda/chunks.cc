@@ -1,6 +1,6 @@
-// cuMemAddressReserve, cuMemCreate, cuMemMap: chunks of memory that a program maps where it wants them.
+// cuMemAddressReserve, cuMemCreate, cuMemMap: memory chunks that a program maps at addresses of its choice.
 //
-// Who may touch a chunk is not looked at: cuMemSetAccess only checks its arguments.
+// Access rights of chunks are not enforced: cuMemSetAccess only checks its arguments.
 #include <map>
 #include <mutex>
 
@@ -11,29 +11,29 @@ using namespace fake;
 
 namespace {
 
-// The driver's for chunks of a device.
+// The driver's granularity for device memory.
 constexpr std::size_t kGranularity = 2 << 20;
 
 Handles<Backing, CUmemGenericAllocationHandle>& chunks() {
-  return immortal<Handles<Backing, CUmemGenericAllocationHandle>>();
+  return never_destroyed<Handles<Backing, CUmemGenericAllocationHandle>>();
 }
 
-// The ranges of addresses that are reserved: bytes by start.
+// Reserved address ranges: bytes by start.
 struct Reserved {
   std::mutex mutex;
   std::map<std::uintptr_t, std::size_t> ranges;
 };
 
-Reserved& reserved() { return immortal<Reserved>(); }
+Reserved& reserved() { return never_destroyed<Reserved>(); }
 
 bool is_whole(std::size_t bytes) { return bytes > 0 && bytes % kGranularity == 0; }
 
-bool is_sound(const CUmemAllocationProp* prop) {
+bool is_valid(const CUmemAllocationProp* prop) {
   return prop != nullptr && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
          prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE && need_device(prop->location.id) == CUDA_SUCCESS;
 }
 
-// Whether the range lies in one that is reserved.
+// Whether the range lies within one reservation.
 bool is_reserved(CUdeviceptr address, std::size_t bytes) {
   if (address < kOffset || !is_whole(bytes)) return false;
   const std::uintptr_t start = address - kOffset;
@@ -52,12 +52,12 @@ bool is_mapped(std::uintptr_t start, std::size_t bytes) {
   return false;
 }
 
-// The chunks that are mapped in the range, which they must fill; empty when they do not.
-std::vector<Held> mapped_chunks(CUdeviceptr address, std::size_t bytes) {
-  std::vector<Held> found;
+// The chunks mapped in the range; empty unless they fill it.
+std::vector<KeepAlive> mapped_chunks(CUdeviceptr address, std::size_t bytes) {
+  std::vector<KeepAlive> found;
   const std::uintptr_t start = address - kOffset;
   for (std::uintptr_t at = start; at < start + bytes; at += found.back()->bytes) {
-    const Held chunk = find_region(at, 1);
+    const KeepAlive chunk = find_region(at, 1);
     const bool fits =
         chunk != nullptr && chunk->kind == Kind::kChunk && chunk->start == at && chunk->bytes <= start + bytes - at;
     if (!fits) return {};
@@ -70,7 +70,7 @@ std::vector<Held> mapped_chunks(CUdeviceptr address, std::size_t bytes) {
 
 FAKE_API CUresult cuMemGetAllocationGranularity(std::size_t* bytes, const CUmemAllocationProp* prop, int option) {
   if (const CUresult refused = need_init()) return refused;
-  if (bytes == nullptr || !is_sound(prop) || option < 0 || option > 1) return CUDA_ERROR_INVALID_VALUE;
+  if (bytes == nullptr || !is_valid(prop) || option < 0 || option > 1) return CUDA_ERROR_INVALID_VALUE;
   *bytes = kGranularity;
   return CUDA_SUCCESS;
 }
@@ -100,14 +100,14 @@ FAKE_API CUresult cuMemAddressFree(CUdeviceptr address, std::size_t bytes) {
 FAKE_API CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t bytes, const CUmemAllocationProp* prop,
                               unsigned long long flags) {
   if (const CUresult refused = need_init()) return refused;
-  if (handle == nullptr || !is_whole(bytes) || !is_sound(prop) || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (handle == nullptr || !is_whole(bytes) || !is_valid(prop) || flags != 0) return CUDA_ERROR_INVALID_VALUE;
   const auto chunk = new_backing(prop->location.id, bytes);
   if (chunk == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = chunks().add(chunk);
   return CUDA_SUCCESS;
 }
 
-// What is mapped stays until it is unmapped.
+// Mapped memory stays valid until it is unmapped.
 FAKE_API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   if (const CUresult refused = need_init()) return refused;
   return chunks().remove(handle) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -140,22 +140,22 @@ FAKE_API CUresult cuMemSetAccess(CUdeviceptr address, std::size_t bytes, const C
     return CUDA_ERROR_INVALID_VALUE;
   }
   for (std::size_t i = 0; i < count; ++i) {
-    const bool sound = access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+    const bool valid = access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
                        need_device(access[i].location.id) == CUDA_SUCCESS &&
                        access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    if (!sound) return CUDA_ERROR_INVALID_VALUE;
+    if (!valid) return CUDA_ERROR_INVALID_VALUE;
   }
   return CUDA_SUCCESS;
 }
 
-// Waits for operations that run on the chunks: their addresses are the caller's again.
+// Waits for running operations on the chunks: the caller may reuse the addresses afterwards.
 FAKE_API CUresult cuMemUnmap(CUdeviceptr address, std::size_t bytes) {
   if (const CUresult refused = need_init()) return refused;
   if (!is_reserved(address, bytes)) return CUDA_ERROR_INVALID_VALUE;
-  const std::vector<Held> found = mapped_chunks(address, bytes);
-  for (const Held& chunk : found) {
+  const std::vector<KeepAlive> found = mapped_chunks(address, bytes);
+  for (const KeepAlive& chunk : found) {
     remove_region(chunk->start, {Kind::kChunk});
-    for (int round = 0; chunk.use_count() > 1; nap(round)) continue;
+    for (int round = 0; chunk.use_count() > 1; backoff(round)) continue;
   }
   return found.empty() ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }

@@ -9,7 +9,7 @@
 namespace fake {
 namespace {
 
-// The primary contexts of all devices, by ordinal. A handle is an address that nobody can follow.
+// The primary contexts of all devices, by ordinal. A handle is an invalid address.
 struct Contexts {
   std::deque<Context> all;
   Contexts() : all(static_cast<std::size_t>(device_count())) {
@@ -18,7 +18,7 @@ struct Contexts {
       all[i].handle = reinterpret_cast<CUcontext>((std::uintptr_t{0x5fc0} << 48) + 16 * (i + 1));
     }
   }
-  // Null when there is none.
+  // Null if the handle is unknown.
   Context* find(CUcontext handle) {
     for (Context& context : all) {
       if (context.handle == handle) return &context;
@@ -27,7 +27,7 @@ struct Contexts {
   }
 };
 
-Contexts& contexts() { return immortal<Contexts>(); }
+Contexts& contexts() { return never_destroyed<Contexts>(); }
 
 thread_local std::vector<Context*> stack;
 

@@ -1,7 +1,6 @@
-// Devices and their primary contexts; which context is current in a thread.
+// Devices, their primary contexts, and the current context of a thread.
 //
-// Contexts are never freed. Thread rule: everything may be called from any thread; the stack of current contexts is the
-// calling thread's own.
+// Contexts are never freed. Thread rule: any thread; the stack of current contexts is thread-local.
 #pragma once
 
 #include <atomic>
@@ -17,37 +16,36 @@ namespace fake {
 
 class Stream;
 
-// The primary context of a device. `lock` guards what stands below it.
+// The primary context of a device. `lock` guards the fields below it.
 struct Context {
   int device = 0;
   CUcontext handle = nullptr;
   std::mutex lock;
   int retained = 0;
-  // The devices whose memory its kernels may touch, beside its own.
+  // The other devices whose memory its kernels may access.
   std::set<int> peers;
-  // The stream that is 0 and 1, and the one that is 2; made at their first use.
+  // The streams with handles 0 and 1 (one stream) and 2; created at first use.
   std::shared_ptr<Stream> special[2];
-  // All its streams.
+  // All streams of the context.
   std::vector<std::weak_ptr<Stream>> streams;
-  // With FAKE_CUDA_ONE_QUEUE=1, operations run in the order of these numbers, whatever their streams: the next to be
-  // given out, and the one whose turn it is.
-  std::atomic<std::uint64_t> next{0}, turn{0};
+  // With FAKE_CUDA_ONE_QUEUE=1, operations of all streams run in the order of their numbers: the next number to assign,
+  // and the number that may run.
+  std::atomic<std::uint64_t> next{0}, running{0};
 };
 
-// CUDA_SUCCESS after cuInit in this process (not in one forked from it), else CUDA_ERROR_NOT_INITIALIZED.
+// CUDA_SUCCESS after cuInit in this process, else CUDA_ERROR_NOT_INITIALIZED, as in a forked child.
 CUresult need_init();
-// Also refuses a number that is no device's.
+// Also rejects an invalid device.
 CUresult need_device(CUdevice device);
-// Also gives the calling thread's current context; refuses when there is none, or when it is released.
+// Also returns the thread's current context; fails if there is none or it was released.
 CUresult need_context(Context** context);
 
 int device_count();
-// Ten times the compute capability of the devices: FAKE_CUDA_CAPABILITY. Without it 9.1, which NVRTC has no machine
-// code for, so that it makes PTX.
+// Ten times the compute capability, from FAKE_CUDA_CAPABILITY. The default of 9.1 is unknown to NVRTC, so it emits PTX.
 int capability();
-// The GPU that a device is, or, with FAKE_CUDA_MIG=n, one of n slices of.
+// The GPU of a device. With FAKE_CUDA_MIG=n, each GPU is n devices.
 int gpu_of(int device);
-// Whether kernels of one device may touch memory of the other: not with FAKE_CUDA_NO_PEERS=1, and not slices.
+// Whether kernels of one device may access memory of the other: not with FAKE_CUDA_NO_PEERS=1, nor between MIG slices.
 bool are_peers(int device, int other);
 CUuuid device_uuid(int device);
 

@@ -1,5 +1,5 @@
-// cuMemcpy* and cuMemset*. Every range is looked up twice: when the operation is asked for, so that the abort shows who
-// asked, and when it runs, in case it was freed meanwhile.
+// cuMemcpy* and cuMemset*. Every range is checked twice: when the operation is enqueued, so that the backtrace shows
+// the caller, and when it runs, because the memory may have been freed.
 #include <cstring>
 
 #include "counters.h"
@@ -10,24 +10,24 @@ using namespace fake;
 
 namespace {
 
-// One end of a copy: finds its region, or dies.
+// One end of a copy. `hold` finds its region or dies.
 struct End {
-  Held (*find)(std::uintptr_t, std::size_t, const char*);
+  KeepAlive (*find)(std::uintptr_t, std::size_t, const char*);
   std::uintptr_t address;
   const char* what;
 
-  Held hold(std::size_t bytes) const { return find(address, bytes, what); }
+  KeepAlive hold(std::size_t bytes) const { return find(address, bytes, what); }
   char* host() const { return address >= kOffset ? host_of(address) : reinterpret_cast<char*>(address); }
 };
 
-Held find_pinned(std::uintptr_t address, std::size_t bytes, const char* what) {
+KeepAlive find_pinned(std::uintptr_t address, std::size_t bytes, const char* what) {
   return pinned_memory(reinterpret_cast<const void*>(address), bytes, what);
 }
-Held find_device(std::uintptr_t address, std::size_t bytes, const char* what) {
+KeepAlive find_device(std::uintptr_t address, std::size_t bytes, const char* what) {
   return device_memory(address, bytes, what);
 }
-// For the calls that block: any memory of the host will do, as the real driver has a pinned buffer of its own for it.
-Held find_any(std::uintptr_t, std::size_t, const char*) { return nullptr; }
+// For blocking calls, which accept any host memory: the real driver stages it through a pinned buffer.
+KeepAlive find_any(std::uintptr_t, std::size_t, const char*) { return nullptr; }
 
 End device(CUdeviceptr address, const char* what) { return {find_device, address, what}; }
 End pinned(const void* host, const char* what) { return {find_pinned, number_of(host), what}; }
@@ -38,8 +38,8 @@ CUresult copy(End to, End from, std::size_t bytes, Stream& stream) {
   to.hold(bytes);
   from.hold(bytes);
   const CUresult refused = stream.push([to, from, bytes] {
-    const Held target = to.hold(bytes);
-    const Held source = from.hold(bytes);
+    const KeepAlive target = to.hold(bytes);
+    const KeepAlive source = from.hold(bytes);
     std::memmove(to.host(), from.host(), bytes);
   });
   if (refused == CUDA_SUCCESS) ++counters().copies;
@@ -87,7 +87,7 @@ FAKE_API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size
   if (bytes == 0) return CUDA_SUCCESS;
   device_memory(to, bytes, "cuMemsetD8Async");
   return stream->push([to, value, bytes] {
-    const Held target = device_memory(to, bytes, "cuMemsetD8Async");
+    const KeepAlive target = device_memory(to, bytes, "cuMemsetD8Async");
     std::memset(host_of(to), value, bytes);
   });
 }

@@ -1,4 +1,4 @@
-// What tests may ask about the past of this process; see fake_cuda_counters in exports.h.
+// Counters of this process for tests; see fake_cuda_counters in exports.h.
 #pragma once
 
 #include <atomic>

@@ -1,12 +1,12 @@
-// The little of CUDA's driver interface that the fake needs, declared here: no CUDA headers are on the machines it is
-// for.
+// The part of the CUDA driver API that the fake implements. It is declared here because the machines that use the fake
+// have no CUDA headers.
 //
-// Names, numbers and layouts are those of the real driver, as callers were compiled against them.
+// Names, numbers and layouts are those of the real driver, for which callers were compiled.
 #pragma once
 
 #include <cstddef>
 
-// What the library shows to the world; everything else stays inside.
+// Marks the exported symbols; all others are hidden.
 #define FAKE_API extern "C" __attribute__((visibility("default")))
 
 enum CUresult : int {
@@ -82,7 +82,7 @@ using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUgraph = struct CUgraph_st*;
 using CUmemoryPool = struct CUmemPoolHandle_st*;
-// A number in the real one, of the same size.
+// An integer of the same size in the real API.
 using CUmemGenericAllocationHandle = struct CUmemChunk_st*;
 
 struct CUmemLocation {

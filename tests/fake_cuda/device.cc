@@ -1,4 +1,4 @@
-// cuInit and cuDevice*: as many devices as FAKE_CUDA_DEVICES says, all of the same make, the same in all processes.
+// cuInit and cuDevice*: FAKE_CUDA_DEVICES identical devices, the same in all processes.
 #include <unistd.h>
 
 #include <atomic>
@@ -15,7 +15,7 @@
 namespace fake {
 namespace {
 
-// The process that has called cuInit. As with the real driver, one forked from it has not.
+// The process that has called cuInit. As with the real driver, a forked child is not initialized.
 std::atomic<pid_t> initialised{0};
 
 bool mem_ops() { return setting("FAKE_CUDA_NO_MEMOPS", 0) == 0; }
@@ -69,7 +69,7 @@ FAKE_API CUresult cuInit(unsigned flags) {
   if (device_count() == 0) return CUDA_ERROR_NO_DEVICE;
   if (initialised == getpid()) return fault();
   remove_stale(kFilePrefix);
-  // Exit handlers of those who came before the driver find it shut down.
+  // Exit handlers that were registered before cuInit find the driver shut down.
   std::atexit([] {
     if (initialised == getpid()) deinitialise();
   });
@@ -163,7 +163,7 @@ FAKE_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
   return CUDA_SUCCESS;
 }
 
-// NVRTC asks a driver that is there for tables of its own; without this function it calls nothing that is.
+// NVRTC asks a loaded driver for internal tables. Without this function it would call missing ones.
 FAKE_API CUresult cuGetExportTable(const void** table, const void*) {
   if (table != nullptr) *table = nullptr;
   return CUDA_ERROR_NOT_FOUND;

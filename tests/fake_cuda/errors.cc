@@ -1,4 +1,4 @@
-// cuGetErrorName and cuGetErrorString: the errors that the fake gives.
+// cuGetErrorName and cuGetErrorString, for the errors that the fake returns.
 #include "cuda_api.h"
 
 namespace {

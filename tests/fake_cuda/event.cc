@@ -1,7 +1,7 @@
 // cuEvent* and cuStreamWaitEvent.
 //
-// A record gives the event a new mark; who waits for the event, or asks, means the mark that it has at that moment. An
-// event that was never recorded has passed.
+// A record gives the event a new mark. A wait or query refers to the event's mark at that time. An event that was never
+// recorded counts as passed.
 #include "abort.h"
 #include "faults.h"
 #include "stream.h"
@@ -24,7 +24,7 @@ struct Event {
   }
 };
 
-Handles<Event, CUevent>& events() { return immortal<Handles<Event, CUevent>>(); }
+Handles<Event, CUevent>& events() { return never_destroyed<Handles<Event, CUevent>>(); }
 
 CUresult need_event(CUevent handle, std::shared_ptr<Event>* event) {
   Context* context = nullptr;

@@ -6,7 +6,7 @@
 #include "memory.h"
 #include "stream.h"
 
-fake::Counters& fake::counters() { return immortal<Counters>(); }
+fake::Counters& fake::counters() { return never_destroyed<Counters>(); }
 
 using namespace fake;
 

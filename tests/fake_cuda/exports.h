@@ -1,20 +1,19 @@
-// What libcuda.so.1 has beside CUDA's own functions, for the fake NCCL and for tests; and the few of CUDA's that the
-// fake NCCL calls.
+// Functions of libcuda.so.1 for tests and the fake NCCL: own additions, and the CUDA functions that the fake NCCL
+// calls.
 //
-// Thread rule: everything may be called from any thread.
+// Thread rule: any thread.
 #pragma once
 
 #include "cuda_api.h"
 
-// Runs `function(argument)` on the stream (0, 1, 2: those of the calling thread's current context), in its order.
+// Enqueues `function(argument)` on the stream. Handles 0, 1 and 2 are streams of the thread's current context.
 FAKE_API CUresult fake_cuda_enqueue(CUstream stream, void (*function)(void*), void* argument);
 
-// The address at which the host finds this device memory. Dies, naming `what`, when this is no device memory.
+// The host address of device memory. Dies, naming `what`, if this is no device memory.
 FAKE_API void* fake_cuda_host_address(CUdeviceptr address, std::size_t bytes, const char* what);
 
-// Allocations of device memory made so far, bytes of device memory in use now (allocated, or
-// freed and still open in other processes), kernels launched, copies made (copies
-// and launches count when they are asked for).
+// Device allocations so far; bytes of device memory in use (allocated, or freed but open in other processes); kernel
+// launches; copies. Launches and copies count when enqueued.
 FAKE_API void fake_cuda_counters(long out[4]);
 
 FAKE_API CUresult cuCtxGetDevice(CUdevice* device);

@@ -17,7 +17,7 @@ thread_local bool is_running = false;
 
 CUresult fault() { return error; }
 
-// The first error stays, but the end of the process comes before all.
+// The first error is kept; only the shutdown overrides it.
 void set_fault() {
   CUresult none = CUDA_SUCCESS;
   error.compare_exchange_strong(none, CUDA_ERROR_ILLEGAL_ADDRESS);
@@ -29,12 +29,12 @@ void set_running(bool running) { is_running = running; }
 
 void bad_access(const char* format, ...) {
   if (is_running && setting("FAKE_CUDA_FAULTS", 0) != 0) throw Fault();
-  char words[512];
+  char message[512];
   va_list arguments;
   va_start(arguments, format);
-  std::vsnprintf(words, sizeof words, format, arguments);
+  std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
-  die("%s", words);
+  die("%s", message);
 }
 
 }  // namespace fake

@@ -1,29 +1,29 @@
-// What makes all calls of the process fail: that it has touched memory that it may not touch, or that it is exiting.
+// Sticky errors, after which all calls of the process fail: an illegal memory access, and the shutdown of the driver.
 //
-// By default a bad access is an abort, which shows who asked. With FAKE_CUDA_FAULTS=1 one by an operation of a stream
-// is what it is on a GPU: nothing runs any more, and every later call gives the same error. Thread rule: everything may
-// be called from any thread.
+// By default an illegal access aborts, so the backtrace shows the caller. With FAKE_CUDA_FAULTS=1 an illegal access by
+// a stream's operation acts as on a GPU: no further operation runs, and every later call returns the same error.
+// Thread rule: any thread.
 #pragma once
 
 #include "cuda_api.h"
 
 namespace fake {
 
-// The error that every call gives; CUDA_SUCCESS while all is well.
+// The sticky error, or CUDA_SUCCESS.
 CUresult fault();
-// From now on the driver is shut down.
+// Marks the driver as shut down.
 void deinitialise();
 
-// Runs an operation of a stream, unless there was a fault.
+// Runs an operation of a stream, unless there is a sticky error.
 template <class Function>
 void run_or_fault(const Function& operation);
 
-// Ends the operation that the calling thread runs, or dies, with these words.
+// Reports an illegal access: ends the calling thread's operation, or dies with this message.
 [[noreturn]] void bad_access(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Thrown by bad_access, for run_or_fault.
 struct Fault {};
-// Whether the calling thread runs an operation.
+// Sets whether the calling thread runs an operation.
 void set_running(bool running);
 void set_fault();
 

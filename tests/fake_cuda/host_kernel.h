@@ -1,11 +1,11 @@
-// The kernels of the core as functions of the host: what a launch of the fake runs.
+// The core's kernels as host functions, which a launch runs.
 #pragma once
 
 #include <string>
 
 namespace fake {
 
-// What a kernel is given, as memory.cuh has it (host_kernels.cc compares the sizes). Addresses are device addresses.
+// Kernel parameters as in memory.cuh (host_kernels.cc compares the sizes). Addresses are device addresses.
 struct BlockRange {
   unsigned long long first;
   unsigned piece, count;
@@ -18,7 +18,7 @@ struct KernelArgs {
   unsigned long long table[448];
 };
 
-// The most elements of an item.
+// Maximum number of elements of an item.
 constexpr unsigned kMaxItemElements = 32768;
 
 struct Index {
@@ -27,15 +27,15 @@ struct Index {
 
 struct HostKernel {
   const char* name;
-  // The size of an element, and of what is made of it.
-  unsigned size, made;
-  // The most threads of a block.
+  // Bytes of an element in the sources, and in the targets.
+  unsigned size, target_size;
+  // Maximum number of threads per block.
   unsigned threads;
-  // All threads of all blocks, one after the other.
+  // Runs all threads of all blocks one after the other.
   void (*run)(const KernelArgs& work, Index grid, Index block);
 };
 
-// Null when there is none.
+// Null if there is no such kernel.
 const HostKernel* find_host_kernel(const std::string& name);
 
 }  // namespace fake

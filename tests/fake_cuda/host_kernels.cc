@@ -1,6 +1,6 @@
-// Compiles the kernels of the core for the host, and lists them.
+// Compiles the core's kernels for the host and lists them.
 //
-// The folder of allreduce_mean.cu and reduce_sum.cu is in the include path. Thread rule: as in kernels_shim.h.
+// The include path contains the folder of allreduce_mean.cu and reduce_sum.cu. Thread rule: as in kernels_shim.h.
 #include <cstring>
 
 #include "allreduce_mean.cu"
@@ -16,8 +16,8 @@ static_assert(sizeof(KernelArgs) == sizeof(::KernelArgs) && sizeof(BlockRange) =
 
 template <void kKernel(const ::KernelArgs&)>
 void run(const KernelArgs& work, Index grid, Index block) {
-  ::KernelArgs same;
-  std::memcpy(&same, &work, sizeof same);
+  ::KernelArgs args;
+  std::memcpy(&args, &work, sizeof args);
   gridDim = grid;
   blockDim = block;
   for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z) {
@@ -25,7 +25,7 @@ void run(const KernelArgs& work, Index grid, Index block) {
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
         for (threadIdx.z = 0; threadIdx.z < block.z; ++threadIdx.z) {
           for (threadIdx.y = 0; threadIdx.y < block.y; ++threadIdx.y) {
-            for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kKernel(same);
+            for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kKernel(args);
           }
         }
       }
@@ -33,15 +33,15 @@ void run(const KernelArgs& work, Index grid, Index block) {
   }
 }
 
-#define DL_COMM_TWIN_MEAN(type, S) {"average_" #type, S::kSize, S::kSize, kMaxThreads, run<::average_##type>},
-#define DL_COMM_TWIN_SUM(type, S) {"sum_" #type, S::kSize, sizeof(S::Acc), kMaxThreads, run<::sum_##type>},
-constexpr HostKernel kTwins[] = {DL_COMM_TYPES(DL_COMM_TWIN_MEAN) DL_COMM_TYPES(DL_COMM_TWIN_SUM){
+#define DL_COMM_HOST_MEAN(type, S) {"average_" #type, S::kSize, S::kSize, kMaxThreads, run<::average_##type>},
+#define DL_COMM_HOST_SUM(type, S) {"sum_" #type, S::kSize, sizeof(S::Acc), kMaxThreads, run<::sum_##type>},
+constexpr HostKernel kHostKernels[] = {DL_COMM_TYPES(DL_COMM_HOST_MEAN) DL_COMM_TYPES(DL_COMM_HOST_SUM){
     "copy_bytes", Bytes::kSize, Bytes::kSize, kMaxThreads, run<::copy_bytes>}};
 
 }  // namespace
 
 const HostKernel* find_host_kernel(const std::string& name) {
-  for (const HostKernel& kernel : kTwins) {
+  for (const HostKernel& kernel : kHostKernels) {
     if (name == kernel.name) return &kernel;
   }
   return nullptr;

@@ -1,4 +1,4 @@
-// cuMemHost*: pinned memory of the host, allocated here or registered by its owner.
+// cuMemHost*: pinned host memory, allocated here or registered by its owner.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -26,22 +26,22 @@ bool is_mapped(std::uintptr_t start, std::size_t bytes) {
   return mincore(reinterpret_cast<void*>(from), pages * page, resident.data()) == 0;
 }
 
-// The file systems, by the numbers of their devices as /proc has them ("0:21").
+// File systems by device number as in /proc ("0:21").
 std::map<std::string, std::string> file_systems() {
   std::map<std::string, std::string> found;
   std::ifstream mounts("/proc/self/mountinfo");
   for (std::string line; std::getline(mounts, line);) {
-    std::istringstream words(line);
-    std::string word, device;
-    words >> word >> word >> device;
-    while (words >> word && word != "-") continue;
-    if (words >> word) found[device] = word;
+    std::istringstream fields(line);
+    std::string field, device;
+    fields >> field >> field >> device;
+    while (fields >> field && field != "-") continue;
+    if (fields >> field) found[device] = field;
   }
   return found;
 }
 
-// Whether the pages of a shared mapping of this file (of /proc/self/maps) are the kernel's shared memory: on tmpfs or
-// hugetlbfs, or on the kernel's own mount of one, which the list of mounts does not have.
+// Whether a shared mapping of this file (from /proc/self/maps) is kernel shared memory: on tmpfs or hugetlbfs, or on
+// the kernel's internal mount of one, which the list of mounts lacks.
 bool is_shared_memory(const std::string& name, unsigned major, unsigned minor) {
   for (const char* own : {"/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage"}) {
     if (name.rfind(own, 0) == 0) return true;
@@ -51,8 +51,8 @@ bool is_shared_memory(const std::string& name, unsigned major, unsigned minor) {
   return found != systems.end() && (found->second == "tmpfs" || found->second == "hugetlbfs");
 }
 
-// Whether the kernel lets a driver pin these bytes for writing as long as it likes: not those of shared mappings of
-// files, unless the files are shared memory.
+// Whether the kernel allows long-term pinning of these bytes for writing: not for shared file mappings, except shared
+// memory.
 bool may_be_pinned(std::uintptr_t start, std::size_t bytes) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -70,7 +70,7 @@ bool may_be_pinned(std::uintptr_t start, std::size_t bytes) {
   return true;
 }
 
-Held pinned(Kind kind, void* host, std::size_t bytes, Context* context) {
+KeepAlive pinned(Kind kind, void* host, std::size_t bytes, Context* context) {
   auto region = std::make_shared<Region>();
   region->kind = kind;
   region->start = number_of(host);
@@ -95,15 +95,15 @@ FAKE_API CUresult cuMemHostRegister_v2(void* host, std::size_t bytes, unsigned f
 FAKE_API CUresult cuMemHostUnregister(void* host) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  wait_if_calls_do(*context);
-  const Held region = remove_region(number_of(host), {Kind::kRegistered});
+  wait_if_calls_block(*context);
+  const KeepAlive region = remove_region(number_of(host), {Kind::kRegistered});
   return region != nullptr ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
 }
 
 FAKE_API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* address, void* host, unsigned flags) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  const Held region = find_region(number_of(host), 1);
+  const KeepAlive region = find_region(number_of(host), 1);
   if (address == nullptr || flags != 0 || region == nullptr || !region->pinned()) return CUDA_ERROR_INVALID_VALUE;
   *address = number_of(host) + kOffset;
   return CUDA_SUCCESS;
@@ -113,7 +113,7 @@ FAKE_API CUresult cuMemHostAlloc(void** host, std::size_t bytes, unsigned flags)
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (host == nullptr || bytes == 0 || flags > 7) return CUDA_ERROR_INVALID_VALUE;
-  wait_if_calls_do(*context);
+  wait_if_calls_block(*context);
   void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   if (!add_region(pinned(Kind::kHostAlloc, start, bytes, context))) {
@@ -126,6 +126,6 @@ FAKE_API CUresult cuMemHostAlloc(void** host, std::size_t bytes, unsigned flags)
 FAKE_API CUresult cuMemFreeHost(void* host) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  wait_if_calls_do(*context);
+  wait_if_calls_block(*context);
   return remove_region(number_of(host), {Kind::kHostAlloc}) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

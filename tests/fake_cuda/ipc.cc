@@ -1,9 +1,9 @@
-// cuIpc*: device memory of other processes of this machine. A handle is the name of the file behind an allocation, its
-// size, and where it is in its owner.
+// cuIpc*: device memory of other processes on this machine. A handle holds the name of the backing file, the size, and
+// the address in the owner.
 //
-// Only what cuMemAlloc gave has a handle, and only by its start: none for memory of pools, managed, or mapped chunks.
-// In the driver, a context sees a range of another process's addresses once: what lies where other memory of that
-// process is open, which its owner has freed, cannot be opened.
+// Only the start of memory from cuMemAlloc has a handle; pools, managed memory and mapped chunks have none.
+// As in the driver, a context cannot open memory whose address range in the owner overlaps an open one. The owner has
+// then freed the latter.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -26,18 +26,18 @@ struct Handle {
 static_assert(sizeof(Handle) <= sizeof(CUipcMemHandle));
 
 struct Open {
-  Held region;
+  KeepAlive region;
   Handle handle;
   int times = 0;
 };
 
-// What is open, by the name of its file and the context that opened it.
+// Open memory, by backing file and opening context.
 struct Opened {
   std::mutex mutex;
   std::map<std::pair<std::string, Context*>, Open> all;
 };
 
-Opened& opened() { return immortal<Opened>(); }
+Opened& opened() { return never_destroyed<Opened>(); }
 
 long owner_of(const Handle& handle) { return std::strtol(handle.file + std::strlen(kFilePrefix), nullptr, 10); }
 
@@ -51,7 +51,8 @@ CUresult map_new(const Handle& handle, Context* context, Open* open) {
     if (key.second != context || other.region == nullptr) continue;
     if (overlap(handle, other.handle)) return CUDA_ERROR_ALREADY_MAPPED;
   }
-  const Held region = mapped_region(Kind::kOpened, Backing::open(handle.file, handle.device, handle.bytes), context);
+  const KeepAlive region =
+      mapped_region(Kind::kOpened, Backing::open(handle.file, handle.device, handle.bytes), context);
   if (region == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (!add_region(region)) die("cuIpcOpenMemHandle: the memory cannot be mapped");
   open->region = region;
@@ -65,7 +66,7 @@ FAKE_API CUresult cuIpcGetMemHandle(CUipcMemHandle* out, CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (setting("FAKE_CUDA_NO_IPC", 0) != 0) return CUDA_ERROR_NOT_SUPPORTED;
-  const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
+  const KeepAlive region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
   if (out == nullptr || region == nullptr || region->kind != Kind::kDevice || region->address() != address) {
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -86,9 +87,9 @@ FAKE_API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle in,
   if (const CUresult refused = need_context(&context)) return refused;
   Handle handle = {};
   std::memcpy(&handle, in.reserved, sizeof handle);
-  const bool sound = memchr(handle.file, '\0', sizeof handle.file) != nullptr && handle.bytes > 0 &&
+  const bool valid = memchr(handle.file, '\0', sizeof handle.file) != nullptr && handle.bytes > 0 &&
                      std::strncmp(handle.file, kFilePrefix, std::strlen(kFilePrefix)) == 0;
-  if (address == nullptr || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || !sound) return CUDA_ERROR_INVALID_VALUE;
+  if (address == nullptr || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || !valid) return CUDA_ERROR_INVALID_VALUE;
   if (owner_of(handle) == static_cast<long>(getpid())) return CUDA_ERROR_INVALID_CONTEXT;
   if (const CUresult refused = need_device(handle.device)) return refused;
 
@@ -114,7 +115,7 @@ FAKE_API CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   const std::lock_guard lock(opened().mutex);
-  const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
+  const KeepAlive region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
   if (region == nullptr || region->kind != Kind::kOpened || region->address() != address) {
     return CUDA_ERROR_INVALID_VALUE;
   }

@@ -1,7 +1,7 @@
-// What NVRTC knows by itself, for the kernels on the host, which are included after it.
+// Built-ins of NVRTC for the kernels on the host. Include it before them.
 //
-// Addresses of device memory are those of the host plus 1 << 60, so that a kernel that uses one without at() crashes.
-// Thread rule: where a thread of a kernel is, is the calling thread's own.
+// A device address is the host address plus 1 << 60, so a kernel that dereferences one without at() crashes. Thread
+// rule: the indices are thread-local.
 #pragma once
 
 #include "host_kernel.h"

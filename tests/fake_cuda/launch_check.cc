@@ -12,7 +12,7 @@ class Check {
   Check(const HostKernel& kernel, const KernelArgs& work, Context& context)
       : kernel_(kernel), work_(work), context_(context) {}
 
-  std::vector<Held> run() {
+  std::vector<KeepAlive> run() {
     if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", kernel_.name);
     if (kernel_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
     if (work_.stop != 0) {
@@ -26,13 +26,13 @@ class Check {
       const BlockRange item = items[i];
       if (item.count > kMaxItemElements) die("%s: item %u has %u elements", kernel_.name, i, item.count);
       elements("a source", work_.sources, work_.nsources, item, kernel_.size);
-      elements("a target", work_.targets, work_.ntargets, item, kernel_.made);
+      elements("a target", work_.targets, work_.ntargets, item, kernel_.target_size);
     }
     return std::move(held_);
   }
 
  private:
-  // What is `offset` bytes into the lists, in device memory or among the parameters.
+  // The data at `offset` bytes in the lists, which are in device memory or in the parameters.
   const char* list(const char* what, std::size_t offset, std::size_t bytes) {
     if (work_.lists != 0) {
       touch(what, work_.lists + offset, bytes, 8);
@@ -44,7 +44,7 @@ class Check {
     return reinterpret_cast<const char*>(work_.table) + offset;
   }
 
-  // The elements of an item in all its sources, or targets, of `size` bytes each.
+  // Checks an item's elements of `size` bytes in all sources, or in all targets.
   void elements(const char* what, unsigned addresses, unsigned number, const BlockRange& item, unsigned size) {
     if (number == 0) return;
     const std::size_t row = addresses + sizeof(CUdeviceptr) * item.piece * number;
@@ -57,14 +57,14 @@ class Check {
 
   void touch(const char* what, CUdeviceptr address, std::size_t bytes, unsigned alignment) {
     if (address % alignment != 0) die("%s: %s at %#llx is no multiple of %u", kernel_.name, what, address, alignment);
-    for (const Held& region : held_) {
+    for (const KeepAlive& region : held_) {
       const CUdeviceptr offset = address - region->address();
       if (offset < region->bytes && bytes <= region->bytes - offset) return;
     }
-    const std::string words = std::string(kernel_.name) + ", " + what;
-    Held region = device_memory(address, bytes, words.c_str());
+    const std::string message = std::string(kernel_.name) + ", " + what;
+    KeepAlive region = device_memory(address, bytes, message.c_str());
     if (!may_touch(*region)) {
-      bad_access("%s: %#llx is memory of device %d, to which device %d has no access", words.c_str(), address,
+      bad_access("%s: %#llx is memory of device %d, to which device %d has no access", message.c_str(), address,
                  region->device, context_.device);
     }
     held_.push_back(std::move(region));
@@ -79,12 +79,12 @@ class Check {
   const HostKernel& kernel_;
   const KernelArgs& work_;
   Context& context_;
-  std::vector<Held> held_;
+  std::vector<KeepAlive> held_;
 };
 
 }  // namespace
 
-std::vector<Held> check_launch(const HostKernel& kernel, const KernelArgs& work, Context& context) {
+std::vector<KeepAlive> check_launch(const HostKernel& kernel, const KernelArgs& work, Context& context) {
   return Check(kernel, work, context).run();
 }
 

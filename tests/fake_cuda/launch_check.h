@@ -1,4 +1,4 @@
-// Looks at everything that a kernel will touch before it runs, as the kernel itself cannot.
+// Checks all memory accesses of a kernel before it runs.
 #pragma once
 
 #include <vector>
@@ -8,9 +8,8 @@
 
 namespace fake {
 
-// Dies when the kernel would touch what is no device memory, or no memory of a device that the context may touch, or an
-// element at an address that is no multiple of its size; and when the work makes no sense. Returns what the kernel
-// touches, to be held while it runs.
-std::vector<Held> check_launch(const HostKernel& kernel, const KernelArgs& work, Context& context);
+// Dies if the parameters are invalid, or if the kernel would access memory that is no device memory, that the context
+// may not access, or that is misaligned. Returns the regions that the kernel accesses; hold them while it runs.
+std::vector<KeepAlive> check_launch(const HostKernel& kernel, const KernelArgs& work, Context& context);
 
 }  // namespace fake

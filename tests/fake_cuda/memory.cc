@@ -23,20 +23,20 @@ namespace {
 
 struct Table {
   std::mutex mutex;
-  std::map<std::uintptr_t, Held> regions;
+  std::map<std::uintptr_t, KeepAlive> regions;
   unsigned long long last_id = 0;
 };
 
-Table& table() { return immortal<Table>(); }
+Table& table() { return never_destroyed<Table>(); }
 
-// What this process has given back, and others still have open: the file, without a name.
+// Memory that this process has freed and others have open: the unlinked file.
 struct Freed {
   int fd;
   int device;
   std::size_t bytes;
 };
 
-// The files that this process has made, and the bytes of each device in them, with those that it has freed.
+// The files of this process, and the bytes per device in them and in freed ones that are still open elsewhere.
 struct Files {
   std::mutex mutex;
   std::set<std::string> names;
@@ -44,14 +44,14 @@ struct Files {
   std::vector<Freed> freed;
 };
 
-// Who maps the file of another process has it locked as long as the mapping is there.
+// A process that maps the file of another one holds a shared lock on it while the mapping exists.
 bool is_open_elsewhere(int fd) { return flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; }
 
-Files& files() { return immortal<Files>(); }
+Files& files() { return never_destroyed<Files>(); }
 
 void unlink_file(const std::string& file) { shm_unlink(("/" + file).c_str()); }
 
-// What a process leaves in /dev/shm goes when it exits; files of a killed one go at the next cuInit of anybody.
+// Unlinks this process's files at exit. The next cuInit of any process removes those of a killed one.
 __attribute__((destructor)) void unlink_all() {
   const std::string own = kFilePrefix + std::to_string(getpid()) + ".";
   const std::lock_guard lock(files().mutex);
@@ -60,7 +60,7 @@ __attribute__((destructor)) void unlink_all() {
   }
 }
 
-// The addresses of this process for memory of devices, and the ranges of them that are taken: end by start.
+// The process's address range for device memory, and the used parts of it: end by start.
 struct Addresses {
   static constexpr std::size_t kBytes = std::size_t{1} << 40;
 
@@ -75,7 +75,7 @@ struct Addresses {
   }
 };
 
-Addresses& addresses() { return immortal<Addresses>(); }
+Addresses& addresses() { return never_destroyed<Addresses>(); }
 
 std::size_t whole_pages(std::size_t bytes) {
   static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -187,15 +187,15 @@ std::shared_ptr<Backing> new_backing(int device, std::size_t bytes) {
   return backing;
 }
 
-Held new_memory(Kind kind, std::size_t bytes, Context* context) {
+KeepAlive new_memory(Kind kind, std::size_t bytes, Context* context) {
   const auto backing = new_backing(context->device, bytes);
   if (backing == nullptr) return nullptr;
-  const Held region = mapped_region(kind, backing, context);
+  const KeepAlive region = mapped_region(kind, backing, context);
   if (region == nullptr || !add_region(region)) die("new memory of a device cannot be mapped");
   return region;
 }
 
-Held mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context) {
+KeepAlive mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context) {
   auto region = std::make_shared<Region>();
   region->kind = kind;
   region->start = reserve_addresses(backing->bytes);
@@ -206,7 +206,7 @@ Held mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* 
   return backing->map(region->start) ? region : nullptr;
 }
 
-bool add_region(const Held& region) {
+bool add_region(const KeepAlive& region) {
   const std::lock_guard lock(table().mutex);
   auto& regions = table().regions;
   const auto next = regions.lower_bound(region->start);
@@ -220,22 +220,22 @@ bool add_region(const Held& region) {
   return true;
 }
 
-Held find_region(std::uintptr_t start, std::size_t bytes) {
+KeepAlive find_region(std::uintptr_t start, std::size_t bytes) {
   const std::lock_guard lock(table().mutex);
   const auto& regions = table().regions;
   auto found = regions.upper_bound(start);
   if (found == regions.begin()) return nullptr;
-  const Held& region = (--found)->second;
+  const KeepAlive& region = (--found)->second;
   const std::size_t offset = start - region->start;
   return offset < region->bytes && bytes <= region->bytes - offset ? region : nullptr;
 }
 
-Held remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds) {
+KeepAlive remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds) {
   const std::lock_guard lock(table().mutex);
   const auto found = table().regions.find(start);
   if (found == table().regions.end()) return nullptr;
   if (std::find(kinds.begin(), kinds.end(), found->second->kind) == kinds.end()) return nullptr;
-  Held region = std::move(found->second);
+  KeepAlive region = std::move(found->second);
   table().regions.erase(found);
   return region;
 }
@@ -255,12 +255,12 @@ std::size_t bytes_in_use(int device) {
 
 namespace {
 
-// Mapped chunks side by side that have all these bytes, as one region; null when there are none.
-Held find_chunks(std::uintptr_t start, std::size_t bytes) {
+// The adjacent mapped chunks that contain all these bytes, as one region; null if there are none.
+KeepAlive find_chunks(std::uintptr_t start, std::size_t bytes) {
   auto all = std::make_shared<Region>();
   all->kind = Kind::kChunks;
   for (std::uintptr_t at = start; at < start + bytes; at = all->start + all->bytes) {
-    const Held chunk = find_region(at, 1);
+    const KeepAlive chunk = find_region(at, 1);
     if (chunk == nullptr || chunk->kind != Kind::kChunk) return nullptr;
     if (all->chunks.empty()) {
       all->start = chunk->start;
@@ -276,15 +276,15 @@ Held find_chunks(std::uintptr_t start, std::size_t bytes) {
 
 }  // namespace
 
-Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what) {
-  Held region = address < kOffset ? nullptr : find_region(address - kOffset, bytes);
+KeepAlive device_memory(CUdeviceptr address, std::size_t bytes, const char* what) {
+  KeepAlive region = address < kOffset ? nullptr : find_region(address - kOffset, bytes);
   if (region == nullptr && address >= kOffset) region = find_chunks(address - kOffset, bytes);
   if (region == nullptr) bad_access("%s: %zu bytes at %#llx are no device memory", what, bytes, address);
   return region;
 }
 
-Held pinned_memory(const void* host, std::size_t bytes, const char* what) {
-  Held region = find_region(number_of(host), bytes);
+KeepAlive pinned_memory(const void* host, std::size_t bytes, const char* what) {
+  KeepAlive region = find_region(number_of(host), bytes);
   if (region == nullptr || !region->pinned())
     bad_access("%s: %zu bytes at %p are no pinned host memory", what, bytes, host);
   return region;

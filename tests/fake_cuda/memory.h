@@ -1,8 +1,7 @@
-// The table of all memory that the fake's GPUs know: their own, that of other processes, and pinned memory of the host.
+// The table of memory that the fake's GPUs know: device memory, memory of other processes, and pinned host memory.
 //
-// A device address is the address of the mapping plus 2^60, which no processor can follow: who touches device memory
-// from the host dies at once. Only the fake takes the offset off. Thread rule: everything may be called from any
-// thread.
+// A device address is the address of the mapping plus 2^60, an invalid address: host code that accesses device memory
+// crashes. Only the fake subtracts the offset. Thread rule: any thread.
 #pragma once
 
 #include <cstddef>
@@ -19,28 +18,29 @@
 namespace fake {
 
 constexpr CUdeviceptr kOffset = 1ull << 60;
-// What every device pretends to have.
+// Memory size of every device.
 constexpr std::size_t kDeviceBytes = std::size_t{8} << 30;
-// Allocations of devices are files of this name, then the process, a dot and a number, in /dev/shm.
+// Prefix of the files in /dev/shm that back device memory; the process id, a dot and a number follow.
 constexpr const char* kFilePrefix = "fake_cuda.";
 
-// Memory of a device: of cuMemAlloc, of a pool, managed (here no memory of the host: who touches it there dies too), a
-// mapped chunk, several of these side by side, of another process. Memory of the host: registered, of cuMemHostAlloc.
+// Device memory: from cuMemAlloc, of a pool, managed (invalid on the host here), a mapped chunk, several adjacent
+// chunks, or opened from another process. Host memory: registered, or from cuMemHostAlloc.
 enum class Kind { kDevice, kPool, kManaged, kChunk, kChunks, kOpened, kRegistered, kHostAlloc };
 
-// The file behind memory of a device. Thread rule: it does not change.
+// The file that backs device memory. Thread rule: immutable.
 class Backing {
  public:
-  // A new one, whatever the device has; all bytes are 0xff: nobody may count on zeros. Null when there is no room.
+  // Creates a file filled with 0xff, so that no caller relies on zeros. Does not check the device's size. Null if
+  // /dev/shm is full.
   static std::shared_ptr<Backing> create(int device, std::size_t bytes);
-  // That of another process; null when there is none.
+  // The file of another process; `map` fails if it does not exist.
   static std::shared_ptr<Backing> open(const std::string& file, int device, std::size_t bytes);
-  // Gives what this process has made back; while others have it open, it stays in use.
+  // Frees memory that this process created; it stays in use while other processes have it open.
   ~Backing();
   Backing(const Backing&) = delete;
   Backing& operator=(const Backing&) = delete;
 
-  // Maps it at an address of reserve_addresses; false when there is no such file any more.
+  // Maps the file at an address from reserve_addresses; false if the file is gone.
   bool map(std::uintptr_t start) const;
 
   const std::string file;
@@ -54,60 +54,60 @@ class Backing {
   const bool own_;
 };
 
-// A range of memory. What the fake has mapped goes with it: an operation under way holds on to its regions.
+// A memory range, which unmaps its memory when destroyed. A running operation holds its regions.
 struct Region {
   Kind kind = Kind::kDevice;
   std::uintptr_t start = 0;
   std::size_t bytes = 0;
   int device = 0;
-  // Where it was allocated, opened or registered.
+  // The context that allocated, opened or registered it.
   Context* context = nullptr;
-  // Set by add_region: never the same twice in a process.
+  // Set by add_region; unique in the process.
   unsigned long long id = 0;
-  // What is behind it, where that is one file.
+  // The backing file, if there is exactly one.
   std::shared_ptr<Backing> backing;
-  // What it is made of: kChunks.
+  // The adjacent chunks of a kChunks region.
   std::vector<std::shared_ptr<Region>> chunks;
 
-  // Whether cuMemFree takes it.
+  // Whether cuMemFree accepts it.
   bool allocated() const { return kind == Kind::kDevice || kind == Kind::kPool || kind == Kind::kManaged; }
   bool pinned() const { return kind == Kind::kRegistered || kind == Kind::kHostAlloc; }
   CUdeviceptr address() const { return start + kOffset; }
   ~Region();
 };
-using Held = std::shared_ptr<Region>;
+using KeepAlive = std::shared_ptr<Region>;
 
 inline char* host_of(CUdeviceptr address) { return reinterpret_cast<char*>(address - kOffset); }
 inline std::uintptr_t number_of(const void* host) { return reinterpret_cast<std::uintptr_t>(host); }
 
-// False, and nothing is added, when it overlaps with another.
-bool add_region(const Held& region);
-// The region that has all these bytes; null when there is none.
-Held find_region(std::uintptr_t start, std::size_t bytes);
-// Takes out the region of one of these kinds that starts there; null when there is none.
-Held remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds);
-// What this process has on this device now, with what it has freed and others have open still.
+// False, without effect, if the region overlaps another.
+bool add_region(const KeepAlive& region);
+// The region that contains all these bytes; null if none.
+KeepAlive find_region(std::uintptr_t start, std::size_t bytes);
+// Removes the region of one of these kinds that starts there; null if none.
+KeepAlive remove_region(std::uintptr_t start, std::initializer_list<Kind> kinds);
+// Bytes of the device that this process uses, including freed memory that other processes have open.
 std::size_t bytes_in_use(int device);
 
-// The region of memory that a GPU may touch, which may be several chunks; a bad access (faults.h), naming `what`, when
-// this is none.
-Held device_memory(CUdeviceptr address, std::size_t bytes, const char* what);
-// The same for pinned memory of the host.
-Held pinned_memory(const void* host, std::size_t bytes, const char* what);
+// The region that contains this device memory; adjacent chunks count as one. Otherwise a bad access (faults.h), naming
+// `what`.
+KeepAlive device_memory(CUdeviceptr address, std::size_t bytes, const char* what);
+// The same for pinned host memory.
+KeepAlive pinned_memory(const void* host, std::size_t bytes, const char* what);
 
-// Takes memory of a device; null when there is no room.
+// Allocates device memory; null if the device is full.
 std::shared_ptr<Backing> new_backing(int device, std::size_t bytes);
-// New memory of this kind on the context's device, known to the table; null when there is no room.
-Held new_memory(Kind kind, std::size_t bytes, Context* context);
-// A region of this kind with the backing mapped, not yet added; null when there is no such file any more.
-Held mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context);
+// Allocates memory of this kind on the context's device and adds it to the table; null if the device is full.
+KeepAlive new_memory(Kind kind, std::size_t bytes, Context* context);
+// Maps the file as a region, which is not yet in the table; null if the file is gone.
+KeepAlive mapped_region(Kind kind, const std::shared_ptr<Backing>& backing, Context* context);
 
-// Addresses for memory of devices: the lowest that are free, so that those of freed memory come again at once, as they
-// do with the driver. Nothing can be read there before it is mapped.
+// Reserves the lowest free addresses, so addresses of freed memory are reused at once, as by the driver. Unreadable
+// until mapped.
 std::uintptr_t reserve_addresses(std::size_t bytes);
-// Unmaps what is there.
+// Unmaps the range.
 void cover_addresses(std::uintptr_t start, std::size_t bytes);
-// Also gives them back.
+// Unmaps the range and frees its addresses.
 void release_addresses(std::uintptr_t start, std::size_t bytes);
 
 }  // namespace fake

@@ -1,7 +1,7 @@
-// cuMemAlloc, cuMemFree and questions about addresses.
+// cuMemAlloc, cuMemFree and address queries.
 //
-// The real cuMemFree waits for the device; this one does not, but for FAKE_CUDA_WAITING_CALLS=1: who frees memory that
-// is still to be used is aborted when the operation runs, as nobody may count on such a wait.
+// The real cuMemFree waits for the device; this one does so only with FAKE_CUDA_WAITING_CALLS=1. No caller may rely on
+// that wait: an operation that uses freed memory aborts when it runs.
 #include "abort.h"
 #include "memory.h"
 #include "stream.h"
@@ -10,14 +10,14 @@ using namespace fake;
 
 namespace {
 
-// A range that is known under this address, be it a device's or the host's.
-Held known(CUdeviceptr address) {
+// The region of a device address or of a pinned host address.
+KeepAlive known(CUdeviceptr address) {
   if (address >= kOffset) return find_region(address - kOffset, 1);
-  Held region = find_region(address, 1);
+  KeepAlive region = find_region(address, 1);
   return region != nullptr && region->pinned() ? region : nullptr;
 }
 
-// The one pool that a device has: a number that nobody can follow.
+// The default pool of a device: an invalid address.
 CUmemoryPool pool_of(int device) {
   return reinterpret_cast<CUmemoryPool>((std::uintptr_t{0x5fd0} << 48) + 16 * static_cast<std::uintptr_t>(device + 1));
 }
@@ -29,7 +29,7 @@ namespace {
 CUresult allocate(Kind kind, CUdeviceptr* address, std::size_t bytes, Context* context) {
   if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  const Held region = new_memory(kind, bytes, context);
+  const KeepAlive region = new_memory(kind, bytes, context);
   if (region == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   *address = region->address();
   return CUDA_SUCCESS;
@@ -50,7 +50,7 @@ FAKE_API CUresult cuMemAllocManaged(CUdeviceptr* address, std::size_t bytes, uns
   return allocate(Kind::kManaged, address, bytes, context);
 }
 
-// The memory is there at once, not in the stream's order.
+// Allocates at once, not in stream order.
 FAKE_API CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, std::size_t bytes, CUmemoryPool pool, CUstream handle) {
   std::shared_ptr<Stream> stream;
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
@@ -74,7 +74,7 @@ FAKE_API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice device)
 FAKE_API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
   std::shared_ptr<Stream> stream;
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
-  const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
+  const KeepAlive region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
   if (region == nullptr || !region->allocated() || region->address() != address) return CUDA_ERROR_INVALID_VALUE;
   return stream->push([start = region->start, kind = region->kind] {
     if (remove_region(start, {kind}) == nullptr) die("cuMemFreeAsync: the memory was freed meanwhile");
@@ -85,8 +85,8 @@ FAKE_API CUresult cuMemFree_v2(CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (address == 0) return CUDA_SUCCESS;
-  wait_if_calls_do(*context);
-  const Held region = remove_region(address - kOffset, {Kind::kDevice, Kind::kPool, Kind::kManaged});
+  wait_if_calls_block(*context);
+  const KeepAlive region = remove_region(address - kOffset, {Kind::kDevice, Kind::kPool, Kind::kManaged});
   return region != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -101,7 +101,7 @@ FAKE_API CUresult cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
 FAKE_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* size, CUdeviceptr address) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
-  const Held region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
+  const KeepAlive region = address < kOffset ? nullptr : find_region(address - kOffset, 1);
   if (region == nullptr) return CUDA_ERROR_NOT_FOUND;
   if (base != nullptr) *base = region->address();
   if (size != nullptr) *size = region->bytes;
@@ -110,7 +110,7 @@ FAKE_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* size, 
 
 FAKE_API CUresult cuPointerGetAttribute(void* out, CUpointer_attribute attribute, CUdeviceptr address) {
   if (const CUresult refused = need_init()) return refused;
-  const Held region = known(address);
+  const KeepAlive region = known(address);
   if (out == nullptr || region == nullptr) return CUDA_ERROR_INVALID_VALUE;
   switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:

@@ -1,5 +1,5 @@
-// cuModule* and cuLaunchKernel. A module is the text of its PTX, or machine code (an ELF file), of which only the names
-// of the kernels are read; a kernel of it is run as its kernel (host_kernel.h), which there must be.
+// cuModule* and cuLaunchKernel. A module is PTX or an ELF file, read only for the names of its kernels. A launch runs
+// the host kernel (host_kernel.h) of that name, which must exist.
 #include <algorithm>
 #include <cctype>
 #include <cstdint>
@@ -30,19 +30,19 @@ struct Module {
   std::map<std::string, CUfunction> functions;
 };
 
-Handles<Module, CUmodule>& modules() { return immortal<Handles<Module, CUmodule>>(); }
-Handles<Function, CUfunction>& functions() { return immortal<Handles<Function, CUfunction>>(); }
+Handles<Module, CUmodule>& modules() { return never_destroyed<Handles<Module, CUmodule>>(); }
+Handles<Function, CUfunction>& functions() { return never_destroyed<Handles<Function, CUfunction>>(); }
 
 std::size_t skip_space(const std::string& text, std::size_t at) {
   while (at < text.size() && std::isspace(static_cast<unsigned char>(text[at]))) ++at;
   return at;
 }
 
-// Whether the PTX has ".entry NAME(", with any space between.
+// Whether the PTX contains ".entry NAME(", with any white space.
 bool has_entry(const std::string& ptx, const std::string& name) {
-  const std::string word = ".entry";
-  for (std::size_t at = ptx.find(word); at != std::string::npos; at = ptx.find(word, at + 1)) {
-    const std::size_t start = skip_space(ptx, at + word.size());
+  const std::string directive = ".entry";
+  for (std::size_t at = ptx.find(directive); at != std::string::npos; at = ptx.find(directive, at + 1)) {
+    const std::size_t start = skip_space(ptx, at + directive.size());
     if (ptx.compare(start, name.size(), name) != 0) continue;
     const std::size_t end = skip_space(ptx, start + name.size());
     if (end < ptx.size() && ptx[end] == '(') return true;
@@ -50,7 +50,7 @@ bool has_entry(const std::string& ptx, const std::string& name) {
   return false;
 }
 
-// What is read of the header of an ELF file.
+// The header of an ELF file.
 struct ElfHeader {
   unsigned char identity[16];
   std::uint16_t type, machine;
@@ -61,7 +61,7 @@ struct ElfHeader {
 };
 static_assert(sizeof(ElfHeader) == 64);
 constexpr std::uint16_t kElfMachineOfCuda = 190;
-// The interface from which on the second byte of the flags is the compute capability; before it is the first.
+// From this ABI version on, the compute capability is the second byte of the flags; before, the first.
 constexpr unsigned char kLaterElf = 0x41;
 
 bool is_elf(const char* image) {
@@ -82,7 +82,7 @@ std::size_t bytes_of(const ElfHeader& header) {
                   header.segments + std::size_t{header.segment_bytes} * header.number_of_segments);
 }
 
-// Machine code runs on GPUs of its own compute capability, and of later ones of the same first number.
+// Machine code runs on GPUs with the same major compute capability and the same or a later minor one.
 bool runs_here(const ElfHeader& header) {
   const int made_for = (header.identity[7] >= kLaterElf ? header.flags >> 8 : header.flags) & 0xff;
   return made_for / 10 == capability() / 10 && made_for <= capability();
@@ -94,8 +94,8 @@ bool has_kernel(const std::string& image, const std::string& name) {
   return image.find(section) != std::string::npos;
 }
 
-bool sane(Index size, unsigned most_y_and_z) {
-  return size.x > 0 && size.y > 0 && size.z > 0 && size.y <= most_y_and_z && size.z <= most_y_and_z;
+bool sane(Index size, unsigned max_y_and_z) {
+  return size.x > 0 && size.y > 0 && size.z > 0 && size.y <= max_y_and_z && size.z <= max_y_and_z;
 }
 
 }  // namespace
@@ -104,7 +104,7 @@ FAKE_API CUresult cuModuleLoadData(CUmodule* handle, const void* image) {
   Context* context = nullptr;
   if (const CUresult refused = need_context(&context)) return refused;
   if (handle == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  wait_if_calls_do(*context);
+  wait_if_calls_block(*context);
   const auto module = std::make_shared<Module>();
   module->context = context;
   const char* start = static_cast<const char*>(image);
@@ -166,7 +166,7 @@ FAKE_API CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned gr
   }
   const KernelArgs work = *static_cast<const KernelArgs*>(parameters[0]);
   const CUresult refused = stream->push([kernel, work, grid, block, context = stream->context] {
-    const std::vector<Held> held = check_launch(*kernel, work, *context);
+    const std::vector<KeepAlive> held = check_launch(*kernel, work, *context);
     const Slice slice(context->device);
     kernel->run(work, grid, block);
   });

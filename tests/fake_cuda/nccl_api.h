@@ -1,6 +1,7 @@
-// The little of NCCL's interface that the fake has, declared here: no NCCL headers are on the machines it is for.
+// The part of NCCL's API that the fake implements. It is declared here because the machines that use the fake have no
+// NCCL headers.
 //
-// Names, numbers and layouts are those of the real library (2.28).
+// Names, numbers and layouts are those of NCCL 2.28.
 #pragma once
 
 #include <climits>
@@ -30,7 +31,7 @@ enum ncclDataType_t : int {
   ncclBfloat16 = 9,
 };
 
-// Higher ones are handles of operations that a caller has made.
+// Higher values are handles of user-defined reductions.
 using ncclRedOp_t = int;
 constexpr ncclRedOp_t ncclSum = 0;
 constexpr ncclRedOp_t ncclAvg = 4;
@@ -43,7 +44,7 @@ struct ncclUniqueId {
 };
 
 constexpr unsigned kNcclConfigMagic = 0xcafebeef;
-// How it begins; `size` is that of the caller's, which may have more.
+// The first fields; `size` is the size of the caller's struct, which may have more.
 struct ncclConfig_t {
   std::size_t size;
   unsigned magic;

@@ -9,7 +9,7 @@
 namespace fake {
 namespace {
 
-// A number with `kMantissa` bits behind the point and 15 - kMantissa bits of exponent, which has to be done by hand.
+// Conversions of a 16-bit float with `kMantissa` mantissa bits and 15 - kMantissa exponent bits.
 template <int kMantissa>
 struct Half {
   static constexpr int kBias = (1 << (14 - kMantissa)) - 1;
@@ -29,18 +29,18 @@ struct Half {
     return (bits & 0x8000) != 0 ? -value : value;
   }
 
-  // To the nearest, ties to even.
+  // Rounds to nearest, ties to even.
   static std::uint16_t narrow(float value) {
     const unsigned sign = std::signbit(value) ? 0x8000 : 0;
     if (std::isnan(value)) return static_cast<std::uint16_t>(sign | kMaxExponent << kMantissa | 1 << (kMantissa - 1));
     int exponent = 0;
-    std::frexp(value, &exponent);  // below 2^exponent, at least half of it; infinity is caught at the end
+    std::frexp(value, &exponent);  // value is in [2^(exponent-1), 2^exponent); infinity is handled below
     if (value == 0) return static_cast<std::uint16_t>(sign);
-    // In units of the last place of what it becomes, which is that of the smallest normal number or above.
+    // One unit in the last place of the result, at least that of the smallest normal number.
     const int unit = (exponent - 1 < 1 - kBias ? 1 - kBias : exponent - 1) - kMantissa;
     const double scaled = std::isinf(value) ? value : std::nearbyint(std::ldexp(std::fabs(double{value}), -unit));
     if (!std::isfinite(scaled)) return static_cast<std::uint16_t>(sign | kMaxExponent << kMantissa);
-    // A mantissa that was rounded up to the next power of two carries into the exponent, as it should.
+    // Rounding up to the next power of two carries into the exponent, which is correct.
     const int steps = unit + kMantissa + kBias - 1;
     const long bits = static_cast<long>(scaled) + (static_cast<long>(steps) << kMantissa);
     const long infinity = static_cast<long>(kMaxExponent) << kMantissa;
@@ -48,7 +48,7 @@ struct Half {
   }
 };
 
-// A type: its bits, what is added, and the way there and back.
+// Element types: bit type, accumulator type, and conversions.
 template <class T>
 struct Plain {
   using Bits = T;
@@ -56,7 +56,7 @@ struct Plain {
   static Sum widen(Bits bits) { return bits; }
   static Bits narrow(Sum sum) { return sum; }
 };
-// Integers are added without a sign, as that may wrap around.
+// Integers are added as unsigned ones, whose overflow is defined.
 template <class T, class Unsigned>
 struct Whole {
   using Bits = T;

@@ -1,4 +1,4 @@
-// Sums of NCCL's types, as an all-reduce makes them.
+// Reductions for NCCL's element types.
 #pragma once
 
 #include <cstddef>
@@ -9,23 +9,23 @@
 
 namespace fake {
 
-// How the values of the ranks become one.
+// How an allreduce combines the values of the ranks.
 struct Reduction {
-  // Every value is multiplied by `scalar` first, a number of the type; bits in its lower end.
+  // Whether to multiply every value by `scalar` first. `scalar` holds a value of the element type in its low bytes.
   bool scaled = false;
   std::uint64_t scalar = 0;
-  // The sum is divided by this, toward zero: averages of integers.
+  // Divisor of the sum, truncating toward zero: the mean of integers.
   std::int64_t divisor = 1;
 };
 
-// The size of an element; 0 for a type that the fake does not have.
+// Size of an element; 0 if the fake does not support the type.
 std::size_t size_of(ncclDataType_t dtype);
 
-// What ncclAvg means for this type and number of ranks: floating point is scaled, integers are divided.
+// The reduction for ncclAvg: floating point is multiplied by 1/n, integers are divided.
 Reduction average_of(ncclDataType_t dtype, int nranks);
 
-// Writes the reduction of `count` elements from every source. Floating-point numbers are added in the order of the
-// sources and rounded once (float16 and bfloat16: from float32); integers wrap around.
+// Reduces `count` elements of all sources. Floating-point values are added in the order of the sources and rounded once
+// (float16 and bfloat16: from float32). Integers wrap around.
 void reduce(ncclDataType_t dtype, const Reduction& reduction, const std::vector<const char*>& sources, char* target,
             std::size_t count);
 

@@ -8,12 +8,12 @@
 
 namespace fake {
 
-Handles<Comm, ncclComm_t>& comms() { return immortal<Handles<Comm, ncclComm_t>>(); }
+Handles<Comm, ncclComm_t>& comms() { return never_destroyed<Handles<Comm, ncclComm_t>>(); }
 
 void Comm::start(std::vector<Job> jobs) {
   CUcontext context = nullptr;
   {
-    // No driver: the process is exiting, had a fault, or was forked from one that had called cuInit.
+    // The driver fails if the process is exiting, has a sticky error, or was forked after cuInit.
     const bool usable = cuCtxGetCurrent(&context) == CUDA_SUCCESS;
     const std::lock_guard guard(mutex_);
     state_ = usable ? ncclInProgress : failed(ncclUnhandledCudaError, "the driver gives no current context");
@@ -24,7 +24,7 @@ void Comm::start(std::vector<Job> jobs) {
     if (cuCtxSetCurrent(context) != CUDA_SUCCESS) {
       result = failed(ncclUnhandledCudaError, "the caller's context cannot be made current");
     }
-    dawdle();
+    random_delay();
     for (const Job& job : jobs) {
       if (result == ncclSuccess) result = job();
     }
@@ -66,7 +66,7 @@ ncclResult_t Comm::join(const std::string& name, const GpuId& gpu) {
 }
 
 bool Comm::drain() {
-  for (int round = 0; finished < issued; nap(round)) {
+  for (int round = 0; finished < issued; backoff(round)) {
     CUcontext context = nullptr;
     if (aborted() || cuCtxGetCurrent(&context) != CUDA_SUCCESS) return false;
   }
@@ -75,18 +75,18 @@ bool Comm::drain() {
 
 namespace {
 
-struct Words {
+struct LastError {
   std::mutex mutex;
-  std::string last;
+  std::string text;
 };
 
-Words& words() { return immortal<Words>(); }
+LastError& last_error() { return never_destroyed<LastError>(); }
 
 }  // namespace
 
-ncclResult_t failed(ncclResult_t result, const std::string& text) {
-  const std::lock_guard lock(words().mutex);
-  words().last = text;
+ncclResult_t failed(ncclResult_t result, const std::string& message) {
+  const std::lock_guard lock(last_error().mutex);
+  last_error().text = message;
   return result;
 }
 
@@ -109,8 +109,8 @@ using namespace fake;
 
 FAKE_API const char* ncclGetLastError(ncclComm_t) {
   thread_local std::string copy;
-  const std::lock_guard lock(words().mutex);
-  copy = words().last;
+  const std::lock_guard lock(last_error().mutex);
+  copy = last_error().text;
   return copy.c_str();
 }
 

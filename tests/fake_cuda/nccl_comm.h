@@ -1,9 +1,9 @@
-// Communicators of the fake NCCL: their state, and the work that goes on in the background.
+// Communicators of the fake NCCL: state and background work.
 //
-// As in NCCL, what a call on a non-blocking communicator asks for is done by a thread of its own after the call has
-// returned: the state is ncclInProgress meanwhile, and other calls are refused.
+// As in NCCL, a call on a non-blocking communicator returns at once and a separate thread does the work. Meanwhile the
+// state is ncclInProgress, and other calls fail.
 //
-// Thread rule: everything may be called from any thread.
+// Thread rule: any thread.
 #pragma once
 
 #include <atomic>
@@ -21,12 +21,12 @@
 
 namespace fake {
 
-// A reduction that a caller has made.
-struct MadeReduction {
+// A user-defined reduction.
+struct UserReduction {
   bool live = false;
   ncclDataType_t dtype = ncclFloat32;
   Reduction reduction;
-  // Where the scalar is read when the operation runs; 0 when it is in `reduction`.
+  // Device address of the scalar, read when the operation runs; 0 if `reduction` holds it.
   CUdeviceptr scalar = 0;
 };
 
@@ -37,33 +37,33 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Comm(int nranks, int rank, CUdevice device, bool blocking)
       : nranks(nranks), rank(rank), device(device), blocking(blocking) {}
 
-  // Does the jobs, in order up to the first that fails, in a thread of their own.
+  // Runs the jobs in order on a new thread, up to the first failure.
   void start(std::vector<Job> jobs);
-  // Blocks until they are done; the state then.
+  // Blocks until the jobs have finished; returns the state.
   ncclResult_t wait();
   ncclResult_t state();
-  // Operations under way end early from now on.
+  // Makes operations in progress end early.
   void abort() { aborted_ = true; }
   bool aborted() const { return aborted_; }
 
-  // Joins the others, as a job.
+  // Joins the other ranks; runs as a job.
   ncclResult_t join(const std::string& name, const GpuId& gpu);
-  // Blocks until all operations so far have run; false when aborted.
+  // Blocks until all operations so far have run; false if aborted.
   bool drain();
 
   const int nranks, rank;
   const CUdevice device;
   const bool blocking;
 
-  // One operation uses it at a time: the one whose number is `finished`.
+  // Used by one operation at a time: that with number `finished`.
   Segment segment;
-  // Operations given to streams, and those that have run.
+  // Numbers of operations enqueued on streams, and of those that have run.
   std::atomic<std::uint64_t> issued{0}, finished{0};
   std::atomic<bool> finalised{false};
 
   std::mutex lock;
-  // By handle, from ncclNumOps; guarded by `lock`.
-  std::vector<MadeReduction> reductions;
+  // By handle minus ncclNumOps; guarded by `lock`.
+  std::vector<UserReduction> reductions;
 
  private:
   std::mutex mutex_;
@@ -74,11 +74,11 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
 Handles<Comm, ncclComm_t>& comms();
 
-// Remembers the words, for ncclGetLastError, and returns the result.
-ncclResult_t failed(ncclResult_t result, const std::string& words);
-// The communicator of a handle, which must have no work in progress and no error.
+// Stores the message for ncclGetLastError and returns `result`.
+ncclResult_t failed(ncclResult_t result, const std::string& message);
+// The communicator of a handle; fails while it has work in progress, or after an error.
 ncclResult_t need_ready(ncclComm_t handle, std::shared_ptr<Comm>* comm);
-// Does the job, or keeps it until the end of the calling thread's group. Returns what a call of NCCL returns.
+// Runs the job, or defers it to the end of the thread's group. Returns the result of the NCCL call.
 ncclResult_t submit(const std::shared_ptr<Comm>& comm, Comm::Job job);
 
 }  // namespace fake

@@ -1,6 +1,6 @@
-// ncclGroupStart and ncclGroupEnd, and `submit`, which they hold back.
+// ncclGroupStart, ncclGroupEnd, and `submit`, which a group defers.
 //
-// Thread rule: a group is the calling thread's own.
+// Thread rule: groups are thread-local.
 #include <utility>
 
 #include "nccl_comm.h"
@@ -17,7 +17,7 @@ thread_local int depth = 0;
 // By communicator, in the order of their first calls.
 thread_local std::vector<Work> held_back;
 
-// Starts the work of all communicators before it waits for any, as that may need the others.
+// Starts the work of all communicators before waiting for any, because they may depend on each other.
 ncclResult_t run(const std::vector<Work>& all) {
   for (const Work& work : all) work.comm->start(work.jobs);
   ncclResult_t result = ncclSuccess;

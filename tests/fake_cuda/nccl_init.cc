@@ -1,4 +1,4 @@
-// The life of a communicator: unique ids, init, finalize, destroy, abort; and questions about it.
+// Communicators: unique ids, init, finalize, destroy, abort and queries.
 #include <climits>
 #include <cstring>
 

@@ -1,7 +1,7 @@
-// All-reduce and broadcast, and the reductions that callers make.
+// Allreduce, broadcast and user-defined reductions.
 //
-// An operation runs on a thread of the stream that it was given to. Those of a communicator run in the order of their
-// calls, whatever their streams.
+// An operation runs on the thread of its stream. Operations of a communicator run in the order of their calls, on
+// whatever streams.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -19,26 +19,26 @@ struct Operation {
   std::shared_ptr<Comm> comm;
   Task task;
   ncclDataType_t dtype;
-  MadeReduction how;
+  UserReduction how;
   CUdeviceptr send, receive;
   CUstream stream;
 };
 
 bool sends(const Operation& op) { return op.task.kind == kAllReduce || op.task.root == op.comm->rank; }
 
-// A part of the operation's memory for the host; looked up anew for each part, in case it is freed meanwhile.
+// The host address of a part of an operation's memory. Checked for each part, in case the memory was freed.
 char* part(CUdeviceptr start, std::size_t offset, std::size_t bytes, const char* what) {
   return bytes == 0 ? nullptr : static_cast<char*>(fake_cuda_host_address(start + offset, bytes, what));
 }
 
-// One step: `bytes` bytes from `offset` on. False when aborted.
-bool step(const Operation& op, std::size_t offset, std::size_t bytes) {
+// Runs one round for `bytes` bytes at `offset`. False if aborted.
+bool run_round(const Operation& op, std::size_t offset, std::size_t bytes) {
   Segment& segment = op.comm->segment;
-  const auto give_up = [&op] { return op.comm->aborted(); };
-  char* own = segment.fill(give_up);
+  const auto should_abort = [&op] { return op.comm->aborted(); };
+  char* own = segment.fill(should_abort);
   if (own == nullptr) return false;
   if (sends(op) && bytes > 0) std::memcpy(own, part(op.send, offset, bytes, "NCCL, send buffer"), bytes);
-  if (!segment.post(op.task, give_up)) return false;
+  if (!segment.post(op.task, should_abort)) return false;
   if (bytes > 0) {
     char* target = part(op.receive, offset, bytes, "NCCL, receive buffer");
     if (op.task.kind == kBroadcast) {
@@ -56,7 +56,7 @@ bool step(const Operation& op, std::size_t offset, std::size_t bytes) {
 void run(void* argument) {
   const std::unique_ptr<Operation> op(static_cast<Operation*>(argument));
   Comm& comm = *op->comm;
-  for (int round = 0; comm.finished != op->task.number; nap(round)) {
+  for (int round = 0; comm.finished != op->task.number; backoff(round)) {
     if (comm.aborted()) return;
   }
   const std::size_t size = size_of(op->dtype), bytes = size * op->task.count;
@@ -66,13 +66,13 @@ void run(void* argument) {
   std::size_t offset = 0;
   do {
     const std::size_t length = std::min(kChunk, bytes - offset);
-    if (!step(*op, offset, length)) return;
+    if (!run_round(*op, offset, length)) return;
     offset += length;
   } while (offset < bytes);
   ++comm.finished;
 }
 
-// The job of a call: gives the operation to its stream.
+// The job of a call: enqueues the operation on its stream.
 ncclResult_t give_to_stream(Operation op) {
   op.task.number = op.comm->issued++;
   const CUstream stream = op.stream;
@@ -85,7 +85,7 @@ ncclResult_t give_to_stream(Operation op) {
   return ncclSuccess;
 }
 
-// What the caller asks for is checked here and now; the rest is a job.
+// Checks the arguments at once; the job does the rest.
 ncclResult_t call(Operation op) {
   const std::size_t size = size_of(op.dtype);
   if (op.comm->finalised) return failed(ncclInvalidUsage, "the communicator is finalized");
@@ -146,7 +146,7 @@ FAKE_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* out, void* scalar, n
   if (const ncclResult_t refused = need_ready(handle, &comm)) return refused;
   const std::size_t size = size_of(dtype);
   if (out == nullptr || scalar == nullptr || size == 0) return failed(ncclInvalidArgument, "no such reduction");
-  MadeReduction made;
+  UserReduction made;
   made.live = true;
   made.dtype = dtype;
   made.reduction.scaled = true;

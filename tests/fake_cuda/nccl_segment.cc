@@ -16,13 +16,13 @@ namespace {
 
 constexpr const char* kPrefix = "fake_nccl.";
 
-// The names of the segments that this process has made. Some may be unlinked by now.
+// Names of the segments that this process created. Some may be unlinked already.
 struct Made {
   std::mutex mutex;
   std::set<std::pair<pid_t, std::string>> names;
 };
 
-Made& made() { return immortal<Made>(); }
+Made& made() { return never_destroyed<Made>(); }
 
 __attribute__((destructor)) void unlink_all() {
   const std::lock_guard lock(made().mutex);
@@ -63,25 +63,25 @@ bool Segment::open(const std::string& name) {
 
 Segment::~Segment() {
   if (header_ == nullptr) return;
-  if (nranks_ > 0) header_->places[rank_].left = true;
+  if (nranks_ > 0) header_->entries[rank_].left = true;
   munmap(header_, kBytes);
 }
 
 bool Segment::arrive(int rank, int nranks, const GpuId& gpu) {
   int agreed = 0;
   if (!header_->nranks.compare_exchange_strong(agreed, nranks) && agreed != nranks) return false;
-  Place& place = header_->places[rank];
-  if (place.taken.exchange(true)) return false;
+  RankEntry& entry = header_->entries[rank];
+  if (entry.taken.exchange(true)) return false;
   rank_ = rank;
   nranks_ = nranks;
-  place.gpu = gpu;
+  entry.gpu = gpu;
   if (++header_->arrived == nranks) shm_unlink(name_.c_str());
   return true;
 }
 
-bool Segment::wait_for_all(const GiveUp& give_up) {
-  for (int round = 0; header_->arrived < nranks_; nap(round)) {
-    if (give_up()) return false;
+bool Segment::wait_for_all(const ShouldAbort& should_abort) {
+  for (int round = 0; header_->arrived < nranks_; backoff(round)) {
+    if (should_abort()) return false;
   }
   return true;
 }
@@ -89,40 +89,40 @@ bool Segment::wait_for_all(const GiveUp& give_up) {
 int Segment::shares_gpu_with() const {
   for (int other = 0; other < nranks_; ++other) {
     if (other == rank_) continue;
-    if (std::strcmp(header_->places[other].gpu.bus_id, header_->places[rank_].gpu.bus_id) == 0) return other;
+    if (std::strcmp(header_->entries[other].gpu.bus_id, header_->entries[rank_].gpu.bus_id) == 0) return other;
   }
   return -1;
 }
 
-bool Segment::wait_for_ready(const GiveUp& give_up) {
+bool Segment::wait_for_ready(const ShouldAbort& should_abort) {
   ++header_->ready;
-  for (int round = 0; header_->ready < nranks_; nap(round)) {
-    if (give_up()) return false;
+  for (int round = 0; header_->ready < nranks_; backoff(round)) {
+    if (should_abort()) return false;
     for (int rank = 0; rank < nranks_; ++rank) {
-      if (header_->places[rank].left && header_->ready < nranks_) return false;
+      if (header_->entries[rank].left && header_->ready < nranks_) return false;
     }
   }
   return true;
 }
 
-char* Segment::fill(const GiveUp& give_up) {
+char* Segment::fill(const ShouldAbort& should_abort) {
   for (int rank = 0, round = 0; rank < nranks_; ++rank) {
-    for (; header_->places[rank].read < step_; nap(round)) {
-      if (give_up()) return nullptr;
+    for (; header_->entries[rank].read < round_; backoff(round)) {
+      if (should_abort()) return nullptr;
     }
   }
-  ++step_;
+  ++round_;
   return const_cast<char*>(buffer(rank_));
 }
 
-bool Segment::post(const Task& task, const GiveUp& give_up) {
-  header_->places[rank_].task = task;
-  header_->places[rank_].posted = step_;
+bool Segment::post(const Task& task, const ShouldAbort& should_abort) {
+  header_->entries[rank_].task = task;
+  header_->entries[rank_].posted = round_;
   for (int rank = 0, round = 0; rank < nranks_; ++rank) {
-    for (; header_->places[rank].posted < step_; nap(round)) {
-      if (give_up()) return false;
+    for (; header_->entries[rank].posted < round_; backoff(round)) {
+      if (should_abort()) return false;
     }
-    check_same(task, header_->places[rank].task, rank_, rank);
+    check_same(task, header_->entries[rank].task, rank_, rank);
   }
   return true;
 }
@@ -140,6 +140,6 @@ const char* Segment::buffer(int rank) const {
   return reinterpret_cast<const char*>(header_) + kHeaderBytes + static_cast<std::size_t>(rank) * kChunk;
 }
 
-void Segment::done() { header_->places[rank_].read = step_; }
+void Segment::done() { header_->entries[rank_].read = round_; }
 
 }  // namespace fake

@@ -1,10 +1,10 @@
-// Shared memory of a communicator: who is there, and a buffer for each rank.
+// Shared memory of a communicator: an entry and a buffer for each rank.
 //
-// It goes in steps. In a step every rank fills its own buffer, posts it, waits for the others, reads theirs, and says
-// so; nobody fills a buffer again before all have read it.
+// It works in rounds. In a round each rank fills its buffer, posts it, waits for the others, reads their buffers, and
+// marks them as read. A rank fills its buffer again only after all ranks have read it.
 //
-// Thread rule: a rank's own entry is written by one thread at a time. The file is unlinked by the last rank to arrive,
-// or when the process that made it exits.
+// Thread rule: one thread at a time writes a rank's entry. The last rank to arrive unlinks the file, or else its
+// creator at exit.
 #pragma once
 
 #include <atomic>
@@ -18,49 +18,49 @@ namespace fake {
 constexpr int kMaxRanks = 64;
 constexpr std::size_t kChunk = 256 << 10;
 
-// What a rank is about to do: the same on all of them.
+// An operation; must be equal on all ranks.
 struct Task {
   std::uint64_t number = 0;
   std::uint64_t count = 0;
   int kind = 0, dtype = 0, op = 0, root = 0;
 };
 
-// Where a GPU is, which its slices have in common.
+// Identifies a GPU; its MIG slices share the value.
 struct GpuId {
   char bus_id[16];
 };
 
 class Segment {
  public:
-  // True when a wait is to be given up.
-  using GiveUp = std::function<bool()>;
+  // Returns true to end a wait early.
+  using ShouldAbort = std::function<bool()>;
 
-  // A new one; returns its name. Empty when there is no room.
+  // Creates a segment and returns its name; empty if there is no room.
   static std::string create();
-  // False when there is no such segment.
+  // False if there is no such segment.
   bool open(const std::string& name);
-  // Leaves.
+  // Marks this rank as gone.
   ~Segment();
 
-  // Takes the place of a rank: false when it is taken, or others have another number of ranks.
+  // Registers a rank; false if it is already registered, or if another rank gave another size.
   bool arrive(int rank, int nranks, const GpuId& gpu);
-  // False when given up.
-  bool wait_for_all(const GiveUp& give_up);
-  // Another rank on the same GPU, be it in another slice; -1 when there is none.
+  // False if ended early.
+  bool wait_for_all(const ShouldAbort& should_abort);
+  // Another rank on the same GPU, in any slice; -1 if none.
   int shares_gpu_with() const;
-  // False when given up, or when another rank has left before all were ready.
-  bool wait_for_ready(const GiveUp& give_up);
+  // False if ended early, or if another rank left before all were ready.
+  bool wait_for_ready(const ShouldAbort& should_abort);
 
-  // This rank's buffer for the next step; null when given up.
-  char* fill(const GiveUp& give_up);
-  // Posts it. Returns when all have; false when given up. Dies when the task of another rank is not the same.
-  bool post(const Task& task, const GiveUp& give_up);
+  // This rank's buffer for the next round; null if ended early.
+  char* fill(const ShouldAbort& should_abort);
+  // Posts the buffer and returns when all ranks have posted; false if ended early. Dies if another rank's task differs.
+  bool post(const Task& task, const ShouldAbort& should_abort);
   const char* buffer(int rank) const;
-  // This rank has read what it needs of the step.
+  // Marks the buffers of this round as read by this rank.
   void done();
 
  private:
-  struct Place {
+  struct RankEntry {
     std::atomic<bool> taken;
     std::atomic<bool> left;
     GpuId gpu;
@@ -69,9 +69,9 @@ class Segment {
   };
   struct Header {
     std::atomic<int> nranks, arrived, ready;
-    Place places[kMaxRanks];
+    RankEntry entries[kMaxRanks];
   };
-  // The buffers start here.
+  // Offset of the buffers.
   static constexpr std::size_t kHeaderBytes = 16384;
   static constexpr std::size_t kBytes = kHeaderBytes + kMaxRanks * kChunk;
   static_assert(sizeof(Header) <= kHeaderBytes);
@@ -81,7 +81,7 @@ class Segment {
   std::string name_;
   Header* header_ = nullptr;
   int rank_ = 0, nranks_ = 0;
-  std::uint64_t step_ = 0;
+  std::uint64_t round_ = 0;
 };
 
 }  // namespace fake

@@ -17,52 +17,52 @@
 namespace fake {
 namespace {
 
-bool are_on() {
+bool slices_enabled() {
   static const bool on = setting("FAKE_CUDA_TIME_SLICES", 0) != 0;
   return on;
 }
 
-// The kernels that run on each device now, and the name of the device's slice while there are any: a socket of that
-// name, which only one process can have, and which the kernel takes back from a process that ends.
+// The number of kernels running on a device, and the device's lock while there are any. The lock is an abstract socket
+// name, which one process can bind and the kernel releases at its exit.
 struct Running {
   std::mutex mutex;
   int kernels = 0;
-  int name = -1;
+  int lock_fd = -1;
 };
 
 Running& running(int device) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  return immortal<std::map<int, Running>>()[device];
+  return never_destroyed<std::map<int, Running>>()[device];
 }
 
-int take_name(int device) {
-  const int name = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (name < 0) die("no socket for a time slice: %s", std::strerror(errno));
+int bind_lock(int device) {
+  const int lock_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (lock_fd < 0) die("no socket for a time slice: %s", std::strerror(errno));
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   const int length = std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fake_cuda.kernels.%d", device);
   const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length));
-  for (int round = 0; bind(name, reinterpret_cast<const sockaddr*>(&address), bytes) != 0; nap(round)) {
+  for (int round = 0; bind(lock_fd, reinterpret_cast<const sockaddr*>(&address), bytes) != 0; backoff(round)) {
     if (errno != EADDRINUSE) die("a time slice cannot be had: %s", std::strerror(errno));
   }
-  return name;
+  return lock_fd;
 }
 
 }  // namespace
 
 Slice::Slice(int device) : device_(device) {
-  if (!are_on()) return;
+  if (!slices_enabled()) return;
   Running& here = running(device);
   const std::lock_guard lock(here.mutex);
-  if (here.kernels++ == 0) here.name = take_name(device);
+  if (here.kernels++ == 0) here.lock_fd = bind_lock(device);
 }
 
 Slice::~Slice() {
-  if (!are_on()) return;
+  if (!slices_enabled()) return;
   Running& here = running(device_);
   const std::lock_guard lock(here.mutex);
-  if (--here.kernels == 0) close(here.name);
+  if (--here.kernels == 0) close(here.lock_fd);
 }
 
 }  // namespace fake

@@ -1,13 +1,12 @@
-// Time slices: with FAKE_CUDA_TIME_SLICES=1, kernels of different processes never run at the same time on a device, as
-// on a GPU that processes share without MPS.
+// Time slices: with FAKE_CUDA_TIME_SLICES=1, kernels of different processes never overlap on a device, as on a GPU
+// shared without MPS.
 //
-// Only kernels take them: streams that wait, copies and values in memory go on. Thread rule: may be used from any
-// thread.
+// Only kernels need a slice; waits, copies and memory operations on streams do not. Thread rule: any thread.
 #pragma once
 
 namespace fake {
 
-// Held while a kernel runs. Those of one process may run at the same time.
+// KeepAlive while a kernel runs. Kernels of one process share the slice.
 class Slice {
  public:
   // Waits until no other process has the device.

@@ -26,7 +26,7 @@ void Mark::pass() {
 
 void Mark::wait() {
   std::unique_lock lock(mutex_);
-  // After a fault nobody passes it.
+  // After a sticky error no operation passes the mark.
   while (!passed_ && fault() == CUDA_SUCCESS) changed_.wait_for(lock, std::chrono::milliseconds(1));
 }
 
@@ -83,12 +83,12 @@ void Stream::work() {
     queue_.pop_front();
     lock.unlock();
     if (in_one_queue()) {
-      for (int round = 0; context->turn != operation.place; nap(round)) continue;
+      for (int round = 0; context->running != operation.number; backoff(round)) continue;
     }
-    dawdle();
+    random_delay();
     run_or_fault(operation.run);
-    operation.run = nullptr;  // what it holds goes before anybody hears that it has run
-    ++context->turn;
+    operation.run = nullptr;  // Releases captured memory before anyone sees that the operation has run.
+    ++context->running;
     lock.lock();
     ++finished_;
     changed_.notify_all();

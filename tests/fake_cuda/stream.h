@@ -1,8 +1,7 @@
-// Streams: queues of operations, each with a thread that runs them in order; and marks, which events are made of.
+// Streams: queues of operations, each run in order by a thread; and marks, which implement events.
 //
-// Thread rule: everything may be called from any thread, but for what a thread of a stream runs: that must not wait for
-// its own stream. The thread starts at the first operation, holds its stream while it runs, and ends when the stream is
-// closed and the queue empty.
+// Thread rule: any thread, but an operation must not wait for its own stream. The thread starts with the first
+// operation and keeps its stream alive. It ends when the stream is closed and the queue is empty.
 #pragma once
 
 #include <condition_variable>
@@ -17,19 +16,19 @@
 
 namespace fake {
 
-// Whether a stream is captured in the global mode, in which no thread may call what is not for captures, unless it has
-// left that to others (cuThreadExchangeStreamCaptureMode). The fake asks in cuEventQuery and cuMemAlloc.
+// Whether a global-mode stream capture forbids capture-unsafe calls on this thread. A thread opts out with
+// cuThreadExchangeStreamCaptureMode. Checked by cuEventQuery and cuMemAlloc.
 bool capture_forbids();
 
-// With FAKE_CUDA_WAITING_CALLS=1, waits until all that the context's streams have been given is done, as the driver may
-// where memory is freed, memory of the host allocated, or a module loaded.
-void wait_if_calls_do(Context& context);
+// With FAKE_CUDA_WAITING_CALLS=1, waits for all work of the context. The real driver may do so when it frees memory,
+// allocates host memory, or loads a module.
+void wait_if_calls_block(Context& context);
 
-// A point in a stream that has been passed, or not yet.
+// A point in a stream, passed or not.
 class Mark {
  public:
   void pass();
-  // Ends early after a fault.
+  // Also returns after a sticky error.
   void wait();
   bool passed();
 
@@ -43,17 +42,17 @@ class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(Context* context) : context(context) {}
 
-  // Refused while the stream is captured: the fake has no graphs.
+  // Fails while the stream is being captured: the fake has no graphs.
   CUresult push(std::function<void()> operation);
-  // Blocks until all that was pushed before has run.
+  // Blocks until all earlier operations have run.
   CUresult finish();
-  // CUDA_SUCCESS when all has run, else CUDA_ERROR_NOT_READY.
+  // CUDA_SUCCESS if all operations have run, else CUDA_ERROR_NOT_READY.
   CUresult query();
-  // No more operations come.
+  // No operation may follow.
   void close();
 
   bool capturing();
-  // False when it was so already.
+  // False if it was so already.
   bool set_capturing(bool capturing);
 
   Context* const context;
@@ -65,8 +64,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::condition_variable changed_;
   struct Operation {
     std::function<void()> run;
-    // Its place in the order of the context's one queue.
-    std::uint64_t place;
+    // Its number in the context's order of operations.
+    std::uint64_t number;
   };
   std::deque<Operation> queue_;
   std::uint64_t pushed_ = 0;
@@ -76,7 +75,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool capturing_ = false;
 };
 
-// The stream of a handle; 0 and 1, which are the same, and 2 are streams of the current context.
+// The stream of a handle. 0 and 1 (the same stream) and 2 belong to the current context.
 CUresult need_stream(CUstream handle, std::shared_ptr<Stream>* stream);
 
 }  // namespace fake

@@ -1,4 +1,4 @@
-// cuStream*, but for those on values in memory (values.cc) and on events (event.cc).
+// cuStream*, except the memory operations (values.cc) and events (event.cc).
 #include <atomic>
 #include <utility>
 
@@ -13,9 +13,9 @@ constexpr int kGlobalCapture = 0;
 std::atomic<int> global_captures{0};
 thread_local int capture_mode = kGlobalCapture;
 
-Handles<Stream, CUstream>& streams() { return immortal<Handles<Stream, CUstream>>(); }
+Handles<Stream, CUstream>& streams() { return never_destroyed<Handles<Stream, CUstream>>(); }
 
-// Which of the context's own streams a handle is, -1 for none of them. 0 and 1 are one stream, as in the driver.
+// Index of the context's own stream for a handle, or -1. 0 and 1 are one stream, as in the driver.
 int special(CUstream handle) {
   switch (reinterpret_cast<std::uintptr_t>(handle)) {
     case 0:
@@ -32,7 +32,7 @@ int special(CUstream handle) {
 
 bool capture_forbids() { return global_captures > 0 && capture_mode == kGlobalCapture; }
 
-void wait_if_calls_do(Context& context) {
+void wait_if_calls_block(Context& context) {
   static const bool wait = setting("FAKE_CUDA_WAITING_CALLS", 0) != 0;
   if (!wait) return;
   std::vector<std::shared_ptr<Stream>> all;
@@ -43,7 +43,7 @@ void wait_if_calls_do(Context& context) {
     }
     context.streams.assign(all.begin(), all.end());
   }
-  // A stream that is captured has nothing to wait for, and says so.
+  // A wait on a captured stream fails.
   for (const auto& stream : all) stream->finish();
 }
 
@@ -114,7 +114,7 @@ FAKE_API CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* st
   return CUDA_SUCCESS;
 }
 
-// Only the status is there: what comes to the stream meanwhile is refused, not recorded.
+// Only the capture status is implemented: other calls on the stream fail instead of being recorded.
 FAKE_API CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
   std::shared_ptr<Stream> stream;
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
@@ -131,7 +131,7 @@ FAKE_API CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
   if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *graph = nullptr;
   if (!stream->set_capturing(false)) return CUDA_ERROR_ILLEGAL_STATE;
-  // Captures of other modes are not counted; the tests' are of the global one.
+  // Captures in other modes are not counted; tests use the global mode.
   if (global_captures > 0) --global_captures;
   return CUDA_SUCCESS;
 }

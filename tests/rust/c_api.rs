@@ -1,4 +1,4 @@
-//! The C API from C, on 1, 2 and 3 ranks, and the two ways to build a program with it.
+//! The C API used from C on 1, 2 and 3 ranks, and two ways to build a program with it.
 #![allow(missing_docs, clippy::expect_used)]
 
 use std::process::Command;
@@ -12,7 +12,7 @@ fn the_nine_functions_and_more() {
     }
 }
 
-/// The example is built by `find_package(dl_comm)`; see `build.rs`.
+/// `build.rs` builds the example with `find_package(dl_comm)`.
 #[test]
 fn the_example_runs() {
     for ranks in 1..=3 {
@@ -28,7 +28,7 @@ fn a_program_without_a_launcher_is_rank_0_of_1() {
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "mean over 1 processes and 2 towers: 0.5");
 }
 
-/// The flags of the pkg-config file, taken from its text (pkg-config itself need not be there), build the example.
+/// Builds the example with the flags of the pkg-config file. Parses the file itself, because pkg-config may be missing.
 #[test]
 fn the_pkg_config_file_builds_a_program() {
     let folder = env!("DL_COMM_TEST_PKG_CONFIG_DIR");

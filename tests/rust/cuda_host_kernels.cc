@@ -1,11 +1,11 @@
-// The kernel of the CUDA kernels for tests/rust/cuda_kernels.rs: core/src/transport/cuda/kernels compiled for the CPU.
-// The threads of a launch run one after the other.
+// The core's CUDA kernels compiled for the CPU, for tests/rust/cuda_kernels.rs. The threads of a launch run one after
+// the other.
 //
 // Thread rule: one launch at a time. The caller owns all memory.
 #include <string_view>
 
 #include "../fake_cuda/kernels_shim.h"
-// The shim comes first.
+// The shim must come first.
 #include "../../core/src/transport/cuda/kernels/allreduce_mean.cu"
 #include "../../core/src/transport/cuda/kernels/reduce_sum.cu"
 
@@ -20,7 +20,7 @@ constexpr Kernel kKernels[] = {DL_COMM_TYPES(DL_COMM_LISTED){"copy_bytes", copy_
 
 }  // namespace
 
-// Runs a kernel; false when there is none of that name.
+// Runs a kernel; false if there is none of that name.
 extern "C" bool dl_comm_host_kernel_launch(const char* name, const KernelArgs* work, unsigned blocks,
                                            unsigned threads) {
   for (const Kernel& kernel : kKernels) {

@@ -1,4 +1,4 @@
-//! The CUDA kernels, compiled for the CPU (`cuda_host_kernels.cc`), give the bits of the core's own reduction.
+//! The CUDA kernels, compiled for the CPU (`cuda_host_kernels.cc`), give the same bits as the core's reduction.
 #![allow(missing_docs, clippy::expect_used)]
 
 use std::ffi::CString;
@@ -7,11 +7,11 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::reduce::Reduction;
 use proptest::prelude::*;
 
-/// What the kernel adds to a host address; see there.
+/// Offset of device addresses from host addresses, as in `kernels_shim.h`.
 const DEVICE: u64 = 1 << 60;
-/// Bytes before and after every buffer, which stay as they are.
+/// Guard bytes before and after every buffer, which must not change.
 const GUARD: usize = 64;
-const GUARDED: u8 = 0xa5;
+const GUARD_BYTE: u8 = 0xa5;
 
 struct BlockRange {
     first: u64,
@@ -19,7 +19,7 @@ struct BlockRange {
     count: u32,
 }
 
-/// What the parameters hold of lists.
+/// Length of the lists in the parameters, as in `memory.cuh`.
 const TABLE: usize = 448;
 
 #[repr(C)]
@@ -42,20 +42,20 @@ struct KernelArgs {
 unsafe extern "C" {
     fn dl_comm_host_kernel_launch(
         name: *const std::ffi::c_char,
-        work: *const KernelArgs,
+        args: *const KernelArgs,
         blocks: u32,
         threads: u32,
     ) -> bool;
 }
 
-/// The kernel has one set of indices.
-static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+/// The host kernels share one set of thread indices.
+static LAUNCH_LOCK: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 fn device<T>(data: &[T]) -> u64 {
     data.as_ptr() as u64 + DEVICE
 }
 
-/// Elements at a certain distance from a multiple of 16 bytes.
+/// Elements at a given offset from a multiple of 16 bytes, between guard bytes.
 #[derive(Clone)]
 struct Buffer {
     bytes: Vec<u8>,
@@ -65,7 +65,7 @@ struct Buffer {
 
 impl Buffer {
     fn new(content: &[u8], misaligned: usize) -> Buffer {
-        let mut bytes = vec![GUARDED; content.len() + 2 * GUARD + 32];
+        let mut bytes = vec![GUARD_BYTE; content.len() + 2 * GUARD + 32];
         let start = GUARD + (bytes[GUARD..].as_ptr() as usize).wrapping_neg() % 16 + misaligned;
         bytes[start..start + content.len()].copy_from_slice(content);
         Buffer { bytes, start, len: content.len() }
@@ -76,13 +76,13 @@ impl Buffer {
     fn address(&self) -> u64 {
         device(self.content())
     }
-    fn guards_are_whole(&self) -> bool {
+    fn guards_are_intact(&self) -> bool {
         let (before, after) = (&self.bytes[..self.start], &self.bytes[self.start + self.len..]);
-        before.iter().chain(after).all(|byte| *byte == GUARDED)
+        before.iter().chain(after).all(|byte| *byte == GUARD_BYTE)
     }
 }
 
-/// A tensor, or a part of one: `sources[source]`, `targets[target]`; or a target is one of the sources.
+/// A tensor range: `sources[source]` and `targets[target]`. A target may be one of the sources.
 struct Piece {
     sources: Vec<Buffer>,
     targets: Vec<Target>,
@@ -103,17 +103,17 @@ impl Piece {
     }
 }
 
-/// How a launch is cut up.
+/// How a launch is divided into items.
 #[derive(Debug, Clone)]
 struct Cut {
     items: Vec<u32>,
     blocks: u32,
     threads: u32,
-    /// The lists are among the parameters, where there is room.
+    /// Whether the lists are passed as parameters, if they fit.
     inside: bool,
 }
 
-/// The pieces in items, whose sizes are taken from `cut` over and over; the last piece first.
+/// Items of the ranges, with sizes taken cyclically from `cut`; the last range first.
 fn items(pieces: &[Piece], cut: &Cut) -> Vec<BlockRange> {
     let mut sizes = cut.items.iter().cycle();
     let mut items = Vec::new();
@@ -132,7 +132,7 @@ fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
     launch_with(name, pieces, divisor, cut, 0);
 }
 
-/// `stop` is the address of a stop word, or 0.
+/// `stop` is the address of a stop flag, or 0.
 fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64) {
     let items = items(pieces, cut);
     let (nsources, ntargets) = (pieces[0].sources.len(), pieces[0].targets.len());
@@ -148,7 +148,7 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
         table[..lists.len()].copy_from_slice(&lists);
     }
     let starts = [0, 16 * items.len(), 16 * items.len() + 8 * sources.len()].map(|start| start as u32);
-    let work = KernelArgs {
+    let args = KernelArgs {
         lists: if inside { 0 } else { device(&lists) },
         stop,
         items: starts[0],
@@ -162,13 +162,13 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
         divisor,
     };
     let name = CString::new(name).expect("no NUL");
-    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    // SAFETY: the tables and the pieces' memory outlive the call, and items do not overlap.
-    let found = unsafe { dl_comm_host_kernel_launch(name.as_ptr(), &raw const work, cut.blocks, cut.threads) };
+    let _alone = LAUNCH_LOCK.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    // SAFETY: the tables and the ranges' memory outlive the call, and items do not overlap.
+    let found = unsafe { dl_comm_host_kernel_launch(name.as_ptr(), &raw const args, cut.blocks, cut.threads) };
     assert!(found, "there is no kernel {name:?}");
 }
 
-/// What the core makes of the sources.
+/// The mean by the core's reduction.
 fn mean(reduction: Reduction, sources: &[Buffer], count: usize, divisor: u32) -> Vec<u8> {
     let sources: Vec<*const u8> = sources.iter().map(|source| source.content().as_ptr()).collect();
     let mut out = vec![0; count * reduction.dtype.size()];
@@ -181,7 +181,7 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// The same bits, or a NaN for a NaN: its sign and payload are the processor's, but for bfloat16.
+/// Whether the bits are equal, or both are NaN. Sign and payload of a NaN depend on the processor, except for bfloat16.
 fn same(dtype: DType, got: u64, wanted: u64) -> bool {
     let nan = |bits: u64| match dtype {
         DType::F16 => bits & 0x7fff > 0x7c00,
@@ -192,7 +192,7 @@ fn same(dtype: DType, got: u64, wanted: u64) -> bool {
     got == wanted || nan(got) && nan(wanted)
 }
 
-/// A stream of 64-bit numbers (splitmix64).
+/// A pseudo-random generator (splitmix64).
 struct Random(u64);
 
 impl Random {
@@ -206,7 +206,7 @@ impl Random {
         (self.next() % limit as u64) as usize
     }
 
-    /// An element: any bits, a number at some limit, or one of those that often come together, so that sums are finite.
+    /// An element: random bits, a boundary value, or a frequent value that keeps sums finite.
     fn element(&mut self, dtype: DType) -> u64 {
         let (bits, kind) = (self.next(), self.next());
         let limit = |limits: &[u64]| limits[(kind >> 32) as usize % limits.len()];
@@ -228,7 +228,7 @@ impl Random {
                     [0x7ff0 << 48, 0x7ff8 << 48, 0x7ff4 << 48, (0x7ff0 << 48) - 1, 1 << 52, (1 << 52) - 1, 1, 0];
                 sign << 63 | limit(&upper)
             }
-            // Finite, from 2^-9 to 2^7 or so.
+            // Finite, from about 2^-9 to 2^7.
             (_, DType::F16) => sign << 15 | ((6 << 10) + bits % (16 << 10)),
             (_, DType::BF16) => sign << 15 | ((118 << 7) + bits % (16 << 7)),
             (_, DType::F32) => sign << 31 | ((118 << 23) + bits % (16 << 23)),
@@ -254,12 +254,12 @@ struct Case {
     nsources: usize,
     ntargets: usize,
     divisor: u32,
-    /// How far buffers are from multiples of 16 bytes: not, all as far, all as far but for a multiple of 4, at random.
+    /// Offsets of buffers from multiples of 16 bytes: all 0, all equal, equal modulo 4, or random.
     alignment: u8,
     cut: Cut,
 }
 
-/// Pieces of random elements of size `unit`; some targets are sources.
+/// Ranges of random elements of size `unit`; some targets are sources.
 fn pieces(case: &Case, random: &mut Random, dtype: DType) -> Vec<Piece> {
     let size = dtype.size();
     let common = random.below(16 / size) * size;
@@ -278,7 +278,7 @@ fn pieces(case: &Case, random: &mut Random, dtype: DType) -> Vec<Piece> {
             .collect();
         let in_place = random.below(2 * case.nsources);
         let target = |target: usize| match (in_place + target, random.below(2)) {
-            // Each source once at most.
+            // Each source is used at most once.
             (source, 0) if source < case.nsources => Target::Source(source),
             _ => Target::Apart(Buffer::new(&vec![0x11; count * size], misaligned(random))),
         };
@@ -304,7 +304,7 @@ fn check(name: &str, reduction: Reduction, case: &Case) {
                     "{name}: element {i} of target {target} is {got:#x}, not {wanted:#x}"
                 );
             }
-            assert!(piece.target(target).guards_are_whole(), "{name}: target {target} was written outside");
+            assert!(piece.target(target).guards_are_intact(), "{name}: target {target} was written outside");
         }
         for (source, (now, before)) in piece.sources.iter().zip(before).enumerate() {
             let target = piece.targets.iter().any(|target| matches!(target, Target::Source(s) if *s == source));
@@ -350,15 +350,15 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
     #[test]
-    fn the_kernels_give_the_bits_of_the_core(case in cases()) {
+    fn kernels_give_the_same_bits_as_the_core(case in cases()) {
         for (name, dtype, precise) in KERNELS {
             check(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
         }
     }
 
-    /// Lists among the parameters do what lists in memory do.
+    /// Lists in the parameters work like lists in memory.
     #[test]
-    fn lists_may_be_among_the_parameters(case in cases()) {
+    fn lists_in_parameters_give_the_same_result(case in cases()) {
         let cut = Cut { items: vec![3000], ..case.cut.clone() };
         for inside in [false, true] {
             let case = Case { cut: Cut { inside, ..cut.clone() }, ..case.clone() };
@@ -367,7 +367,7 @@ proptest! {
         }
     }
 
-    /// The mean of one source of bytes over 1 is a copy.
+    /// The mean of bytes over one source is a copy.
     #[test]
     fn bytes_are_copied(case in cases()) {
         let copy = Case { nsources: 1, divisor: 1, ..case };
@@ -389,7 +389,7 @@ const SUMS: [(&str, DType, bool); 11] = [
     ("sum_bf16_precise", DType::BF16, true),
 ];
 
-/// The sums, which are in the type that the core adds up in.
+/// The sums in the accumulator type of the core.
 fn check_sums(name: &str, reduction: Reduction, case: &Case) {
     let (dtype, size) = (reduction.dtype, reduction.acc_size());
     let mut pieces = pieces(case, &mut Random(case.seed), dtype);
@@ -400,7 +400,7 @@ fn check_sums(name: &str, reduction: Reduction, case: &Case) {
     for piece in &pieces {
         let sources: Vec<*const u8> = piece.sources.iter().map(|source| source.content().as_ptr()).collect();
         let mut wanted = vec![0; piece.count * size];
-        // SAFETY: all have `count` elements, and the sums their room.
+        // SAFETY: all have `count` elements, and the output has room for the sums.
         unsafe { reduction.sum(&sources, wanted.as_mut_ptr(), piece.count) };
         let got = piece.target(0);
         for (i, (got, wanted)) in got.content().chunks(size).zip(wanted.chunks(size)).enumerate() {
@@ -409,7 +409,7 @@ fn check_sums(name: &str, reduction: Reduction, case: &Case) {
             let alike = got == wanted || float && same(nan_of, number(got), number(wanted));
             assert!(alike, "{name}: element {i} is {got:x?}, not {wanted:x?}");
         }
-        assert!(got.guards_are_whole(), "{name}: the target was written outside");
+        assert!(got.guards_are_intact(), "{name}: the target was written outside");
     }
 }
 
@@ -417,16 +417,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
     #[test]
-    fn the_sums_have_the_bits_of_the_core(case in cases()) {
+    fn sums_have_the_same_bits_as_in_the_core(case in cases()) {
         for (name, dtype, precise) in SUMS {
             check_sums(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
         }
     }
 }
 
-/// A launch writes nothing once its stop word is set, and all of it as long as it is not.
+/// A launch with a set stop flag writes nothing, and one with a clear flag writes everything.
 #[test]
-fn a_set_stop_word_leaves_the_targets_alone() {
+fn set_stop_flag_prevents_all_writes() {
     let cut = Cut { items: vec![100], blocks: 2, threads: 32, inside: true };
     let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
     let sums = SUMS.iter().map(|&(name, dtype, precise)| {
@@ -444,7 +444,7 @@ fn a_set_stop_word_leaves_the_targets_alone() {
     }
 }
 
-/// Full items, in blocks of the size that the core takes: several vectors are under way in each thread.
+/// Full items in full blocks, so that each thread has several vectors in flight.
 #[test]
 fn full_items_are_averaged() {
     let cut = Cut { items: vec![32768], blocks: 2, threads: 256, inside: false };
@@ -464,9 +464,9 @@ fn full_items_are_averaged() {
     }
 }
 
-/// Every float16 and bfloat16, on its own: their conversions both ways.
+/// Both conversions of every float16 and bfloat16.
 #[test]
-fn every_two_byte_float_survives() {
+fn every_two_byte_float_converts_both_ways() {
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     let cut = Cut { items: vec![32768], blocks: 1, threads: 64, inside: true };
     for (name, dtype, precise) in KERNELS.into_iter().filter(|(_, dtype, _)| dtype.size() == 2) {

@@ -1,4 +1,4 @@
-//! The TensorFlow op library through TensorFlow's C API, on 1, 2 and 3 ranks. The work is in `src/bin/tf_client.rs`.
+//! The TensorFlow op library through TensorFlow's C API, on 1, 2 and 3 ranks; `src/bin/tf_client.rs` is the program.
 #![allow(missing_docs)]
 
 use dl_comm_tests::launch;
