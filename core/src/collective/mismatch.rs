@@ -6,8 +6,9 @@
 use std::fmt::Write;
 use std::ops::Range;
 
+use super::call::Call;
+use super::channel::Channel;
 use super::text_allgather::{RankTexts, allgather_merge, max_text_bytes};
-use super::{Call, Channel};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 

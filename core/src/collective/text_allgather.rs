@@ -7,7 +7,8 @@
 
 use std::slice;
 
-use super::{Channel, InterHost};
+use super::channel::Channel;
+use super::inter_host::InterHost;
 use crate::error::Result;
 use crate::transport::{Message, Phase, WaitContext};
 use crate::wire_layout::{ALIGN, HEADER};

@@ -10,11 +10,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::super::{Channel, text_allgather};
 use super::ipc_flags::{LocalIpc, PAGE, Page, StreamFlags, export, export_words, exported};
-use super::path::SyncMode;
+use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use super::settings::SyncMode;
 use super::shm_allgather::allgather_u64;
-use super::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use crate::collective::channel::Channel;
+use crate::collective::text_allgather;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;

@@ -7,11 +7,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::call::lengths;
-use super::super::{Call, Channel, Op, text_allgather};
 use super::batch::{Batch, UploadRing};
-use super::{DeviceResult, TEARDOWN_TIMEOUT, end, is_idle, poll, poll_until, wait_inputs};
+use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll, poll_until};
+use super::streams::{DeviceResult, signal_outputs, wait_inputs};
 use crate::buffer::{Buffer, Tensor};
+use crate::collective::call::{Call, Op, lengths};
+use crate::collective::channel::Channel;
+use crate::collective::text_allgather;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
@@ -113,7 +115,7 @@ impl NcclPath {
         wait_inputs(call, &self.stream)?;
         self.group(call.op, large.iter().map(|&index| NcclBuffer::of(&call.tensors(0)[index].buffer)), wait_ctx)?;
         self.fused(call, &small, wait_ctx)?;
-        end(call, &self.stream).map(DeviceResult::Enqueued)
+        signal_outputs(call, &self.stream).map(DeviceResult::Enqueued)
     }
 
     /// What everything is enqueued on.
