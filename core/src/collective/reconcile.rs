@@ -2,17 +2,12 @@
 //!
 //! Thread rule: that of [`Channel`].
 
-use std::collections::BTreeMap;
-
 use super::channel::Channel;
 use super::matching::{self, PendingCalls, Reconciliation};
 use super::mismatch::{self, MismatchEntry};
-use super::text_allgather::{self, RankTexts};
+use super::text_allgather;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-
-/// What a part of a list of calls starts with when another part follows.
-const CONTINUED: &str = "+";
 
 impl Channel {
     /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
@@ -20,35 +15,33 @@ impl Channel {
     /// # Errors
     /// As for [`Channel::first`].
     pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
-        let limit = text_allgather::max_text_bytes(self);
-        let text = matching::encode(list);
-        let mut pages = text.as_bytes().chunks(limit - CONTINUED.len());
+        let max_bytes = text_allgather::max_value_bytes(self);
+        let mut pages = list.pages(max_bytes);
         // By rank, on the ranks that decide.
-        let mut so_far: BTreeMap<usize, String> = BTreeMap::new();
-        let mut decide = |texts: &RankTexts| {
-            for (rank, page) in texts {
-                so_far.entry(*rank).or_default().push_str(page.trim_start_matches(CONTINUED));
+        let mut lists: Vec<PendingCalls> = Vec::new();
+        let mut decide = |pages: Vec<(PendingCalls, bool)>| {
+            let more = pages.iter().any(|(_, more)| *more);
+            if lists.is_empty() {
+                lists = pages.into_iter().map(|(page, _)| page).collect();
+            } else {
+                lists.iter_mut().zip(pages).for_each(|(list, (page, _))| list.calls.extend(page.calls));
             }
-            if texts.iter().any(|(_, page)| page.starts_with(CONTINUED)) {
-                return CONTINUED.to_owned();
-            }
-            let lists: Option<Vec<PendingCalls>> = so_far.values().map(|text| matching::decode(text)).collect();
-            lists.map_or(String::new(), |lists| matching::decide(&lists).encode_within(limit))
+            (!more).then(|| matching::decide(&lists).truncated(max_bytes))
         };
-        let text = loop {
-            let page = String::from_utf8_lossy(pages.next().unwrap_or_default());
-            let mark = if pages.len() > 0 { CONTINUED } else { "" };
-            let text = text_allgather::allgather_merge(self, &format!("{mark}{page}"), wait_ctx, &mut decide)?;
-            if text != CONTINUED {
-                break text;
+        let decision = loop {
+            let empty = || PendingCalls { calls: Vec::new(), outlook: list.outlook, quiet: list.quiet };
+            let page = pages.next().unwrap_or_else(empty);
+            let more = pages.len() > 0;
+            if let Some(decision) = text_allgather::allgather_merge(self, &(page, more), wait_ctx, &mut decide)? {
+                break decision;
             }
         };
-        let ranks = self.topology.size();
-        match Reconciliation::decode(&text) {
-            Some(Reconciliation::Fail(places)) if places.len() != ranks => None,
-            decision => decision,
+        match &decision {
+            Reconciliation::Fail(calls) if calls.len() != self.topology.size() => {
+                Err(Error::Internal("the decision on the calls does not name every rank".into()))
+            }
+            _ => Ok(decision),
         }
-        .ok_or_else(|| Error::Internal("what the ranks told of their calls is not legible".into()))
     }
 
     /// The error of calls that do not match, the same on every rank, where every rank gives its account.

@@ -8,12 +8,12 @@ use super::ipc::{BOUNCE_BYTES, IpcPath};
 use super::ipc_multi_host::{MultiHostIpc, NUM_BUFFERS, ShardOwner};
 use super::ipc_peers::IpcPeers;
 use super::nccl::NcclPath;
-use super::path::{GpuCapabilities, PathChoice, choose_path};
+use super::path::{GpuCapabilities, choose_path};
 use super::settings::{DeviceSettings, Path, PathSetting, SyncMode};
 use super::streams::{DeviceResult, producer, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
-use crate::collective::text_allgather::{self, RankTexts};
+use crate::collective::text_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Context, Event, Stream, nccl_version};
@@ -50,9 +50,8 @@ impl DevicePath {
         let mut facts = GpuCapabilities::gather(&context);
         let topology = Arc::clone(&channel.topology);
         let (decision, made) = loop {
-            let decide = |texts: &RankTexts| choose_path(texts, settings.path, &topology).encode();
-            let text = text_allgather::allgather_merge(channel, &facts.encode(), wait_ctx, decide)?;
-            let decision = PathChoice::decode(&text)?;
+            let decide = |facts: Vec<GpuCapabilities>| choose_path(&facts, settings.path, &topology);
+            let decision = allgather_merge(channel, &facts, wait_ctx, decide)?.checked()?;
             let made = match decision.path {
                 Path::SingleRank => Ok(PathState::SingleRank(Stream::new(&context)?)),
                 Path::Staged => Ok(PathState::Staged),

@@ -1,9 +1,11 @@
 //! The paths that calls on device memory can take, and the settings that choose one. Pure.
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 
 /// Who waits for the other ranks while the data is on its way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SyncMode {
     /// The stream, for numbers in host memory.
     Stream,
@@ -12,7 +14,7 @@ pub enum SyncMode {
 }
 
 /// A way for the data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Path {
     /// There is one rank.
     SingleRank,
