@@ -12,6 +12,7 @@ use std::mem;
 
 use rustix::process::getpid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
@@ -124,7 +125,7 @@ pub fn allowed() -> Result<(Vec<usize>, usize)> {
 }
 
 /// The processors that a process may run on, as far as it takes to tell the processes of a host apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuBounds {
     first: usize,
     count: usize,
@@ -134,17 +135,6 @@ impl CpuBounds {
     /// Those of a process that may run on `allowed`, ascending.
     pub fn of(allowed: &[usize]) -> CpuBounds {
         CpuBounds { first: allowed.first().copied().unwrap_or(0), count: allowed.len() }
-    }
-
-    /// As text.
-    pub fn encode(&self) -> String {
-        format!("{} {}", self.first, self.count)
-    }
-
-    /// From [`CpuBounds::encode`].
-    pub fn decode(text: &str) -> Option<CpuBounds> {
-        let (first, count) = text.split_once(' ')?;
-        Some(CpuBounds { first: first.parse().ok()?, count: count.parse().ok()? })
     }
 }
 
@@ -235,8 +225,6 @@ mod tests {
         assert_eq!(shares(&[of(0..8), of(8..16)]), 8);
         assert_eq!(shares(&[of(0..8), of(8..12)]), 4);
         assert_eq!(shares(&[]), 1);
-        assert_eq!(CpuBounds::decode(&of(3..9).encode()), Some(of(3..9)));
-        assert_eq!(CpuBounds::decode("x"), None);
     }
 
     fn place(local_rank: usize, local_size: usize, team: usize, threads: usize) -> GroupPlacement {

@@ -7,6 +7,8 @@
 
 use std::sync::OnceLock;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::Error;
 use crate::fork;
 use crate::topology::Topology;
@@ -16,7 +18,7 @@ use crate::transport::bootstrap::{identity, launched, leave_launcher};
 pub const MARK: &str = "DL_COMM_HELPER_OF";
 
 /// What a rank knows of itself, and its helpers of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPosition {
     /// The rank.
     pub rank: usize,
@@ -54,7 +56,7 @@ pub fn mark(topology: &Topology) {
     if size > 1 || (launched(lookup) && !alone()) {
         leave_launcher();
         // SAFETY: as in `leave_launcher`.
-        unsafe { std::env::set_var(MARK, info.encode(identity(lookup))) };
+        unsafe { std::env::set_var(MARK, encode(&info, identity(lookup))) };
     }
 }
 
@@ -64,7 +66,7 @@ pub fn info() -> Option<RankPosition> {
 }
 
 fn marked() -> Option<RankPosition> {
-    let (info, launcher) = RankPosition::decode(&lookup(MARK)?)?;
+    let (info, launcher) = decode(&lookup(MARK)?)?;
     (launcher == identity(lookup) && !alone()).then_some(info)
 }
 
@@ -84,26 +86,13 @@ pub fn refusal() -> Option<Error> {
     )))
 }
 
-impl RankPosition {
-    fn encode(&self, launcher: u64) -> String {
-        let RankPosition { rank, size, local_rank, local_size, hosts, pid } = self;
-        format!("{rank} {size} {local_rank} {local_size} {hosts} {pid} {launcher}")
-    }
+/// The value of [`MARK`]: a rank's position and the identity of its launcher.
+fn encode(position: &RankPosition, launcher: u64) -> String {
+    serde_json::json!([position, launcher]).to_string()
+}
 
-    fn decode(text: &str) -> Option<(RankPosition, u64)> {
-        let numbers: Vec<u64> = text.split(' ').map(str::parse).collect::<Result<_, _>>().ok()?;
-        let [rank, size, local_rank, local_size, hosts, pid, launcher] = numbers[..] else { return None };
-        let number = |number: u64| usize::try_from(number).ok();
-        let info = RankPosition {
-            rank: number(rank)?,
-            size: number(size)?,
-            local_rank: number(local_rank)?,
-            local_size: number(local_size)?,
-            hosts: number(hosts)?,
-            pid: u32::try_from(pid).ok()?,
-        };
-        Some((info, launcher))
-    }
+fn decode(text: &str) -> Option<(RankPosition, u64)> {
+    serde_json::from_str(text).ok()
 }
 
 #[cfg(test)]
@@ -113,9 +102,9 @@ mod tests {
     #[test]
     fn a_mark_goes_there_and_back() {
         let info = RankPosition { rank: 3, size: 8, local_rank: 1, local_size: 2, hosts: 4, pid: 77 };
-        assert_eq!(RankPosition::decode(&info.encode(u64::MAX)), Some((info, u64::MAX)));
+        assert_eq!(decode(&encode(&info, u64::MAX)), Some((info, u64::MAX)));
         for text in ["", "1 2 3", "a b c d e f g", "-1 2 3 4 5 6 7", "1 2 3 4 5 99999999999 7"] {
-            assert_eq!(RankPosition::decode(text), None, "{text}");
+            assert_eq!(decode(text), None, "{text}");
         }
     }
 }

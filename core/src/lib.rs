@@ -18,6 +18,7 @@ pub mod affinity;
 pub mod buffer;
 pub mod capi;
 mod clock;
+mod codec;
 pub mod collective;
 pub mod config;
 pub mod device;

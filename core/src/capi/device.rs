@@ -1,9 +1,11 @@
 //! The functions of the C API for tensors in the memory of a GPU.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
 
 use super::arguments::{self, CBuffer, CDevice, number, tensors, text};
-use super::{catch, dl_comm_average_towers, status};
+use super::errors::{catch, status};
+use super::functions::dl_comm_average_towers;
 use crate::error::guard;
 use crate::group::Timeout;
 use crate::runtime;
@@ -34,6 +36,22 @@ pub unsafe extern "C" fn dl_comm_average_on(
             runtime::average_on(device, team, &text(name), Timeout::from_seconds(timeout), tensors)
         }
     })
+}
+
+/// `dl_comm_broadcast_buffers` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast_buffers(
+    buffers: *const CBuffer,
+    count: usize,
+    root: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { dl_comm_broadcast_on(ptr::null(), buffers, count, root, name, timeout) }
 }
 
 /// `dl_comm_broadcast_on` of `dl_comm.h`.

@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::{Call, Collective, InterHostOps, Partial, PerRank, ShardView};
+use super::call::Call;
+use super::phases::{Collective, InterHostOps, Partial, PerRank, ShardView};
 use crate::reduce::Reduction;
 use crate::topology::Topology;
 use crate::wire_layout::ALIGN;

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{Call, Collective, InterHostOps, Partial, ShardView};
+use super::call::Call;
+use super::phases::{Collective, InterHostOps, Partial, ShardView};
 use crate::topology::Topology;
 
 pub(super) struct Barrier;

@@ -5,7 +5,8 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::{Call, Collective, InterHostOps, Op, Partial, ShardView};
+use super::call::{Call, Op};
+use super::phases::{Collective, InterHostOps, Partial, ShardView};
 use crate::topology::Topology;
 
 pub(super) struct Broadcast;

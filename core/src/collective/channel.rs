@@ -4,16 +4,15 @@
 //! each other's signatures, and can say so.
 //! Thread rule: used by one thread.
 
-use std::collections::BTreeMap;
 use std::mem;
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
+use super::call::Call;
 use super::inter_host::{InFlightSlice, InterHost, Slice};
-use super::matching::{self, PendingCalls, Reconciliation};
-use super::text_allgather::{self, RankTexts};
-use super::{Call, MismatchEntry, ShardView, mismatch, zero_copy};
+use super::phases::ShardView;
+use super::zero_copy;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::stream_copy::stream_copy;
@@ -27,9 +26,6 @@ use crate::wire_layout::slice;
 
 /// More bytes than the caches of a processor hold for one process.
 const STREAM_COPY_MIN_BYTES: usize = 32 << 20;
-
-/// What a part of a list of calls starts with when another part follows.
-const CONTINUED: &str = "+";
 
 /// A channel; see the module's text.
 pub struct Channel {
@@ -131,47 +127,6 @@ impl Channel {
     /// Whether the first chunk of the last call held places, so that its other chunks do.
     pub fn is_zero_copy(&self) -> bool {
         self.zero_copy
-    }
-
-    /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
-    ///
-    /// # Errors
-    /// As for [`Channel::first`].
-    pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
-        let limit = text_allgather::max_text_bytes(self);
-        let text = matching::encode(list);
-        let mut pages = text.as_bytes().chunks(limit - CONTINUED.len());
-        // By rank, on the ranks that decide.
-        let mut so_far: BTreeMap<usize, String> = BTreeMap::new();
-        let mut decide = |texts: &RankTexts| {
-            for (rank, page) in texts {
-                so_far.entry(*rank).or_default().push_str(page.trim_start_matches(CONTINUED));
-            }
-            if texts.iter().any(|(_, page)| page.starts_with(CONTINUED)) {
-                return CONTINUED.to_owned();
-            }
-            let lists: Option<Vec<PendingCalls>> = so_far.values().map(|text| matching::decode(text)).collect();
-            lists.map_or(String::new(), |lists| matching::decide(&lists).encode_within(limit))
-        };
-        let text = loop {
-            let page = String::from_utf8_lossy(pages.next().unwrap_or_default());
-            let mark = if pages.len() > 0 { CONTINUED } else { "" };
-            let text = text_allgather::allgather_merge(self, &format!("{mark}{page}"), wait_ctx, &mut decide)?;
-            if text != CONTINUED {
-                break text;
-            }
-        };
-        let ranks = self.topology.size();
-        match Reconciliation::decode(&text) {
-            Some(Reconciliation::Fail(places)) if places.len() != ranks => None,
-            decision => decision,
-        }
-        .ok_or_else(|| Error::Internal("what the ranks told of their calls is not legible".into()))
-    }
-
-    /// The error of calls that do not match, the same on every rank, where every rank gives its account.
-    pub fn explain(&mut self, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
-        mismatch::explain(self, account, wait_ctx)
     }
 
     /// Carries out further chunks of `call`, one packed and on its way to the other hosts ahead; `direct` is what

@@ -19,8 +19,10 @@
 
 use std::collections::HashMap;
 
+use serde::{Deserialize, Serialize};
+
 /// A call that a rank has not carried out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PendingCall {
     /// Equal for calls that match.
     pub signature: u64,
@@ -31,7 +33,7 @@ pub struct PendingCall {
 }
 
 /// How long a call has waited for its counterpart, by the measure of its rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Age {
     /// Not long.
     New,
@@ -42,7 +44,7 @@ pub enum Age {
 }
 
 /// What a rank tells of its calls.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PendingCalls {
     /// Its calls, oldest first.
     pub calls: Vec<PendingCall>,
@@ -53,7 +55,7 @@ pub struct PendingCalls {
 }
 
 /// What further calls a rank expects.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outlook {
     /// It computes, or waits nowhere, and may submit a call at any time.
     Busy,
@@ -66,7 +68,7 @@ pub enum Outlook {
 }
 
 /// What a rank that waits in vain is told of each rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankStatus {
     /// Whether the rank waits in calls of this team.
     pub calls: bool,
@@ -77,16 +79,6 @@ pub struct RankStatus {
 impl RankStatus {
     fn of(list: &PendingCalls) -> RankStatus {
         RankStatus { calls: !list.calls.is_empty(), outlook: list.outlook }
-    }
-
-    fn letter(self) -> char {
-        let letter = self.outlook.letter();
-        if self.calls { letter.to_ascii_uppercase() } else { letter }
-    }
-
-    fn decode(letter: char) -> Option<RankStatus> {
-        let outlook = Outlook::of(letter.to_ascii_lowercase())?;
-        Some(RankStatus { calls: letter.is_ascii_uppercase(), outlook })
     }
 
     /// What the rank does, in words.
@@ -102,21 +94,8 @@ impl RankStatus {
     }
 }
 
-impl Outlook {
-    const LETTERS: [(Outlook, char); 4] =
-        [(Outlook::Busy, 'b'), (Outlook::Open, 'o'), (Outlook::Settled, 's'), (Outlook::Closed, 'c')];
-
-    fn letter(self) -> char {
-        Outlook::LETTERS.iter().find(|(outlook, _)| *outlook == self).map_or('o', |(_, letter)| *letter)
-    }
-
-    fn of(letter: char) -> Option<Outlook> {
-        Outlook::LETTERS.iter().find(|(_, known)| *known == letter).map(|(outlook, _)| *outlook)
-    }
-}
-
 /// What all ranks do next.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reconciliation {
     /// Carry out the calls with these signatures, in this order; a signature stands as often as it is to be carried out.
     Run(Vec<u64>),
@@ -186,90 +165,34 @@ fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     Some(places.into_iter().map(Some).collect())
 }
 
-/// Letters of a call in a text: signature, key and age.
-const ENTRY: usize = 16 + 8 + 1;
+/// The most encoded bytes of a call: a signature, a key and an age.
+const MAX_CALL_BYTES: usize = 16;
+/// The most encoded bytes of a list without its calls, and of a decision without its entries.
+const MAX_HEADER_BYTES: usize = 16;
 
-/// `list` as a text.
-pub fn encode(list: &PendingCalls) -> String {
-    let mut text = format!("{}{}", list.outlook.letter(), if list.quiet { 'q' } else { '-' });
-    for call in &list.calls {
-        let mark = match call.age {
-            Age::New => '.',
-            Age::Conflicting => ':',
-            Age::Expired => '!',
-        };
-        text += &format!("{:016x}{:08x}{mark}", call.signature, call.key);
-    }
-    text
-}
-
-/// The list that `text` tells; `None` when it tells none.
-pub fn decode(text: &str) -> Option<PendingCalls> {
-    let mut letters = text.chars();
-    let outlook = letters.next().and_then(Outlook::of)?;
-    let quiet = match letters.next()? {
-        'q' => true,
-        '-' => false,
-        _ => return None,
-    };
-    let rest = letters.as_str();
-    if !rest.is_ascii() || !rest.len().is_multiple_of(ENTRY) {
-        return None;
-    }
-    let entry = |entry: &[u8]| {
-        let entry = str::from_utf8(entry).ok()?;
-        Some(PendingCall {
-            signature: u64::from_str_radix(entry.get(..16)?, 16).ok()?,
-            key: u32::from_str_radix(entry.get(16..24)?, 16).ok()?,
-            age: match entry.get(24..)? {
-                "." => Age::New,
-                ":" => Age::Conflicting,
-                "!" => Age::Expired,
-                _ => return None,
-            },
+impl PendingCalls {
+    /// The list in parts of at most `max_bytes` encoded bytes; at least one.
+    pub fn pages(&self, max_bytes: usize) -> impl ExactSizeIterator<Item = PendingCalls> {
+        let per_page = (max_bytes.saturating_sub(MAX_HEADER_BYTES) / MAX_CALL_BYTES).max(1);
+        let count = self.calls.len().div_ceil(per_page).max(1);
+        (0..count).map(move |page| {
+            let calls = self.calls.iter().skip(page * per_page).take(per_page).copied().collect();
+            PendingCalls { calls, outlook: self.outlook, quiet: self.quiet }
         })
-    };
-    let calls = rest.as_bytes().chunks(ENTRY).map(entry).collect::<Option<Vec<_>>>()?;
-    Some(PendingCalls { calls, outlook, quiet })
+    }
 }
 
 impl Reconciliation {
-    /// The decision as a text of at most `limit` bytes, as far as what is to be carried out goes: what does not fit is at the
-    /// front of all lists then, and follows next time. Of very many ranks that wait, the first are told.
-    pub fn encode_within(mut self, limit: usize) -> String {
+    /// The decision in about `max_bytes` encoded bytes. Signatures that do not fit are at the front of all lists
+    /// then, and follow in the next decision; the status of the last of very many ranks is left out.
+    pub fn truncated(mut self, max_bytes: usize) -> Reconciliation {
+        let room = max_bytes.saturating_sub(MAX_HEADER_BYTES);
         match &mut self {
-            Reconciliation::Run(order) => order.truncate((limit - 1) / 16),
-            Reconciliation::Wait(standings) => standings.truncate(limit - 1),
+            Reconciliation::Run(order) => order.truncate((room / 10).max(1)),
+            Reconciliation::Wait(ranks) => ranks.truncate(room / 2),
             Reconciliation::Fail(_) => {}
         }
-        self.encode()
-    }
-
-    /// The decision as a text.
-    pub fn encode(&self) -> String {
-        match self {
-            Reconciliation::Run(order) => {
-                format!("r{}", order.iter().map(|call| format!("{call:016x}")).collect::<String>())
-            }
-            Reconciliation::Fail(places) => {
-                let word = |place: &Option<usize>| place.map_or("-".to_owned(), |place| place.to_string());
-                format!("g{}", places.iter().map(word).collect::<Vec<_>>().join(" "))
-            }
-            Reconciliation::Wait(ranks) => format!("w{}", ranks.iter().map(|rank| rank.letter()).collect::<String>()),
-        }
-    }
-
-    /// The decision that `text` tells; `None` when it tells none.
-    pub fn decode(text: &str) -> Option<Reconciliation> {
-        if let Some(ranks) = text.strip_prefix('w') {
-            return ranks.chars().map(RankStatus::decode).collect::<Option<Vec<_>>>().map(Reconciliation::Wait);
-        }
-        if let Some(order) = text.strip_prefix('r') {
-            let signature = |entry| u64::from_str_radix(str::from_utf8(entry).ok()?, 16).ok();
-            return order.as_bytes().chunks(16).map(signature).collect::<Option<Vec<_>>>().map(Reconciliation::Run);
-        }
-        let place = |word: &str| if word == "-" { Some(None) } else { word.parse().ok().map(Some) };
-        text.strip_prefix('g')?.split(' ').map(place).collect::<Option<Vec<_>>>().map(Reconciliation::Fail)
+        self
     }
 }
 
@@ -277,6 +200,7 @@ impl Reconciliation {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::codec::{decode, encode};
     use proptest::prelude::*;
 
     fn list(calls: &[u64], settled: bool) -> PendingCalls {
@@ -293,8 +217,8 @@ mod tests {
     fn who_waits_in_vain_hears_what_the_others_do() {
         let with = |outlook| PendingCalls { outlook, ..list(&[], false) };
         let lists = [list(&[1], true), list(&[2], false), with(Outlook::Busy), with(Outlook::Open)];
-        let texts = decide(&lists).encode_within(100);
-        let Some(Reconciliation::Wait(ranks)) = Reconciliation::decode(&texts) else { panic!("{texts}") };
+        let decision = decide(&lists).truncated(100);
+        let Reconciliation::Wait(ranks) = decision else { panic!("{decision:?}") };
         let words: Vec<_> = ranks.iter().map(|rank| rank.describe()).collect();
         assert_eq!(words[0], "waits in a different call");
         assert_eq!(words[1], words[0]);
@@ -362,7 +286,7 @@ mod tests {
     fn any_list() -> impl Strategy<Value = PendingCalls> {
         let age = prop::sample::select(vec![Age::New, Age::New, Age::New, Age::Conflicting, Age::Expired]);
         let call = (0u64..6, 0u32..3, age).prop_map(|(signature, key, age)| PendingCall { signature, key, age });
-        let outlook = prop::sample::select(Outlook::LETTERS.map(|(outlook, _)| outlook).to_vec());
+        let outlook = prop::sample::select(vec![Outlook::Busy, Outlook::Open, Outlook::Settled, Outlook::Closed]);
         (prop::collection::vec(call, 0..6), outlook, any::<bool>()).prop_map(|(calls, outlook, quiet)| PendingCalls {
             calls,
             outlook,
@@ -372,20 +296,29 @@ mod tests {
 
     proptest! {
         #[test]
-        fn texts_go_there_and_back(list in any_list()) {
-            prop_assert_eq!(decode(&encode(&list)).unwrap(), list);
+        fn pages_fit_and_make_the_list_again(list in any_list(), max_bytes in 32usize..80) {
+            let pages: Vec<PendingCalls> = list.pages(max_bytes).collect();
+            for page in &pages {
+                let bytes = encode(&(page, true)).unwrap();
+                prop_assert!(bytes.len() <= max_bytes);
+                prop_assert_eq!(&decode::<(PendingCalls, bool)>(&bytes).unwrap().0, page);
+            }
+            let calls: Vec<PendingCall> = pages.into_iter().flat_map(|page| page.calls).collect();
+            prop_assert_eq!(calls, list.calls);
         }
 
         #[test]
-        fn no_text_panics(text in "[rgwsobcq0-9a-f!. é-]{0,60}") {
-            let _list = decode(&text);
-            let _decision = Reconciliation::decode(&text);
+        fn truncated_decisions_fit(order in prop::collection::vec(any::<u64>(), 1..40), max_bytes in 40usize..120) {
+            let run = Reconciliation::Run(order.clone()).truncated(max_bytes);
+            prop_assert!(encode(&Some(&run)).unwrap().len() <= max_bytes);
+            let Reconciliation::Run(first) = run else { panic!("{run:?}") };
+            prop_assert!(!first.is_empty() && order.starts_with(&first));
         }
 
         #[test]
         fn every_decision_can_be_carried_out(lists in prop::collection::vec(any_list(), 2..5)) {
             let decision = decide(&lists);
-            prop_assert_eq!(Reconciliation::decode(&decision.encode()).unwrap(), decision.clone());
+            prop_assert_eq!(decode::<Reconciliation>(&encode(&decision).unwrap()).unwrap(), decision.clone());
             match decision {
                 Reconciliation::Run(mut order) => {
                     prop_assert!(!order.is_empty());

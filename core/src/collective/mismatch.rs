@@ -6,15 +6,18 @@
 use std::fmt::Write;
 use std::ops::Range;
 
-use super::text_allgather::{RankTexts, allgather_merge, max_text_bytes};
-use super::{Call, Channel};
+use super::call::Call;
+use super::channel::Channel;
+use super::text_allgather::{allgather_merge, max_value_bytes};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
 /// How many differing tensors a message shows.
 const MAX_SHOWN: usize = 8;
-/// Hexadecimal digits of a hash, and the space behind it.
-const HASH_BYTES: usize = 9;
+/// The most encoded bytes of a hash.
+const MAX_HASH_BYTES: usize = 5;
+/// The most encoded bytes of the length of a list or text.
+const MAX_LENGTH_BYTES: usize = 8;
 
 /// What a rank has to say about a mismatch.
 pub enum MismatchEntry<'a> {
@@ -32,11 +35,11 @@ impl MismatchEntry<'_> {
         }
     }
 
-    /// Hashes of the blocks, with a space behind each.
-    fn hashes(&self, blocks: impl Iterator<Item = Range<usize>>) -> String {
+    /// Hashes of the tensors in each block; none without a call.
+    fn hashes(&self, blocks: impl Iterator<Item = Range<usize>>) -> Vec<u32> {
         match self {
-            MismatchEntry::Call(call) => blocks.map(|block| format!("{:08x} ", call.range_hash(block) >> 32)).collect(),
-            MismatchEntry::None(_) => String::new(),
+            MismatchEntry::Call(call) => blocks.map(|block| (call.range_hash(block) >> 32) as u32).collect(),
+            MismatchEntry::None(_) => Vec::new(),
         }
     }
 
@@ -57,20 +60,23 @@ pub(super) fn explain(channel: &mut Channel, account: &MismatchEntry<'_>, wait_c
 }
 
 fn locate_difference(channel: &mut Channel, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Result<String> {
-    let limit = max_text_bytes(channel);
-    let length = allgather_merge(channel, &account.tensors().to_string(), wait_ctx, |texts| {
-        texts.iter().filter_map(|(_, text)| text.parse::<usize>().ok()).max().unwrap_or(0).to_string()
-    })?;
-    let mut range = 0..length.parse::<usize>().unwrap_or(0);
+    let limit = max_value_bytes(channel) - MAX_LENGTH_BYTES;
+    let lengths = |lengths: Vec<usize>| lengths.into_iter().max().unwrap_or(0);
+    let mut range = 0..allgather_merge(channel, &account.tensors(), wait_ctx, lengths)?;
     while range.len() > MAX_SHOWN {
-        let parts = (limit / HASH_BYTES).clamp(2, 64);
-        let first = allgather_merge(channel, &account.hashes(blocks(&range, parts)), wait_ctx, first_difference)?;
-        range = match first.parse::<usize>().ok().and_then(|index| blocks(&range, parts).nth(index)) {
+        let parts = (limit / MAX_HASH_BYTES).clamp(2, 64);
+        let hashes = account.hashes(blocks(&range, parts));
+        let first = allgather_merge(channel, &hashes, wait_ctx, first_difference)?;
+        range = match first.and_then(|index| blocks(&range, parts).nth(index)) {
             Some(block) => block,
             None => 0..0, // the tensors are the same
         };
     }
-    allgather_merge(channel, &account.describe(range, limit), wait_ctx, compare)
+    allgather_merge(channel, &account.describe(range, limit), wait_ctx, |texts| {
+        let mut text = compare(&texts);
+        text.truncate(text.floor_char_boundary(limit));
+        text
+    })
 }
 
 fn blocks(range: &Range<usize>, parts: usize) -> impl Iterator<Item = Range<usize>> {
@@ -79,23 +85,20 @@ fn blocks(range: &Range<usize>, parts: usize) -> impl Iterator<Item = Range<usiz
     range.clone().step_by(size).map(move |start| start..(start + size).min(end))
 }
 
-/// The position of the first hash in which the ranks that have a call differ, or "none".
-fn first_difference(texts: &RankTexts) -> String {
-    let hashes = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
-    let all: Vec<Vec<String>> =
-        texts.iter().filter(|(_, text)| !text.is_empty()).map(|(_, text)| hashes(text)).collect();
+/// The first block whose hashes differ, of ranks that have a call.
+fn first_difference(hashes: Vec<Vec<u32>>) -> Option<usize> {
+    let all: Vec<Vec<u32>> = hashes.into_iter().filter(|hashes| !hashes.is_empty()).collect();
     let count = all.iter().map(Vec::len).max().unwrap_or(0);
-    let differ = |&index: &usize| all.iter().any(|hashes| hashes.get(index) != all[0].get(index));
-    (0..count).find(differ).map_or("none".to_owned(), |index| index.to_string())
+    (0..count).find(|&index| all.iter().any(|hashes| hashes.get(index) != all[0].get(index)))
 }
 
 /// The descriptions side by side: ranks that said the same together, tensors only where they differ.
-fn compare(texts: &RankTexts) -> String {
+fn compare(texts: &[String]) -> String {
     let mut groups: Vec<(Vec<usize>, &str)> = Vec::new();
-    for (rank, text) in texts {
+    for (rank, text) in texts.iter().enumerate() {
         match groups.iter_mut().find(|(_, other)| other == text) {
-            Some((ranks, _)) => ranks.push(*rank),
-            None => groups.push((vec![*rank], text)),
+            Some((ranks, _)) => ranks.push(rank),
+            None => groups.push((vec![rank], text)),
         }
     }
     let longest = groups.iter().map(|(_, text)| text.lines().count()).max().unwrap_or(0);
@@ -134,9 +137,9 @@ mod tests {
     #[test]
     fn only_what_differs_is_shown() {
         let texts = [
-            (0, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned()),
-            (1, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[5]".to_owned()),
-            (2, "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned()),
+            "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned(),
+            "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[5]".to_owned(),
+            "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned(),
         ];
         assert_eq!(
             compare(&texts),
@@ -147,9 +150,8 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_found() {
-        let texts = |texts: &[&str]| texts.iter().map(|&text| (0, text.to_owned())).collect::<Vec<_>>();
-        assert_eq!(first_difference(&texts(&["a b c", "a b d", "a b c"])), "2");
-        assert_eq!(first_difference(&texts(&["a b", "", "a b"])), "none");
+        assert_eq!(first_difference(vec![vec![1, 2, 3], vec![1, 2, 4], vec![1, 2, 3]]), Some(2));
+        assert_eq!(first_difference(vec![vec![1, 2], vec![], vec![1, 2]]), None);
         assert_eq!(blocks(&(10..21), 4).collect::<Vec<_>>(), [10..13, 13..16, 16..19, 19..21]);
     }
 }

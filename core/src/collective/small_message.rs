@@ -2,7 +2,9 @@
 //!
 //! Thread rule: that of [`Channel`].
 
-use super::{Call, Channel, ShardView};
+use super::call::Call;
+use super::channel::Channel;
+use super::phases::ShardView;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::transport::{Phase, WaitContext, sync};

@@ -1,81 +1,89 @@
-//! Rounds in which all ranks tell each other a text, and every rank gets what is made of all of them: how ranks that are
-//! out of agreement speak, since they still go through the same steps.
+//! An all-gather of small values, whose result every rank gets from a function of all of them. Works after a mismatch,
+//! because the protocol does not depend on the call.
 //!
-//! The ranks of a host put their texts into their slots; the driver of shard 0 collects them, exchanges the host's with the
-//! other hosts, and leaves what it makes of all in its own slot. Every host makes the same of the same texts.
-//! Thread rule: as for [`Channel`].
+//! The ranks of a host write their values to their slots. The owner of shard 0 collects them, exchanges the host's values with
+//! the other hosts, and writes the result to its own slot. Every host computes the same result from the same values.
+//! Thread rule: that of [`Channel`].
 
 use std::slice;
 
-use super::{Channel, InterHost};
-use crate::error::Result;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::channel::Channel;
+use super::inter_host::InterHost;
+use crate::codec::{decode, encode};
+use crate::error::{Error, Result};
 use crate::transport::{Message, Phase, WaitContext};
 use crate::wire_layout::{ALIGN, HEADER};
 
-/// What the ranks told in a round: rank and text, in the order of ranks.
-pub(super) type RankTexts = [(usize, String)];
+/// The most bytes of a rank's value: hundreds of calls. The owner of a shard holds the values of all ranks.
+const MAX_VALUE_BYTES: usize = 16 << 10;
 
-/// No text is longer than that: hundreds of calls, and the driver of a shard holds the texts of all ranks.
-const MAX_TEXT_BYTES: usize = 16 << 10;
-
-/// The longest text of a rank that fits a slot: the same number on every rank.
-pub(super) fn max_text_bytes(channel: &Channel) -> usize {
-    MAX_TEXT_BYTES.min(channel.shm.region().layout().slot / 4)
+/// The most encoded bytes of a rank's value, the same on every rank. The result may have twice as many.
+pub(super) fn max_value_bytes(channel: &Channel) -> usize {
+    MAX_VALUE_BYTES.min(channel.shm.region().layout().slot / 4)
 }
 
-/// All ranks tell `mine`; returns what `merge` makes of that, by rank, on shard 0.
-pub(super) fn allgather_merge(
+/// Gives every rank the result of `merge`, which gets the values of all ranks in their order. `merge` runs on the owners of
+/// shard 0.
+///
+/// # Errors
+/// [`Error::Internal`], on all ranks, when a value or the result is too long; those of the transports.
+pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + DeserializeOwned>(
     channel: &mut Channel,
-    mine: &str,
+    mine: &T,
     wait_ctx: &WaitContext<'_>,
-    merge: impl FnOnce(&RankTexts) -> String,
-) -> Result<String> {
+    merge: impl FnOnce(Vec<T>) -> R,
+) -> Result<R> {
     let local_size = channel.topology.local_size();
     let local_rank = channel.topology.local_rank();
-    let step = channel.begin_round(wait_ctx)?;
-    // Each rank's text lies in the first half of its slot, the result in the second half of the first.
+    let seq = channel.begin_round(wait_ctx)?;
+    // The value is in the first half of a rank's slot, the result in the second half of the first rank's.
     let half = channel.shm.region().layout().slot / 2;
 
-    // SAFETY: `begin` waited until the slot is this rank's.
-    unsafe { write_text(channel.shm.slot(local_rank, step), half, mine) };
-    channel.shm.raise(Phase::Packed, step);
-    channel.shm.wait(Phase::Packed, step, local_size, wait_ctx)?;
+    // SAFETY: `begin_round` waited until the slot is this rank's.
+    unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &encode(mine).unwrap_or_default()) };
+    channel.shm.raise(Phase::Packed, seq);
+    channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
 
     if channel.topology.shard() == Some(0) {
-        let mut texts = Vec::new();
+        let mut values = Vec::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
             // SAFETY: all have packed; only this rank goes on before it has reduced.
-            texts.push((rank, unsafe { read_text(channel.shm.slot(local, step), half) }));
+            values.push((rank, unsafe { read_bytes(channel.shm.slot(local, seq), half) }));
         }
-        texts.extend(from_other_hosts(channel, &texts, wait_ctx)?);
-        texts.sort_by_key(|(rank, _)| *rank);
+        values.extend(from_other_hosts(channel, &values, wait_ctx)?);
+        values.sort_by_key(|(rank, _)| *rank);
+        let values: Option<Vec<T>> = values.iter().map(|(_, bytes)| decode(bytes).ok()).collect();
+        let result = encode(&values.map(merge)).unwrap_or_default();
         // SAFETY: the second half of the own slot is nobody else's before `Reduced`.
-        unsafe { write_text(channel.shm.slot(local_rank, step).add(half), half, &merge(&texts)) };
+        unsafe { write_bytes(channel.shm.slot(local_rank, seq).add(half), half, &result) };
     }
     if channel.topology.shard().is_some() {
-        channel.shm.raise(Phase::Reduced, step);
+        channel.shm.raise(Phase::Reduced, seq);
     }
-    channel.shm.wait(Phase::Reduced, step, channel.topology.num_shards(), wait_ctx)?;
+    channel.shm.wait(Phase::Reduced, seq, channel.topology.num_shards(), wait_ctx)?;
     // SAFETY: all have reduced, so the slots are read-only.
-    let text = unsafe { read_text(channel.shm.slot(0, step).add(half), half) };
-    channel.finish_round(step);
-    Ok(text)
+    let result = unsafe { read_bytes(channel.shm.slot(0, seq).add(half), half) };
+    channel.finish_round(seq);
+    decode::<Option<R>>(&result)?.ok_or_else(|| Error::Internal("cannot decode what the ranks exchanged".into()))
 }
 
-/// Exchanges what the ranks of this host told with the other hosts, in as many messages as the longest takes.
+/// Exchanges the values of this host with the other hosts, in as many messages as the longest host needs.
 fn from_other_hosts(
     channel: &mut Channel,
-    texts: &RankTexts,
+    values: &[(usize, Vec<u8>)],
     wait_ctx: &WaitContext<'_>,
-) -> Result<Vec<(usize, String)>> {
+) -> Result<Vec<(usize, Vec<u8>)>> {
     let Some(InterHost { link, .. }) = &mut channel.inter_host else { return Ok(Vec::new()) };
-    let bytes = encode(texts);
+    let bytes = encode(values)?;
     let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
     // One message goes to all, and there is room for one of each.
     let room = link.buffers(0).recv.len() / hosts.len() / ALIGN * ALIGN;
     let place = |(place, &host)| Message { host, bytes: place * room..(place + 1) * room };
     let receives: Vec<Message> = hosts.iter().enumerate().map(place).collect();
-    let mut texts = vec![Vec::new(); hosts.len()];
+    let mut received_bytes = vec![Vec::new(); hosts.len()];
     let mut sent = 0;
     loop {
         let message = &mut link.buffers(0).send[..room];
@@ -90,61 +98,43 @@ fn from_other_hosts(
         link.start(0, &sends, &receives)?;
         link.finish(0, wait_ctx)?;
         let mut last = sent == bytes.len();
-        for (received, text) in receives.iter().zip(&mut texts) {
+        for (received, bytes) in receives.iter().zip(&mut received_bytes) {
             let message = &link.buffers(0).recv[received.bytes.clone()];
             let number = |at: usize| {
                 let mut bytes = [0; 8];
                 bytes.copy_from_slice(&message[at..at + 8]);
                 usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(0)
             };
-            text.extend_from_slice(&message[HEADER..HEADER + number(0).min(room - HEADER)]);
+            bytes.extend_from_slice(&message[HEADER..HEADER + number(0).min(room - HEADER)]);
             last &= number(8) == 0;
         }
         if last {
-            return Ok(texts.iter().flat_map(|text| decode(text)).collect());
+            let values: Vec<Vec<(usize, Vec<u8>)>> =
+                received_bytes.iter().map(|bytes| decode(bytes)).collect::<Result<_>>()?;
+            return Ok(values.into_iter().flatten().collect());
         }
     }
 }
 
+/// Writes a length and `bytes`; no bytes when they do not fit.
+///
 /// # Safety
 /// `capacity` bytes at `at` are the caller's to write.
-unsafe fn write_text(at: *mut u8, capacity: usize, text: &str) {
-    let len = text.floor_char_boundary(capacity - 8);
+unsafe fn write_bytes(at: *mut u8, capacity: usize, bytes: &[u8]) {
+    let bytes = if bytes.len() <= capacity - 8 { bytes } else { &[] };
     // SAFETY: the caller's promise.
-    let bytes = unsafe { slice::from_raw_parts_mut(at, 8 + len) };
-    bytes[..8].copy_from_slice(&(len as u64).to_le_bytes());
-    bytes[8..].copy_from_slice(&text.as_bytes()[..len]);
+    let out = unsafe { slice::from_raw_parts_mut(at, 8 + bytes.len()) };
+    out[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+    out[8..].copy_from_slice(bytes);
 }
 
 /// # Safety
-/// `capacity` bytes at `at` were written by `write_text` and are read-only.
-unsafe fn read_text(at: *const u8, capacity: usize) -> String {
+/// `capacity` bytes at `at` were written by `write_bytes` and are read-only.
+unsafe fn read_bytes(at: *const u8, capacity: usize) -> Vec<u8> {
     // SAFETY: the caller's promise.
     let bytes = unsafe { slice::from_raw_parts(at, capacity) };
     let mut len = [0; 8];
     len.copy_from_slice(&bytes[..8]);
     let len = usize::try_from(u64::from_le_bytes(len)).unwrap_or(0).min(capacity - 8);
-    String::from_utf8_lossy(&bytes[8..8 + len]).into_owned()
-}
-
-/// `rank NUL text NUL` for each rank.
-fn encode(texts: &RankTexts) -> Vec<u8> {
-    texts.iter().flat_map(|(rank, text)| format!("{rank}\0{text}\0").into_bytes()).collect()
-}
-
-fn decode(bytes: &[u8]) -> Vec<(usize, String)> {
-    let text = String::from_utf8_lossy(bytes);
-    let fields: Vec<&str> = text.split('\0').collect();
-    fields.chunks_exact(2).filter_map(|pair| Some((pair[0].parse().ok()?, pair[1].to_owned()))).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn texts_travel() {
-        let texts = vec![(3, "barrier".to_owned()), (4, String::new())];
-        assert_eq!(decode(&encode(&texts)), texts);
-    }
+    bytes[8..8 + len].to_vec()
 }

@@ -7,7 +7,8 @@
 
 use std::ops::Range;
 
-use super::{Call, Op, PerRank, ShardView};
+use super::call::{Call, Op};
+use super::phases::{PerRank, ShardView};
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
 

@@ -11,46 +11,18 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
+use super::state::GroupState;
 use super::work::Work;
 use super::worker::Worker;
-use super::{Group, GroupState};
 use crate::affinity::unbind;
-use crate::collective::Call;
 use crate::collective::device::{DevicePath, DeviceResult, StagingPipeline, TEARDOWN_TIMEOUT};
-use crate::device::Device;
-use crate::error::{Error, Result, guard};
+use crate::error::{Error, Result};
 use crate::log::log_line;
-use crate::transport::gpu::{CallerStream, Event};
+use crate::transport::gpu::Event;
 
 /// The longest sleep of the watch between two looks; while a caller waits, and else.
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
-
-impl Group {
-    /// Makes a call on device memory of `call`.
-    pub(super) fn on_device(&self, call: Call, device: Device) -> Result<Call> {
-        if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
-            && ordinal != i64::from(device.ordinal)
-        {
-            return Err(Error::Invalid(format!(
-                "the tensors are on GPU {}, and team {} of this rank works on GPU {ordinal}; a team has one GPU on each rank",
-                device.ordinal, self.config.team
-            )));
-        }
-        let producer = guard(|| CallerStream::new(device))?;
-        call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
-    }
-
-    /// What is known of the way that calls on device memory take, after the first.
-    pub fn gpus(&self) -> Option<Value> {
-        let mut gpus = self.shared.gpu_info.get()?.clone();
-        gpus["device_bytes"] = self.shared.device_bytes.load(Ordering::Relaxed).into();
-        gpus["calls_in_chunks"] = self.shared.calls_in_chunks.load(Ordering::Relaxed).into();
-        Some(gpus)
-    }
-}
 
 /// What the lead has for calls on device memory.
 pub(super) struct DeviceExecutor {

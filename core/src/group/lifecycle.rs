@@ -6,9 +6,12 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
 use super::callers::CallerThreads;
+use super::executor::Executor;
+use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
-use super::worker::{Executor, Worker};
-use super::{Group, GroupConfig, GroupState, OnFailure, ProcessGroups};
+use super::state::{GroupConfig, GroupState, OnFailure};
+use super::submit::Group;
+use super::worker::Worker;
 use crate::affinity::{bind, request_short_slice};
 use crate::collective::{CallConfig, Channel, InterHost};
 use crate::error::{Error, Result};
@@ -107,7 +110,7 @@ impl Group {
         let executor = Arc::new(Executor::new(worker, helpers));
         let served = Arc::clone(&executor);
         threads.push(spawn(&settings, 0, cpus, move || served.run_loop(&notes))?);
-        process_groups.add(&shared);
+        process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         Ok(Group { shared, topology, config, executor, threads: Mutex::new(threads) })
     }
 

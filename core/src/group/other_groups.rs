@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-use super::GroupState;
+use super::state::GroupState;
 use crate::collective::matching::Outlook;
 
 /// What is known of it; see the module's text.

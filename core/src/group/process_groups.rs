@@ -14,17 +14,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::GroupState;
 use super::callers::{ThreadId, this_thread};
-use crate::error::Error;
+use super::record::Record;
 
 /// How long reconciliations of other teams are waited for.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// The teams of one rank.
+/// A group, seen by the other groups of its process.
+pub(super) trait WaitingGroup: Send + Sync {
+    /// Lets the group take part, without a call, in a step in which other ranks wait.
+    fn join_stalled(&self);
+    /// Its calls that have not ended, oldest first.
+    fn pending(&self) -> Vec<Arc<Record>>;
+    /// Whether every live thread that has called it is among `waiting`.
+    fn callers_are_among(&self, waiting: &[ThreadId]) -> bool;
+    /// Whether it reconciles its calls with the other ranks.
+    fn reconciles(&self) -> bool;
+    /// Whether it takes part in a step without a call.
+    fn joins_stalled(&self) -> bool;
+    /// Fails: a signal has interrupted the caller of `call`.
+    fn interrupt(&self, call: &Record);
+}
+
+/// The groups of one process.
 #[derive(Default)]
 pub struct ProcessGroups {
-    teams: Mutex<Vec<Weak<GroupState>>>,
+    teams: Mutex<Vec<Weak<dyn WaitingGroup>>>,
     /// Threads that wait for calls which did not block, outside of the core, and since when.
     blocked: Mutex<Vec<(ThreadId, Instant)>>,
     /// A thread that may call at any time, even if it has not done so yet; 0 for none.
@@ -39,23 +54,23 @@ impl ProcessGroups {
         ProcessGroups { main: rustix::process::getpid().as_raw_nonzero().get(), ..ProcessGroups::default() }
     }
 
-    pub(super) fn add(&self, team: &Arc<GroupState>) {
+    pub(super) fn add(&self, team: Arc<dyn WaitingGroup>) {
         let mut teams = lock(&self.teams);
         teams.retain(|team| team.strong_count() > 0);
-        teams.push(Arc::downgrade(team));
+        teams.push(Arc::downgrade(&team));
     }
 
-    fn teams(&self) -> Vec<Arc<GroupState>> {
+    fn teams(&self) -> Vec<Arc<dyn WaitingGroup>> {
         lock(&self.teams).iter().filter_map(Weak::upgrade).collect()
     }
 
-    fn others(&self, own: &GroupState) -> impl Iterator<Item = Arc<GroupState>> {
-        let own = std::ptr::from_ref(own);
-        self.teams().into_iter().filter(move |team| !std::ptr::eq(Arc::as_ptr(team), own))
+    fn others(&self, own: &dyn WaitingGroup) -> impl Iterator<Item = Arc<dyn WaitingGroup>> {
+        let own: *const () = std::ptr::from_ref(own).cast();
+        self.teams().into_iter().filter(move |team| !std::ptr::addr_eq(Arc::as_ptr(team), own))
     }
 
     /// Lets this rank's other teams take part in steps in which other ranks wait long; called by a thread that waits long.
-    pub(super) fn check_deadlock(&self, own: &GroupState) {
+    pub(super) fn check_deadlock(&self, own: &dyn WaitingGroup) {
         self.others(own).for_each(|team| team.join_stalled());
     }
 
@@ -67,7 +82,7 @@ impl ProcessGroups {
         let mut threads: Vec<ThreadId> = old.map(|(thread, _)| *thread).collect();
         drop(blocked);
         for team in self.teams() {
-            let pending = team.recorder.pending();
+            let pending = team.pending();
             let old = pending.iter().filter(|record| record.submitted.elapsed() >= long);
             threads.extend(old.filter_map(|record| record.thread));
         }
@@ -75,8 +90,8 @@ impl ProcessGroups {
     }
 
     /// What this rank has waited for in other teams than `own` for at least `long`: the oldest call's heading.
-    pub(super) fn pending_elsewhere(&self, own: &GroupState, long: Duration) -> Option<String> {
-        let waits = |team: Arc<GroupState>| team.recorder.pending();
+    pub(super) fn pending_elsewhere(&self, own: &dyn WaitingGroup, long: Duration) -> Option<String> {
+        let waits = |team: Arc<dyn WaitingGroup>| team.pending();
         let oldest = self.others(own).flat_map(waits).min_by_key(|record| record.submitted)?;
         (oldest.submitted.elapsed() >= long).then(|| oldest.summary.name_line.clone())
     }
@@ -85,11 +100,11 @@ impl ProcessGroups {
     pub(super) fn all_blocked(&self, long: Duration) -> bool {
         let waiting = self.waiting(long);
         let main = self.main == 0 || waiting.contains(&self.main);
-        main && self.teams().iter().all(|team| team.callers.all_blocked(&waiting))
+        main && self.teams().iter().all(|team| team.callers_are_among(&waiting))
     }
 
     /// Whether another team than `own` reconciles its calls.
-    pub(super) fn reconcile_elsewhere(&self, own: &GroupState) -> bool {
+    pub(super) fn reconcile_elsewhere(&self, own: &dyn WaitingGroup) -> bool {
         self.others(own).any(|team| team.reconciles())
     }
 
@@ -105,10 +120,7 @@ impl ProcessGroups {
     /// Ends the teams in which calls of this rank have not ended, because a signal has interrupted their caller.
     pub fn interrupt(&self) {
         for team in self.teams() {
-            if let Some(record) = team.recorder.pending().first() {
-                let words = format!("{} was interrupted by a signal on {}", record.summary.name_line, team.rank_name());
-                team.fail(&Error::PeerLost(words));
-            }
+            team.pending().first().into_iter().for_each(|call| team.interrupt(call));
         }
     }
 
@@ -121,9 +133,9 @@ impl ProcessGroups {
 
     /// Waits a while until reconciliations of other teams than `own` have ended: the other ranks then learn of the mismatch, and
     /// not of what this rank does after it has learned of it.
-    pub(super) fn settle(&self, own: &GroupState) {
+    pub(super) fn settle(&self, own: &dyn WaitingGroup) {
         let until = Instant::now() + SETTLED;
-        let reconcile = || self.others(own).any(|team| team.reconciles() || team.attends());
+        let reconcile = || self.others(own).any(|team| team.reconciles() || team.joins_stalled());
         while reconcile() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::executor::Queue;
 use super::other_groups::OtherGroups;
 use super::work::Work;
-use super::worker::{Queue, Worker};
+use super::worker::Worker;
 use crate::collective::MismatchEntry;
 use crate::collective::matching::{Age, Outlook, PendingCall, PendingCalls, Reconciliation};
 use crate::error::{Error, Result};
@@ -32,7 +33,7 @@ impl Worker {
         let ended = self.run_rounds(queue, absent, other_groups);
         self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
-            self.shared.process_groups.settle(&self.shared);
+            self.shared.process_groups.settle(&*self.shared);
         }
         ended
     }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
+use super::call_summary::{CallSummary, SmallCallStats};
 use super::callers::ThreadId;
-use super::small_calls::SmallCallStats;
 use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::timeline;
@@ -21,19 +21,8 @@ use crate::timings::{Activity, CallTimings};
 
 /// How many calls the ring holds.
 const RING_CALLS: usize = 256;
-/// How many tensors of a call stand in a dump.
-const TENSORS_SHOWN: usize = 4;
 /// How many kinds of calls are remembered for their words.
 const MAX_SUMMARIES: usize = 512;
-
-/// The words for all calls of one signature.
-#[derive(Debug)]
-pub(super) struct CallSummary {
-    pub name_line: String,
-    pub tensors: Vec<String>,
-    pub count: usize,
-    pub bytes: usize,
-}
 
 /// One call.
 #[derive(Debug)]
@@ -391,18 +380,6 @@ impl Recorder {
         last.extend(used.map(|kind| Arc::new(Record::of_short(team, kind, self.since.0))));
         last.sort_by_key(|record| record.number);
         last
-    }
-}
-
-impl CallSummary {
-    fn new(call: &Call) -> CallSummary {
-        let count = call.tensors(0).len();
-        CallSummary {
-            name_line: call.name_line(),
-            tensors: call.lines(0..TENSORS_SHOWN).collect(),
-            count,
-            bytes: call.layout.total(),
-        }
     }
 }
 

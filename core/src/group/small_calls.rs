@@ -7,71 +7,17 @@
 //! Thread rule: a [`CachedCall`] is in the executor; a [`SmallCallStats`] is written by who has the executor and read by anybody.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use super::record::CallSummary;
+use super::call_summary::{SAMPLE_EVERY, SmallCallStats};
 use crate::buffer::View;
 use crate::collective::{Call, Channel, Op, PostedCall};
 
 /// As many kinds of short calls are kept.
 const MAX_CACHED: usize = 8;
 
-/// What is remembered of the short calls of one kind that ended at once.
-#[derive(Debug)]
-pub(super) struct SmallCallStats {
-    pub signature: u64,
-    pub summary: Arc<CallSummary>,
-    /// How many there were.
-    pub calls: AtomicU64,
-    /// What all of them took, in nanoseconds, as far as those that were timed tell.
-    pub nanos: AtomicU64,
-    /// Of the last one: its number on this rank, and its place among the matched calls.
-    pub number: AtomicU64,
-    pub match_index: AtomicU64,
-    /// When the last one ended, to some milliseconds (nanoseconds after the start of the recorder).
-    pub last_ended: AtomicU64,
-    /// What the last one that was timed took, in nanoseconds.
-    pub last_nanos: AtomicU64,
-}
-
-/// One call of so many is timed: a look at the precise clock is a good part of what such a call costs.
-const SAMPLE_EVERY: u64 = 8;
-
 /// Whether the call after the `matched`-th is one of those that are timed: whichever, so that no rhythm of calls is missed.
 pub(super) fn is_sampled(matched: u64) -> bool {
     matched.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & (SAMPLE_EVERY - 1) == 0
-}
-
-impl SmallCallStats {
-    pub fn new(signature: u64, summary: Arc<CallSummary>) -> SmallCallStats {
-        let zero = AtomicU64::default;
-        SmallCallStats {
-            signature,
-            summary,
-            calls: zero(),
-            nanos: zero(),
-            number: zero(),
-            match_index: zero(),
-            last_ended: zero(),
-            last_nanos: zero(),
-        }
-    }
-
-    /// Counts a call that ended so long after the start of the recorder, and what it took if it was timed.
-    pub fn count(&self, number: u64, place: u64, ended: Duration, took: Option<Duration>) {
-        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        // One writer at a time: plain additions will do.
-        let add = |sum: &AtomicU64, more: u64| sum.store(sum.load(Ordering::Relaxed) + more, Ordering::Relaxed);
-        self.number.store(number, Ordering::Relaxed);
-        self.match_index.store(place, Ordering::Relaxed);
-        self.last_ended.store(nanos(ended), Ordering::Relaxed);
-        add(&self.calls, 1);
-        if let Some(took) = took {
-            self.last_nanos.store(nanos(took), Ordering::Relaxed);
-            add(&self.nanos, nanos(took).saturating_mul(SAMPLE_EVERY));
-        }
-    }
 }
 
 /// The job of a short call, for those that are like it.

@@ -5,8 +5,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::Group;
 use super::record::Record;
+use super::submit::Group;
 use crate::timings::{Activity, WaitTarget};
 use crate::topology::Topology;
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::record::{self, Record};
+use super::record::{Record, Recorder};
 use crate::collective::Call;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -91,7 +91,7 @@ pub(super) struct Work {
     pub zero_copy: AtomicBool,
     pub record: Arc<Record>,
     unmatched_since: Mutex<Option<Instant>>,
-    recorder: Arc<record::Recorder>,
+    recorder: Arc<Recorder>,
     parts: AtomicUsize,
     outcome: Mutex<(Option<OnComplete>, Result<()>)>,
 }
@@ -102,7 +102,7 @@ impl Work {
         ended: OnComplete,
         timeout: Option<Duration>,
         record: Arc<Record>,
-        recorder: Arc<record::Recorder>,
+        recorder: Arc<Recorder>,
     ) -> Work {
         Work {
             call,
@@ -118,7 +118,7 @@ impl Work {
     }
 
     /// What a rank brings to a step for which it has no call.
-    pub fn absent(call: Call, recorder: Arc<record::Recorder>) -> Work {
+    pub fn absent(call: Call, recorder: Arc<Recorder>) -> Work {
         let record = Arc::new(Record::detached(&call));
         Work::new(call, Box::new(|_| {}), None, record, recorder)
     }
@@ -159,4 +159,14 @@ impl Work {
             ended(result);
         }
     }
+}
+
+/// Something for the thread that leads.
+pub(super) enum QueueItem {
+    /// A call.
+    Call(Arc<Work>),
+    /// A call was left in the executor.
+    HandedBack,
+    /// Other ranks wait long in a step for which there is no call here.
+    JoinStalled,
 }

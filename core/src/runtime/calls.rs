@@ -4,8 +4,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::teams::{CONTROL, may_return_early, team};
-use super::{check_fork, started};
+use super::state::{CONTROL, check_fork, started, team};
 use crate::buffer::{Tensor, View};
 use crate::collective::Op;
 use crate::device::Device;
@@ -172,4 +171,12 @@ fn wait_for_result(name: &str, start: impl FnOnce(StepOptions)) -> Result<Option
         (options.call.name, options.call.caller_blocks) = (name.to_owned(), true);
         start(options);
     })
+}
+
+/// Whether coming averages of `owner` on team `id` may return before they have ended, if they bring memory of their own.
+///
+/// # Errors
+/// When there is no such team.
+pub fn may_return_early(id: i32, owner: u64) -> Result<bool> {
+    team(id).map(|team| id != CONTROL && team.may_return_early(owner))
 }

@@ -2,7 +2,8 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{CONTROL, average, broadcast, topology, wait};
+use super::calls::{average, broadcast, wait};
+use super::state::{CONTROL, topology};
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::Result;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{Runtime, RuntimeState, check_fork, read, started};
+use super::state::{Runtime, RuntimeState, check_fork, read, started};
 use crate::collective::CallConfig;
 use crate::config::Config;
 use crate::error::Result;

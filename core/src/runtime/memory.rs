@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::{check_fork, not_started, started};
+use super::state::{check_fork, not_started, started};
 use crate::error::{Error, Result};
 use crate::transport::arena::Arenas;
 

@@ -1,8 +1,10 @@
 //! What a message between two hosts costs, in the terms of the LogGP model (Alexandrov, Ionescu, Schauser and Scheiman, 1995):
 //! its latency, the time that a further message at once adds, and the time that a byte takes.
 
+use serde::{Deserialize, Serialize};
+
 /// Constants of the network between the hosts of a job, in seconds.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct NetworkModel {
     /// From the call of the sender until the receiver has an empty message.
     pub latency_s: f64,
@@ -25,20 +27,6 @@ impl NetworkModel {
         };
         measured.into_iter().reduce(most).unwrap_or(NetworkModel::UNKNOWN)
     }
-
-    /// The figures as text.
-    pub fn encode(&self) -> String {
-        format!("{:e} {:e} {:e}", self.latency_s, self.message_gap_s, self.byte_s)
-    }
-
-    /// The figures from [`NetworkModel::encode`]; `None` for any other text.
-    pub fn decode(text: &str) -> Option<NetworkModel> {
-        let figures: Vec<f64> = text.split(' ').map(|word| word.parse().ok()).collect::<Option<_>>()?;
-        match figures[..] {
-            [latency, message, byte] => Some(NetworkModel { latency_s: latency, message_gap_s: message, byte_s: byte }),
-            _ => None,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -46,11 +34,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_travel_as_text_and_the_slowest_count() {
+    fn the_slowest_figures_count() {
         let one = NetworkModel { latency_s: 1.25e-5, message_gap_s: 3e-7, byte_s: 8e-9 };
-        assert_eq!(NetworkModel::decode(&one.encode()), Some(one));
-        assert_eq!(NetworkModel::decode("1 2"), None);
-        assert_eq!(NetworkModel::decode("1 2 x"), None);
         let other = NetworkModel { latency_s: 1e-5, message_gap_s: 4e-7, byte_s: 9e-9 };
         let slowest = NetworkModel { latency_s: 1.25e-5, message_gap_s: 4e-7, byte_s: 9e-9 };
         assert_eq!(NetworkModel::slowest([one, other]), slowest);

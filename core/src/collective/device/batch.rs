@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::wait_event;
+use super::poll::wait_event;
 use crate::buffer::Tensor;
 use crate::dtype::DType;
 use crate::error::{Error, Result};

@@ -12,13 +12,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::super::{Call, Channel, Op};
 use super::batch::{Batch, UploadRing};
 use super::ipc_flags::{EXPORT, IpcUpdate, Places};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
-use super::path::SyncMode;
+use super::settings::SyncMode;
 use super::shm_allgather::{allgather_u64, max_words};
-use super::{DeviceResult, end, root, wait_inputs};
+use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
+use crate::collective::call::{Call, Op};
+use crate::collective::channel::Channel;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::transport::WaitContext;
@@ -114,7 +115,7 @@ impl IpcPath {
         let total = call.layout.total();
         if total == 0 {
             wait_inputs(call, &self.peers.stream)?;
-            return end(call, &self.peers.stream).map(DeviceResult::Enqueued);
+            return signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued);
         }
         if total <= ONE_SHOT_MAX_BYTES {
             return self.one_shot(channel, call, wait_ctx).map(DeviceResult::Enqueued);
@@ -155,7 +156,7 @@ impl IpcPath {
             }
             self.launch(call, wait_ctx)?;
         }
-        end(call, &self.peers.stream)
+        signal_outputs(call, &self.peers.stream)
     }
 
     /// Where the tensors of all ranks are, by local rank; `None` when those of a rank are where the others cannot see them.
@@ -260,7 +261,7 @@ impl IpcPath {
         self.peers.stream_barrier(channel, wait_ctx)?;
         self.launch(call, wait_ctx)?;
         self.peers.stream_barrier(channel, wait_ctx)?;
-        end(call, &self.peers.stream)
+        signal_outputs(call, &self.peers.stream)
     }
 
     /// A chunk at a time: all pack it; each adds its slice up and writes the mean to the packed chunks of all; all unpack it,
@@ -324,7 +325,7 @@ impl IpcPath {
                 unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
             }
         }
-        end(call, &self.peers.stream).map(DeviceResult::Enqueued)
+        signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
     /// Starts the kernels of the batch for `call`.

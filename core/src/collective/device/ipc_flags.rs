@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use super::super::Channel;
-use super::path::SyncMode;
-use super::{TEARDOWN_TIMEOUT, poll_until};
+use super::poll::{TEARDOWN_TIMEOUT, poll_until};
+use super::settings::SyncMode;
+use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
 use crate::transport::gpu::{

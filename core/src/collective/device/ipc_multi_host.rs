@@ -13,14 +13,16 @@ use std::sync::Arc;
 
 use smallvec::smallvec;
 
-use super::super::allreduce::{Allreduce, parts};
-use super::super::channel::shard_range;
-use super::super::inter_host::{InFlightSlice, Slice};
-use super::super::{Call, Channel, InterHostOps, Op, Partial, PerRank, ShardView};
 use super::batch::{Batch, UploadRing};
 use super::ipc_peers::IpcPeers;
-use super::path::SyncMode;
-use super::{DeviceResult, end, root, wait_event, wait_inputs};
+use super::poll::wait_event;
+use super::settings::SyncMode;
+use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
+use crate::collective::allreduce::{Allreduce, parts};
+use crate::collective::call::{Call, Op};
+use crate::collective::channel::{Channel, shard_range};
+use crate::collective::inter_host::{InFlightSlice, Slice};
+use crate::collective::phases::{InterHostOps, Partial, PerRank, ShardView};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
@@ -110,7 +112,7 @@ impl MultiHostIpc {
         if call.layout.total() > 0 {
             self.run_chunks(channel, call, wait_ctx)?;
         }
-        end(call, &self.peers.stream).map(DeviceResult::Enqueued)
+        signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
     fn run_chunks(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {

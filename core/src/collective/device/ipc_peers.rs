@@ -10,11 +10,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::super::{Channel, text_allgather};
 use super::ipc_flags::{LocalIpc, PAGE, Page, StreamFlags, export, export_words, exported};
-use super::path::SyncMode;
+use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use super::settings::SyncMode;
 use super::shm_allgather::allgather_u64;
-use super::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use crate::collective::channel::Channel;
+use crate::collective::text_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
@@ -48,9 +49,6 @@ impl Window {
     }
 }
 
-/// In a round, of a rank whose stream cannot wait for the others.
-const HOST_WAITS: &str = "the host waits";
-
 impl IpcPeers {
     /// Opens the ranks' memory to each other, each with a bounce of `bytes`, and gives `more` back with it. Where one of them, on
     /// whatever host, has failed in that or in `more`, all get to know why.
@@ -76,29 +74,32 @@ impl IpcPeers {
             Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, wait, &topology, own, texts)?, more))))
         })?;
         let mine = match &made {
-            Ok((peers, _)) if peers.wait == SyncMode::Host => HOST_WAITS.to_owned(),
-            Ok(_) => String::new(),
-            Err(error) => error.detail().to_owned(),
+            Ok((peers, _)) => Ok(peers.wait),
+            Err(error) => Err(error.detail().to_owned()),
         };
-        let texts = text_allgather::allgather_merge(channel, &mine, wait_ctx, |texts| {
-            let failed = texts.iter().find(|(_, words)| !words.is_empty() && words != HOST_WAITS);
-            match failed {
-                Some((rank, why)) => format!("rank {rank}: {why}"),
-                None if texts.iter().any(|(_, words)| words == HOST_WAITS) => HOST_WAITS.to_owned(),
-                None => String::new(),
+        // The first error, or whether a host has to wait.
+        let all = allgather_merge(channel, &mine, wait_ctx, |ranks| {
+            let mut sync = SyncMode::Stream;
+            for (rank, mine) in ranks.into_iter().enumerate() {
+                match mine {
+                    Ok(SyncMode::Stream) => {}
+                    Ok(SyncMode::Host) => sync = SyncMode::Host,
+                    Err(error) => return Err(format!("rank {rank}: {error}")),
+                }
             }
+            Ok(sync)
         })?;
-        Ok(match made {
-            Ok((mut peers, more)) if texts.is_empty() || texts == HOST_WAITS => {
-                peers.wait = if texts.is_empty() { SyncMode::Stream } else { SyncMode::Host };
+        Ok(match (made, all) {
+            (Ok((mut peers, more)), Ok(sync)) => {
+                peers.wait = sync;
                 Ok((peers, more))
             }
-            Ok((peers, _)) => {
+            (Ok((peers, _)), Err(error)) => {
                 // Some of the others may not be there to wait for.
                 peers.flags.release_all();
-                Err(texts)
+                Err(error)
             }
-            Err(_) => Err(texts),
+            (Err(error), all) => Err(all.err().unwrap_or_else(|| error.detail().to_owned())),
         })
     }
 

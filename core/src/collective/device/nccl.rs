@@ -7,11 +7,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::call::lengths;
-use super::super::{Call, Channel, Op, text_allgather};
+use serde::{Deserialize, Serialize};
+
 use super::batch::{Batch, UploadRing};
-use super::{DeviceResult, TEARDOWN_TIMEOUT, end, is_idle, poll, poll_until, wait_inputs};
+use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll, poll_until};
+use super::streams::{DeviceResult, signal_outputs, wait_inputs};
 use crate::buffer::{Buffer, Tensor};
+use crate::collective::call::{Call, Op, lengths};
+use crate::collective::channel::Channel;
+use crate::collective::text_allgather::allgather_merge;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
@@ -25,10 +29,14 @@ const MIN_TO_FUSE: usize = 4;
 /// The bytes of the bucket.
 const BUCKET: usize = 16 << 20;
 
-/// How far a rank's communicator is, as the ranks tell each other.
-const STARTS: &str = "starts";
-const READY: &str = "ready";
-const FAILED: &str = "failed";
+/// How the start of a communicator goes on a rank, the worst first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+enum Start {
+    Failed,
+    Pending,
+    Ready,
+}
+
 /// The longest sleep between two looks at it.
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
@@ -56,9 +64,9 @@ impl NcclPath {
         let _entered = context.push()?;
         let (rank, size) = (channel.topology.rank(), channel.topology.size());
         let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
-        let text = mine.as_ref().map_or(String::new(), UniqueId::to_text);
-        let texts = text_allgather::allgather_merge(channel, &text, wait_ctx, |texts| texts[0].1.clone())?;
-        let Some(id) = UniqueId::from_text(&texts) else {
+        let id = mine.as_ref().map_or(Vec::new(), |id| id.0.to_vec());
+        let id = allgather_merge(channel, &id, wait_ctx, |ids| ids.into_iter().next().unwrap_or_default())?;
+        let Ok(id) = id.try_into().map(UniqueId) else {
             return Ok(Err(mine.err().map(|error| error.detail().to_owned())));
         };
         let mut started = mine.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
@@ -69,22 +77,21 @@ impl NcclPath {
                 state = communicator.is_ready();
             }
             let mine = match state {
-                Ok(true) => READY,
-                Ok(false) => STARTS,
-                Err(_) => FAILED,
+                Ok(true) => Start::Ready,
+                Ok(false) => Start::Pending,
+                Err(_) => Start::Failed,
             };
-            let all = text_allgather::allgather_merge(channel, mine, wait_ctx, |texts| {
-                let worst = [FAILED, STARTS].into_iter().find(|&state| texts.iter().any(|(_, texts)| texts == state));
-                worst.unwrap_or(READY).to_owned()
-            })?;
-            match (all.as_str(), started) {
-                (READY, Ok((communicator, stream))) => {
+            let all = allgather_merge(channel, &mine, wait_ctx, |states| states.into_iter().min())?;
+            match (all.unwrap_or(Start::Failed), started) {
+                (Start::Ready, Ok((communicator, stream))) => {
                     let communicator = Arc::new(communicator);
                     let (batch, table) = (Batch::default(), UploadRing::new(context));
                     return Ok(Ok(NcclPath { stream, communicator, bucket: None, batch, table }));
                 }
                 // Without a communicator on all ranks, the others' end here.
-                (FAILED | READY, _) => return Ok(Err(state.err().map(|error| error.detail().to_owned()))),
+                (Start::Failed | Start::Ready, _) => {
+                    return Ok(Err(state.err().map(|error| error.detail().to_owned())));
+                }
                 (_, going) => started = going,
             }
             wait_ctx.check(Duration::ZERO, &|| "the other ranks in NCCL".to_owned())?;
@@ -113,7 +120,7 @@ impl NcclPath {
         wait_inputs(call, &self.stream)?;
         self.group(call.op, large.iter().map(|&index| NcclBuffer::of(&call.tensors(0)[index].buffer)), wait_ctx)?;
         self.fused(call, &small, wait_ctx)?;
-        end(call, &self.stream).map(DeviceResult::Enqueued)
+        signal_outputs(call, &self.stream).map(DeviceResult::Enqueued)
     }
 
     /// What everything is enqueued on.

@@ -4,99 +4,16 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
-use super::super::text_allgather::RankTexts;
 use super::ipc_flags::probe;
+use super::settings::{Path, PathSetting, SyncMode};
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::gpu::{Context, nccl_version};
 
-/// Who waits for the other ranks while the data is on its way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SyncMode {
-    /// The stream, for numbers in host memory.
-    Stream,
-    /// The host, where the driver has no such operation.
-    Host,
-}
-
-/// A way for the data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Path {
-    /// There is one rank.
-    SingleRank,
-    /// NCCL between all ranks.
-    Nccl,
-    /// Kernels on memory that the ranks of a host see in each other.
-    Ipc(SyncMode),
-    /// The same within each host, and through host memory between them.
-    IpcStaged(SyncMode),
-    /// Through host memory.
-    Staged,
-}
-
-impl Path {
-    /// As `DL_COMM_GPU_PATH` and `topology()` name it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Path::SingleRank => "alone",
-            Path::Nccl => "nccl",
-            Path::Ipc(_) => "ipc",
-            Path::IpcStaged(_) => "ipc+staged",
-            Path::Staged => "staged",
-        }
-    }
-
-    /// Who waits, where kernels work on memory of several ranks.
-    pub fn wait(self) -> Option<SyncMode> {
-        match self {
-            Path::Ipc(wait) | Path::IpcStaged(wait) => Some(wait),
-            Path::SingleRank | Path::Nccl | Path::Staged => None,
-        }
-    }
-}
-
-/// What the environment asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PathSetting {
-    /// The best there is.
-    Auto,
-    /// This one, or an error.
-    Nccl,
-    /// This one within each host, or an error.
-    Ipc,
-    /// This one.
-    Staged,
-}
-
-impl PathSetting {
-    /// The name of a path.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`]
-    pub fn parse(text: &str) -> Result<PathSetting> {
-        PathSetting::ALL
-            .into_iter()
-            .find(|wanted| wanted.name() == text)
-            .ok_or_else(|| Error::Invalid(format!("DL_COMM_GPU_PATH is '{text}'; set it to auto, nccl, ipc or staged")))
-    }
-
-    const ALL: [PathSetting; 4] = [PathSetting::Auto, PathSetting::Nccl, PathSetting::Ipc, PathSetting::Staged];
-
-    /// As it is asked for.
-    pub fn name(self) -> &'static str {
-        match self {
-            PathSetting::Auto => "auto",
-            PathSetting::Nccl => "nccl",
-            PathSetting::Ipc => "ipc",
-            PathSetting::Staged => "staged",
-        }
-    }
-}
-
 /// What a rank tells of its GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct GpuCapabilities {
     /// The same for all processes that use the GPU.
     uuid: String,
@@ -121,33 +38,6 @@ impl GpuCapabilities {
     pub fn lacks_nccl(&mut self, why: &str) {
         self.nccl = Err(shortened(why));
     }
-
-    pub fn encode(&self) -> String {
-        let wait = match &self.ipc {
-            Ok(SyncMode::Stream) => json!("stream"),
-            Ok(SyncMode::Host) => json!("host"),
-            Err(why) => json!({"none": why}),
-        };
-        let nccl = match &self.nccl {
-            Ok(version) => json!(version),
-            Err(why) => json!(why),
-        };
-        json!([self.uuid, nccl, wait]).to_string()
-    }
-
-    fn decode(text: &str) -> Option<GpuCapabilities> {
-        let value: Value = serde_json::from_str(text).ok()?;
-        let ipc = match &value[2] {
-            Value::String(wait) if wait == "stream" => Ok(SyncMode::Stream),
-            Value::String(_) => Ok(SyncMode::Host),
-            none => Err(none["none"].as_str()?.to_owned()),
-        };
-        let nccl = match &value[1] {
-            Value::Number(version) => Ok(i32::try_from(version.as_i64()?).ok()?),
-            why => Err(why.as_str()?.to_owned()),
-        };
-        Some(GpuCapabilities { uuid: value[0].as_str()?.to_owned(), nccl, ipc })
-    }
 }
 
 /// All that a rank tells has to fit a text of a round; the log of a compiler does not.
@@ -156,7 +46,7 @@ fn shortened(words: &str) -> String {
 }
 
 /// What the ranks do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PathChoice {
     pub path: Path,
     /// Why it is no better one; empty when there is none.
@@ -168,45 +58,24 @@ pub(super) struct PathChoice {
 }
 
 impl PathChoice {
-    pub fn encode(&self) -> String {
-        let wait = self.path.wait() == Some(SyncMode::Host);
-        json!([self.path.name(), wait, self.reason, self.unavailable, self.own_gpus]).to_string()
-    }
-
     /// # Errors
-    /// [`Error::System`] when the path that was asked for cannot be had.
-    pub fn decode(text: &str) -> Result<PathChoice> {
-        let value: Value = serde_json::from_str(text).unwrap_or_default();
-        let words = |index: usize| value[index].as_str().map(str::to_owned);
-        if let Some(refused) = words(3) {
-            return Err(Error::Invalid(refused));
+    /// [`Error::Invalid`] when the requested path is not available.
+    pub fn checked(self) -> Result<PathChoice> {
+        match self.unavailable {
+            Some(reason) => Err(Error::Invalid(reason)),
+            None => Ok(self),
         }
-        let wait = if value[1] == true { SyncMode::Host } else { SyncMode::Stream };
-        let path = match value[0].as_str() {
-            Some("alone") => Path::SingleRank,
-            Some("nccl") => Path::Nccl,
-            Some("ipc") => Path::Ipc(wait),
-            Some("ipc+staged") => Path::IpcStaged(wait),
-            Some("staged") => Path::Staged,
-            _ => return Err(Error::Internal("what the ranks told of their GPUs is not legible".into())),
-        };
-        Ok(PathChoice { path, reason: words(2).unwrap_or_default(), own_gpus: value[4] == true, unavailable: None })
     }
 }
 
 /// What follows from the facts of all ranks: the same on every one.
-pub(super) fn choose_path(texts: &RankTexts, wanted: PathSetting, topology: &Topology) -> PathChoice {
-    let facts: Option<Vec<GpuCapabilities>> = texts.iter().map(|(_, text)| GpuCapabilities::decode(text)).collect();
-    let Some(facts) = facts.filter(|facts| facts.len() == topology.size()) else {
-        let refused = Some("the ranks could not tell each other of their GPUs".into());
-        return PathChoice { path: Path::Staged, reason: String::new(), own_gpus: false, unavailable: refused };
-    };
-    let own_gpus = sharers(&facts).is_none();
+pub(super) fn choose_path(facts: &[GpuCapabilities], wanted: PathSetting, topology: &Topology) -> PathChoice {
+    let own_gpus = sharers(facts).is_none();
     let decided = |path, why: &str| PathChoice { path, reason: why.to_owned(), own_gpus, unavailable: None };
     if facts.len() == 1 {
         return decided(Path::SingleRank, "");
     }
-    let (nccl, ipc) = (nccl_blocker(&facts), ipc_blocker(&facts, topology));
+    let (nccl, ipc) = (nccl_blocker(facts), ipc_blocker(facts, topology));
     let refuse = |name: &str, why: &str| PathChoice {
         unavailable: Some(format!("DL_COMM_GPU_PATH is {name}, but {why}")),
         ..decided(Path::Staged, "")
@@ -273,11 +142,8 @@ mod tests {
     }
 
     fn decision(facts: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> PathChoice {
-        let texts: Vec<(usize, String)> = facts.iter().map(GpuCapabilities::encode).enumerate().collect();
         let topology = Topology::new(0, hosts);
-        let decision = choose_path(&texts, wanted, &topology);
-        assert!(decision.unavailable.is_some() || PathChoice::decode(&decision.encode()) == Ok(decision.clone()));
-        decision
+        choose_path(facts, wanted, &topology)
     }
 
     #[test]
@@ -328,9 +194,9 @@ mod tests {
     #[test]
     fn what_was_asked_for_and_cannot_be_had_is_refused_with_the_reason() {
         let shared = [fact("a"), fact("a")];
-        let error = PathChoice::decode(&decision(&shared, &[0, 0], PathSetting::Nccl).encode()).unwrap_err();
+        let error = decision(&shared, &[0, 0], PathSetting::Nccl).checked().unwrap_err();
         assert!(error.to_string().contains("DL_COMM_GPU_PATH is nccl, but ranks 0 and 1 share a GPU"), "{error}");
-        let error = PathChoice::decode(&decision(&shared, &[0, 1], PathSetting::Ipc).encode()).unwrap_err();
+        let error = decision(&shared, &[0, 1], PathSetting::Ipc).checked().unwrap_err();
         assert!(error.to_string().contains("a host of its own"), "{error}");
         assert!(PathSetting::parse("fast").is_err());
         assert!(PathSetting::ALL.into_iter().all(|wanted| PathSetting::parse(wanted.name()) == Ok(wanted)));

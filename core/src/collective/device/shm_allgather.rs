@@ -1,6 +1,6 @@
 //! What the ranks of a host tell each other in their slots beside data: numbers, in one step.
 
-use super::super::Channel;
+use crate::collective::channel::Channel;
 use crate::error::Result;
 use crate::transport::{Phase, WaitContext};
 

@@ -7,9 +7,12 @@
 
 use std::sync::Arc;
 
-use super::super::{Call, Channel, Op};
 use super::batch::{Batch, UploadRing};
-use super::{DeviceSettings, TEARDOWN_TIMEOUT, end, is_idle, poll_until, producer, wait_event, wait_inputs};
+use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use super::settings::DeviceSettings;
+use super::streams::{producer, signal_outputs, wait_inputs};
+use crate::collective::call::{Call, Op};
+use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::arena::PeerMemory;
@@ -134,7 +137,7 @@ impl StagingPipeline {
         let done = self.run_all(channel, call, chunks.collect(), wait_ctx);
         // After a failure too: copies may be on their way to tensors that the caller then frees.
         let ends: Vec<Event> =
-            self.up.iter().chain(&self.down).map(|stream| end(call, stream)).collect::<Result<_>>()?;
+            self.up.iter().chain(&self.down).map(|stream| signal_outputs(call, stream)).collect::<Result<_>>()?;
         if done.is_ok() && producer(call)?.waits() {
             return ends.iter().try_for_each(|end| wait_event(end, wait_ctx));
         }

@@ -2,7 +2,7 @@
 //!
 //! `benchmarks/simulate` has the same formulas for whole jobs, and `docs/performance.md` compares them with measurements.
 
-use super::Algorithm;
+use super::algorithm::Algorithm;
 use crate::transport::NetworkModel;
 use crate::wire_layout::{ALIGN, HEADER};
 

@@ -5,19 +5,14 @@
 
 use std::ops::Range;
 
+use super::exchange::SliceExchange;
+use super::handshake_state::{HandshakeState, Payload};
 use super::tree::Role;
-use super::{Message, Partial, SliceExchange};
+use crate::collective::phases::Partial;
 use crate::error::Result;
 use crate::timings::Activity;
+use crate::transport::Message;
 use crate::wire_layout::{HEADER, slice};
-
-/// What rides along.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Payload {
-    Empty,
-    Whole,
-    Halves,
-}
 
 /// The stages of a meeting: the part of a host that gives way, the rounds, the rounds backwards, and the result for the host
 /// that gave way.
@@ -25,26 +20,6 @@ const FOLD: u32 = 0;
 const ROUND: u32 = 1;
 const UNFOLD: u32 = 100;
 const RESULT: u32 = 200;
-
-/// A host's part on its way through the rounds.
-#[derive(Debug)]
-pub(super) struct HandshakeState {
-    payload: Payload,
-    /// Whether, as far as is known, all called the same.
-    agreed: bool,
-    /// What of the slice it still is.
-    range: Range<usize>,
-    /// Where it is: in halves, in the own memory; whole, in the message that is sent next.
-    at: usize,
-    /// Whether there is anything.
-    has_data: bool,
-}
-
-impl HandshakeState {
-    fn has_payload(&self) -> bool {
-        self.agreed && self.payload != Payload::Empty
-    }
-}
 
 impl SliceExchange<'_> {
     /// Sends the first message, where this host has one to send before one comes.
@@ -89,7 +64,7 @@ impl SliceExchange<'_> {
             self.finish()?;
             let (_, first) = self.tree.partner(round);
             let last = round + 1 == rounds;
-            self.add_received(ROUND + staging(round), first, last, &mut load)?;
+            self.add_received(ROUND + round_kind(round), first, last, &mut load)?;
             if !last {
                 ranges.push(load.range.clone());
                 self.start_round(round + 1, &mut load)?;
@@ -130,26 +105,26 @@ impl SliceExchange<'_> {
             let from = if first { upper } else { std::mem::replace(&mut load.at, upper) };
             if load.has_payload() && load.has_data {
                 let len = self.carried(sent.clone());
-                let SliceExchange { link, ipc: own, turn, .. } = self;
+                let SliceExchange { link, host_partial: own, turn, .. } = self;
                 link.buffers(*turn).send[HEADER..HEADER + len].copy_from_slice(&own.as_slice()[from..from + len]);
             }
         }
-        let message = self.write_header(ROUND + staging(round), load, sent);
+        let message = self.write_header(ROUND + round_kind(round), load, sent);
         let room = self.recv_buffer();
         self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])
     }
 
     /// Writes the header of a message whose content, `sent` of the slice, is in its place already, or not there.
-    fn write_header(&mut self, staging: u32, load: &HandshakeState, sent: Range<usize>) -> Range<usize> {
+    fn write_header(&mut self, kind: u32, load: &HandshakeState, sent: Range<usize>) -> Range<usize> {
         let holds = load.has_payload() && load.has_data;
-        self.header(staging, load.agreed, holds).write(self.link.buffers(self.turn).send);
+        self.header(kind, load.agreed, holds).write(self.link.buffers(self.turn).send);
         0..HEADER + if holds { self.carried(sent) } else { 0 }
     }
 
     /// Adds what has come to this host's part, `first` telling whether that comes before the other; the `last` time the sum
     /// is finished.
-    fn add_received(&mut self, staging: u32, first: bool, last: bool, load: &mut HandshakeState) -> Result<()> {
-        let Some(theirs) = self.read(0, staging)? else {
+    fn add_received(&mut self, kind: u32, first: bool, last: bool, load: &mut HandshakeState) -> Result<()> {
+        let Some(theirs) = self.read(0, kind)? else {
             load.agreed = false;
             return Ok(());
         };
@@ -157,7 +132,7 @@ impl SliceExchange<'_> {
             return Ok(());
         }
         let place = match load.payload {
-            Payload::Halves => self.ipc.as_mut_slice()[load.at..].as_mut_ptr(),
+            Payload::Halves => self.host_partial.as_mut_slice()[load.at..].as_mut_ptr(),
             _ => self.link.buffers(self.turn).send[load.at..].as_mut_ptr(),
         };
         let mine: Partial = load.has_data.then_some(place.cast_const());
@@ -182,11 +157,11 @@ impl SliceExchange<'_> {
         for round in (0..self.tree.rounds()).rev() {
             let (host, first) = self.tree.partner(round);
             let (mine, theirs) = halves(&ranges[round], first);
-            let message = self.pack_result(0, mine, UNFOLD + staging(round));
+            let message = self.pack_result(0, mine, UNFOLD + round_kind(round));
             let room = 0..HEADER + theirs.len();
             self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])?;
             self.finish()?;
-            self.unpack_result(0, theirs, UNFOLD + staging(round))?;
+            self.unpack_result(0, theirs, UNFOLD + round_kind(round))?;
         }
         Ok(())
     }
@@ -198,7 +173,7 @@ fn halves(range: &Range<usize>, first: bool) -> (Range<usize>, Range<usize>) {
     if first { (low, high) } else { (high, low) }
 }
 
-fn staging(round: usize) -> u32 {
+fn round_kind(round: usize) -> u32 {
     // There are no more rounds than bits in a number of hosts.
     u32::try_from(round).unwrap_or(u32::MAX)
 }

@@ -1,6 +1,6 @@
 //! What every message between hosts starts with.
 
-use crate::collective::Call;
+use crate::collective::call::Call;
 use crate::error::{Error, Result};
 
 /// The header of a message; [`crate::layout::HEADER`] bytes are kept for it.
@@ -27,14 +27,14 @@ impl Header {
     }
 
     /// The header of a message that must be of that step and stage.
-    pub fn read(message: &[u8], step: u32, staging: u32, call: &Call) -> Result<Header> {
-        if message[8..12] != step.to_le_bytes() || message[12..16] != staging.to_le_bytes() {
+    pub fn read(message: &[u8], step: u32, kind: u32, call: &Call) -> Result<Header> {
+        if message[8..12] != step.to_le_bytes() || message[12..16] != kind.to_le_bytes() {
             return Err(Error::Internal(format!("a message of another step arrived in {}", call.full_name())));
         }
         let mut signature = [0; 8];
         signature.copy_from_slice(&message[0..8]);
         let signature = u64::from_le_bytes(signature);
-        Ok(Header { signature, step, message_kind: staging, agreed: message[16] == 1, has_data: message[17] == 1 })
+        Ok(Header { signature, step, message_kind: kind, agreed: message[16] == 1, has_data: message[17] == 1 })
     }
 }
 

@@ -1,8 +1,10 @@
 //! Pairwise exchange: every host gets its piece of the slice from every other one, completes it, and sends it to all.
 
-use super::{Message, Partial, SliceExchange};
+use super::exchange::SliceExchange;
+use crate::collective::phases::Partial;
 use crate::error::Result;
 use crate::timings::Activity;
+use crate::transport::Message;
 use crate::wire_layout::{ALIGN, HEADER, max_acc_bytes};
 
 const REDUCE_SCATTER: u32 = 1;
@@ -32,7 +34,7 @@ impl SliceExchange<'_> {
         let me = self.host();
         let mine = self.piece(me);
         // While the messages travel.
-        let own: Partial = self.contribute_to_own(mine.clone()).then(|| self.ipc.as_ptr().cast_const());
+        let own: Partial = self.contribute_to_own(mine.clone()).then(|| self.host_partial.as_ptr().cast_const());
         self.timer.end(Activity::Reduce);
         self.finish()?;
         let mut parts = vec![None; self.hosts()];

@@ -3,9 +3,11 @@
 
 use std::ops::Range;
 
-use super::{Message, Partial, SliceExchange};
+use super::exchange::SliceExchange;
+use crate::collective::phases::Partial;
 use crate::error::Result;
 use crate::timings::Activity;
+use crate::transport::Message;
 use crate::wire_layout::{HEADER, max_acc_bytes};
 
 /// The stages of the first n - 1 rounds count from 1, those of the others from here.
@@ -26,7 +28,7 @@ impl SliceExchange<'_> {
     }
 
     pub fn start_ring(&mut self) -> Result<()> {
-        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), staging(0));
+        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), round_kind(0));
         self.send_next(message, self.ring_piece(1))
     }
 
@@ -42,10 +44,10 @@ impl SliceExchange<'_> {
         for round in 1..=last {
             let piece = self.piece(self.ring_piece(round));
             // While the message travels.
-            let own: Partial = self.contribute_to_own(piece.clone()).then(|| self.ipc.as_ptr().cast_const());
+            let own: Partial = self.contribute_to_own(piece.clone()).then(|| self.host_partial.as_ptr().cast_const());
             self.timer.end(Activity::Reduce);
             self.finish()?;
-            let theirs = self.read_matched(0, staging(round - 1))?;
+            let theirs = self.read_matched(0, round_kind(round - 1))?;
             let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
             let out = self.link.buffers(self.turn).send[HEADER..].as_mut_ptr();
             // SAFETY: both were contributed to this piece; what came, what is kept and what is sent do not overlap.
@@ -55,7 +57,7 @@ impl SliceExchange<'_> {
                 } else {
                     collective.add_partials(call, shard, piece.clone(), theirs, own, out);
                     let holds = theirs.is_some() || own.is_some();
-                    self.header(staging(round), true, holds).write(self.link.buffers(self.turn).send);
+                    self.header(round_kind(round), true, holds).write(self.link.buffers(self.turn).send);
                     let len = if holds { self.carried(piece) } else { 0 };
                     self.send_next(0..HEADER + len, self.ring_piece(round + 1))?;
                 }
@@ -64,16 +66,16 @@ impl SliceExchange<'_> {
         for round in 0..last {
             // The piece that was finished here goes first.
             let (sent, received) = (self.ring_piece(last + round), self.ring_piece(last + round + 1));
-            let message = self.pack_result(0, self.piece(sent), ALLGATHER + staging(round));
+            let message = self.pack_result(0, self.piece(sent), ALLGATHER + round_kind(round));
             self.send_next(message, received)?;
             self.finish()?;
-            self.unpack_result(0, self.piece(received), ALLGATHER + staging(round))?;
+            self.unpack_result(0, self.piece(received), ALLGATHER + round_kind(round))?;
         }
         Ok(())
     }
 }
 
-fn staging(round: usize) -> u32 {
+fn round_kind(round: usize) -> u32 {
     // No job has that many hosts.
     u32::try_from(round + 1).unwrap_or(u32::MAX)
 }

@@ -118,23 +118,6 @@ impl UniqueId {
         check(nccl, "making an id", unsafe { (nccl.get_unique_id)(&raw mut id) })?;
         Ok(id)
     }
-
-    /// The id in hexadecimal.
-    pub fn to_text(&self) -> String {
-        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
-    }
-
-    /// Parses the result of [`UniqueId::to_text`].
-    pub fn from_text(text: &str) -> Option<UniqueId> {
-        let mut id = UniqueId([0; 128]);
-        if text.len() != 256 || !text.is_ascii() {
-            return None;
-        }
-        for (index, byte) in id.0.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&text[2 * index..2 * index + 2], 16).ok()?;
-        }
-        Some(id)
-    }
 }
 
 /// A non-blocking communicator.
@@ -291,19 +274,5 @@ fn code_of(dtype: DType) -> c_int {
         DType::F32 => 7,
         DType::F64 => 8,
         DType::BF16 => 9,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ids_convert_to_text_and_back() {
-        let mut id = UniqueId([0; 128]);
-        id.0.iter_mut().zip(0..).for_each(|(byte, index)| *byte = index);
-        assert_eq!(UniqueId::from_text(&id.to_text()).map(|id| id.0), Some(id.0));
-        assert!(UniqueId::from_text("12").is_none());
-        assert!(UniqueId::from_text(&"x".repeat(256)).is_none());
     }
 }

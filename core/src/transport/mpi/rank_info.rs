@@ -4,20 +4,25 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+
 use super::comm::Comm;
 use crate::clock::monotonic;
+use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
 /// The bytes of the records that ranks tell each other; longer texts are cut.
-const RECORD: usize = 1024;
+const RECORD: usize = 2048;
+/// The most bytes of a text in a record, which has two at most.
+const MAX_TEXT_BYTES: usize = 1000;
 /// How often a host's clock is compared with the first one's; the quickest answer counts.
 const LOOKS: usize = 8;
 /// Tells the messages about clocks from others.
 const CLOCK_TAG: usize = 1;
 
 /// Where a rank lives.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankInfo {
     /// The name of its host.
     pub host: String,
@@ -53,21 +58,21 @@ pub(super) fn exchange_rank_info(
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let device = fs::metadata(shm_dir).map(|folder| folder.dev()).unwrap_or_default();
     let space = fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
-    let device = device.to_string();
-    let pid = std::process::id().to_string();
     let mut key = [0u8; 16];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::system("drawing a random number", error))?;
-    let key = format!("{:032x}", u128::from_ne_bytes(key));
-    let records = comm.allgather(&record(&[&host, boot.trim(), &device, &pid, &space, &key]), wait_ctx)?;
-    let place = |bytes: &Vec<u8>| {
-        let [host, boot, device, pid, pid_space] = fields(bytes);
-        RankInfo { host, boot, device, pid: pid.parse().unwrap_or(0), pid_namespace: pid_space }
+    let mine = RankInfo {
+        host: shortened(&host),
+        boot: shortened(boot.trim()),
+        device: device.to_string(),
+        pid: rustix::process::getpid().as_raw_nonzero().get(),
+        pid_namespace: shortened(&space),
     };
-    // That of rank 0 is the job's.
-    let [.., key] = fields::<6>(&records[0]);
-    let key = u128::from_str_radix(&key, 16).map_err(|_| Error::Internal("a record of another job arrived".into()))?;
-    Ok((records.iter().map(place).collect(), key))
+    let records = all_records(comm, &(mine, u128::from_ne_bytes(key)), wait_ctx)?;
+    let records: Vec<(RankInfo, u128)> = records.iter().map(|bytes| decode(bytes)).collect::<Result<_>>()?;
+    // The key of rank 0 is the job's.
+    let key = records[0].1;
+    Ok((records.into_iter().map(|(info, _)| info).collect(), key))
 }
 
 /// What must be added to this host's monotonic clock, in nanoseconds, to have that of the first host, to within half the
@@ -119,17 +124,23 @@ fn receive(comm: &Comm, from: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> 
     Ok(i64::from_le_bytes(value))
 }
 
-/// `fields`, a NUL after each, cut and padded to [`RECORD`] bytes.
-pub(super) fn record(fields: &[&str]) -> Vec<u8> {
-    let mut bytes = fields.join("\0").into_bytes();
-    bytes.resize(RECORD, 0);
-    bytes
+/// Every rank's `record`, encoded.
+///
+/// # Errors
+/// Those of MPI, and when the wait context ends.
+pub(super) fn all_records<T: Serialize>(comm: &Comm, record: &T, wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
+    let mut bytes = encode(record).unwrap_or_default();
+    if bytes.len() > RECORD {
+        // No rank can decode an empty record: all fail.
+        bytes.clear();
+    }
+    bytes.resize(RECORD, 0xff);
+    comm.allgather(&bytes, wait_ctx)
 }
 
-/// The first N fields of a record.
-pub(super) fn fields<const N: usize>(record: &[u8]) -> [String; N] {
-    let mut parts = record.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
-    std::array::from_fn(|_| parts.next().unwrap_or_default())
+/// The first characters of a text that goes into a record.
+pub(super) fn shortened(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
 }
 
 #[cfg(test)]
@@ -137,11 +148,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_go_there_and_back() {
-        let bytes = record(&["host", "", "x y"]);
-        assert_eq!(bytes.len(), RECORD);
-        assert_eq!(fields::<3>(&bytes), ["host", "", "x y"]);
-        let long = "l".repeat(2 * RECORD);
-        assert_eq!(fields::<2>(&record(&["a", &long]))[1].len(), RECORD - 2);
+    fn a_record_fits_and_padding_alone_is_none() {
+        let text = shortened(&"ä".repeat(RECORD));
+        assert_eq!(text.len(), MAX_TEXT_BYTES);
+        let record = (text, Err::<(), _>((-8, shortened(&"x".repeat(RECORD)))));
+        assert!(encode(&record).is_ok_and(|bytes| bytes.len() <= RECORD));
+        assert!(decode::<(String, Option<String>)>(&[0xff; RECORD]).is_err());
     }
 }

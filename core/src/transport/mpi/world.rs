@@ -11,12 +11,16 @@ use std::time::{Duration, Instant};
 
 use mpi::Threading;
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use super::comm::Comm;
 use super::launcher;
 use super::link::MpiLink;
-use super::rank_info::{self, RankInfo, fields, record};
+use super::rank_info::{self, RankInfo, all_records, shortened};
 use super::{lifetime, probe};
 use crate::affinity::{self, CpuBounds};
+use crate::codec::decode;
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::PathSetting;
 use crate::config::Config;
@@ -203,9 +207,8 @@ impl World {
     /// The processors for each rank; the fewest of any host. Fails on all ranks where one of them is not `ready`.
     fn count_processors(&self, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<usize> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed).encode());
-        let told = self.agree_or_fail(own, "", mine, wait_ctx)?;
-        let bounds: Vec<CpuBounds> = told.iter().filter_map(|text| CpuBounds::decode(text)).collect();
+        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed));
+        let bounds = self.agree_or_fail(own, "", mine, wait_ctx)?;
         let of_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
         Ok((0..self.topology.hosts()).map(of_host).min().unwrap_or(1))
@@ -217,16 +220,16 @@ impl World {
         let topology = &self.topology;
         let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
         let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
-        let told = self.agree_or_fail(own, "", path, wait_ctx)?;
+        let paths = self.agree_or_fail(own, "", path, wait_ctx)?;
         let (mine, file, name) = created?;
         let me = topology.local_rank();
         let mut mine = Some(mine);
         let map = |(local, &rank): (usize, &usize)| match mine.take_if(|_| local == me) {
             Some(mine) => Ok(mine),
-            None => shm::open(Path::new(&told[rank])),
+            None => shm::open(Path::new(&paths[rank])),
         };
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
-        let mapped = maps.as_ref().map(|_| String::new()).map_err(Error::clone);
+        let mapped = maps.as_ref().map(|_| ()).map_err(Error::clone);
         self.agree_or_fail(own, "", mapped, wait_ctx)?;
         drop::<Name>(name);
         Ok(Arc::new(Arenas::new(maps?, me, file)))
@@ -246,18 +249,13 @@ impl World {
         let address = listener.as_ref().map(|found| found.as_ref().map_or(String::new(), Listener::address));
         let leaders: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[0]).collect();
         let offset = if leads { rank_info::clock_offset(own, &leaders, topology.host(), wait_ctx)? } else { 0 };
-        let told = self.agree_or_fail(
-            own,
-            "",
-            address.map(|text| format!("{offset} {text}")).map_err(Error::clone),
-            wait_ctx,
-        )?;
-        let parts = |rank: usize| told[rank].split_once(' ').unwrap_or(("0", ""));
-        timeline::set_offset(parts(leaders[topology.host()]).0.parse().unwrap_or(0));
+        let mine = address.map(|text| (offset, text)).map_err(Error::clone);
+        let all = self.agree_or_fail(own, "", mine, wait_ctx)?;
+        timeline::set_offset(all[leaders[topology.host()]].0);
         let Some(listener) = listener? else { return Ok(None) };
         let host = |&leader: &usize| HostAddress {
             name: self.rank_info[leader].display_name(leader),
-            addresses: parts(leader).1.split(',').filter_map(|address| address.parse().ok()).collect(),
+            addresses: all[leader].1.split(',').filter_map(|address| address.parse().ok()).collect(),
         };
         let hosts: Vec<HostAddress> = leaders.iter().map(host).collect();
         let process =
@@ -276,9 +274,8 @@ impl World {
         } else {
             None
         };
-        let told =
-            self.agree_or_fail(own, "", Ok(measured.map_or(String::new(), |network| network.encode())), wait_ctx)?;
-        Ok(NetworkModel::slowest(told.iter().filter_map(|text| NetworkModel::decode(text))))
+        let measured = self.agree_or_fail(own, "", Ok(measured), wait_ctx)?;
+        Ok(NetworkModel::slowest(measured.into_iter().flatten()))
     }
 
     /// What the network between the hosts was measured to be; none on one host.
@@ -345,7 +342,7 @@ impl World {
     /// As for [`World::endpoint`].
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let mine = outcome.as_ref().map(|_| String::new()).map_err(Error::clone);
+        let mine = outcome.as_ref().map(|_| ()).map_err(Error::clone);
         self.in_step(what, |wait_ctx| self.agree_or_fail(own, "", mine, wait_ctx))?;
         outcome
     }
@@ -374,17 +371,17 @@ impl World {
             false => Ok(None),
         });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let told = self.agree_or_fail(&comm, &shape.to_string(), path.map_err(Error::clone), wait_ctx)?;
+        let paths = self.agree_or_fail(&comm, &shape.to_string(), path.map_err(Error::clone), wait_ctx)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn RegionMemory>), Some(name)),
             None if ranks == 1 => (Ok(Box::new(Aligned::new(layout.bytes())) as Box<dyn RegionMemory>), None),
             None => {
-                let path = &told[topology.local_ranks()[0]];
+                let path = &paths[topology.local_ranks()[0]];
                 (Segment::open(Path::new(path)).map(|segment| Box::new(segment) as Box<dyn RegionMemory>), None)
             }
         };
-        let mapped = memory.as_ref().map(|_| String::new()).map_err(Error::clone);
+        let mapped = memory.as_ref().map(|_| ()).map_err(Error::clone);
         self.agree_or_fail(&comm, "", mapped, wait_ctx)?;
         drop::<Option<Name>>(name);
 
@@ -414,32 +411,30 @@ impl World {
     }
 
     /// Tells all ranks `shape` and this rank's outcome; returns all outcomes when they are good and the shapes equal.
-    fn agree_or_fail(
+    fn agree_or_fail<T: Serialize + DeserializeOwned>(
         &self,
         comm: &Comm,
         shape: &str,
-        outcome: Result<String>,
+        outcome: Result<T>,
         wait_ctx: &WaitContext<'_>,
-    ) -> Result<Vec<String>> {
-        let (code, text) = match &outcome {
-            Ok(text) => (0, text.clone()),
-            Err(error) => (error.code(), error.detail().to_owned()),
-        };
-        let records = comm.allgather(&record(&[shape, &code.to_string(), &text]), wait_ctx)?;
-        let mut texts = Vec::with_capacity(records.len());
+    ) -> Result<Vec<T>> {
+        let outcome = outcome.map_err(|error| (error.code(), shortened(error.detail())));
+        let records = all_records(comm, &(shape, outcome), wait_ctx)?;
+        let mut values = Vec::with_capacity(records.len());
         let mut shapes = Vec::with_capacity(records.len());
         for (rank, bytes) in records.iter().enumerate() {
-            let [shape, code, text] = fields(bytes);
-            let code = code.parse().unwrap_or(-9);
-            if code != 0 {
-                let who = if records.len() > 1 { format!("{}: ", self.names[rank]) } else { String::new() };
-                return Err(Error::from_code(code, who + &text));
+            let (shape, outcome): (String, std::result::Result<T, (i32, String)>) = decode(bytes)?;
+            match outcome {
+                Ok(value) => values.push(value),
+                Err((code, text)) => {
+                    let rank = if records.len() > 1 { format!("{}: ", self.names[rank]) } else { String::new() };
+                    return Err(Error::from_code(code, rank + &text));
+                }
             }
             shapes.push(shape);
-            texts.push(text);
         }
         match shapes.iter().position(|shape| *shape != shapes[0]) {
-            None => Ok(texts),
+            None => Ok(values),
             Some(rank) => Err(Error::Mismatch(format!("  rank 0: {}\n  rank {rank}: {}", shapes[0], shapes[rank]))),
         }
     }

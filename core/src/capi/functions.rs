@@ -1,0 +1,416 @@
+//! The functions of the C API, but those for tensors in device memory.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+
+use super::arguments::{CBuffer, Views, device_of, give, number, tensors, text, towers, views};
+use super::errors::{LAST_ERROR, catch, status};
+use crate::error::Error;
+use crate::group::Timeout;
+use crate::plugin::{Arguments, Cooldown};
+use crate::process_info::process_info;
+use crate::runtime;
+use crate::signals;
+use crate::stacks;
+
+/// `dl_comm_init_mpi` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_init_mpi() -> c_int {
+    status(runtime::start)
+}
+
+/// `dl_comm_init` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_init() -> c_int {
+    status(runtime::init)
+}
+
+/// `dl_comm_init_teams` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_init_teams(nteams: c_int, nthreads: c_int) -> c_int {
+    status(|| runtime::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
+}
+
+/// `dl_comm_finalize` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_finalize() -> c_int {
+    status(runtime::finalize)
+}
+
+/// `dl_comm_abort` of `dl_comm.h`.
+///
+/// # Safety
+/// `why` is null or a text that ends with NUL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_abort(why: *const c_char) -> c_int {
+    // SAFETY: passed on.
+    status(|| runtime::abort(&unsafe { text(why) }))
+}
+
+/// `dl_create_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
+    status(|| runtime::create_team(teamID, nthreads_in_team, prec_level))
+}
+
+/// `dl_comm_create_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
+    dl_create_team(teamID, nthreads_in_team, prec_level)
+}
+
+/// `dl_comm_ensure_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
+    status(|| runtime::ensure_team(id, (nthreads != 0).then_some(nthreads)))
+}
+
+/// `dl_comm_gradients` of `dl_comm.h`.
+///
+/// # Safety
+/// The arrays have the sizes that the header tells, and the tensors are valid memory that nobody else uses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_gradients(
+    all_tensors: *mut *mut *mut c_void,
+    lengths: *mut *mut c_int,
+    dtypes: *mut *mut c_int,
+    ntensors_on_tower: *mut c_int,
+    ntowers: c_int,
+    teamID: c_int,
+) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let mut towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
+        runtime::ensure_team(teamID, None)?;
+        if let (Some(device), 1) = (device_of(&towers)?, towers.len()) {
+            // SAFETY: as above.
+            return unsafe { runtime::average_on(device, teamID, "", Timeout::GroupDefault, towers.remove(0)) };
+        }
+        // SAFETY: as above.
+        unsafe { runtime::average_and_wait(teamID, "", Timeout::GroupDefault, towers) }
+    })
+}
+
+/// `dl_comm_broadcast` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_gradients`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast(
+    all_tensors: *mut *mut *mut c_void,
+    lengths: *mut *mut c_int,
+    dtypes: *mut *mut c_int,
+    ntensors_on_tower: *mut c_int,
+    ntowers: c_int,
+    root: c_int,
+) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
+        let device = device_of(&towers)?;
+        runtime::wait("", |request| runtime::broadcast_towers(root, request.with_device(device), || Ok(towers)))
+    })
+}
+
+/// `dl_comm_get_rank` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_rank() -> c_int {
+    catch(|| number(runtime::rank_info()?.rank))
+}
+
+/// `dl_comm_localrank` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_localrank() -> c_int {
+    catch(|| number(runtime::rank_info()?.local_rank))
+}
+
+/// `dl_comm_get_nranks` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_nranks() -> c_int {
+    catch(|| number(runtime::rank_info()?.size))
+}
+
+/// `dl_comm_get_local_nranks` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_local_nranks() -> c_int {
+    catch(|| number(runtime::rank_info()?.local_size))
+}
+
+/// `dl_comm_get_nhosts` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_nhosts() -> c_int {
+    catch(|| number(runtime::rank_info()?.hosts))
+}
+
+/// `dl_comm_is_initialized` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_is_initialized() -> c_int {
+    c_int::from(runtime::is_initialized())
+}
+
+/// `dl_comm_is_helper` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_is_helper() -> c_int {
+    c_int::from(runtime::is_helper())
+}
+
+/// `dl_comm_get_nteams` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_nteams() -> c_int {
+    catch(|| number(runtime::nteams()?))
+}
+
+/// `dl_comm_release_owner` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_release_owner(team: c_int, owner: u64) -> c_int {
+    status(|| {
+        runtime::release(team, owner);
+        Ok(())
+    })
+}
+
+/// `dl_comm_get_waited` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
+    let mut seconds = 0.0;
+    let code = status(|| runtime::waited(team).map(|waited| seconds = waited));
+    if code == 0 { seconds } else { f64::from(code) }
+}
+
+/// `dl_comm_stats` of `dl_comm.h`.
+///
+/// # Safety
+/// `text` has `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_stats(text: *mut c_char, capacity: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    catch(|| unsafe { give(&runtime::stats()?.to_string(), text, capacity) })
+}
+
+/// `dl_comm_dump` of `dl_comm.h`.
+///
+/// # Safety
+/// `folder` is a C string or NULL; `path` has `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, capacity: usize) -> c_int {
+    catch(|| {
+        // SAFETY: the caller's promise.
+        let folder = (!folder.is_null()).then(|| unsafe { text(folder) });
+        let file = runtime::dump(folder.as_deref())?;
+        // SAFETY: the caller's promise.
+        unsafe { give(&file.to_string_lossy(), path, capacity) }
+    })
+}
+
+/// `dl_comm_stacks_from` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_stacks_from(signal: c_int, fd: c_int) -> c_int {
+    status(|| {
+        stacks::come_from(signal, fd);
+        Ok(())
+    })
+}
+
+/// `dl_comm_timeline_start` of `dl_comm.h`.
+///
+/// # Safety
+/// `folder` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| match unsafe { text(folder) } {
+        folder if folder.is_empty() => Err(Error::Invalid("a timeline needs a folder".into())),
+        folder => runtime::start_timeline(&folder),
+    })
+}
+
+/// `dl_comm_timeline_stop` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_timeline_stop() -> c_int {
+    status(runtime::stop_timeline)
+}
+
+/// `dl_comm_set_signal_check` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_set_signal_check(check: Option<signals::Check>) {
+    signals::set_check(check);
+}
+
+/// `dl_comm_last_error` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_last_error() -> *const c_char {
+    LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+/// `dl_comm_core_id` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_core_id() -> usize {
+    runtime::core_id()
+}
+
+/// `dl_comm_version` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// `dl_comm_describe` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_stats`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_describe(text: *mut c_char, capacity: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    catch(|| unsafe { give(&process_info()?, text, capacity) })
+}
+
+/// `dl_comm_average` of `dl_comm.h`.
+///
+/// # Safety
+/// `buffers` has `count` entries of valid memory that nobody else uses; `name` is a C string or NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_average(
+    buffers: *const CBuffer,
+    count: usize,
+    team: c_int,
+    name: *const c_char,
+) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut list = Views::new();
+            views(buffers, count, &mut list)?;
+            runtime::average_list(team, &text(name), Timeout::GroupDefault, &list)
+        }
+    })
+}
+
+/// `dl_comm_average_towers` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`], with `ntowers * count` buffers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_average_towers(
+    buffers: *const CBuffer,
+    count: usize,
+    ntowers: usize,
+    team: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    status(|| {
+        let all = count.checked_mul(ntowers).filter(|&all| all > 0);
+        let all = all.ok_or_else(|| Error::Invalid("there are no towers, or no tensors in them".into()))?;
+        let mut list = Views::new();
+        // SAFETY: the caller's promise.
+        unsafe { views(buffers, all, &mut list) }?;
+        // SAFETY: as above.
+        let name = unsafe { text(name) };
+        let limit = Timeout::from_seconds(timeout);
+        if ntowers == 1 {
+            // SAFETY: as above.
+            return unsafe { runtime::average_list(team, &name, limit, &list) };
+        }
+        let towers = list.chunks(count).map(|tower| tower.iter().map(|view| view.to_tensor()).collect()).collect();
+        // SAFETY: as above.
+        unsafe { runtime::average_and_wait(team, &name, limit, towers) }
+    })
+}
+
+/// `dl_comm_config_team` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_config_team(
+    team: c_int,
+    trans_alg: c_int,
+    ksteps: c_int,
+    max_steps: c_int,
+    verbosity: c_int,
+    perf_freq: c_int,
+    cooldown: c_int,
+) -> c_int {
+    status(|| {
+        runtime::config_team(team, |default| {
+            let cooldown = Cooldown::from_code(cooldown, default)?;
+            Ok(Arguments { trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown })
+        })
+    })
+}
+
+/// `dl_comm_check_buffers_match` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`], reading only.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, count: usize, verbose: c_int) -> c_int {
+    catch(|| {
+        // SAFETY: the caller's promise.
+        let tensors = unsafe { tensors(buffers, count) }?;
+        // SAFETY: as above.
+        unsafe { runtime::buffers_match(&tensors, verbose != 0) }.map(|equal| c_int::from(!equal))
+    })
+}
+
+/// `dl_comm_alloc` of `dl_comm.h`.
+///
+/// # Safety
+/// `memory` is NULL or a valid place for an address.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { memory.as_mut() }.ok_or_else(|| Error::Invalid("memory is NULL".into()))?;
+        *place = ptr::null_mut();
+        *place = runtime::alloc(bytes)?.cast();
+        Ok(())
+    })
+}
+
+/// `dl_comm_free` of `dl_comm.h`.
+///
+/// # Safety
+/// Nobody uses the memory any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe { runtime::free(memory.cast()) })
+}
+
+/// `dl_comm_barrier` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_barrier() -> c_int {
+    dl_comm_barrier_timeout(-1.0)
+}
+
+/// `dl_comm_barrier_timeout` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
+    status(|| runtime::wait("", |request| runtime::barrier(request.with_timeout(Timeout::from_seconds(timeout)))))
+}
+
+/// `dl_comm_set_timeout` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
+    status(|| match Timeout::from_seconds(seconds) {
+        Timeout::Override(timeout) => runtime::set_timeout(team, timeout),
+        Timeout::GroupDefault => {
+            Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit")))
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The length of a list that is not there is not believed.
+    #[test]
+    fn no_list_of_any_length_is_refused() {
+        let none = ptr::null_mut();
+        // SAFETY: nothing is pointed to.
+        unsafe {
+            assert_eq!(dl_comm_average(ptr::null(), usize::MAX, 0, ptr::null()), -1);
+            assert_eq!(dl_comm_average(ptr::null(), 1 << 40, 0, ptr::null()), -1);
+            assert_eq!(dl_comm_gradients(none, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), c_int::MAX, 0), -1);
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Which collective each operation is.
+
+use super::allreduce::Allreduce;
+use super::barrier::Barrier;
+use super::broadcast::Broadcast;
+use super::call::Op;
+use super::phases::Collective;
+
+impl Op {
+    /// The collective of this operation.
+    pub(super) fn collective(self) -> &'static dyn Collective {
+        match self {
+            Op::Allreduce => &Allreduce,
+            Op::Broadcast { .. } => &Broadcast,
+            Op::Barrier => &Barrier,
+        }
+    }
+}

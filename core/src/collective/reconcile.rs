@@ -1,0 +1,51 @@
+//! How ranks whose calls differ agree on what to run next, and on what to report.
+//!
+//! Thread rule: that of [`Channel`].
+
+use super::channel::Channel;
+use super::matching::{self, PendingCalls, Reconciliation};
+use super::mismatch::{self, MismatchEntry};
+use super::text_allgather;
+use crate::error::{Error, Result};
+use crate::transport::WaitContext;
+
+impl Channel {
+    /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
+    ///
+    /// # Errors
+    /// As for [`Channel::first`].
+    pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
+        let max_bytes = text_allgather::max_value_bytes(self);
+        let mut pages = list.pages(max_bytes);
+        // By rank, on the ranks that decide.
+        let mut lists: Vec<PendingCalls> = Vec::new();
+        let mut decide = |pages: Vec<(PendingCalls, bool)>| {
+            let more = pages.iter().any(|(_, more)| *more);
+            if lists.is_empty() {
+                lists = pages.into_iter().map(|(page, _)| page).collect();
+            } else {
+                lists.iter_mut().zip(pages).for_each(|(list, (page, _))| list.calls.extend(page.calls));
+            }
+            (!more).then(|| matching::decide(&lists).truncated(max_bytes))
+        };
+        let decision = loop {
+            let empty = || PendingCalls { calls: Vec::new(), outlook: list.outlook, quiet: list.quiet };
+            let page = pages.next().unwrap_or_else(empty);
+            let more = pages.len() > 0;
+            if let Some(decision) = text_allgather::allgather_merge(self, &(page, more), wait_ctx, &mut decide)? {
+                break decision;
+            }
+        };
+        match &decision {
+            Reconciliation::Fail(calls) if calls.len() != self.topology.size() => {
+                Err(Error::Internal("the decision on the calls does not name every rank".into()))
+            }
+            _ => Ok(decision),
+        }
+    }
+
+    /// The error of calls that do not match, the same on every rank, where every rank gives its account.
+    pub fn explain(&mut self, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
+        mismatch::explain(self, account, wait_ctx)
+    }
+}

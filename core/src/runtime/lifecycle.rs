@@ -1,0 +1,179 @@
+//! Start and end of dl_comm in this process.
+//!
+//! Thread rule: any thread; collective functions that make teams run one at a time.
+
+use std::collections::BTreeMap;
+use std::process;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
+use super::team_creation::make_team;
+use super::{calls, exit, memory};
+use crate::config::Config;
+use crate::dump::{Dumper, SignalDumper};
+use crate::error::{Error, Result};
+use crate::fork;
+use crate::group::ProcessGroups;
+use crate::helper;
+use crate::log::log_line;
+use crate::plugin::{Team, report_waited};
+use crate::timeline;
+use crate::transport::bootstrap::{self, World};
+use crate::variables;
+
+/// Makes this process a rank. Does nothing when it is one, and in a helper of a rank. Collective.
+///
+/// # Errors
+/// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
+pub fn start() -> Result<()> {
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
+    // Before anything takes a lock that a forked child would find held for ever.
+    fork::install_handler();
+    write(|state| match state {
+        RuntimeState::Started(_) => Ok(()),
+        RuntimeState::Finalized(_) => Err(finalized()),
+        RuntimeState::NotStarted => {
+            let world = World::start(Config::from_env())?;
+            let config = world.config().clone();
+            if config.timeout.is_none() && world.topology().rank() == 0 {
+                log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
+            }
+            helper::mark(world.topology());
+            if world.topology().rank() == 0 {
+                let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+                variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
+            }
+            let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let network = world.network();
+            memory::keep(world.arenas());
+            let rank = topology.rank();
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
+            if topology.local_rank() == 0 {
+                dumper.clean();
+            }
+            let ready = || {
+                if !config.timeline.is_empty() {
+                    timeline::start(&config.timeline, rank, &places[rank].display_name(rank), &dumper.job())
+                        .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
+                }
+                SignalDumper::start(Arc::clone(&dumper))
+            };
+            let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
+            let world = Arc::new(Mutex::new(world));
+            let (teams, process_groups) = (BTreeMap::new(), Arc::new(ProcessGroups::of_process()));
+            let runtime = Runtime {
+                world,
+                topology,
+                rank_info: places,
+                network,
+                config,
+                teams,
+                process_groups,
+                dumper,
+                _on_signal,
+            };
+            *state = RuntimeState::Started(Box::new(runtime));
+            Ok(())
+        }
+    })
+}
+
+/// Brings up everything that the collectives need. Nothing happens when that was done. Collective.
+///
+/// # Errors
+/// Those of [`init_mpi`] and of the making of a team.
+pub fn init() -> Result<()> {
+    start()?;
+    if is_initialized() || helper::refusal().is_some() {
+        return Ok(());
+    }
+    let config = config()?;
+    make_team(CONTROL, config.default_nthreads, config.default_prec_level, None)
+}
+
+/// Ends the teams, and what [`start`] has started. Does nothing when nothing was started or all has ended. Collective.
+///
+/// It waits for the other ranks, up to the deadline, also after a failure: they may have work to do yet, which the launcher
+/// would end with them. If they do not come, one line says so, the job is not ended in order, and the exit status will
+/// not be 0.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn finalize() -> Result<()> {
+    end(None)
+}
+
+/// Ends the use of dl_comm after a failure elsewhere in the program: the other ranks hear of it, with the first line of
+/// `why`, and the job is not ended in order, so that the launcher ends it. Not collective.
+///
+/// # Errors
+/// [`Error::State`] in a forked child.
+pub fn abort(why: &str) -> Result<()> {
+    let why = why.lines().next().map_or_else(String::new, |line| format!(": {line}"));
+    end(Some(Error::PeerLost(format!("the program failed on {}{why}", process_name()))))
+}
+
+fn process_name() -> String {
+    let rank = topology().map_or(0, |topology| topology.rank());
+    format!("rank {rank} (pid {})", process::id())
+}
+
+/// The plugin's line about the waited time, and a word about means that no call has returned.
+fn report(teams: &BTreeMap<i32, Arc<Team>>, rank: usize) {
+    let scheduled = teams.iter().filter(|(id, _)| **id != CONTROL);
+    report_waited(scheduled.clone().map(|(_, team)| team), rank);
+    for (id, team) in scheduled {
+        if team.undelivered_means() > 0 && team.waited().0.prints_on(rank) {
+            log_line(&format!(
+                "finalize() came before the last of team {id}'s max_steps calls: the mean of its last call was not returned"
+            ));
+        }
+    }
+}
+
+fn end(reason: Option<Error>) -> Result<()> {
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
+    let ended = {
+        let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
+        let RuntimeState::Started(runtime) = &*state else {
+            // There is one without a session where its start has failed.
+            bootstrap::end();
+            return Ok(());
+        };
+        let next = RuntimeState::Finalized(Arc::clone(&runtime.topology));
+        std::mem::replace(&mut *state, next)
+    };
+    let RuntimeState::Started(runtime) = ended else { return Ok(()) };
+    let Runtime { world, teams, topology, .. } = *runtime;
+    if let Some(error) = &reason {
+        teams.values().for_each(|team| team.group().fail(error));
+    }
+    teams.values().for_each(|team| team.group().stop());
+    timeline::stop();
+    report(&teams, topology.rank());
+    let gathered = {
+        let world = world.lock().unwrap_or_else(PoisonError::into_inner);
+        match &reason {
+            Some(_) => {
+                world.leave();
+                Ok(())
+            }
+            None => world.gather(teams.values().find_map(|team| team.group().failure()).as_ref()),
+        }
+    };
+    if let Err(error) = gathered {
+        log_line(&format!("{error}; this process ends with a status other than 0"));
+        exit::fail();
+    }
+    // Links between hosts close before the job ends; a team is freed when the last thread forgets it.
+    calls::forget_teams();
+    teams.values().for_each(|team| team.group().release_resources());
+    drop(teams);
+    drop(world);
+    bootstrap::end();
+    Ok(())
+}

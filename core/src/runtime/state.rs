@@ -1,0 +1,143 @@
+//! The state of this process, and access to it.
+//!
+//! Thread rule: any thread.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use crate::config::Config;
+use crate::dump::{Dumper, SignalDumper};
+use crate::error::{Error, Result};
+use crate::fork;
+use crate::group::ProcessGroups;
+use crate::helper::{self, RankPosition};
+use crate::plugin::Team;
+use crate::topology::Topology;
+use crate::transport::NetworkModel;
+use crate::transport::bootstrap::{RankInfo, World};
+
+/// The team of broadcasts, barriers and averages outside of training.
+pub const CONTROL: i32 = -1;
+
+/// Team numbers are below this.
+pub const MAX_TEAMS: i32 = 64;
+
+/// What there is while dl_comm is up.
+pub(super) struct Runtime {
+    pub world: Arc<Mutex<World>>,
+    pub topology: Arc<Topology>,
+    pub rank_info: Arc<[RankInfo]>,
+    pub network: Option<NetworkModel>,
+    pub config: Config,
+    pub teams: BTreeMap<i32, Arc<Team>>,
+    pub process_groups: Arc<ProcessGroups>,
+    pub dumper: Arc<Dumper>,
+    /// For what it does as long as it is there.
+    pub _on_signal: SignalDumper,
+}
+
+pub(super) enum RuntimeState {
+    NotStarted,
+    Started(Box<Runtime>),
+    /// The ranks stay known.
+    Finalized(Arc<Topology>),
+}
+
+pub(super) static STATE: RwLock<RuntimeState> = RwLock::new(RuntimeState::NotStarted);
+
+/// A number that differs between two cores in one process: the address of this one's state.
+pub fn core_id() -> usize {
+    (&raw const STATE).addr()
+}
+
+pub(super) fn check_fork() -> Result<()> {
+    if fork::is_child() { helper::refusal().map_or(Ok(()), Err) } else { Ok(()) }
+}
+
+pub(super) fn not_started() -> Error {
+    helper::refusal().unwrap_or_else(|| Error::State("dl_comm is not initialised; call init() first".into()))
+}
+
+pub(super) fn finalized() -> Error {
+    Error::State("dl_comm was finalised and cannot be used again in this process".into())
+}
+
+pub(super) fn read<T>(view: impl FnOnce(&RuntimeState) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    view(&STATE.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// What `view` makes of the session, if there is one.
+pub(super) fn started<T>(view: impl FnOnce(&Runtime) -> Result<T>) -> Result<T> {
+    read(|state| match state {
+        RuntimeState::Started(runtime) => view(runtime),
+        RuntimeState::NotStarted => Err(not_started()),
+        RuntimeState::Finalized(_) => Err(finalized()),
+    })
+}
+
+pub(super) fn write<T>(change: impl FnOnce(&mut RuntimeState) -> Result<T>) -> Result<T> {
+    check_fork()?;
+    change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Whether [`init`] has succeeded and [`finalize`] was not called.
+pub fn is_initialized() -> bool {
+    started(|runtime| Ok(runtime.teams.contains_key(&CONTROL))).unwrap_or(false)
+}
+
+/// The settings of this process.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`] and after [`finalize`].
+pub fn config() -> Result<Config> {
+    started(|runtime| Ok(runtime.config.clone()))
+}
+
+/// The numbers of this rank, or of that which this process helps. Known after [`finalize`] too.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`].
+pub fn rank_info() -> Result<RankPosition> {
+    helper::info().ok_or_else(not_started)
+}
+
+/// Whether this process is a helper of a rank: forked or started by it, and not by a launcher.
+pub fn is_helper() -> bool {
+    helper::refusal().is_some()
+}
+
+/// Where the ranks are. Known after [`finalize`] too.
+///
+/// # Errors
+/// [`Error::State`] before [`init_mpi`].
+pub fn topology() -> Result<Arc<Topology>> {
+    read(|state| match state {
+        RuntimeState::Started(runtime) => Ok(Arc::clone(&runtime.topology)),
+        RuntimeState::Finalized(topology) => Ok(Arc::clone(topology)),
+        RuntimeState::NotStarted => Err(not_started()),
+    })
+}
+
+pub(super) fn find_team(id: i32) -> Result<Option<Arc<Team>>> {
+    started(|runtime| Ok(runtime.teams.get(&id).cloned()))
+}
+
+pub(super) fn team(id: i32) -> Result<Arc<Team>> {
+    match find_team(id)? {
+        Some(team) => Ok(team),
+        None if !is_initialized() => Err(not_started()),
+        None => Err(Error::Invalid(format!(
+            "team {id} does not exist ({} of them do); create_team() or init(nteams=...) makes teams",
+            nteams()?
+        ))),
+    }
+}
+
+/// The number of teams that [`create_team`] made.
+///
+/// # Errors
+/// As for [`config`].
+pub fn nteams() -> Result<usize> {
+    started(|runtime| Ok(runtime.teams.keys().filter(|&&id| id != CONTROL).count()))
+}
