@@ -1,4 +1,4 @@
-//! The mean of every tensor over all ranks and towers.
+//! Allreduce (mean) over all ranks and towers.
 
 use std::ops::Range;
 use std::ptr;
@@ -15,14 +15,14 @@ impl Collective for Allreduce {
     unsafe fn pack(&self, call: &Call, _topology: &Topology, chunk: usize, part: Range<usize>, slot: *mut u8) {
         for piece in call.layout.ranges(chunk, part) {
             let buffers = call.tower_buffers(piece.tensor);
-            // SAFETY: the caller's memory is valid while the call runs; the slot is this rank's, and holds the chunk.
+            // SAFETY: the caller's memory is valid while the call runs; this rank owns the slot, which holds the chunk.
             unsafe {
                 if call.wire_is_acc() {
                     let sources: Vec<*const u8> =
                         buffers.map(|buffer| buffer.bytes(piece.first, piece.count).as_ptr()).collect();
                     let reduction = call.reduction(call.tensors(0)[piece.tensor].buffer.dtype());
-                    let native = Reduction { wire_is_acc: false, ..reduction };
-                    native.sum(&sources, slot.add(piece.offset), piece.count);
+                    let from_elements = Reduction { wire_is_acc: false, ..reduction };
+                    from_elements.sum(&sources, slot.add(piece.offset), piece.count);
                 } else {
                     for buffer in buffers {
                         let bytes = buffer.bytes(piece.first, piece.count);
@@ -42,7 +42,7 @@ impl Collective for Allreduce {
             let mut sources = PerRank::new();
             for piece in call.layout.ranges(shard.chunk, slice) {
                 let buffer = &call.tensors(0)[piece.tensor].buffer;
-                // SAFETY: the piece is this shard's in all slots, and the tensor's memory is the call's.
+                // SAFETY: this shard owns the range in all slots; the call owns the tensor's memory.
                 unsafe {
                     let own = buffer.read_at(piece.first);
                     let outs = [shard.own().add(piece.offset), buffer.written_at(piece.first)];
@@ -55,7 +55,7 @@ impl Collective for Allreduce {
         for run in call.layout.runs(shard.chunk, slice) {
             let reduction = call.reduction(run.dtype);
             let count = run.bytes.len() / reduction.wire_size();
-            // SAFETY: the run is whole elements of the slice, which is this shard's in all slots.
+            // SAFETY: the run has whole elements of the slice, which this shard owns in all slots.
             unsafe {
                 let out = shard.own().add(run.bytes.start);
                 reduction.mean(&shard.sources(run.bytes.start), &[out], count, call.divisor());
@@ -67,7 +67,7 @@ impl Collective for Allreduce {
         let mut sources = PerRank::new();
         for piece in call.layout.ranges(shard.chunk, 0..call.layout.chunk_len(shard.chunk)) {
             let buffer = &call.tensors(0)[piece.tensor].buffer;
-            // SAFETY: the slots are read-only, and the tensor's memory is the call's.
+            // SAFETY: the slots are read-only; the call owns the tensor's memory.
             unsafe {
                 shard.sources_with(piece.offset, buffer.read_at(piece.first), &mut sources);
                 let out = [buffer.written_at(piece.first)];
@@ -84,7 +84,7 @@ impl InterHostOps for Allreduce {
 
     unsafe fn contribute(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
         for part in parts(call, shard.chunk, piece) {
-            // SAFETY: as in `combine`; the slicing checks that the accumulators fit.
+            // SAFETY: as in `combine`; slicing checks that the accumulators fit.
             unsafe { part.reduction.sum(&shard.sources(part.wire), out[part.at..part.end()].as_mut_ptr(), part.count) };
         }
         true
@@ -101,9 +101,9 @@ impl InterHostOps for Allreduce {
     ) {
         let (Some(low), Some(high)) = (low, high) else { return };
         for part in parts(call, shard.chunk, piece) {
-            // Accumulators are the wide form.
+            // The operands are accumulators.
             let reduction = Reduction { wire_is_acc: true, ..part.reduction };
-            // SAFETY: the caller's promise; the parts were contributed to the same piece.
+            // SAFETY: the caller's promise; both operands are partial sums of this piece.
             unsafe { reduction.sum(&[low.add(part.at), high.add(part.at)], out.add(part.at), part.count) };
         }
     }
@@ -119,30 +119,30 @@ impl InterHostOps for Allreduce {
         let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
         for part in parts(call, shard.chunk, piece) {
             let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
-            // SAFETY: as in `merge`; the slot's piece is this shard's.
+            // SAFETY: as in `add_partials`; this shard owns the piece of its slot.
             unsafe { part.reduction.finish(&accs, &[shard.own().add(part.wire)], part.count, call.divisor()) };
         }
     }
 }
 
-/// Elements of one type in a host's part of a piece.
+/// Elements of one type in a host's partial sums.
 pub(super) struct PartialRange {
     pub reduction: Reduction,
     pub count: usize,
-    /// Where they are in the chunk.
+    /// Offset of the elements in the chunk.
     pub wire: usize,
-    /// Where their accumulators are in the part.
+    /// Offset of their accumulators in the partial sums.
     pub at: usize,
 }
 
 impl PartialRange {
-    /// Where the next ones' accumulators are.
+    /// Offset of the next accumulators.
     pub fn end(&self) -> usize {
         self.at + (self.count * self.reduction.acc_size()).next_multiple_of(ALIGN)
     }
 }
 
-/// What a host's part of `piece` consists of.
+/// The contents of a host's partial sums of `piece`.
 pub(super) fn parts(call: &Call, chunk: usize, piece: Range<usize>) -> impl Iterator<Item = PartialRange> {
     let mut at = 0;
     call.layout.runs(chunk, piece).map(move |run| {

@@ -1,4 +1,4 @@
-//! Nothing moves; the step's flags and the exchange's headers are the barrier.
+//! Barrier: moves no data; the flags of the round and the headers between hosts synchronize the ranks.
 
 use std::ops::Range;
 
@@ -9,30 +9,30 @@ use crate::topology::Topology;
 pub(super) struct Barrier;
 
 impl Collective for Barrier {
-    unsafe fn pack(&self, _job: &Call, _topology: &Topology, _chunk: usize, _part: Range<usize>, _slot: *mut u8) {}
+    unsafe fn pack(&self, _call: &Call, _topology: &Topology, _chunk: usize, _part: Range<usize>, _slot: *mut u8) {}
 
-    fn reads_own_tensor(&self, _job: &Call) -> bool {
+    fn reads_own_tensor(&self, _call: &Call) -> bool {
         false
     }
 
-    unsafe fn reduce_to_tensor(&self, _job: &Call, _lane: &ShardView<'_>) {}
+    unsafe fn reduce_to_tensor(&self, _call: &Call, _shard: &ShardView<'_>) {}
 
-    unsafe fn combine(&self, _job: &Call, _lane: &ShardView<'_>, _slice: Range<usize>) {}
+    unsafe fn combine(&self, _call: &Call, _shard: &ShardView<'_>, _slice: Range<usize>) {}
 }
 
 impl InterHostOps for Barrier {
-    fn partial_bytes(&self, _job: &Call, _chunk: usize, _piece: Range<usize>) -> usize {
+    fn partial_bytes(&self, _call: &Call, _chunk: usize, _piece: Range<usize>) -> usize {
         0
     }
 
-    unsafe fn contribute(&self, _job: &Call, _lane: &ShardView<'_>, _piece: Range<usize>, _out: &mut [u8]) -> bool {
+    unsafe fn contribute(&self, _call: &Call, _shard: &ShardView<'_>, _piece: Range<usize>, _out: &mut [u8]) -> bool {
         false
     }
 
     unsafe fn add_partials(
         &self,
-        _job: &Call,
-        _lane: &ShardView<'_>,
+        _call: &Call,
+        _shard: &ShardView<'_>,
         _piece: Range<usize>,
         _low: Partial,
         _high: Partial,
@@ -42,8 +42,8 @@ impl InterHostOps for Barrier {
 
     unsafe fn finish_shard(
         &self,
-        _job: &Call,
-        _lane: &ShardView<'_>,
+        _call: &Call,
+        _shard: &ShardView<'_>,
         _piece: Range<usize>,
         _low: Partial,
         _high: Partial,

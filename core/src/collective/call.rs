@@ -1,4 +1,4 @@
-//! One collective call as every rank describes it: operation, tensors, layout on the wire, signature.
+//! A collective call as each rank describes it: operation, tensors, wire layout, signature.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,22 +12,22 @@ use crate::reduce::Reduction;
 use crate::transport::gpu::CallerStream;
 use crate::wire_layout::{ALIGN, DtypeRun, WireLayout};
 
-/// What a call does.
+/// The operation of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
-    /// The mean over all ranks and towers, to all.
+    /// The mean over all ranks and towers.
     Allreduce,
-    /// The values of rank `root`, to all.
+    /// Copies the values of rank `root` to all ranks.
     Broadcast {
-        /// The rank that has the values.
+        /// The rank with the values.
         root: usize,
     },
-    /// Nothing but that everybody has come.
+    /// Waits for all ranks.
     Barrier,
 }
 
 impl Op {
-    /// A number for the operation, whatever its root.
+    /// A code of the operation, without its root.
     fn kind(self) -> i64 {
         match self {
             Op::Allreduce => 1,
@@ -37,42 +37,42 @@ impl Op {
     }
 }
 
-/// How a team carries its calls.
+/// Settings of a group's calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CallConfig {
-    /// The team's number.
+    /// The group's number.
     pub team: i32,
     /// The number of ranks.
     pub ranks: usize,
     /// The number of channels.
     pub channels: usize,
-    /// Bytes of a slot.
+    /// Size of a slot in bytes.
     pub slot: usize,
-    /// The longest call, in bytes, that takes one exchange; 0 between hosts.
+    /// Largest call, in bytes, that runs in one round; 0 with several hosts.
     pub small_max: usize,
-    /// The longest call, in bytes, that the thread which leads carries alone.
+    /// Largest call, in bytes, that one thread runs alone.
     pub single_thread_max: usize,
-    /// Whether floating point is added up in float64.
+    /// Whether floating-point sums are float64.
     pub acc_f64: bool,
 }
 
 impl CallConfig {
-    /// How many channels carry a call of so many bytes.
+    /// The number of channels for a call of `total` bytes.
     fn channels_for(&self, total: usize) -> usize {
         if total <= self.single_thread_max { 1 } else { self.channels }
     }
 }
 
-/// A call, ready to be carried out.
+/// A validated call with its buffers.
 #[derive(Clone)]
 pub struct Call {
-    /// What to do.
+    /// The operation.
     pub op: Op,
-    /// Where the bytes go on the wire.
+    /// The position of the tensors on the wire.
     pub layout: WireLayout,
-    /// The same on all ranks that call the same thing; different, but for chance, where anything differs.
+    /// Equal on all ranks if the calls match. Different calls have different signatures, except for hash collisions.
     pub signature: u64,
-    /// The same for all calls on one list of tensors under one name.
+    /// Hash of the name and the list of tensors, without `instance`.
     pub list_hash: u64,
     replicas: Vec<Vec<Tensor>>,
     config: CallConfig,
@@ -82,22 +82,22 @@ pub struct Call {
     producer: Option<Arc<CallerStream>>,
 }
 
-/// The name of what is no call.
+/// The name of an absent call.
 const ABSENT: &str = "\0absent";
 
-/// The least bytes of a chunk between GPU and host: a copy of less does not reach the speed of the bus.
+/// Minimum size of a chunk between GPU and host; smaller copies do not reach the bandwidth of the bus.
 const MIN_STAGED_BYTES: usize = 256 << 10;
-/// Chunks of a call on device memory for each channel, where it is long enough: down, average and up at the same time.
+/// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
 const STAGES: usize = 4;
-/// The least bytes of a chunk: below this a second channel costs more than it brings.
+/// Minimum size of a chunk; for smaller chunks another channel costs more than it gains.
 const MIN_CHUNK_BYTES: usize = 64 << 10;
 
 impl Call {
-    /// Checks and lays out a call on `replicas` (replicas) of equal lists of tensors; a barrier has none. `labels` are names
-    /// of the tensors, a line each. `instance` tells apart calls of one `name` that are under way at once.
+    /// Checks and lays out a call on `replicas`, equal lists of tensors; a barrier has none. `labels` has a line with a
+    /// name for each tensor. `instance` distinguishes calls of one `name` that are in flight together.
     ///
     /// # Errors
-    /// [`Error::Invalid`] and [`Error::DType`], naming the tensor.
+    /// [`Error::Invalid`] and [`Error::DType`]; they name the tensor.
     pub fn new(
         op: Op,
         replicas: Vec<Vec<Tensor>>,
@@ -112,7 +112,7 @@ impl Call {
         let wire_size = |dtype| Reduction { dtype, acc_f64: config.acc_f64, wire_is_acc: wide }.wire_size();
         let bytes = |&(dtype, len): &(DType, usize)| len.checked_mul(wire_size(dtype));
         let total = lengths.iter().try_fold(0usize, |total, tensor| total.checked_add(bytes(tensor)?));
-        // Half of what could be addressed leaves room for rounding up.
+        // Half of the address space leaves room for rounding up.
         let total = total
             .filter(|&total| total <= isize::MAX as usize / 2)
             .ok_or_else(|| Error::Invalid("the tensors together are longer than memory can be".into()))?;
@@ -142,10 +142,10 @@ impl Call {
         Ok(call)
     }
 
-    /// What a rank brings to a step for which it has no call: nothing, under a signature that no call has.
+    /// The contribution of a rank that has no call for a round: no data, and a signature that no call has.
     ///
     /// # Errors
-    /// None; those of [`Call::new`].
+    /// Those of [`Call::new`], which do not occur.
     pub fn absent(config: CallConfig) -> Result<Call> {
         Call::new(Op::Barrier, Vec::new(), ABSENT, "", String::new(), config)
     }
@@ -155,13 +155,13 @@ impl Call {
         self.name == ABSENT
     }
 
-    /// The number of its team.
+    /// The number of its group.
     pub fn team(&self) -> i32 {
         self.config.team
     }
 
-    /// Puts the call on a schedule, which the ranks must agree on: the share of its mean that it leaves to the next call,
-    /// and, for messages, where it stands.
+    /// Assigns a schedule position, on which the ranks must agree: the weight of the mean that carries over to the next
+    /// call, and a text for messages.
     pub fn schedule(&mut self, left: f64, place: String) {
         if left > 0.0 {
             self.signature = xxh3_64_with_seed(&left.to_le_bytes(), self.signature);
@@ -169,8 +169,8 @@ impl Call {
         self.schedule_position = place;
     }
 
-    /// Makes it a call on device memory that `producer` makes and awaits, in chunks of at most `chunk` bytes, a multiple of
-    /// [`ALIGN`]; of a call that is not long, in so many that copies and averages overlap on every channel.
+    /// Makes it a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of
+    /// [`ALIGN`]. Smaller calls get smaller chunks, so that copies and reductions overlap on every channel.
     ///
     /// # Errors
     /// [`Error::Invalid`] for several towers: a process with a GPU has one.
@@ -187,12 +187,12 @@ impl Call {
         Ok(Call { layout: self.layout.with_chunk_size(chunk), signature, producer: Some(producer), ..self })
     }
 
-    /// Who makes and awaits the tensors of a call on device memory.
+    /// The caller's stream of a call on device memory.
     pub fn producer(&self) -> Option<&Arc<CallerStream>> {
         self.producer.as_ref()
     }
 
-    /// The same call without its data: what ranks see of each other's calls on device memory before anything moves.
+    /// The call without tensors: ranks compare it before they move data of device memory.
     pub fn without_data(&self) -> Call {
         Call {
             op: Op::Barrier,
@@ -208,7 +208,7 @@ impl Call {
         }
     }
 
-    /// Chunk `chunk` of a call on device memory as a call on host memory, whose bytes are at `memory`.
+    /// Chunk `chunk` of a call on device memory, as a call on host memory at `memory`.
     pub fn chunk_call(&self, chunk: usize, memory: *mut u8) -> Call {
         let run = |run: DtypeRun| {
             let count = run.bytes.len() / run.dtype.size();
@@ -233,17 +233,17 @@ impl Call {
         }
     }
 
-    /// Whether every tensor is written where it is read.
+    /// Whether every tensor is both source and destination.
     pub fn is_in_place(&self) -> bool {
         self.replicas.iter().flatten().all(|tensor| tensor.buffer.is_in_place())
     }
 
-    /// Whether floating point is added up in float64.
+    /// Whether floating-point sums are float64.
     pub fn accumulates_f64(&self) -> bool {
         self.config.acc_f64
     }
 
-    /// Where the results are written: the tensors of all towers.
+    /// The destinations: the tensors of all towers.
     pub fn outputs(&self) -> Vec<Buffer> {
         self.replicas.iter().flatten().map(|tensor| tensor.buffer).collect()
     }
@@ -258,37 +258,37 @@ impl Call {
         self.replicas.iter().map(move |tower| &tower[tensor].buffer)
     }
 
-    /// How elements of `dtype` are added up, and stand on the wire.
+    /// The reduction and wire format for elements of `dtype`.
     pub fn reduction(&self, dtype: DType) -> Reduction {
         Reduction { dtype, acc_f64: self.config.acc_f64, wire_is_acc: self.wire_is_acc() }
     }
 
-    /// Whether the wire holds accumulators, because each rank brings a sum over its towers.
+    /// Whether the wire holds accumulators: each rank sends a sum over its towers.
     pub fn wire_is_acc(&self) -> bool {
         self.op == Op::Allreduce && self.replicas.len() > 1
     }
 
-    /// Whether it takes one exchange; the same on all ranks that call the same.
+    /// Whether it runs in one round; the same on all ranks with the same call.
     pub fn is_small(&self) -> bool {
         self.config.small_max > 0 && self.layout.total() <= self.config.small_max && !self.wire_is_acc()
     }
 
-    /// The bytes of a slot.
+    /// Size of a slot in bytes.
     pub fn slot(&self) -> usize {
         self.config.slot
     }
 
-    /// How many channels carry it.
+    /// The number of its channels.
     pub fn channels(&self) -> usize {
         self.config.channels_for(self.layout.total())
     }
 
-    /// What the sum is divided by.
+    /// Divisor of the sum.
     pub fn divisor(&self) -> u32 {
         u32::try_from(self.config.ranks * self.replicas.len()).unwrap_or(u32::MAX)
     }
 
-    /// Whether [`Call::rebind`] may make other calls of it: its words and its signature tell of nothing but what that compares.
+    /// Whether [`Call::rebind_buffers`] can reuse the call: everything in it is covered by that function's comparison.
     pub fn is_repeatable(&self) -> bool {
         self.producer.is_none()
             && self.signature == self.list_hash
@@ -296,14 +296,16 @@ impl Call {
             && self.schedule_position.is_empty()
     }
 
-    /// Makes this job the same call on other memory, if `name` and `views` are those of its only tower; false, and nothing
-    /// is changed, when they are not, or when the memory is none that [`Call::new`] takes.
+    /// Reuses the call for other memory if `op`, `name` and `views` equal those of its only tower. Returns false, and
+    /// the call is not usable, if they differ or if [`Call::new`] would reject the memory.
     pub fn rebind_buffers(&mut self, op: Op, name: &str, views: &[View<'_>]) -> bool {
         let [tower] = &mut self.replicas[..] else { return false };
-        // Of two empty names not even the addresses are looked at, which memcmp pays for where nothing is mapped.
+        // Skip memcmp for empty names: their dangling pointers make it slow.
         let same_name = self.name.len() == name.len() && (name.is_empty() || self.name == name);
-        let like = self.op == op && tower.len() == views.len() && same_name;
-        if !like || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view) && view.buffer.check().is_ok()) {
+        let matches = self.op == op && tower.len() == views.len() && same_name;
+        if !matches
+            || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view) && view.buffer.check().is_ok())
+        {
             return false;
         }
         tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
@@ -329,12 +331,12 @@ impl Call {
         hash.digest()
     }
 
-    /// The call in a line, for messages: `average 'bucket 0' on team 0`, and where it stands on the schedule.
+    /// The call in a line for messages: `average 'bucket 0' on team 0`, with its schedule position.
     pub fn full_name(&self) -> String {
         self.name_line() + &self.schedule_position
     }
 
-    /// The call in a line, without its place on the schedule.
+    /// The call in a line, without its schedule position.
     pub fn name_line(&self) -> String {
         let name = if self.name.is_empty() { String::new() } else { format!(" '{}'", self.name) };
         let team = match self.config.team {
@@ -352,7 +354,7 @@ impl Call {
         }
     }
 
-    /// The call: its title, then a line for each tensor of `range` that there is, as far as `limit` bytes reach.
+    /// The title of the call and a line for each existing tensor of `range`, in at most `limit` bytes.
     pub fn describe(&self, range: Range<usize>, limit: usize) -> String {
         let tensors = self.tensors(0);
         let mut text = self.full_name();
@@ -370,13 +372,13 @@ impl Call {
         text
     }
 
-    /// The same for all calls of this operation and name, whatever their content; 0 for a call without a name.
+    /// Hash of operation and name; 0 for a call without a name.
     pub fn key(&self) -> u32 {
         let hash = xxh3_64_with_seed(self.name.as_bytes(), self.op.kind().cast_unsigned());
         if self.name.is_empty() { 0 } else { (hash >> 32) as u32 | 1 }
     }
 
-    /// The call in a line with its first tensor, for messages about who owes it.
+    /// The call in a line with its first tensor, for messages about ranks that lack it.
     pub fn summary(&self) -> String {
         let more = self.tensors(0).len().saturating_sub(1);
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
@@ -384,7 +386,7 @@ impl Call {
         self.full_name() + &first.unwrap_or_default()
     }
 
-    /// Tensors `range`, a line each.
+    /// A line for each tensor of `range`.
     pub fn lines(&self, range: Range<usize>) -> impl Iterator<Item = String> {
         let mut labels = self.labels.lines().skip(range.start);
         let tensors = self.tensors(0).iter().enumerate().take(range.end).skip(range.start);
@@ -392,7 +394,7 @@ impl Call {
             .map(move |(index, tensor)| format!("{}: {}", place(index, labels.next().unwrap_or("")), tensor.describe()))
     }
 
-    /// A hash of what tensors `range` are, for finding where two lists differ; a tensor that is not there counts too.
+    /// Hash of the descriptions of tensors `range`, to locate a difference; missing tensors count too.
     pub fn range_hash(&self, range: Range<usize>) -> u64 {
         let mut hash = Xxh3::new();
         for tensor in range.map(|index| self.tensors(0).get(index)) {
@@ -403,12 +405,12 @@ impl Call {
     }
 }
 
-/// What [`WireLayout::new`] takes of tensors.
+/// The input of [`WireLayout::new`].
 pub(super) fn lengths(tensors: &[Tensor]) -> Vec<(DType, usize)> {
     tensors.iter().map(|tensor| (tensor.buffer.dtype(), tensor.buffer.len())).collect()
 }
 
-/// A tensor's position and name.
+/// Position and name of a tensor.
 fn place(index: usize, label: &str) -> String {
     if label.is_empty() { format!("tensor {index}") } else { format!("tensor {index} '{label}'") }
 }
@@ -452,8 +454,8 @@ fn check(op: Op, replicas: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result
     if op == Op::Allreduce { check_overlap(replicas) } else { Ok(()) }
 }
 
-/// Refuses an average that would read what it has written: chunks are carried by several threads, in no fixed order. (In a
-/// broadcast all that is written to one place is the same.)
+/// Rejects an allreduce that would read memory that it has written: several threads run its chunks in no fixed order. A
+/// broadcast writes equal values.
 fn check_overlap(replicas: &[Vec<Tensor>]) -> Result<()> {
     let mut spans = Vec::new();
     for (index, tensor) in replicas.iter().flat_map(|tower| tower.iter().enumerate()) {
@@ -466,7 +468,7 @@ fn check_overlap(replicas: &[Vec<Tensor>]) -> Result<()> {
         }
     }
     spans.sort_unstable();
-    // The furthest ends so far of what is read and of what is written.
+    // The largest ends so far of read and of written ranges.
     let mut furthest = [(0, 0); 2];
     for (start, end, written, index) in spans {
         for (other_written, (other_end, other)) in [false, true].into_iter().zip(furthest) {
@@ -486,9 +488,9 @@ fn check_overlap(replicas: &[Vec<Tensor>]) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Each tower's tensor could be memory; what they are added up in could not.
+    /// Each tower's tensor fits the address space, but the accumulators do not.
     #[test]
-    fn more_than_memory_can_be_is_refused() {
+    fn sizes_beyond_the_address_space_are_rejected() {
         let config = CallConfig {
             team: 0,
             ranks: 2,

@@ -1,7 +1,7 @@
-//! One channel of a team: carries chunks of calls through the steps of the region and the exchanges between hosts.
+//! A channel of a group: runs chunks of calls through rounds of shared memory and exchanges between hosts.
 //!
-//! Every chunk, of whatever collective, begins with the same step, so that ranks that called different things still meet, see
-//! each other's signatures, and can say so.
+//! Every chunk of any collective starts with the same round. So ranks with different calls still synchronize, compare
+//! signatures, and can report the mismatch.
 //! Thread rule: used by one thread.
 
 use std::mem;
@@ -24,43 +24,43 @@ use crate::transport::sync;
 use crate::transport::{Phase, ShmChannel, WaitContext};
 use crate::wire_layout::slice;
 
-/// More bytes than the caches of a processor hold for one process.
+/// More than the caches of a processor hold for one process.
 const STREAM_COPY_MIN_BYTES: usize = 32 << 20;
 
-/// A channel; see the module's text.
+/// A channel; see the module's documentation.
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
     pub(super) shm: ShmChannel,
-    /// The way to the other hosts, for a rank that drives a shard where there are any.
+    /// The links to other hosts, if there are any and this rank owns a shard.
     pub(super) inter_host: Option<InterHost>,
-    /// The last step.
+    /// The last round.
     pub(super) seq: u32,
-    /// All ranks of the host are known to have unpacked this step.
+    /// All ranks of the host have unpacked this round.
     pub(super) freed_seq: u32,
-    /// This rank has unpacked this step, whether or not it has raised its flag for it.
+    /// This rank has unpacked this round, but may not have raised its flag for it.
     pub(super) unpacked_seq: u32,
-    /// This rank has raised all its flags for this step or a later one.
+    /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
-    /// Whether the last call's tensors are visible to all ranks, and its chunks hold their places.
+    /// Whether all ranks can access the last call's tensors, and its slots hold addresses.
     zero_copy: bool,
 }
 
-/// How a step ended.
+/// The outcome of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChunkResult {
-    /// All called the same, and it is done.
+    /// All calls matched; the chunk is complete.
     Matched,
-    /// All called the same, but not all brought places.
+    /// All calls matched, but only some slots hold addresses.
     MixedMemory,
-    /// They called different things.
+    /// The calls differ.
     Mismatch,
 }
 
-/// A step under way: this rank has packed chunk `chunk`.
+/// A round in progress: this rank has packed chunk `chunk`.
 struct PackedChunk {
     seq: u32,
     chunk: usize,
-    /// The shard's slice, where it is on its way to other hosts.
+    /// The shard's slice, if it is in flight between hosts.
     in_flight: Option<InFlightSlice>,
 }
 
@@ -79,13 +79,13 @@ impl Channel {
         }
     }
 
-    /// The same channel with the way to the other hosts, where there are any and this rank drives a shard.
+    /// Adds links to the other hosts, if there are any and this rank owns a shard.
     pub(crate) fn with(self, inter_host: Option<InterHost>) -> Channel {
         Channel { inter_host, ..self }
     }
 
-    /// Lets go of the way to the other hosts; the channel carries no more calls. After a failure it stays as it is: to free a
-    /// communicator takes all ranks, of which some may not come.
+    /// Closes the links to other hosts; no calls may follow. After a failure the links are leaked: freeing a
+    /// communicator needs all ranks, and some may be lost.
     pub(crate) fn close_links(&mut self, failed: bool) {
         let inter_host = self.inter_host.take();
         if failed {
@@ -93,11 +93,11 @@ impl Channel {
         }
     }
 
-    /// Carries out the first chunk of `call`, and with it finds out whether all ranks called the same; false, on every rank
-    /// and with nothing written, when they did not.
+    /// Runs the first chunk of `call`, which checks that the calls match. Returns false on every rank, with nothing
+    /// written, if they differ.
     ///
     /// # Errors
-    /// Those of the transports; the channel can then not be used any more.
+    /// Those of the transports; the channel is then unusable.
     pub fn run_first_chunk(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         self.zero_copy = false;
         self.refresh();
@@ -107,33 +107,33 @@ impl Channel {
         self.zero_copy = self.shared().is_some_and(|shared| zero_copy::is_possible(call, shared));
         let mut step = self.pack(call, 0, wait_ctx)?;
         self.send_slice(call, &mut step, false, wait_ctx)?;
-        let mut met = self.finish_chunk(call, step, wait_ctx)?;
-        if met == ChunkResult::MixedMemory {
+        let mut result = self.finish_chunk(call, step, wait_ctx)?;
+        if result == ChunkResult::MixedMemory {
             self.zero_copy = false;
             let step = self.pack(call, 0, wait_ctx)?;
-            met = self.finish_chunk(call, step, wait_ctx)?;
+            result = self.finish_chunk(call, step, wait_ctx)?;
         }
-        if met == ChunkResult::Matched && self.zero_copy && call.layout.chunks() == 1 {
+        if result == ChunkResult::Matched && self.zero_copy && call.layout.chunks() == 1 {
             self.wait_reduced(wait_ctx)?;
         }
-        Ok(met == ChunkResult::Matched)
+        Ok(result == ChunkResult::Matched)
     }
 
-    /// Memory that the ranks see in each other, if there are no others than those of this host.
+    /// Peer memory of the ranks, if all of them are on this host.
     fn shared(&self) -> Option<&dyn PeerMemory> {
         if self.topology.hosts() == 1 { self.shm.region().shared() } else { None }
     }
 
-    /// Whether the first chunk of the last call held places, so that its other chunks do.
+    /// Whether the first chunk of the last call ran with zero copies; its other chunks then do too.
     pub fn is_zero_copy(&self) -> bool {
         self.zero_copy
     }
 
-    /// Carries out further chunks of `call`, one packed and on its way to the other hosts ahead; `direct` is what
-    /// [`Channel::is_direct`] told of the first.
+    /// Runs further chunks of `call`. Packs and sends each chunk before it completes the previous one. `direct` is the
+    /// result of [`Channel::is_zero_copy`] after the first chunk.
     ///
     /// # Errors
-    /// Those of the transports; the channel can then not be used any more.
+    /// Those of the transports; the channel is then unusable.
     pub fn run_chunks(
         &mut self,
         call: &Call,
@@ -145,18 +145,18 @@ impl Channel {
         if direct {
             return self.run_chunks_zero_copy(call, chunks, wait_ctx);
         }
-        let mut ahead: Option<PackedChunk> = None;
+        let mut previous: Option<PackedChunk> = None;
         for chunk in chunks {
             let mut next = self.pack(call, chunk, wait_ctx)?;
             self.send_slice(call, &mut next, true, wait_ctx)?;
-            if let Some(step) = ahead.replace(next) {
-                self.settle_matched(call, step, wait_ctx)?;
+            if let Some(step) = previous.replace(next) {
+                self.finish_matched(call, step, wait_ctx)?;
             }
         }
-        ahead.map_or(Ok(()), |step| self.settle_matched(call, step, wait_ctx))
+        previous.map_or(Ok(()), |step| self.finish_matched(call, step, wait_ctx))
     }
 
-    /// The same where the slots hold places: in one step.
+    /// As `run_chunks` with zero copies: all chunks in one round.
     fn run_chunks_zero_copy(
         &mut self,
         call: &Call,
@@ -168,28 +168,28 @@ impl Channel {
             let step = self.pack(call, first, wait_ctx)?;
             self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
             if !self.shm.same_signatures(step.seq) {
-                return Err(lost(call, first));
+                return Err(out_of_sync(call, first));
             }
             self.combine_zero_copy(call, step.seq, chunks, wait_ctx)?;
         }
         self.wait_reduced(wait_ctx)
     }
 
-    fn settle_matched(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    fn finish_matched(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let chunk = step.chunk;
         match self.finish_chunk(call, step, wait_ctx)? {
             ChunkResult::Matched => Ok(()),
-            _ => Err(lost(call, chunk)),
+            _ => Err(out_of_sync(call, chunk)),
         }
     }
 
-    /// Waits until the other ranks have written what they write to this rank's tensors.
+    /// Waits until the other ranks have written this rank's tensors.
     fn wait_reduced(&mut self, wait_ctx: &WaitContext<'_>) -> Result<()> {
         self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), wait_ctx)
     }
 
-    /// The number of the next step, once its slot is free. Also tells the other ranks what this one has unpacked: they may
-    /// wait for it before they come to what this rank will wait for.
+    /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
+    /// make progress.
     pub(super) fn begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
         if self.shm.own(Phase::Unpacked) != self.unpacked_seq {
             self.shm.raise(Phase::Unpacked, self.unpacked_seq);
@@ -198,8 +198,8 @@ impl Channel {
         self.next_seq(wait_ctx)
     }
 
-    /// Raises the flags that short calls and calls that differ leave alone, before they fall so far behind that they seem to
-    /// be ahead. To be called between calls, when this rank has done with all steps so far.
+    /// Raises the flags that small and mismatched calls skip, before they lag so far that wraparound makes them look
+    /// newer. Call it between calls, after this rank has finished all rounds.
     #[inline]
     pub(super) fn refresh(&mut self) {
         if self.seq.wrapping_sub(self.refreshed) >= REFRESH {
@@ -220,26 +220,26 @@ impl Channel {
         Ok(number)
     }
 
-    /// Whether all ranks are known to have done with the slot of step `number`.
+    /// Whether all ranks have finished with the slot of round `number`.
     pub(super) fn is_free(&self, number: u32) -> bool {
         reached(self.freed_seq, number.wrapping_sub(2))
     }
 
-    /// This rank has taken what it wanted from step `number`.
+    /// Ends round `number`: this rank has read its results.
     pub(super) fn finish_round(&mut self, number: u32) {
         self.unpacked_seq = number;
         self.shm.raise(Phase::Unpacked, number);
     }
 
-    /// Copies `part` of a chunk into the slot of step `number`.
+    /// Copies `part` of a chunk into the slot of round `number`.
     pub(super) fn copy_in(&self, call: &Call, chunk: usize, part: Range<usize>, number: u32) {
         let slot = self.shm.slot(self.topology.local_rank(), number);
         sync::check_write(slot.wrapping_add(part.start), part.len());
-        // SAFETY: `begin` waited until the slot is this rank's; a chunk is no longer than a slot.
+        // SAFETY: `begin_round` waited until this rank owns the slot; a chunk fits a slot.
         unsafe { call.op.collective().pack(call, &self.topology, chunk, part, slot) };
     }
 
-    /// The slice of a chunk that this rank's tensors and nobody's slot hold, before and after the reduction.
+    /// The slice of a chunk that only this rank's tensors hold, not its slot, before and after the reduction.
     fn own_range(&self, call: &Call, chunk: usize) -> Range<usize> {
         match self.topology.shard() {
             Some(shard) if self.topology.hosts() == 1 && call.op.collective().reads_own_tensor(call) => {
@@ -254,11 +254,11 @@ impl Channel {
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         if let Some(shared) = self.shared().filter(|_| self.zero_copy) {
-            // SAFETY: `begin` waited until the slot is this rank's.
+            // SAFETY: `begin_round` waited until this rank owns the slot.
             unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), number), shared) }?;
         } else {
-            let staying = self.own_range(call, chunk);
-            [0..staying.start, staying.end..len].into_iter().for_each(|part| self.copy_in(call, chunk, part, number));
+            let own = self.own_range(call, chunk);
+            [0..own.start, own.end..len].into_iter().for_each(|part| self.copy_in(call, chunk, part, number));
         }
         self.shm.post_signature(number, call.signature, self.zero_copy);
         self.shm.raise(Phase::Packed, number);
@@ -268,8 +268,8 @@ impl Channel {
         Ok(PackedChunk { seq: number, chunk, in_flight: None })
     }
 
-    /// Between hosts: sends the first messages of this shard's slice of a packed step, once all ranks of the host have packed
-    /// it. `matched` where all hosts are known to have called the same.
+    /// Between hosts: sends the first messages of this shard's slice once all ranks of the host have packed. `matched`:
+    /// all hosts are known to have the same call.
     fn send_slice(
         &mut self,
         call: &Call,
@@ -288,12 +288,12 @@ impl Channel {
         Ok(())
     }
 
-    /// Brings a packed step to its end. Nothing is written unless the ranks agree.
+    /// Completes a packed chunk. Writes nothing unless all calls match.
     fn finish_chunk(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<ChunkResult> {
         let log = wait_ctx.log();
         self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
         let mut timer = PhaseTimer::start(log, call.layout.chunk_len(step.chunk));
-        // On one host every rank sees at once whether all agree; else the shards find out.
+        // On a single host every rank compares the signatures; otherwise the shard owners find out.
         let agreed_here = self.shm.same_signatures(step.seq);
         if self.topology.hosts() == 1 && !agreed_here {
             self.finish_round(step.seq);
@@ -326,7 +326,7 @@ impl Channel {
             self.shm.agree(number, agreed);
             self.shm.raise(Phase::Reduced, number);
             log.flag();
-            // Between hosts the shard itself has told its parts apart.
+            // Between hosts the exchange itself has timed its phases.
             if self.inter_host.is_none() {
                 timer.end(Activity::Reduce);
             }
@@ -343,7 +343,7 @@ impl Channel {
         Ok(if agreed { ChunkResult::Matched } else { ChunkResult::Mismatch })
     }
 
-    /// A shard's work on a step whose slots hold places, for these chunks; ends the step.
+    /// Reduces this shard's slice of these chunks in peer memory; ends the round.
     fn combine_zero_copy(
         &mut self,
         call: &Call,
@@ -351,13 +351,13 @@ impl Channel {
         chunks: impl IntoIterator<Item = usize>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        if let (Some(shared), Some(lane_index)) = (self.shared(), self.topology.shard()) {
+        if let (Some(shared), Some(shard_index)) = (self.shared(), self.topology.shard()) {
             for chunk in chunks {
                 let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
                 let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(number) };
-                // SAFETY: all have packed places, so the slice of all their tensors is this shard's.
+                // SAFETY: all slots hold addresses, so this shard owns its slice of all ranks' tensors.
                 unsafe {
-                    zero_copy::combine(call, &shard, shard_range(&self.topology, call, chunk, lane_index), shared)
+                    zero_copy::combine(call, &shard, shard_range(&self.topology, call, chunk, shard_index), shared)
                 }?;
                 timer.end(Activity::Reduce);
             }
@@ -369,25 +369,25 @@ impl Channel {
 
     /// Copies the results from the shards' slots to the tensors of every tower.
     fn unpack(&self, call: &Call, number: u32, chunk: usize) {
-        let staying = self.own_range(call, chunk);
-        // A long result that is not where the argument was, and so in no cache, need not go through them.
-        let streams = |buffer: &Buffer| !buffer.is_in_place() && call.layout.total() > STREAM_COPY_MIN_BYTES;
+        let own = self.own_range(call, chunk);
+        // A large out-of-place result is not cached: store it non-temporally.
+        let use_stream_copy = |buffer: &Buffer| !buffer.is_in_place() && call.layout.total() > STREAM_COPY_MIN_BYTES;
         for shard in 0..self.topology.num_shards() {
             let slot = self.shm.slot(shard, number).cast_const();
             let slice = shard_range(&self.topology, call, chunk, shard);
-            if slice == staying {
+            if slice == own {
                 continue;
             }
             sync::check_read(slot.wrapping_add(slice.start), slice.len());
             for piece in call.layout.ranges(chunk, slice) {
                 for buffer in call.tower_buffers(piece.tensor) {
-                    // SAFETY: all shards have reduced, so the slots are read-only; the tensor's memory is the call's.
+                    // SAFETY: all shards have reduced, so the slots are read-only; the call owns the tensor's memory.
                     unsafe {
                         let from = slot.add(piece.offset);
                         let to = buffer.bytes_mut(piece.first, piece.count);
                         if call.wire_is_acc() {
                             call.reduction(buffer.dtype()).narrow(from, to.as_mut_ptr(), piece.count);
-                        } else if streams(buffer) {
+                        } else if use_stream_copy(buffer) {
                             stream_copy(from, to.as_mut_ptr(), to.len());
                         } else {
                             ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
@@ -399,16 +399,16 @@ impl Channel {
     }
 }
 
-fn lost(call: &Call, chunk: usize) -> Error {
+fn out_of_sync(call: &Call, chunk: usize) -> Error {
     Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", call.full_name()))
 }
 
-/// The bytes of a chunk that a shard brings to an end.
+/// The slice of a chunk that a shard reduces.
 pub(super) fn shard_range(topology: &Topology, call: &Call, chunk: usize, shard: usize) -> Range<usize> {
     slice(0..call.layout.chunk_len(chunk), shard, topology.num_shards())
 }
 
-/// What a shard does on the step `step`, which has these slots.
+/// The slice of shard `shard` in round `step`, with these slots.
 fn slice_of<'a>(
     topology: &'a Topology,
     call: &'a Call,
@@ -421,10 +421,10 @@ fn slice_of<'a>(
     Slice { collective: call.op.collective(), call, shard: ShardView { topology, chunk, slots }, bytes, step }
 }
 
-/// A shard's work on one host, once all have packed: completes its slice in its own slot.
+/// Reduces a shard's slice on a single host, after all ranks have packed.
 fn combine(Slice { call, shard, bytes, .. }: &Slice<'_>) {
     shard.slots.iter().for_each(|&slot| sync::check_read(slot.wrapping_add(bytes.start), bytes.len()));
     sync::check_write(shard.own().wrapping_add(bytes.start), bytes.len());
-    // SAFETY: all have packed, so this shard's slice is this thread's in all slots.
+    // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
     unsafe { call.op.collective().combine(call, shard, bytes.clone()) };
 }

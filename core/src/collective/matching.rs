@@ -1,78 +1,78 @@
-//! After ranks met with different calls: what each of them waits to carry out, laid side by side, and what follows from it.
+//! Matching of calls after a mismatch of signatures: decides from all ranks' pending calls what to run next.
 //!
-//! Every rank tells the calls that it was given and has not carried out, in their order; all ranks draw the same conclusion
-//! from the same lists ([`decide`]). When the first few calls are the same on all ranks but for their order, they are
-//! carried out in the order of rank 0: ranks that submit the same calls in different order lose nothing but a round.
-//! Nothing is skipped: a call that not all ranks make would let the calls after it meet those of another step, which look
-//! the same. So what has no counterpart waits for one to be submitted, until that is out of the question; then every rank
-//! gives up a call, with an error that says who called what:
-//! - soon, when all ranks have a call of one name, but not of one content ([`Age::Conflicting`]);
-//! - when no rank expects a further call ([`Outlook::Settled`]), or one has waited long enough ([`Age::Expired`]): the oldest.
+//! Each rank sends its pending calls in submission order, and all ranks decide the same from the same lists
+//! ([`decide`]). If the first calls are the same on all ranks except for their order, they run in the order of rank 0.
+//! So submitting the same calls in different order costs only this exchange.
 //!
-//! A rank that waits in another team takes part with an empty list: ranks that wait for each other in different teams find
-//! out here. Then nothing is given up while a rank waits nowhere or computes: it may be slow. That a team's own callers
-//! wait ([`List::quiet`]) is enough only among lists that all have calls.
+//! No call is skipped: later calls would match those of another training step. A call without a counterpart waits until
+//! none can come. Then every rank fails a call, with an error that lists each rank's call:
+//! - early, if all ranks have a call of one name but with different contents ([`Age::Conflicting`]);
+//! - if no rank expects further calls ([`Outlook::Settled`]), or a call has waited too long ([`Age::Expired`]): the
+//!   oldest.
 //!
-//! The optimistic way, in which equal signatures cost nothing and only different ones bring ranks here, is ours (the
-//! design's section 3.2); Horovod's coordinator (Sergeev and Del Balso, 2018) negotiates every tensor instead.
-//! Pure; no I/O.
+//! A rank that waits in another group participates with an empty list, which detects ranks that wait for each other in
+//! different groups. Then nothing fails while any rank computes, because that rank may just be slow.
+//! [`PendingCalls::quiet`] covers only this group's callers, so it counts only if all lists have calls.
+//!
+//! The protocol is optimistic: only different signatures start it. Horovod's coordinator (Sergeev and Del Balso, 2018)
+//! negotiates every tensor instead. Pure; no I/O.
 
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A call that a rank has not carried out.
+/// A submitted call that has not run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PendingCall {
-    /// Equal for calls that match.
+    /// Equal for matching calls.
     pub signature: u64,
-    /// Equal for calls of one operation and name, whatever their content; 0 for calls without a name.
+    /// Equal for calls of one operation and name, with any content; 0 for calls without a name.
     pub key: u32,
-    /// How long it has waited for a counterpart.
+    /// How long it has waited for its counterpart.
     pub age: Age,
 }
 
-/// How long a call has waited for its counterpart, by the measure of its rank.
+/// How long a call has waited for its counterpart, by its rank's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Age {
-    /// Not long.
+    /// Less than the other limits.
     New,
-    /// So long that a call of the same name and another content is taken for what should be its counterpart.
+    /// Long enough to treat a call of the same name and other content as a conflict.
     Conflicting,
-    /// Too long, whatever may still come.
+    /// Too long, even if a counterpart may still come.
     Expired,
 }
 
-/// What a rank tells of its calls.
+/// The calls of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PendingCalls {
-    /// Its calls, oldest first.
+    /// Oldest first.
     pub calls: Vec<PendingCall>,
-    /// What more it expects.
+    /// Whether more calls can come.
     pub outlook: Outlook,
-    /// Whether every thread that has called this team waits for one of these calls.
+    /// Whether every thread that has called this group waits for one of these calls.
     pub quiet: bool,
 }
 
-/// What further calls a rank expects.
+/// Whether a rank may submit further calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outlook {
-    /// It computes, or waits nowhere, and may submit a call at any time.
+    /// It computes or is not blocked, and may submit a call at any time.
     Busy,
-    /// It waits, here or in another team, and may submit more.
+    /// It is blocked, in this or another group, and may submit more.
     Open,
-    /// None before one of those that it waits for has ended.
+    /// No call before one of those that it waits for has ended.
     Settled,
-    /// None at all: it has ended its team.
+    /// No call at all: it has freed its group.
     Closed,
 }
 
-/// What a rank that waits in vain is told of each rank.
+/// The status of a rank, reported to ranks that wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankStatus {
-    /// Whether the rank waits in calls of this team.
+    /// Whether the rank waits for calls of this group.
     pub calls: bool,
-    /// What more it expects.
+    /// Whether more calls can come.
     pub outlook: Outlook,
 }
 
@@ -81,7 +81,7 @@ impl RankStatus {
         RankStatus { calls: !list.calls.is_empty(), outlook: list.outlook }
     }
 
-    /// What the rank does, in words.
+    /// The status as text for messages.
     pub fn describe(self) -> &'static str {
         match self {
             RankStatus { calls: true, .. } => "waits in a different call",
@@ -94,18 +94,18 @@ impl RankStatus {
     }
 }
 
-/// What all ranks do next.
+/// The common decision of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reconciliation {
-    /// Carry out the calls with these signatures, in this order; a signature stands as often as it is to be carried out.
+    /// Run the calls with these signatures in this order; a repeated signature runs that often.
     Run(Vec<u64>),
-    /// By rank, the position of the call that it gives up, if it gives one up: these do not match.
+    /// Fail the calls at these positions, by rank: they do not match.
     Fail(Vec<Option<usize>>),
-    /// Look again when something new may have been submitted. By rank, what there is now.
+    /// Decide again after new calls; the current status by rank.
     Wait(Vec<RankStatus>),
 }
 
-/// What follows from `lists`, by rank.
+/// The decision for `lists`, by rank.
 pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     if let Some(count) = same_first(lists) {
         return Reconciliation::Run(lists[0].calls[..count].iter().map(|call| call.signature).collect());
@@ -113,23 +113,23 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     if let Some(conflict) = conflict(lists) {
         return Reconciliation::Fail(conflict);
     }
-    let gone = |list: &PendingCalls| list.calls.is_empty() && list.outlook == Outlook::Closed;
-    let stale = |list: &PendingCalls| list.calls.iter().any(|call| call.age == Age::Expired);
-    let several_teams = lists.iter().any(|list| list.calls.is_empty());
+    let closed = |list: &PendingCalls| list.calls.is_empty() && list.outlook == Outlook::Closed;
+    let expired = |list: &PendingCalls| list.calls.iter().any(|call| call.age == Age::Expired);
+    let several_groups = lists.iter().any(|list| list.calls.is_empty());
     let settled = |list: &PendingCalls| {
-        matches!(list.outlook, Outlook::Settled | Outlook::Closed) || !several_teams && list.quiet
+        matches!(list.outlook, Outlook::Settled | Outlook::Closed) || !several_groups && list.quiet
     };
-    let busy = several_teams && lists.iter().any(|list| list.outlook == Outlook::Busy);
-    if lists.iter().any(gone) || !busy && (lists.iter().any(stale) || lists.iter().all(settled)) {
+    let busy = several_groups && lists.iter().any(|list| list.outlook == Outlook::Busy);
+    if lists.iter().any(closed) || !busy && (lists.iter().any(expired) || lists.iter().all(settled)) {
         return Reconciliation::Fail(lists.iter().map(|list| (!list.calls.is_empty()).then_some(0)).collect());
     }
     Reconciliation::Wait(lists.iter().map(RankStatus::of).collect())
 }
 
-/// How many calls, at least, all ranks have to take from the front of their lists to have the same ones.
+/// The smallest number of calls at the front of all lists that are the same up to order.
 fn same_first(lists: &[PendingCalls]) -> Option<usize> {
     let (first, others) = lists.split_first()?;
-    // By other rank, how much more often it has a signature than the first rank has; what is even is left out.
+    // For each other rank: by signature, its count minus that of the first rank, without zeros.
     let mut surplus: Vec<HashMap<u64, i64>> = vec![HashMap::new(); others.len()];
     let count = |surplus: &mut HashMap<u64, i64>, signature: u64, by: i64| {
         let entry = surplus.entry(signature).or_insert(0);
@@ -150,7 +150,7 @@ fn same_first(lists: &[PendingCalls]) -> Option<usize> {
     None
 }
 
-/// By rank, the position of a call of a name that all ranks have had a call of for a while, and not the same.
+/// By rank, the position of a call whose name all ranks have had for a while, with different signatures.
 fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     let find =
         |list: &PendingCalls, key: u32| list.calls.iter().position(|call| call.key == key && call.age != Age::New);
@@ -165,13 +165,13 @@ fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     Some(places.into_iter().map(Some).collect())
 }
 
-/// The most encoded bytes of a call: a signature, a key and an age.
+/// Maximum encoded bytes of a call: a signature, a key and an age.
 const MAX_CALL_BYTES: usize = 16;
-/// The most encoded bytes of a list without its calls, and of a decision without its entries.
+/// Maximum encoded bytes of a list without its calls, and of a decision without its entries.
 const MAX_HEADER_BYTES: usize = 16;
 
 impl PendingCalls {
-    /// The list in parts of at most `max_bytes` encoded bytes; at least one.
+    /// Splits the list into parts of at most `max_bytes` encoded bytes; at least one part.
     pub fn pages(&self, max_bytes: usize) -> impl ExactSizeIterator<Item = PendingCalls> {
         let per_page = (max_bytes.saturating_sub(MAX_HEADER_BYTES) / MAX_CALL_BYTES).max(1);
         let count = self.calls.len().div_ceil(per_page).max(1);
@@ -183,8 +183,8 @@ impl PendingCalls {
 }
 
 impl Reconciliation {
-    /// The decision in about `max_bytes` encoded bytes. Signatures that do not fit are at the front of all lists
-    /// then, and follow in the next decision; the status of the last of very many ranks is left out.
+    /// The decision in about `max_bytes` encoded bytes. Signatures that do not fit are then at the front of all lists
+    /// and follow in the next decision. With very many ranks the status of the last ranks is dropped.
     pub fn truncated(mut self, max_bytes: usize) -> Reconciliation {
         let room = max_bytes.saturating_sub(MAX_HEADER_BYTES);
         match &mut self {
@@ -214,30 +214,30 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_in_vain_hears_what_the_others_do() {
+    fn waiting_ranks_get_the_status_of_all_ranks() {
         let with = |outlook| PendingCalls { outlook, ..list(&[], false) };
         let lists = [list(&[1], true), list(&[2], false), with(Outlook::Busy), with(Outlook::Open)];
         let decision = decide(&lists).truncated(100);
         let Reconciliation::Wait(ranks) = decision else { panic!("{decision:?}") };
-        let words: Vec<_> = ranks.iter().map(|rank| rank.describe()).collect();
-        assert_eq!(words[0], "waits in a different call");
-        assert_eq!(words[1], words[0]);
-        assert_eq!(words[2], "has made no such call and computes");
-        assert_eq!(words[3], "has made no such call and waits in another team");
+        let texts: Vec<_> = ranks.iter().map(|rank| rank.describe()).collect();
+        assert_eq!(texts[0], "waits in a different call");
+        assert_eq!(texts[1], texts[0]);
+        assert_eq!(texts[2], "has made no such call and computes");
+        assert_eq!(texts[3], "has made no such call and waits in another team");
     }
 
     #[test]
-    fn a_rank_that_waits_elsewhere_is_a_mismatch_and_one_that_is_slow_is_not() {
+    fn rank_waiting_in_another_group_is_a_mismatch_but_a_slow_rank_is_not() {
         let with = |outlook| PendingCalls { outlook, ..list(&[], false) };
-        let given_up = Reconciliation::Fail(vec![Some(0), None]);
-        assert_eq!(decide(&[list(&[1], true), with(Outlook::Settled)]), given_up);
-        assert_eq!(decide(&[list(&[1], false), with(Outlook::Closed)]), given_up);
+        let failed = Reconciliation::Fail(vec![Some(0), None]);
+        assert_eq!(decide(&[list(&[1], true), with(Outlook::Settled)]), failed);
+        assert_eq!(decide(&[list(&[1], false), with(Outlook::Closed)]), failed);
         assert!(waits(&[list(&[1], true), with(Outlook::Open)]));
         assert!(waits(&[list(&[1], true), with(Outlook::Busy)]));
         let mut old = list(&[1], false);
         old.calls[0].age = Age::Expired;
         assert!(waits(&[old.clone(), with(Outlook::Busy)]));
-        assert_eq!(decide(&[old.clone(), with(Outlook::Open)]), given_up);
+        assert_eq!(decide(&[old.clone(), with(Outlook::Open)]), failed);
         let quiet = PendingCalls { outlook: Outlook::Open, ..list(&[1], true) };
         assert!(waits(&[quiet.clone(), with(Outlook::Settled)]), "a thread that calls other teams may call");
         assert_eq!(decide(&[quiet, list(&[2], true)]), Reconciliation::Fail(vec![Some(0), Some(0)]));
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_all_have_goes_first_in_the_order_of_rank_0() {
+    fn common_calls_run_first_in_the_order_of_rank_0() {
         let lists = [list(&[5, 1, 2, 1], false), list(&[1, 2, 5], false), list(&[2, 1, 5, 1, 7], false)];
         assert_eq!(decide(&lists), Reconciliation::Run(vec![5, 1, 2]));
         let lists = [list(&[1, 1, 2], false), list(&[1, 2, 1], false)];
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_skipped() {
+    fn no_call_is_skipped() {
         assert!(waits(&[list(&[1, 1], false), list(&[9, 1], false)]));
         assert!(waits(&[list(&[1], false), list(&[9, 1], false)]));
         assert!(waits(&[list(&[1, 1, 9], false), list(&[9, 1], false)]));
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lacks_a_counterpart_waits_until_nothing_more_is_expected() {
+    fn unmatched_calls_wait_until_no_more_calls_can_come() {
         assert!(waits(&[list(&[1, 2], true), list(&[2], false)]));
         assert_eq!(decide(&[list(&[1, 2], true), list(&[2], true)]), Reconciliation::Fail(vec![Some(0), Some(0)]));
         let mut lists = [list(&[9], false), list(&[1], false)];
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn one_name_with_two_contents_is_given_up_soon() {
+    fn one_name_with_different_contents_fails_early() {
         let call = |signature, key| PendingCall { signature, key, age: Age::Conflicting };
         let mut lists = [
             PendingCalls { calls: vec![call(1, 10), call(2, 20)], outlook: Outlook::Open, quiet: false },
@@ -296,7 +296,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pages_fit_and_make_the_list_again(list in any_list(), max_bytes in 32usize..80) {
+        fn pages_fit_and_restore_the_list(list in any_list(), max_bytes in 32usize..80) {
             let pages: Vec<PendingCalls> = list.pages(max_bytes).collect();
             for page in &pages {
                 let bytes = encode(&(page, true)).unwrap();
@@ -316,7 +316,7 @@ mod tests {
         }
 
         #[test]
-        fn every_decision_can_be_carried_out(lists in prop::collection::vec(any_list(), 2..5)) {
+        fn every_decision_is_valid(lists in prop::collection::vec(any_list(), 2..5)) {
             let decision = decide(&lists);
             prop_assert_eq!(decode::<Reconciliation>(&encode(&decision).unwrap()).unwrap(), decision.clone());
             match decision {

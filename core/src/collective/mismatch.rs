@@ -1,7 +1,7 @@
-//! After a mismatch: all ranks find out together where their calls differ, and every rank makes the same text of it.
+//! Mismatch reports: all ranks locate the difference between their calls together and build the same message.
 //!
-//! First, rounds ([`super::rounds`]) narrow down, by hashes, which tensors of long lists differ; then the ranks tell each
-//! other what these are.
+//! First, all-gathers ([`super::text_allgather`]) of hashes narrow down which tensors of long lists differ. Then the
+//! ranks exchange the descriptions of these tensors.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -12,18 +12,18 @@ use super::text_allgather::{allgather_merge, max_value_bytes};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
-/// How many differing tensors a message shows.
+/// Maximum number of differing tensors in a message.
 const MAX_SHOWN: usize = 8;
-/// The most encoded bytes of a hash.
+/// Maximum encoded bytes of a hash.
 const MAX_HASH_BYTES: usize = 5;
-/// The most encoded bytes of the length of a list or text.
+/// Maximum encoded bytes of the length of a list or text.
 const MAX_LENGTH_BYTES: usize = 8;
 
-/// What a rank has to say about a mismatch.
+/// A rank's entry in a mismatch report.
 pub enum MismatchEntry<'a> {
-    /// This is its call.
+    /// The rank's call.
     Call(&'a Call),
-    /// It has no such call; words about what it has.
+    /// No such call; a text about the rank.
     None(String),
 }
 
@@ -35,7 +35,7 @@ impl MismatchEntry<'_> {
         }
     }
 
-    /// Hashes of the tensors in each block; none without a call.
+    /// Hashes of the tensors in each block; empty without a call.
     fn hashes(&self, blocks: impl Iterator<Item = Range<usize>>) -> Vec<u32> {
         match self {
             MismatchEntry::Call(call) => blocks.map(|block| (call.range_hash(block) >> 32) as u32).collect(),
@@ -46,33 +46,33 @@ impl MismatchEntry<'_> {
     fn describe(&self, range: Range<usize>, limit: usize) -> String {
         match self {
             MismatchEntry::Call(call) => call.describe(range, limit),
-            MismatchEntry::None(words) => words[..words.floor_char_boundary(limit)].to_owned(),
+            MismatchEntry::None(text) => text[..text.floor_char_boundary(limit)].to_owned(),
         }
     }
 }
 
-/// The mismatch as an error; or the error that kept the ranks from finding out about it.
-pub(super) fn explain(channel: &mut Channel, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
-    match locate_difference(channel, account, wait_ctx) {
+/// The mismatch as an error, or the error that prevented the report.
+pub(super) fn explain(channel: &mut Channel, entry: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
+    match locate_difference(channel, entry, wait_ctx) {
         Ok(text) => Error::Mismatch(text),
         Err(error) => error,
     }
 }
 
-fn locate_difference(channel: &mut Channel, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Result<String> {
+fn locate_difference(channel: &mut Channel, entry: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Result<String> {
     let limit = max_value_bytes(channel) - MAX_LENGTH_BYTES;
     let lengths = |lengths: Vec<usize>| lengths.into_iter().max().unwrap_or(0);
-    let mut range = 0..allgather_merge(channel, &account.tensors(), wait_ctx, lengths)?;
+    let mut range = 0..allgather_merge(channel, &entry.tensors(), wait_ctx, lengths)?;
     while range.len() > MAX_SHOWN {
         let parts = (limit / MAX_HASH_BYTES).clamp(2, 64);
-        let hashes = account.hashes(blocks(&range, parts));
+        let hashes = entry.hashes(blocks(&range, parts));
         let first = allgather_merge(channel, &hashes, wait_ctx, first_difference)?;
         range = match first.and_then(|index| blocks(&range, parts).nth(index)) {
             Some(block) => block,
             None => 0..0, // the tensors are the same
         };
     }
-    allgather_merge(channel, &account.describe(range, limit), wait_ctx, |texts| {
+    allgather_merge(channel, &entry.describe(range, limit), wait_ctx, |texts| {
         let mut text = compare(&texts);
         text.truncate(text.floor_char_boundary(limit));
         text
@@ -85,14 +85,14 @@ fn blocks(range: &Range<usize>, parts: usize) -> impl Iterator<Item = Range<usiz
     range.clone().step_by(size).map(move |start| start..(start + size).min(end))
 }
 
-/// The first block whose hashes differ, of ranks that have a call.
+/// The first block whose hashes differ between ranks that have a call.
 fn first_difference(hashes: Vec<Vec<u32>>) -> Option<usize> {
     let all: Vec<Vec<u32>> = hashes.into_iter().filter(|hashes| !hashes.is_empty()).collect();
     let count = all.iter().map(Vec::len).max().unwrap_or(0);
     (0..count).find(|&index| all.iter().any(|hashes| hashes.get(index) != all[0].get(index)))
 }
 
-/// The descriptions side by side: ranks that said the same together, tensors only where they differ.
+/// The descriptions next to each other: grouped by equal text, with only the tensors that differ.
 fn compare(texts: &[String]) -> String {
     let mut groups: Vec<(Vec<usize>, &str)> = Vec::new();
     for (rank, text) in texts.iter().enumerate() {
@@ -109,7 +109,7 @@ fn compare(texts: &[String]) -> String {
         let title = text.lines().next().unwrap_or("");
         // Writing to a String cannot fail.
         let _infallible = writeln!(out, "  {}: {title}", list(ranks));
-        // A call without tensors lacks none.
+        // Skips calls without tensors.
         for &line in lines.iter().filter(|_| text.lines().count() > 1) {
             let _infallible = writeln!(out, "    {}", text.lines().nth(line).unwrap_or("(no further tensor)"));
         }
@@ -120,13 +120,13 @@ fn compare(texts: &[String]) -> String {
 
 /// `rank 3`, `ranks 0, 1, 2`, and for many `ranks 0, 1, … 9 (10 ranks)`.
 fn list(ranks: &[usize]) -> String {
-    let words = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    let text = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
     match ranks {
         [rank] => format!("rank {rank}"),
         [first @ .., last] if ranks.len() > 16 => {
-            format!("ranks {}, … {last} ({} ranks)", words(&first[..8]), ranks.len())
+            format!("ranks {}, … {last} ({} ranks)", text(&first[..8]), ranks.len())
         }
-        _ => format!("ranks {}", words(ranks)),
+        _ => format!("ranks {}", text(ranks)),
     }
 }
 
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_differs_is_shown() {
+    fn only_differences_are_shown() {
         let texts = [
             "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[4]".to_owned(),
             "average 'a' of 2 tensors\ntensor 0: float32[3]\ntensor 1: float32[5]".to_owned(),
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_difference_is_found() {
+    fn first_difference_is_found() {
         assert_eq!(first_difference(vec![vec![1, 2, 3], vec![1, 2, 4], vec![1, 2, 3]]), Some(2));
         assert_eq!(first_difference(vec![vec![1, 2], vec![], vec![1, 2]]), None);
         assert_eq!(blocks(&(10..21), 4).collect::<Vec<_>>(), [10..13, 13..16, 16..19, 19..21]);

@@ -1,13 +1,12 @@
-//! The collectives, composed over two levels: the region (shared memory), then the cluster (messages between hosts).
+//! Collectives on two levels: shared memory within a host, messages between hosts.
 //!
-//! Every collective is a [`Collective`]: what a rank puts into its slot and what a shard does with its slice. [`Channel`]
-//! carries any of them through the steps of the region and the exchanges of the cluster; read one file, know all. Algorithms
-//! name no transport.
+//! Each collective is a [`phases::Collective`]: it defines how a rank packs its slot and how a shard reduces its slice.
+//! [`Channel`] runs any of them. Algorithms do not depend on a transport.
 //!
-//! In a region: reduce-scatter and all-gather by slices of shared memory, every rank the owner of one. Between hosts each
-//! shard brings its slice to an end, by an algorithm that suits its length and the number of hosts ([`inter_host`]); those for
-//! long slices move 2 (n - 1) / n of it, the least there is (Patarasuk and Yuan, 2009). The order of addition is fixed: the
-//! ranks of a host in order, then the hosts in the order of a tree.
+//! Within a host: reduce-scatter and all-gather by slices of shared memory, each owned by one rank. Between hosts each
+//! shard reduces its slice with an algorithm for its length and the number of hosts ([`inter_host`]). Those for long
+//! slices transfer 2 (n - 1) / n of the slice, the minimum (Patarasuk and Yuan, 2009).
+//! The order of addition is fixed: the ranks of a host in order, then the hosts in the order of a tree.
 
 mod allreduce;
 mod barrier;

@@ -1,4 +1,4 @@
-//! Which collective each operation is.
+//! The collective of each operation.
 
 use super::allreduce::Allreduce;
 use super::barrier::Barrier;
@@ -7,7 +7,7 @@ use super::call::Op;
 use super::phases::Collective;
 
 impl Op {
-    /// The collective of this operation.
+    /// The implementation of this operation.
     pub(super) fn collective(self) -> &'static dyn Collective {
         match self {
             Op::Allreduce => &Allreduce,

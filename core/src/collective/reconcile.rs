@@ -1,4 +1,4 @@
-//! How ranks whose calls differ agree on what to run next, and on what to report.
+//! Reconciliation of differing calls.
 //!
 //! Thread rule: that of [`Channel`].
 
@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
 impl Channel {
-    /// After different calls: tells all ranks `list`, the calls that wait here, and returns what all do next.
+    /// Sends all ranks `list`, the calls pending here, and returns the common decision.
     ///
     /// # Errors
-    /// As for [`Channel::first`].
+    /// As for [`Channel::run_first_chunk`].
     pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
         let max_bytes = text_allgather::max_value_bytes(self);
         let mut pages = list.pages(max_bytes);
@@ -44,7 +44,7 @@ impl Channel {
         }
     }
 
-    /// The error of calls that do not match, the same on every rank, where every rank gives its account.
+    /// The error for calls that do not match; the same on every rank, from every rank's entry.
     pub fn explain(&mut self, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
         mismatch::explain(self, account, wait_ctx)
     }

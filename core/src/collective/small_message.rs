@@ -1,4 +1,4 @@
-//! Short calls on one host, which take one exchange: every rank shows what it brings, and makes the whole result for itself.
+//! Small allreduces on one host in one round: every rank posts its input and computes the whole result.
 //!
 //! Thread rule: that of [`Channel`].
 
@@ -9,18 +9,18 @@ use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::transport::{Phase, WaitContext, sync};
 
-/// A short call under way: this rank has shown what it brings.
+/// A small call in progress: this rank has posted its input.
 #[derive(Debug, Clone, Copy)]
 pub struct PostedCall {
     number: u32,
-    /// Whether all ranks have.
+    /// Whether all ranks have posted.
     all: bool,
 }
 
 impl Channel {
-    /// A short call in one exchange: every rank shows what it brings, and makes the whole result for itself, by the same
-    /// additions as a shard. That costs less than two more turns of flags. Nobody raises `Unpacked`; `begin` does when that
-    /// is missed.
+    /// Runs a small call in one round: every rank posts its input and computes the whole result, in a shard's order of
+    /// addition. That is faster than two more rounds of flags. No rank raises `Unpacked`; `begin_round` does if it is
+    /// needed.
     pub(super) fn exchange(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let number = self.next_seq(wait_ctx)?;
         let len = call.layout.chunk_len(0);
@@ -31,8 +31,8 @@ impl Channel {
         self.finish_posted(call, posted, wait_ctx)
     }
 
-    /// Begins a short call ([`Call::is_short`]) without waiting for longer than a look; `None`, and nothing is done, when
-    /// ranks have not yet ended what came before.
+    /// Starts a small call ([`Call::is_small`]) without blocking. `None`, without effect, if some rank has not finished
+    /// the previous call.
     pub fn try_post(&mut self, call: &Call) -> Option<PostedCall> {
         self.refresh();
         let number = self.seq.wrapping_add(1);
@@ -43,16 +43,16 @@ impl Channel {
         })
     }
 
-    /// Shows the others what this rank has put into its slot.
+    /// Posts this rank's slot to the other ranks.
     fn post(&mut self, call: &Call, number: u32) -> PostedCall {
         self.shm.post_signature(number, call.signature, false);
         PostedCall { number, all: self.shm.post_and_spin(Phase::Packed, number) }
     }
 
-    /// Ends a short call that was shown, once all ranks have; false, and nothing written, when they called other things.
+    /// Completes a posted call once all ranks have posted; false, with nothing written, if the calls differ.
     ///
     /// # Errors
-    /// As for [`Channel::first`].
+    /// As for [`Channel::run_first_chunk`].
     pub fn finish_posted(&mut self, call: &Call, posted: PostedCall, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         wait_ctx.log().step();
         wait_ctx.log().flag();
@@ -65,13 +65,13 @@ impl Channel {
         Ok(agreed)
     }
 
-    /// The same where all have shown theirs already; false also where they have not.
+    /// As `finish_posted`, but also false, without waiting, if some rank has not posted.
     pub fn try_finish_posted(&mut self, call: &Call, posted: &PostedCall) -> bool {
         posted.all && self.take(call, posted.number)
     }
 
     fn take(&mut self, call: &Call, number: u32) -> bool {
-        // Nobody shows a call before it has ended what came before.
+        // A rank posts a call only after it has finished the previous one.
         self.freed_seq = number.wrapping_sub(1);
         self.unpacked_seq = number;
         let agreed = self.shm.same_signatures(number);
@@ -79,7 +79,7 @@ impl Channel {
             let slots = self.shm.slots(number);
             slots.iter().for_each(|&slot| sync::check_read(slot, call.layout.chunk_len(0)));
             let shard = ShardView { topology: &self.topology, chunk: 0, slots };
-            // SAFETY: all have packed, and nobody writes to a slot before all have come to the step after this one.
+            // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have reached the next round.
             unsafe { call.op.collective().reduce_to_tensor(call, &shard) };
         }
         agreed

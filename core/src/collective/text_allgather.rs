@@ -1,8 +1,8 @@
-//! An all-gather of small values, whose result every rank gets from a function of all of them. Works after a mismatch,
-//! because the protocol does not depend on the call.
+//! All-gather of small values; a function merges them, and every rank gets its result. Works after a mismatch, because
+//! the protocol does not depend on the call.
 //!
-//! The ranks of a host write their values to their slots. The owner of shard 0 collects them, exchanges the host's values with
-//! the other hosts, and writes the result to its own slot. Every host computes the same result from the same values.
+//! The ranks of a host write their values to their slots. The owner of shard 0 collects them, exchanges them with the
+//! other hosts, and writes the result to its slot. All hosts compute the same result from the same values.
 //! Thread rule: that of [`Channel`].
 
 use std::slice;
@@ -17,19 +17,19 @@ use crate::error::{Error, Result};
 use crate::transport::{Message, Phase, WaitContext};
 use crate::wire_layout::{ALIGN, HEADER};
 
-/// The most bytes of a rank's value: hundreds of calls. The owner of a shard holds the values of all ranks.
+/// Maximum encoded bytes of a rank's value, enough for hundreds of calls. A shard owner holds the values of all ranks.
 const MAX_VALUE_BYTES: usize = 16 << 10;
 
-/// The most encoded bytes of a rank's value, the same on every rank. The result may have twice as many.
+/// Maximum encoded bytes of a rank's value, the same on every rank. The result may have twice as many.
 pub(super) fn max_value_bytes(channel: &Channel) -> usize {
     MAX_VALUE_BYTES.min(channel.shm.region().layout().slot / 4)
 }
 
-/// Gives every rank the result of `merge`, which gets the values of all ranks in their order. `merge` runs on the owners of
-/// shard 0.
+/// Returns the result of `merge` on every rank. `merge` gets the values of all ranks in rank order and runs on the
+/// owners of shard 0.
 ///
 /// # Errors
-/// [`Error::Internal`], on all ranks, when a value or the result is too long; those of the transports.
+/// [`Error::Internal`] on all ranks if a value or the result is too long; those of the transports.
 pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + DeserializeOwned>(
     channel: &mut Channel,
     mine: &T,
@@ -39,10 +39,10 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     let local_size = channel.topology.local_size();
     let local_rank = channel.topology.local_rank();
     let seq = channel.begin_round(wait_ctx)?;
-    // The value is in the first half of a rank's slot, the result in the second half of the first rank's.
+    // A rank's value is in the first half of its slot, the result in the second half of the first rank's slot.
     let half = channel.shm.region().layout().slot / 2;
 
-    // SAFETY: `begin_round` waited until the slot is this rank's.
+    // SAFETY: `begin_round` waited until this rank owns the slot.
     unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &encode(mine).unwrap_or_default()) };
     channel.shm.raise(Phase::Packed, seq);
     channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
@@ -50,14 +50,14 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     if channel.topology.shard() == Some(0) {
         let mut values = Vec::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
-            // SAFETY: all have packed; only this rank goes on before it has reduced.
+            // SAFETY: all ranks have packed; they wait until this rank has reduced.
             values.push((rank, unsafe { read_bytes(channel.shm.slot(local, seq), half) }));
         }
         values.extend(from_other_hosts(channel, &values, wait_ctx)?);
         values.sort_by_key(|(rank, _)| *rank);
         let values: Option<Vec<T>> = values.iter().map(|(_, bytes)| decode(bytes).ok()).collect();
         let result = encode(&values.map(merge)).unwrap_or_default();
-        // SAFETY: the second half of the own slot is nobody else's before `Reduced`.
+        // SAFETY: no other rank accesses the second half of this slot before `Reduced`.
         unsafe { write_bytes(channel.shm.slot(local_rank, seq).add(half), half, &result) };
     }
     if channel.topology.shard().is_some() {
@@ -70,7 +70,7 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     decode::<Option<R>>(&result)?.ok_or_else(|| Error::Internal("cannot decode what the ranks exchanged".into()))
 }
 
-/// Exchanges the values of this host with the other hosts, in as many messages as the longest host needs.
+/// Exchanges this host's values with the other hosts. All send as many messages as the longest host needs.
 fn from_other_hosts(
     channel: &mut Channel,
     values: &[(usize, Vec<u8>)],
@@ -79,17 +79,17 @@ fn from_other_hosts(
     let Some(InterHost { link, .. }) = &mut channel.inter_host else { return Ok(Vec::new()) };
     let bytes = encode(values)?;
     let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
-    // One message goes to all, and there is room for one of each.
+    // All hosts get the same message, and the receive buffer has room for one from each.
     let room = link.buffers(0).recv.len() / hosts.len() / ALIGN * ALIGN;
-    let place = |(place, &host)| Message { host, bytes: place * room..(place + 1) * room };
-    let receives: Vec<Message> = hosts.iter().enumerate().map(place).collect();
+    let offset = |(offset, &host)| Message { host, bytes: offset * room..(offset + 1) * room };
+    let receives: Vec<Message> = hosts.iter().enumerate().map(offset).collect();
     let mut received_bytes = vec![Vec::new(); hosts.len()];
     let mut sent = 0;
     loop {
         let message = &mut link.buffers(0).send[..room];
         let part = &bytes[sent..bytes.len().min(sent + room - HEADER)];
         sent += part.len();
-        // How much of this host's is in the message, and how much is left.
+        // Length of the data in the message, and bytes that remain.
         message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
         message[8..16].copy_from_slice(&((bytes.len() - sent) as u64).to_le_bytes());
         message[HEADER..HEADER + part.len()].copy_from_slice(part);
@@ -116,10 +116,10 @@ fn from_other_hosts(
     }
 }
 
-/// Writes a length and `bytes`; no bytes when they do not fit.
+/// Writes the length and `bytes`; an empty value if they do not fit.
 ///
 /// # Safety
-/// `capacity` bytes at `at` are the caller's to write.
+/// The caller owns `capacity` bytes at `at`.
 unsafe fn write_bytes(at: *mut u8, capacity: usize, bytes: &[u8]) {
     let bytes = if bytes.len() <= capacity - 8 { bytes } else { &[] };
     // SAFETY: the caller's promise.
@@ -129,7 +129,7 @@ unsafe fn write_bytes(at: *mut u8, capacity: usize, bytes: &[u8]) {
 }
 
 /// # Safety
-/// `capacity` bytes at `at` were written by `write_bytes` and are read-only.
+/// `write_bytes` wrote `capacity` bytes at `at`, which are now read-only.
 unsafe fn read_bytes(at: *const u8, capacity: usize) -> Vec<u8> {
     // SAFETY: the caller's promise.
     let bytes = unsafe { slice::from_raw_parts(at, capacity) };

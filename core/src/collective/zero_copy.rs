@@ -1,9 +1,9 @@
-//! Averages of tensors that the ranks of a host see in each other ([`crate::transport::arena`]): nothing is copied.
+//! Zero-copy allreduce of tensors in peer memory ([`crate::transport::arena`]).
 //!
-//! In such a step a rank's slot holds the places of its tensors instead of their content. Every shard reads its slices in all
-//! ranks' tensors and writes the mean to all of them, by the additions of any other average: same bits. Nothing is to be
-//! waited for between chunks, so a channel takes all of its chunks in one step.
-//! Ranks whose memory is of both kinds see that in each other's notes, and take the step again with copies.
+//! In a zero-copy round a rank's slot holds the addresses of its tensors instead of their contents. Each shard reads
+//! its slices in all ranks' tensors and writes the mean to all of them. The order of addition is that of any other
+//! allreduce: same bits. Chunks need not wait for each other, so a channel runs all of its chunks in one round.
+//! If only some ranks use peer memory, all ranks see that in the flags and repeat the round with copies.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use super::phases::{PerRank, ShardView};
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
 
-/// Whether the other ranks can read and write the tensors of `call`, and the places of all fit a slot.
+/// Whether the other ranks can access the tensors of `call`, and a slot can hold all addresses.
 pub(super) fn is_possible(call: &Call, shared: &dyn PeerMemory) -> bool {
     let visible = |bytes: Range<usize>| bytes.is_empty() || shared.offset_of(bytes).is_some();
     call.op == Op::Allreduce
@@ -24,18 +24,18 @@ pub(super) fn is_possible(call: &Call, shared: &dyn PeerMemory) -> bool {
         })
 }
 
-/// Writes the places of all tensors to `slot`.
+/// Writes the addresses of all tensors to `slot`.
 ///
 /// # Errors
 /// [`Error::Internal`] for a tensor for which [`is_possible`] does not hold.
 ///
 /// # Safety
-/// `slot` is this rank's slot of the step, its to write.
+/// This rank owns `slot` in this round.
 pub(super) unsafe fn post_addresses(call: &Call, slot: *mut u8, shared: &dyn PeerMemory) -> Result<()> {
     for (index, tensor) in call.layout.tensors().enumerate() {
-        let place = shared.offset_of(call.tensors(0)[tensor].buffer.byte_ranges().1).ok_or_else(cannot_map)?;
-        // SAFETY: the places fit the slot, which `is_possible` has checked.
-        unsafe { slot.cast::<u64>().add(index).write(place) };
+        let address = shared.offset_of(call.tensors(0)[tensor].buffer.byte_ranges().1).ok_or_else(cannot_map)?;
+        // SAFETY: `is_possible` has checked that the addresses fit the slot.
+        unsafe { slot.cast::<u64>().add(index).write(address) };
     }
     Ok(())
 }
@@ -43,10 +43,10 @@ pub(super) unsafe fn post_addresses(call: &Call, slot: *mut u8, shared: &dyn Pee
 /// Completes `slice` of the shard's chunk in all ranks' tensors.
 ///
 /// # Errors
-/// [`Error::Internal`] when a place is none that this rank sees.
+/// [`Error::Internal`] if this rank cannot access an address.
 ///
 /// # Safety
-/// All slots hold places, and the slice of all ranks' tensors is this shard's.
+/// All slots hold addresses, and this shard owns the slice of all ranks' tensors.
 pub(super) unsafe fn combine(
     call: &Call,
     shard: &ShardView<'_>,
@@ -57,13 +57,13 @@ pub(super) unsafe fn combine(
         let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
         let (skip, len) = (piece.first * dtype.size(), piece.count * dtype.size());
         let tensor = |(rank, slot): (usize, &*mut u8)| {
-            // SAFETY: written by `tell` for the same tensors.
-            let place = unsafe { slot.cast::<u64>().add(piece.layout_index).read() };
-            shared.resolve(rank, place.wrapping_add(skip as u64), len).ok_or_else(cannot_map)
+            // SAFETY: `post_addresses` wrote it for the same tensors.
+            let address = unsafe { slot.cast::<u64>().add(piece.layout_index).read() };
+            shared.resolve(rank, address.wrapping_add(skip as u64), len).ok_or_else(cannot_map)
         };
         let tensors: PerRank<*mut u8> = shard.slots.iter().enumerate().map(tensor).collect::<Result<_>>()?;
         let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
-        // SAFETY: the caller's promise; the ranks' tensors are alike, as their signatures are.
+        // SAFETY: the caller's promise; equal signatures mean equal tensors.
         unsafe { call.reduction(dtype).mean(&sources, &tensors, piece.count, call.divisor()) };
     }
     Ok(())

@@ -1,7 +1,7 @@
-//! The work of kernels: pieces of tensors cut into items, and the memory in which a GPU finds them.
+//! Kernel launches: tensor ranges divided into items, and the memory from which a GPU reads them.
 //!
-//! Short lists travel with the kernels, as parameters. Others are made in host memory that stays, and uploaded before the
-//! kernels that read them; a few places are used in turn, so that the host need not wait for the GPU.
+//! Short lists are passed as kernel parameters. Longer ones are written to pinned host memory and uploaded before the
+//! kernels that read them. A few buffers are used in turn, so that the host does not wait for the GPU.
 //! Thread rule: one user at a time.
 
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, PinnedHostBuffer, Stream};
 use crate::wire_layout::TensorRange;
 
-/// Elements of one type that one kernel takes.
+/// Items of one element type, for one kernel launch.
 struct LaunchGroup {
     dtype: DType,
     items: std::ops::Range<usize>,
 }
 
-/// Work for kernels, of equally many sources and targets in each piece.
+/// Work for kernels; all tensor ranges have equally many sources and targets.
 #[derive(Default)]
 pub(super) struct Batch {
     items: Vec<BlockRange>,
@@ -28,20 +28,20 @@ pub(super) struct Batch {
     targets: Vec<Address>,
     groups: Vec<LaunchGroup>,
     pieces: u32,
-    /// How many sources and targets a piece has.
+    /// The number of sources and targets of each range.
     shape: (usize, usize),
-    /// The most bytes of an item.
+    /// Maximum bytes of an item.
     item: usize,
 }
 
-/// What a block moves at least at a time, in bytes: two vectors for each of its threads.
+/// Minimum bytes of an item: two vectors for each thread of a block.
 const MIN_ITEM_BYTES: usize = 8 << 10;
-/// As many items as keep a GPU busy: for 132 multiprocessors with three blocks each, nearly four items for every block, so that
-/// none waits long for the last ones.
+/// Number of items that keeps a GPU busy: nearly four for each block of 132 multiprocessors with three blocks each,
+/// which keeps the tail short.
 const TARGET_ITEMS: usize = 1536;
 
 impl Batch {
-    /// Starts anew, for pieces with so many sources and targets, of `bytes` together.
+    /// Clears the batch, for ranges with these numbers of sources and targets and `bytes` in all.
     pub fn start(&mut self, sources: usize, targets: usize, bytes: usize) {
         self.shape = (sources, targets);
         self.item = (bytes / TARGET_ITEMS).next_multiple_of(MIN_ITEM_BYTES).max(MIN_ITEM_BYTES);
@@ -52,7 +52,7 @@ impl Batch {
         self.pieces = 0;
     }
 
-    /// Adds `count` elements of `dtype` that begin at these addresses.
+    /// Adds a range of `count` elements of `dtype` at these addresses.
     pub fn add(
         &mut self,
         dtype: DType,
@@ -76,7 +76,7 @@ impl Batch {
         }
     }
 
-    /// Starts anew with copies of `pieces` of `tensors`, of `bytes` together, to `memory`, where they lie as on the wire, or,
+    /// Clears the batch and adds copies of `pieces` of `tensors`, `bytes` in all, to `memory` in wire layout, or, with
     /// `back`, from there.
     pub fn copies(
         &mut self,
@@ -92,8 +92,8 @@ impl Batch {
             let size = buffer.dtype().size();
             let (read, written) = buffer.byte_ranges();
             let start = if back { written.start } else { read.start };
-            let (tensor, there) = ((start + piece.first * size) as Address, memory + piece.offset as Address);
-            let (from, to) = if back { (there, tensor) } else { (tensor, there) };
+            let (tensor, packed) = ((start + piece.first * size) as Address, memory + piece.offset as Address);
+            let (from, to) = if back { (packed, tensor) } else { (tensor, packed) };
             self.add(DType::U8, piece.count * size, [from], [to]);
         }
     }
@@ -107,7 +107,7 @@ impl Batch {
         self.items.len() * size_of::<BlockRange>() + (self.sources.len() + self.targets.len()) * size_of::<Address>()
     }
 
-    /// Where each list begins, in bytes, when one comes after the other.
+    /// Offset of each list in bytes, one after the other.
     fn starts(&self) -> [usize; 3] {
         let sources = self.items.len() * size_of::<BlockRange>();
         [0, sources, sources + self.sources.len() * size_of::<Address>()]
@@ -116,7 +116,7 @@ impl Batch {
     /// Writes the lists, one after the other.
     ///
     /// # Safety
-    /// There is room for [`Batch::bytes`] at `to`, and nobody else looks there.
+    /// `to` has room for [`Batch::bytes`], and nothing else accesses it.
     unsafe fn write(&self, to: *mut u8) {
         let lists: [(*const u8, usize); 3] = [
             (self.items.as_ptr().cast(), size_of_val(&self.items[..])),
@@ -129,13 +129,13 @@ impl Batch {
         }
     }
 
-    /// What all its kernels are given, but for their items; with the lists, where they fit.
-    fn work(&self, divisor: u32, stop: Address, blocks: u32) -> Result<KernelArgs> {
+    /// Parameters for all kernels of the batch, without their items; with the lists if they fit.
+    fn args(&self, divisor: u32, stop: Address, blocks: u32) -> Result<KernelArgs> {
         let number = |value: usize| {
             u32::try_from(value).map_err(|_| Error::Internal("the lists of a call are too long for a kernel".into()))
         };
         let [_, sources, targets] = self.starts();
-        let mut work = KernelArgs {
+        let mut args = KernelArgs {
             lists: 0,
             stop,
             items: 0,
@@ -150,69 +150,69 @@ impl Batch {
         };
         number(self.bytes())?;
         if self.fits() {
-            // SAFETY: the table is as long, and this function's.
-            unsafe { self.write(work.table.as_mut_ptr().cast()) };
+            // SAFETY: `fits` has checked the length, and only this function uses the table.
+            unsafe { self.write(args.table.as_mut_ptr().cast()) };
         }
-        Ok(work)
+        Ok(args)
     }
 
-    /// Whether the lists can travel with a kernel.
+    /// Whether the lists fit the kernel parameters.
     fn fits(&self) -> bool {
         self.bytes() <= KernelArgs::TABLE * size_of::<u64>()
     }
 }
 
-/// Places of the table, used in turn.
+/// Number of upload buffers.
 const NUM_BUFFERS: usize = 4;
-/// What a place has at least.
+/// Minimum size of an upload buffer.
 const MIN_BUFFER_BYTES: usize = 64 << 10;
 
-/// A place for the lists of a batch.
+/// A buffer for the lists of a batch.
 struct UploadBuffer {
     host: PinnedHostBuffer,
     device: DeviceBuffer,
-    /// When the kernels that read it are done.
+    /// Completes after the kernels that read the buffer.
     free: Option<Event>,
 }
 
-/// Where GPUs find batches.
+/// Upload buffers for batches, used in turn.
 pub(super) struct UploadRing {
     context: Arc<Context>,
     buffers: Vec<UploadBuffer>,
     next: usize,
-    /// See [`UploadRing::stopped_by`]; 0 without.
+    /// See [`UploadRing::stopped_by`]; 0 if unset.
     stop: Address,
-    /// See [`UploadRing::limited_to`]; 0 without.
+    /// See [`UploadRing::limited_to`]; 0 if unset.
     blocks: u32,
 }
 
 impl UploadRing {
-    /// A table that takes memory when it is used.
+    /// An empty ring; buffers are allocated at first use.
     pub fn new(context: &Arc<Context>) -> UploadRing {
         UploadRing { context: Arc::clone(context), buffers: Vec::new(), next: 0, stop: 0, blocks: 0 }
     }
 
-    /// Lets the kernels that are started from now on end, between two items, once the 32-bit word at `word` is not 0; those
-    /// that start when it is set touch no tensor. It is in pinned host memory, as the device sees it, and outlives the kernels.
+    /// Sets a stop flag for later kernels: once the 32-bit word at `word` is not 0, they end after their current items,
+    /// and new ones access no tensor. `word` is the device address of pinned host memory that outlives the kernels.
     pub fn stopped_by(&mut self, word: Address) {
         self.stop = word;
     }
 
-    /// Lets the kernels that are started from now on have so many blocks at most, however many the GPU could run: where links
-    /// between GPUs are what holds them up, more would only keep other kernels from its multiprocessors.
+    /// Limits later kernels to `blocks` blocks. Between GPUs the links are the bottleneck, and more blocks would only
+    /// occupy multiprocessors.
     pub fn limited_to(&mut self, blocks: u32) {
         self.blocks = blocks;
     }
 
-    /// The bytes of device memory that it has.
-    pub fn held(&self) -> usize {
-        self.buffers.iter().map(|place| place.device.bytes()).sum()
+    /// Bytes of device memory in use.
+    pub fn device_bytes(&self) -> usize {
+        self.buffers.iter().map(|buffer| buffer.device.bytes()).sum()
     }
 
-    /// Uploads `batch`, unless it is short, and calls `launch` with each part of the work.
+    /// Uploads `batch`, unless it fits the parameters, and calls `launch` for each kernel.
     ///
     /// # Errors
-    /// Those of the driver and of `launch`, and when the wait context ends.
+    /// Those of the driver and of `launch`, and if the wait context ends.
     pub fn run(
         &mut self,
         batch: &Batch,
@@ -224,55 +224,55 @@ impl UploadRing {
         if batch.is_empty() {
             return Ok(());
         }
-        let mut work = batch.work(divisor, self.stop, self.blocks)?;
-        let place = if batch.fits() { None } else { Some(self.place(batch.bytes(), wait_ctx)?) };
-        if let Some(place) = &place {
-            // SAFETY: the place is as long as all lists, and no kernel reads it any more.
-            unsafe { batch.write(place.host.memory()) };
-            // SAFETY: both have so many bytes, and stay until the event below has come.
-            unsafe { stream.upload(place.device.address(), place.host.memory(), batch.bytes()) }?;
-            work.lists = place.device.address();
+        let mut args = batch.args(divisor, self.stop, self.blocks)?;
+        let buffer = if batch.fits() { None } else { Some(self.buffer(batch.bytes(), wait_ctx)?) };
+        if let Some(buffer) = &buffer {
+            // SAFETY: the buffer has room for all lists, and no kernel reads it.
+            unsafe { batch.write(buffer.host.memory()) };
+            // SAFETY: both have room for these bytes and live until the event below completes.
+            unsafe { stream.upload(buffer.device.address(), buffer.host.memory(), batch.bytes()) }?;
+            args.lists = buffer.device.address();
         }
         for group in &batch.groups {
-            // Both are numbers of 32 bits, as `work` has found.
-            work.items = (group.items.start * size_of::<BlockRange>()) as u32;
-            work.nitems = group.items.len() as u32;
-            launch(group.dtype, &work)?;
+            // Both fit 32 bits, as `kernel_args` has checked.
+            args.items = (group.items.start * size_of::<BlockRange>()) as u32;
+            args.nitems = group.items.len() as u32;
+            launch(group.dtype, &args)?;
         }
-        if let Some(place) = place {
-            place.free = Some(stream.record()?);
+        if let Some(buffer) = buffer {
+            buffer.free = Some(stream.record()?);
         }
         Ok(())
     }
 
-    /// Uploads a batch of copies, and starts them.
+    /// Runs a batch of copies.
     ///
     /// # Errors
-    /// Those of the driver, and when the wait context ends.
+    /// Those of the driver, and if the wait context ends.
     ///
     /// # Safety
-    /// The memory is valid until the copies are done, and nobody else's.
+    /// The memory is valid and not used otherwise until the copies have completed.
     pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let context = Arc::clone(&self.context);
         let kernels = context.kernels()?;
         // SAFETY: the caller's promise.
-        self.run(batch, 1, stream, wait_ctx, |_, work| unsafe { kernels.copy(work, stream.raw()) })
+        self.run(batch, 1, stream, wait_ctx, |_, args| unsafe { kernels.copy(args, stream.raw()) })
     }
 
-    fn place(&mut self, bytes: usize, wait_ctx: &WaitContext<'_>) -> Result<&mut UploadBuffer> {
+    fn buffer(&mut self, bytes: usize, wait_ctx: &WaitContext<'_>) -> Result<&mut UploadBuffer> {
         let index = self.next % NUM_BUFFERS;
         self.next = index + 1;
-        if let Some(event) = self.buffers.get_mut(index).and_then(|place| place.free.take()) {
+        if let Some(event) = self.buffers.get_mut(index).and_then(|buffer| buffer.free.take()) {
             wait_event(&event, wait_ctx)?;
         }
-        if self.buffers.get(index).is_none_or(|place| place.host.bytes() < bytes) {
+        if self.buffers.get(index).is_none_or(|buffer| buffer.host.bytes() < bytes) {
             let len = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();
             let host = PinnedHostBuffer::new(&self.context, len)?;
-            let place = UploadBuffer { host, device: DeviceBuffer::new(&self.context, len)?, free: None };
+            let buffer = UploadBuffer { host, device: DeviceBuffer::new(&self.context, len)?, free: None };
             if index < self.buffers.len() {
-                self.buffers[index] = place;
+                self.buffers[index] = buffer;
             } else {
-                self.buffers.push(place);
+                self.buffers.push(buffer);
             }
         }
         Ok(&mut self.buffers[index])
@@ -285,40 +285,49 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_lists_travel_with_the_kernel() {
+    fn short_lists_are_passed_as_parameters() {
         let mut batch = Batch::default();
         batch.start(2, 1, 100);
         batch.add(DType::F32, 5, [10, 20], [30]);
         batch.add(DType::I8, 7, [11, 21], [31]);
-        let work = batch.work(2, 99, 48).unwrap();
-        assert_eq!((work.lists, work.stop, work.blocks, work.divisor), (0, 99, 48, 2));
-        assert_eq!((work.items, work.sources, work.targets), (0, 32, 64));
-        assert_eq!(work.table[..10], [0, 5 << 32, 0, 7 << 32 | 1, 10, 20, 11, 21, 30, 31]);
-        assert!(work.table[10..].iter().all(|word| *word == 0) && batch.fits());
-        // The longest that fits, and one item more.
+        let args = batch.args(2, 99, 48).unwrap();
+        assert_eq!((args.lists, args.stop, args.blocks, args.divisor), (0, 99, 48, 2));
+        assert_eq!((args.items, args.sources, args.targets), (0, 32, 64));
+        assert_eq!(args.table[..10], [0, 5 << 32, 0, 7 << 32 | 1, 10, 20, 11, 21, 30, 31]);
+        assert!(args.table[10..].iter().all(|word| *word == 0) && batch.fits());
+        // The longest list that fits, then one item more.
         batch.start(1, 1, 0);
         batch.add(DType::U8, 223 * MIN_ITEM_BYTES, [1], [2]);
         assert_eq!((batch.bytes(), batch.fits()), (KernelArgs::TABLE * 8, true));
-        assert_eq!(batch.work(1, 0, 0).unwrap().table[446..], [1, 2]);
+        assert_eq!(batch.args(1, 0, 0).unwrap().table[446..], [1, 2]);
         batch.add(DType::U8, 1, [1], [2]);
-        let work = batch.work(1, 0, 0).unwrap();
-        assert!(!batch.fits() && work.table == [0; KernelArgs::TABLE] && work.sources == 224 * 16);
+        let args = batch.args(1, 0, 0).unwrap();
+        assert!(!batch.fits() && args.table == [0; KernelArgs::TABLE] && args.sources == 224 * 16);
         assert!(size_of::<KernelArgs>() <= 4096);
     }
 
     #[test]
-    fn long_pieces_become_items_and_types_become_groups() {
+    fn long_ranges_are_divided_and_grouped_by_type() {
         let mut batch = Batch::default();
         batch.start(2, 1, 1 << 30);
         batch.add(DType::F32, 2 * BlockRange::MAX_ELEMENTS + 1, [1, 2], [3]);
         batch.add(DType::F32, 5, [4, 5], [6]);
         batch.add(DType::I8, 1, [7, 8], [9]);
         let items: Vec<(u64, u32, u32)> = batch.items.iter().map(|item| (item.first, item.piece, item.count)).collect();
-        let long = BlockRange::MAX_ELEMENTS as u32;
-        assert_eq!(items, [(0, 0, long), (long.into(), 0, long), (2 * u64::from(long), 0, 1), (0, 1, 5), (0, 2, 1)]);
+        let max_elements = BlockRange::MAX_ELEMENTS as u32;
+        assert_eq!(
+            items,
+            [
+                (0, 0, max_elements),
+                (max_elements.into(), 0, max_elements),
+                (2 * u64::from(max_elements), 0, 1),
+                (0, 1, 5),
+                (0, 2, 1)
+            ]
+        );
         assert_eq!(batch.groups.iter().map(|group| group.items.clone()).collect::<Vec<_>>(), [0..4, 4..5]);
         assert_eq!((&batch.sources[..], &batch.targets[..]), (&[1, 2, 4, 5, 7, 8][..], &[3, 6, 9][..]));
-        // A short call is cut up too, so that it has blocks.
+        // A short call is divided too, to use several blocks.
         batch.start(1, 1, 64 << 10);
         batch.add(DType::BF16, 32 << 10, [1], [3]);
         batch.add(DType::U8, 1, [1], [3]);

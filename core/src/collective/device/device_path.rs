@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Context, Event, Stream, nccl_version};
 
-/// What a team has for calls on device memory, once it has had one.
+/// The resources of a group for calls on device memory, created by its first such call.
 pub struct DevicePath {
     context: Arc<Context>,
     path: Path,
@@ -35,11 +35,11 @@ enum PathState {
 }
 
 impl DevicePath {
-    /// Finds the path of a team with the other ranks, all of which have made `call`.
+    /// Agrees on a path with the other ranks, all of which run `call`.
     ///
     /// # Errors
-    /// [`Error::System`], the same on all ranks, when one of them cannot use its GPU, or not in the way that was asked for;
-    /// those of the transports.
+    /// [`Error::System`] or [`Error::Invalid`], the same on all ranks, if one of them cannot use its GPU or the
+    /// requested path; those of the transports.
     pub fn new(
         channel: &mut Channel,
         call: &Call,
@@ -47,59 +47,59 @@ impl DevicePath {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<DevicePath> {
         let context = Arc::clone(producer(call)?.context());
-        let mut facts = GpuCapabilities::gather(&context);
+        let mut capabilities = GpuCapabilities::gather(&context);
         let topology = Arc::clone(&channel.topology);
-        let (decision, made) = loop {
-            let decide = |facts: Vec<GpuCapabilities>| choose_path(&facts, settings.path, &topology);
-            let decision = allgather_merge(channel, &facts, wait_ctx, decide)?.checked()?;
-            let made = match decision.path {
+        let (choice, state) = loop {
+            let choose = |capabilities: Vec<GpuCapabilities>| choose_path(&capabilities, settings.path, &topology);
+            let choice = allgather_merge(channel, &capabilities, wait_ctx, choose)?.checked()?;
+            let state = match choice.path {
                 Path::SingleRank => Ok(PathState::SingleRank(Stream::new(&context)?)),
                 Path::Staged => Ok(PathState::Staged),
                 Path::Nccl => match NcclPath::new(channel, &context, wait_ctx)? {
-                    Ok(ring) => Ok(PathState::Nccl(Box::new(ring))),
-                    Err(why) => {
-                        // On one rank at least. Without NCCL there is another path, or a refusal.
-                        if let Some(why) = why {
-                            facts.lacks_nccl(&why);
+                    Ok(path) => Ok(PathState::Nccl(Box::new(path))),
+                    Err(reason) => {
+                        // At least one rank lacks NCCL: choose again without it.
+                        if let Some(reason) = reason {
+                            capabilities.lacks_nccl(&reason);
                         }
                         continue;
                     }
                 },
-                Path::Ipc(wait) => IpcPeers::new(channel, &context, wait, BOUNCE_BYTES, Ok(()), wait_ctx)?
-                    .map(|(peers, ())| PathState::Ipc(Box::new(IpcPath::new(peers, decision.own_gpus)))),
-                Path::IpcStaged(wait) => {
-                    let driver = ShardOwner::new(&context, &topology, settings.chunk);
+                Path::Ipc(sync) => IpcPeers::new(channel, &context, sync, BOUNCE_BYTES, Ok(()), wait_ctx)?
+                    .map(|(peers, ())| PathState::Ipc(Box::new(IpcPath::new(peers, choice.own_gpus)))),
+                Path::IpcStaged(sync) => {
+                    let shard_owner = ShardOwner::new(&context, &topology, settings.chunk);
                     let bounce = (NUM_BUFFERS * settings.chunk).max(BOUNCE_BYTES);
-                    IpcPeers::new(channel, &context, wait, bounce, driver, wait_ctx)?.map(|(peers, driver)| {
-                        PathState::IpcStaged(Box::new(MultiHostIpc::new(peers, driver, settings.chunk)))
-                    })
+                    IpcPeers::new(channel, &context, sync, bounce, shard_owner, wait_ctx)?.map(
+                        |(peers, shard_owner)| {
+                            PathState::IpcStaged(Box::new(MultiHostIpc::new(peers, shard_owner, settings.chunk)))
+                        },
+                    )
                 }
             };
-            break (decision, made);
+            break (choice, state);
         };
-        let (path, why, way) = match made {
-            Ok(PathState::Ipc(direct)) => (Path::Ipc(direct.wait()), decision.reason, PathState::Ipc(direct)),
-            Ok(PathState::IpcStaged(across)) => {
-                (Path::IpcStaged(across.wait()), decision.reason, PathState::IpcStaged(across))
-            }
-            Ok(way) => (decision.path, decision.reason, way),
-            // All ranks know of it.
-            Err(why) if settings.path == PathSetting::Auto => (Path::Staged, why, PathState::Staged),
-            Err(why) => return Err(Error::Invalid(format!("DL_COMM_GPU_PATH is ipc, but {why}"))),
+        let (path, reason, state) = match state {
+            Ok(PathState::Ipc(path)) => (Path::Ipc(path.sync()), choice.reason, PathState::Ipc(path)),
+            Ok(PathState::IpcStaged(path)) => (Path::IpcStaged(path.sync()), choice.reason, PathState::IpcStaged(path)),
+            Ok(state) => (choice.path, choice.reason, state),
+            // All ranks have this error.
+            Err(reason) if settings.path == PathSetting::Auto => (Path::Staged, reason, PathState::Staged),
+            Err(reason) => return Err(Error::Invalid(format!("DL_COMM_GPU_PATH is ipc, but {reason}"))),
         };
-        Ok(DevicePath { context, path, reason: why, state: way })
+        Ok(DevicePath { context, path, reason, state })
     }
 
-    /// What `dl_comm_describe` tells of it.
+    /// The JSON for `dl_comm_describe`.
     pub fn about(&self) -> Value {
-        let wait = self.path.wait().map(|wait| match wait {
+        let sync = self.path.sync().map(|sync| match sync {
             SyncMode::Stream => "stream",
             SyncMode::Host => "host",
         });
         json!({
             "path": self.path.name(),
             "why": self.reason,
-            "wait": wait,
+            "wait": sync,
             "gpu": self.context.ordinal(),
             "gpu_name": self.context.name(),
             "gpu_uuid": self.context.uuid(),
@@ -108,77 +108,77 @@ impl DevicePath {
         })
     }
 
-    /// The bytes of device memory that it has taken.
-    pub fn held(&self) -> usize {
+    /// Bytes of device memory in use.
+    pub fn device_bytes(&self) -> usize {
         match &self.state {
-            PathState::Ipc(direct) => direct.held(),
-            PathState::IpcStaged(across) => across.held(),
-            PathState::Nccl(ring) => ring.held(),
+            PathState::Ipc(path) => path.device_bytes(),
+            PathState::IpcStaged(path) => path.device_bytes(),
+            PathState::Nccl(path) => path.device_bytes(),
             PathState::SingleRank(_) | PathState::Staged => 0,
         }
     }
 
-    /// How many calls went in chunks where the ranks see each other's memory, because that of one of them could not be opened.
+    /// The number of calls that ran in chunks because a rank's memory could not be opened with CUDA IPC.
     pub fn in_chunks(&self) -> usize {
         match &self.state {
-            PathState::Ipc(direct) => direct.in_chunks(),
+            PathState::Ipc(path) => path.in_chunks(),
             PathState::IpcStaged(_) | PathState::Nccl(_) | PathState::SingleRank(_) | PathState::Staged => 0,
         }
     }
 
-    /// Carries out `call`, on which the ranks agree, as far as this thread can alone.
+    /// Runs `call`, on which the ranks agree, as far as this thread alone can.
     ///
     /// # Errors
-    /// Those of the driver and of the transports: the ranks are then out of step.
+    /// Those of the driver and of the transports; the ranks are then out of sync.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
-        let _entered = self.context.push()?;
+        let _guard = self.context.push()?;
         match &mut self.state {
-            PathState::SingleRank(stream) => alone(call, stream).map(DeviceResult::Enqueued),
-            PathState::Nccl(ring) => ring.run(call, wait_ctx),
-            PathState::Ipc(direct) => direct.run(channel, call, wait_ctx),
-            PathState::IpcStaged(across) => across.run(channel, call, wait_ctx),
+            PathState::SingleRank(stream) => run_single_rank(call, stream).map(DeviceResult::Enqueued),
+            PathState::Nccl(path) => path.run(call, wait_ctx),
+            PathState::Ipc(path) => path.run(channel, call, wait_ctx),
+            PathState::IpcStaged(path) => path.run(channel, call, wait_ctx),
             PathState::Staged => Ok(DeviceResult::FallBackToHost),
         }
     }
 
-    /// The end of what this thread has enqueued so far, for which what waits for the tensors of `call` then waits; `None` where
-    /// the GPU does not tell any more, and when other threads carry such calls.
+    /// Makes the caller's stream wait for the work enqueued by this thread. `None` if the driver fails, and for paths
+    /// that use other threads.
     pub fn signal_outputs(&self, call: &Call) -> Option<Event> {
         let stream = match &self.state {
             PathState::SingleRank(stream) => stream,
-            PathState::Nccl(ring) => ring.stream(),
-            PathState::Ipc(direct) => direct.stream(),
-            PathState::IpcStaged(across) => across.stream(),
+            PathState::Nccl(path) => path.stream(),
+            PathState::Ipc(path) => path.stream(),
+            PathState::IpcStaged(path) => path.stream(),
             PathState::Staged => return None,
         };
-        let _entered = self.context.push().ok()?;
+        let _guard = self.context.push().ok()?;
         signal_outputs(call, stream).ok()
     }
 
-    /// What lets the GPU of this rank go on after a failure of another: a closure for the thread that watches over calls.
+    /// A closure that unblocks this rank's GPU after another rank has failed; for the detector thread.
     pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
         match &self.state {
-            PathState::Nccl(ring) => ring.release_streams(),
-            PathState::Ipc(direct) => direct.release_streams(),
-            PathState::IpcStaged(across) => across.release_streams(),
+            PathState::Nccl(path) => path.release_streams(),
+            PathState::Ipc(path) => path.release_streams(),
+            PathState::IpcStaged(path) => path.release_streams(),
             PathState::SingleRank(_) | PathState::Staged => Arc::new(|| {}),
         }
     }
 }
 
-/// Whether NVIDIA's Multi-Process Service runs, under which the kernels of ranks that share a GPU run side by side instead of by
-/// turns. The ways are the same: no kernel waits for another process.
+/// Whether NVIDIA's Multi-Process Service runs. With it, kernels of ranks that share a GPU overlap instead of taking
+/// time slices. The paths are the same, because no kernel waits for another process.
 fn mps() -> bool {
     let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
     std::path::Path::new(&folder).join("control").exists()
 }
 
-/// The average over one rank.
-fn alone(call: &Call, stream: &Stream) -> Result<Event> {
+/// Allreduce or broadcast with a single rank.
+fn run_single_rank(call: &Call, stream: &Stream) -> Result<Event> {
     wait_inputs(call, stream)?;
     for tensor in call.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
         let (read, written) = tensor.buffer.byte_ranges();
-        // SAFETY: the memory is the call's.
+        // SAFETY: the call owns the memory.
         unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
     }
     signal_outputs(call, stream)

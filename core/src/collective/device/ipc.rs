@@ -1,12 +1,13 @@
-//! Averages by kernels on memory that the ranks of a host see in each other: nothing goes through the host but numbers.
+//! Collectives by kernels on IPC memory of the ranks of a host; only flags pass through the host.
 //!
-//! A short call takes one shot: every rank copies what it brings into memory of the team's own, which all have open, and
-//! makes the whole result for itself. A long one takes two: the ranks tell each other where their tensors are; each reads
-//! its slice in all of them and writes the mean to all of them, which is the least traffic there is. Where the tensors of a
-//! rank are in memory that others cannot open (torch's expandable segments, pools), a long call goes in chunks through memory
-//! of the team's own, and each rank adds up its slice of a chunk for all. Between the steps the ranks
-//! [meet](super::neighbours). The additions are those of the host, in the order of ranks: same bits.
-//! Thread rule: used by one thread; the closure of [`Direct::rescue`] may run on any.
+//! A small call is one-shot: each rank copies its input to its bounce buffer, which all ranks have open, and computes
+//! the whole result. A large call is two-shot: the ranks exchange the addresses of their tensors. Each rank reads its
+//! slice of all tensors and writes the mean to all of them, which minimizes the traffic.
+//! If CUDA IPC cannot open a rank's tensors (torch's expandable segments, pools), a large call runs in chunks through
+//! the group's own memory, and each rank reduces its slice of a chunk for all.
+//! [Stream barriers](super::ipc_peers) separate the phases. The order of addition is that of the host path, by rank:
+//! same bits.
+//! Thread rule: used by one thread; the closure of [`IpcPath::release_streams`] may run on any.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,91 +27,91 @@ use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Event, ExportUpdates, KernelArgs, ReportedExports, Stream};
 use crate::wire_layout::{TensorRange, slice};
 
-/// The longest call, in bytes, that takes one shot.
+/// Largest one-shot call, in bytes.
 const ONE_SHOT_MAX_BYTES: usize = 256 << 10;
-/// The memory for two of them; less would share a block of the driver's with what else the process has there, and other
-/// processes would see that too.
+/// Two one-shot buffers. A smaller allocation would share a driver block with other memory of the process and expose
+/// that to the peers.
 pub(super) const BOUNCE_BYTES: usize = 2 << 20;
-/// Blocks of a kernel between GPUs, of which links are the limit: more would take the multiprocessors from backward. (NCCL has
-/// up to 32 for an all-reduce over NVLink.)
+/// Maximum blocks of a kernel between GPUs. The links are the bottleneck, and more blocks would take multiprocessors
+/// from the backward pass. (NCCL uses up to 32 for an allreduce over NVLink.)
 const LINK_BLOCKS: u32 = 48;
-/// A chunk of a call whose tensors the others cannot see, in bytes. Long, for its meeting of the ranks to cost little.
+/// Bytes of a chunk if peers cannot access the tensors; large, to amortize its stream barriers.
 const CHUNK_BYTES: usize = 8 << 20;
-/// Places for such chunks: one is packed while another may still be read.
+/// Number of chunk buffers: one is packed while another may still be read.
 const NUM_CHUNK_BUFFERS: usize = 2;
 
-/// What a rank has for such calls.
+/// The resources of a rank for the IPC path.
 pub(super) struct IpcPath {
     peers: IpcPeers,
-    shots: usize,
+    num_one_shots: usize,
     reported: ReportedExports,
     chunks: Chunks,
-    /// How many calls went in chunks.
+    /// The number of calls that ran in chunks.
     chunked: usize,
     batch: Batch,
-    table: UploadRing,
+    upload_ring: UploadRing,
 }
 
 /// The memory for calls in chunks.
 enum Chunks {
-    /// Not needed so far.
+    /// Not yet needed.
     Unasked,
     Open(Window),
-    /// A rank could not take it, or not see that of another.
+    /// Some rank could not allocate it or open that of another.
     Refused,
 }
 
 impl IpcPath {
-    /// For ranks whose memory is open to each other, each with a bounce of [`BOUNCE_BYTES`] bytes; `own_gpus`: no two of them share a
+    /// For ranks with open IPC memory and bounce buffers of [`BOUNCE_BYTES`] bytes. `own_gpus`: no two ranks share a
     /// GPU.
     pub fn new(peers: IpcPeers, own_gpus: bool) -> IpcPath {
-        let mut table = UploadRing::new(&peers.context);
-        table.stopped_by(peers.stop_address());
+        let mut upload_ring = UploadRing::new(&peers.context);
+        upload_ring.stopped_by(peers.stop_address());
         if own_gpus {
-            table.limited_to(LINK_BLOCKS);
+            upload_ring.limited_to(LINK_BLOCKS);
         }
-        let posted = ReportedExports::default();
+        let reported = ReportedExports::default();
         IpcPath {
             peers,
-            shots: 0,
-            reported: posted,
+            num_one_shots: 0,
+            reported,
             chunks: Chunks::Unasked,
             chunked: 0,
             batch: Batch::default(),
-            table,
+            upload_ring,
         }
     }
 
-    /// Who waits for the other ranks.
-    pub fn wait(&self) -> SyncMode {
-        self.peers.wait()
+    /// Whether the stream or the host waits for the other ranks.
+    pub fn sync(&self) -> SyncMode {
+        self.peers.sync()
     }
 
-    /// How many long calls went in chunks, because the tensors of a rank are in memory that others cannot open.
+    /// The number of large calls that ran in chunks because CUDA IPC cannot open a rank's tensors.
     pub fn in_chunks(&self) -> usize {
         self.chunked
     }
 
-    /// What everything is enqueued on.
+    /// The stream of all work.
     pub fn stream(&self) -> &Stream {
         &self.peers.stream
     }
 
-    /// The bytes of device memory that this rank has taken.
-    pub fn held(&self) -> usize {
-        let chunks = if let Chunks::Open(window) = &self.chunks { window.held() } else { 0 };
-        self.peers.held() + chunks + self.table.held()
+    /// Bytes of device memory in use on this rank.
+    pub fn device_bytes(&self) -> usize {
+        let chunks = if let Chunks::Open(window) = &self.chunks { window.device_bytes() } else { 0 };
+        self.peers.device_bytes() + chunks + self.upload_ring.device_bytes()
     }
 
-    /// Lets the streams of all ranks go on after one was lost.
+    /// Unblocks the streams of all ranks after one was lost.
     pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
         self.peers.release_streams()
     }
 
-    /// Carries out a call on which all ranks agree.
+    /// Runs a call on which all ranks agree.
     ///
     /// # Errors
-    /// Those of the driver and of the transports; the ranks are then out of step.
+    /// Those of the driver and of the transports; the ranks are then out of sync.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let total = call.layout.total();
         if total == 0 {
@@ -126,20 +127,20 @@ impl IpcPath {
         }
     }
 
-    /// Every rank makes the whole result from what all have put into their bounces. Two of them are used in turn: who has
-    /// come to a call has done with what is read in the one before.
+    /// Each rank computes the whole result from all bounce buffers. Two buffers alternate: a rank that reaches a call
+    /// has finished reading the buffers of the call before.
     fn one_shot(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
-        let at = (self.shots % 2 * ONE_SHOT_MAX_BYTES) as u64;
-        self.shots += 1;
+        let at = (self.num_one_shots % 2 * ONE_SHOT_MAX_BYTES) as u64;
+        self.num_one_shots += 1;
         let total = call.layout.total();
         let root = root(call, &channel.topology);
-        let brings = root.is_none_or(|root| root == self.peers.me);
+        let has_input = root.is_none_or(|root| root == self.peers.me);
         wait_inputs(call, &self.peers.stream)?;
-        if brings {
+        if has_input {
             let pieces = call.layout.all_ranges(0..total);
             self.batch.copies(pieces, call.tensors(0), total, self.peers.bounces[self.peers.me] + at, false);
-            // SAFETY: the tensors are the call's, and the bounce is free, as told above.
-            unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
+            // SAFETY: the call owns the tensors; the bounce buffer is free, as described above.
+            unsafe { self.upload_ring.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
         }
         self.peers.stream_barrier(channel, wait_ctx)?;
         if root != Some(self.peers.me) || !call.is_in_place() {
@@ -159,38 +160,38 @@ impl IpcPath {
         signal_outputs(call, &self.peers.stream)
     }
 
-    /// Where the tensors of all ranks are, by local rank; `None` when those of a rank are where the others cannot see them.
+    /// The addresses of all ranks' tensors, by local rank; `None` if some rank's tensors cannot be opened.
     fn exchange_places(
         &mut self,
         channel: &mut Channel,
         call: &Call,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<Option<Vec<Places>>> {
-        let most = max_words(channel);
-        let note = self.note(call, most)?;
-        let (seen, me) = (&mut self.peers.imports, self.peers.me);
-        let (places, news, opened) = allgather_u64(channel, &note.write(most), wait_ctx, |texts| {
-            let (mut places, mut news, mut opened) = (Vec::with_capacity(texts.len()), false, true);
-            for (rank, words) in texts.iter().enumerate() {
-                let note = IpcUpdate::read(words)?;
-                news |= !note.added.is_empty();
+        let max_words = max_words(channel);
+        let update = self.update(call, max_words)?;
+        let (imports, me) = (&mut self.peers.imports, self.peers.me);
+        let (places, any_added, opened) = allgather_u64(channel, &update.write(max_words), wait_ctx, |updates| {
+            let (mut places, mut any_added, mut opened) = (Vec::with_capacity(updates.len()), false, true);
+            for (rank, words) in updates.iter().enumerate() {
+                let update = IpcUpdate::read(words)?;
+                any_added |= !update.added.is_empty();
                 if rank != me {
-                    opened &= seen[rank].apply(&note.added, &note.removed).is_ok();
+                    opened &= imports[rank].apply(&update.added, &update.removed).is_ok();
                 }
-                places.push(note.places);
+                places.push(update.places);
             }
-            // Without those of one rank nobody goes this way.
-            Ok((places.into_iter().collect::<Option<Vec<Places>>>(), news, opened))
+            // `None` if one rank has none.
+            Ok((places.into_iter().collect::<Option<Vec<Places>>>(), any_added, opened))
         })?;
-        if news && !all_agree(channel, opened, wait_ctx)? {
-            self.reported.forget(&note.added);
+        if any_added && !all_agree(channel, opened, wait_ctx)? {
+            self.reported.forget(&update.added);
             return Ok(None);
         }
         Ok(places)
     }
 
-    /// What this rank tells of its tensors.
-    fn note(&mut self, call: &Call, most: usize) -> Result<IpcUpdate> {
+    /// The IPC update of this rank for `call`.
+    fn update(&mut self, call: &Call, max_words: usize) -> Result<IpcUpdate> {
         let mut exports = self.peers.context.exports();
         exports.forget_freed();
         let (mut used, mut places, mut visible) = (BTreeMap::new(), Places::default(), true);
@@ -206,13 +207,13 @@ impl IpcPath {
                 }
             }
         }
-        // What does not fit is told with a later call, and until then the tensors are not visible.
-        let room = (most - 4) / (1 + EXPORT);
-        let ExportUpdates { fresh, gone, whole } = exports.take_updates(&mut self.reported, &used, room);
+        // Exports that do not fit follow in later calls; until then the tensors count as not visible.
+        let max_exports = (max_words - 4) / (1 + EXPORT);
+        let ExportUpdates { fresh, gone, whole } = exports.take_updates(&mut self.reported, &used, max_exports);
         Ok(IpcUpdate { added: fresh, removed: gone, places: Some(places).filter(|_| visible && whole) })
     }
 
-    /// Every rank writes its slice of the mean to the tensors of all, which are at `places`.
+    /// Each rank writes its slice of the mean to the tensors of all ranks at `places`.
     fn two_shot(
         &mut self,
         channel: &mut Channel,
@@ -234,7 +235,7 @@ impl IpcPath {
         for piece in call.layout.all_ranges(part) {
             let buffer = &call.tensors(0)[piece.tensor].buffer;
             let skip = (piece.first * buffer.dtype().size()) as u64;
-            // Element `piece.first` of the tensor as rank `rank` reads it (0) or writes it (1).
+            // Element `piece.first` of the tensor that rank `rank` reads (0) or writes (1).
             let at = |rank: usize, which: usize| {
                 let (read, written) = buffer.byte_ranges();
                 let start = match (rank == me, which) {
@@ -264,9 +265,9 @@ impl IpcPath {
         signal_outputs(call, &self.peers.stream)
     }
 
-    /// A chunk at a time: all pack it; each adds its slice up and writes the mean to the packed chunks of all; all unpack it,
-    /// after the meeting for the next one. Of a broadcast the root packs, and the others copy. After the last meeting nobody
-    /// reads what another rank may write in its next call.
+    /// For each chunk: all ranks pack it; each reduces its slice and writes the mean to the packed chunks of all; all
+    /// unpack it after the barrier of the next chunk. In a broadcast the root packs, and the others copy. After the
+    /// last barrier no rank reads memory that another may write in its next call.
     fn run_in_chunks(
         &mut self,
         channel: &mut Channel,
@@ -285,7 +286,7 @@ impl IpcPath {
         let root = root(call, &channel.topology);
         let chunks = total.div_ceil(CHUNK_BYTES);
         let range = |chunk: usize| chunk * CHUNK_BYTES..total.min((chunk + 1) * CHUNK_BYTES);
-        // Pieces of a chunk, whose offsets are in its place.
+        // The ranges of a chunk, with offsets into its buffer.
         let pieces = |chunk: usize, bytes: Range<usize>| {
             let place = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
             let within =
@@ -293,17 +294,18 @@ impl IpcPath {
             call.layout.all_ranges(bytes).map(within)
         };
         wait_inputs(call, &self.peers.stream)?;
-        for turn in 0..=chunks {
-            let comes = (turn < chunks).then_some(turn);
-            if let Some(chunk) = comes.filter(|_| root.is_none_or(|root| root == me)) {
+        for round in 0..=chunks {
+            let incoming = (round < chunks).then_some(round);
+            if let Some(chunk) = incoming.filter(|_| root.is_none_or(|root| root == me)) {
                 let bytes = range(chunk);
                 let len = bytes.len();
                 self.batch.copies(pieces(chunk, bytes), call.tensors(0), len, at[me], false);
-                // SAFETY: the tensors are the call's; the place is free, since all ranks have met after they used it.
-                unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
+                // SAFETY: the call owns the tensors; the buffer is free, because all ranks have passed a barrier since
+                // its last use.
+                unsafe { self.upload_ring.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
             }
             self.peers.stream_barrier(channel, wait_ctx)?;
-            if let (Some(chunk), None) = (comes, root) {
+            if let (Some(chunk), None) = (incoming, root) {
                 let part = slice(range(chunk), me, ranks);
                 self.batch.start(ranks, ranks, part.len());
                 for piece in pieces(chunk, part) {
@@ -313,34 +315,34 @@ impl IpcPath {
                 }
                 self.launch(call, wait_ctx)?;
             }
-            let (goes, from) = match root {
-                None => (turn.checked_sub(1), me),
-                Some(root) => (comes, root),
+            let (outgoing, from) = match root {
+                None => (round.checked_sub(1), me),
+                Some(root) => (incoming, root),
             };
-            if let Some(chunk) = goes.filter(|_| root != Some(me) || !call.is_in_place()) {
+            if let Some(chunk) = outgoing.filter(|_| root != Some(me) || !call.is_in_place()) {
                 let bytes = range(chunk);
                 let len = bytes.len();
                 self.batch.copies(pieces(chunk, bytes), call.tensors(0), len, at[from], true);
-                // SAFETY: as above; what is read was written before all ranks met.
-                unsafe { self.table.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
+                // SAFETY: as above; the data was written before the last barrier.
+                unsafe { self.upload_ring.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
             }
         }
         signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
-    /// Starts the kernels of the batch for `call`.
+    /// Launches the kernels of the batch for `call`.
     fn launch(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let (kernels, stream) = (self.peers.context.kernels()?, &self.peers.stream);
-        let (precise, copies) = (call.accumulates_f64(), matches!(call.op, Op::Broadcast { .. }));
-        // SAFETY: the tensors of all ranks are the call's; between the meetings each slice is one rank's.
-        let start = |dtype, work: &KernelArgs| unsafe {
-            if copies { kernels.copy(work, stream.raw()) } else { kernels.average(dtype, precise, work, stream.raw()) }
+        let (acc_f64, copies) = (call.accumulates_f64(), matches!(call.op, Op::Broadcast { .. }));
+        // SAFETY: the call owns all ranks' tensors; between barriers each slice belongs to one rank.
+        let start = |dtype, args: &KernelArgs| unsafe {
+            if copies { kernels.copy(args, stream.raw()) } else { kernels.average(dtype, acc_f64, args, stream.raw()) }
         };
-        self.table.run(&self.batch, call.divisor(), stream, wait_ctx, start)
+        self.upload_ring.run(&self.batch, call.divisor(), stream, wait_ctx, start)
     }
 }
 
-/// Adds a piece to a batch: what is broadcast is copied as bytes.
+/// Adds a range to a batch; a broadcast copies bytes.
 fn add(
     batch: &mut Batch,
     op: Op,

@@ -1,7 +1,6 @@
-//! What the ranks of a host show each other for calls on device memory: their allocations, and the numbers by which their
-//! streams meet.
+//! Shared data of a host's ranks for calls on device memory: allocations, and the flags of stream barriers.
 //!
-//! Thread rule: [`StreamFlags`] may be used from any thread; the rest is plain data.
+//! Thread rule: any thread may use [`StreamFlags`]; the rest is plain data.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -15,100 +14,99 @@ use crate::transport::gpu::{
     Address, Context, DeviceBuffer, ExportedAllocation, HostRegistration, PinnedHostBuffer, Stream,
 };
 
-/// A page, in which a rank's number is.
+/// Size of the page with a rank's flag.
 pub(super) const PAGE: usize = 4096;
 
-/// The page of a rank, in memory that all ranks of the host see.
+/// The flag page of a rank, in memory shared by all ranks of the host.
 pub(super) struct Page {
     memory: *mut u8,
-    /// `None` where the file system's pages cannot be pinned: then no GPU sees it.
+    /// `None` if the file system's pages cannot be pinned; the GPU cannot access the page then.
     pinned: Option<HostRegistration>,
 }
 
-// SAFETY: an address in memory that may be used from any thread.
+// SAFETY: an address of memory that any thread may use.
 unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
 
 impl Page {
     /// # Safety
-    /// There are [`PAGE`] bytes, on a page of their own, which outlive this.
+    /// `memory` is a whole page of [`PAGE`] bytes that outlives this.
     pub unsafe fn new(context: &Arc<Context>, memory: *mut u8) -> Page {
         // SAFETY: the caller's promise.
         Page { memory, pinned: unsafe { HostRegistration::new(context, memory, PAGE) }.ok() }
     }
 
-    /// Where the GPU sees it.
+    /// The GPU's address of the page.
     ///
     /// # Errors
-    /// [`Error::System`] where it does not.
+    /// [`Error::System`] if the page is not pinned.
     pub fn address(&self) -> Result<Address> {
         let unseen = || Error::System("the GPU does not see the host memory that the ranks share".into());
         self.pinned.as_ref().map(HostRegistration::address).ok_or_else(unseen)
     }
 }
 
-/// The numbers that the ranks of a host have come to, in memory that all of them and, where it can be pinned, their GPUs see.
-/// The own page is not given back when the team ends: another rank may look at it later than that.
+/// Barrier counters of a host's ranks, in memory shared by all of them and, if pinned, by their GPUs. A rank's page is
+/// not freed with its group, because a peer may read it later.
 pub(super) struct StreamFlags {
     /// By local rank.
     pub pages: Vec<Page>,
-    /// The number of the last meeting of this rank.
+    /// The number of this rank's last stream barrier.
     pub seq: AtomicU32,
     released: AtomicBool,
-    /// Not 0 when kernels of this rank are to end: after a rank was lost, the memory of others may not be there any more.
+    /// A flag that ends this rank's kernels: after a rank was lost, peer memory may be gone.
     stop: PinnedHostBuffer,
 }
 
 impl StreamFlags {
     pub fn new(context: &Arc<Context>, pages: Vec<Page>) -> Result<StreamFlags> {
         let stop = PinnedHostBuffer::new(context, PAGE)?;
-        // SAFETY: the page is this one's alone, and no GPU knows of it yet.
+        // SAFETY: only this object uses the page, and no GPU knows it yet.
         unsafe { stop.memory().cast::<u32>().write(0) };
         Ok(StreamFlags { pages, seq: AtomicU32::new(0), released: AtomicBool::new(false), stop })
     }
 
     fn number(&self, rank: usize) -> &AtomicU32 {
-        // SAFETY: the page is mapped as long as this lives, and holds nothing else.
+        // SAFETY: the page is mapped while this lives, and holds only the counter.
         unsafe { &*self.pages[rank].memory.cast::<AtomicU32>() }
     }
 
-    /// Where the GPU finds the number that ends kernels.
+    /// The GPU's address of the stop flag.
     pub fn stop_address(&self) -> Address {
         self.stop.address()
     }
 
-    /// Raises the number of this rank, `me`, when its stream has ended.
+    /// Sets the counter of this rank, `me`, when its stream has ended.
     pub fn raise(&self, me: usize, step: u32) {
         self.number(me).store(step, Ordering::Release);
     }
 
-    /// Whether all ranks have come to `step`.
+    /// Whether all ranks have reached barrier `step`.
     pub fn all_reached(&self, step: u32) -> bool {
-        let has = |rank| self.number(rank).load(Ordering::Acquire).wrapping_sub(step).cast_signed() >= 0;
-        (0..self.pages.len()).all(has)
+        let reached = |rank| self.number(rank).load(Ordering::Acquire).wrapping_sub(step).cast_signed() >= 0;
+        (0..self.pages.len()).all(reached)
     }
 
-    /// Lets everybody's streams go on, whoever has not come: of a rank that has ended nothing comes any more. Numbers are far
-    /// ahead of this rank's meetings then, however many ranks do this. To be repeated as long as a stream may wait: those of
-    /// other ranks that go on set their numbers back to what they have come to.
+    /// Releases all waiting streams: a lost rank never sets its flag. The counters are then far ahead, even if several
+    /// ranks do this. Repeat it while a stream may wait, because streams of other ranks may set their counters back.
     pub fn release_all(&self) {
         self.released.store(true, Ordering::Relaxed);
-        // SAFETY: the number is in memory of its own, which GPUs only read.
+        // SAFETY: only this counter is at that address, and GPUs only read it.
         unsafe { &*self.stop.memory().cast::<AtomicU32>() }.store(1, Ordering::SeqCst);
-        let far = self.seq.load(Ordering::Relaxed).wrapping_add(1 << 30);
-        (0..self.pages.len()).for_each(|rank| self.number(rank).store(far, Ordering::Release));
+        let released = self.seq.load(Ordering::Relaxed).wrapping_add(1 << 30);
+        (0..self.pages.len()).for_each(|rank| self.number(rank).store(released, Ordering::Release));
     }
 
-    /// Whether a rank was lost.
+    /// Whether `release_all` was called, after a rank was lost.
     pub fn is_released(&self) -> bool {
         self.released.load(Ordering::Relaxed)
     }
 }
 
-/// Whether other processes can see this one's memory, and who can wait for them.
+/// Whether other processes can open this process's memory; if so, whether streams or the host wait.
 pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
-    let _entered = context.push()?;
+    let _guard = context.push()?;
     context.kernels()?;
     let memory = DeviceBuffer::new(context, PAGE)?;
     if context.exports().locate(memory.address(), 1)?.is_none() {
@@ -116,24 +114,24 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
     }
     let stream = Stream::new(context)?;
     let flag = PinnedHostBuffer::new(context, PAGE)?;
-    // SAFETY: the number is in pinned memory, which stays until the stream has ended.
+    // SAFETY: the flag is in pinned memory that lives until the stream has ended.
     let waited =
         unsafe { stream.write_value32(flag.address(), 1).and_then(|()| stream.wait_value32_ge(flag.address(), 1)) };
     let done = waited.and_then(|()| stream.record());
-    let came = done.is_ok_and(|event| poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(false)));
-    Ok(if came { SyncMode::Stream } else { SyncMode::Host })
+    let completed = done.is_ok_and(|event| poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(false)));
+    Ok(if completed { SyncMode::Stream } else { SyncMode::Host })
 }
 
-/// The numbers that an export takes.
+/// Number of words of an export.
 pub(super) const EXPORT: usize = 3 + 8;
 
-/// An export in numbers, as ranks tell it.
+/// Encodes an export as words.
 pub(super) fn export_words(export: &ExportedAllocation) -> impl Iterator<Item = u64> {
     let handle = export.handle.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
     [export.id, export.start, export.len].into_iter().chain(handle)
 }
 
-/// The export that these are the numbers of.
+/// Decodes an export.
 pub(super) fn export(words: &[u64]) -> Option<ExportedAllocation> {
     let (&[id, start, len], words) = words.split_first_chunk::<3>()?;
     start.checked_add(len)?;
@@ -143,18 +141,18 @@ pub(super) fn export(words: &[u64]) -> Option<ExportedAllocation> {
     Some(ExportedAllocation { id, start, len, handle })
 }
 
-/// What is the rank's own before the others come in.
+/// A rank's IPC resources before the exchange with its peers.
 pub(super) struct LocalIpc {
-    /// Of its page, for the others.
+    /// Offset of the flag page, for the peers.
     pub place: u64,
     pub shared: Arc<dyn PeerMemory>,
-    /// Memory that the others may read.
+    /// The bounce buffer, which peers may access.
     pub bounce: DeviceBuffer,
     pub export: ExportedAllocation,
 }
 
 impl LocalIpc {
-    /// Takes `bytes` of the GPU, and a page that the other ranks see.
+    /// Allocates `bytes` of device memory, and a flag page that the peers can access.
     pub fn new(channel: &Channel, context: &Arc<Context>, bytes: usize) -> Result<LocalIpc> {
         let none = || Error::System("the ranks of the host share no memory".into());
         let shared = channel.shm.region().peer_memory_arc().ok_or_else(none)?;
@@ -165,7 +163,7 @@ impl LocalIpc {
     }
 }
 
-/// Takes `bytes` of the GPU that other processes can see.
+/// Allocates `bytes` of device memory and exports them.
 pub(super) fn exported(context: &Arc<Context>, bytes: usize) -> Result<(DeviceBuffer, ExportedAllocation)> {
     let memory = DeviceBuffer::new(context, bytes)?;
     let mut exports = context.exports();
@@ -175,20 +173,20 @@ pub(super) fn exported(context: &Arc<Context>, bytes: usize) -> Result<(DeviceBu
     Ok((memory, export))
 }
 
-/// Bits of a tensor's place that tell how far it is from the start of its export.
+/// Bits of an encoded tensor address that hold its offset in the export.
 const OFFSET_BITS: u32 = 44;
 
-/// Where tensors are: an export of their rank each, and how far from its start.
+/// Addresses of tensors: for each an export of its rank and an offset.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Places {
-    /// The exports.
+    /// The ids of the exports.
     ids: Vec<u64>,
-    /// For each tensor the index of an export, and the offset: [`OFFSET_BITS`] bits.
+    /// For each tensor the index of an export, then [`OFFSET_BITS`] bits of offset.
     places: Vec<u64>,
 }
 
 impl Places {
-    /// Adds the place `address` in `export`; false when there is no number for it.
+    /// Adds `address`, which is in `export`; false if it cannot be encoded.
     #[must_use]
     pub fn push(&mut self, address: Address, export: &ExportedAllocation) -> bool {
         let index = match self.ids.iter().rposition(|&id| id == export.id) {
@@ -203,10 +201,10 @@ impl Places {
         index >> (u64::BITS - OFFSET_BITS) == 0 && offset >> OFFSET_BITS == 0
     }
 
-    /// The export and the offset of place `index`.
+    /// The export's id and the offset of entry `index`.
     ///
     /// # Errors
-    /// [`Error::Internal`] when there is none.
+    /// [`Error::Internal`] if there is no such entry.
     pub fn at(&self, index: usize) -> Result<(u64, u64)> {
         let find = || {
             let place = *self.places.get(index)?;
@@ -217,8 +215,8 @@ impl Places {
     }
 }
 
-/// What a rank tells before a call of two shots: which exports are new and which were freed, and, if the others can see all of
-/// its tensors, two places for each: read and written.
+/// A rank's message before a two-shot call: new exports, freed exports, and, if the peers can open all of its tensors,
+/// two addresses for each: source and destination.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct IpcUpdate {
     pub added: Vec<ExportedAllocation>,
@@ -227,13 +225,13 @@ pub(super) struct IpcUpdate {
 }
 
 impl IpcUpdate {
-    /// In numbers, at most `most` of them: places that do not fit are left out. `fresh` and `gone` have to fit.
-    pub fn write(&self, most: usize) -> Vec<u64> {
+    /// Encodes it in at most `max_words` words; omits the addresses if they do not fit. `added` and `removed` must fit.
+    pub fn write(&self, max_words: usize) -> Vec<u64> {
         let mut words = vec![0, self.added.len() as u64, self.removed.len() as u64, 0];
         words.extend(self.added.iter().flat_map(export_words));
         words.extend(&self.removed);
         if let Some(Places { ids, places }) = &self.places
-            && words.len() + ids.len() + places.len() <= most
+            && words.len() + ids.len() + places.len() <= max_words
         {
             words[0] = 1;
             words[3] = ids.len() as u64;
@@ -265,7 +263,7 @@ impl IpcUpdate {
 mod tests {
     use super::*;
 
-    fn note() -> IpcUpdate {
+    fn update() -> IpcUpdate {
         let mut handle = [0; 64];
         handle.iter_mut().zip(0..).for_each(|(byte, index)| *byte = index);
         let export = ExportedAllocation { id: u64::MAX, start: 1 << 40, len: 1 << 30, handle };
@@ -278,11 +276,11 @@ mod tests {
     }
 
     #[test]
-    fn notes_are_read_as_they_were_written_and_cut_ones_refused() {
-        let note = note();
-        let words = note.write(1000);
+    fn updates_round_trip_and_truncated_ones_are_rejected() {
+        let update = update();
+        let words = update.write(1000);
         let read = IpcUpdate::read(&words).unwrap();
-        assert_eq!(read, note);
+        assert_eq!(read, update);
         let places = read.places.unwrap();
         let found: Vec<_> = (0..3).map(|index| places.at(index).unwrap()).collect();
         assert_eq!(found, [(u64::MAX, 5), (7, (1 << 43) - 1), (u64::MAX, 0)]);
@@ -293,12 +291,12 @@ mod tests {
     }
 
     #[test]
-    fn places_that_do_not_fit_are_left_out() {
-        let note = note();
-        let whole = note.write(1000).len();
-        assert_eq!(IpcUpdate::read(&note.write(whole)).unwrap(), note);
-        let cut = note.write(whole - 1);
+    fn addresses_that_do_not_fit_are_omitted() {
+        let update = update();
+        let whole = update.write(1000).len();
+        assert_eq!(IpcUpdate::read(&update.write(whole)).unwrap(), update);
+        let cut = update.write(whole - 1);
         assert!(cut.len() < whole);
-        assert_eq!(IpcUpdate::read(&cut).unwrap(), IpcUpdate { places: None, ..note });
+        assert_eq!(IpcUpdate::read(&cut).unwrap(), IpcUpdate { places: None, ..update });
     }
 }

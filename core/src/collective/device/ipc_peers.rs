@@ -1,11 +1,11 @@
-//! The ranks of a host whose GPU memory is open to each other, and how their streams meet.
+//! Ranks of a host with mutually open GPU memory, and barriers of their streams.
 //!
-//! Each has memory that the others read and write (its bounce), and a number in host memory that all ranks share: a stream
-//! writes its own and waits for those of the others, so that no kernel spins on another process, whose kernels may not run at
-//! the same time. A stream is made to wait only when what it waits for has been enqueued on every rank: the hosts meet before.
-//! So no two teams can wait for each other, whatever the hardware's queues, or functions of the driver that wait for all of
-//! them, mix up.
-//! Thread rule: used by one thread; the closure of [`IpcPeers::rescue`] may run on any.
+//! Each rank has device memory that the others read and write (its bounce buffer), and a counter in shared host memory.
+//! A stream writes its rank's counter and waits for the others. So no kernel spins on another process, whose kernels
+//! may not run at the same time.
+//! A stream waits only for work that is already enqueued: the hosts synchronize first. So two groups cannot deadlock,
+//! even when hardware queues or driver calls serialize their streams.
+//! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,18 +24,18 @@ use crate::transport::gpu::{Address, Context, DeviceBuffer, PeerImports, Stream}
 pub(super) struct IpcPeers {
     pub context: Arc<Context>,
     pub stream: Stream,
-    wait: SyncMode,
-    /// The own local rank.
+    sync: SyncMode,
+    /// This rank's local rank.
     pub me: usize,
     flags: Arc<StreamFlags>,
-    /// By local rank; nothing is in the own.
+    /// By local rank; empty for this rank.
     pub imports: Vec<PeerImports>,
     bounce: DeviceBuffer,
-    /// Where the ranks' bounces are, by local rank.
+    /// Addresses of the bounce buffers, by local rank.
     pub bounces: Vec<Address>,
 }
 
-/// Memory of each rank that all ranks of the host see.
+/// Device memory of each rank that all ranks of the host can access.
 pub(super) struct Window {
     own: DeviceBuffer,
     /// By local rank.
@@ -43,41 +43,41 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The bytes of device memory that this rank has taken.
-    pub fn held(&self) -> usize {
+    /// Bytes of device memory in use on this rank.
+    pub fn device_bytes(&self) -> usize {
         self.own.bytes()
     }
 }
 
 impl IpcPeers {
-    /// Opens the ranks' memory to each other, each with a bounce of `bytes`, and gives `more` back with it. Where one of them, on
-    /// whatever host, has failed in that or in `more`, all get to know why.
+    /// Opens the ranks' memory to each other, with bounce buffers of `bytes`, and returns `more` with it. If any rank
+    /// on any host fails in that or in `more`, all ranks get the reason.
     ///
     /// # Errors
     /// Those of the transports.
     pub fn new<M>(
         channel: &mut Channel,
         context: &Arc<Context>,
-        wait: SyncMode,
+        sync: SyncMode,
         bytes: usize,
         more: Result<M>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<std::result::Result<(IpcPeers, M), String>> {
-        let _entered = context.push()?;
+        let _guard = context.push()?;
         let own = more.and_then(|more| Ok((LocalIpc::new(channel, context, bytes)?, more)));
         let mine: Vec<u64> = match &own {
             Ok((own, _)) => [own.place].into_iter().chain(export_words(&own.export)).collect(),
             Err(_) => Vec::new(),
         };
         let topology = Arc::clone(&channel.topology);
-        let made = allgather_u64(channel, &mine, wait_ctx, |texts| {
-            Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, wait, &topology, own, texts)?, more))))
+        let opened = allgather_u64(channel, &mine, wait_ctx, |words_by_rank| {
+            Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, sync, &topology, own, words_by_rank)?, more))))
         })?;
-        let mine = match &made {
-            Ok((peers, _)) => Ok(peers.wait),
+        let mine = match &opened {
+            Ok((peers, _)) => Ok(peers.sync),
             Err(error) => Err(error.detail().to_owned()),
         };
-        // The first error, or whether a host has to wait.
+        // The first error, or whether some host must wait.
         let all = allgather_merge(channel, &mine, wait_ctx, |ranks| {
             let mut sync = SyncMode::Stream;
             for (rank, mine) in ranks.into_iter().enumerate() {
@@ -89,13 +89,13 @@ impl IpcPeers {
             }
             Ok(sync)
         })?;
-        Ok(match (made, all) {
+        Ok(match (opened, all) {
             (Ok((mut peers, more)), Ok(sync)) => {
-                peers.wait = sync;
+                peers.sync = sync;
                 Ok((peers, more))
             }
             (Ok((peers, _)), Err(error)) => {
-                // Some of the others may not be there to wait for.
+                // Some peers may already be gone; do not wait for them.
                 peers.flags.release_all();
                 Err(error)
             }
@@ -105,45 +105,45 @@ impl IpcPeers {
 
     fn open(
         context: &Arc<Context>,
-        mut wait: SyncMode,
+        mut sync: SyncMode,
         topology: &Topology,
         own: LocalIpc,
-        texts: &[&[u64]],
+        words_by_rank: &[&[u64]],
     ) -> Result<IpcPeers> {
         let me = topology.local_rank();
         let LocalIpc { shared, bounce, place: _, export: _ } = own;
         let mut pages = Vec::new();
-        for (rank, words) in texts.iter().enumerate() {
+        for (rank, words) in words_by_rank.iter().enumerate() {
             let [place, ..] = words else {
                 return Err(Error::System("another rank cannot show its memory".into()));
             };
-            let unseen = || Error::Internal("a rank's page of flags is not where the others see it".into());
-            let memory = shared.resolve(rank, *place, PAGE).ok_or_else(unseen)?;
-            // SAFETY: the arena stays mapped, and its owner keeps the page until its team ends.
+            let cannot_access = || Error::Internal("a rank's page of flags is not where the others see it".into());
+            let memory = shared.resolve(rank, *place, PAGE).ok_or_else(cannot_access)?;
+            // SAFETY: the arena stays mapped, and its owner keeps the page until its group ends.
             pages.push(unsafe { Page::new(context, memory) });
         }
-        let mut seen: Vec<PeerImports> =
+        let mut imports: Vec<PeerImports> =
             topology.local_ranks().iter().map(|&rank| PeerImports::new(context, rank)).collect();
-        let exports: Vec<&[u64]> = texts.iter().map(|words| &words[1..]).collect();
-        let bounces = addresses(&mut seen, me, bounce.address(), &exports)?;
+        let exports: Vec<&[u64]> = words_by_rank.iter().map(|words| &words[1..]).collect();
+        let bounces = addresses(&mut imports, me, bounce.address(), &exports)?;
         let stream = Stream::new(context)?;
         let flags = StreamFlags::new(context, pages)?;
-        if wait == SyncMode::Stream && !sees_pages(&stream, &flags, me)? {
-            wait = SyncMode::Host;
+        if sync == SyncMode::Stream && !can_wait_on_pages(&stream, &flags, me)? {
+            sync = SyncMode::Host;
         }
         Ok(IpcPeers {
             context: Arc::clone(context),
             stream,
-            wait,
+            sync,
             me,
             flags: Arc::new(flags),
-            imports: seen,
+            imports,
             bounce,
             bounces,
         })
     }
 
-    /// Takes `bytes` on each rank for all ranks to see; `None` on all of them where that fails on one.
+    /// Allocates `bytes` on each rank, accessible to all ranks; `None` on all of them if one fails.
     ///
     /// # Errors
     /// Those of the transports.
@@ -155,51 +155,53 @@ impl IpcPeers {
     ) -> Result<Option<Window>> {
         let own = exported(&self.context, bytes).ok();
         let mine: Vec<u64> = own.iter().flat_map(|(_, export)| export_words(export)).collect();
-        let (seen, me) = (&mut self.imports, self.me);
-        let made = allgather_u64(channel, &mine, wait_ctx, |texts| {
-            Ok(own.and_then(|(own, _)| Some(Window { at: addresses(seen, me, own.address(), texts).ok()?, own })))
+        let (imports, me) = (&mut self.imports, self.me);
+        let opened = allgather_u64(channel, &mine, wait_ctx, |words_by_rank| {
+            Ok(own.and_then(|(own, _)| {
+                Some(Window { at: addresses(imports, me, own.address(), words_by_rank).ok()?, own })
+            }))
         })?;
-        let all = all_agree(channel, made.is_some(), wait_ctx)?;
-        Ok(made.filter(|_| all))
+        let all = all_agree(channel, opened.is_some(), wait_ctx)?;
+        Ok(opened.filter(|_| all))
     }
 
-    /// Who waits for the other ranks.
-    pub fn wait(&self) -> SyncMode {
-        self.wait
+    /// Whether the stream or the host waits for the other ranks.
+    pub fn sync(&self) -> SyncMode {
+        self.sync
     }
 
-    /// Where the GPU finds the number that ends kernels when a rank was lost.
+    /// The GPU's address of the flag that ends kernels after a rank was lost.
     pub fn stop_address(&self) -> Address {
         self.flags.stop_address()
     }
 
-    /// The bytes of device memory that this rank has taken.
-    pub fn held(&self) -> usize {
+    /// Bytes of device memory in use on this rank.
+    pub fn device_bytes(&self) -> usize {
         self.bounce.bytes()
     }
 
-    /// Lets the streams of all ranks go on after one was lost.
+    /// Unblocks the streams of all ranks after one was lost.
     pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
         let flags = Arc::clone(&self.flags);
         Arc::new(move || flags.release_all())
     }
 
-    /// What all ranks have enqueued before is done before anything that this one enqueues from here on.
+    /// Orders all work that any rank has enqueued before all later work of this rank.
     ///
     /// # Errors
-    /// Those of the driver and of the transports, and when the wait context ends.
+    /// Those of the driver and of the transports, and if the wait context ends.
     pub fn stream_barrier(&mut self, channel: &mut Channel, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let step = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
-        self.flags.seq.store(step, Ordering::Relaxed);
-        match self.wait {
+        let seq = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
+        self.flags.seq.store(seq, Ordering::Relaxed);
+        match self.sync {
             SyncMode::Stream => {
-                // SAFETY: the page is pinned as long as the stream lives.
-                unsafe { self.stream.write_value32(self.flags.pages[self.me].address()?, step) }?;
-                // Now all have enqueued what the others wait for.
+                // SAFETY: the page is pinned while the stream lives.
+                unsafe { self.stream.write_value32(self.flags.pages[self.me].address()?, seq) }?;
+                // All ranks have now enqueued the writes that the others wait for.
                 allgather_u64(channel, &[], wait_ctx, |_| Ok(()))?;
                 for (_, page) in self.flags.pages.iter().enumerate().filter(|(rank, _)| *rank != self.me) {
                     // SAFETY: as above.
-                    unsafe { self.stream.wait_value32_ge(page.address()?, step) }?;
+                    unsafe { self.stream.wait_value32_ge(page.address()?, seq) }?;
                 }
                 Ok(())
             }
@@ -212,9 +214,9 @@ impl IpcPeers {
     }
 }
 
-/// Whether the stream writes to the own page and waits for it: it is memory that processes share, which a driver may refuse to
-/// pin or treat in another way than memory of its own.
-fn sees_pages(stream: &Stream, flags: &StreamFlags, me: usize) -> Result<bool> {
+/// Whether the stream can write and wait on this rank's page. It is memory shared between processes, which a driver may
+/// refuse to pin or treat differently.
+fn can_wait_on_pages(stream: &Stream, flags: &StreamFlags, me: usize) -> Result<bool> {
     if flags.pages.iter().any(|page| page.address().is_err()) {
         return Ok(false);
     }
@@ -225,17 +227,17 @@ fn sees_pages(stream: &Stream, flags: &StreamFlags, me: usize) -> Result<bool> {
     Ok(poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(false)))
 }
 
-/// Where memory of each rank is in this process: `own`, and what the others told, each an export in numbers.
-fn addresses(seen: &mut [PeerImports], me: usize, own: Address, texts: &[&[u64]]) -> Result<Vec<Address>> {
+/// The addresses in this process of each rank's memory: `own`, and the peers' exports.
+fn addresses(imports: &mut [PeerImports], me: usize, own: Address, words_by_rank: &[&[u64]]) -> Result<Vec<Address>> {
     let address = |(rank, words): (usize, &&[u64])| {
         if rank == me {
             return Ok(own);
         }
         let export = export(words).ok_or_else(|| Error::System("another rank cannot show its memory".into()))?;
-        seen[rank].apply(&[export], &[])?;
-        seen[rank].at(export.id)
+        imports[rank].apply(&[export], &[])?;
+        imports[rank].at(export.id)
     };
-    texts.iter().enumerate().map(address).collect()
+    words_by_rank.iter().enumerate().map(address).collect()
 }
 
 /// Whether `mine` is true on all ranks of the host.
@@ -243,23 +245,25 @@ fn addresses(seen: &mut [PeerImports], me: usize, own: Address, texts: &[&[u64]]
 /// # Errors
 /// Those of the transports.
 pub(super) fn all_agree(channel: &mut Channel, mine: bool, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-    allgather_u64(channel, &[u64::from(mine)], wait_ctx, |texts| Ok(texts.iter().all(|words| words == &[1])))
+    allgather_u64(channel, &[u64::from(mine)], wait_ctx, |words_by_rank| {
+        Ok(words_by_rank.iter().all(|words| words == &[1]))
+    })
 }
 
 impl Drop for IpcPeers {
-    /// Memory that others have open goes when nobody is at work on it: when this rank's stream has done with theirs, and all
-    /// others have come here too, or are gone.
+    /// Frees the memory when no rank uses it: after this rank's stream has finished, and all others have come here too
+    /// or are lost.
     fn drop(&mut self) {
-        let Ok(_entered) = self.context.push() else { return };
+        let Ok(_guard) = self.context.push() else { return };
         if !is_idle(&self.stream) {
             self.flags.release_all();
             let _or_never = is_idle(&self.stream);
         }
-        let last = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
-        // What was released stays far ahead: others may wait for more than the last meeting to which this rank came.
+        let final_seq = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
+        // Keep released flags high: peers may wait for later barriers.
         if !self.flags.is_released() {
-            self.flags.raise(self.me, last);
+            self.flags.raise(self.me, final_seq);
         }
-        poll_until(TEARDOWN_TIMEOUT, || self.flags.is_released() || self.flags.all_reached(last));
+        poll_until(TEARDOWN_TIMEOUT, || self.flags.is_released() || self.flags.all_reached(final_seq));
     }
 }

@@ -1,15 +1,15 @@
-//! Calls on device memory: the same team, the same matching, other ways for the data.
+//! Calls on device memory: the same groups and matching as on host memory, with other data paths.
 //!
-//! A call begins as every other does, with a step in which the ranks see each other's signatures; nothing of its data is in
-//! it. Then it takes the team's path ([`path`]), on which the ranks agree at the first such call:
-//! - each rank its own GPU and NCCL there: NCCL ([`ring`]);
-//! - the ranks of one host, by memory that they see in each other ([`direct`]);
-//! - the ranks of several hosts the same way within a host, and in slices through host memory between hosts ([`across`]);
-//! - else through host memory, in chunks, by the averages of the host ([`staged`]).
+//! A call starts with a round without data, in which the ranks compare signatures. Then it takes the group's [path], on
+//! which the ranks agree in the first such call:
+//! - every rank has its own GPU, and NCCL is available: NCCL ([`nccl`]);
+//! - ranks on one host: CUDA IPC ([`ipc`]);
+//! - ranks on several hosts: CUDA IPC within a host, slices through host memory between hosts ([`ipc_multi_host`]);
+//! - otherwise through host memory, in chunks, by the collectives of the host ([`staged`]).
 //!
-//! Where nothing goes through the host, it enqueues and does not wait: a call ends for its caller when the caller's stream will
-//! see the result. [`across`] and [`staged`] wait for the GPU to come to each chunk.
-//! Thread rule: [`DevicePath`] is the lead's; a [`StagingPipeline`] is one thread's.
+//! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the
+//! result. [`ipc_multi_host`] and [`staged`] wait for the GPU in each chunk.
+//! Thread rule: the lead thread uses [`DevicePath`]; a [`StagingPipeline`] belongs to one thread.
 
 mod batch;
 mod device_path;

@@ -1,8 +1,10 @@
-//! Calls by NCCL, where every rank has a GPU of its own: one communicator for each team, the tensors of a call in one group, small
-//! ones fused in a bucket before, the division in the reduction. NCCL chooses the order of addition, and adds float16 and
-//! bfloat16 up as they are: the bits depend on the number of ranks and on its version (`DL_COMM_GPU_PATH` chooses another path).
-//! What NCCL would do in other ways than the core, means of integers and float64 accumulators, goes through the host.
-//! Thread rule: used by one thread; the closure of [`Ring::rescue`] may run on any.
+//! The NCCL path, if every rank has its own GPU.
+//!
+//! Each group has one communicator. The tensors of a call form one NCCL group; small ones are fused in a bucket first;
+//! NCCL divides the sum. NCCL chooses the order of addition and accumulates float16 and bfloat16 in their own types. So
+//! the bits depend on the number of ranks and on NCCL's version (`DL_COMM_GPU_PATH` selects another path). Means of
+//! integers and float64 accumulators differ from the core's, so those calls go through the host.
+//! Thread rule: used by one thread; the closure of [`NcclPath::release_streams`] may run on any.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,14 +24,14 @@ use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Communicator, Context, DeviceBuffer, Stream, UniqueId};
 use crate::wire_layout::{DtypeRun, WireLayout};
 
-/// Tensors up to so many bytes are fused, if there are more than [`FEW`] of them: an operation of NCCL's own costs more.
+/// Tensors up to this size are fused if there are more than [`MIN_TO_FUSE`]: an NCCL operation for each costs more.
 const FUSE_MAX_BYTES: usize = 256 << 10;
-/// So many operations of their own cost no more than the copies of a fusion.
+/// This many separate operations cost no more than the copies of a fusion.
 const MIN_TO_FUSE: usize = 4;
-/// The bytes of the bucket.
+/// Size of the bucket in bytes.
 const BUCKET: usize = 16 << 20;
 
-/// How the start of a communicator goes on a rank, the worst first.
+/// Progress of a communicator's creation on a rank, worst first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 enum Start {
     Failed,
@@ -37,31 +39,31 @@ enum Start {
     Ready,
 }
 
-/// The longest sleep between two looks at it.
+/// Maximum sleep between two checks.
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
-/// What a rank has for calls by NCCL.
+/// The resources of a rank for the NCCL path.
 pub(super) struct NcclPath {
     stream: Stream,
     communicator: Arc<Communicator>,
-    /// For the fusion, once there was one.
+    /// Allocated by the first fusion.
     bucket: Option<DeviceBuffer>,
     batch: Batch,
-    table: UploadRing,
+    upload_ring: UploadRing,
 }
 
 impl NcclPath {
-    /// Makes the communicator of a team, by an id that rank 0 makes and tells the others. Where NCCL refuses on a rank (slices of
-    /// one GPU by MIG, a small /dev/shm), no rank has one: the inner error is why this rank has none, if it is the reason.
+    /// Creates the communicator of a group with an id from rank 0. If NCCL fails on a rank (MIG slices of one GPU, a
+    /// small /dev/shm), no rank has a communicator. The inner error is the reason on this rank, if it failed here.
     ///
     /// # Errors
-    /// Those of the transports, and when the wait context ends.
+    /// Those of the transports, and if the wait context ends.
     pub fn new(
         channel: &mut Channel,
         context: &Arc<Context>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<std::result::Result<NcclPath, Option<String>>> {
-        let _entered = context.push()?;
+        let _guard = context.push()?;
         let (rank, size) = (channel.topology.rank(), channel.topology.size());
         let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
         let id = mine.as_ref().map_or(Vec::new(), |id| id.0.to_vec());
@@ -71,7 +73,7 @@ impl NcclPath {
         };
         let mut started = mine.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
         let mut state = started.as_ref().map(|_| false).map_err(Error::clone);
-        let mut nap = Duration::from_micros(100);
+        let mut sleep = Duration::from_micros(100);
         loop {
             if let (Ok((communicator, _)), Ok(false)) = (&started, &state) {
                 state = communicator.is_ready();
@@ -85,25 +87,25 @@ impl NcclPath {
             match (all.unwrap_or(Start::Failed), started) {
                 (Start::Ready, Ok((communicator, stream))) => {
                     let communicator = Arc::new(communicator);
-                    let (batch, table) = (Batch::default(), UploadRing::new(context));
-                    return Ok(Ok(NcclPath { stream, communicator, bucket: None, batch, table }));
+                    let (batch, upload_ring) = (Batch::default(), UploadRing::new(context));
+                    return Ok(Ok(NcclPath { stream, communicator, bucket: None, batch, upload_ring }));
                 }
-                // Without a communicator on all ranks, the others' end here.
+                // Some rank has no communicator: drop this one.
                 (Start::Failed | Start::Ready, _) => {
                     return Ok(Err(state.err().map(|error| error.detail().to_owned())));
                 }
-                (_, going) => started = going,
+                (_, pending) => started = pending,
             }
             wait_ctx.check(Duration::ZERO, &|| "the other ranks in NCCL".to_owned())?;
-            std::thread::sleep(nap);
-            nap = (2 * nap).min(MAX_SLEEP);
+            std::thread::sleep(sleep);
+            sleep = (2 * sleep).min(MAX_SLEEP);
         }
     }
 
-    /// Carries out a call on which all ranks agree.
+    /// Runs a call on which all ranks agree.
     ///
     /// # Errors
-    /// Those of NCCL, and when the wait context ends.
+    /// Those of NCCL, and if the wait context ends.
     pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let float = |dtype| matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
         let fits = |dtype| float(dtype) && (!call.accumulates_f64() || dtype == DType::F64);
@@ -119,22 +121,22 @@ impl NcclPath {
         }
         wait_inputs(call, &self.stream)?;
         self.group(call.op, large.iter().map(|&index| NcclBuffer::of(&call.tensors(0)[index].buffer)), wait_ctx)?;
-        self.fused(call, &small, wait_ctx)?;
+        self.run_fused(call, &small, wait_ctx)?;
         signal_outputs(call, &self.stream).map(DeviceResult::Enqueued)
     }
 
-    /// What everything is enqueued on.
+    /// The stream of all work.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// The bytes of device memory that it has taken.
-    pub fn held(&self) -> usize {
-        self.table.held() + self.bucket.as_ref().map_or(0, DeviceBuffer::bytes)
+    /// Bytes of device memory in use.
+    pub fn device_bytes(&self) -> usize {
+        self.upload_ring.device_bytes() + self.bucket.as_ref().map_or(0, DeviceBuffer::bytes)
     }
 
-    /// Carries the tensors `small` in the bucket, as many at a time as it holds.
-    fn fused(&mut self, call: &Call, small: &[usize], wait_ctx: &WaitContext<'_>) -> Result<()> {
+    /// Runs the tensors `small` through the bucket, in as many chunks as necessary.
+    fn run_fused(&mut self, call: &Call, small: &[usize], wait_ctx: &WaitContext<'_>) -> Result<()> {
         if small.is_empty() {
             return Ok(());
         }
@@ -147,8 +149,8 @@ impl NcclPath {
         for chunk in 0..layout.chunks() {
             let all = 0..layout.chunk_len(chunk);
             self.batch.copies(layout.ranges(chunk, all.clone()), &tensors, all.len(), bucket, false);
-            // SAFETY: the tensors are the call's, and the bucket is the stream's.
-            unsafe { self.table.copy(&self.batch, &self.stream, wait_ctx) }?;
+            // SAFETY: the call owns the tensors, and the stream owns the bucket.
+            unsafe { self.upload_ring.copy(&self.batch, &self.stream, wait_ctx) }?;
             let part = |run: DtypeRun| {
                 let at = bucket + run.bytes.start as Address;
                 NcclBuffer { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
@@ -157,17 +159,17 @@ impl NcclPath {
             let bytes = all.len();
             self.batch.copies(layout.ranges(chunk, all), &tensors, bytes, bucket, true);
             // SAFETY: as above.
-            unsafe { self.table.copy(&self.batch, &self.stream, wait_ctx) }?;
+            unsafe { self.upload_ring.copy(&self.batch, &self.stream, wait_ctx) }?;
         }
         Ok(())
     }
 
-    /// Starts the operations for these parts as one.
+    /// Starts the operations for these buffers as one NCCL group.
     fn group(&self, op: Op, parts: impl Iterator<Item = NcclBuffer>, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let NcclPath { stream, communicator, .. } = self;
         communicator.grouped(|group| {
             for NcclBuffer { from, to, count, dtype } in parts {
-                // SAFETY: the memory is the call's, or the bucket's, until the stream has passed.
+                // SAFETY: the memory belongs to the call or the bucket until the stream has passed.
                 unsafe {
                     match op {
                         Op::Allreduce => group.average(from, to, count, dtype, stream),
@@ -181,7 +183,7 @@ impl NcclPath {
         poll(|| communicator.is_ready(), &|| "NCCL".to_owned(), wait_ctx)
     }
 
-    /// Ends the communicator, and with it what waits for a rank that was lost.
+    /// Aborts the communicator, which unblocks work that waits for a lost rank.
     pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
         let communicator = Arc::clone(&self.communicator);
         Arc::new(move || communicator.abort())
@@ -189,18 +191,18 @@ impl NcclPath {
 }
 
 impl Drop for NcclPath {
-    /// The others may still need what this rank has enqueued for them.
+    /// Peers may still need this rank's enqueued work.
     fn drop(&mut self) {
-        let Ok(_entered) = self.stream.context().push() else { return };
+        let Ok(_guard) = self.stream.context().push() else { return };
         let done = || poll_until(TEARDOWN_TIMEOUT, || self.communicator.is_ready().unwrap_or(true));
         if is_idle(&self.stream) && self.communicator.finish().is_ok() && done() {
             self.communicator.destroy();
         }
-        // What could not be ended so is aborted, with the communicator itself.
+        // Otherwise dropping the communicator aborts it.
     }
 }
 
-/// What one operation of NCCL works on.
+/// Operands of one NCCL operation.
 struct NcclBuffer {
     from: Address,
     to: Address,

@@ -1,35 +1,35 @@
-//! The paths that calls on device memory can take, and the settings that choose one. Pure.
+//! Paths for calls on device memory, and the settings that choose one. Pure.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Who waits for the other ranks while the data is on its way.
+/// Whether the stream or the host waits for the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SyncMode {
-    /// The stream, for numbers in host memory.
+    /// The stream waits for flags in host memory.
     Stream,
-    /// The host, where the driver has no such operation.
+    /// The host waits, because the driver lacks stream memory operations.
     Host,
 }
 
-/// A way for the data.
+/// A data path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Path {
-    /// There is one rank.
+    /// A single rank: no communication.
     SingleRank,
     /// NCCL between all ranks.
     Nccl,
-    /// Kernels on memory that the ranks of a host see in each other.
+    /// CUDA IPC between the ranks of a host.
     Ipc(SyncMode),
-    /// The same within each host, and through host memory between them.
+    /// CUDA IPC within each host, host memory between hosts.
     IpcStaged(SyncMode),
     /// Through host memory.
     Staged,
 }
 
 impl Path {
-    /// As `DL_COMM_GPU_PATH` and `topology()` name it.
+    /// The name in `DL_COMM_GPU_PATH` and `topology()`.
     pub fn name(self) -> &'static str {
         match self {
             Path::SingleRank => "alone",
@@ -40,44 +40,44 @@ impl Path {
         }
     }
 
-    /// Who waits, where kernels work on memory of several ranks.
-    pub fn wait(self) -> Option<SyncMode> {
+    /// Whether streams or the host wait, for paths with CUDA IPC.
+    pub fn sync(self) -> Option<SyncMode> {
         match self {
-            Path::Ipc(wait) | Path::IpcStaged(wait) => Some(wait),
+            Path::Ipc(sync) | Path::IpcStaged(sync) => Some(sync),
             Path::SingleRank | Path::Nccl | Path::Staged => None,
         }
     }
 }
 
-/// What the environment asks for.
+/// The value of `DL_COMM_GPU_PATH`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PathSetting {
-    /// The best there is.
+    /// The fastest available path.
     Auto,
-    /// This one, or an error.
+    /// NCCL, or an error.
     Nccl,
-    /// This one within each host, or an error.
+    /// CUDA IPC within each host, or an error.
     Ipc,
-    /// This one.
+    /// Through host memory.
     Staged,
 }
 
 impl PathSetting {
-    /// The name of a path.
+    /// Parses a setting.
     ///
     /// # Errors
     /// [`Error::Invalid`]
     pub fn parse(text: &str) -> Result<PathSetting> {
         PathSetting::ALL
             .into_iter()
-            .find(|wanted| wanted.name() == text)
+            .find(|setting| setting.name() == text)
             .ok_or_else(|| Error::Invalid(format!("DL_COMM_GPU_PATH is '{text}'; set it to auto, nccl, ipc or staged")))
     }
 
     pub(super) const ALL: [PathSetting; 4] =
         [PathSetting::Auto, PathSetting::Nccl, PathSetting::Ipc, PathSetting::Staged];
 
-    /// As it is asked for.
+    /// The name of the setting.
     pub fn name(self) -> &'static str {
         match self {
             PathSetting::Auto => "auto",
@@ -88,13 +88,13 @@ impl PathSetting {
     }
 }
 
-/// How calls on device memory are carried, as the environment says.
+/// Settings for calls on device memory, from the environment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceSettings {
     /// `DL_COMM_GPU_PATH`.
     pub path: PathSetting,
-    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: the most that goes between host and GPU at a time. For a team a multiple of
-    /// [`crate::layout::ALIGN`], and, where it has several hosts, no more than a slot has.
+    /// `DL_COMM_PIPELINE_CHUNK_KB`, in bytes: the maximum size of a chunk between host and GPU. A group makes it a
+    /// multiple of [`crate::wire_layout::ALIGN`], and limits it to the size of a slot if it has several hosts.
     pub chunk: usize,
     /// `DL_COMM_NUM_CUDA_STREAMS`: a thread's streams for each direction.
     pub streams: usize,

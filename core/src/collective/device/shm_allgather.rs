@@ -1,42 +1,42 @@
-//! What the ranks of a host tell each other in their slots beside data: numbers, in one step.
+//! All-gather of words among the ranks of a host, through their slots, in one round.
 
 use crate::collective::channel::Channel;
 use crate::error::Result;
 use crate::transport::{Phase, WaitContext};
 
-/// The most numbers that a rank can tell.
+/// Maximum number of words of a rank.
 pub(super) fn max_words(channel: &Channel) -> usize {
     channel.shm.region().layout().slot / size_of::<u64>() - 1
 }
 
-/// Tells the other ranks of the host `mine`, at most [`most`] numbers, and calls `hear` with what every rank told, by local
-/// rank. All ranks of the host come here at the same point.
+/// Shares `mine`, at most [`max_words`] words, with the other ranks of the host, and calls `apply` with the words of
+/// all ranks, by local rank. Collective over the ranks of the host.
 pub(super) fn allgather_u64<T>(
     channel: &mut Channel,
     mine: &[u64],
     wait_ctx: &WaitContext<'_>,
-    hear: impl FnOnce(&[&[u64]]) -> Result<T>,
+    apply: impl FnOnce(&[&[u64]]) -> Result<T>,
 ) -> Result<T> {
     debug_assert!(mine.len() <= max_words(channel));
-    let most = max_words(channel);
-    let step = channel.begin_round(wait_ctx)?;
+    let max_words = max_words(channel);
+    let seq = channel.begin_round(wait_ctx)?;
     let (local_rank, local_size) = (channel.topology.local_rank(), channel.topology.local_size());
-    let slot = channel.shm.slot(local_rank, step).cast::<u64>();
-    // SAFETY: `begin` waited until the slot is this rank's; it has room, and is aligned to cache lines.
+    let slot = channel.shm.slot(local_rank, seq).cast::<u64>();
+    // SAFETY: `begin_round` waited until this rank owns the slot, which has room and is aligned to cache lines.
     unsafe {
         slot.write(mine.len() as u64);
         slot.add(1).copy_from_nonoverlapping(mine.as_ptr(), mine.len());
     }
-    channel.shm.raise(Phase::Packed, step);
-    channel.shm.wait(Phase::Packed, step, local_size, wait_ctx)?;
-    let texts: Vec<&[u64]> = (channel.shm.slots(step).iter())
+    channel.shm.raise(Phase::Packed, seq);
+    channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
+    let words: Vec<&[u64]> = (channel.shm.slots(seq).iter())
         .map(|slot| {
             let slot = slot.cast::<u64>().cast_const();
-            // SAFETY: all have packed, and nobody writes before all have unpacked; the length is checked.
-            unsafe { std::slice::from_raw_parts(slot.add(1), usize::try_from(*slot).unwrap_or(0).min(most)) }
+            // SAFETY: all ranks have packed, and nobody writes before all have unpacked; the length is checked.
+            unsafe { std::slice::from_raw_parts(slot.add(1), usize::try_from(*slot).unwrap_or(0).min(max_words)) }
         })
         .collect();
-    let heard = hear(&texts);
-    channel.finish_round(step);
-    heard
+    let result = apply(&words);
+    channel.finish_round(seq);
+    result
 }

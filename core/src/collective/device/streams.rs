@@ -1,4 +1,4 @@
-//! The order between the caller's stream and the core's.
+//! Order between the caller's stream and the core's streams.
 
 use std::sync::Arc;
 
@@ -7,32 +7,32 @@ use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::gpu::{CallerStream, Event, Stream};
 
-/// What came of a call.
+/// The outcome of a call.
 pub enum DeviceResult {
-    /// It is enqueued; all is done when the event comes.
+    /// The call is enqueued; the event completes with it.
     Enqueued(Event),
-    /// It has to go through host memory, on all ranks.
+    /// All ranks must run it through host memory.
     FallBackToHost,
 }
 
-/// Who makes and awaits the tensors of `call`, which is on device memory.
+/// The caller's stream of `call`, which is on device memory.
 pub fn producer(call: &Call) -> Result<&Arc<CallerStream>> {
     call.producer().ok_or_else(|| Error::Internal("a call on host memory has no GPU".into()))
 }
 
-/// Lets `stream` wait for what the call's tensors wait for.
+/// Makes `stream` wait for the call's inputs.
 pub fn wait_inputs(call: &Call, stream: &Stream) -> Result<()> {
     stream.wait(producer(call)?.ready())
 }
 
-/// Lets what waits for the call's tensors wait for what `stream` has been given.
+/// Makes the caller's stream wait for the work on `stream`.
 pub fn signal_outputs(call: &Call, stream: &Stream) -> Result<Event> {
     let end = stream.record()?;
     producer(call)?.make_caller_wait(&end)?;
     Ok(end)
 }
 
-/// The local rank on this host that a broadcast is from.
+/// The broadcast's root as a local rank, if it is on this host.
 pub fn root(call: &Call, topology: &Topology) -> Option<usize> {
     match call.op {
         Op::Broadcast { root } => {

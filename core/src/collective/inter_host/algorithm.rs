@@ -1,34 +1,34 @@
-//! The names of the algorithms between hosts.
+//! Algorithms between hosts and their names.
 
 use crate::error::{Error, Result};
 
-/// How a slice is averaged between hosts; `docs/performance.md` compares them.
+/// The algorithm for a slice between hosts; `docs/performance.md` compares them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Algorithm {
-    /// Recursive doubling: the whole slice in each of log n rounds. Least latency.
+    /// Recursive doubling: the whole slice in each of log n rounds. Lowest latency.
     Doubling,
-    /// Recursive halving, then doubling (Rabenseifner, 2004; Thakur, Rabenseifner and Gropp, 2005): 2 log n rounds, the least
-    /// bytes where n is a power of two.
+    /// Recursive halving, then doubling (Rabenseifner, 2004; Thakur, Rabenseifner and Gropp, 2005): 2 log n rounds.
+    /// Fewest bytes if n is a power of two.
     Halving,
-    /// Pairwise exchange: a piece to each host at once, then the finished pieces. Two rounds, the least bytes for any n, n - 1
-    /// messages a round.
+    /// Pairwise exchange: a piece to each host at once, then the completed pieces. Two rounds of n - 1 messages. Fewest
+    /// bytes for any n.
     Pairwise,
-    /// A ring (Patarasuk and Yuan, 2009): 2 (n - 1) rounds, the least bytes, each host hears only its neighbour. The order of
-    /// addition differs by piece, so that bits depend on where in a call an element lies.
+    /// Ring (Patarasuk and Yuan, 2009): 2 (n - 1) rounds, fewest bytes; each host receives only from its neighbor. The
+    /// order of addition differs by piece, so bits depend on the position of an element in the call.
     Ring,
 }
 
-/// Which algorithm a team takes.
+/// The algorithm setting of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AlgorithmSetting {
-    /// The fastest by the model, among those that give the same bits.
+    /// The fastest by the cost model, among those that give the same bits.
     #[default]
     Auto,
-    /// That one.
+    /// Always this algorithm.
     Always(Algorithm),
 }
 
-/// The names of the choices, as `DL_COMM_ALGORITHM` has them.
+/// The values of `DL_COMM_ALGORITHM`.
 const NAMES: [(&str, AlgorithmSetting); 5] = [
     ("auto", AlgorithmSetting::Auto),
     ("doubling", AlgorithmSetting::Always(Algorithm::Doubling)),
@@ -38,10 +38,10 @@ const NAMES: [(&str, AlgorithmSetting); 5] = [
 ];
 
 impl AlgorithmSetting {
-    /// The choice of that name.
+    /// The setting called `name`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is none.
+    /// [`Error::Invalid`] if there is none.
     pub fn parse(name: &str) -> Result<AlgorithmSetting> {
         let found = NAMES.iter().find(|(other, _)| *other == name);
         found.map(|(_, choice)| *choice).ok_or_else(|| {
@@ -50,7 +50,7 @@ impl AlgorithmSetting {
         })
     }
 
-    /// Its name.
+    /// The name in `DL_COMM_ALGORITHM`.
     pub fn name(self) -> &'static str {
         NAMES.iter().find(|(_, choice)| *choice == self).map_or("auto", |(name, _)| name)
     }

@@ -1,75 +1,74 @@
-//! What an algorithm costs, by a small model: the constants of the [`NetworkModel`] and the number of hosts. Pure.
+//! A cost model of the algorithms, from the constants of the [`NetworkModel`] and the number of hosts. Pure.
 //!
-//! `benchmarks/simulate` has the same formulas for whole jobs, and `docs/performance.md` compares them with measurements.
+//! `benchmarks/simulate` has the same formulas for whole jobs; `docs/performance.md` compares them with measurements.
 
 use super::algorithm::Algorithm;
 use crate::transport::NetworkModel;
 use crate::wire_layout::{ALIGN, HEADER};
 
-/// The algorithms that give the same bits.
+/// Algorithms that give the same bits.
 const SAME_BITS: [Algorithm; 3] = [Algorithm::Pairwise, Algorithm::Halving, Algorithm::Doubling];
 
-/// Seconds that a shard takes to add up a byte that has come.
+/// Seconds that a shard needs to add one received byte.
 const ADD: f64 = 1e-10;
 
-/// What the shards of a host bring, together.
+/// The data of all shards of a host.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CostInput {
     /// Bytes of the result.
     pub finished: usize,
-    /// Bytes of a host's part, which may be wider.
-    pub carried: usize,
-    /// The shards, which share the link of their host and add side by side.
+    /// Bytes of a host's partial sums, which may have a wider type.
+    pub partial_bytes: usize,
+    /// The number of shards. They share the host's link and add in parallel.
     pub shards: usize,
 }
 
-/// The fastest algorithm for such a load of each of `hosts` hosts; `first` where the hosts have to find out on the way
-/// whether they called the same.
+/// The fastest algorithm for `load` on each of `hosts` hosts; `first`: the call also needs the handshake.
 pub(super) fn fastest(network: &NetworkModel, hosts: usize, load: CostInput, first: bool) -> Algorithm {
     let cost = |algorithm: &Algorithm| seconds(network, *algorithm, hosts, load, first);
     SAME_BITS.into_iter().min_by(|one, other| cost(one).total_cmp(&cost(other))).unwrap_or(Algorithm::Pairwise)
 }
 
-/// The seconds of `algorithm`: its latencies, one after the other; then its messages or their bytes, whichever take longer,
-/// because a host makes the ones while its link is at the others; then the adding.
+/// Estimated seconds of `algorithm`: the latencies in sequence, then the larger of message gaps and transfer time (a
+/// host issues messages while its link transfers others), then the additions.
 pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize, load: CostInput, first: bool) -> f64 {
     let n = hosts as f64;
     let rounds = f64::from(hosts.ilog2());
     let power = rounds.exp2();
-    let (carried, finished) = (load.carried as f64, load.finished as f64);
-    // Hosts beyond the power of two give their part to another one, and get the result back.
+    let (partial_bytes, finished) = (load.partial_bytes as f64, load.finished as f64);
+    // Hosts beyond the power of two send their data to a partner and receive the result.
     let folds = if power == n { 0.0 } else { 1.0 };
-    let meeting = if first { rounds + 2.0 * folds } else { 0.0 };
+    let handshake = if first { rounds + 2.0 * folds } else { 0.0 };
     let (latencies, added) = match algorithm {
-        Algorithm::Doubling => (rounds + 2.0 * folds, (rounds + folds) * carried),
-        Algorithm::Halving => (2.0 * (rounds + folds), ((power - 1.0) / power + folds) * carried),
-        Algorithm::Pairwise => (meeting + 2.0, (n - 1.0) / n * carried),
-        Algorithm::Ring => (meeting + 2.0 * (n - 1.0), (n - 1.0) / n * carried),
+        Algorithm::Doubling => (rounds + 2.0 * folds, (rounds + folds) * partial_bytes),
+        Algorithm::Halving => (2.0 * (rounds + folds), ((power - 1.0) / power + folds) * partial_bytes),
+        Algorithm::Pairwise => (handshake + 2.0, (n - 1.0) / n * partial_bytes),
+        Algorithm::Ring => (handshake + 2.0 * (n - 1.0), (n - 1.0) / n * partial_bytes),
     };
-    let further = if algorithm == Algorithm::Pairwise { 2.0 * (n - 2.0) } else { 0.0 };
-    let given = folds * (carried + finished + 2.0 * (HEADER * load.shards) as f64);
+    let extra_messages = if algorithm == Algorithm::Pairwise { 2.0 * (n - 2.0) } else { 0.0 };
+    let folded = folds * (partial_bytes + finished + 2.0 * (HEADER * load.shards) as f64);
     let sent = match algorithm {
-        Algorithm::Doubling => rounds * (carried + (HEADER * load.shards) as f64) + given,
-        Algorithm::Halving => in_halves(hosts.ilog2(), load) + given,
-        Algorithm::Pairwise | Algorithm::Ring => (n - 1.0) * both_ways(load, load.finished / load.shards / hosts),
+        Algorithm::Doubling => rounds * (partial_bytes + (HEADER * load.shards) as f64) + folded,
+        Algorithm::Halving => halving_traffic(hosts.ilog2(), load) + folded,
+        Algorithm::Pairwise | Algorithm::Ring => (n - 1.0) * piece_traffic(load, load.finished / load.shards / hosts),
     };
     network.latency_s * latencies
-        + (network.message_gap_s * further).max(network.byte_s * sent)
+        + (network.message_gap_s * extra_messages).max(network.byte_s * sent)
         + ADD * added / load.shards as f64
 }
 
-/// The bytes on a host's link when each shard sends and gets back so many bytes of results, and their headers.
-fn both_ways(load: CostInput, piece: usize) -> f64 {
-    // A piece is whole lines.
+/// Bytes on a host's link if each shard sends and receives a piece of `piece` bytes, with headers.
+fn piece_traffic(load: CostInput, piece: usize) -> f64 {
+    // Pieces are whole cache lines.
     let piece = piece.next_multiple_of(ALIGN) as f64;
-    let width = load.carried as f64 / load.finished.max(1) as f64;
+    let width = load.partial_bytes as f64 / load.finished.max(1) as f64;
     (piece * (width + 1.0) + 2.0 * HEADER as f64) * load.shards as f64
 }
 
-/// The same for halves of halves, there and back.
-fn in_halves(rounds: u32, load: CostInput) -> f64 {
+/// The same for recursive halving and doubling.
+fn halving_traffic(rounds: u32, load: CostInput) -> f64 {
     let shard = load.finished / load.shards;
-    (1..=rounds).map(|round| both_ways(load, shard >> round)).sum()
+    (1..=rounds).map(|round| piece_traffic(load, shard >> round)).sum()
 }
 
 #[cfg(test)]
@@ -80,45 +79,45 @@ mod tests {
     const TCP: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
     fn float32(bytes: usize) -> CostInput {
-        CostInput { finished: bytes, carried: bytes, shards: 1 }
+        CostInput { finished: bytes, partial_bytes: bytes, shards: 1 }
     }
 
     #[test]
-    fn small_calls_take_few_rounds_and_long_ones_few_bytes() {
+    fn small_calls_minimize_rounds_and_large_ones_bytes() {
         for hosts in [2, 4, 8, 64, 1024] {
             assert_eq!(fastest(&TCP, hosts, float32(64), true), Doubling, "{hosts} hosts");
         }
-        // The hosts meet first, in as many rounds as there are halves: two hosts take them along.
+        // The handshake takes as many rounds as recursive halving. With two hosts, halving sends the data along.
         assert_eq!(fastest(&TCP, 2, float32(1 << 20), true), Halving);
         assert_eq!(fastest(&TCP, 8, float32(1 << 20), true), Pairwise);
         for hosts in [2, 3, 5, 24] {
             assert_eq!(fastest(&TCP, hosts, float32(1 << 20), false), Pairwise, "{hosts} hosts");
         }
-        // So many messages take longer than so many rounds.
+        // With 1024 hosts the gaps of 1023 messages cost more than 20 rounds.
         assert_eq!(fastest(&TCP, 1024, float32(1 << 20), false), Halving);
     }
 
     #[test]
-    fn what_is_wide_on_its_way_takes_halves_sooner() {
-        let bfloat16 = |bytes: usize| CostInput { finished: bytes, carried: 2 * bytes, shards: 1 };
+    fn wide_partial_sums_favor_halving() {
+        let bfloat16 = |bytes: usize| CostInput { finished: bytes, partial_bytes: 2 * bytes, shards: 1 };
         assert_eq!(fastest(&TCP, 2, float32(64 << 10), true), Doubling);
         assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10), true), Halving);
     }
 
     #[test]
-    fn two_hosts_in_one_round_or_two() {
+    fn cost_of_two_hosts_matches_the_formula() {
         let of = |algorithm| (seconds(&TCP, algorithm, 2, float32(1024), true) * 1e9).round();
-        // Headers of 64 bytes, and a tenth of a nanosecond for each byte that is added.
-        let nanos =
+        // A header has 64 bytes; adding a byte takes 0.1 ns.
+        let expected_nanos =
             |rounds: f64, headers: f64, added: f64| (rounds * 3e4 + 1024.0 + headers * 64.0 + added / 10.0).round();
-        assert_eq!(of(Doubling), nanos(1.0, 1.0, 1024.0));
-        assert_eq!(of(Halving), nanos(2.0, 2.0, 512.0));
-        assert_eq!(of(Pairwise), nanos(3.0, 2.0, 512.0));
+        assert_eq!(of(Doubling), expected_nanos(1.0, 1.0, 1024.0));
+        assert_eq!(of(Halving), expected_nanos(2.0, 2.0, 512.0));
+        assert_eq!(of(Pairwise), expected_nanos(3.0, 2.0, 512.0));
     }
 
     #[test]
-    fn lanes_add_side_by_side_and_share_the_link() {
-        let load = |shards| CostInput { finished: 1 << 20, carried: 1 << 20, shards };
+    fn shards_add_in_parallel_and_share_the_link() {
+        let load = |shards| CostInput { finished: 1 << 20, partial_bytes: 1 << 20, shards };
         let of = |shards| seconds(&TCP, Halving, 2, load(shards), false);
         let (added, header) = (ADD * f64::from(1 << 19), 64.0 * TCP.byte_s);
         assert!((of(1) - of(4) - (0.75 * added - 6.0 * header)).abs() < 1e-12);

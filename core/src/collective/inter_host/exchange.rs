@@ -1,4 +1,4 @@
-//! One slice on its way between the hosts.
+//! The exchange of one slice between hosts.
 
 use std::ops::Range;
 use std::ptr;
@@ -16,40 +16,40 @@ use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::{HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
 use crate::wire_layout::{HEADER, slice};
-/// One shard's way to the other hosts.
+/// The links of one shard to the other hosts.
 pub(crate) struct InterHost {
     pub link: Box<dyn HostLink>,
     tree: ReductionTree,
     network: NetworkModel,
     setting: AlgorithmSetting,
-    /// Of each turn: this host's part of what it completes.
+    /// For each exchange: this host's partial sums of the range that it completes.
     host_partial: [Aligned; MAX_EXCHANGES],
 }
 
-/// A slice of a chunk under way between hosts.
+/// A slice in flight between hosts.
 #[derive(Debug)]
 pub(in crate::collective) struct InFlightSlice {
     algorithm: Algorithm,
-    /// What the hosts carry while they meet, if they do.
-    load: Option<HandshakeState>,
+    /// The handshake, if there is one.
+    handshake: Option<HandshakeState>,
 }
 
-/// What is to be done with a slice.
+/// A slice to reduce between hosts.
 pub(in crate::collective) struct Slice<'a> {
-    /// How.
+    /// The collective of the call.
     pub collective: &'a dyn InterHostOps,
     /// The call.
     pub call: &'a Call,
     /// The shard, on this host.
     pub shard: ShardView<'a>,
-    /// Its bytes of the chunk.
+    /// The slice, in bytes of the chunk.
     pub bytes: Range<usize>,
-    /// The step.
+    /// The number of the round.
     pub step: u32,
 }
 
 impl InterHost {
-    /// For the links of a host's shard.
+    /// `link` connects this host's shard with the same shard of the other hosts.
     pub fn new(
         mut link: Box<dyn HostLink>,
         topology: &Topology,
@@ -57,18 +57,18 @@ impl InterHost {
         choice: AlgorithmSetting,
     ) -> InterHost {
         let capacity = link.buffers(0).send.len();
-        let own = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
+        let host_partial = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
         InterHost {
             link,
             tree: ReductionTree::new(topology.hosts(), topology.host()),
             network,
             setting: choice,
-            host_partial: own,
+            host_partial,
         }
     }
 
-    /// Sends the first messages of a slice. `matched` where all hosts are known to have called the same; else `agreed` is
-    /// whether the ranks of this host have.
+    /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. Otherwise `agreed`
+    /// says whether the ranks of this host have the same call.
     pub(in crate::collective) fn start(
         &mut self,
         slice: &Slice<'_>,
@@ -77,51 +77,50 @@ impl InterHost {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<InFlightSlice> {
         let (choice, network) = (self.setting, self.network);
-        let mut work = self.work(slice, wait_ctx);
+        let mut exchange = self.exchange(slice, wait_ctx);
         let algorithm = match choice {
             AlgorithmSetting::Always(algorithm) => algorithm,
-            AlgorithmSetting::Auto => cost::fastest(&network, work.hosts(), work.load(), !matched),
+            AlgorithmSetting::Auto => cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched),
         };
-        let freight = match algorithm {
+        let payload = match algorithm {
             Algorithm::Doubling => Some(Payload::Whole),
             Algorithm::Halving => Some(Payload::Halves),
             Algorithm::Pairwise | Algorithm::Ring => (!matched).then_some(Payload::Empty),
         };
-        let load = freight.map(|freight| work.start_handshake(freight, agreed)).transpose()?;
-        if load.is_none() {
-            work.start_pieces(algorithm)?;
+        let handshake = payload.map(|payload| exchange.start_handshake(payload, agreed)).transpose()?;
+        if handshake.is_none() {
+            exchange.start_pieces(algorithm)?;
         }
-        Ok(InFlightSlice { algorithm, load })
+        Ok(InFlightSlice { algorithm, handshake })
     }
 
-    /// Completes a slice in this shard's slot; false, with nothing written and the same on all hosts, where ranks of a host
-    /// or hosts differ.
+    /// Completes a slice in this shard's slot. Returns false on all hosts, with nothing written, if any calls differ.
     pub(in crate::collective) fn finish(
         &mut self,
         slice: &Slice<'_>,
         in_flight: InFlightSlice,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<bool> {
-        let mut work = self.work(slice, wait_ctx);
-        let InFlightSlice { algorithm, load } = in_flight;
+        let mut exchange = self.exchange(slice, wait_ctx);
+        let InFlightSlice { algorithm, handshake } = in_flight;
         let in_pieces = matches!(algorithm, Algorithm::Pairwise | Algorithm::Ring);
-        if let Some(load) = load {
-            let agreed = work.finish_handshake(load)?;
+        if let Some(handshake) = handshake {
+            let agreed = exchange.finish_handshake(handshake)?;
             if !agreed || !in_pieces {
                 return Ok(agreed);
             }
-            work.start_pieces(algorithm)?;
+            exchange.start_pieces(algorithm)?;
         }
         match algorithm {
-            Algorithm::Ring => work.finish_ring()?,
-            _ => work.finish_pairwise()?,
+            Algorithm::Ring => exchange.finish_ring()?,
+            _ => exchange.finish_pairwise()?,
         }
         Ok(true)
     }
 
-    fn work<'a>(&'a mut self, slice: &'a Slice<'a>, wait_ctx: &'a WaitContext<'a>) -> SliceExchange<'a> {
+    fn exchange<'a>(&'a mut self, slice: &'a Slice<'a>, wait_ctx: &'a WaitContext<'a>) -> SliceExchange<'a> {
         let exchange = slice.step as usize % MAX_EXCHANGES;
-        // Beside a message the clock is nothing.
+        // Reading the clock is cheap compared with a message.
         let timer = PhaseTimer::start(wait_ctx.log(), usize::MAX);
         SliceExchange {
             slice,
@@ -135,7 +134,7 @@ impl InterHost {
     }
 }
 
-/// A slice, and what its messages need; the algorithms are its methods.
+/// A slice with its messages; the algorithms are its methods.
 pub(super) struct SliceExchange<'a> {
     pub slice: &'a Slice<'a>,
     pub turn: usize,
@@ -147,7 +146,7 @@ pub(super) struct SliceExchange<'a> {
 }
 
 impl SliceExchange<'_> {
-    /// Sends the first messages of an algorithm in pieces.
+    /// Sends the first messages of a pairwise or ring exchange.
     pub fn start_pieces(&mut self, algorithm: Algorithm) -> Result<()> {
         match algorithm {
             Algorithm::Ring => self.start_ring(),
@@ -168,22 +167,16 @@ impl SliceExchange<'_> {
         (0..self.hosts()).filter(move |&host| host != me)
     }
 
-    /// The part of the slice that `host` completes where there are as many parts as hosts.
+    /// The part of the slice that `host` completes; each host has one.
     pub fn piece(&self, host: usize) -> Range<usize> {
         slice(self.slice.bytes.clone(), host, self.hosts())
     }
 
-    pub fn header(&self, kind: u32, agreed: bool, holds: bool) -> Header {
-        Header {
-            signature: self.slice.call.signature,
-            step: self.slice.step,
-            message_kind: kind,
-            agreed,
-            has_data: holds,
-        }
+    pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
+        Header { signature: self.slice.call.signature, step: self.slice.step, message_kind: kind, agreed, has_data }
     }
 
-    /// What the message at `at` in the inbox says, and where its content is; `None` when its sender does not agree.
+    /// Reads the message at `at` in the receive buffer and returns its data; `None` if the sender's call differs.
     pub fn read(&mut self, at: usize, kind: u32) -> Result<Option<Partial>> {
         let message = &self.link.buffers(self.turn).recv[at..];
         let header = Header::read(message, self.slice.step, kind, self.slice.call)?;
@@ -191,65 +184,65 @@ impl SliceExchange<'_> {
         Ok(agrees.then(|| header.has_data.then(|| message[HEADER..].as_ptr())))
     }
 
-    /// The same where all hosts are known to agree.
+    /// As `read`, once all hosts are known to agree; a difference is an error.
     pub fn read_matched(&mut self, at: usize, kind: u32) -> Result<Partial> {
         let read = self.read(at, kind)?;
         read.ok_or_else(|| header::out_of_sync(self.slice.call))
     }
 
-    /// What the shards of this host bring, as if all were like this one.
-    pub fn load(&self) -> cost::CostInput {
+    /// The cost input of this host, which assumes equal shards.
+    pub fn cost_input(&self) -> cost::CostInput {
         let shards = self.slice.shard.topology.num_shards();
         let bytes = self.slice.bytes.clone();
-        cost::CostInput { finished: bytes.len() * shards, carried: self.carried(bytes) * shards, shards }
+        cost::CostInput { finished: bytes.len() * shards, partial_bytes: self.partial_bytes(bytes) * shards, shards }
     }
 
-    /// The bytes that the hosts' parts of `piece` take.
-    pub fn carried(&self, piece: Range<usize>) -> usize {
+    /// Bytes of a host's partial sums of `piece`.
+    pub fn partial_bytes(&self, piece: Range<usize>) -> usize {
         self.slice.collective.partial_bytes(self.slice.call, self.slice.shard.chunk, piece)
     }
 
-    /// Writes this host's part of `piece` to what is sent, from byte `at`; false when it has none.
+    /// Writes this host's partial sums of `piece` at byte `at` of the send buffer; false if it has none.
     pub fn contribute_to_out(&mut self, at: usize, piece: Range<usize>) -> bool {
         let Slice { collective, call, shard, .. } = self.slice;
-        // SAFETY: all ranks of the host have packed, so the slice is this shard's.
+        // SAFETY: all ranks of the host have packed, so this shard may read the slice in all slots.
         unsafe { collective.contribute(call, shard, piece, &mut self.link.buffers(self.turn).send[at..]) }
     }
 
-    /// The same to the start of the own memory.
+    /// As `contribute_to_out`, but at the start of the local buffer.
     pub fn contribute_to_own(&mut self, piece: Range<usize>) -> bool {
         let Slice { collective, call, shard, .. } = self.slice;
         // SAFETY: as above.
         unsafe { collective.contribute(call, shard, piece, self.host_partial.as_mut_slice()) }
     }
 
-    /// Writes a message with this host's part of `piece` to what is sent, from byte `at`.
+    /// Writes a message with this host's partial sums of `piece` at byte `at` of the send buffer.
     pub fn pack_partial(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
-        let holds = self.contribute_to_out(at + HEADER, piece.clone());
-        self.header(kind, true, holds).write(&mut self.link.buffers(self.turn).send[at..]);
-        at..at + HEADER + if holds { self.carried(piece) } else { 0 }
+        let has_data = self.contribute_to_out(at + HEADER, piece.clone());
+        self.header(kind, true, has_data).write(&mut self.link.buffers(self.turn).send[at..]);
+        at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 }
     }
 
-    /// Writes a message with the finished `piece` to what is sent, from byte `at`.
+    /// Writes a message with the completed `piece` at byte `at` of the send buffer.
     pub fn pack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
         self.header(kind, true, true).write(&mut self.link.buffers(self.turn).send[at..]);
         let end = at + HEADER + piece.len();
         let body = &mut self.link.buffers(self.turn).send[at + HEADER..end];
-        // SAFETY: the slice of the own slot is this shard's, and completed there.
+        // SAFETY: this shard owns the slice of its slot and has completed it.
         unsafe { ptr::copy_nonoverlapping(self.slice.shard.own().add(piece.start), body.as_mut_ptr(), piece.len()) };
         at..end
     }
 
-    /// Takes a finished `piece` from the message at `at` of what has come.
+    /// Copies a completed `piece` from the message at `at` in the receive buffer.
     pub fn unpack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<()> {
         self.read_matched(at, kind)?;
         let body = &self.link.buffers(self.turn).recv[at + HEADER..at + HEADER + piece.len()];
-        // SAFETY: as in `finished`.
+        // SAFETY: as in `pack_result`.
         unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.slice.shard.own().add(piece.start), piece.len()) };
         Ok(())
     }
 
-    /// Room for one message, as long as it may be.
+    /// The whole receive buffer, for one message of unknown length.
     pub fn recv_buffer(&mut self) -> Range<usize> {
         0..self.link.buffers(self.turn).recv.len()
     }

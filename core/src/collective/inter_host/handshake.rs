@@ -1,7 +1,8 @@
-//! The hosts meet by recursive doubling: after its rounds every host knows whether all called the same. Data may ride along,
-//! whole in every round, or in halves of halves, which the same rounds backwards bring together again.
+//! Handshake by recursive doubling: after its rounds every host knows whether all calls match.
 //!
-//! A host that differs from another one says so in all its later messages, so that after the last round all know.
+//! Data may travel with it: whole in every round, or halved in every round and gathered again by the same rounds in
+//! reverse. A host that has seen a difference reports it in all its later messages, so all hosts know after the last
+//! round.
 
 use std::ops::Range;
 
@@ -14,145 +15,144 @@ use crate::timings::Activity;
 use crate::transport::Message;
 use crate::wire_layout::{HEADER, slice};
 
-/// The stages of a meeting: the part of a host that gives way, the rounds, the rounds backwards, and the result for the host
-/// that gave way.
+/// Message kinds: a folded host's data, the rounds, the reverse rounds, and the result for the folded host.
 const FOLD: u32 = 0;
 const ROUND: u32 = 1;
 const UNFOLD: u32 = 100;
 const RESULT: u32 = 200;
 
 impl SliceExchange<'_> {
-    /// Sends the first message, where this host has one to send before one comes.
-    pub fn start_handshake(&mut self, freight: Payload, agreed: bool) -> Result<HandshakeState> {
-        // A host that gives way sends all it has.
-        let halves = freight == Payload::Halves && !matches!(self.tree.role, Role::FoldedInto(_));
+    /// Sends this host's first message, unless it must receive one first.
+    pub fn start_handshake(&mut self, payload: Payload, agreed: bool) -> Result<HandshakeState> {
+        // A folded host sends all of its data.
+        let halves = payload == Payload::Halves && !matches!(self.tree.role, Role::FoldedInto(_));
         let at = if halves { 0 } else { HEADER };
-        let mut load =
-            HandshakeState { payload: freight, agreed, range: self.slice.bytes.clone(), at, has_data: false };
-        if load.has_payload() {
-            load.has_data = match halves {
-                true => self.contribute_to_own(load.range.clone()),
-                false => self.contribute_to_out(HEADER, load.range.clone()),
+        let mut state = HandshakeState { payload, agreed, range: self.slice.bytes.clone(), at, has_data: false };
+        if state.has_payload() {
+            state.has_data = match halves {
+                true => self.contribute_to_own(state.range.clone()),
+                false => self.contribute_to_out(HEADER, state.range.clone()),
             };
         }
         let room = self.recv_buffer();
         match self.tree.role {
             Role::FoldedInto(to) => {
-                let message = self.write_header(FOLD, &load, load.range.clone());
+                let message = self.write_header(FOLD, &state, state.range.clone());
                 self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: room }])?;
             }
             Role::FoldsIn(from) => self.start(&[], &[Message { host: from, bytes: room }])?,
-            Role::Core => self.start_round(0, &mut load)?,
+            Role::Core => self.start_round(0, &mut state)?,
         }
-        Ok(load)
+        Ok(state)
     }
 
-    /// Goes through the rounds; false when the hosts differ, else, with freight, the slice is complete.
-    pub fn finish_handshake(&mut self, mut load: HandshakeState) -> Result<bool> {
+    /// Runs the rounds. Returns false if the hosts' calls differ; otherwise the slice is complete if it was the
+    /// payload.
+    pub fn finish_handshake(&mut self, mut state: HandshakeState) -> Result<bool> {
         if let Role::FoldedInto(_) = self.tree.role {
-            return self.finish_fold(&load);
+            return self.finish_fold(&state);
         }
         if let Role::FoldsIn(_) = self.tree.role {
             self.finish()?;
-            self.add_received(FOLD, true, false, &mut load)?;
-            self.start_round(0, &mut load)?;
+            self.add_received(FOLD, true, false, &mut state)?;
+            self.start_round(0, &mut state)?;
         }
         let rounds = self.tree.rounds();
-        // What this host had before each round.
+        // The range of this host before each round.
         let mut ranges = vec![self.slice.bytes.clone()];
         for round in 0..rounds {
             self.finish()?;
             let (_, first) = self.tree.partner(round);
             let last = round + 1 == rounds;
-            self.add_received(ROUND + round_kind(round), first, last, &mut load)?;
+            self.add_received(ROUND + round_kind(round), first, last, &mut state)?;
             if !last {
-                ranges.push(load.range.clone());
-                self.start_round(round + 1, &mut load)?;
+                ranges.push(state.range.clone());
+                self.start_round(round + 1, &mut state)?;
             }
         }
-        if load.has_payload() && load.payload == Payload::Halves {
+        if state.has_payload() && state.payload == Payload::Halves {
             self.gather(&ranges)?;
         }
         if let Role::FoldsIn(from) = self.tree.role {
-            let message = match load.has_payload() {
+            let message = match state.has_payload() {
                 true => self.pack_result(0, self.slice.bytes.clone(), RESULT),
-                false => self.write_header(RESULT, &load, 0..0),
+                false => self.write_header(RESULT, &state, 0..0),
             };
             self.start(&[Message { host: from, bytes: message }], &[])?;
             self.finish()?;
         }
-        Ok(load.agreed)
+        Ok(state.agreed)
     }
 
-    /// The result, for a host that gave way.
-    fn finish_fold(&mut self, load: &HandshakeState) -> Result<bool> {
+    /// Receives the result on a folded host.
+    fn finish_fold(&mut self, state: &HandshakeState) -> Result<bool> {
         self.finish()?;
         let agreed = self.read(0, RESULT)?.is_some();
-        if agreed && load.has_payload() {
+        if agreed && state.has_payload() {
             self.unpack_result(0, self.slice.bytes.clone(), RESULT)?;
         }
         Ok(agreed)
     }
 
-    /// Sends this host's part to its partner of `round`: all of it, or one half, and is then left with the other.
-    fn start_round(&mut self, round: usize, load: &mut HandshakeState) -> Result<()> {
+    /// Sends data to the partner of `round`: all of it, or one half, and then keeps the other half.
+    fn start_round(&mut self, round: usize, state: &mut HandshakeState) -> Result<()> {
         let (host, first) = self.tree.partner(round);
-        let mut sent = load.range.clone();
-        if load.payload == Payload::Halves {
-            (load.range, sent) = halves(&load.range, first);
-            // The lower half's part lies before that of the upper one.
-            let upper = load.at + self.carried(if first { load.range.clone() } else { sent.clone() });
-            let from = if first { upper } else { std::mem::replace(&mut load.at, upper) };
-            if load.has_payload() && load.has_data {
-                let len = self.carried(sent.clone());
+        let mut sent = state.range.clone();
+        if state.payload == Payload::Halves {
+            (state.range, sent) = halves(&state.range, first);
+            // The data of the lower half precedes that of the upper half.
+            let upper = state.at + self.partial_bytes(if first { state.range.clone() } else { sent.clone() });
+            let from = if first { upper } else { std::mem::replace(&mut state.at, upper) };
+            if state.has_payload() && state.has_data {
+                let len = self.partial_bytes(sent.clone());
                 let SliceExchange { link, host_partial: own, turn, .. } = self;
                 link.buffers(*turn).send[HEADER..HEADER + len].copy_from_slice(&own.as_slice()[from..from + len]);
             }
         }
-        let message = self.write_header(ROUND + round_kind(round), load, sent);
+        let message = self.write_header(ROUND + round_kind(round), state, sent);
         let room = self.recv_buffer();
         self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])
     }
 
-    /// Writes the header of a message whose content, `sent` of the slice, is in its place already, or not there.
-    fn write_header(&mut self, kind: u32, load: &HandshakeState, sent: Range<usize>) -> Range<usize> {
-        let holds = load.has_payload() && load.has_data;
-        self.header(kind, load.agreed, holds).write(self.link.buffers(self.turn).send);
-        0..HEADER + if holds { self.carried(sent) } else { 0 }
+    /// Writes the header of a message whose data, the range `sent`, is already in the buffer or absent.
+    fn write_header(&mut self, kind: u32, state: &HandshakeState, sent: Range<usize>) -> Range<usize> {
+        let has_data = state.has_payload() && state.has_data;
+        self.header(kind, state.agreed, has_data).write(self.link.buffers(self.turn).send);
+        0..HEADER + if has_data { self.partial_bytes(sent) } else { 0 }
     }
 
-    /// Adds what has come to this host's part, `first` telling whether that comes before the other; the `last` time the sum
-    /// is finished.
-    fn add_received(&mut self, kind: u32, first: bool, last: bool, load: &mut HandshakeState) -> Result<()> {
+    /// Adds the received data to this host's. `first`: this host's data is the first operand. `last`: completes the
+    /// sum.
+    fn add_received(&mut self, kind: u32, first: bool, last: bool, state: &mut HandshakeState) -> Result<()> {
         let Some(theirs) = self.read(0, kind)? else {
-            load.agreed = false;
+            state.agreed = false;
             return Ok(());
         };
-        if !load.has_payload() {
+        if !state.has_payload() {
             return Ok(());
         }
-        let place = match load.payload {
-            Payload::Halves => self.host_partial.as_mut_slice()[load.at..].as_mut_ptr(),
-            _ => self.link.buffers(self.turn).send[load.at..].as_mut_ptr(),
+        let out = match state.payload {
+            Payload::Halves => self.host_partial.as_mut_slice()[state.at..].as_mut_ptr(),
+            _ => self.link.buffers(self.turn).send[state.at..].as_mut_ptr(),
         };
-        let mine: Partial = load.has_data.then_some(place.cast_const());
+        let mine: Partial = state.has_data.then_some(out.cast_const());
         let (low, high) = if first { (mine, theirs) } else { (theirs, mine) };
         let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
-        // SAFETY: both parts were contributed to that range, which is this shard's; memory of different owners does not
-        // overlap.
+        // SAFETY: both operands are partial sums of this range, which this shard owns; buffers of different owners do
+        // not overlap.
         unsafe {
             if last {
-                collective.finish_shard(call, shard, load.range.clone(), low, high);
+                collective.finish_shard(call, shard, state.range.clone(), low, high);
             } else {
-                collective.add_partials(call, shard, load.range.clone(), low, high, place);
-                load.has_data |= theirs.is_some();
+                collective.add_partials(call, shard, state.range.clone(), low, high, out);
+                state.has_data |= theirs.is_some();
             }
         }
         self.timer.end(Activity::Reduce);
         Ok(())
     }
 
-    /// The rounds backwards: before round r this host had `ranges[r]`, of which its partner has the other half.
+    /// Reverse rounds: before round r this host had `ranges[r]`, and its partner completed the other half.
     fn gather(&mut self, ranges: &[Range<usize>]) -> Result<()> {
         for round in (0..self.tree.rounds()).rev() {
             let (host, first) = self.tree.partner(round);
@@ -167,13 +167,13 @@ impl SliceExchange<'_> {
     }
 }
 
-/// This host's half of `range`, the lower one if it comes `first`, and the other.
+/// This host's half of `range`, the lower one if `first`, and the other half.
 fn halves(range: &Range<usize>, first: bool) -> (Range<usize>, Range<usize>) {
     let (low, high) = (slice(range.clone(), 0, 2), slice(range.clone(), 1, 2));
     if first { (low, high) } else { (high, low) }
 }
 
 fn round_kind(round: usize) -> u32 {
-    // There are no more rounds than bits in a number of hosts.
+    // The number of rounds is at most the number of bits of a host number.
     u32::try_from(round).unwrap_or(u32::MAX)
 }

@@ -1,8 +1,8 @@
-//! The progress of a handshake between hosts.
+//! The state of a handshake between hosts.
 
 use std::ops::Range;
 
-/// What rides along.
+/// The data that travels with the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Payload {
     Empty,
@@ -10,17 +10,17 @@ pub(super) enum Payload {
     Halves,
 }
 
-/// A host's part on its way through the rounds.
+/// Progress of one host.
 #[derive(Debug)]
 pub(super) struct HandshakeState {
     pub payload: Payload,
-    /// Whether, as far as is known, all called the same.
+    /// Whether all calls seen so far match.
     pub agreed: bool,
-    /// What of the slice it still is.
+    /// The part of the slice that this host still reduces.
     pub range: Range<usize>,
-    /// Where it is: in halves, in the own memory; whole, in the message that is sent next.
+    /// Offset of the data: in the local buffer for halves, in the send buffer for the whole slice.
     pub at: usize,
-    /// Whether there is anything.
+    /// Whether this host has data.
     pub has_data: bool,
 }
 

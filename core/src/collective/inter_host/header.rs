@@ -1,19 +1,19 @@
-//! What every message between hosts starts with.
+//! The header of every message between hosts.
 
 use crate::collective::call::Call;
 use crate::error::{Error, Result};
 
-/// The header of a message; [`crate::layout::HEADER`] bytes are kept for it.
+/// The header; it takes [`crate::wire_layout::HEADER`] bytes.
 pub(super) struct Header {
-    /// Of the sender's call.
+    /// Signature of the sender's call.
     pub signature: u64,
-    /// The step of the channel.
+    /// Number of the round.
     pub step: u32,
-    /// Which of the step's messages it is.
+    /// Index of the message in its round.
     pub message_kind: u32,
-    /// Whether, as far as the sender knows, all called the same.
+    /// Whether all calls that the sender has seen match.
     pub agreed: bool,
-    /// Whether the sender has something to bring.
+    /// Whether data follows.
     pub has_data: bool,
 }
 
@@ -26,7 +26,7 @@ impl Header {
         message[17] = u8::from(self.has_data);
     }
 
-    /// The header of a message that must be of that step and stage.
+    /// Reads the header of a message, which must be of this round and kind.
     pub fn read(message: &[u8], step: u32, kind: u32, call: &Call) -> Result<Header> {
         if message[8..12] != step.to_le_bytes() || message[12..16] != kind.to_le_bytes() {
             return Err(Error::Internal(format!("a message of another step arrived in {}", call.full_name())));
@@ -38,7 +38,7 @@ impl Header {
     }
 }
 
-/// Hosts that had agreed do so no more.
+/// The error for hosts that differ after they agreed.
 pub(super) fn out_of_sync(call: &Call) -> Error {
     Error::Internal(format!("the hosts lost step in {}", call.full_name()))
 }

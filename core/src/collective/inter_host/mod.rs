@@ -1,12 +1,13 @@
-//! A shard's slice of a chunk between hosts, by one of several algorithms.
+//! Reduction of a shard's slice between hosts, by one of several algorithms.
 //!
-//! The *first* chunk of a call decides whether all hosts called the same thing. Before that is known, hosts may hold calls of
-//! any kind and size, so the pattern of messages must not depend on the call: the hosts [meet](meeting) by recursive
-//! doubling, and a call's data rides along, whole or in halves, or, for the other algorithms, follows. Further chunks go
-//! straight to their [`Algorithm`].
+//! The first chunk of a call also checks that all hosts issued the same call. Until then hosts may have calls of any
+//! kind and size, so the message pattern must not depend on the call. The hosts run a [handshake] by recursive
+//! doubling. The call's data travels with it, whole or in halves; the other algorithms send data after it. Later chunks
+//! start with their [`Algorithm`] directly.
 //!
-//! The order of addition is that of a [tree](Tree) over the hosts, which every algorithm keeps but the ring: the same bits.
-//! Every chunk has two parts, so that two chunks can be under way: `start`, which sends the first messages, and `finish`.
+//! All algorithms except the ring add in the order of one [tree] over the hosts, so they give the same bits.
+//! Each chunk has two phases, so that two chunks can be in flight: `start` sends the first messages, `finish` completes
+//! the slice.
 //! Thread rule: as for [`super::Channel`].
 
 mod algorithm;

@@ -1,4 +1,5 @@
-//! Pairwise exchange: every host gets its piece of the slice from every other one, completes it, and sends it to all.
+//! Pairwise exchange: each host receives its piece of the slice from every other host, completes it, and sends it to
+//! all.
 
 use super::exchange::SliceExchange;
 use crate::collective::phases::Partial;
@@ -11,11 +12,11 @@ const REDUCE_SCATTER: u32 = 1;
 const ALLGATHER: u32 = 2;
 
 impl SliceExchange<'_> {
-    /// Room for a message of so many bytes from each of the other hosts; where there is that for one host.
+    /// Receive ranges for one message of `len` bytes from each of the other hosts.
     fn recv_ranges(&self, len: usize) -> Vec<Message> {
         let room = (HEADER + len).next_multiple_of(ALIGN);
-        let place = |(place, host)| Message { host, bytes: place * room..(place + 1) * room };
-        self.other_hosts().enumerate().map(place).collect()
+        let out = |(out, host)| Message { host, bytes: out * room..(out + 1) * room };
+        self.other_hosts().enumerate().map(out).collect()
     }
 
     pub fn start_pairwise(&mut self) -> Result<()> {
@@ -33,7 +34,7 @@ impl SliceExchange<'_> {
     pub fn finish_pairwise(&mut self) -> Result<()> {
         let me = self.host();
         let mine = self.piece(me);
-        // While the messages travel.
+        // Overlaps with the messages in flight.
         let own: Partial = self.contribute_to_own(mine.clone()).then(|| self.host_partial.as_ptr().cast_const());
         self.timer.end(Activity::Reduce);
         self.finish()?;
@@ -46,20 +47,20 @@ impl SliceExchange<'_> {
         let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
         for (number, &(low, high)) in additions.iter().enumerate() {
             let (first, second) = (parts[low], parts[high]);
-            // SAFETY: the parts were contributed to this piece; those that came, and the own memory, are nobody else's.
+            // SAFETY: all parts are partial sums of this piece; this host owns the receive buffer and the local buffer.
             unsafe {
                 if number + 1 == additions.len() {
                     collective.finish_shard(call, shard, mine.clone(), first, second);
-                } else if let Some(place) = first.or(second) {
-                    collective.add_partials(call, shard, mine.clone(), first, second, place.cast_mut());
-                    parts[low] = Some(place);
+                } else if let Some(out) = first.or(second) {
+                    collective.add_partials(call, shard, mine.clone(), first, second, out.cast_mut());
+                    parts[low] = Some(out);
                 }
             }
         }
 
         let message = self.pack_result(0, mine, ALLGATHER);
         let sends: Vec<Message> = self.other_hosts().map(|host| Message { host, bytes: message.clone() }).collect();
-        // One piece may be a line longer than another.
+        // Pieces differ by at most one cache line.
         let longest = self.other_hosts().map(|host| self.piece(host).len()).max().unwrap_or(0);
         let receives = self.recv_ranges(longest);
         self.start(&sends, &receives)?;

@@ -1,5 +1,5 @@
-//! The ring: in n - 1 rounds every piece of the slice goes once around, each host adding its part; in n - 1 more the finished
-//! pieces do.
+//! Ring: in n - 1 rounds each piece of the slice visits all hosts, and each host adds its partial sums. In n - 1 more
+//! rounds the completed pieces visit all hosts.
 
 use std::ops::Range;
 
@@ -10,11 +10,11 @@ use crate::timings::Activity;
 use crate::transport::Message;
 use crate::wire_layout::{HEADER, max_acc_bytes};
 
-/// The stages of the first n - 1 rounds count from 1, those of the others from here.
+/// Message kinds of the first n - 1 rounds start at 1, those of the other rounds here.
 const ALLGATHER: u32 = 1 << 16;
 
 impl SliceExchange<'_> {
-    /// The piece that this host sends in round `round`; that of the round after is the one it receives.
+    /// The piece that this host sends in round `round`; it receives the one of round `round + 1`.
     fn ring_piece(&self, round: usize) -> usize {
         (self.host() + 2 * self.hosts() - round) % self.hosts()
     }
@@ -32,7 +32,7 @@ impl SliceExchange<'_> {
         self.send_next(message, self.ring_piece(1))
     }
 
-    /// Sends a message to the next host, and makes room for the previous one's, of `piece`.
+    /// Sends a message to the next host and receives `piece` from the previous host.
     fn send_next(&mut self, bytes: Range<usize>, piece: usize) -> Result<()> {
         let room = 0..HEADER + max_acc_bytes(self.piece(piece).len());
         let (next, previous) = (self.next(), self.previous());
@@ -43,28 +43,28 @@ impl SliceExchange<'_> {
         let last = self.hosts() - 1;
         for round in 1..=last {
             let piece = self.piece(self.ring_piece(round));
-            // While the message travels.
+            // Overlaps with the message in flight.
             let own: Partial = self.contribute_to_own(piece.clone()).then(|| self.host_partial.as_ptr().cast_const());
             self.timer.end(Activity::Reduce);
             self.finish()?;
             let theirs = self.read_matched(0, round_kind(round - 1))?;
             let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
             let out = self.link.buffers(self.turn).send[HEADER..].as_mut_ptr();
-            // SAFETY: both were contributed to this piece; what came, what is kept and what is sent do not overlap.
+            // SAFETY: both operands are partial sums of this piece; the three buffers do not overlap.
             unsafe {
                 if round == last {
                     collective.finish_shard(call, shard, piece, theirs, own);
                 } else {
                     collective.add_partials(call, shard, piece.clone(), theirs, own, out);
-                    let holds = theirs.is_some() || own.is_some();
-                    self.header(round_kind(round), true, holds).write(self.link.buffers(self.turn).send);
-                    let len = if holds { self.carried(piece) } else { 0 };
+                    let has_data = theirs.is_some() || own.is_some();
+                    self.header(round_kind(round), true, has_data).write(self.link.buffers(self.turn).send);
+                    let len = if has_data { self.partial_bytes(piece) } else { 0 };
                     self.send_next(0..HEADER + len, self.ring_piece(round + 1))?;
                 }
             }
         }
         for round in 0..last {
-            // The piece that was finished here goes first.
+            // Starts with the piece that this host completed.
             let (sent, received) = (self.ring_piece(last + round), self.ring_piece(last + round + 1));
             let message = self.pack_result(0, self.piece(sent), ALLGATHER + round_kind(round));
             self.send_next(message, received)?;
@@ -76,6 +76,6 @@ impl SliceExchange<'_> {
 }
 
 fn round_kind(round: usize) -> u32 {
-    // No job has that many hosts.
+    // The number of hosts is far below 2^32.
     u32::try_from(round + 1).unwrap_or(u32::MAX)
 }

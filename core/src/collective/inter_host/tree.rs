@@ -1,25 +1,26 @@
-//! In which order the hosts' parts are added up, whoever does it: a tree over the hosts, in their order. Pure.
+//! The order in which the hosts' partial sums are added: a tree over the hosts in their order. Pure.
 //!
-//! It is that of recursive doubling (Thakur, Rabenseifner and Gropp, 2005). Of n hosts, 2^k being the largest power of two
-//! that is not larger, the first 2 (n - 2^k) give way in pairs, the second host of each to the first; of the 2^k hosts that
-//! are left, neighbours are added up, then pairs of neighbours, and so on. Up to three hosts that is one after the other.
+//! It is the tree of recursive doubling (Thakur, Rabenseifner and Gropp, 2005). With n hosts and 2^k the largest power
+//! of two up to n, the first 2 (n - 2^k) hosts fold in pairs: the second host of a pair sends its data to the first.
+//! The 2^k core hosts are then added in pairs of neighbors, pairs of pairs, and so on. For up to three hosts the order
+//! is sequential.
 
-/// What a host does beside the rounds of those that are left.
+/// The role of a host before and after the rounds of the core hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
-    /// Nothing.
+    /// A core host without a folded partner.
     Core,
-    /// It takes that host's part, and gives it the result.
+    /// A core host that adds this host's data and sends it the result.
     FoldsIn(usize),
-    /// It gives its part to that host.
+    /// A host that sends its data to this core host.
     FoldedInto(usize),
 }
 
-/// The tree, as one host sees it.
+/// The tree, seen by one host.
 #[derive(Debug, Clone)]
 pub(super) struct ReductionTree {
     hosts: usize,
-    /// This host's number among those that are left, if it is.
+    /// This host's index among the core hosts, if it is one.
     tree_rank: Option<usize>,
     pub role: Role,
 }
@@ -28,41 +29,42 @@ impl ReductionTree {
     /// The tree over `hosts` hosts, seen by host `me`.
     pub fn new(hosts: usize, me: usize) -> ReductionTree {
         let tree = ReductionTree { hosts, tree_rank: None, role: Role::Core };
-        let (place, role) = match (me < 2 * tree.pairs(), me % 2) {
+        let (tree_rank, role) = match (me < 2 * tree.pairs(), me % 2) {
             (true, 0) => (Some(me / 2), Role::FoldsIn(me + 1)),
             (true, _) => (None, Role::FoldedInto(me - 1)),
             (false, _) => (Some(me - tree.pairs()), Role::Core),
         };
-        ReductionTree { tree_rank: place, role, ..tree }
+        ReductionTree { tree_rank, role, ..tree }
     }
 
-    /// How many rounds those that are left have.
+    /// The number of rounds of the core hosts.
     pub fn rounds(&self) -> usize {
         self.hosts.ilog2() as usize
     }
 
-    /// How many hosts give way.
+    /// The number of folded hosts.
     fn pairs(&self) -> usize {
         self.hosts - (1 << self.rounds())
     }
 
-    /// The host at `place` among those that are left.
-    fn at(&self, place: usize) -> usize {
-        if place < self.pairs() { 2 * place } else { place + self.pairs() }
+    /// The core host with index `tree_rank`.
+    fn at(&self, tree_rank: usize) -> usize {
+        if tree_rank < self.pairs() { 2 * tree_rank } else { tree_rank + self.pairs() }
     }
 
-    /// With whom this host, one of those that are left, shares round `round`, and whether its part comes before theirs.
+    /// This core host's partner in round `round`, and whether this host's data is the first operand.
     pub fn partner(&self, round: usize) -> (usize, bool) {
-        let place = self.tree_rank.unwrap_or(0);
-        (self.at(place ^ (1 << round)), place & (1 << round) == 0)
+        let tree_rank = self.tree_rank.unwrap_or(0);
+        (self.at(tree_rank ^ (1 << round)), tree_rank & (1 << round) == 0)
     }
 
-    /// All additions in order, of the part of the second host to that of the first; the last makes the whole.
+    /// All additions in order: the data of the second host is added to that of the first. The last one completes the
+    /// sum.
     pub fn add_order(&self) -> Vec<(usize, usize)> {
         let mut additions: Vec<(usize, usize)> = (0..self.pairs()).map(|pair| (2 * pair, 2 * pair + 1)).collect();
         for round in 0..self.rounds() {
             let first = (0..1 << self.rounds()).step_by(2 << round);
-            additions.extend(first.map(|place| (self.at(place), self.at(place + (1 << round)))));
+            additions.extend(first.map(|tree_rank| (self.at(tree_rank), self.at(tree_rank + (1 << round)))));
         }
         additions
     }
@@ -72,7 +74,7 @@ impl ReductionTree {
 mod tests {
     use super::*;
 
-    /// The sum of `hosts` hosts in words.
+    /// The order of the sum over `hosts` hosts, as a text with parentheses.
     fn sum(hosts: usize) -> String {
         let mut parts: Vec<String> = (0..hosts).map(|host| host.to_string()).collect();
         for (low, high) in ReductionTree::new(hosts, 0).add_order() {
@@ -82,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_added_up_in_their_order() {
+    fn hosts_are_added_in_order() {
         assert_eq!(sum(2), "(0 1)");
         assert_eq!(sum(3), "((0 1) 2)");
         assert_eq!(sum(4), "((0 1) (2 3))");
@@ -97,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn partners_are_of_one_mind() {
+    fn partners_agree_on_pairs_and_order() {
         for hosts in 2..40 {
             let trees: Vec<ReductionTree> = (0..hosts).map(|host| ReductionTree::new(hosts, host)).collect();
             for (host, tree) in trees.iter().enumerate() {
