@@ -1,8 +1,8 @@
-//! The cxx bridge: what the op libraries for TensorFlow and PyTorch see of the core.
+//! The cxx bridge between the core and the op libraries for TensorFlow and PyTorch.
 //!
-//! Functions here translate and enqueue, nothing else. Every outcome, bad arguments too, reaches the caller through its
-//! `Completion`, exactly once. A panic must not cross the bridge (cxx aborts the process), so bodies run under [`guard`].
-//! Thread rule: everything may be called from any thread and returns without waiting for a peer.
+//! Functions here only convert and enqueue. Every result, including argument errors, reaches the caller exactly once
+//! through its `Completion`. A panic must not cross the bridge (cxx aborts the process), so bodies run under [`guard`].
+//! Thread rule: any thread; no function waits for a peer.
 
 use crate::buffer::{Buffer, Tensor};
 use crate::device::Device;
@@ -30,8 +30,8 @@ mod bridge {
         Bool = 8,
     }
 
-    /// One tensor in host memory: `src` is read, `dst` is written, they may be equal. `length` counts elements; the
-    /// tensor's shape is the next `ndim` numbers of the `shapes` that go with the list.
+    /// A tensor: reads `src` and writes `dst`, which may be equal. `length` counts elements. Its shape is the next
+    /// `ndim` numbers of the list's `shapes`.
     struct TensorView {
         src: usize,
         dst: usize,
@@ -40,16 +40,20 @@ mod bridge {
         ndim: usize,
     }
 
-    /// What an average is beside its tensors. `towers` replicas of a list follow each other. `name` and `instance` are part
-    /// of what the ranks must agree on; `instance` tells apart calls of one name that are under way at once. `labels`
-    /// (tensor names of one tower, a line each, or empty) stands in error messages. `owner` tells apart, on this rank only,
-    /// equal lists of one name: on a schedule they must not get each other's means. A `part` belongs to the call before
-    /// it, which the team's schedule has counted. A `separate` call gets its own mean and the one before apart, if
-    /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits. A call that
-    /// `blocks` keeps its thread from making another one before it has ended. `timeout` is in seconds: 0 for none, negative
-    /// for the team's. The tensors are in the memory of GPU `device`, made and used on `stream` (a `cudaStream_t`), or, where
-    /// that is negative, in host memory; on a GPU the completion comes when `stream` will see the result, or, for a call that
-    /// `waits`, when it is there, and `stream` goes on meanwhile.
+    /// Options of an allreduce (mean):
+    /// - `towers`: the number of replicas of the list, one after the other.
+    /// - `name`, `instance`: the ranks must agree on both; `instance` distinguishes calls of one name in flight
+    ///   together.
+    /// - `labels`: names of one tower's tensors for messages, a line each, or empty.
+    /// - `owner`: distinguishes, on this rank only, equal lists of one name, which must not share carried means.
+    /// - `part`: the call continues the step of the call before it, which the schedule has counted.
+    /// - `separate`: with `results`, returns the call's own mean and the carried one separately (see `settle`).
+    /// - `timed`: whether the time until the end of the call counts as waiting.
+    /// - `blocks`: the calling thread makes no other call before this one has ended.
+    /// - `timeout`: in seconds; 0 for none, negative for the team's.
+    /// - `device`, `stream`: the GPU and `cudaStream_t` of the tensors; a negative `device` means host memory. On a GPU
+    ///   the call completes once `stream` waits for the result.
+    /// - `waits`: on a GPU, the call completes with the result, and `stream` does not wait.
     struct Average<'a> {
         team: i32,
         towers: usize,
@@ -67,7 +71,7 @@ mod bridge {
         waits: bool,
     }
 
-    /// What a broadcast from rank `root` is beside its tensors; the rest as for an average.
+    /// Options of a broadcast from rank `root`; the others as in `Average`.
     struct Broadcast<'a> {
         root: i32,
         name: &'a str,
@@ -92,8 +96,8 @@ mod bridge {
     }
 
     extern "Rust" {
-        /// Starts the average of `tensors` over all ranks. `results` owns their memory, or is null, which keeps the call
-        /// from returning before its average has ended (see `carries`).
+        /// Starts an allreduce (mean) of `tensors` over all ranks. `results` owns their memory; if it is null, the call
+        /// does not return early (see `carries`).
         unsafe fn average(
             call: &Average<'_>,
             tensors: &[TensorView],
@@ -102,27 +106,28 @@ mod bridge {
             results: SharedPtr<Results>,
         );
 
-        /// Whether coming averages of `owner` on `team` may return before they have ended: their callers' memory must then be
-        /// copied, or belong to `results`. False when there is no such team.
+        /// Whether later calls of `owner` on `team` may return early. Then `results` must own their tensors, or be null
+        /// and the tensors copied. False if there is no such team.
         fn carries(team: i32, owner: u64) -> bool;
 
-        /// Forgets the means that the last calls of `owner` on `team` have left.
+        /// Drops the means that the last calls of `owner` on `team` have carried over.
         fn discard(team: i32, owner: u64);
 
-        /// Counts the seconds that a caller has waited for a call that is not timed.
+        /// Adds the seconds that a caller has waited for a call that is not `timed`.
         fn add_waited(team: i32, seconds: f64);
 
-        /// This thread waits for a call that it has started, as long as there is one of these. Made by waits that take long:
-        /// where the ranks wait for each other, the core must know who waits.
+        /// While it lives, this thread counts as waiting for a call that it has started. For long waits: deadlock
+        /// detection needs the waiting threads.
         type LongWait;
 
-        /// Begins a long wait.
+        /// Starts a long wait.
         fn begin_wait() -> Box<LongWait>;
 
-        /// Looks for signals, ten times a second say; after one that ends the wait, calls that are under way end soon.
+        /// Checks for signals; call it about ten times a second. After a signal that ends the wait, the pending calls
+        /// soon end.
         fn look(self: &LongWait);
 
-        /// Starts the broadcast of `tensors` from a rank.
+        /// Starts a broadcast of `tensors` from a rank.
         unsafe fn broadcast(
             call: &Broadcast<'_>,
             tensors: &[TensorView],
@@ -130,10 +135,10 @@ mod bridge {
             completion: UniquePtr<Completion>,
         );
 
-        /// Lets stream `later` of GPU `device` wait for all that is on `stream` now.
+        /// Makes stream `later` of GPU `device` wait for all work on `stream` so far.
         fn order(device: i32, stream: usize, later: usize) -> Result<()>;
 
-        /// The same number for all who share one core in this process.
+        /// Equal for all users of one core in this process.
         fn core_id() -> usize;
     }
 }
@@ -145,10 +150,10 @@ use cxx::{SharedPtr, UniquePtr};
 
 use bridge::{Average, Broadcast, Completion, Results, TensorView};
 
-/// The memory of a call, in the hands of an op library.
+/// The memory of a call, owned by an op library.
 struct OpLibraryResults(SharedPtr<Results>);
 
-// SAFETY: the contract of `Results` (completion.h) is that it is used and destroyed on any thread.
+// SAFETY: by contract (completion.h), any thread may use and destroy `Results`.
 unsafe impl Send for OpLibraryResults {}
 // SAFETY: as above.
 unsafe impl Sync for OpLibraryResults {}
@@ -172,7 +177,7 @@ impl ResultBuffer for OpLibraryResults {
     }
 }
 
-/// What the op library gets of a result.
+/// The op library's memory of a result.
 fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> {
     let Some(results) = results else { return Ok(SharedPtr::null()) };
     let any: Arc<dyn Any + Send + Sync> = results;
@@ -182,10 +187,10 @@ fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> 
     Ok(memory.0.clone())
 }
 
-/// A completion that is called exactly once, whatever happens to the call.
+/// A completion that is called exactly once, even if the call is dropped.
 struct CompletionGuard(UniquePtr<Completion>);
 
-// SAFETY: the contract of `Completion` (completion.h) is that it is called and destroyed on any thread.
+// SAFETY: by contract (completion.h), any thread may call and destroy a `Completion`.
 unsafe impl Send for CompletionGuard {}
 
 impl CompletionGuard {
@@ -214,13 +219,13 @@ fn on_result(completion: UniquePtr<Completion>) -> OnResult {
     Box::new(move |result| guard.finish(result.and_then(memory)))
 }
 
-/// Runs `body`; after a panic in it, the ticket that it held has told the caller.
+/// Runs `body`. After a panic the dropped [`CompletionGuard`] has reported the error.
 fn catch(body: impl FnOnce()) {
-    let told: Result<()> = guard(|| {
+    let reported: Result<()> = guard(|| {
         body();
         Ok(())
     });
-    drop(told);
+    drop(reported);
 }
 
 fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
@@ -239,8 +244,8 @@ fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
 }
 
 /// # Safety
-/// The memory of `tensors` stays valid until the completion is called, and with `results` as long as these live; `dst` ranges
-/// are not otherwise in use.
+/// The memory of `tensors` is valid until the completion is called, or while `results` lives. `dst` ranges are not used
+/// otherwise.
 unsafe fn average(
     call: &Average<'_>,
     tensors: &[TensorView],
@@ -281,7 +286,7 @@ fn carries(team: i32, owner: u64) -> bool {
 }
 
 fn discard(team: i32, owner: u64) {
-    // What is left of a team that has ended is gone with it.
+    // The means of a team that has ended are gone with it.
     let _discarded = guard(|| {
         runtime::discard_carried(team, owner);
         Ok(())
@@ -289,7 +294,7 @@ fn discard(team: i32, owner: u64) {
 }
 
 fn add_waited(team: i32, seconds: f64) {
-    // A team that has ended meanwhile counts no more.
+    // An ended team does not count any more.
     let _counted = guard(|| runtime::add_waited(team, seconds));
 }
 
@@ -321,7 +326,7 @@ fn begin_wait() -> Box<LongWait> {
 
 impl LongWait {
     fn look(&self) {
-        // A panic of the language's function is the language's.
+        // A panic of the signal check must not cross the bridge.
         let _looked = guard(|| {
             runtime::look_for_signals();
             Ok(())

@@ -1,4 +1,4 @@
-//! What C callers pass and get, in Rust and back.
+//! Conversion of C arguments and results.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -12,13 +12,13 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::gpu;
 
-/// `dl_comm_buffer_t` of `dl_comm.h`, which has the contract.
+/// `dl_comm_buffer_t`; see `dl_comm.h` for the contract.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CBuffer {
-    /// Read from here.
+    /// The source.
     pub src: *const c_void,
-    /// Written to here.
+    /// The destination.
     pub dst: *mut c_void,
     /// The number of elements.
     pub length: usize,
@@ -30,7 +30,7 @@ pub struct CBuffer {
     pub shape: *const i64,
 }
 
-/// `dl_comm_device_t` of `dl_comm.h`, which has the contract.
+/// `dl_comm_device_t`; see `dl_comm.h` for the contract.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CDevice {
@@ -38,11 +38,11 @@ pub struct CDevice {
     pub device: c_int,
     /// Its stream.
     pub stream: *mut c_void,
-    /// Whether the call returns when the results are there.
+    /// Whether the call blocks the host until the results are there.
     pub waits: c_int,
 }
 
-/// Where tensors are; `None` for host memory.
+/// The device of the tensors; `None` for host memory.
 ///
 /// # Safety
 /// `device` is NULL or valid.
@@ -56,14 +56,14 @@ pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
     })
 }
 
-/// The GPU whose memory the tensors are in, with its default stream; `None` for those of the host.
+/// The GPU whose memory holds the tensors, with its default stream; `None` for host memory.
 ///
 /// # Errors
-/// [`Error::Invalid`] when they are in several.
+/// [`Error::Invalid`] if the tensors are on several devices.
 pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
     let mut tensors = towers.iter().flatten().filter(|tensor| !tensor.buffer.is_empty());
     let owner = |tensor: &Tensor| gpu::device_of_pointer(tensor.buffer.dst().addr());
-    // Who has memory of a GPU has loaded the driver.
+    // A process with GPU memory has loaded the driver.
     let Some(first) = tensors.next().filter(|_| gpu::is_loaded()).map(owner) else { return Ok(None) };
     if tensors.any(|tensor| owner(tensor) != first) {
         return Err(Error::Invalid("the tensors are in the memory of different devices; average them apart".into()));
@@ -71,31 +71,31 @@ pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
     Ok(first.map(|ordinal| Device { ordinal, stream: 0, waits: false }))
 }
 
-/// A number as C functions return it.
+/// Converts a number to a C return value.
 pub(super) fn number(value: usize) -> Result<c_int> {
     c_int::try_from(value).map_err(|_| Error::Internal("a number is too large for int".into()))
 }
 
-/// Writes `words`, cut to `capacity` bytes with their NUL, to `text`; returns their length.
+/// Copies `message` to `text`, cut to `capacity` bytes with the NUL, and returns the full length.
 ///
 /// # Safety
-/// `text` has `capacity` bytes.
-pub(super) unsafe fn give(words: &str, text: *mut c_char, capacity: usize) -> Result<c_int> {
+/// `text` has room for `capacity` bytes.
+pub(super) unsafe fn copy_text(message: &str, text: *mut c_char, capacity: usize) -> Result<c_int> {
     if text.is_null() && capacity > 0 {
         return Err(Error::Invalid("the place for the text is NULL".into()));
     }
-    let room = words.floor_char_boundary(capacity.saturating_sub(1));
+    let len = message.floor_char_boundary(capacity.saturating_sub(1));
     if capacity > 0 {
-        // SAFETY: the caller's promise; `room` is below `capacity`.
+        // SAFETY: the caller's promise; `len` is below `capacity`.
         unsafe {
-            ptr::copy_nonoverlapping(words.as_ptr().cast(), text, room);
-            *text.add(room) = 0;
+            ptr::copy_nonoverlapping(message.as_ptr().cast(), text, len);
+            *text.add(len) = 0;
         }
     }
-    number(words.len())
+    number(message.len())
 }
 
-/// A C string; empty for NULL.
+/// Converts a C string; NULL gives an empty string.
 ///
 /// # Safety
 /// `name` is a C string or NULL.
@@ -107,10 +107,10 @@ pub(super) unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
     unsafe { CStr::from_ptr(name) }.to_string_lossy()
 }
 
-/// The array at `data`; `what` it is, for the error.
+/// The array at `data`; `what` names it in errors.
 ///
 /// # Safety
-/// `data` has `count` valid entries when it is not NULL.
+/// `data` is NULL or has `count` valid entries.
 unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
@@ -122,10 +122,10 @@ unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [
     Ok(unsafe { slice::from_raw_parts(data, count) })
 }
 
-/// The tensors of an array of buffers.
+/// Converts an array of buffers to tensors.
 ///
 /// # Safety
-/// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim`.
+/// `buffers` has `count` entries, and each `shape` that is not NULL has `ndim` entries.
 pub(super) unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Vec<Tensor>> {
     let mut list = Views::new();
     // SAFETY: the caller's promise.
@@ -133,13 +133,13 @@ pub(super) unsafe fn tensors(buffers: *const CBuffer, count: usize) -> Result<Ve
     Ok(list.iter().map(|view| view.to_tensor()).collect())
 }
 
-/// A list of tensors, made where it is used.
+/// A list of tensors on the stack.
 pub(super) type Views<'a> = SmallVec<[View<'a>; 4]>;
 
-/// Puts the buffers into `list`, where they stay: moving them would take a good part of a short call's time.
+/// Builds the views in place in `list`: moving them slows small messages.
 ///
 /// # Safety
-/// As for [`tensors`]; the shapes stay as they are while the views are used.
+/// As for [`tensors`]; the shapes do not change while the views are used.
 pub(super) unsafe fn views<'a>(buffers: *const CBuffer, count: usize, list: &mut Views<'a>) -> Result<()> {
     // SAFETY: the caller's promise.
     let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
@@ -154,10 +154,10 @@ pub(super) unsafe fn views<'a>(buffers: *const CBuffer, count: usize, list: &mut
     Ok(())
 }
 
-/// The towers of the plugin's lists.
+/// Converts the towers of the plugin's lists.
 ///
 /// # Safety
-/// The arrays have the sizes that `dl_comm_gradients` of the header tells.
+/// The arrays have the sizes documented for `dl_comm_gradients` in the header.
 pub(super) unsafe fn towers(
     all_tensors: *mut *mut *mut c_void,
     lengths: *mut *mut c_int,

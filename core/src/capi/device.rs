@@ -1,4 +1,4 @@
-//! The functions of the C API for tensors in the memory of a GPU.
+//! C API functions for tensors in GPU memory.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
@@ -14,7 +14,7 @@ use crate::transport::gpu;
 /// `dl_comm_average_on` of `dl_comm.h`.
 ///
 /// # Safety
-/// `device` is NULL or valid; the rest as for [`dl_comm_average`].
+/// `device` is NULL or valid; the rest as for [`dl_comm_average`](super::dl_comm_average).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_average_on(
     device: *const CDevice,
@@ -41,7 +41,7 @@ pub unsafe extern "C" fn dl_comm_average_on(
 /// `dl_comm_broadcast_buffers` of `dl_comm.h`.
 ///
 /// # Safety
-/// As for [`dl_comm_average`].
+/// As for [`dl_comm_average`](super::dl_comm_average).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_broadcast_buffers(
     buffers: *const CBuffer,
@@ -70,9 +70,9 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
     status(|| {
         // SAFETY: the caller's promise.
         let (device, tensors, name) = unsafe { (arguments::device(device), tensors(buffers, count)?, text(name)) };
-        let limit = Timeout::from_seconds(timeout);
-        runtime::wait(&name, |request| {
-            runtime::broadcast(root, request.with_timeout(limit).with_device(device), || Ok(tensors))
+        let timeout = Timeout::from_seconds(timeout);
+        runtime::wait(&name, |options| {
+            runtime::broadcast(root, options.with_timeout(timeout).with_device(device), || Ok(tensors))
         })
     })
 }

@@ -1,4 +1,4 @@
-//! How errors leave the C API: a code, and the calling thread's last error.
+//! Errors of the C API: a return code, and the calling thread's last error.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_int};
@@ -9,11 +9,11 @@ thread_local! {
     pub(super) static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Runs `body`; its error becomes the code and the thread's last error.
+/// Runs `body`; an error becomes the return code and the thread's last error.
 pub(super) fn catch(body: impl FnOnce() -> Result<c_int>) -> c_int {
     guard(body).unwrap_or_else(|error| {
         let text = error.to_string().replace('\0', " ");
-        // In an exit handler the thread may have no place for it any more; the code remains.
+        // Thread-local storage may be gone at exit; the code still returns.
         let _kept = LAST_ERROR.try_with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
         error.code()
     })

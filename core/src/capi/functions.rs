@@ -1,9 +1,9 @@
-//! The functions of the C API, but those for tensors in device memory.
+//! C API functions, except those for device memory.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
 
-use super::arguments::{CBuffer, Views, device_of, give, number, tensors, text, towers, views};
+use super::arguments::{CBuffer, Views, copy_text, device_of, number, tensors, text, towers, views};
 use super::errors::{LAST_ERROR, catch, status};
 use crate::error::Error;
 use crate::group::Timeout;
@@ -40,10 +40,10 @@ pub extern "C" fn dl_comm_finalize() -> c_int {
 /// `dl_comm_abort` of `dl_comm.h`.
 ///
 /// # Safety
-/// `why` is null or a text that ends with NUL.
+/// `why` is NULL or a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_abort(why: *const c_char) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller's promise.
     status(|| runtime::abort(&unsafe { text(why) }))
 }
 
@@ -68,7 +68,7 @@ pub extern "C" fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
 /// `dl_comm_gradients` of `dl_comm.h`.
 ///
 /// # Safety
-/// The arrays have the sizes that the header tells, and the tensors are valid memory that nobody else uses.
+/// The arrays have the sizes documented in the header; the tensors are valid memory that is not used otherwise.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_gradients(
     all_tensors: *mut *mut *mut c_void,
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn dl_comm_broadcast(
         // SAFETY: the caller's promise.
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
         let device = device_of(&towers)?;
-        runtime::wait("", |request| runtime::broadcast_towers(root, request.with_device(device), || Ok(towers)))
+        runtime::wait("", |options| runtime::broadcast_towers(root, options.with_device(device), || Ok(towers)))
     })
 }
 
@@ -180,17 +180,17 @@ pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
 /// `dl_comm_stats` of `dl_comm.h`.
 ///
 /// # Safety
-/// `text` has `capacity` bytes.
+/// `text` has room for `capacity` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_stats(text: *mut c_char, capacity: usize) -> c_int {
     // SAFETY: the caller's promise.
-    catch(|| unsafe { give(&runtime::stats()?.to_string(), text, capacity) })
+    catch(|| unsafe { copy_text(&runtime::stats()?.to_string(), text, capacity) })
 }
 
 /// `dl_comm_dump` of `dl_comm.h`.
 ///
 /// # Safety
-/// `folder` is a C string or NULL; `path` has `capacity` bytes.
+/// `folder` is a C string or NULL; `path` has room for `capacity` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, capacity: usize) -> c_int {
     catch(|| {
@@ -198,7 +198,7 @@ pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, 
         let folder = (!folder.is_null()).then(|| unsafe { text(folder) });
         let file = runtime::dump(folder.as_deref())?;
         // SAFETY: the caller's promise.
-        unsafe { give(&file.to_string_lossy(), path, capacity) }
+        unsafe { copy_text(&file.to_string_lossy(), path, capacity) }
     })
 }
 
@@ -261,13 +261,13 @@ pub extern "C" fn dl_comm_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_describe(text: *mut c_char, capacity: usize) -> c_int {
     // SAFETY: the caller's promise.
-    catch(|| unsafe { give(&process_info()?, text, capacity) })
+    catch(|| unsafe { copy_text(&process_info()?, text, capacity) })
 }
 
 /// `dl_comm_average` of `dl_comm.h`.
 ///
 /// # Safety
-/// `buffers` has `count` entries of valid memory that nobody else uses; `name` is a C string or NULL.
+/// `buffers` has `count` entries of valid memory that is not used otherwise; `name` is a C string or NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_average(
     buffers: *const CBuffer,
@@ -306,14 +306,14 @@ pub unsafe extern "C" fn dl_comm_average_towers(
         unsafe { views(buffers, all, &mut list) }?;
         // SAFETY: as above.
         let name = unsafe { text(name) };
-        let limit = Timeout::from_seconds(timeout);
+        let timeout = Timeout::from_seconds(timeout);
         if ntowers == 1 {
             // SAFETY: as above.
-            return unsafe { runtime::average_list(team, &name, limit, &list) };
+            return unsafe { runtime::average_list(team, &name, timeout, &list) };
         }
         let towers = list.chunks(count).map(|tower| tower.iter().map(|view| view.to_tensor()).collect()).collect();
         // SAFETY: as above.
-        unsafe { runtime::average_and_wait(team, &name, limit, towers) }
+        unsafe { runtime::average_and_wait(team, &name, timeout, towers) }
     })
 }
 
@@ -353,14 +353,14 @@ pub unsafe extern "C" fn dl_comm_check_buffers_match(buffers: *const CBuffer, co
 /// `dl_comm_alloc` of `dl_comm.h`.
 ///
 /// # Safety
-/// `memory` is NULL or a valid place for an address.
+/// `memory` is NULL or a valid out pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -> c_int {
     status(|| {
         // SAFETY: the caller's promise.
-        let place = unsafe { memory.as_mut() }.ok_or_else(|| Error::Invalid("memory is NULL".into()))?;
-        *place = ptr::null_mut();
-        *place = runtime::alloc(bytes)?.cast();
+        let out = unsafe { memory.as_mut() }.ok_or_else(|| Error::Invalid("memory is NULL".into()))?;
+        *out = ptr::null_mut();
+        *out = runtime::alloc(bytes)?.cast();
         Ok(())
     })
 }
@@ -368,7 +368,7 @@ pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -
 /// `dl_comm_free` of `dl_comm.h`.
 ///
 /// # Safety
-/// Nobody uses the memory any more.
+/// The memory is not used any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
     // SAFETY: the caller's promise.
@@ -384,7 +384,7 @@ pub extern "C" fn dl_comm_barrier() -> c_int {
 /// `dl_comm_barrier_timeout` of `dl_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
-    status(|| runtime::wait("", |request| runtime::barrier(request.with_timeout(Timeout::from_seconds(timeout)))))
+    status(|| runtime::wait("", |options| runtime::barrier(options.with_timeout(Timeout::from_seconds(timeout)))))
 }
 
 /// `dl_comm_set_timeout` of `dl_comm.h`.
@@ -402,15 +402,18 @@ pub extern "C" fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
 mod tests {
     use super::*;
 
-    /// The length of a list that is not there is not believed.
+    /// The length of a NULL list is ignored.
     #[test]
-    fn no_list_of_any_length_is_refused() {
-        let none = ptr::null_mut();
-        // SAFETY: nothing is pointed to.
+    fn null_lists_of_any_length_are_rejected() {
+        let null_tensors = ptr::null_mut();
+        // SAFETY: all pointers are NULL.
         unsafe {
             assert_eq!(dl_comm_average(ptr::null(), usize::MAX, 0, ptr::null()), -1);
             assert_eq!(dl_comm_average(ptr::null(), 1 << 40, 0, ptr::null()), -1);
-            assert_eq!(dl_comm_gradients(none, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), c_int::MAX, 0), -1);
+            assert_eq!(
+                dl_comm_gradients(null_tensors, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), c_int::MAX, 0),
+                -1
+            );
         }
     }
 }

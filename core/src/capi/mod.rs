@@ -1,4 +1,4 @@
-//! The C API: `dl_comm.h`, function by function. Translates and waits, nothing else; the header has the contracts.
+//! The C API of `dl_comm.h`: only argument conversion and waiting. The header has the contracts.
 
 #![allow(non_snake_case)]
 

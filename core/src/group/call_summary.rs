@@ -1,6 +1,6 @@
-//! What is known of all calls of one signature: text for people, and the statistics of small calls.
+//! Data shared by all calls of one signature: texts for messages, and the statistics of small calls.
 //!
-//! Thread rule: written by the thread that runs the group's calls, read by any.
+//! Thread rule: the thread that runs the group's calls writes; any thread reads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use crate::collective::Call;
 
-/// How many tensors of a call stand in a dump.
+/// Maximum number of tensors of a call in a dump.
 const TENSORS_SHOWN: usize = 4;
 
-/// The words for all calls of one signature.
+/// Texts for all calls of one signature.
 #[derive(Debug)]
 pub(super) struct CallSummary {
     pub name_line: String,
@@ -32,25 +32,25 @@ impl CallSummary {
     }
 }
 
-/// What is remembered of the short calls of one kind that ended at once.
+/// Statistics of the small calls of one signature that completed inline.
 #[derive(Debug)]
 pub(super) struct SmallCallStats {
     pub signature: u64,
     pub summary: Arc<CallSummary>,
-    /// How many there were.
+    /// The number of calls.
     pub calls: AtomicU64,
-    /// What all of them took, in nanoseconds, as far as those that were timed tell.
+    /// Estimated total nanoseconds, from the timed calls.
     pub nanos: AtomicU64,
-    /// Of the last one: its number on this rank, and its place among the matched calls.
+    /// The last call: its number on this rank, and its index among the matched calls.
     pub number: AtomicU64,
     pub match_index: AtomicU64,
-    /// When the last one ended, to some milliseconds (nanoseconds after the start of the recorder).
+    /// End of the last call, in nanoseconds since the start of the recorder, to some milliseconds.
     pub last_ended: AtomicU64,
-    /// What the last one that was timed took, in nanoseconds.
+    /// Nanoseconds of the last timed call.
     pub last_nanos: AtomicU64,
 }
 
-/// One call of so many is timed: a look at the precise clock is a good part of what such a call costs.
+/// One in this many calls is timed: the precise clock is expensive compared with a small call.
 pub(super) const SAMPLE_EVERY: u64 = 8;
 
 impl SmallCallStats {
@@ -68,18 +68,18 @@ impl SmallCallStats {
         }
     }
 
-    /// Counts a call that ended so long after the start of the recorder, and what it took if it was timed.
-    pub fn count(&self, number: u64, place: u64, ended: Duration, took: Option<Duration>) {
+    /// Counts a call that ended `ended` after the start of the recorder and took `duration`, if it was timed.
+    pub fn count(&self, number: u64, match_index: u64, ended: Duration, duration: Option<Duration>) {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        // One writer at a time: plain additions will do.
+        // A single writer: no atomic addition is necessary.
         let add = |sum: &AtomicU64, more: u64| sum.store(sum.load(Ordering::Relaxed) + more, Ordering::Relaxed);
         self.number.store(number, Ordering::Relaxed);
-        self.match_index.store(place, Ordering::Relaxed);
+        self.match_index.store(match_index, Ordering::Relaxed);
         self.last_ended.store(nanos(ended), Ordering::Relaxed);
         add(&self.calls, 1);
-        if let Some(took) = took {
-            self.last_nanos.store(nanos(took), Ordering::Relaxed);
-            add(&self.nanos, nanos(took).saturating_mul(SAMPLE_EVERY));
+        if let Some(duration) = duration {
+            self.last_nanos.store(nanos(duration), Ordering::Relaxed);
+            add(&self.nanos, nanos(duration).saturating_mul(SAMPLE_EVERY));
         }
     }
 }

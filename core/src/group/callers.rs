@@ -1,32 +1,32 @@
-//! Who calls a team: whether every thread that does waits for a call. Then no other call will come before one of these has
-//! ended, unless from a thread that has made none so far.
+//! Threads that call a group, and whether all of them are blocked. Then no further call can come before one of theirs
+//! ends, except from a new thread.
 //!
-//! Thread rule: may be used from any thread.
+//! Thread rule: any thread.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The kernel's number of a thread.
+/// The kernel's thread id.
 pub(super) type ThreadId = i32;
 
-/// What is known of a team's callers.
+/// The threads that have called a group.
 #[derive(Debug, Default)]
 pub(super) struct CallerThreads {
     known: Mutex<Vec<ThreadId>>,
-    /// The caller of the last call, who needs no look at the list.
+    /// The thread of the last call; saves searching the list.
     last: AtomicI32,
 }
 
 impl CallerThreads {
-    /// Notes a call of this thread, which waits for the call (`blocks`) or goes on. Returns the thread if it waits.
-    pub fn note(&self, blocks: bool) -> Option<ThreadId> {
+    /// Records a call of this thread. Returns the thread if the call blocks it.
+    pub fn record(&self, blocks: bool) -> Option<ThreadId> {
         let here = this_thread();
         if self.last.load(Ordering::Relaxed) != here {
             self.last.store(here, Ordering::Relaxed);
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             if !known.contains(&here) {
-                // Where threads come and go, those that have gone must not fill the list.
+                // Removes exited threads before the list grows.
                 if known.len() == known.capacity() {
                     known.retain(|&thread| is_alive(thread));
                 }
@@ -36,7 +36,7 @@ impl CallerThreads {
         blocks.then_some(here)
     }
 
-    /// Whether every thread that has called, and is alive, is among `waiting`. Looks at the system's list of threads.
+    /// Whether every live thread that has called is in `waiting`. Reads the system's list of threads.
     pub fn all_blocked(&self, waiting: &[ThreadId]) -> bool {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|&thread| is_alive(thread));
@@ -60,37 +60,37 @@ mod tests {
     use std::sync::mpsc::channel;
 
     #[test]
-    fn threads_count_as_long_as_they_live() {
+    fn only_live_threads_count() {
         let callers = CallerThreads::default();
-        let here = callers.note(true).unwrap();
+        let here = callers.record(true).unwrap();
         assert!(callers.all_blocked(&[here]) && !callers.all_blocked(&[]));
         let (sender, receiver) = channel();
         let (end, ended) = channel::<()>();
         std::thread::scope(|scope| {
             let callers = &callers;
             let other = scope.spawn(move || {
-                sender.send(callers.note(true).unwrap()).unwrap();
+                sender.send(callers.record(true).unwrap()).unwrap();
                 ended.recv().unwrap_err();
             });
-            let there = receiver.recv().unwrap();
-            assert!(!callers.all_blocked(&[here]) && callers.all_blocked(&[there, here]));
+            let other_thread = receiver.recv().unwrap();
+            assert!(!callers.all_blocked(&[here]) && callers.all_blocked(&[other_thread, here]));
             drop(end);
             other.join().unwrap();
         });
-        // The system may take a moment to forget a thread.
+        // An exited thread may stay in /proc for a moment.
         while !callers.all_blocked(&[here]) {
             std::thread::yield_now();
         }
-        assert_eq!(callers.note(false), None);
+        assert_eq!(callers.record(false), None);
         assert!(callers.all_blocked(&[here]) && !callers.all_blocked(&[]), "it may wait for the call later");
     }
 
     #[test]
-    fn threads_that_have_gone_do_not_fill_the_list() {
+    fn exited_threads_are_removed_from_the_list() {
         let callers = CallerThreads::default();
         for _ in 0..500 {
             std::thread::scope(|scope| {
-                scope.spawn(|| callers.note(true));
+                scope.spawn(|| callers.record(true));
             });
         }
         assert!(callers.known.lock().unwrap().len() < 100);

@@ -1,9 +1,9 @@
-//! Calls on device memory in a team: their checks, their way through the team's threads, and a watch over what was enqueued.
+//! Calls on device memory in a group: how the group's threads run them, and monitoring of enqueued work.
 //!
-//! Such a call ends for its caller when it is enqueued, which may be long before its GPU has done it, or, if it waits, when its
-//! GPU has. A thread of its own watches over it until then: when a rank is lost or the deadline passes meanwhile, it ends
-//! the team and lets the GPU's streams go on, so that nothing on them waits for ever.
-//! Thread rule: [`DeviceExecutor`] is in the executor; a [`StagingPipeline`] is its worker's.
+//! Such a call completes for its caller once it is enqueued, possibly long before the GPU has run it. If it blocks the
+//! host, it completes with the GPU's work. A separate thread monitors the work. If a rank is lost or the deadline
+//! passes, that thread fails the group and unblocks the GPU's streams, so that no stream waits forever.
+//! Thread rule: [`DeviceExecutor`] belongs to the executor; a [`StagingPipeline`] belongs to its worker.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,133 +20,133 @@ use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::transport::gpu::Event;
 
-/// The longest sleep of the watch between two looks; while a caller waits, and else.
+/// Maximum sleep of the monitor between two checks, while a caller is blocked and otherwise.
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
-/// What the lead has for calls on device memory.
+/// The lead thread's resources for calls on device memory.
 pub(super) struct DeviceExecutor {
     path: DevicePath,
-    /// Where the watch hears of calls; gone before the thread is joined.
-    watched: Option<Sender<DeviceWork>>,
-    watch: Option<JoinHandle<()>>,
+    /// Sends calls to the monitor; closed before the thread is joined.
+    monitored: Option<Sender<DeviceWork>>,
+    monitor: Option<JoinHandle<()>>,
 }
 
-/// A call that was enqueued, and its end on the GPU.
+/// An enqueued call, and the event at its end.
 struct DeviceWork {
     work: Arc<Work>,
     done: Event,
 }
 
 impl DeviceWork {
-    /// A part of a call that waits ends with this.
+    /// If the call blocks the host, one of its parts completes with this.
     fn new(work: &Arc<Work>, end: Event) -> DeviceWork {
-        let watched = DeviceWork { work: Arc::clone(work), done: end };
-        if watched.waits() {
+        let monitored = DeviceWork { work: Arc::clone(work), done: end };
+        if monitored.blocks_host() {
             work.add_parts(1);
         }
-        watched
+        monitored
     }
 
-    fn waits(&self) -> bool {
+    fn blocks_host(&self) -> bool {
         self.work.call.producer().is_some_and(|producer| producer.waits())
     }
 
-    /// Whether the GPU has done it, or cannot tell.
+    /// Whether the GPU has finished, or the driver fails.
     fn has_ended(&self) -> bool {
-        self.done.context().push().and_then(|_entered| self.done.is_complete()).unwrap_or(true)
+        self.done.context().push().and_then(|_guard| self.done.is_complete()).unwrap_or(true)
     }
 
     fn finish(self, result: Result<()>) {
-        if self.waits() {
+        if self.blocks_host() {
             self.work.finish(result);
         }
     }
 }
 
 impl DeviceExecutor {
-    /// Carries out a call on which the ranks agree; false when it has to go through the host, by all threads. At the first
-    /// one, all ranks agree on the way.
+    /// Runs a call on which the ranks agree. False if all threads must run it through the host. The first call chooses
+    /// the path.
     pub fn run(place: &mut Option<DeviceExecutor>, worker: &mut Worker, work: &Arc<Work>) -> Result<bool> {
         if place.is_none() {
             *place = Some(DeviceExecutor::start(worker, work)?);
         }
-        let Some(DeviceExecutor { path, watched, .. }) = place else {
+        let Some(DeviceExecutor { path, monitored, .. }) = place else {
             return Err(Error::Internal("there is no GPU for a call on device memory".into()));
         };
-        let carried = worker.run_checked(work, |channel, _, wait_ctx| {
-            let carried = path.run(channel, &work.call, wait_ctx).map_err(out_of_step)?;
-            let DeviceResult::Enqueued(end) = carried else { return Ok(false) };
-            watch_over(watched.as_ref(), work, end).map(|()| true)
+        let result = worker.run_checked(work, |channel, _, wait_ctx| {
+            let result = path.run(channel, &work.call, wait_ctx).map_err(unrecoverable)?;
+            let DeviceResult::Enqueued(end) = result else { return Ok(false) };
+            start_monitoring(monitored.as_ref(), work, end).map(|()| true)
         });
-        worker.shared.device_bytes.store(path.held(), Ordering::Relaxed);
+        worker.shared.device_bytes.store(path.device_bytes(), Ordering::Relaxed);
         worker.shared.calls_in_chunks.store(path.in_chunks(), Ordering::Relaxed);
-        if carried.is_err() {
+        if result.is_err() {
             path.release_streams()();
-            // Part of it may be enqueued: the tensors are their caller's again when the GPU is at work on them no more.
+            // Part of it may be enqueued: the caller gets the tensors back once the GPU no longer uses them.
             if let Some(end) = path.signal_outputs(&work.call) {
-                watch_over(watched.as_ref(), work, end)?;
+                start_monitoring(monitored.as_ref(), work, end)?;
             }
         }
-        carried
+        result
     }
 
     fn start(worker: &mut Worker, work: &Arc<Work>) -> Result<DeviceExecutor> {
         let settings = worker.shared.settings.device;
         let path = worker
             .run_checked(work, |channel, work, wait_ctx| DevicePath::new(channel, &work.call, settings, wait_ctx))?;
-        // One call is the first.
+        // Only the first call sets it.
         let _first = worker.shared.gpu_info.set(path.about());
         let (sender, receiver) = channel();
-        let (shared, rescue) = (Arc::clone(&worker.shared), path.release_streams());
+        let (shared, release_streams) = (Arc::clone(&worker.shared), path.release_streams());
         let builder = Builder::new().name(format!("dlcomm-{}.gpu", worker.shared.settings.id));
-        let watch = worker.run_checked(work, |_, _, _| {
+        let monitor = worker.run_checked(work, |_, _, _| {
             let spawned = builder.spawn(move || {
                 if let Err(error) = unbind() {
                     log_line(&error.to_string());
                 }
-                poll_device_work(&shared, &receiver, &*rescue);
+                poll_device_work(&shared, &receiver, &*release_streams);
             });
             spawned.map_err(|error| Error::system("starting a thread", error))
         })?;
-        Ok(DeviceExecutor { path, watched: Some(sender), watch: Some(watch) })
+        Ok(DeviceExecutor { path, monitored: Some(sender), monitor: Some(monitor) })
     }
 }
 
-/// Gives a call to the watch, which ends after who gives it.
-fn watch_over(watched: Option<&Sender<DeviceWork>>, work: &Arc<Work>, end: Event) -> Result<()> {
-    let nobody = || Error::Internal("nobody watches over the GPU".into());
-    let sent = watched.ok_or_else(nobody)?.send(DeviceWork::new(work, end));
+/// Hands a call to the monitor, which outlives the sender.
+fn start_monitoring(monitored: Option<&Sender<DeviceWork>>, work: &Arc<Work>, end: Event) -> Result<()> {
+    let no_monitor = || Error::Internal("nobody watches over the GPU".into());
+    let sent = monitored.ok_or_else(no_monitor)?.send(DeviceWork::new(work, end));
     sent.map_err(|unsent| {
-        unsent.0.finish(Err(nobody()));
-        nobody()
+        unsent.0.finish(Err(no_monitor()));
+        no_monitor()
     })
 }
 
-/// An error of this rank alone, after the ranks have agreed on a call: the others are at work on it, so it ends the team,
-/// whatever it is.
-fn out_of_step(error: Error) -> Error {
+/// Makes an error of this rank alone unrecoverable once the ranks have agreed on a call: the others already run it, so
+/// the error must end the group.
+fn unrecoverable(error: Error) -> Error {
     if error.is_recoverable() { Error::System(error.detail().to_owned()) } else { error }
 }
 
 impl Drop for DeviceExecutor {
     fn drop(&mut self) {
-        drop(self.watched.take());
-        if self.watch.take().is_some_and(|watch| watch.join().is_err()) {
+        drop(self.monitored.take());
+        if self.monitor.take().is_some_and(|monitor| monitor.join().is_err()) {
             log_line("the watch over a team's GPU panicked");
         }
     }
 }
 
-/// Looks after calls until they have come to their end on the GPU.
-fn poll_device_work(shared: &Arc<GroupState>, calls: &Receiver<DeviceWork>, rescue: &dyn Fn()) {
-    while let Ok(watched) = calls.recv() {
-        let mut nap = Duration::from_micros(20);
-        let longest = if watched.waits() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };
-        let DeviceWork { work, done: end } = &watched;
-        let entered = end.context().push();
+/// Polls calls until the GPU has finished them.
+fn poll_device_work(shared: &Arc<GroupState>, calls: &Receiver<DeviceWork>, release_streams: &dyn Fn()) {
+    while let Ok(monitored) = calls.recv() {
+        let mut sleep = Duration::from_micros(20);
+        let max_sleep = if monitored.blocks_host() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };
+        let DeviceWork { work, done: end } = &monitored;
+        let guard = end.context().push();
         let failed = loop {
-            if let Err(error) = &entered {
+            if let Err(error) = &guard {
                 break Some(error.clone());
             }
             match end.is_complete() {
@@ -157,35 +157,35 @@ fn poll_device_work(shared: &Arc<GroupState>, calls: &Receiver<DeviceWork>, resc
             if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(|| overdue(work)) {
                 break Some(error);
             }
-            std::thread::sleep(nap);
-            nap = (2 * nap).min(longest);
+            std::thread::sleep(sleep);
+            sleep = (2 * sleep).min(max_sleep);
         };
-        drop(entered);
+        drop(guard);
         let Some(error) = failed else {
-            watched.finish(Ok(()));
+            monitored.finish(Ok(()));
             continue;
         };
         shared.fail(&error);
-        return drain_failed(watched, calls, rescue, &error);
+        return drain_failed(monitored, calls, release_streams, &error);
     }
 }
 
-/// After a failure: lets the GPU's streams go on until the team ends, again and again, because one of them may undo it for
-/// others. How long they take is not known: what a program has enqueued before comes first.
-fn drain_failed(failed: DeviceWork, calls: &Receiver<DeviceWork>, rescue: &dyn Fn(), error: &Error) {
+/// After a failure: unblocks the GPU's streams repeatedly until the group ends, because other ranks may undo it. The
+/// time is unknown: earlier work of the program runs first.
+fn drain_failed(failed: DeviceWork, calls: &Receiver<DeviceWork>, release_streams: &dyn Fn(), error: &Error) {
     let since = Instant::now();
-    let mut left = vec![failed];
+    let mut pending = vec![failed];
     loop {
-        rescue();
-        // The tensors are their caller's again when the GPU is at work on them no more.
-        let over = |watched: &DeviceWork| since.elapsed() > TEARDOWN_TIMEOUT || watched.has_ended();
-        let (ended, going): (Vec<_>, Vec<_>) = left.into_iter().partition(over);
-        ended.into_iter().for_each(|watched| watched.finish(Err(error.clone())));
-        left = going;
+        release_streams();
+        // The caller gets the tensors back once the GPU no longer uses them.
+        let finished = |monitored: &DeviceWork| since.elapsed() > TEARDOWN_TIMEOUT || monitored.has_ended();
+        let (ended, running): (Vec<_>, Vec<_>) = pending.into_iter().partition(finished);
+        ended.into_iter().for_each(|monitored| monitored.finish(Err(error.clone())));
+        pending = running;
         match calls.recv_timeout(MAX_SLEEP) {
-            Ok(watched) => left.push(watched),
+            Ok(monitored) => pending.push(monitored),
             Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) if left.is_empty() => return,
+            Err(RecvTimeoutError::Disconnected) if pending.is_empty() => return,
             Err(RecvTimeoutError::Disconnected) => std::thread::sleep(MAX_SLEEP),
         }
     }
@@ -203,8 +203,8 @@ fn overdue(work: &Work) -> Option<Error> {
 }
 
 impl Worker {
-    /// This thread's chunks of a call on device memory that goes through the host.
-    pub(super) fn share_on_device(&mut self, work: &Arc<Work>) -> Result<()> {
+    /// Runs this thread's chunks of a call on device memory that goes through the host.
+    pub(super) fn run_staged_chunks(&mut self, work: &Arc<Work>) -> Result<()> {
         let (index, channels) = (self.index, work.call.channels());
         let settings = self.shared.settings.device;
         let mut staging = self.staging.take();
@@ -215,9 +215,9 @@ impl Worker {
                 (None, None) => return Err(Error::Internal("a call on host memory has no GPU".into())),
             };
             let chunks = (index..work.call.layout.chunks()).step_by(channels);
-            staging.run(channel, &work.call, chunks, wait_ctx).map_err(out_of_step)
+            staging.run(channel, &work.call, chunks, wait_ctx).map_err(unrecoverable)
         });
-        // Once all have been told.
+        // After all ranks have been notified.
         if let (Err(_), Some(staging)) = (&done, &staging)
             && work.call.producer().is_some_and(|producer| producer.waits())
         {

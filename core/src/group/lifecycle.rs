@@ -1,4 +1,4 @@
-//! How a team begins and ends: what its calls are carried by, and its threads.
+//! Start and end of a group: its resources and threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::mpsc::channel;
@@ -20,45 +20,45 @@ use crate::topology::Topology;
 use crate::transport::GroupResources;
 use crate::transport::shm_region::RegionLayout;
 
-/// Where the threads of the ranks outnumber the processors, calls up to so many bytes are carried by one thread of each rank:
-/// to wake another one that has to wait for a processor takes longer than its help saves. Measured with 2 ranks on 2
-/// processors, ordinary and shared memory: 1 MiB takes 0.83 and 0.8 of the time that it takes with two threads each, 8 MiB
-/// the same, and with 4 ranks two threads win from there on.
-const ALONE: usize = 4 << 20;
+/// If the ranks' threads outnumber the processors, one thread per rank runs calls up to this size: waking another
+/// thread that must wait for a processor costs more than it helps. Measured with 2 ranks on 2 processors, in ordinary
+/// and shared memory: 1 MiB takes 0.83 and 0.8 of the time with two threads each, and 8 MiB the same time. With 4
+/// ranks, two threads are faster from 8 MiB on.
+const SINGLE_THREAD_MAX_BYTES: usize = 4 << 20;
 
-/// What a rank reads of the others in a call that takes one exchange: that, and its own, should stay in the caches.
-const READ: usize = 1 << 20;
+/// Data that a rank reads from its peers in a small call; this and its own data should stay in the caches.
+const SMALL_READ_BYTES: usize = 1 << 20;
 
-/// The longest call that takes one exchange. It is worth more to threads that could share a call than to one.
-fn short(layout: RegionLayout) -> usize {
-    (READ / layout.ranks.saturating_sub(1).max(1) / layout.channels).min(layout.slot)
+/// Largest small call. With more channels the limit is lower, because several threads could share a larger call.
+fn small_max(layout: RegionLayout) -> usize {
+    (SMALL_READ_BYTES / layout.ranks.saturating_sub(1).max(1) / layout.channels).min(layout.slot)
 }
 
 impl Group {
-    /// Starts a team with one thread for each channel of `endpoint`, thread i on processor `cpus[i]` if these are given.
-    /// `process_groups` are the teams of the rank, to which this one is added.
+    /// Starts a group with one thread for each channel of `resources`, thread i on processor `cpus[i]` if given. Adds
+    /// the group to `process_groups`.
     ///
     /// # Errors
-    /// [`Error::System`] when the system refuses a thread.
+    /// [`Error::System`] if the system refuses a thread.
     pub fn start(
-        endpoint: GroupResources,
+        resources: GroupResources,
         settings: GroupConfig,
         cpus: Option<&[usize]>,
-        alarm: OnFailure,
+        on_failure: OnFailure,
         process_groups: &Arc<ProcessGroups>,
     ) -> Result<Group> {
-        let GroupResources { topology, names, region, links, network, oversubscribed: crowded } = endpoint;
+        let GroupResources { topology, names, region, links, network, oversubscribed } = resources;
         let config = CallConfig {
             team: settings.id,
             ranks: topology.size(),
             channels: links.len(),
             slot: region.layout().slot,
-            single_thread_max: if crowded { ALONE } else { 0 },
-            small_max: if topology.hosts() == 1 { short(region.layout()) } else { 0 },
+            single_thread_max: if oversubscribed { SINGLE_THREAD_MAX_BYTES } else { 0 },
+            small_max: if topology.hosts() == 1 { small_max(region.layout()) } else { 0 },
             acc_f64: settings.acc_f64,
         };
         let rank = topology.rank();
-        let (sender, notes) = channel();
+        let (sender, receiver) = channel();
         let shared = Arc::new(GroupState {
             settings,
             region: Arc::clone(&region),
@@ -66,7 +66,7 @@ impl Group {
             rank,
             names,
             failure: OnceLock::new(),
-            on_failure: alarm,
+            on_failure,
             recorder: Arc::default(),
             callers: CallerThreads::default(),
             process_groups: Arc::clone(process_groups),
@@ -108,13 +108,13 @@ impl Group {
             return Err(Error::Invalid("a team needs at least one thread".into()));
         };
         let executor = Arc::new(Executor::new(worker, helpers));
-        let served = Arc::clone(&executor);
-        threads.push(spawn(&settings, 0, cpus, move || served.run_loop(&notes))?);
+        let lead = Arc::clone(&executor);
+        threads.push(spawn(&settings, 0, cpus, move || lead.run_loop(&receiver))?);
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         Ok(Group { shared, topology, config, executor, threads: Mutex::new(threads) })
     }
 
-    /// Completes what is enqueued and ends the threads. Further calls are refused.
+    /// Completes the enqueued calls and ends the threads. Later calls fail.
     pub fn stop(&self) {
         drop(self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner).take());
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
@@ -126,13 +126,13 @@ impl Group {
         self.shared.region.set_departed();
     }
 
-    /// Lets go of what leads to other hosts, and of GPUs, after [`Group::stop`].
+    /// Closes links to other hosts and releases GPU resources, after [`Group::stop`].
     pub fn release_resources(&self) {
         self.executor.release_resources(self.shared.known_failure().is_some());
     }
 }
 
-/// Starts a thread whose name fits the 15 characters that Linux keeps.
+/// Starts a thread; its name fits the 15 characters that Linux keeps.
 fn spawn(
     settings: &GroupConfig,
     index: usize,
@@ -141,7 +141,7 @@ fn spawn(
 ) -> Result<JoinHandle<()>> {
     let team = if settings.id < 0 { "c".to_owned() } else { settings.id.to_string() };
     let cpu = cpus.and_then(|cpus| cpus.get(index).copied());
-    let bound = move || {
+    let run = move || {
         request_short_slice();
         if let Some(Err(error)) = cpu.map(bind) {
             log_line(&format!("{error}; the thread runs where the process may"));
@@ -150,6 +150,6 @@ fn spawn(
     };
     Builder::new()
         .name(format!("dlcomm-{team}.{index}"))
-        .spawn(bound)
+        .spawn(run)
         .map_err(|error| Error::system("starting a thread", error))
 }

@@ -1,12 +1,13 @@
-//! A team: its queue, its threads, and the life of a call.
+//! A group: its queue, its threads, and the life of a call.
 //!
-//! `submit` checks, lays out and enqueues a call, and returns. The lead thread takes calls in order; with a call's first
-//! chunk it finds out whether all ranks called the same, and only then hands the other chunks to the helpers, so the helpers
-//! meet the calls in one order on all ranks. Ranks that met with different calls line them up
-//! ([`crate::collective::lineup`]). The thread that ends a call's last part completes it.
-//! A failure that leaves the ranks out of step (a deadline, a lost peer) ends the team: every call, waiting or new, gets
-//! that first error.
-//! Thread rule: a [`Group`] may be shared and used by any thread.
+//! `submit` validates, lays out and enqueues a call, and returns. The lead thread runs calls in order. A call's first
+//! chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the calls
+//! in the same order on all ranks. Ranks with differing calls reconcile them ([`crate::collective::matching`]). The
+//! thread that finishes a call's last part completes it.
+//!
+//! A failure that leaves the ranks out of sync (a deadline, a lost peer) ends the group: all pending and later calls
+//! get that first error.
+//! Thread rule: any thread may use a [`Group`].
 
 mod call_summary;
 mod callers;

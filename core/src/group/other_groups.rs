@@ -1,6 +1,6 @@
-//! What a rank does beside a team, while the ranks of that team reconcile their calls.
+//! The activity of this rank in other groups while one group reconciles its calls.
 //!
-//! Thread rule: used by the thread that leads the team.
+//! Thread rule: used by the group's lead thread.
 
 use std::time::{Duration, Instant};
 
@@ -9,74 +9,74 @@ use rustix::time::{ClockId, clock_gettime};
 use super::state::GroupState;
 use crate::collective::matching::Outlook;
 
-/// What is known of it; see the module's text.
+/// See the module's documentation.
 pub(super) struct OtherGroups {
-    /// How many calls of this rank were given up, in whatever team, before this reconciliation.
-    given_up: u64,
-    /// The call that it waits for, or waited for last.
+    /// Failed calls of this rank in all groups before this reconciliation.
+    failed_calls: u64,
+    /// The call that this rank waits for, or waited for last.
     pending: Option<String>,
     /// Whether it waits for that call now.
     waits: bool,
-    /// When the reconciliation began, by the clock and by the time that the process has spent on processors.
+    /// Start of the reconciliation: time, and processor time of the process.
     since: (Instant, Duration),
 }
 
 /// The processor time of this process.
-fn spent() -> Duration {
+fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 impl OtherGroups {
-    /// At the start of a reconciliation of `team`.
-    pub fn new(team: &GroupState) -> OtherGroups {
-        let since = (Instant::now(), spent());
+    /// At the start of a reconciliation of `group`.
+    pub fn new(group: &GroupState) -> OtherGroups {
+        let since = (Instant::now(), processor_time());
         let mut other_groups =
-            OtherGroups { given_up: team.process_groups.given_up(), pending: None, waits: false, since };
-        other_groups.poll(team);
+            OtherGroups { failed_calls: group.process_groups.failed_calls(), pending: None, waits: false, since };
+        other_groups.poll(group);
         other_groups
     }
 
-    /// Looks again.
-    pub fn poll(&mut self, team: &GroupState) {
-        let pending = team.process_groups.pending_elsewhere(team, team.stall_check_after);
+    /// Updates the pending call.
+    pub fn poll(&mut self, group: &GroupState) {
+        let pending = group.process_groups.pending_elsewhere(group, group.stall_check_after);
         self.waits = pending.is_some();
         self.pending = pending.or(self.pending.take());
     }
 
-    /// What a rank expects that waits for some call, but may have threads that do not: that is known from the processor time
-    /// only. Waits and reconciliation take far less than a tenth of one processor.
+    /// The outlook of a rank that waits for some call, but may have threads that do not wait. Only the processor time
+    /// shows that: waits and reconciliation take far less than a tenth of a processor.
     pub fn unsettled(&self) -> Outlook {
         let (started, before) = self.since;
-        let computes = spent().saturating_sub(before) > started.elapsed() / 10;
+        let computes = processor_time().saturating_sub(before) > started.elapsed() / 10;
         if computes { Outlook::Busy } else { Outlook::Open }
     }
 
-    /// What further calls this rank expects in `team`, to which the last one came at `arrived`.
-    pub fn outlook(&self, team: &GroupState, arrived: Instant) -> Outlook {
-        let process_groups = &team.process_groups;
-        if self.pending.is_some() && process_groups.given_up() > self.given_up {
-            // The call elsewhere was given up because this team's ranks and that one's wait for each other: so was this rank's
-            // part here.
+    /// The outlook of this rank in `group`, whose last call came at `arrived`.
+    pub fn outlook(&self, group: &GroupState, arrived: Instant) -> Outlook {
+        let process_groups = &group.process_groups;
+        if self.pending.is_some() && process_groups.failed_calls() > self.failed_calls {
+            // The call in the other group failed because the two groups' ranks wait for each other. So this rank has no
+            // further call here either.
             return Outlook::Settled;
         }
         if !self.waits {
             return Outlook::Busy;
         }
-        // The teams that wait for each other find out together.
-        let settled = arrived.elapsed() > team.stall_check_after
-            && process_groups.all_blocked(team.stall_check_after)
-            && process_groups.reconcile_elsewhere(team);
+        // Groups that wait for each other settle together.
+        let settled = arrived.elapsed() > group.stall_check_after
+            && process_groups.all_blocked(group.stall_check_after)
+            && process_groups.reconcile_elsewhere(group);
         if settled { Outlook::Settled } else { self.unsettled() }
     }
 
-    /// Words for the other ranks.
-    pub fn describe(&self, team: &GroupState, closed: bool) -> String {
-        let name = match team.settings.id {
+    /// The status of this rank for messages of other ranks.
+    pub fn describe(&self, group: &GroupState, closed: bool) -> String {
+        let name = match group.settings.id {
             -1 => "the control team".to_owned(),
             id => format!("team {id}"),
         };
-        let calls = match team.matched() {
+        let calls = match group.matched() {
             0 => format!("has made no call on {name}"),
             1 => format!("has made 1 call on {name}"),
             count => format!("has made {count} calls on {name}"),

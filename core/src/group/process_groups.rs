@@ -1,14 +1,15 @@
-//! The teams of one rank, as far as they must know of each other: two ranks may wait for each other in different teams.
+//! The groups of one process, for deadlocks across groups: two ranks may wait for each other in different groups.
 //!
-//! A thread that has waited long for a call marks the call's step in its team's shared memory ([`ShmRegion::stall`]); the failure
-//! detector carries the mark to other hosts. Every thread that waits long also looks for such marks of other ranks in all
-//! teams of its rank. In a team that has no call for the marked step, the lead then takes part in the step without a call
-//! ([`Call::absent`]). That brings all ranks of that team to reconciliation ([`crate::collective::lineup`]), where lists of
-//! calls, also empty ones, decide. A rank that waits nowhere does not look, so a slow rank is no mismatch.
-//! Thread rule: may be used from any thread.
+//! A thread that has waited long for a call marks the call's round as stalled in its group's shared memory
+//! ([`ShmRegion::stall`]). The failure detector forwards the mark to other hosts. Such a thread also checks all groups
+//! of its rank for marks of other ranks. If a group has no call for the marked round, its lead takes part in the round
+//! without a call ([`Call::absent`]). So all ranks of that group start a reconciliation
+//! ([`crate::collective::matching`]), which also handles empty lists. A rank that is not blocked does not check, so a
+//! slow rank is no mismatch.
+//! Thread rule: any thread.
 //!
-//! [`ShmRegion::stall`]: crate::transport::Node::stall
-//! [`Call::absent`]: crate::collective::Job::absent
+//! [`ShmRegion::stall`]: crate::transport::ShmRegion::stall
+//! [`Call::absent`]: crate::collective::Call::absent
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -17,35 +18,35 @@ use std::time::{Duration, Instant};
 use super::callers::{ThreadId, this_thread};
 use super::record::Record;
 
-/// How long reconciliations of other teams are waited for.
-const SETTLED: Duration = Duration::from_secs(2);
+/// Maximum wait for reconciliations of other groups.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A group, seen by the other groups of its process.
 pub(super) trait WaitingGroup: Send + Sync {
-    /// Lets the group take part, without a call, in a step in which other ranks wait.
+    /// Makes the group take part, without a call, in a round in which other ranks are stalled.
     fn join_stalled(&self);
     /// Its calls that have not ended, oldest first.
     fn pending(&self) -> Vec<Arc<Record>>;
-    /// Whether every live thread that has called it is among `waiting`.
+    /// Whether every live thread that has called it is in `waiting`.
     fn callers_are_among(&self, waiting: &[ThreadId]) -> bool;
     /// Whether it reconciles its calls with the other ranks.
     fn reconciles(&self) -> bool;
-    /// Whether it takes part in a step without a call.
+    /// Whether it takes part in a round without a call.
     fn joins_stalled(&self) -> bool;
-    /// Fails: a signal has interrupted the caller of `call`.
+    /// Fails the group: a signal has interrupted the caller of `call`.
     fn interrupt(&self, call: &Record);
 }
 
 /// The groups of one process.
 #[derive(Default)]
 pub struct ProcessGroups {
-    teams: Mutex<Vec<Weak<dyn WaitingGroup>>>,
-    /// Threads that wait for calls which did not block, outside of the core, and since when.
+    groups: Mutex<Vec<Weak<dyn WaitingGroup>>>,
+    /// Threads that wait outside of the core for non-blocking calls, with the start of the wait.
     blocked: Mutex<Vec<(ThreadId, Instant)>>,
-    /// A thread that may call at any time, even if it has not done so yet; 0 for none.
+    /// A thread that may call at any time, even if it has made no call yet; 0 for none.
     main: ThreadId,
-    /// How many calls of this rank were given up because the ranks called different things.
-    given_up: AtomicU64,
+    /// Calls of this rank that failed because of a mismatch.
+    failed_calls: AtomicU64,
 }
 
 impl ProcessGroups {
@@ -54,88 +55,89 @@ impl ProcessGroups {
         ProcessGroups { main: rustix::process::getpid().as_raw_nonzero().get(), ..ProcessGroups::default() }
     }
 
-    pub(super) fn add(&self, team: Arc<dyn WaitingGroup>) {
-        let mut teams = lock(&self.teams);
-        teams.retain(|team| team.strong_count() > 0);
-        teams.push(Arc::downgrade(&team));
+    pub(super) fn add(&self, group: Arc<dyn WaitingGroup>) {
+        let mut groups = lock(&self.groups);
+        groups.retain(|group| group.strong_count() > 0);
+        groups.push(Arc::downgrade(&group));
     }
 
-    fn teams(&self) -> Vec<Arc<dyn WaitingGroup>> {
-        lock(&self.teams).iter().filter_map(Weak::upgrade).collect()
+    fn groups(&self) -> Vec<Arc<dyn WaitingGroup>> {
+        lock(&self.groups).iter().filter_map(Weak::upgrade).collect()
     }
 
     fn others(&self, own: &dyn WaitingGroup) -> impl Iterator<Item = Arc<dyn WaitingGroup>> {
         let own: *const () = std::ptr::from_ref(own).cast();
-        self.teams().into_iter().filter(move |team| !std::ptr::addr_eq(Arc::as_ptr(team), own))
+        self.groups().into_iter().filter(move |group| !std::ptr::addr_eq(Arc::as_ptr(group), own))
     }
 
-    /// Lets this rank's other teams take part in steps in which other ranks wait long; called by a thread that waits long.
+    /// Makes this rank's other groups take part in rounds in which other ranks are stalled. Called by a thread that
+    /// waits long.
     pub(super) fn check_deadlock(&self, own: &dyn WaitingGroup) {
-        self.others(own).for_each(|team| team.join_stalled());
+        self.others(own).for_each(|group| group.join_stalled());
     }
 
-    /// The threads of this rank that have waited for calls, in whatever team, for at least `long`. A call that has come just
-    /// now may be about to meet its counterpart.
+    /// Threads of this rank that have waited for a call, in any group, for at least `long`. A newer call may be about
+    /// to match.
     pub(super) fn waiting(&self, long: Duration) -> Vec<ThreadId> {
         let blocked = lock(&self.blocked);
-        let old = blocked.iter().filter(|(_, since)| since.elapsed() >= long);
-        let mut threads: Vec<ThreadId> = old.map(|(thread, _)| *thread).collect();
+        let waiting_long = blocked.iter().filter(|(_, since)| since.elapsed() >= long);
+        let mut threads: Vec<ThreadId> = waiting_long.map(|(thread, _)| *thread).collect();
         drop(blocked);
-        for team in self.teams() {
-            let pending = team.pending();
-            let old = pending.iter().filter(|record| record.submitted.elapsed() >= long);
-            threads.extend(old.filter_map(|record| record.thread));
+        for group in self.groups() {
+            let pending = group.pending();
+            let waiting_long = pending.iter().filter(|record| record.submitted.elapsed() >= long);
+            threads.extend(waiting_long.filter_map(|record| record.thread));
         }
         threads
     }
 
-    /// What this rank has waited for in other teams than `own` for at least `long`: the oldest call's heading.
+    /// The name line of the oldest call in groups other than `own`, if it has waited at least `long`.
     pub(super) fn pending_elsewhere(&self, own: &dyn WaitingGroup, long: Duration) -> Option<String> {
-        let waits = |team: Arc<dyn WaitingGroup>| team.pending();
-        let oldest = self.others(own).flat_map(waits).min_by_key(|record| record.submitted)?;
+        let pending = |group: Arc<dyn WaitingGroup>| group.pending();
+        let oldest = self.others(own).flat_map(pending).min_by_key(|record| record.submitted)?;
         (oldest.submitted.elapsed() >= long).then(|| oldest.summary.name_line.clone())
     }
 
-    /// Whether every thread that has called any team, and the main thread, has waited for a call for at least `long`.
+    /// Whether every thread that has called any group, and the main thread, has waited for a call for at least `long`.
     pub(super) fn all_blocked(&self, long: Duration) -> bool {
         let waiting = self.waiting(long);
         let main = self.main == 0 || waiting.contains(&self.main);
-        main && self.teams().iter().all(|team| team.callers_are_among(&waiting))
+        main && self.groups().iter().all(|group| group.callers_are_among(&waiting))
     }
 
-    /// Whether another team than `own` reconciles its calls.
+    /// Whether another group than `own` reconciles its calls.
     pub(super) fn reconcile_elsewhere(&self, own: &dyn WaitingGroup) -> bool {
-        self.others(own).any(|team| team.reconciles())
+        self.others(own).any(|group| group.reconciles())
     }
 
-    /// Counts a call that was given up because the ranks called different things.
-    pub(super) fn give_up(&self) {
-        self.given_up.fetch_add(1, Ordering::AcqRel);
+    /// Counts a call that failed because of a mismatch.
+    pub(super) fn count_failed_call(&self) {
+        self.failed_calls.fetch_add(1, Ordering::AcqRel);
     }
 
-    pub(super) fn given_up(&self) -> u64 {
-        self.given_up.load(Ordering::Acquire)
+    pub(super) fn failed_calls(&self) -> u64 {
+        self.failed_calls.load(Ordering::Acquire)
     }
 
-    /// Ends the teams in which calls of this rank have not ended, because a signal has interrupted their caller.
+    /// Fails the groups with pending calls of this rank: a signal has interrupted the caller.
     pub fn interrupt(&self) {
-        for team in self.teams() {
-            team.pending().first().into_iter().for_each(|call| team.interrupt(call));
+        for group in self.groups() {
+            group.pending().first().into_iter().for_each(|call| group.interrupt(call));
         }
     }
 
-    /// This thread waits, until the guard goes, for a call that it has started and that did not block.
+    /// Marks this thread as waiting for a non-blocking call until the guard is dropped.
     pub fn blocked(self: &Arc<ProcessGroups>) -> BlockedCaller {
         let thread = this_thread();
         lock(&self.blocked).push((thread, Instant::now()));
         BlockedCaller { process_groups: Arc::clone(self), thread }
     }
 
-    /// Waits a while until reconciliations of other teams than `own` have ended: the other ranks then learn of the mismatch, and
-    /// not of what this rank does after it has learned of it.
+    /// Waits up to [`SETTLE_TIMEOUT`] for reconciliations of other groups than `own`, so that the other ranks report the
+    /// mismatch, and not this rank's reaction to it.
     pub(super) fn settle(&self, own: &dyn WaitingGroup) {
-        let until = Instant::now() + SETTLED;
-        let reconcile = || self.others(own).any(|team| team.reconciles() || team.joins_stalled());
+        let until = Instant::now() + SETTLE_TIMEOUT;
+        let reconcile = || self.others(own).any(|group| group.reconciles() || group.joins_stalled());
         while reconcile() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -151,8 +153,8 @@ pub struct BlockedCaller {
 impl Drop for BlockedCaller {
     fn drop(&mut self) {
         let mut blocked = lock(&self.process_groups.blocked);
-        if let Some(place) = blocked.iter().position(|(thread, _)| *thread == self.thread) {
-            blocked.swap_remove(place);
+        if let Some(position) = blocked.iter().position(|(thread, _)| *thread == self.thread) {
+            blocked.swap_remove(position);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! What the lead does when the ranks met with different calls: they tell each other their lists of calls, until it is known
-//! which calls are carried out next, or given up ([`crate::collective::lineup`]).
+//! The lead's part in a reconciliation: after a mismatch the ranks exchange their lists of calls until they agree which
+//! calls to run or to fail ([`crate::collective::matching`]).
 //!
 //! Thread rule: as for [`Worker`].
 
@@ -15,14 +15,14 @@ use crate::collective::MismatchEntry;
 use crate::collective::matching::{Age, Outlook, PendingCall, PendingCalls, Reconciliation};
 use crate::error::{Error, Result};
 
-/// The longest that the lead looks away from the other ranks meanwhile: a call that all ranks have is found within it.
+/// Maximum pause between two exchanges; a new common call is found within it.
 pub(super) const MAX_BACKOFF: Duration = Duration::from_millis(20);
-/// How much sooner a call is given up when nothing else can come.
+/// Calls fail this much earlier if nothing else can come.
 pub(super) const EARLY_DIVISOR: u32 = 30;
 
 impl Worker {
-    /// The ranks met with different calls: brings those that all have to the front of the queue, or gives one up, once it
-    /// is known which; returns a call of this rank that has ended so. `absent` stands for the calls of a rank that has none.
+    /// Reconciles after a mismatch: moves the calls that all ranks have to the front of the queue, or fails a call.
+    /// Returns a call of this rank that has ended. `absent` stands for the calls of a rank that has none.
     pub fn reconcile(
         &mut self,
         queue: &mut Queue<'_>,
@@ -44,7 +44,7 @@ impl Worker {
         absent: Option<&Arc<Work>>,
         mut other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
-        let mut nap = Duration::from_millis(1);
+        let mut pause = Duration::from_millis(1);
         loop {
             queue.drain();
             if queue.calls.is_empty() {
@@ -52,15 +52,15 @@ impl Worker {
             }
             let list = self.list(queue, &other_groups);
             let head = Arc::clone(queue.calls.front().or(absent)?);
-            let own = self.rank;
+            let own_rank = self.rank;
             let decision = self.run_checked(&head, |channel, _, wait_ctx| {
                 let decision = channel.reconcile(&list, wait_ctx)?;
                 if let Reconciliation::Wait(ranks) = &decision {
-                    // The rounds themselves do not wait for what is missing.
+                    // The exchanges themselves do not wait for missing calls.
                     let counterpart = || {
-                        let others = ranks.iter().enumerate().filter(|(rank, _)| *rank != own);
-                        let words = others.map(|(rank, standing)| format!("rank {rank} {}", standing.describe()));
-                        format!("its counterpart; {}", words.collect::<Vec<_>>().join(", "))
+                        let others = ranks.iter().enumerate().filter(|(rank, _)| *rank != own_rank);
+                        let texts = others.map(|(rank, status)| format!("rank {rank} {}", status.describe()));
+                        format!("its counterpart; {}", texts.collect::<Vec<_>>().join(", "))
                     };
                     wait_ctx.check(Duration::ZERO, &counterpart)?;
                 }
@@ -71,41 +71,45 @@ impl Worker {
                     queue.reorder(&order);
                     return None;
                 }
-                Ok(Reconciliation::Fail(places)) => {
-                    return self.fail_call(queue, &head, places[self.rank], &other_groups);
+                Ok(Reconciliation::Fail(positions)) => {
+                    return self.fail_call(queue, &head, positions[self.rank], &other_groups);
                 }
                 Ok(Reconciliation::Wait(_)) => {
-                    nap = if queue.wait_for_more(nap) { Duration::from_millis(1) } else { (2 * nap).min(MAX_BACKOFF) };
+                    pause = if queue.wait_for_more(pause) {
+                        Duration::from_millis(1)
+                    } else {
+                        (2 * pause).min(MAX_BACKOFF)
+                    };
                 }
                 Err(error) => return queue.calls.pop_front().map(|head| (head, Err(error))),
             }
         }
     }
 
-    /// What this rank tells of its calls.
+    /// This rank's pending calls.
     fn list(&self, queue: &Queue<'_>, other_groups: &OtherGroups) -> PendingCalls {
         let shared = &self.shared;
-        // Before the deadline, so that what differs is told rather than that time is up.
-        let within = |work: &Work| {
+        // Expire before the deadline, to report a mismatch instead of a timeout.
+        let match_timeout = |work: &Work| {
             work.timeout.map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
         };
         let pending = |work: &Arc<Work>| PendingCall {
             signature: work.call.signature,
             key: work.call.key(),
-            age: match work.alone_since().elapsed() {
-                alone if alone > within(work) => Age::Expired,
-                alone if alone > within(work) / EARLY_DIVISOR => Age::Conflicting,
+            age: match work.unmatched_since().elapsed() {
+                unmatched if unmatched > match_timeout(work) => Age::Expired,
+                unmatched if unmatched > match_timeout(work) / EARLY_DIVISOR => Age::Conflicting,
                 _ => Age::New,
             },
         };
         let quiet = queue.calls.front().is_some_and(|head| {
-            let unchanged = queue.arrived.max(head.alone_since()).elapsed();
-            let all_wait = || {
+            let unchanged = queue.arrived.max(head.unmatched_since()).elapsed();
+            let all_blocked = || {
                 let mut waiting = shared.process_groups.waiting(shared.stall_check_after);
                 waiting.extend(queue.calls.iter().filter_map(|work| work.record.thread));
                 shared.callers.all_blocked(&waiting)
             };
-            unchanged > within(head) / EARLY_DIVISOR && all_wait()
+            unchanged > match_timeout(head) / EARLY_DIVISOR && all_blocked()
         });
         let outlook = match queue.calls.front() {
             _ if queue.closed => Outlook::Closed,
@@ -116,24 +120,24 @@ impl Worker {
         PendingCalls { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
     }
 
-    /// Gives up the call at `place`, or, without one, hears about the calls that others give up.
+    /// Fails the call at `position`; without one, only takes part in the report about the calls of others.
     fn fail_call(
         &mut self,
         queue: &mut Queue<'_>,
         head: &Arc<Work>,
-        place: Option<usize>,
+        position: Option<usize>,
         other_groups: &OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
-        let given_up = place.and_then(|place| queue.calls.remove(place));
-        let account = match &given_up {
+        let failed = position.and_then(|position| queue.calls.remove(position));
+        let entry = match &failed {
             Some(work) => {
-                self.shared.process_groups.give_up();
+                self.shared.process_groups.count_failed_call();
                 MismatchEntry::Call(&work.call)
             }
             None if head.is_absent() => MismatchEntry::None(other_groups.describe(&self.shared, queue.closed)),
             None => MismatchEntry::None(format!("nothing that matches; it waits for {}", head.call.full_name())),
         };
-        let told = self.run_checked::<()>(head, |channel, _, wait_ctx| Err(channel.explain(&account, wait_ctx)));
-        Some((given_up?, told))
+        let result = self.run_checked::<()>(head, |channel, _, wait_ctx| Err(channel.explain(&entry, wait_ctx)));
+        Some((failed?, result))
     }
 }

@@ -1,7 +1,7 @@
-//! The flight recorder: the last calls of a team, always on, and the sums of all its calls.
+//! The flight recorder: the last calls of a group, always on, and totals of all calls.
 //!
-//! A record costs a slot in a ring and a few looks at the clock; words are made when somebody wants to read it.
-//! Thread rule: a [`Record`] is shared by the threads that carry out its call; the [`RecorderState`] is behind a lock of its own.
+//! A record costs a slot in a ring and a few clock reads; texts are created on request.
+//! Thread rule: the threads that run a call share its [`Record`]; a lock guards the [`RecorderState`].
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -19,57 +19,58 @@ use crate::error::{Error, Result};
 use crate::timeline;
 use crate::timings::{Activity, CallTimings};
 
-/// How many calls the ring holds.
+/// Number of calls in the ring.
 const RING_CALLS: usize = 256;
-/// How many kinds of calls are remembered for their words.
+/// Maximum number of cached summaries.
 const MAX_SUMMARIES: usize = 512;
 
 /// One call.
 #[derive(Debug)]
 pub(super) struct Record {
-    /// The number of its submission on this rank, from 0.
+    /// Number of its submission on this rank, from 0.
     pub number: u64,
     pub signature: u64,
     pub summary: Arc<CallSummary>,
     pub submitted: Instant,
     pub timeout: Option<Duration>,
-    /// The thread that waits for it, if one does.
+    /// The thread that is blocked in it, if any.
     pub thread: Option<ThreadId>,
     pub timings: CallTimings,
-    /// Nanoseconds after the submission; 0 for not yet.
+    /// Nanoseconds after the submission; 0: not yet.
     started: AtomicU64,
     ended: AtomicU64,
-    /// Its place among the calls that the ranks have matched, from 1, the same on all ranks; 0 for not yet.
+    /// Index among the matched calls, from 1, the same on all ranks; 0: not matched yet.
     matched: AtomicU64,
     error: OnceLock<Error>,
 }
 
 impl Record {
-    /// The record of the last short call of a kind.
-    fn of_short(team: i32, kind: &SmallCallStats, since: Instant) -> Record {
-        let number = kind.number.load(Ordering::Relaxed);
-        let (ended, took) = (kind.last_ended.load(Ordering::Relaxed), kind.last_nanos.load(Ordering::Relaxed).max(1));
+    /// The record of the last small call of a signature.
+    fn of_small(team: i32, stats: &SmallCallStats, since: Instant) -> Record {
+        let number = stats.number.load(Ordering::Relaxed);
+        let (ended, duration) =
+            (stats.last_ended.load(Ordering::Relaxed), stats.last_nanos.load(Ordering::Relaxed).max(1));
         Record {
             number,
-            signature: kind.signature,
-            summary: Arc::clone(&kind.summary),
-            submitted: since + Duration::from_nanos(ended.saturating_sub(took)),
+            signature: stats.signature,
+            summary: Arc::clone(&stats.summary),
+            submitted: since + Duration::from_nanos(ended.saturating_sub(duration)),
             timeout: None,
             thread: None,
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(1),
-            ended: AtomicU64::new(took),
-            matched: AtomicU64::new(kind.match_index.load(Ordering::Relaxed)),
+            ended: AtomicU64::new(duration),
+            matched: AtomicU64::new(stats.match_index.load(Ordering::Relaxed)),
             error: OnceLock::new(),
         }
     }
 
-    /// The record of a call that is in no ring and in no sum.
+    /// A record that is neither in the ring nor in the totals.
     pub fn detached(call: &Call) -> Record {
         Record::new(call.team(), 0, Arc::new(CallSummary::new(call)), call.signature, None, None)
     }
 
-    /// The record of call `number`, which is submitted now.
+    /// The record of call `number`, submitted now.
     fn new(
         team: i32,
         number: u64,
@@ -97,24 +98,24 @@ impl Record {
         u64::try_from(self.submitted.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
     }
 
-    /// A thread has taken the call up; `at_once` when it had nothing else to do, which saves a look at the clock.
-    pub fn start(&self, at_once: bool) {
+    /// Marks the call as started. `was_idle`: the thread was idle, which saves a clock read.
+    pub fn start(&self, was_idle: bool) {
         if self.started.load(Ordering::Relaxed) == 0 {
-            let now = if at_once && !timeline::is_on() { 1 } else { self.now() };
+            let now = if was_idle && !timeline::is_on() { 1 } else { self.now() };
             self.started.store(now, Ordering::Relaxed);
             if timeline::is_on() {
                 let until = self.submitted + Duration::from_nanos(now);
-                timeline::span("phase", "queue", self.submitted, until, &self.place());
+                timeline::span("phase", "queue", self.submitted, until, &self.trace_args());
             }
         }
     }
 
-    /// All ranks have it: it is their `place`-th, from 1.
-    pub fn matched(&self, place: u64) {
-        self.matched.store(place, Ordering::Relaxed);
+    /// Marks the call as matched; `match_index` is its index, from 1.
+    pub fn matched(&self, match_index: u64) {
+        self.matched.store(match_index, Ordering::Relaxed);
     }
 
-    fn place(&self) -> [(&'static str, Value); 2] {
+    fn trace_args(&self) -> [(&'static str, Value); 2] {
         [("team", self.timings.team().into()), ("call", self.number.into())]
     }
 
@@ -127,7 +128,7 @@ impl Record {
     }
 
     pub fn match_index(&self) -> Option<u64> {
-        Some(self.matched.load(Ordering::Relaxed)).filter(|&place| place > 0)
+        Some(self.matched.load(Ordering::Relaxed)).filter(|&match_index| match_index > 0)
     }
 
     pub fn error(&self) -> Option<&Error> {
@@ -135,7 +136,7 @@ impl Record {
     }
 }
 
-/// The time of a clock that is some milliseconds late and costs next to nothing to look at.
+/// A clock that lags some milliseconds and is almost free to read.
 fn coarse_now() -> Duration {
     let time = clock_gettime(ClockId::MonotonicCoarse);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
@@ -145,14 +146,14 @@ fn at(nanos: &AtomicU64) -> Option<Duration> {
     Some(nanos.load(Ordering::Acquire)).filter(|&nanos| nanos > 0).map(Duration::from_nanos)
 }
 
-/// Sums over the calls of a team that have ended, and their number.
+/// Totals of the ended calls of a group.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub struct Totals {
-    /// Calls that have ended.
+    /// Ended calls.
     pub calls: u64,
-    /// Those of them that failed.
+    /// Failed calls.
     pub failed: u64,
-    /// Bytes of the tensors on the wire.
+    /// Bytes of tensors on the wire.
     pub bytes: u64,
     /// Seconds between submission and start.
     pub queued: f64,
@@ -160,7 +161,7 @@ pub struct Totals {
     pub comm: f64,
     /// Seconds of the threads by [`Activity`]: copy, wait, reduce, network.
     pub activities: [f64; 4],
-    /// Steps, raised flags, messages, bytes of messages.
+    /// Rounds, raised flags, messages, bytes of messages.
     pub counts: [u64; 4],
 }
 
@@ -183,18 +184,18 @@ impl Totals {
 }
 
 impl Totals {
-    /// Adds the short calls of a kind: a step and a flag each, and no other rank to be waited for for long.
-    fn add_short(&mut self, kind: &SmallCallStats) {
-        let calls = kind.calls.load(Ordering::Relaxed);
+    /// Adds the small calls of a signature: one round and one flag each, without waiting.
+    fn add_small(&mut self, stats: &SmallCallStats) {
+        let calls = stats.calls.load(Ordering::Relaxed);
         self.calls += calls;
-        self.bytes += calls * kind.summary.bytes as u64;
-        self.comm += kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
+        self.bytes += calls * stats.summary.bytes as u64;
+        self.comm += stats.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
         self.counts[0] += calls;
         self.counts[1] += calls;
     }
 }
 
-/// A signature is a hash already.
+/// A signature is already a hash.
 #[derive(Default)]
 struct Signature(u64);
 
@@ -210,26 +211,26 @@ impl Hasher for Signature {
     }
 }
 
-/// What is remembered of a team's calls; see the module's text.
+/// See the module's documentation.
 #[derive(Default)]
 pub(super) struct RecorderState {
     ring: VecDeque<Arc<Record>>,
-    /// Calls that left the ring before they had ended.
+    /// Calls that were evicted from the ring before they ended.
     evicted_running: Vec<Arc<Record>>,
     summaries: HashMap<u64, Arc<CallSummary>, BuildHasherDefault<Signature>>,
-    /// The kinds of short calls.
+    /// Statistics of small calls.
     small_calls: Vec<Arc<SmallCallStats>>,
-    /// The sums over calls that have left the ring.
+    /// Totals of calls that have left the ring.
     totals: Totals,
 }
 
 impl RecorderState {
-    /// Makes room in the ring; a record that nobody looks at any more is given back.
+    /// Makes room in the ring. Returns the evicted record if its call has ended.
     fn evict(&mut self) -> Option<Arc<Record>> {
-        let RecorderState { evicted_running: strays, totals, .. } = self;
-        strays.retain(|stray| {
-            totals.add(stray);
-            stray.ended().is_none()
+        let RecorderState { evicted_running, totals, .. } = self;
+        evicted_running.retain(|record| {
+            totals.add(record);
+            record.ended().is_none()
         });
         if self.ring.len() < RING_CALLS {
             return None;
@@ -244,12 +245,12 @@ impl RecorderState {
     }
 }
 
-/// A recorder behind its lock.
+/// The recorder, with its lock.
 pub(super) struct Recorder {
     state: Mutex<RecorderState>,
     /// The number of the next call.
     next: AtomicU64,
-    /// What [`SmallCallStats`]s count from, by the precise clock and by the coarse one.
+    /// Time origin of [`SmallCallStats`]: precise clock and coarse clock.
     since: (Instant, Duration),
 }
 
@@ -264,37 +265,37 @@ impl Recorder {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the number of a call that is submitted now.
+    /// Assigns the number of a call that is submitted now.
     fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The kind of short calls like that of `record`.
+    /// The statistics of small calls like that of `record`.
     pub fn small_call_stats(&self, record: &Record) -> Arc<SmallCallStats> {
         let mut recorder = self.lock();
-        if let Some(kind) = recorder.small_calls.iter().find(|kind| kind.signature == record.signature) {
-            return Arc::clone(kind);
+        if let Some(stats) = recorder.small_calls.iter().find(|stats| stats.signature == record.signature) {
+            return Arc::clone(stats);
         }
-        let RecorderState { small_calls: shorts, totals, .. } = &mut *recorder;
-        if shorts.len() >= MAX_SUMMARIES {
-            // Those that no executor has.
-            shorts.retain(|kind| {
-                let used = Arc::strong_count(kind) > 1;
+        let RecorderState { small_calls, totals, .. } = &mut *recorder;
+        if small_calls.len() >= MAX_SUMMARIES {
+            // Removes the ones that no executor uses.
+            small_calls.retain(|stats| {
+                let used = Arc::strong_count(stats) > 1;
                 if !used {
-                    totals.add_short(kind);
+                    totals.add_small(stats);
                 }
                 used
             });
         }
-        let kind = Arc::new(SmallCallStats::new(record.signature, Arc::clone(&record.summary)));
-        recorder.small_calls.push(Arc::clone(&kind));
-        kind
+        let stats = Arc::new(SmallCallStats::new(record.signature, Arc::clone(&record.summary)));
+        recorder.small_calls.push(Arc::clone(&stats));
+        stats
     }
 
-    /// Counts a short call that ended at once, submitted at that time if it was timed.
-    pub fn count_small(&self, kind: &SmallCallStats, place: u64, submitted: Option<Instant>) {
+    /// Counts a small call that completed inline; `submitted` is given if it is timed.
+    pub fn count_small(&self, stats: &SmallCallStats, match_index: u64, submitted: Option<Instant>) {
         let ended = coarse_now().saturating_sub(self.since.1);
-        kind.count(self.number(), place, ended, submitted.map(|from| from.elapsed()));
+        stats.count(self.number(), match_index, ended, submitted.map(|from| from.elapsed()));
     }
 
     /// Opens the record of a call that is submitted now.
@@ -305,23 +306,23 @@ impl Recorder {
         }
         let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
         let summary = Arc::clone(summary);
-        let fresh = Record::new(call.team(), self.number(), summary, call.signature, timeout, thread);
-        // The memory of the oldest, where nobody has it any more.
+        let new_record = Record::new(call.team(), self.number(), summary, call.signature, timeout, thread);
+        // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
-                Some(place) => {
-                    *place = fresh;
+                Some(slot) => {
+                    *slot = new_record;
                     oldest
                 }
-                None => Arc::new(fresh),
+                None => Arc::new(new_record),
             },
-            None => Arc::new(fresh),
+            None => Arc::new(new_record),
         };
         recorder.ring.push_back(Arc::clone(&record));
         record
     }
 
-    /// Closes the record of a call that has ended.
+    /// Closes the record of an ended call.
     pub fn close(&self, record: &Record, result: &Result<()>) {
         if let Err(error) = result {
             let _first = record.error.set(error.clone());
@@ -329,7 +330,7 @@ impl Recorder {
         let now = record.now();
         record.ended.store(now, Ordering::Release);
         if timeline::is_on() {
-            let [team, work] = record.place();
+            let [team, work] = record.trace_args();
             let (matched, bytes) = (record.match_index(), record.summary.bytes);
             let error = result.as_ref().err().map(ToString::to_string);
             let args = [team, work, ("matched", matched.into()), ("bytes", bytes.into()), ("error", error.into())];
@@ -338,12 +339,13 @@ impl Recorder {
         }
     }
 
-    /// A call behind others whose deadline has passed.
+    /// A queued call whose deadline has passed.
     pub fn overdue(&self) -> Option<Arc<Record>> {
         let waits = |record: &&Arc<Record>| record.started().is_none() && record.ended().is_none();
-        let late = |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
+        let is_late =
+            |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
         let recorder = self.lock();
-        recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(late).cloned()
+        recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(is_late).cloned()
     }
 
     /// The calls that have not ended.
@@ -358,26 +360,26 @@ impl Recorder {
             .collect()
     }
 
-    /// The sums over all calls that have ended.
+    /// Totals of all ended calls.
     pub fn totals(&self) -> Totals {
         let recorder = self.lock();
         let mut totals = recorder.totals.clone();
         recorder.evicted_running.iter().chain(&recorder.ring).for_each(|record| totals.add(record));
-        recorder.small_calls.iter().for_each(|kind| totals.add_short(kind));
+        recorder.small_calls.iter().for_each(|stats| totals.add_small(stats));
         totals
     }
 
-    /// The seconds that callers of short calls have waited.
+    /// Seconds that callers of small calls have waited.
     pub fn small_call_wait(&self) -> f64 {
-        self.lock().small_calls.iter().map(|kind| kind.nanos.load(Ordering::Relaxed) as f64 * 1e-9).sum()
+        self.lock().small_calls.iter().map(|stats| stats.nanos.load(Ordering::Relaxed) as f64 * 1e-9).sum()
     }
 
-    /// The last calls, oldest first; of the short ones that ended at once, the last of each kind.
+    /// The last calls, oldest first; of small calls that completed inline, the last of each signature.
     pub fn last(&self, team: i32) -> Vec<Arc<Record>> {
         let recorder = self.lock();
         let mut last: Vec<Arc<Record>> = recorder.evicted_running.iter().chain(&recorder.ring).cloned().collect();
-        let used = recorder.small_calls.iter().filter(|kind| kind.calls.load(Ordering::Relaxed) > 0);
-        last.extend(used.map(|kind| Arc::new(Record::of_short(team, kind, self.since.0))));
+        let used = recorder.small_calls.iter().filter(|stats| stats.calls.load(Ordering::Relaxed) > 0);
+        last.extend(used.map(|stats| Arc::new(Record::of_small(team, stats, self.since.0))));
         last.sort_by_key(|record| record.number);
         last
     }
@@ -407,13 +409,13 @@ mod tests {
     }
 
     #[test]
-    fn the_last_calls_are_kept_and_all_are_counted() {
+    fn last_calls_are_kept_and_all_are_counted() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         for number in 0..RING_CALLS as u64 + 10 {
             let record = recorder.open(&call(&mut data, "a"), Some(Duration::ZERO), None);
             assert_eq!(record.number, number);
-            assert!(recorder.overdue().is_some_and(|late| Arc::ptr_eq(&late, &record)));
+            assert!(recorder.overdue().is_some_and(|is_late| Arc::ptr_eq(&is_late, &record)));
             record.start(number % 2 == 0);
             assert!(recorder.overdue().is_none());
             record.matched(number + 1);
@@ -429,15 +431,15 @@ mod tests {
     }
 
     #[test]
-    fn a_short_call_is_told_with_the_time_of_its_end() {
+    fn small_call_is_recorded_with_the_time_of_its_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         let first = recorder.open(&call(&mut data, "a"), None, None);
         recorder.close(&first, &Ok(()));
-        let kind = recorder.small_call_stats(&first);
-        recorder.count_small(&kind, 2, Some(Instant::now()));
+        let stats = recorder.small_call_stats(&first);
+        recorder.count_small(&stats, 2, Some(Instant::now()));
         std::thread::sleep(Duration::from_millis(60));
-        recorder.count_small(&kind, 3, None);
+        recorder.count_small(&stats, 3, None);
         let last = recorder.last(0);
         let numbers: Vec<_> = last.iter().map(|record| (record.number, record.match_index())).collect();
         assert_eq!(numbers, [(0, None), (2, Some(3))]);
@@ -446,23 +448,23 @@ mod tests {
     }
 
     #[test]
-    fn many_kinds_of_calls_do_not_fill_the_memory() {
+    fn number_of_summaries_is_limited() {
         let recorder = Recorder::default();
-        for kind in 0..3 * MAX_SUMMARIES {
-            recorder.open(&call(&mut [0.0], &kind.to_string()), None, None);
+        for stats in 0..3 * MAX_SUMMARIES {
+            recorder.open(&call(&mut [0.0], &stats.to_string()), None, None);
             assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
 
-    /// Prints what the recorder and the log cost a call of one chunk; `docs/diagnosis.md` has the figures.
+    /// Prints the cost of the recorder and its timings for a call of one chunk; see `docs/diagnosis.md`.
     #[test]
     #[ignore = "a measurement: cargo test --release -p dl_comm_core --lib -- --ignored --nocapture costs"]
-    fn what_a_record_costs() {
+    fn cost_of_a_record() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         let call = call(&mut data, "a");
         let rounds = 200_000;
-        // Of this thread, whatever else the machine does.
+        // The processor time of this thread, independent of other load.
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {

@@ -1,10 +1,10 @@
-//! Calls that are over before anything else could be started for them: a short list, averaged on one host by a caller that
-//! waits, when the other ranks come at about the same time.
+//! Fast path for small blocking allreduces on one host: completes inline when all ranks arrive together.
 //!
-//! The first such call goes the long way and leaves its job in the executor; a later one that is like it puts its memory into
-//! that job and shows it to the other ranks. If all of them have shown theirs within a short look, that was all: no
-//! allocation, no system call, no change of threads. If not, the call goes on as any other, from that step.
-//! Thread rule: a [`CachedCall`] is in the executor; a [`SmallCallStats`] is written by who has the executor and read by anybody.
+//! The first call of its kind takes the normal path and is cached in the executor. A later call like it rebinds the
+//! cached call to its memory and posts its input. If all ranks have posted within a short spin, it completes without
+//! allocation, system call or thread switch. Otherwise it continues as a normal call from that round.
+//! Thread rule: a [`CachedCall`] belongs to the executor. The thread that holds the executor writes [`SmallCallStats`];
+//! any thread reads them.
 
 use std::sync::Arc;
 
@@ -12,61 +12,61 @@ use super::call_summary::{SAMPLE_EVERY, SmallCallStats};
 use crate::buffer::View;
 use crate::collective::{Call, Channel, Op, PostedCall};
 
-/// As many kinds of short calls are kept.
+/// Maximum number of cached calls.
 const MAX_CACHED: usize = 8;
 
-/// Whether the call after the `matched`-th is one of those that are timed: whichever, so that no rhythm of calls is missed.
+/// Whether to time the call after the `matched`-th: pseudo-random, so no periodic pattern is missed.
 pub(super) fn is_sampled(matched: u64) -> bool {
     matched.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & (SAMPLE_EVERY - 1) == 0
 }
 
-/// The job of a short call, for those that are like it.
+/// A small call, for reuse by calls like it.
 struct CachedCall {
     call: Call,
-    kind: Arc<SmallCallStats>,
+    stats: Arc<SmallCallStats>,
 }
 
-/// The templates of a executor.
+/// The cached calls of an executor.
 #[derive(Default)]
 pub(super) struct CachedCalls {
     calls: Vec<CachedCall>,
-    /// Whose place the next one takes.
+    /// The next entry to replace.
     oldest: usize,
 }
 
-/// How a short call began.
+/// The outcome of the fast path.
 pub(super) enum SmallCall<'a> {
-    /// It is over, one of these.
+    /// Completed.
     Done(&'a SmallCallStats),
-    /// It goes on as any other call, after what was shown.
+    /// Continues as a normal call after the posted input.
     Pending(Box<Call>, PostedCall),
 }
 
 impl CachedCalls {
-    /// Keeps `call`, which was carried out, as a template for others like it.
-    pub fn keep(&mut self, call: &Call, kind: impl FnOnce() -> Arc<SmallCallStats>) {
-        if self.calls.iter().any(|template| template.call.signature == call.signature) {
+    /// Caches `call`, which has completed.
+    pub fn keep(&mut self, call: &Call, stats: impl FnOnce() -> Arc<SmallCallStats>) {
+        if self.calls.iter().any(|cached| cached.call.signature == call.signature) {
             return;
         }
-        let template = CachedCall { call: call.clone(), kind: kind() };
+        let cached = CachedCall { call: call.clone(), stats: stats() };
         if self.calls.len() < MAX_CACHED {
-            self.calls.push(template);
+            self.calls.push(cached);
         } else {
-            self.calls[self.oldest] = template;
+            self.calls[self.oldest] = cached;
             self.oldest = (self.oldest + 1) % MAX_CACHED;
         }
     }
 
-    /// Begins a call, if there is a template for it and nothing is to be waited for before.
-    pub fn begin(&mut self, channel: &mut Channel, op: Op, name: &str, views: &[View<'_>]) -> Option<SmallCall<'_>> {
-        let template = self.calls.iter_mut().find_map(|template| {
-            let fits = template.call.rebind_buffers(op, name, views);
-            fits.then_some(template)
+    /// Starts a call if a cached one matches and no rank is behind.
+    pub fn start(&mut self, channel: &mut Channel, op: Op, name: &str, views: &[View<'_>]) -> Option<SmallCall<'_>> {
+        let cached = self.calls.iter_mut().find_map(|cached| {
+            let matches = cached.call.rebind_buffers(op, name, views);
+            matches.then_some(cached)
         })?;
-        let posted = channel.try_post(&template.call)?;
-        Some(match channel.try_finish_posted(&template.call, &posted) {
-            true => SmallCall::Done(&template.kind),
-            false => SmallCall::Pending(Box::new(template.call.clone()), posted),
+        let posted = channel.try_post(&cached.call)?;
+        Some(match channel.try_finish_posted(&cached.call, &posted) {
+            true => SmallCall::Done(&cached.stats),
+            false => SmallCall::Pending(Box::new(cached.call.clone()), posted),
         })
     }
 }
@@ -76,10 +76,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_call_of_eight_is_timed_in_any_rhythm() {
-        for rhythm in 1..20 {
-            let timed = (0..8000).filter(|work| is_sampled(work * rhythm)).count();
-            assert!((600..1400).contains(&timed), "{timed} of 8000 in steps of {rhythm}");
+    fn one_call_in_eight_is_timed_for_any_period() {
+        for period in 1..20 {
+            let num_timed = (0..8000).filter(|work| is_sampled(work * period)).count();
+            assert!((600..1400).contains(&num_timed), "{num_timed} of 8000 in steps of {period}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the threads of a group share.
+//! The state that the threads of a group share.
 //!
 //! Thread rule: any thread.
 
@@ -19,34 +19,33 @@ use crate::error::Error;
 use crate::signals;
 use crate::transport::ShmRegion;
 
-/// The settings of a team.
+/// The settings of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
-    /// Its number; -1 is the control team.
+    /// Its number; -1 is the control group.
     pub id: i32,
-    /// Whether floating point is added up in float64.
+    /// Whether floating-point sums are float64.
     pub acc_f64: bool,
-    /// How it averages between hosts.
+    /// Algorithm between hosts.
     pub algorithm: AlgorithmSetting,
-    /// The longest that a call may take.
+    /// Deadline of a call.
     pub timeout: Option<Duration>,
-    /// After how long a wait names who is late.
+    /// Wait after which a warning names the stragglers.
     pub stall_warn: Option<Duration>,
-    /// How long ranks that hold different calls wait for a counterpart to be submitted; a thirtieth of it where every
-    /// caller waits for its call already.
+    /// How long differing calls wait for a counterpart; a thirtieth of it if every caller is already blocked.
     pub match_timeout: Duration,
-    /// How calls on device memory are carried.
+    /// Settings for calls on device memory.
     pub device: DeviceSettings,
 }
 
-/// Told, in words, of what a team's user should look into: a stall, and the failure that ended it.
+/// Called with a message about a stall, and about the failure that ended the group.
 pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// What the team's threads share.
+/// See the module's documentation.
 pub(super) struct GroupState {
     pub settings: GroupConfig,
     pub region: Arc<ShmRegion>,
-    /// Then threads wait for other hosts too, where the region does not look.
+    /// With several hosts, threads also wait where the region does not check for lost ranks.
     pub several_hosts: bool,
     pub rank: usize,
     /// The names of all ranks.
@@ -56,30 +55,30 @@ pub(super) struct GroupState {
     pub recorder: Arc<Recorder>,
     pub callers: CallerThreads,
     pub process_groups: Arc<ProcessGroups>,
-    /// What the thread that leads is given; none when the team is about to end.
+    /// Items for the lead thread; `None` once the group is closing.
     pub queue: Mutex<Option<Sender<QueueItem>>>,
-    /// Calls have waited so long when they look whether the ranks wait for each other.
+    /// Wait of a call after which its thread checks for deadlocks across groups.
     pub stall_check_after: Duration,
-    /// Whether the lead is reconciling calls with the other ranks.
+    /// Whether the lead is reconciling calls.
     pub is_reconciling: AtomicBool,
-    /// Whether the lead takes part in a step without a call, and in what follows.
+    /// Whether the lead takes part in a round without a call, and in the reconciliation after it.
     pub joins_stalled: AtomicBool,
-    /// The last step for which the lead was told to take part without a call.
+    /// The last stalled round that the lead was asked to join, plus 1; 0 for none.
     pub joined_seq: AtomicU64,
-    /// The number of calls that all ranks have matched.
+    /// The number of matched calls.
     pub matched: AtomicU64,
     /// The deadline of calls in nanoseconds; 0 for none.
     pub timeout: AtomicU64,
-    /// What is known of the way that calls on device memory take, after the first.
+    /// The path of calls on device memory as JSON, set by the first such call.
     pub gpu_info: OnceLock<Value>,
-    /// The bytes of device memory that the team has taken.
+    /// Bytes of device memory in use.
     pub device_bytes: AtomicUsize,
-    /// How many calls on device memory went in chunks, because a rank could not open the memory of another.
+    /// Calls on device memory that ran in chunks because some rank could not open the memory of another.
     pub calls_in_chunks: AtomicUsize,
 }
 
 impl GroupState {
-    /// The first failure that ended the team, here or on another rank of the host.
+    /// The first failure that ended the group, here or on another rank of the host.
     pub fn failure(&self) -> Option<Error> {
         if let Some(error) = self.failure.get() {
             return Some(error.clone());
@@ -89,22 +88,22 @@ impl GroupState {
         Some(error)
     }
 
-    /// The failure that ended the team, here or on another rank of the host, without the alarm that [`Shared::failure`]
-    /// raises for one of which this rank had not heard: a dump, which an alarm writes, asks for it.
+    /// As [`GroupState::failure`], but without calling `on_failure` for a failure of another rank. For dumps, which
+    /// `on_failure` writes.
     pub fn known_failure(&self) -> Option<Error> {
         self.failure.get().cloned().or_else(|| self.region.failure())
     }
 
-    /// Ends the team for `error`, on this rank and the others of the host.
+    /// Ends the group with `error`, on this rank and the others of the host.
     pub fn fail(&self, error: &Error) {
         if self.end(error) {
             (self.on_failure)(&error.to_string());
         }
     }
 
-    /// The same without the alarm; false when the team had failed before.
+    /// As `fail`, without calling `on_failure`; false if the group had already failed.
     pub fn end(&self, error: &Error) -> bool {
-        // Other ranks may still be at work on memory that they see. Its owner may free it as soon as it hears of the failure.
+        // Peers may still access shared memory, which its owner may free as soon as it sees the failure.
         if let Some(memory) = self.region.shared() {
             memory.quarantine();
         }
@@ -115,8 +114,8 @@ impl GroupState {
         first
     }
 
-    /// Why a wait for `head` should end before its own time: the team has failed, or a call behind it is out of time. Looks
-    /// also whether the ranks wait for each other in different teams.
+    /// The reason to abort a wait for `head`, if any: the group has failed, or the deadline of a later call has passed.
+    /// Also checks for deadlocks across groups.
     pub fn abort_reason(&self, head: &Work) -> Option<Error> {
         if signals::interrupted() {
             return Some(Error::PeerLost(format!(
@@ -150,21 +149,21 @@ impl GroupState {
         &self.names[self.rank]
     }
 
-    /// A rank that this one would wait for in vain while it waits for another host, which may be one of that host.
+    /// A lost or departed rank, for a wait on another host, where that rank may be.
     pub fn lost_rank(&self) -> Option<Error> {
-        let left = || {
+        let departed = || {
             let rank = self.region.departed()?;
             let name = self.names.get(rank).cloned().unwrap_or_else(|| format!("rank {rank}"));
             Some(Error::PeerLost(format!("{name} has called finalize")))
         };
-        self.region.lost_rank().or_else(left)
+        self.region.lost_rank().or_else(departed)
     }
 
-    /// Sends the thread that leads a note; returns it when the team is about to end.
-    pub fn send(&self, note: QueueItem) -> Option<QueueItem> {
+    /// Sends the lead thread an item; returns the item if the group is closing.
+    pub fn send(&self, item: QueueItem) -> Option<QueueItem> {
         match &*self.queue.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(queue) => queue.send(note).err().map(|refused| refused.0),
-            None => Some(note),
+            Some(queue) => queue.send(item).err().map(|unsent| unsent.0),
+            None => Some(item),
         }
     }
 
@@ -176,29 +175,29 @@ impl GroupState {
         self.is_reconciling.load(Ordering::Acquire)
     }
 
-    pub fn attends(&self) -> bool {
+    pub fn joins_stalled_round(&self) -> bool {
         self.joins_stalled.load(Ordering::Acquire)
     }
 
-    /// The step of channel 0 in which another rank waits long, and this one has not come to.
+    /// The round of channel 0 in which another rank is stalled, if it is the next round of this rank.
     pub fn stalled_seq(&self) -> Option<u32> {
         self.region.stalled().filter(|&step| step == self.region.step().wrapping_add(1))
     }
 
-    /// Lets the lead take part in a step in which other ranks wait long, once.
+    /// Makes the lead join a round in which other ranks are stalled, once per round.
     pub fn join_stalled(&self) {
         let Some(step) = self.stalled_seq().map(|step| u64::from(step) + 1) else { return };
         if self.joined_seq.swap(step, Ordering::AcqRel) != step {
-            // A team that is about to end attends nothing any more.
+            // A group that is closing joins no more rounds.
             let _refused = self.send(QueueItem::JoinStalled);
         }
     }
 
-    /// Counts a call that the ranks have matched; returns its place, from 1. For who has the executor.
+    /// Counts a matched call and returns its index, from 1. Only for the thread that holds the executor.
     pub fn next_match_index(&self) -> u64 {
-        let place = self.matched() + 1;
-        self.matched.store(place, Ordering::Relaxed);
-        place
+        let match_index = self.matched() + 1;
+        self.matched.store(match_index, Ordering::Relaxed);
+        match_index
     }
 
     pub fn matched(&self) -> u64 {
@@ -233,7 +232,7 @@ impl WaitingGroup for GroupState {
     }
 
     fn joins_stalled(&self) -> bool {
-        self.attends()
+        self.joins_stalled_round()
     }
 
     fn interrupt(&self, call: &Record) {

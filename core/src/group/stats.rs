@@ -1,4 +1,4 @@
-//! What a team tells of itself: its numbers for `stats()`, and its last calls for a dump. JSON, because programs read it.
+//! JSON statistics of a group for `stats()`, and its last calls for a dump.
 
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -11,7 +11,7 @@ use crate::timings::{Activity, WaitTarget};
 use crate::topology::Topology;
 
 impl Group {
-    /// The numbers of the team, as `docs/diagnosis.md` describes them.
+    /// The statistics as documented in `docs/diagnosis.md`.
     pub fn stats(&self) -> Value {
         let totals = self.shared.recorder.totals();
         let [copied, waited, reduced, network] = totals.activities;
@@ -24,7 +24,7 @@ impl Group {
         })
     }
 
-    /// The last calls, oldest first, and what the team waits for.
+    /// The last calls, oldest first, with the ranks that the group waits for.
     pub fn dump(&self) -> Value {
         let records = self.shared.recorder.last(self.config.team);
         let calls: Vec<Value> = records.iter().map(|record| call(record, &self.topology)).collect();
@@ -36,21 +36,21 @@ impl Group {
     }
 }
 
-/// Seconds since 1970 of `moment`, by the clock of now.
+/// Unix time of `moment` in seconds, by the current system clock.
 fn unix_seconds(moment: Instant) -> f64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
     now - moment.elapsed().as_secs_f64()
 }
 
-fn ranks(late: WaitTarget, topology: &Topology) -> Vec<usize> {
-    match late {
+fn ranks(target: WaitTarget, topology: &Topology) -> Vec<usize> {
+    match target {
         WaitTarget::Rank(rank) => vec![rank],
         WaitTarget::Host(host) => topology.ranks_of(host).to_vec(),
     }
 }
 
 fn call(record: &Arc<Record>, topology: &Topology) -> Value {
-    let log = &record.timings;
+    let timings = &record.timings;
     let state = match (record.ended(), record.error(), record.started(), record.match_index()) {
         (Some(_), None, ..) => "done",
         (Some(_), Some(_), ..) => "failed",
@@ -58,16 +58,16 @@ fn call(record: &Arc<Record>, topology: &Topology) -> Value {
         (None, _, Some(_), None) => "meeting",
         (None, _, Some(_), Some(_)) => "running",
     };
-    let waits: Vec<Value> = log
+    let waits: Vec<Value> = timings
         .late()
         .into_iter()
-        .map(|(late, time)| json!({"ranks": ranks(late, topology), "seconds": time.as_secs_f64()}))
+        .map(|(target, time)| json!({"ranks": ranks(target, topology), "seconds": time.as_secs_f64()}))
         .collect();
     let waiting: Vec<usize> = match record.ended() {
         Some(_) => Vec::new(),
-        None => log.waiting().into_iter().flat_map(|late| ranks(late, topology)).collect(),
+        None => timings.waiting().into_iter().flat_map(|target| ranks(target, topology)).collect(),
     };
-    let [steps, flags, messages, sent] = log.counts();
+    let [steps, flags, messages, sent] = timings.counts();
     json!({
         "number": record.number, "matched": record.match_index(), "call": record.summary.name_line,
         "signature": format!("{:016x}", record.signature), "state": state,
@@ -76,8 +76,8 @@ fn call(record: &Arc<Record>, topology: &Topology) -> Value {
         "submitted": unix_seconds(record.submitted),
         "started_s": record.started().map(|time| time.as_secs_f64()),
         "ended_s": record.ended().map(|time| time.as_secs_f64()),
-        "copied_s": log.seconds(Activity::Copy), "waited_s": log.seconds(Activity::Wait),
-        "reduced_s": log.seconds(Activity::Reduce), "network_s": log.seconds(Activity::Network),
+        "copied_s": timings.seconds(Activity::Copy), "waited_s": timings.seconds(Activity::Wait),
+        "reduced_s": timings.seconds(Activity::Reduce), "network_s": timings.seconds(Activity::Network),
         "waits": waits, "waiting_for": waiting,
         "steps": steps, "flags": flags, "messages": messages, "sent_bytes": sent,
     })

@@ -1,6 +1,6 @@
-//! A group, and how calls get to its threads.
+//! A group, and the submission of calls to its threads.
 //!
-//! Thread rule: a [`Group`] may be used by any thread.
+//! Thread rule: any thread may use a [`Group`].
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -22,7 +22,7 @@ use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::gpu::CallerStream;
 
-/// A team of threads that carries out calls; see the module's text.
+/// A group whose threads run calls; see [`crate::group`].
 pub struct Group {
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
@@ -31,9 +31,9 @@ pub struct Group {
     pub(super) threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// A submitted call: in the queue, or with the executor that its caller holds. Ends with [`Group::run`].
+/// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].
 #[must_use]
-pub(crate) struct Placed<'a>(Option<(ExecutorGuard<'a>, Arc<Work>)>);
+pub(crate) struct Submitted<'a>(Option<(ExecutorGuard<'a>, Arc<Work>)>);
 
 impl Group {
     /// The number of this rank.
@@ -41,16 +41,16 @@ impl Group {
         self.shared.rank
     }
 
-    /// What its calls have in common.
+    /// The common settings of its calls.
     pub fn call_config(&self) -> CallConfig {
         self.config
     }
 
-    /// Enqueues `op` on `replicas` (lists of the same tensors) and returns. `done` is called once, at once if the call is
-    /// refused.
+    /// Enqueues `op` on `replicas` (lists of the same tensors) and returns. Calls `done` once, immediately if the call
+    /// is rejected.
     ///
     /// # Safety
-    /// The memory of the tensors stays valid until `done` is called; nobody else writes to `src` or uses `dst` meanwhile.
+    /// The tensors' memory is valid until `done` is called; nothing else writes `src` or uses `dst` until then.
     pub unsafe fn submit(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &CallOptions, done: OnComplete) {
         match self.new_call(op, replicas, options) {
             Ok(call) => self.run(self.new_work(call, options, done)),
@@ -58,12 +58,11 @@ impl Group {
         }
     }
 
-    /// Runs an allreduce on this thread if it is small, calls like it came before, and nothing is queued. `None`: nothing
-    /// has happened. Otherwise the outcome, and how long the caller has waited if the statistics of small calls do not
-    /// count that.
+    /// Runs an allreduce on this thread if it is small, a call like it is cached, and nothing is queued. `None`: no
+    /// effect. Otherwise the result, and the wait time if the statistics of small calls do not include it.
     ///
     /// # Safety
-    /// The memory of `views` is valid, and nobody else uses it meanwhile.
+    /// The memory of `views` is valid and not used otherwise.
     pub unsafe fn try_small_allreduce(
         &self,
         name: &str,
@@ -73,12 +72,12 @@ impl Group {
         if timeline::is_on() || self.shared.failure.get().is_some() {
             return None;
         }
-        self.shared.callers.note(true);
+        self.shared.callers.record(true);
         let mut guard = self.executor.try_acquire()?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
-        let (call, posted) = match guard.begin_small(Op::Allreduce, name, views, since)? {
+        let (call, posted) = match guard.start_small(Op::Allreduce, name, views, since)? {
             Ok(None) => return Some((Ok(()), None)),
-            Ok(Some(rest)) => rest,
+            Ok(Some(remainder)) => remainder,
             Err(error) => return Some((Err(error), None)),
         };
         let since = since.unwrap_or_else(Instant::now);
@@ -86,18 +85,18 @@ impl Group {
             || self.shared.process_groups.interrupt(),
             |done| {
                 let work = self.work(*call, true, timeout, done);
-                self.carry(guard, &work, Some(posted));
+                self.run_here(guard, &work, Some(posted));
             },
         );
         Some((result, Some(since.elapsed())))
     }
 
-    /// Seconds that callers have waited in small allreduces that ended at once.
+    /// Seconds that callers have waited in small allreduces that completed inline.
     pub fn small_call_wait(&self) -> f64 {
         self.shared.recorder.small_call_wait()
     }
 
-    /// Checks a call and lays it out; nothing is submitted yet.
+    /// Validates and lays out a call without submitting it.
     pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &CallOptions) -> Result<Call> {
         if let Some(error) = self.shared.failure() {
             return Err(error);
@@ -114,63 +113,64 @@ impl Group {
         }
     }
 
-    /// Puts a call in its place among the team's calls: into the queue, or, where its caller waits and may carry it out,
-    /// into the executor, for [`Group::run`].
-    pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Placed<'_> {
+    /// Submits a call: to the queue, or, if its caller blocks and the executor is free, to the executor for
+    /// [`Group::run`].
+    pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Submitted<'_> {
         let work = self.work(call, options.caller_blocks, options.timeout, done);
         if options.caller_blocks
             && let Some(guard) = self.executor.try_acquire()
         {
-            return Placed(Some((guard, work)));
+            return Submitted(Some((guard, work)));
         }
         self.executor.enqueue();
         if let Some(QueueItem::Call(work)) = self.shared.send(QueueItem::Call(work)) {
             work.finish(Err(Error::State("the team has ended".into())));
         }
-        Placed(None)
+        Submitted(None)
     }
 
-    /// A call that is submitted now.
+    /// Creates the work of a call that is submitted now.
     fn work(&self, call: Call, blocks: bool, timeout: Timeout, done: OnComplete) -> Arc<Work> {
         let timeout = match timeout {
             Timeout::GroupDefault => self.shared.timeout(),
             Timeout::Override(timeout) => timeout,
         };
-        let thread = self.shared.callers.note(blocks);
+        let thread = self.shared.callers.record(blocks);
         let record = self.shared.recorder.open(&call, timeout, thread);
         Arc::new(Work::new(call, done, timeout, record, Arc::clone(&self.shared.recorder)))
     }
 
-    /// Carries out a call that is in its place, if that is not for the team's threads.
-    pub(crate) fn run(&self, placed: Placed<'_>) {
-        if let Some((guard, work)) = placed.0 {
-            self.carry(guard, &work, None);
+    /// Runs a submitted call on this thread, unless the group's threads run it.
+    pub(crate) fn run(&self, submitted: Submitted<'_>) {
+        if let Some((guard, work)) = submitted.0 {
+            self.run_here(guard, &work, None);
         }
     }
 
-    fn carry(&self, guard: ExecutorGuard<'_>, work: &Arc<Work>, posted: Option<PostedCall>) {
+    fn run_here(&self, guard: ExecutorGuard<'_>, work: &Arc<Work>, posted: Option<PostedCall>) {
         if !guard.run(work, posted) {
-            // Without a queue the team is about to end, and looks at the executor once more.
+            // Without a queue the group is closing, and checks the executor once more.
             let _none = self.shared.send(QueueItem::HandedBack);
         }
     }
 
-    /// Sets the deadline of coming calls; `None` for none. The ranks need not agree on it.
+    /// Sets the deadline of later calls; `None` for none. It may differ between ranks.
     pub fn set_timeout(&self, timeout: Option<Duration>) {
         self.shared.set_timeout(timeout);
     }
 
-    /// Ends the team with `error`, here and on the other ranks of the host, whom it alarms. Here it is known.
+    /// Fails the group with `error`, here and on the other ranks of the host. Calls `on_failure` on the other ranks
+    /// only.
     pub fn fail(&self, error: &Error) {
         self.shared.end(error);
     }
 
-    /// The error that ended the team, if one did.
+    /// The error that ended the group, if one did.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure()
     }
 
-    /// Makes a call on device memory of `call`.
+    /// Converts `call` to a call on device memory.
     fn on_device(&self, call: Call, device: Device) -> Result<Call> {
         if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
             && ordinal != i64::from(device.ordinal)
@@ -184,7 +184,7 @@ impl Group {
         call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
     }
 
-    /// What is known of the way that calls on device memory take, after the first.
+    /// The path of calls on device memory as JSON, after the first such call.
     pub fn gpus(&self) -> Option<Value> {
         let mut gpus = self.shared.gpu_info.get()?.clone();
         gpus["device_bytes"] = self.shared.device_bytes.load(Ordering::Relaxed).into();

@@ -1,4 +1,4 @@
-//! A call from its submission to its completion.
+//! A call from submission to completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -11,25 +11,25 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::signals;
 
-/// Called once with the outcome of a call: on the thread that completes the call, or on the submitting thread when the call
-/// is refused. It must not block, and may submit further calls.
+/// Called once with the result of a call: on the thread that completes the call, or on the submitting thread if the
+/// call is rejected. It must not block, and may submit further calls.
 pub type OnComplete = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// How often a caller that waits looks for signals.
+/// Interval at which a blocked caller checks for signals.
 const SIGNAL_POLL: Duration = Duration::from_millis(100);
 
-/// Calls `start` with something to give an outcome to, and waits for that. When a signal comes meanwhile that wants the wait
-/// to end, calls `interrupt`, after which the outcome must come soon.
+/// Calls `start` with a completion callback and waits for its result. If a signal should end the wait, calls
+/// `interrupt`, which must soon cause a result.
 ///
 /// # Errors
-/// The outcome; [`Error::Internal`] when none comes any more.
+/// The result; [`Error::Internal`] if the callback was dropped.
 pub fn wait_for_result<T: Send + 'static>(
     interrupt: impl Fn(),
     start: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>),
 ) -> Result<T> {
     let (sender, receiver) = sync_channel(1);
     start(Box::new(move |result| {
-        // The receiver is below, waiting.
+        // The receiver below is waiting.
         let _delivered = sender.send(result);
     }));
     loop {
@@ -49,45 +49,46 @@ pub fn wait_for_result<T: Send + 'static>(
 pub struct CallOptions {
     /// Part of the signature: all ranks must give the same name.
     pub name: String,
-    /// Tells apart calls of one name that are in flight at once. Part of the signature.
+    /// Distinguishes calls of one name that are in flight together. Part of the signature.
     pub instance_id: String,
-    /// The names of the tensors, for messages: a line each, or empty.
+    /// Names of the tensors for messages: a line each, or empty.
     pub tensor_names: String,
-    /// The calling thread makes no other call before this one has ended. A call without a counterpart then fails sooner.
+    /// The calling thread makes no other call before this one has ended. A call without a counterpart then fails
+    /// sooner.
     pub caller_blocks: bool,
     /// The deadline.
     pub timeout: Timeout,
-    /// The tensors are in the memory of this device; `None`: in host memory.
+    /// The device of the tensors; `None`: host memory.
     pub device: Option<Device>,
 }
 
 /// The deadline of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Timeout {
-    /// That of its team.
+    /// The group's deadline.
     #[default]
     GroupDefault,
-    /// This one; `None` for none.
+    /// This deadline; `None` for none.
     Override(Option<Duration>),
 }
 
 impl Timeout {
-    /// The limit that a binding gives in seconds: negative or not a number for that of the team, 0 for none.
+    /// Converts a binding's value in seconds: negative or NaN for the group's deadline, 0 for none.
     pub fn from_seconds(seconds: f64) -> Timeout {
         if seconds > 0.0 {
-            // Longer than anybody waits, and what a Duration holds.
+            // 1e9 s is about 32 years and fits a Duration.
             return Timeout::Override(Some(Duration::from_secs_f64(seconds.min(1e9))));
         }
         if seconds == 0.0 { Timeout::Override(None) } else { Timeout::GroupDefault }
     }
 }
 
-/// A call that a team carries out.
+/// A call that a group runs.
 pub(super) struct Work {
     pub call: Call,
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
-    /// What [`crate::collective::Channel::is_direct`] told after the first chunk.
+    /// The result of [`crate::collective::Channel::is_zero_copy`] after the first chunk.
     pub zero_copy: AtomicBool,
     pub record: Arc<Record>,
     unmatched_since: Mutex<Option<Instant>>,
@@ -99,7 +100,7 @@ pub(super) struct Work {
 impl Work {
     pub fn new(
         call: Call,
-        ended: OnComplete,
+        on_complete: OnComplete,
         timeout: Option<Duration>,
         record: Arc<Record>,
         recorder: Arc<Recorder>,
@@ -113,60 +114,59 @@ impl Work {
             unmatched_since: Mutex::default(),
             recorder,
             parts: AtomicUsize::new(1),
-            outcome: Mutex::new((Some(ended), Ok(()))),
+            outcome: Mutex::new((Some(on_complete), Ok(()))),
         }
     }
 
-    /// What a rank brings to a step for which it has no call.
+    /// The contribution of a rank that has no call for a round.
     pub fn absent(call: Call, recorder: Arc<Recorder>) -> Work {
         let record = Arc::new(Record::detached(&call));
         Work::new(call, Box::new(|_| {}), None, record, recorder)
     }
 
-    /// Whether it is such a call.
+    /// Whether it is such a contribution.
     pub fn is_absent(&self) -> bool {
         self.call.is_absent()
     }
 
-    /// Since when the ranks know that not all of them have it, and nothing before it could be carried out; now, if they
-    /// have not known before.
-    pub fn alone_since(&self) -> Instant {
+    /// When the ranks first found this call unmatched with nothing runnable before it; now, if never.
+    pub fn unmatched_since(&self) -> Instant {
         *self.unmatched_since.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Instant::now)
     }
 
-    /// Something before it could be carried out.
+    /// An earlier call could run, so restart the time.
     pub fn reset_unmatched(&self) {
         *self.unmatched_since.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Says that `more` further threads will end a part each; called before they start.
+    /// Adds `more` parts, to be finished by other threads; call it before they start.
     pub fn add_parts(&self, more: usize) {
         self.parts.fetch_add(more, Ordering::Relaxed);
     }
 
-    /// Ends a part; the last to end completes the call, with the first error if there was one.
+    /// Finishes a part; the last one completes the call, with the first error if any.
     pub fn finish(&self, result: Result<()>) {
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         if outcome.1.is_ok() {
             outcome.1 = result;
         }
         let last = self.parts.fetch_sub(1, Ordering::AcqRel) == 1;
-        let ended = if last { outcome.0.take() } else { None };
+        let on_complete = if last { outcome.0.take() } else { None };
         let result = outcome.1.clone();
         drop(outcome);
-        if let Some(ended) = ended {
+        if let Some(on_complete) = on_complete {
             self.recorder.close(&self.record, &result);
-            ended(result);
+            on_complete(result);
         }
     }
 }
 
-/// Something for the thread that leads.
+/// An item for the lead thread.
 pub(super) enum QueueItem {
     /// A call.
     Call(Arc<Work>),
     /// A call was left in the executor.
     HandedBack,
-    /// Other ranks wait long in a step for which there is no call here.
+    /// Other ranks are stalled in a round for which this rank has no call.
     JoinStalled,
 }

@@ -1,4 +1,4 @@
-//! One thread of a group, and its part of a call.
+//! A thread of a group, and its part of a call.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,19 +13,19 @@ use crate::log::log_line;
 use crate::transport::WaitContext;
 use crate::transport::wait_context::WaitCallbacks;
 
-/// One thread of a team and its channel.
+/// A thread of a group with its channel.
 pub(super) struct Worker {
     pub shared: Arc<GroupState>,
     pub index: usize,
     pub rank: usize,
     pub config: CallConfig,
     pub channel: Channel,
-    /// For calls on device memory that go through the host, once there was one.
+    /// For calls on device memory that go through the host; created by the first.
     pub staging: Option<StagingPipeline>,
 }
 
 impl Worker {
-    /// Carries out this thread's share of the calls of `queue` until it closes.
+    /// Runs this thread's chunks of the calls from `queue` until it closes.
     pub fn run_helper(mut self, queue: &Receiver<Arc<Work>>) {
         while let Ok(work) = queue.recv() {
             let result = self.run_own_chunks(&work);
@@ -33,10 +33,10 @@ impl Worker {
         }
     }
 
-    /// The chunks of this thread but the first of all.
+    /// Runs this thread's chunks, except the first chunk of the call.
     pub fn run_own_chunks(&mut self, work: &Arc<Work>) -> Result<()> {
         if work.call.producer().is_some() {
-            return self.share_on_device(work);
+            return self.run_staged_chunks(work);
         }
         let (index, channels) = (self.index, work.call.channels());
         self.run_checked(work, |channel, work, wait_ctx| {
@@ -45,7 +45,7 @@ impl Worker {
         })
     }
 
-    /// Runs `work` unless the team has failed; ends the team when its failure leaves the ranks out of step.
+    /// Runs `body` unless the group has failed. Ends the group if an error leaves the ranks out of sync.
     pub fn run_checked<T>(
         &mut self,
         work: &Arc<Work>,
@@ -55,17 +55,17 @@ impl Worker {
         if let Some(error) = shared.failure() {
             return Err(error);
         }
-        let stalled = |words: &str| {
-            log_line(words);
-            (shared.on_failure)(words);
+        let on_stall = |text: &str| {
+            log_line(text);
+            (shared.on_failure)(text);
         };
-        let asked = WaitCallbacks {
+        let callbacks = WaitCallbacks {
             describe: &|| work.call.summary(),
             abort_reason: &|| shared.abort_reason(work),
-            on_stall: &stalled,
+            on_stall: &on_stall,
         };
-        let (log, warn) = (&work.record.timings, shared.settings.stall_warn);
-        let wait_ctx = WaitContext::new(work.record.submitted, work.timeout, warn, &work.warned, log, &asked);
+        let (timings, warn) = (&work.record.timings, shared.settings.stall_warn);
+        let wait_ctx = WaitContext::new(work.record.submitted, work.timeout, warn, &work.warned, timings, &callbacks);
         let channel = &mut self.channel;
         let result = guard(|| body(channel, work, &wait_ctx));
         if let Err(error) = &result

@@ -1,4 +1,4 @@
-//! Whether the ranks hold the same bytes.
+//! Comparison of buffers across ranks.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -9,15 +9,15 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::log::log_line;
 
-/// Whether all ranks hold the same bytes: compares hashes with those of rank 0, then the outcomes with everybody's. Where they
-/// do not, and `verbose`, this rank says which of its tensors differ. Collective.
+/// Whether all ranks have the same bytes: compares hashes with those of rank 0, then combines the results of all ranks.
+/// If they differ and `verbose` is set, this rank logs which of its tensors differ. Collective.
 ///
 /// # Errors
-/// [`Error::Invalid`] for what cannot be memory; those of a broadcast and an average, such as [`Error::Mismatch`] when the
+/// [`Error::Invalid`] for invalid memory; those of a broadcast and an allreduce, such as [`Error::Mismatch`] if the
 /// ranks' lists differ.
 ///
 /// # Safety
-/// The memory of `tensors` is valid, and nobody writes to it meanwhile.
+/// The memory of `tensors` is valid, and nobody writes to it during the call.
 pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let rank = topology()?.rank();
     let hash = |tensor: &Tensor| {
@@ -25,23 +25,23 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
         xxh3_64(unsafe { tensor.buffer.bytes(0, tensor.buffer.len()) })
     };
     tensors.iter().try_for_each(|tensor| tensor.buffer.check_source())?;
-    // What the tensors are is part of what must match: it goes into the call's name, and so into its signature.
+    // The descriptions of the tensors must match too: they go into the call's name and so into its signature.
     let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
-    let posted = &list[..list.floor_char_boundary(200)];
-    let name = format!("check_buffers_match of {posted}{}", if posted == list { "" } else { " ..." });
-    let name = if posted == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
+    let shortened = &list[..list.floor_char_boundary(200)];
+    let name = format!("check_buffers_match of {shortened}{}", if shortened == list { "" } else { " ..." });
+    let name = if shortened == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
     let mine: Vec<u64> = tensors.iter().map(hash).collect();
     let mut first = mine.clone();
     let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);
-    wait(&name, |request| broadcast(0, request, || Ok(vec![Tensor::new(hashes, &[])])))?;
+    wait(&name, |options| broadcast(0, options, || Ok(vec![Tensor::new(hashes, &[])])))?;
     let differing: Vec<usize> = (0..mine.len()).filter(|&index| mine[index] != first[index]).collect();
     if verbose {
         for &index in &differing {
             log_line(&format!("tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe()));
         }
     }
-    let mut share = [if differing.is_empty() { 0f64 } else { 1.0 }];
-    let flag = Buffer::in_place(share.as_mut_ptr().cast(), 1, DType::F64);
-    wait(&name, |request| average(CONTROL, request, || Ok(vec![vec![Tensor::new(flag, &[])]])))?;
-    Ok(share[0] == 0.0)
+    let mut mismatch = [if differing.is_empty() { 0f64 } else { 1.0 }];
+    let flag = Buffer::in_place(mismatch.as_mut_ptr().cast(), 1, DType::F64);
+    wait(&name, |options| average(CONTROL, options, || Ok(vec![vec![Tensor::new(flag, &[])]])))?;
+    Ok(mismatch[0] == 0.0)
 }

@@ -1,14 +1,14 @@
-//! The status with which the process ends after a failure that nobody can be given as an error any more.
+//! The exit status after a failure that cannot be reported as an error.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Once;
 
 unsafe extern "C" {
-    /// on_exit(3) of glibc: as atexit(3), and the handler gets the status.
+    /// on_exit(3) of glibc: like atexit(3), but the handler gets the status.
     fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// Turns status 0 into 1, once everything that the program has registered before is done.
+/// Replaces status 0 by 1, after the exit handlers that were registered later.
 extern "C" fn replace(status: c_int, _argument: *mut c_void) {
     if status == 0 {
         // SAFETY: flushes all streams of the C library, then ends the process.
@@ -19,12 +19,11 @@ extern "C" fn replace(status: c_int, _argument: *mut c_void) {
     }
 }
 
-/// From now on the process does not end with status 0: a launcher must not take it for a success.
+/// Makes the process exit with a status other than 0, so that the launcher sees a failure.
 pub(super) fn fail() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: the handler uses nothing but the C library. It is refused for want of memory only; the line that was
-        // written remains.
+        // SAFETY: the handler uses only the C library. Registration fails only without memory; the logged line remains.
         let _registered = unsafe { on_exit(replace, std::ptr::null_mut()) };
     });
 }

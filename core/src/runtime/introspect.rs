@@ -1,4 +1,4 @@
-//! What this process has to tell of itself: files, numbers, an overview.
+//! Introspection of this process: dumps, timelines, statistics, settings.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use crate::topology::Topology;
 use crate::transport::NetworkModel;
 use crate::transport::bootstrap::RankInfo;
 
-/// Writes this rank's last calls into `folder`, or where `DL_COMM_DUMP_DIR` says; returns the file.
+/// Writes this rank's last calls to a file in `folder`, by default in `DL_COMM_DUMP_DIR`, and returns the path.
 ///
 /// # Errors
-/// [`Error::State`] before [`init_mpi`] and after [`finalize`]; [`Error::System`].
+/// [`Error::State`] before [`start`](super::start) and after [`finalize`](super::finalize); [`Error::System`].
 pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
     let dumper = started(|runtime| Ok(Arc::clone(&runtime.dumper)))?;
     dumper.write("asked for", folder)
 }
 
-/// Starts the timeline of this rank in `folder`.
+/// Starts recording the timeline of this rank in `folder`.
 ///
 /// # Errors
-/// As for [`dump`]; [`Error::State`] when one is being recorded.
+/// As for [`dump`]; [`Error::State`] if a timeline is already being recorded.
 pub fn start_timeline(folder: &str) -> Result<()> {
     let (rank, title, job) = started(|runtime| {
         let rank = runtime.topology.rank();
@@ -33,20 +33,20 @@ pub fn start_timeline(folder: &str) -> Result<()> {
     timeline::start(folder, rank, &title, &job)
 }
 
-/// Ends the timeline of this rank. Nothing happens when there is none.
+/// Stops recording the timeline of this rank, if there is one.
 ///
 /// # Errors
-/// [`Error::State`] in a forked child, which has the file of its parent.
+/// [`Error::State`] in a forked child: the file belongs to its parent.
 pub fn stop_timeline() -> Result<()> {
     check_fork()?;
     timeline::stop();
     Ok(())
 }
 
-/// The numbers of all teams, as a JSON object.
+/// The statistics of all teams, as a JSON object.
 ///
 /// # Errors
-/// As for [`config`].
+/// As for [`dump`].
 pub fn stats() -> Result<serde_json::Value> {
     started(|Runtime { teams, topology, .. }| {
         let teams: serde_json::Map<String, serde_json::Value> =
@@ -55,47 +55,46 @@ pub fn stats() -> Result<serde_json::Value> {
     })
 }
 
-/// What there is to tell of this process ([`crate::describe`]).
+/// The state of this process, for [`crate::process_info`].
 #[derive(Debug, Clone)]
 pub struct ProcessInfo {
     /// `fresh`, `started` or `finalized`.
     pub state: &'static str,
-    /// The settings, while started.
+    /// The settings, if started.
     pub config: Option<Config>,
-    /// Where the ranks are, once it was started.
+    /// The topology, once started.
     pub topology: Option<Arc<Topology>>,
-    /// Every rank's place, while started.
+    /// By rank, if started.
     pub rank_info: Arc<[RankInfo]>,
-    /// What was measured of the network between the hosts, while started, where there are several.
+    /// The measured network between the hosts, if started and there are several.
     pub network: Option<NetworkModel>,
-    /// The teams, by number, while started, and what is known of their GPUs.
+    /// The teams by number, if started, with the JSON of their GPU paths.
     pub teams: Vec<(CallConfig, Option<serde_json::Value>)>,
 }
 
-/// What there is to tell of this process, in every state.
+/// The state of this process.
 ///
 /// # Errors
 /// [`Error::State`] in a forked child.
 pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
-        let (places, teams) = (Arc::new([]), Vec::new());
-        let mut told =
-            ProcessInfo { state: "fresh", config: None, topology: None, rank_info: places, network: None, teams };
+        let (rank_info, teams) = (Arc::new([]), Vec::new());
+        let mut info = ProcessInfo { state: "fresh", config: None, topology: None, rank_info, network: None, teams };
         match state {
             RuntimeState::NotStarted => {}
             RuntimeState::Finalized(topology) => {
-                (told.state, told.topology) = ("finalized", Some(Arc::clone(topology)))
+                (info.state, info.topology) = ("finalized", Some(Arc::clone(topology)))
             }
             RuntimeState::Started(runtime) => {
-                told.network = runtime.network;
-                told.state = "started";
-                told.config = Some(runtime.config.clone());
-                told.topology = Some(Arc::clone(&runtime.topology));
-                told.rank_info = Arc::clone(&runtime.rank_info);
-                told.teams =
+                info.network = runtime.network;
+                info.state = "started";
+                info.config = Some(runtime.config.clone());
+                info.topology = Some(Arc::clone(&runtime.topology));
+                info.rank_info = Arc::clone(&runtime.rank_info);
+                info.teams =
                     runtime.teams.values().map(|team| (team.group().call_config(), team.group().gpus())).collect();
             }
         }
-        Ok(told)
+        Ok(info)
     })
 }

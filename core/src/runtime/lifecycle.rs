@@ -1,6 +1,6 @@
 //! Start and end of dl_comm in this process.
 //!
-//! Thread rule: any thread; collective functions that make teams run one at a time.
+//! Thread rule: any thread; collective functions that create teams run one at a time.
 
 use std::collections::BTreeMap;
 use std::process;
@@ -21,7 +21,7 @@ use crate::timeline;
 use crate::transport::bootstrap::{self, World};
 use crate::variables;
 
-/// Makes this process a rank. Does nothing when it is one, and in a helper of a rank. Collective.
+/// Makes this process a rank. Does nothing if it already is one, and in a helper process of a rank. Collective.
 ///
 /// # Errors
 /// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
@@ -29,7 +29,7 @@ pub fn start() -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
     }
-    // Before anything takes a lock that a forked child would find held for ever.
+    // First, because a forked child would find any lock taken here locked forever.
     fork::install_handler();
     write(|state| match state {
         RuntimeState::Started(_) => Ok(()),
@@ -45,45 +45,36 @@ pub fn start() -> Result<()> {
                 let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
                 variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
             }
-            let (topology, places) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let (topology, rank_info) = (Arc::clone(world.topology()), Arc::clone(world.places()));
             let network = world.network();
             memory::keep(world.arenas());
             let rank = topology.rank();
-            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&places), world.key(), config.dump_dir.clone()));
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), world.key(), config.dump_dir.clone()));
             if topology.local_rank() == 0 {
                 dumper.clean();
             }
-            let ready = || {
+            let start_services = || {
                 if !config.timeline.is_empty() {
-                    timeline::start(&config.timeline, rank, &places[rank].display_name(rank), &dumper.job())
+                    timeline::start(&config.timeline, rank, &rank_info[rank].display_name(rank), &dumper.job())
                         .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
                 }
                 SignalDumper::start(Arc::clone(&dumper))
             };
-            let _on_signal = world.confirm("init_mpi", ready()).inspect_err(|_| world.leave())?;
+            let _on_signal = world.confirm("init_mpi", start_services()).inspect_err(|_| world.leave())?;
             let world = Arc::new(Mutex::new(world));
             let (teams, process_groups) = (BTreeMap::new(), Arc::new(ProcessGroups::of_process()));
-            let runtime = Runtime {
-                world,
-                topology,
-                rank_info: places,
-                network,
-                config,
-                teams,
-                process_groups,
-                dumper,
-                _on_signal,
-            };
+            let runtime =
+                Runtime { world, topology, rank_info, network, config, teams, process_groups, dumper, _on_signal };
             *state = RuntimeState::Started(Box::new(runtime));
             Ok(())
         }
     })
 }
 
-/// Brings up everything that the collectives need. Nothing happens when that was done. Collective.
+/// Initializes everything that the collectives need. Does nothing if that was done before. Collective.
 ///
 /// # Errors
-/// Those of [`init_mpi`] and of the making of a team.
+/// Those of [`start`] and of creating a team.
 pub fn init() -> Result<()> {
     start()?;
     if is_initialized() || helper::refusal().is_some() {
@@ -93,11 +84,11 @@ pub fn init() -> Result<()> {
     make_team(CONTROL, config.default_nthreads, config.default_prec_level, None)
 }
 
-/// Ends the teams, and what [`start`] has started. Does nothing when nothing was started or all has ended. Collective.
+/// Ends the teams and everything that [`start`] has started. Does nothing if nothing was started or all has ended.
+/// Collective.
 ///
-/// It waits for the other ranks, up to the deadline, also after a failure: they may have work to do yet, which the launcher
-/// would end with them. If they do not come, one line says so, the job is not ended in order, and the exit status will
-/// not be 0.
+/// It waits for the other ranks up to the deadline, also after a failure: the launcher would kill ranks that still have
+/// work to do. If they do not come, it logs a line, aborts the job, and makes the exit status differ from 0.
 ///
 /// # Errors
 /// [`Error::State`] in a forked child.
@@ -105,8 +96,8 @@ pub fn finalize() -> Result<()> {
     end(None)
 }
 
-/// Ends the use of dl_comm after a failure elsewhere in the program: the other ranks hear of it, with the first line of
-/// `why`, and the job is not ended in order, so that the launcher ends it. Not collective.
+/// Ends the use of dl_comm after a failure elsewhere in the program. Reports the first line of `why` to the other ranks
+/// and aborts the job, so that the launcher ends it. Not collective.
 ///
 /// # Errors
 /// [`Error::State`] in a forked child.
@@ -120,7 +111,7 @@ fn process_name() -> String {
     format!("rank {rank} (pid {})", process::id())
 }
 
-/// The plugin's line about the waited time, and a word about means that no call has returned.
+/// Prints the plugin's line about the waited time, and a warning about means that no call has returned.
 fn report(teams: &BTreeMap<i32, Arc<Team>>, rank: usize) {
     let scheduled = teams.iter().filter(|(id, _)| **id != CONTROL);
     report_waited(scheduled.clone().map(|(_, team)| team), rank);
@@ -137,17 +128,17 @@ fn end(reason: Option<Error>) -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
     }
-    let ended = {
+    let previous = {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
         let RuntimeState::Started(runtime) = &*state else {
-            // There is one without a session where its start has failed.
+            // A world without a session remains if the start failed.
             bootstrap::end();
             return Ok(());
         };
         let next = RuntimeState::Finalized(Arc::clone(&runtime.topology));
         std::mem::replace(&mut *state, next)
     };
-    let RuntimeState::Started(runtime) = ended else { return Ok(()) };
+    let RuntimeState::Started(runtime) = previous else { return Ok(()) };
     let Runtime { world, teams, topology, .. } = *runtime;
     if let Some(error) = &reason {
         teams.values().for_each(|team| team.group().fail(error));
@@ -169,7 +160,7 @@ fn end(reason: Option<Error>) -> Result<()> {
         log_line(&format!("{error}; this process ends with a status other than 0"));
         exit::fail();
     }
-    // Links between hosts close before the job ends; a team is freed when the last thread forgets it.
+    // Links between hosts close before the job ends. A team is freed when the last thread drops it from its cache.
     calls::forget_teams();
     teams.values().for_each(|team| team.group().release_resources());
     drop(teams);

@@ -1,4 +1,4 @@
-//! Memory that the ranks of this host see in each other.
+//! Shared memory of the local ranks.
 
 use std::sync::{Arc, OnceLock};
 
@@ -6,29 +6,30 @@ use super::state::{check_fork, not_started, started};
 use crate::error::{Error, Result};
 use crate::transport::arena::Arenas;
 
-/// The arenas of this host, or why there are none; they stay as long as the process, since somebody may have memory of them.
+/// The arenas of this host, or the reason why there are none. Never freed, because callers may hold memory in them.
 static ARENAS: OnceLock<Result<Arc<Arenas>>> = OnceLock::new();
 
-/// Keeps the arenas of this host, or why there are none.
+/// Stores the arenas of this host, or the reason why there are none.
 pub(super) fn keep(arenas: &Result<Arc<Arenas>>) {
     let _first = ARENAS.set(arenas.clone());
 }
 
-/// `len` zero bytes that the ranks of this host see in each other; see [`crate::transport::arena::Arenas::alloc`].
+/// Allocates `len` zeroed bytes of memory shared by the local ranks; see [`crate::transport::arena::Arenas::alloc`].
 ///
 /// # Errors
-/// [`Error::System`] when there is not so much memory; why there is none of this kind; [`Error::State`] before [`init_mpi`].
+/// [`Error::System`] if the memory is exhausted; the reason why there is no shared memory; [`Error::State`] before
+/// [`start`](super::start).
 pub fn alloc(len: usize) -> Result<*mut u8> {
     started(|_| arenas()?.alloc(len))
 }
 
-/// Gives back what [`alloc`] returned, after [`finalize`] too. Nothing happens for null.
+/// Frees memory from [`alloc`], also after [`finalize`](super::finalize). Does nothing for null.
 ///
 /// # Errors
 /// [`Error::Invalid`] for anything else.
 ///
 /// # Safety
-/// Nobody uses the memory any more.
+/// The memory is not used any more.
 pub unsafe fn free(memory: *mut u8) -> Result<()> {
     check_fork()?;
     if memory.is_null() {

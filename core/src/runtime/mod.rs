@@ -1,6 +1,6 @@
 //! The process-wide state behind the bindings: the job, the teams, and the rules of init, finalize and fork.
 //!
-//! Thread rule: everything in here may be called from any thread. Collective functions that make teams run one at a time.
+//! Thread rule: any thread; collective functions that create teams run one at a time.
 
 mod calls;
 mod compare;

@@ -16,13 +16,13 @@ use crate::topology::Topology;
 use crate::transport::NetworkModel;
 use crate::transport::bootstrap::{RankInfo, World};
 
-/// The team of broadcasts, barriers and averages outside of training.
+/// The team for broadcasts, barriers and allreduces outside of training.
 pub const CONTROL: i32 = -1;
 
-/// Team numbers are below this.
+/// Upper bound of team numbers, exclusive.
 pub const MAX_TEAMS: i32 = 64;
 
-/// What there is while dl_comm is up.
+/// The resources of a started process.
 pub(super) struct Runtime {
     pub world: Arc<Mutex<World>>,
     pub topology: Arc<Topology>,
@@ -32,20 +32,20 @@ pub(super) struct Runtime {
     pub teams: BTreeMap<i32, Arc<Team>>,
     pub process_groups: Arc<ProcessGroups>,
     pub dumper: Arc<Dumper>,
-    /// For what it does as long as it is there.
+    /// Writes dumps on a signal while it lives.
     pub _on_signal: SignalDumper,
 }
 
 pub(super) enum RuntimeState {
     NotStarted,
     Started(Box<Runtime>),
-    /// The ranks stay known.
+    /// The topology remains available.
     Finalized(Arc<Topology>),
 }
 
 pub(super) static STATE: RwLock<RuntimeState> = RwLock::new(RuntimeState::NotStarted);
 
-/// A number that differs between two cores in one process: the address of this one's state.
+/// Distinguishes two cores in one process: the address of this core's state.
 pub fn core_id() -> usize {
     (&raw const STATE).addr()
 }
@@ -67,7 +67,7 @@ pub(super) fn read<T>(view: impl FnOnce(&RuntimeState) -> Result<T>) -> Result<T
     view(&STATE.read().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// What `view` makes of the session, if there is one.
+/// The result of `view` on the session, if there is one.
 pub(super) fn started<T>(view: impl FnOnce(&Runtime) -> Result<T>) -> Result<T> {
     read(|state| match state {
         RuntimeState::Started(runtime) => view(runtime),
@@ -81,7 +81,7 @@ pub(super) fn write<T>(change: impl FnOnce(&mut RuntimeState) -> Result<T>) -> R
     change(&mut STATE.write().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Whether [`init`] has succeeded and [`finalize`] was not called.
+/// Whether [`init`](super::init) has succeeded and [`finalize`](super::finalize) was not called.
 pub fn is_initialized() -> bool {
     started(|runtime| Ok(runtime.teams.contains_key(&CONTROL))).unwrap_or(false)
 }
@@ -89,28 +89,29 @@ pub fn is_initialized() -> bool {
 /// The settings of this process.
 ///
 /// # Errors
-/// [`Error::State`] before [`init_mpi`] and after [`finalize`].
+/// [`Error::State`] before [`start`](super::start) and after [`finalize`](super::finalize).
 pub fn config() -> Result<Config> {
     started(|runtime| Ok(runtime.config.clone()))
 }
 
-/// The numbers of this rank, or of that which this process helps. Known after [`finalize`] too.
+/// Rank, sizes and hosts of this rank, or of the rank that this process helps. Available after
+/// [`finalize`](super::finalize) too.
 ///
 /// # Errors
-/// [`Error::State`] before [`init_mpi`].
+/// [`Error::State`] before [`start`](super::start).
 pub fn rank_info() -> Result<RankPosition> {
     helper::info().ok_or_else(not_started)
 }
 
-/// Whether this process is a helper of a rank: forked or started by it, and not by a launcher.
+/// Whether this process is a helper of a rank: started by the rank, not by a launcher.
 pub fn is_helper() -> bool {
     helper::refusal().is_some()
 }
 
-/// Where the ranks are. Known after [`finalize`] too.
+/// The topology of the ranks. Available after [`finalize`](super::finalize) too.
 ///
 /// # Errors
-/// [`Error::State`] before [`init_mpi`].
+/// [`Error::State`] before [`start`](super::start).
 pub fn topology() -> Result<Arc<Topology>> {
     read(|state| match state {
         RuntimeState::Started(runtime) => Ok(Arc::clone(&runtime.topology)),
@@ -134,7 +135,7 @@ pub(super) fn team(id: i32) -> Result<Arc<Team>> {
     }
 }
 
-/// The number of teams that [`create_team`] made.
+/// The number of teams, without [`CONTROL`].
 ///
 /// # Errors
 /// As for [`config`].

@@ -1,4 +1,4 @@
-//! Makes a team: memory, links, processors and threads.
+//! Creation of a team: memory, links, processors and threads.
 //!
 //! Thread rule: one team at a time, in the same order on all ranks.
 
@@ -15,17 +15,17 @@ use crate::plugin::Team;
 use crate::transport::bootstrap::TeamShape;
 use crate::wire_layout::ALIGN;
 
-/// Held while a team is made, so that all ranks make them in the order of their calls.
+/// Held while a team is created, so that all ranks create teams in the order of their calls.
 static CREATE_LOCK: Mutex<()> = Mutex::new(());
 
-/// Makes team `id`, once the ranks have agreed on `call`, if that tells what they have called.
+/// Creates team `id`. With `call`, a description of the caller's request, the ranks first agree on it.
 pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&str>) -> Result<()> {
-    let _turn = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     if find_team(id)?.is_some() {
         return Ok(());
     }
     if let Some(call) = call {
-        // Ranks that are elsewhere are found out as in any other call.
+        // A barrier with this name detects ranks with other calls.
         wait(call, barrier)?;
     }
     let config = config()?;
@@ -35,27 +35,19 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
     let algorithm = config.algorithm;
-    // Slices of a chunk go between hosts in messages that are as long as a slot.
-    let longest = if topology()?.hosts() > 1 { slot } else { usize::MAX };
-    let chunk = config.device.chunk.min(longest).next_multiple_of(ALIGN);
+    // Between hosts a slice of a chunk is sent in messages of at most a slot.
+    let max_chunk = if topology()?.hosts() > 1 { slot } else { usize::MAX };
+    let chunk = config.device.chunk.min(max_chunk).next_multiple_of(ALIGN);
     let device = DeviceSettings { chunk, ..config.device };
     let shape = TeamShape { id, threads, prec_level, slot, algorithm, gpu_path: device.path, gpu_chunk: chunk };
     let world = world.lock().unwrap_or_else(PoisonError::into_inner);
-    let endpoint = world.endpoint(shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let resources = world.endpoint(shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
     let cpus = cpus?;
-    let Config { timeout, stall_warn, match_timeout: match_within, .. } = config;
-    let settings = GroupConfig {
-        id,
-        acc_f64: prec_level == 1,
-        algorithm,
-        timeout,
-        stall_warn,
-        match_timeout: match_within,
-        device,
-    };
-    let on_alarm = Arc::clone(&dumper);
-    let alarm = Arc::new(move |words: &str| on_alarm.write_on_failure(words));
-    let group = Group::start(endpoint, settings, cpus.as_deref(), alarm, &process_groups);
+    let Config { timeout, stall_warn, match_timeout, .. } = config;
+    let settings = GroupConfig { id, acc_f64: prec_level == 1, algorithm, timeout, stall_warn, match_timeout, device };
+    let failure_dumper = Arc::clone(&dumper);
+    let on_failure = Arc::new(move |text: &str| failure_dumper.write_on_failure(text));
+    let group = Group::start(resources, settings, cpus.as_deref(), on_failure, &process_groups);
     let team = group.map(|group| Arc::new(Team::new(group)));
     let team = world.confirm(&format!("the creation of team {id}"), team)?;
     drop(world);
@@ -69,9 +61,9 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     })
 }
 
-/// The processors of the team's threads, if they have some of their own.
+/// The processors for the team's threads, if they are pinned.
 fn processors(config: &Config, id: i32, threads: usize) -> Result<Option<Vec<usize>>> {
-    // Nothing to win for what is not part of training.
+    // The control team is not used in training, so its threads are not pinned.
     let Ok(team) = usize::try_from(id) else { return Ok(None) };
     let topology = topology()?;
     let (local_rank, local_size) = (topology.local_rank(), topology.local_size());

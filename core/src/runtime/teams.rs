@@ -1,4 +1,4 @@
-//! The teams of this process: made by number, found by number.
+//! The teams of this process, by number.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use super::team_creation::make_team;
 use crate::error::{Error, Result};
 use crate::plugin::{Arguments, Cooldown, Schedule};
 
-/// Makes team `id` with `threads` threads. Collective.
+/// Creates team `id` with `threads` threads. Collective.
 ///
 /// # Errors
-/// [`Error::Invalid`] for numbers out of range and a team that exists; [`Error::Mismatch`] when the ranks disagree.
+/// [`Error::Invalid`] for numbers out of range and an existing team; [`Error::Mismatch`] if the ranks disagree.
 pub fn create_team(id: i32, threads: i32, prec_level: i32) -> Result<()> {
     if !(0..MAX_TEAMS).contains(&id) {
         return Err(Error::Invalid(format!("team {id} is out of range; teams go from 0 to {}", MAX_TEAMS - 1)));
@@ -23,7 +23,7 @@ pub fn create_team(id: i32, threads: i32, prec_level: i32) -> Result<()> {
         _ => return Err(Error::Invalid(format!("prec_level is {prec_level}; it is 0 (float) or 1 (double)"))),
     };
     if !is_initialized() {
-        // Says which of not initialised, finalised and forked it is.
+        // Reports whether the process is not initialized, finalized or forked.
         config()?;
         return Err(not_started());
     }
@@ -34,11 +34,11 @@ pub fn create_team(id: i32, threads: i32, prec_level: i32) -> Result<()> {
     make_team(id, threads, prec_level, Some(&call))
 }
 
-/// Brings everything up, and the teams below `count` that do not exist, with the default precision and the default number
-/// of threads unless `threads` tells. Collective.
+/// Initializes everything and creates the missing teams below `count`, with the default precision. `threads` overrides
+/// the default number of threads. Collective.
 ///
 /// # Errors
-/// Those of [`super::init`] and [`create_team`]; [`Error::Mismatch`] when the ranks ask for different teams.
+/// Those of [`super::init`] and [`create_team`]; [`Error::Mismatch`] if the ranks request different teams.
 pub fn init_teams(count: i32, threads: Option<i32>) -> Result<()> {
     if !(1..=MAX_TEAMS).contains(&count) {
         return Err(Error::Invalid(format!("nteams is {count}; it is a number from 1 to {MAX_TEAMS}")));
@@ -51,7 +51,7 @@ pub fn init_teams(count: i32, threads: Option<i32>) -> Result<()> {
     };
     let missing: Vec<i32> = started(|runtime| Ok((0..count).filter(|id| !runtime.teams.contains_key(id)).collect()))?;
     for (index, id) in missing.into_iter().enumerate() {
-        // One agreement for all: a rank that asks for fewer teams must not go on to other calls.
+        // One agreement for all teams: a rank with a smaller `count` must not continue with other calls.
         let call = (index == 0).then(|| format!("init(nteams={count}, nthread_per_team={threads})"));
         make_team(id, threads, config.default_prec_level, call.as_deref())?;
     }
@@ -63,8 +63,8 @@ fn checked_threads(threads: i32) -> Result<usize> {
     threads.ok_or_else(|| Error::Invalid("a team has from 1 to 256 threads".into()))
 }
 
-/// Makes team `id` unless it exists, with the default precision, and the default number of threads unless `threads` tells.
-/// Collective when the team does not exist.
+/// Creates team `id` if it does not exist, with the default precision. `threads` overrides the default number of
+/// threads. Collective if the team does not exist.
 ///
 /// # Errors
 /// Those of [`create_team`].
@@ -77,16 +77,16 @@ pub fn ensure_team(id: i32, threads: Option<i32>) -> Result<()> {
     create_team(id, threads, i32::from(config.default_prec_level))
 }
 
-/// Sets the deadline of coming calls on team `id`; `None` for none.
+/// Sets the deadline of later calls on team `id`; `None` for none.
 ///
 /// # Errors
-/// When there is no such team.
+/// If there is no such team.
 pub fn set_timeout(id: i32, timeout: Option<Duration>) -> Result<()> {
     team(id).map(|team| team.group().set_timeout(timeout))
 }
 
-/// Sets the schedule of team `id`, which is made when it does not exist, as by [`ensure_team`]. A `cooldown` of `None` is
-/// that of the environment. Every rank must set the same; calls on different schedules do not match.
+/// Sets the schedule of team `id`, creating the team like [`ensure_team`] if necessary. `arguments` gets the cooldown
+/// setting of the environment. All ranks must set the same schedule; calls on different schedules do not match.
 ///
 /// # Errors
 /// [`Error::Invalid`] for arguments out of range; those of [`ensure_team`].
@@ -97,32 +97,33 @@ pub fn config_team(id: i32, arguments: impl FnOnce(Cooldown) -> Result<Arguments
     Ok(())
 }
 
-/// Forgets what calls of `owner` on team `id` have left to calls that will not come. Nothing happens without such a team.
+/// Drops the state that calls of `owner` on team `id` have carried over. Does nothing if there is no such team.
 pub fn release(id: i32, owner: u64) {
     if let Ok(team) = team(id) {
         team.release(owner);
     }
 }
 
-/// Forgets the means that the last calls of `owner` on team `id` have left. Nothing happens without such a team.
+/// Drops the means that the last calls of `owner` on team `id` have carried over. Does nothing if there is no such
+/// team.
 pub fn discard_carried(id: i32, owner: u64) {
     if let Ok(team) = team(id) {
         team.discard_carried(owner);
     }
 }
 
-/// Counts `seconds` that a caller has waited for a call on team `id` that is not timed.
+/// Adds `seconds` that a caller has waited for a call on team `id` whose wait is not counted.
 ///
 /// # Errors
-/// When there is no such team.
+/// If there is no such team.
 pub fn add_waited(id: i32, seconds: f64) -> Result<()> {
     team(id).map(|team| team.add_waited(seconds))
 }
 
-/// For how many seconds callers of this rank have waited for averages of team `id`.
+/// Seconds that callers of this rank have waited for allreduces of team `id`.
 ///
 /// # Errors
-/// When there is no such team.
+/// If there is no such team.
 pub fn waited(id: i32) -> Result<f64> {
     team(id).map(|team| team.waited().1)
 }

@@ -278,7 +278,7 @@ impl Target {
         let older = known.iter().filter(|&&known| known < architecture).max().ok_or_else(|| {
             Error::System(format!("this NVRTC compiles for newer GPUs only, not for compute capability {architecture}"))
         })?;
-        Ok(Target { machine_code: false, architecture: format!("--gpu-architecture=compute_{below}") })
+        Ok(Target { machine_code: false, architecture: format!("--gpu-architecture=compute_{older}") })
     }
 
     /// Cache key: a hash of everything that the image depends on.
