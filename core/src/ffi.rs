@@ -40,74 +40,74 @@ mod bridge {
         ndim: usize,
     }
 
-    /// What an average is beside its tensors. `towers` replicas of a list follow each other. `name` and `instance` are part
-    /// of what the ranks must agree on; `instance` tells apart calls of one name that are under way at once. `labels`
+    /// What an average is beside its tensors. `towers` replicas of a list follow each other. `name` and `instance_id` are part
+    /// of what the ranks must agree on; `instance_id` tells apart calls of one name that are under way at once. `tensor_names`
     /// (tensor names of one tower, a line each, or empty) stands in error messages. `owner` tells apart, on this rank only,
-    /// equal lists of one name: on a schedule they must not get each other's means. A `part` belongs to the call before
-    /// it, which the team's schedule has counted. A `separate` call gets its own mean and the one before apart, if
-    /// it has `results`: see `settle`. The time until the end of a `timed` call is time that the caller waits. A call that
-    /// `blocks` keeps its thread from making another one before it has ended. `timeout` is in seconds: 0 for none, negative
+    /// equal lists of one name: on a schedule they must not get each other's means. A call that `continues_step` belongs to the call before
+    /// it, which the team's schedule has counted. A call with `return_weights` gets its own mean and the one before apart, if
+    /// it has `results`: see `set_weights`. The time until the end of a call with `count_wait` is time that the caller waits. A call that
+    /// `caller_blocks` keeps its thread from making another one before it has ended. `timeout` is in seconds: 0 for none, negative
     /// for the team's. The tensors are in the memory of GPU `device`, made and used on `stream` (a `cudaStream_t`), or, where
     /// that is negative, in host memory; on a GPU the completion comes when `stream` will see the result, or, for a call that
-    /// `waits`, when it is there, and `stream` goes on meanwhile.
+    /// `block_host`, when it is there, and `stream` goes on meanwhile.
     struct Average<'a> {
         team: i32,
         towers: usize,
         name: &'a str,
-        instance: &'a str,
-        labels: &'a str,
+        instance_id: &'a str,
+        tensor_names: &'a str,
         owner: u64,
-        part: bool,
-        separate: bool,
-        timed: bool,
-        blocks: bool,
+        continues_step: bool,
+        return_weights: bool,
+        count_wait: bool,
+        caller_blocks: bool,
         timeout: f64,
         device: i32,
         stream: usize,
-        waits: bool,
+        block_host: bool,
     }
 
     /// What a broadcast from rank `root` is beside its tensors; the rest as for an average.
     struct Broadcast<'a> {
         root: i32,
         name: &'a str,
-        labels: &'a str,
-        blocks: bool,
+        tensor_names: &'a str,
+        caller_blocks: bool,
         timeout: f64,
         device: i32,
         stream: usize,
-        waits: bool,
+        block_host: bool,
     }
 
     unsafe extern "C++" {
         include!("dl_comm/completion.h");
 
         type Completion;
-        fn done(self: &Completion, code: i32, message: &str, results: SharedPtr<Results>);
+        fn done(self: &Completion, code: i32, message: &str, results: SharedPtr<ResultBuffer>);
 
-        type Results;
-        fn kind(self: &Results) -> usize;
-        fn settle(self: &Results, own: f64, here: f64);
-        fn blank(self: &Results, addresses: &mut Vec<usize>) -> SharedPtr<Results>;
+        type ResultBuffer;
+        fn owner_type(self: &ResultBuffer) -> usize;
+        fn set_weights(self: &ResultBuffer, own: f64, here: f64);
+        fn zeros_like(self: &ResultBuffer, addresses: &mut Vec<usize>) -> SharedPtr<ResultBuffer>;
     }
 
     extern "Rust" {
         /// Starts the average of `tensors` over all ranks. `results` owns their memory, or is null, which keeps the call
-        /// from returning before its average has ended (see `carries`).
+        /// from returning before its average has ended (see `may_return_early`).
         unsafe fn average(
             call: &Average<'_>,
             tensors: &[TensorView],
             shapes: &[i64],
             completion: UniquePtr<Completion>,
-            results: SharedPtr<Results>,
+            results: SharedPtr<ResultBuffer>,
         );
 
         /// Whether coming averages of `owner` on `team` may return before they have ended: their callers' memory must then be
         /// copied, or belong to `results`. False when there is no such team.
-        fn carries(team: i32, owner: u64) -> bool;
+        fn may_return_early(team: i32, owner: u64) -> bool;
 
         /// Forgets the means that the last calls of `owner` on `team` have left.
-        fn discard(team: i32, owner: u64);
+        fn discard_carried(team: i32, owner: u64);
 
         /// Counts the seconds that a caller has waited for a call that is not timed.
         fn add_waited(team: i32, seconds: f64);
@@ -143,37 +143,37 @@ use std::sync::Arc;
 
 use cxx::{SharedPtr, UniquePtr};
 
-use bridge::{Average, Broadcast, Completion, Results, TensorView};
+use bridge::{Average, Broadcast, Completion, TensorView};
 
 /// The memory of a call, in the hands of an op library.
-struct OpLibraryResults(SharedPtr<Results>);
+struct OpLibraryResults(SharedPtr<bridge::ResultBuffer>);
 
-// SAFETY: the contract of `Results` (completion.h) is that it is used and destroyed on any thread.
+// SAFETY: the contract of `ResultBuffer` (completion.h) is that it is used and destroyed on any thread.
 unsafe impl Send for OpLibraryResults {}
 // SAFETY: as above.
 unsafe impl Sync for OpLibraryResults {}
 
 impl ResultBuffer for OpLibraryResults {
     fn owner_type(&self) -> usize {
-        self.0.as_ref().map_or(0, Results::kind)
+        self.0.as_ref().map_or(0, bridge::ResultBuffer::owner_type)
     }
 
     fn set_weights(&self, own: f64, here: f64) {
         if let Some(results) = self.0.as_ref() {
-            results.settle(own, here);
+            results.set_weights(own, here);
         }
     }
 
     fn zeros_like(&self) -> Result<(Arc<dyn ResultBuffer>, Vec<usize>)> {
         let mut addresses = Vec::new();
-        let blank = self.0.as_ref().map(|results| results.blank(&mut addresses)).filter(|blank| !blank.is_null());
+        let blank = self.0.as_ref().map(|results| results.zeros_like(&mut addresses)).filter(|blank| !blank.is_null());
         let blank = blank.ok_or_else(|| Error::System("there is no memory for a result".into()))?;
         Ok((Arc::new(OpLibraryResults(blank)), addresses))
     }
 }
 
 /// What the op library gets of a result.
-fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> {
+fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<bridge::ResultBuffer>> {
     let Some(results) = results else { return Ok(SharedPtr::null()) };
     let any: Arc<dyn Any + Send + Sync> = results;
     let memory = any
@@ -189,11 +189,11 @@ struct CompletionGuard(UniquePtr<Completion>);
 unsafe impl Send for CompletionGuard {}
 
 impl CompletionGuard {
-    fn finish(mut self, result: Result<SharedPtr<Results>>) {
+    fn finish(mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
         self.complete(result);
     }
 
-    fn complete(&mut self, result: Result<SharedPtr<Results>>) {
+    fn complete(&mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
         let completion = std::mem::replace(&mut self.0, UniquePtr::null());
         match (completion.as_ref(), result) {
             (None, _) => {}
@@ -246,24 +246,24 @@ unsafe fn average(
     tensors: &[TensorView],
     shapes: &[i64],
     completion: UniquePtr<Completion>,
-    results: SharedPtr<Results>,
+    results: SharedPtr<bridge::ResultBuffer>,
 ) {
     catch(|| {
         let options = StepOptions {
             call: CallOptions {
                 name: call.name.to_owned(),
-                instance_id: call.instance.to_owned(),
-                tensor_names: call.labels.to_owned(),
-                caller_blocks: call.blocks,
+                instance_id: call.instance_id.to_owned(),
+                tensor_names: call.tensor_names.to_owned(),
+                caller_blocks: call.caller_blocks,
                 timeout: Timeout::from_seconds(call.timeout),
-                device: device(call.device, call.stream, call.waits),
+                device: device(call.device, call.stream, call.block_host),
             },
             done: on_result(completion),
             results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
             owner: call.owner,
-            continues_step: call.part,
-            return_weights: call.separate,
-            count_wait: call.timed,
+            continues_step: call.continues_step,
+            return_weights: call.return_weights,
+            count_wait: call.count_wait,
         };
         runtime::average(call.team, options, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -276,11 +276,11 @@ fn towers(tensors: Vec<Tensor>, count: usize) -> Result<Vec<Vec<Tensor>>> {
     Ok(tensors.chunks((tensors.len() / count).max(1)).map(<[Tensor]>::to_vec).collect())
 }
 
-fn carries(team: i32, owner: u64) -> bool {
+fn may_return_early(team: i32, owner: u64) -> bool {
     guard(|| runtime::may_return_early(team, owner)).unwrap_or(false)
 }
 
-fn discard(team: i32, owner: u64) {
+fn discard_carried(team: i32, owner: u64) {
     // What is left of a team that has ended is gone with it.
     let _discarded = guard(|| {
         runtime::discard_carried(team, owner);
@@ -301,10 +301,10 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
         options.call = CallOptions {
             name: call.name.to_owned(),
             instance_id: String::new(),
-            tensor_names: call.labels.to_owned(),
-            caller_blocks: call.blocks,
+            tensor_names: call.tensor_names.to_owned(),
+            caller_blocks: call.caller_blocks,
             timeout: Timeout::from_seconds(call.timeout),
-            device: device(call.device, call.stream, call.waits),
+            device: device(call.device, call.stream, call.block_host),
         };
         runtime::broadcast(call.root, options, || translate(tensors, shapes));
     });
@@ -329,8 +329,8 @@ impl LongWait {
     }
 }
 
-fn device(ordinal: i32, stream: usize, waits: bool) -> Option<Device> {
-    (ordinal >= 0).then_some(Device { ordinal, stream, waits })
+fn device(ordinal: i32, stream: usize, block_host: bool) -> Option<Device> {
+    (ordinal >= 0).then_some(Device { ordinal, stream, block_host })
 }
 
 fn order(device: i32, stream: usize, later: usize) -> Result<()> {

@@ -49,7 +49,7 @@ impl DeviceWork {
     }
 
     fn waits(&self) -> bool {
-        self.work.call.producer().is_some_and(|producer| producer.waits())
+        self.work.call.producer().is_some_and(|producer| producer.blocks_host())
     }
 
     /// Whether the GPU has done it, or cannot tell.
@@ -219,7 +219,7 @@ impl Worker {
         });
         // Once all have been told.
         if let (Err(_), Some(staging)) = (&done, &staging)
-            && work.call.producer().is_some_and(|producer| producer.waits())
+            && work.call.producer().is_some_and(|producer| producer.blocks_host())
         {
             staging.drain();
         }

@@ -18,7 +18,7 @@ use crate::transport::bootstrap::RankInfo;
 /// [`Error::State`] before [`init_mpi`] and after [`finalize`]; [`Error::System`].
 pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
     let dumper = started(|runtime| Ok(Arc::clone(&runtime.dumper)))?;
-    dumper.write("asked for", folder)
+    dumper.write("requested", folder)
 }
 
 /// Starts the timeline of this rank in `folder`.
@@ -58,7 +58,7 @@ pub fn stats() -> Result<serde_json::Value> {
 /// What there is to tell of this process ([`crate::describe`]).
 #[derive(Debug, Clone)]
 pub struct ProcessInfo {
-    /// `fresh`, `started` or `finalized`.
+    /// `not_started`, `started` or `finalized`.
     pub state: &'static str,
     /// The settings, while started.
     pub config: Option<Config>,
@@ -80,7 +80,7 @@ pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
         let (places, teams) = (Arc::new([]), Vec::new());
         let mut told =
-            ProcessInfo { state: "fresh", config: None, topology: None, rank_info: places, network: None, teams };
+            ProcessInfo { state: "not_started", config: None, topology: None, rank_info: places, network: None, teams };
         match state {
             RuntimeState::NotStarted => {}
             RuntimeState::Finalized(topology) => {

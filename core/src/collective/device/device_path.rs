@@ -92,14 +92,14 @@ impl DevicePath {
 
     /// What `dl_comm_describe` tells of it.
     pub fn about(&self) -> Value {
-        let wait = self.path.wait().map(|wait| match wait {
+        let sync = self.path.wait().map(|wait| match wait {
             SyncMode::Stream => "stream",
             SyncMode::Host => "host",
         });
         json!({
             "path": self.path.name(),
-            "why": self.reason,
-            "wait": wait,
+            "reason": self.reason,
+            "sync": sync,
             "gpu": self.context.ordinal(),
             "gpu_name": self.context.name(),
             "gpu_uuid": self.context.uuid(),

@@ -228,7 +228,7 @@ impl MultiHostIpc {
             let in_flight = driver.with_slice(call, next, |slice| inter_host.start(slice, true, true, wait_ctx))?;
             driver.flights[place] = Some(in_flight);
         }
-        let lost = || Error::Internal(format!("the hosts lost step in chunk {chunk} of {}", call.call.full_name()));
+        let lost = || Error::Internal(format!("hosts out of sync in chunk {chunk} of {}", call.call.full_name()));
         let in_flight = driver.flights[chunk % NUM_BUFFERS].take().ok_or_else(lost)?;
         let agreed = driver.with_slice(call, chunk, |slice| inter_host.finish(slice, in_flight, wait_ctx))?;
         if agreed { Ok(()) } else { Err(lost()) }

@@ -115,9 +115,9 @@ impl IpcPeers {
         let mut pages = Vec::new();
         for (rank, words) in texts.iter().enumerate() {
             let [place, ..] = words else {
-                return Err(Error::System("another rank cannot show its memory".into()));
+                return Err(Error::System("another rank cannot export its memory".into()));
             };
-            let unseen = || Error::Internal("a rank's page of flags is not where the others see it".into());
+            let unseen = || Error::Internal("the flags of a rank are not in memory that the others map".into());
             let memory = shared.resolve(rank, *place, PAGE).ok_or_else(unseen)?;
             // SAFETY: the arena stays mapped, and its owner keeps the page until its team ends.
             pages.push(unsafe { Page::new(context, memory) });
@@ -231,7 +231,7 @@ fn addresses(seen: &mut [PeerImports], me: usize, own: Address, texts: &[&[u64]]
         if rank == me {
             return Ok(own);
         }
-        let export = export(words).ok_or_else(|| Error::System("another rank cannot show its memory".into()))?;
+        let export = export(words).ok_or_else(|| Error::System("another rank cannot export its memory".into()))?;
         seen[rank].apply(&[export], &[])?;
         seen[rank].at(export.id)
     };

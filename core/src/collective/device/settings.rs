@@ -32,7 +32,7 @@ impl Path {
     /// As `DL_COMM_GPU_PATH` and `topology()` name it.
     pub fn name(self) -> &'static str {
         match self {
-            Path::SingleRank => "alone",
+            Path::SingleRank => "single_rank",
             Path::Nccl => "nccl",
             Path::Ipc(_) => "ipc",
             Path::IpcStaged(_) => "ipc+staged",

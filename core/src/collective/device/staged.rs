@@ -138,7 +138,7 @@ impl StagingPipeline {
         // After a failure too: copies may be on their way to tensors that the caller then frees.
         let ends: Vec<Event> =
             self.up.iter().chain(&self.down).map(|stream| signal_outputs(call, stream)).collect::<Result<_>>()?;
-        if done.is_ok() && producer(call)?.waits() {
+        if done.is_ok() && producer(call)?.blocks_host() {
             return ends.iter().try_for_each(|end| wait_event(end, wait_ctx));
         }
         done
@@ -185,7 +185,7 @@ impl StagingPipeline {
             }
             let part = call.chunk_call(chunk, self.place(turn));
             if !channel.run_first_chunk(&part, wait_ctx)? {
-                return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", call.full_name())));
+                return Err(Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name())));
             }
             if part.layout.chunks() > 1 {
                 // A chunk may be longer than a slot.

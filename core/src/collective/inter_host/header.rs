@@ -40,5 +40,5 @@ impl Header {
 
 /// Hosts that had agreed do so no more.
 pub(super) fn out_of_sync(call: &Call) -> Error {
-    Error::Internal(format!("the hosts lost step in {}", call.full_name()))
+    Error::Internal(format!("hosts out of sync in {}", call.full_name()))
 }
