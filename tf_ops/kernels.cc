@@ -29,16 +29,17 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
 // The result memory of one kernel run.
-class TensorResults final : public Results {
+class TensorResults final : public ResultBuffer {
  public:
-  std::size_t kind() const noexcept override {
+  std::size_t owner_type() const noexcept override {
     static const char mark = 0;  // one address for this library
     return reinterpret_cast<std::size_t>(&mark);
   }
 
-  void settle(double, double) const noexcept override {}  // only for separate calls, which these kernels do not make
+  void set_weights(double, double) const noexcept override {
+  }  // only for separate calls, which these kernels do not make
 
-  std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override {
+  std::shared_ptr<ResultBuffer> zeros_like(rust::Vec<std::size_t>& addresses) const noexcept override {
     auto fresh = std::make_shared<TensorResults>();
     for (const tensorflow::Tensor& output : outputs) {
       const tensorflow::Tensor zeros(output.dtype(), output.shape());
@@ -59,7 +60,7 @@ class KernelCompletion final : public Completion {
   KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, std::shared_ptr<TensorResults> own)
       : context_(context), done_(std::move(done)), own_(std::move(own)) {}
 
-  void done(int32_t code, rust::Str message, std::shared_ptr<Results> results) const noexcept override {
+  void done(int32_t code, rust::Str message, std::shared_ptr<ResultBuffer> results) const noexcept override {
     if (code != 0) {
       context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size())));
     } else {
@@ -127,7 +128,7 @@ class CollectiveKernel : public AsyncOpKernel {
 
   // Passes the call to the core, which copies the strings, and returns without waiting. `this` may be destroyed then.
   virtual void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
-                      std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) = 0;
+                      std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer> results) = 0;
 
   // Whether the call may return before the core has read the inputs: reference variables and fed arrays may change by
   // then.
@@ -149,25 +150,25 @@ class GradientsKernel : public CollectiveKernel {
   }
 
  protected:
-  bool needs_copies() const override { return carries(team_, static_cast<std::uint64_t>(owner_)); }
+  bool needs_copies() const override { return may_return_early(team_, static_cast<std::uint64_t>(owner_)); }
 
   void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
-              std::unique_ptr<Completion> completion, std::shared_ptr<Results> results) override {
+              std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer> results) override {
     Average call;
     call.team = team_;
     call.towers = static_cast<std::size_t>(towers_);
     call.name = {call_name_.data(), call_name_.size()};
-    call.instance = instance;
-    call.labels = {labels_.data(), labels_.size()};
+    call.instance_id = instance;
+    call.tensor_names = {labels_.data(), labels_.size()};
     call.owner = static_cast<std::uint64_t>(owner_);
-    call.part = part_;
-    call.separate = false;
-    call.timed = timed_;
-    call.blocks = false;
+    call.continues_step = part_;
+    call.return_weights = false;
+    call.count_wait = timed_;
+    call.caller_blocks = false;
     call.timeout = timeout_;
     call.device = target.device;
     call.stream = target.stream;
-    call.waits = true;  // the host waits, so that the stream continues with backward
+    call.block_host = true;  // the host waits, so that the stream continues with backward
     average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
             std::move(completion), std::move(results));
   }
@@ -188,17 +189,17 @@ class BroadcastKernel : public CollectiveKernel {
 
  protected:
   void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
-              std::unique_ptr<Completion> completion, std::shared_ptr<Results>) override {
+              std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer>) override {
     const std::string name = call_name_ + std::string(instance);
     Broadcast call;
     call.root = root_;
     call.name = {name.data(), name.size()};
-    call.labels = {labels_.data(), labels_.size()};
-    call.blocks = false;
+    call.tensor_names = {labels_.data(), labels_.size()};
+    call.caller_blocks = false;
     call.timeout = timeout_;
     call.device = target.device;
     call.stream = target.stream;
-    call.waits = true;
+    call.block_host = true;
     broadcast(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
               std::move(completion));
   }
@@ -249,5 +250,5 @@ extern "C" __attribute__((visibility("default"))) uintptr_t dl_comm_ops_core_id(
 
 // Whether later calls of an owner on a team may return early, which the core supports in host memory only.
 extern "C" __attribute__((visibility("default"))) bool dl_comm_ops_may_return_early(int32_t team, uint64_t owner) {
-  return dl_comm::carries(team, owner);
+  return dl_comm::may_return_early(team, owner);
 }

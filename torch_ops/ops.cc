@@ -37,23 +37,23 @@ Average describe_call(const Arguments& call, DeviceStream target, std::size_t to
   Average average;
   average.device = target.device;
   average.stream = target.stream;
-  average.waits = false;
+  average.block_host = false;
   average.team = call.number;
   average.towers = towers;
   average.name = {call.name.data(), call.name.size()};
-  average.labels = {call.labels.data(), call.labels.size()};
+  average.tensor_names = {call.labels.data(), call.labels.size()};
   average.owner = owner;
-  average.part = part;
-  average.separate = !timed;
-  average.timed = timed;
-  average.blocks = timed;
+  average.continues_step = part;
+  average.return_weights = !timed;
+  average.count_wait = timed;
+  average.caller_blocks = timed;
   average.timeout = -1;
   return average;
 }
 
 std::shared_ptr<Work> start_average(const Average& call, const TensorViews& views, Tensors keep,
-                                    std::shared_ptr<Results> results, std::shared_ptr<CommTimer> timer = nullptr) {
-  const int32_t wait_time_team = call.timed ? -1 : call.team;
+                                    std::shared_ptr<ResultBuffer> results, std::shared_ptr<CommTimer> timer = nullptr) {
+  const int32_t wait_time_team = call.count_wait ? -1 : call.team;
   auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), wait_time_team, std::move(timer));
   average(call, views.tensors(), views.shapes(), completion_of(work), std::move(results));
   return work;
@@ -85,8 +85,8 @@ void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   request.stream = views.device_stream().stream;
   request.root = call.number;
   request.name = {call.name.data(), call.name.size()};
-  request.labels = {call.labels.data(), call.labels.size()};
-  request.blocks = true;
+  request.tensor_names = {call.labels.data(), call.labels.size()};
+  request.caller_blocks = true;
   request.timeout = to<double>(stack[4]);
   broadcast(request, views.tensors(), views.shapes(), completion_of(work));
   work->wait();
@@ -96,7 +96,7 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const auto towers = static_cast<std::size_t>(std::max<int64_t>(to<int64_t>(stack[4]), 0));
   // A call that may return before its allreduce ends needs copies: the caller may change its tensors meanwhile.
-  const bool copies = carries(call.number, 0);
+  const bool copies = may_return_early(call.number, 0);
   TensorViews views(call.tensors.size(), call.labels);
   Tensors keep;
   Tensors results;
@@ -138,11 +138,11 @@ void wait_work(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void discard_carried_means(StableIValue* stack, uint64_t, uint64_t) {
-  discard(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
+  discard_carried(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
 }
 
 void query_may_return_early(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = from(carries(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1]))));
+  stack[0] = from(may_return_early(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1]))));
 }
 
 void detach_call(StableIValue* stack, uint64_t, uint64_t) { detach_work(to<int64_t>(stack[0])); }

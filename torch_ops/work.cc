@@ -18,7 +18,7 @@ class WorkCompletion final : public Completion {
  public:
   explicit WorkCompletion(std::shared_ptr<Work> work) : work_(std::move(work)) {}
 
-  void done(int32_t code, rust::Str message, std::shared_ptr<Results> results) const noexcept override {
+  void done(int32_t code, rust::Str message, std::shared_ptr<ResultBuffer> results) const noexcept override {
     work_->finish(code, std::string(message), std::move(results));
   }
 
@@ -59,17 +59,17 @@ std::shared_ptr<Work> take(Registry& all, int64_t number) {
 
 }  // namespace
 
-std::size_t TensorResults::kind() const noexcept {
+std::size_t TensorResults::owner_type() const noexcept {
   static const char mark = 0;  // one address for this library
   return reinterpret_cast<std::size_t>(&mark);
 }
 
-void TensorResults::settle(double own, double here) const noexcept {
+void TensorResults::set_weights(double own, double here) const noexcept {
   own_share = own;
   share = here;
 }
 
-std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses) const noexcept {
+std::shared_ptr<ResultBuffer> TensorResults::zeros_like(rust::Vec<std::size_t>& addresses) const noexcept {
   try {
     std::vector<::torch::stable::Tensor> zeros;
     for (const auto& tensor : tensors) {
@@ -86,7 +86,7 @@ std::shared_ptr<Results> TensorResults::blank(rust::Vec<std::size_t>& addresses)
   }
 }
 
-void Work::finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept {
+void Work::finish(int32_t code, std::string message, std::shared_ptr<ResultBuffer> results) noexcept {
   // Notify under the lock: the waiter may free this object as soon as it sees the flag.
   if (timer_) timer_->end();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -105,7 +105,7 @@ bool Work::finished() const noexcept {
 
 Outcome Work::wait() {
   std::vector<::torch::stable::Tensor> own;
-  std::shared_ptr<Results> results;
+  std::shared_ptr<ResultBuffer> results;
   {
     const auto since = std::chrono::steady_clock::now();
     std::unique_lock<std::mutex> lock(mutex_);

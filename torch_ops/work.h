@@ -18,18 +18,18 @@
 namespace dl_comm::torch_ops {
 
 // The memory of a call that may return before its allreduce ends: tensors with no other user.
-class TensorResults final : public Results {
+class TensorResults final : public ResultBuffer {
  public:
   TensorResults(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream)
       : tensors(std::move(tensors)), device_stream(device_stream) {}
 
-  std::size_t kind() const noexcept override;
-  void settle(double own, double here) const noexcept override;
-  std::shared_ptr<Results> blank(rust::Vec<std::size_t>& addresses) const noexcept override;
+  std::size_t owner_type() const noexcept override;
+  void set_weights(double own, double here) const noexcept override;
+  std::shared_ptr<ResultBuffer> zeros_like(rust::Vec<std::size_t>& addresses) const noexcept override;
 
   std::vector<::torch::stable::Tensor> tensors;
   const DeviceStream device_stream;
-  // Weights of the call's tensors and of `tensors` in the result; set by `settle`.
+  // Weights of the call's tensors and of `tensors` in the result; set by `set_weights`.
   mutable double own_share = 0;
   mutable double share = 1;
 };
@@ -59,7 +59,7 @@ class Work {
     if (timer_) timer_->begin();
   }
 
-  void finish(int32_t code, std::string message, std::shared_ptr<Results> results) noexcept;
+  void finish(int32_t code, std::string message, std::shared_ptr<ResultBuffer> results) noexcept;
   bool finished() const noexcept;
 
   // Blocks until the call completes. On a GPU: until torch's current stream is ordered after the result.
@@ -72,7 +72,7 @@ class Work {
   bool finished_ = false;
   int32_t code_ = 0;
   std::string message_;
-  std::shared_ptr<Results> results_;
+  std::shared_ptr<ResultBuffer> results_;
   std::vector<::torch::stable::Tensor> tensors_;
   const DeviceStream device_stream_;
   const int32_t wait_time_team_;

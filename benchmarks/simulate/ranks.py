@@ -76,6 +76,6 @@ def _read(finished: Finished) -> Measured:
         )
     results = json.loads(found[1])
     network = results["network"] and NetworkModel(
-        *(results["network"][key] for key in ("latency_s", "message_s", "byte_s"))
+        *(results["network"][key] for key in ("latency_s", "per_message_s", "per_byte_s"))
     )
     return Measured([Result(**result) for result in results["results"]], network)

@@ -140,12 +140,12 @@ int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int
  * missing. docs/gpu.md has the ways that the data takes. */
 
 /* Where tensors are: the number of the GPU in this process, and the stream (a CUstream or cudaStream_t, NULL for the
- * default one) on which they were made and will be used. With `waits` other than 0 a call returns when the results are
- * there, and the stream goes on meanwhile. */
+ * default one) on which they were made and will be used. With `block_host` other than 0 a call returns when the results
+ * are there, and the stream goes on meanwhile. */
 typedef struct dl_comm_device {
   int device;
   void* stream;
-  int waits;
+  int block_host;
 } dl_comm_device_t;
 
 /* dl_comm_average and dl_comm_broadcast_buffers for tensors of `device` (NULL, or a negative number: of the host).
@@ -261,17 +261,18 @@ const char* dl_comm_version(void);
  * bytes with the NUL. Returns the length of the whole without the NUL, as snprintf does: ask with (NULL, 0), then with
  * one byte more than that, and again when the answer has grown.
  * - Always: "version", "library" (the file of libdl_comm), "mpi" ("library_version", "standard", "library" (its file),
- *   "initialized", "finalized", "thread_level"), "state" ("fresh", "started", "finalized"), "variables" (the
+ *   "initialized", "finalized", "thread_level"), "state" ("not_started", "started", "finalized"), "variables" (the
  *   names of all environment variables), "unknown_variables" (those that are set, begin with DL_COMM_ and are none of
  *   them, each with the nearest name or null), and "settings" (the
  *   DL_COMM_* variables, in their units) or "settings_error".
  * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank", "host",
- *   "host_index", "local_rank", "pid", "pid_space", "boot_id", "shm_device"), "teams" (a list: "id", "threads",
- *   "prec_level", "slot_bytes", "lanes", and "gpu": null, or, after the first call on the memory of a GPU,
- *   "path" ("nccl", "ipc", "ipc+staged", "staged" or "alone"), "why" it is no better one, "wait" (of the two with
- *   "ipc": "stream" or "host", who waits for the other ranks), "gpu", "gpu_name", "gpu_uuid", "mps", "device_bytes"
- * that the team took, "nccl") and, on several hosts, "network" (what was measured between them, in seconds: "latency_s"
- * of a message, "message_s" for each further one at once, "byte_s"). Names may be added. */
+ *   "host_index", "local_rank", "pid", "pid_namespace", "boot_id", "shm_device"), "teams" (a list: "id", "threads",
+ *   "prec_level", "slot_bytes", "shards", and "gpu": null, or, after the first call on the memory of a GPU,
+ *   "path" ("nccl", "ipc", "ipc+staged", "staged" or "single_rank"), "reason" why it is no better one, "sync" (of the
+ * two with "ipc": "stream" or "host", who waits for the other ranks), "gpu", "gpu_name", "gpu_uuid", "mps",
+ * "device_bytes" that the team took, "nccl") and, on several hosts, "network" (what was measured between them, in
+ * seconds: "latency_s" of a message, "per_message_s" for each further one at once, "per_byte_s"). Names may be added.
+ */
 int dl_comm_describe(char* text, size_t capacity);
 
 #ifdef __cplusplus

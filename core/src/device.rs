@@ -9,5 +9,5 @@ pub struct Device {
     pub stream: usize,
     /// Whether the call ends when the results are there, instead of when the stream will see them: then the stream goes on
     /// meanwhile.
-    pub waits: bool,
+    pub block_host: bool,
 }

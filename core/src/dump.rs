@@ -133,7 +133,7 @@ impl Dumper {
             self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
         let place = |(rank, place): (usize, &RankInfo)| json!({"rank": rank, "host": place.host, "pid": place.pid});
         json!({
-            "format": "dl_comm dump 1",
+            "format": "dl_comm dump 2",
             "job": self.job(),
             "reason": reason,
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),

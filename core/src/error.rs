@@ -18,7 +18,7 @@ pub enum Error {
     #[error("{0}")]
     State(String),
     /// The ranks called different things; nobody's data moved.
-    #[error("the ranks called different things, nothing was written:\n{0}")]
+    #[error("collective mismatch, nothing was written:\n{0}")]
     Mismatch(String),
     /// A deadline passed.
     #[error("{0}")]
@@ -33,7 +33,7 @@ pub enum Error {
     #[error("{0}")]
     Network(String),
     /// A defect of dl_comm itself.
-    #[error("defect in dl_comm: {0}")]
+    #[error("internal error, please report: {0}")]
     Internal(String),
 }
 

@@ -42,78 +42,79 @@ mod bridge {
 
     /// Options of an allreduce (mean):
     /// - `towers`: the number of replicas of the list, one after the other.
-    /// - `name`, `instance`: the ranks must agree on both; `instance` distinguishes calls of one name in flight
-    ///   together.
-    /// - `labels`: names of one tower's tensors for messages, a line each, or empty.
+    /// - `name`, `instance_id`: the ranks must agree on both; `instance_id` distinguishes calls of one name in
+    ///   flight together.
+    /// - `tensor_names`: names of one tower's tensors for messages, a line each, or empty.
     /// - `owner`: distinguishes, on this rank only, equal lists of one name, which must not share carried means.
-    /// - `part`: the call continues the step of the call before it, which the schedule has counted.
-    /// - `separate`: with `results`, returns the call's own mean and the carried one separately (see `settle`).
-    /// - `timed`: whether the time until the end of the call counts as waiting.
-    /// - `blocks`: the calling thread makes no other call before this one has ended.
+    /// - `continues_step`: the call continues the step of the call before it, which the schedule has counted.
+    /// - `return_weights`: with `results`, returns the call's own mean and the carried one separately (see
+    ///   `set_weights`).
+    /// - `count_wait`: whether the time until the end of the call counts as waiting.
+    /// - `caller_blocks`: the calling thread makes no other call before this one has ended.
     /// - `timeout`: in seconds; 0 for none, negative for the team's.
     /// - `device`, `stream`: the GPU and `cudaStream_t` of the tensors; a negative `device` means host memory. On a GPU
     ///   the call completes once `stream` waits for the result.
-    /// - `waits`: on a GPU, the call completes with the result, and `stream` does not wait.
+    /// - `block_host`: on a GPU, the call completes with the result, and `stream` does not wait.
     struct Average<'a> {
         team: i32,
         towers: usize,
         name: &'a str,
-        instance: &'a str,
-        labels: &'a str,
+        instance_id: &'a str,
+        tensor_names: &'a str,
         owner: u64,
-        part: bool,
-        separate: bool,
-        timed: bool,
-        blocks: bool,
+        continues_step: bool,
+        return_weights: bool,
+        count_wait: bool,
+        caller_blocks: bool,
         timeout: f64,
         device: i32,
         stream: usize,
-        waits: bool,
+        block_host: bool,
     }
 
     /// Options of a broadcast from rank `root`; the others as in `Average`.
     struct Broadcast<'a> {
         root: i32,
         name: &'a str,
-        labels: &'a str,
-        blocks: bool,
+        tensor_names: &'a str,
+        caller_blocks: bool,
         timeout: f64,
         device: i32,
         stream: usize,
-        waits: bool,
+        block_host: bool,
     }
 
     unsafe extern "C++" {
         include!("dl_comm/completion.h");
 
         type Completion;
-        fn done(self: &Completion, code: i32, message: &str, results: SharedPtr<Results>);
+        fn done(self: &Completion, code: i32, message: &str, results: SharedPtr<ResultBuffer>);
 
-        type Results;
-        fn kind(self: &Results) -> usize;
-        fn settle(self: &Results, own: f64, here: f64);
-        fn blank(self: &Results, addresses: &mut Vec<usize>) -> SharedPtr<Results>;
+        type ResultBuffer;
+        fn owner_type(self: &ResultBuffer) -> usize;
+        fn set_weights(self: &ResultBuffer, own: f64, here: f64);
+        fn zeros_like(self: &ResultBuffer, addresses: &mut Vec<usize>) -> SharedPtr<ResultBuffer>;
     }
 
     extern "Rust" {
         /// Starts an allreduce (mean) of `tensors` over all ranks. `results` owns their memory; if it is null, the call
-        /// does not return early (see `carries`).
+        /// does not return early (see `may_return_early`).
         unsafe fn average(
             call: &Average<'_>,
             tensors: &[TensorView],
             shapes: &[i64],
             completion: UniquePtr<Completion>,
-            results: SharedPtr<Results>,
+            results: SharedPtr<ResultBuffer>,
         );
 
         /// Whether later calls of `owner` on `team` may return early. Then `results` must own their tensors, or be null
         /// and the tensors copied. False if there is no such team.
-        fn carries(team: i32, owner: u64) -> bool;
+        fn may_return_early(team: i32, owner: u64) -> bool;
 
         /// Drops the means that the last calls of `owner` on `team` have carried over.
-        fn discard(team: i32, owner: u64);
+        fn discard_carried(team: i32, owner: u64);
 
-        /// Adds the seconds that a caller has waited for a call that is not `timed`.
+        /// Adds the seconds that a caller has waited for a call without `count_wait`.
         fn add_waited(team: i32, seconds: f64);
 
         /// While it lives, this thread counts as waiting for a call that it has started. For long waits: deadlock
@@ -148,37 +149,37 @@ use std::sync::Arc;
 
 use cxx::{SharedPtr, UniquePtr};
 
-use bridge::{Average, Broadcast, Completion, Results, TensorView};
+use bridge::{Average, Broadcast, Completion, TensorView};
 
 /// The memory of a call, owned by an op library.
-struct OpLibraryResults(SharedPtr<Results>);
+struct OpLibraryResults(SharedPtr<bridge::ResultBuffer>);
 
-// SAFETY: by contract (completion.h), any thread may use and destroy `Results`.
+// SAFETY: by contract (completion.h), any thread may use and destroy `ResultBuffer`.
 unsafe impl Send for OpLibraryResults {}
 // SAFETY: as above.
 unsafe impl Sync for OpLibraryResults {}
 
 impl ResultBuffer for OpLibraryResults {
     fn owner_type(&self) -> usize {
-        self.0.as_ref().map_or(0, Results::kind)
+        self.0.as_ref().map_or(0, bridge::ResultBuffer::owner_type)
     }
 
     fn set_weights(&self, own: f64, here: f64) {
         if let Some(results) = self.0.as_ref() {
-            results.settle(own, here);
+            results.set_weights(own, here);
         }
     }
 
     fn zeros_like(&self) -> Result<(Arc<dyn ResultBuffer>, Vec<usize>)> {
         let mut addresses = Vec::new();
-        let blank = self.0.as_ref().map(|results| results.blank(&mut addresses)).filter(|blank| !blank.is_null());
+        let blank = self.0.as_ref().map(|results| results.zeros_like(&mut addresses)).filter(|blank| !blank.is_null());
         let blank = blank.ok_or_else(|| Error::System("there is no memory for a result".into()))?;
         Ok((Arc::new(OpLibraryResults(blank)), addresses))
     }
 }
 
 /// The op library's memory of a result.
-fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<Results>> {
+fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<bridge::ResultBuffer>> {
     let Some(results) = results else { return Ok(SharedPtr::null()) };
     let any: Arc<dyn Any + Send + Sync> = results;
     let memory = any
@@ -194,11 +195,11 @@ struct CompletionGuard(UniquePtr<Completion>);
 unsafe impl Send for CompletionGuard {}
 
 impl CompletionGuard {
-    fn finish(mut self, result: Result<SharedPtr<Results>>) {
+    fn finish(mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
         self.complete(result);
     }
 
-    fn complete(&mut self, result: Result<SharedPtr<Results>>) {
+    fn complete(&mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
         let completion = std::mem::replace(&mut self.0, UniquePtr::null());
         match (completion.as_ref(), result) {
             (None, _) => {}
@@ -251,24 +252,24 @@ unsafe fn average(
     tensors: &[TensorView],
     shapes: &[i64],
     completion: UniquePtr<Completion>,
-    results: SharedPtr<Results>,
+    results: SharedPtr<bridge::ResultBuffer>,
 ) {
     catch(|| {
         let options = StepOptions {
             call: CallOptions {
                 name: call.name.to_owned(),
-                instance_id: call.instance.to_owned(),
-                tensor_names: call.labels.to_owned(),
-                caller_blocks: call.blocks,
+                instance_id: call.instance_id.to_owned(),
+                tensor_names: call.tensor_names.to_owned(),
+                caller_blocks: call.caller_blocks,
                 timeout: Timeout::from_seconds(call.timeout),
-                device: device(call.device, call.stream, call.waits),
+                device: device(call.device, call.stream, call.block_host),
             },
             done: on_result(completion),
             results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
             owner: call.owner,
-            continues_step: call.part,
-            return_weights: call.separate,
-            count_wait: call.timed,
+            continues_step: call.continues_step,
+            return_weights: call.return_weights,
+            count_wait: call.count_wait,
         };
         runtime::average(call.team, options, || towers(translate(tensors, shapes)?, call.towers));
     });
@@ -281,11 +282,11 @@ fn towers(tensors: Vec<Tensor>, count: usize) -> Result<Vec<Vec<Tensor>>> {
     Ok(tensors.chunks((tensors.len() / count).max(1)).map(<[Tensor]>::to_vec).collect())
 }
 
-fn carries(team: i32, owner: u64) -> bool {
+fn may_return_early(team: i32, owner: u64) -> bool {
     guard(|| runtime::may_return_early(team, owner)).unwrap_or(false)
 }
 
-fn discard(team: i32, owner: u64) {
+fn discard_carried(team: i32, owner: u64) {
     // The means of a team that has ended are gone with it.
     let _discarded = guard(|| {
         runtime::discard_carried(team, owner);
@@ -306,10 +307,10 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
         options.call = CallOptions {
             name: call.name.to_owned(),
             instance_id: String::new(),
-            tensor_names: call.labels.to_owned(),
-            caller_blocks: call.blocks,
+            tensor_names: call.tensor_names.to_owned(),
+            caller_blocks: call.caller_blocks,
             timeout: Timeout::from_seconds(call.timeout),
-            device: device(call.device, call.stream, call.waits),
+            device: device(call.device, call.stream, call.block_host),
         };
         runtime::broadcast(call.root, options, || translate(tensors, shapes));
     });
@@ -334,8 +335,8 @@ impl LongWait {
     }
 }
 
-fn device(ordinal: i32, stream: usize, waits: bool) -> Option<Device> {
-    (ordinal >= 0).then_some(Device { ordinal, stream, waits })
+fn device(ordinal: i32, stream: usize, block_host: bool) -> Option<Device> {
+    (ordinal >= 0).then_some(Device { ordinal, stream, block_host })
 }
 
 fn order(device: i32, stream: usize, later: usize) -> Result<()> {

@@ -50,7 +50,7 @@ pub fn process_info() -> Result<String> {
         all["local_size"] = json!(topology.local_size());
         all["ranks"] = ranks(&overview);
         if let Some(NetworkModel { latency_s: latency, message_gap_s: message, byte_s: byte }) = overview.network {
-            all["network"] = json!({"latency_s": latency, "message_s": message, "byte_s": byte});
+            all["network"] = json!({"latency_s": latency, "per_message_s": message, "per_byte_s": byte});
         }
         let shards = topology.num_shards();
         all["teams"] = overview.teams.iter().map(|(config, gpus)| team(config, gpus.as_ref(), shards)).collect();
@@ -79,7 +79,7 @@ fn ranks(overview: &ProcessInfo) -> Value {
             "host_index": position.map(|(host, _)| host),
             "local_rank": position.map(|(_, local)| local),
             "pid": place.pid,
-            "pid_space": place.pid_namespace,
+            "pid_namespace": place.pid_namespace,
             "boot_id": place.boot,
             "shm_device": place.device,
         })
@@ -93,7 +93,7 @@ fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
         "threads": config.channels,
         "prec_level": i32::from(config.acc_f64),
         "slot_bytes": config.slot,
-        "lanes": shards,
+        "shards": shards,
         "gpu": gpus,
     })
 }
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn before_init_it_tells_of_the_libraries_and_the_settings() {
         let told: Value = serde_json::from_str(&process_info().unwrap()).unwrap();
-        assert_eq!(told["state"], "fresh");
+        assert_eq!(told["state"], "not_started");
         assert_eq!(told["version"], env!("CARGO_PKG_VERSION"));
         let standard = told[NAME]["standard"].as_str().unwrap();
         assert!(standard.split_once('.').unwrap().0.parse::<u32>().unwrap() >= 3, "{standard}");

@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap(), other);
         assert!(matches!(start(&text, 3, "rank 3", "a"), Err(Error::State(_))));
         let from = Instant::now();
-        span("phase", "odd \"name\"", from, from + Duration::from_millis(2), &[("late", "rank 1".into())]);
+        span("phase", "odd \"name\"", from, from + Duration::from_millis(2), &[("target", "rank 1".into())]);
         stop();
         stop();
         let file = std::fs::read_to_string(folder.join("a/rank3.trace.json")).unwrap();
@@ -188,7 +188,7 @@ mod tests {
         let events: Vec<Value> = serde_json::from_str(&file).unwrap();
         let span = events.iter().find(|event| event["name"] == "odd \"name\"").unwrap();
         assert!((span["dur"].as_f64().unwrap() - 2000.0).abs() < 1e-3 && span["pid"] == 3, "{span}");
-        assert_eq!(span["args"]["late"], "rank 1");
+        assert_eq!(span["args"]["target"], "rank 1");
         assert!((span["ts"].as_f64().unwrap() * 1e3 - monotonic(from) as f64).abs() < 1e4);
         assert!(!is_on());
     }

@@ -97,7 +97,13 @@ impl CallTimings {
                 WaitTarget::Host(host) => format!("host {host}"),
             };
             let [team, call] = self.place();
-            timeline::span("late", &format!("wait for {whom}"), from, to, &[team, call, ("late", whom.into())]);
+            timeline::span(
+                "wait_for_rank",
+                &format!("wait for {whom}"),
+                from,
+                to,
+                &[team, call, ("target", whom.into())],
+            );
         }
     }
 

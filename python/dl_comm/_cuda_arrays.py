@@ -67,7 +67,7 @@ def _device_arrays(
         for extent in shape:
             length *= extent
         for interface in (source_info, target_info) if length else ():
-            owner = _dl_comm.gpu_of(interface["data"][0])
+            owner = _dl_comm.device_of_pointer(interface["data"][0])
             if owner != device and device >= 0:
                 raise ArgumentError(f"array {index} is on GPU {owner}, the arrays before it on GPU {device}")
             device = owner

@@ -15,10 +15,10 @@ def stats() -> dict[str, Any]:
     """Statistics of this rank since ``init``: calls, bytes and times per team.
 
     Seconds of the team's threads: ``copied_s``, ``waited_s`` (for ranks of this host), ``reduced_s`` and ``network_s``
-    (with waits). Sums over calls: ``queued_s`` (from submission to start) and ``busy_s`` (from start to end).
-    ``exposed_s``: seconds that callers waited; ``overlap``: the fraction of ``busy_s`` in which they did not.
-    ``bytes``: size of the tensors; ``steps``: rounds through shared memory; ``flags``: flags raised there; ``messages``
-    and ``sent_bytes``: traffic to other hosts.
+    (with waits). Sums over calls: ``queued_s`` (from submission to start) and ``comm_s`` (from start to end).
+    ``exposed_s``: seconds that callers waited; ``overlap``: the fraction of ``comm_s`` in which they did not.
+    ``bytes``: size of the tensors; ``shm_rounds``: rounds through shared memory; ``shm_flags``: flags raised there;
+    ``messages`` and ``sent_bytes``: traffic to other hosts.
 
     Returns:
         ``rank``, ``size``, and ``teams``: for each team (-1: broadcasts, barriers and metrics) a dict of these numbers,
@@ -40,9 +40,9 @@ def topology() -> dict[str, Any]:
     For each team, ``gpu`` is None before its first call with GPU tensors, then a dict:
 
     - ``path``: "nccl"; "ipc" (kernels on memory that the ranks of a host share); "ipc+staged" ("ipc" within each host,
-      and shards through host memory between hosts); "staged" (through host memory); or "alone" (one rank);
-    - ``why``: the reason why no faster path is used;
-    - ``wait``: "stream" or "host", whichever waits for the other ranks (with "ipc" and "ipc+staged");
+      and shards through host memory between hosts); "staged" (through host memory); or "single_rank";
+    - ``reason``: the reason why no faster path is used;
+    - ``sync``: "stream" or "host", whichever waits for the other ranks (with "ipc" and "ipc+staged");
     - ``gpu``, ``gpu_name``, ``gpu_uuid``: the GPU; ``mps``: whether NVIDIA's Multi-Process Service runs;
     - ``device_bytes``: GPU memory that the team has allocated;
     - ``calls_in_chunks``: long calls by "ipc" that copied chunks through this memory, because other ranks cannot open a

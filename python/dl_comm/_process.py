@@ -351,7 +351,7 @@ def _at_exit(pid: int) -> None:
     # Set after an uncaught exception. Without an abort, the other ranks would wait for this one.
     error = getattr(sys, "last_value", None)
     if error is not None:
-        _dl_comm.abandon(_first_line(translate(error)))
+        _dl_comm.abort(_first_line(translate(error)))
     else:
         _dl_comm.finalize()
 

@@ -43,7 +43,7 @@ class StatsWriter:
         seconds = max(now - self._since, 1e-9)
         change = {key: value - self._last_sums[key] for key, value in sums.items()}
         self._since, self._last_sums = now, sums
-        comm_seconds = change["busy_s"]
+        comm_seconds = change["comm_s"]
         values = {
             "calls": change["calls"] / seconds,
             "mib": change["bytes"] / 2**20 / seconds,
@@ -63,7 +63,7 @@ class StatsWriter:
 
 def _sums() -> dict[str, float]:
     teams = [numbers for team, numbers in stats()["teams"].items() if team >= 0]
-    keys = ("calls", "bytes", "busy_s", "exposed_s", "waited_s", "network_s")
+    keys = ("calls", "bytes", "comm_s", "exposed_s", "waited_s", "network_s")
     return {key: float(sum(numbers[key] for numbers in teams)) for key in keys}
 
 

@@ -30,7 +30,7 @@ impl Call {
         };
         let buffers = places.iter().map(buffer).collect::<PyResult<_>>()?;
         Ok(Call {
-            device: dl_comm_device_t { device, stream: std::ptr::without_provenance_mut(stream), waits: 0 },
+            device: dl_comm_device_t { device, stream: std::ptr::without_provenance_mut(stream), block_host: 0 },
             buffers,
         })
     }
@@ -93,7 +93,7 @@ pub fn gpu_count(py: Python<'_>) -> PyResult<i32> {
 
 /// The GPU whose memory is at `address`; -1 for host memory.
 #[pyfunction]
-pub fn gpu_of(address: usize) -> i32 {
+pub fn device_of_pointer(address: usize) -> i32 {
     // SAFETY: nothing is read from the address.
     unsafe { ffi::dl_comm_device_of_pointer(std::ptr::without_provenance(address)) }
 }

@@ -100,7 +100,7 @@ fn barrier(py: Python<'_>, timeout: f64) -> PyResult<()> {
 
 /// Ends everything after a failure; the other ranks hear why.
 #[pyfunction]
-fn abandon(py: Python<'_>, why: &str) -> PyResult<i32> {
+fn abort(py: Python<'_>, why: &str) -> PyResult<i32> {
     let why = CString::new(why.replace('\0', " "))?;
     // SAFETY: a text that ends with NUL.
     call(py, || unsafe { api::ffi::dl_comm_abort(why.as_ptr()) })
@@ -323,7 +323,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(device::average_on, module)?,
         wrap_pyfunction!(device::broadcast_on, module)?,
         wrap_pyfunction!(device::gpu_count, module)?,
-        wrap_pyfunction!(device::gpu_of, module)?,
+        wrap_pyfunction!(device::device_of_pointer, module)?,
         wrap_pyfunction!(alloc, module)?,
         wrap_pyfunction!(average, module)?,
         wrap_pyfunction!(broadcast, module)?,
@@ -331,7 +331,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(buffers_match, module)?,
         wrap_pyfunction!(init_mpi, module)?,
         wrap_pyfunction!(finalize, module)?,
-        wrap_pyfunction!(abandon, module)?,
+        wrap_pyfunction!(abort, module)?,
         wrap_pyfunction!(rank, module)?,
         wrap_pyfunction!(size, module)?,
         wrap_pyfunction!(local_rank, module)?,

@@ -91,10 +91,10 @@ def test_the_path_is_the_one_asked_for(job: Job) -> None:
     assert gpu["gpu_name"] == torch.cuda.get_device_name(job.device)
     shared = torch.cuda.device_count() < mc.local_size()
     if job.size == 1:
-        assert gpu["path"] == "alone"
+        assert gpu["path"] == "single_rank"
     elif ASKED == "auto":
         assert gpu["path"] in ("ipc", "staged") if shared else gpu["path"] in ("nccl", "ipc", "staged")
-        assert "share a GPU" in gpu["why"] or not shared
+        assert "share a GPU" in gpu["reason"] or not shared
     else:
         assert gpu["path"] == ASKED
     if job.rank == 0:

@@ -162,7 +162,7 @@ def test_the_host_does_not_wait(job: Job) -> None:
     data = torch.ones(1000, device=job.device)
     cdl.gradients([data], 0)
     gpu = job.gpu()
-    if gpu is None or gpu["path"] == "staged" or gpu["wait"] == "host":
+    if gpu is None or gpu["path"] == "staged" or gpu["sync"] == "host":
         pytest.skip("the host has to wait here")
     torch.cuda.synchronize()
     mc.barrier()

@@ -33,9 +33,9 @@ def test_a_small_average_takes_one_step_and_no_message_more_than_its_data(rank: 
     assert change["calls"] == 10
     assert change["failed"] == 0
     assert change["bytes"] == 10 * 16
-    assert change["steps"] == 10
+    assert change["shm_rounds"] == 10
     others = mc.num_hosts() - 1
-    assert change["flags"] == 10 * (3 if others else 1), "packed; between hosts also reduced, unpacked"
+    assert change["shm_flags"] == 10 * (3 if others else 1), "packed; between hosts also reduced, unpacked"
     assert change["messages"] == 10 * 2 * others, "its part to each other host, and the result"
 
 
@@ -121,16 +121,16 @@ def test_a_dump_tells_of_the_last_calls(rank: int, size: int, tmp_path: Path) ->
     path = mc.dump(tmp_path)
     assert path == tmp_path / f"rank{rank}.json"
     dump = json.loads(path.read_text())
-    assert (dump["rank"], dump["size"], dump["reason"]) == (rank, size, "asked for")
+    assert (dump["rank"], dump["size"], dump["reason"]) == (rank, size, "requested")
     assert dump["ranks"][rank]["pid"] == os.getpid()
     (team,) = (team for team in dump["teams"] if team["team"] == TEAM)
     last = team["calls"][-1]
-    assert last["call"] == "average 'dumped' on team 1"
+    assert last["name"] == "average 'dumped' on team 1"
     assert last["state"] == "done"
-    assert last["matched"] == team["matched"]
+    assert last["match_index"] == team["matched"]
     assert last["tensors"] == ["tensor 0: float32[2, 3]", "tensor 1: float64[5]"]
-    matched = mc.gradients([np.full(1, last["matched"])], TEAM)[0]
-    assert matched == last["matched"], "the same on all ranks"
+    matched = mc.gradients([np.full(1, last["match_index"])], TEAM)[0]
+    assert matched == last["match_index"], "the same on all ranks"
     with pytest.raises(mc.CommError, match="nowhere"):
         mc.dump("/proc/nowhere/at/all")
 

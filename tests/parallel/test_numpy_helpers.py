@@ -200,8 +200,8 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     teams = {team["id"]: team for team in told["teams"]}
     assert {-1, 0, 1} <= teams.keys()
     slot = told["settings"]["DL_COMM_CHUNK_KB"] << 10
-    lanes = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.num_hosts()))
-    expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "lanes": lanes, "gpu": None}
+    shards = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.num_hosts()))
+    expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "shards": shards, "gpu": None}
     assert teams[0] == expected
     known = mc.topology()
     assert known["teams"][0] == {"threads": 2, "prec_level": 0, "gpu": None}

@@ -26,16 +26,16 @@ from launch import Finished, launch, run
 Script = Callable[..., Finished]
 NOW = 1_800_000_000.0
 GRADIENTS = "average 'gradients' on team 0"
-MISMATCH = "the ranks called different things, nothing was written:\n  rank 0: a\n  rank 1: b"
+MISMATCH = "collective mismatch, nothing was written:\n  rank 0: a\n  rank 1: b"
 
 
 def call(state: str, ago: float, matched: int | None = None, title: str = GRADIENTS, **more: Any) -> dict[str, Any]:
     """A call submitted ``ago`` seconds before now; completed calls took half a second."""
     ended = 0.5 if state in ("done", "failed") else None
     return {
-        "number": (matched or 9) - 1, "matched": matched, "call": title, "signature": f"{abs(hash(title)):016x}",
-        "state": state, "error": None, "tensors": ["tensor 0 'w': float32[64,3]"], "count": 161, "submitted": NOW - ago,
-        "ended_s": ended, "waits": [], "waiting_for": [], **more,
+        "number": (matched or 9) - 1, "match_index": matched, "name": title, "signature": f"{abs(hash(title)):016x}",
+        "state": state, "error": None, "tensors": ["tensor 0 'w': float32[64,3]"], "num_tensors": 161,
+        "submitted": NOW - ago, "ended_s": ended, "waits": [], "waiting_for": [], **more,
     }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def dump(folder: Path, rank: int, calls: dict[int, list[dict[str, Any]]], size: 
         for team, own in calls.items()
     ]
     ranks = [{"rank": other, "host": f"node{other}", "pid": 100 + other} for other in range(size)]
-    content = {"format": "dl_comm dump 1", "job": "abc", "reason": "SIGUSR1", "time": NOW, "rank": rank, "size": size}
+    content = {"format": "dl_comm dump 2", "job": "abc", "reason": "SIGUSR1", "time": NOW, "rank": rank, "size": size}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{rank}.json").write_text(json.dumps({**content, "ranks": ranks, "teams": teams, **more}))
 
@@ -60,7 +60,7 @@ def analyzed(folder: Path) -> list[Finding]:
 
 
 def waiting(for_ranks: list[int], ago: float = 62.0, **more: Any) -> list[dict[str, Any]]:
-    return [call("done", 70, 1), call("meeting", ago, waiting_for=for_ranks, **more)]
+    return [call("done", 70, 1), call("matching", ago, waiting_for=for_ranks, **more)]
 
 
 def test_a_rank_in_user_code(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_last_call_is_that_of_the_highest_number(tmp_path: Path) -> None:
 
 def test_a_chain_of_waits(tmp_path: Path) -> None:
     dump(tmp_path, 0, {0: waiting([1, 2])})
-    dump(tmp_path, 1, {0: [call("done", 70, 1)], -1: [call("meeting", 50, title="barrier", waiting_for=[2])]})
+    dump(tmp_path, 1, {0: [call("done", 70, 1)], -1: [call("matching", 50, title="barrier", waiting_for=[2])]})
     dump(tmp_path, 2, {0: [call("done", 70, 1)], -1: []})
     found = analyzed(tmp_path)
     assert [(one.kind, one.ranks) for one in found[:2]] == [("not_called", (2,))] * 2
@@ -172,7 +172,7 @@ def test_a_healthy_job_with_a_straggler(tmp_path: Path) -> None:
     waits = [{"ranks": [2], "seconds": 2.5}, {"ranks": [1], "seconds": 0.5}]
     for rank in range(3):
         own = waits if rank == 0 else []
-        dump(tmp_path, rank, {0: [call("done", 10, 1, waits=own), call("meeting", 0.01)] if rank else [
+        dump(tmp_path, rank, {0: [call("done", 10, 1, waits=own), call("matching", 0.01)] if rank else [
             call("done", 10, 1, waits=own), call("done", 5, 2, waits=own)]})  # fmt: skip
     late, well = analyzed(tmp_path)
     assert (late.kind, late.ranks, late.seconds, late.is_problem, well.kind) == (
@@ -230,7 +230,7 @@ def test_states_of_processes(tmp_path: Path) -> None:
             child.wait()
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "dl_comm dump 2"}', "no json"])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "dl_comm dump 1"}', "no json"])
 def test_bad_input(tmp_path: Path, content: str) -> None:
     with pytest.raises(BadInput, match="not a folder"):
         read(tmp_path / "none")

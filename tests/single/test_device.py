@@ -309,7 +309,7 @@ def test_a_driver_without_gpus_or_functions_is_reported(fake_cuda: Path, tmp_pat
     assert "panic" not in finished.output
 
 
-@pytest.mark.parametrize(("wanted", "why"), [("nccl", "share a GPU"), ("ipc", "cannot be shown")])
+@pytest.mark.parametrize(("wanted", "why"), [("nccl", "share a GPU"), ("ipc", "cannot export memory")])
 def test_an_unavailable_path_is_refused_with_the_reason(fake_cuda: Path, tmp_path: Path, wanted: str, why: str) -> None:
     script = tmp_path / "wanted.py"
     script.write_text(

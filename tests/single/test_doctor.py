@@ -244,7 +244,7 @@ def test_lists_of_numbers_and_addresses() -> None:
 
 
 def place(rank: int, host: str) -> dict[str, Any]:
-    boot = {"host": host, "host_index": "abc".index(host), "boot_id": host, "shm_device": "1", "pid_space": "x"}
+    boot = {"host": host, "host_index": "abc".index(host), "boot_id": host, "shm_device": "1", "pid_namespace": "x"}
     return {"rank": rank, "local_rank": rank % 2, "pid": rank} | boot
 
 
@@ -257,7 +257,7 @@ def test_the_reason_of_each_path() -> None:
 
 def test_equal_hosts_are_one_row_and_oversubscription_is_found() -> None:
     ranks = [place(rank, host) for rank, host in enumerate("aabbcc")]
-    ranks[5]["pid_space"] = "y"
+    ranks[5]["pid_namespace"] = "y"
     quiet = {"tcp": [{"interface": "ib0", "peers": []}], "devices": ["verbs (/dev/infiniband/uverbs0)"]}
     content = [
         {"processors": "0-1", "numa_nodes": [0], "cuda_visible_devices": None, "cgroup_cpus": None, "network": quiet}

@@ -219,7 +219,7 @@ if mc.get_rank() == 0:
         assert "dl_comm error -6" in str(error), error
         print("told", flush=True)
 else:
-    _dl_comm.abandon("ValueError: on purpose")  # what an uncaught exception does
+    _dl_comm.abort("ValueError: on purpose")  # what an uncaught exception does
     time.sleep(5)
 """
 

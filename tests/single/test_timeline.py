@@ -37,7 +37,7 @@ def a_step(rank: int, number: int, begin: float, late: float) -> list[Event]:
         span("step", "gradients", begin + late, 0, rank, **team),
         span("phase", "queue", begin + late, 10, rank, 2, **team),
         span("phase", "wait", begin + late + 10, 90, rank, 2, **team),
-        *([] if late else [span("late", "wait for rank 1", begin + 20, 50, rank, 2, late="rank 1", **team)]),
+        *([] if late else [span("wait_for_rank", "wait for rank 1", begin + 20, 50, rank, 2, target="rank 1", **team)]),
         span("exposed", "waits for communication", begin + late + 70, 40, rank, team=0),
         span("call", "average", begin + late, 110, rank, 2, matched=number + 1, bytes=1000, error=None, **team),
     ]
@@ -273,8 +273,8 @@ def test_the_numbers_of_the_page_are_those_of_the_trace(slow: Path) -> None:
     assert view["bytes"] == sum(event["args"]["bytes"] for event in calls)
     late: dict[tuple[int, str], float] = defaultdict(float)
     for event in own:
-        if event["cat"] == "late":
-            late[event["pid"], event["args"]["late"]] += event["dur"] * 1e-6
+        if event["cat"] == "wait_for_rank":
+            late[event["pid"], event["args"]["target"]] += event["dur"] * 1e-6
     for rank, row in enumerate(view["late"]["seconds"]):
         assert row == pytest.approx([late[rank, f"rank {other}"] for other in range(3)], abs=1e-6)
     exposed = sum(event["dur"] for event in own if event["cat"] == "exposed") * 1e-6

@@ -39,7 +39,7 @@ pub struct CDevice {
     /// Its stream.
     pub stream: *mut c_void,
     /// Whether the call blocks the host until the results are there.
-    pub waits: c_int,
+    pub block_host: c_int,
 }
 
 /// The device of the tensors; `None` for host memory.
@@ -52,7 +52,7 @@ pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
     (device.device >= 0).then(|| Device {
         ordinal: device.device,
         stream: device.stream.addr(),
-        waits: device.waits != 0,
+        block_host: device.block_host != 0,
     })
 }
 
@@ -68,7 +68,7 @@ pub(super) fn device_of(towers: &[Vec<Tensor>]) -> Result<Option<Device>> {
     if tensors.any(|tensor| owner(tensor) != first) {
         return Err(Error::Invalid("the tensors are in the memory of different devices; average them apart".into()));
     }
-    Ok(first.map(|ordinal| Device { ordinal, stream: 0, waits: false }))
+    Ok(first.map(|ordinal| Device { ordinal, stream: 0, block_host: false }))
 }
 
 /// Converts a number to a C return value.

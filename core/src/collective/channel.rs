@@ -400,7 +400,7 @@ impl Channel {
 }
 
 fn out_of_sync(call: &Call, chunk: usize) -> Error {
-    Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", call.full_name()))
+    Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name()))
 }
 
 /// The slice of a chunk that a shard reduces.

@@ -70,5 +70,5 @@ pub(super) unsafe fn combine(
 }
 
 fn cannot_map() -> Error {
-    Error::Internal("a tensor is not where the ranks of the host see it".into())
+    Error::Internal("a tensor is not in memory that the local ranks map".into())
 }

@@ -49,7 +49,7 @@ impl DeviceWork {
     }
 
     fn blocks_host(&self) -> bool {
-        self.work.call.producer().is_some_and(|producer| producer.waits())
+        self.work.call.producer().is_some_and(|producer| producer.blocks_host())
     }
 
     /// Whether the GPU has finished, or the driver fails.
@@ -219,7 +219,7 @@ impl Worker {
         });
         // After all ranks have been notified.
         if let (Err(_), Some(staging)) = (&done, &staging)
-            && work.call.producer().is_some_and(|producer| producer.waits())
+            && work.call.producer().is_some_and(|producer| producer.blocks_host())
         {
             staging.drain();
         }

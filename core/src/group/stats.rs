@@ -15,12 +15,12 @@ impl Group {
     pub fn stats(&self) -> Value {
         let totals = self.shared.recorder.totals();
         let [copied, waited, reduced, network] = totals.activities;
-        let [steps, flags, messages, sent] = totals.counts;
+        let [rounds, flags, messages, sent] = totals.counts;
         json!({
             "calls": totals.calls, "failed": totals.failed, "bytes": totals.bytes,
-            "queued_s": totals.queued, "busy_s": totals.comm,
+            "queued_s": totals.queued, "comm_s": totals.comm,
             "copied_s": copied, "waited_s": waited, "reduced_s": reduced, "network_s": network,
-            "steps": steps, "flags": flags, "messages": messages, "sent_bytes": sent,
+            "shm_rounds": rounds, "shm_flags": flags, "messages": messages, "sent_bytes": sent,
         })
     }
 
@@ -55,7 +55,7 @@ fn call(record: &Arc<Record>, topology: &Topology) -> Value {
         (Some(_), None, ..) => "done",
         (Some(_), Some(_), ..) => "failed",
         (None, _, None, _) => "queued",
-        (None, _, Some(_), None) => "meeting",
+        (None, _, Some(_), None) => "matching",
         (None, _, Some(_), Some(_)) => "running",
     };
     let waits: Vec<Value> = timings
@@ -67,18 +67,18 @@ fn call(record: &Arc<Record>, topology: &Topology) -> Value {
         Some(_) => Vec::new(),
         None => timings.waiting().into_iter().flat_map(|target| ranks(target, topology)).collect(),
     };
-    let [steps, flags, messages, sent] = timings.counts();
+    let [rounds, flags, messages, sent] = timings.counts();
     json!({
-        "number": record.number, "matched": record.match_index(), "call": record.summary.name_line,
+        "number": record.number, "match_index": record.match_index(), "name": record.summary.name_line,
         "signature": format!("{:016x}", record.signature), "state": state,
         "error": record.error().map(ToString::to_string),
-        "tensors": record.summary.tensors, "count": record.summary.count, "bytes": record.summary.bytes,
+        "tensors": record.summary.tensors, "num_tensors": record.summary.count, "bytes": record.summary.bytes,
         "submitted": unix_seconds(record.submitted),
         "started_s": record.started().map(|time| time.as_secs_f64()),
         "ended_s": record.ended().map(|time| time.as_secs_f64()),
         "copied_s": timings.seconds(Activity::Copy), "waited_s": timings.seconds(Activity::Wait),
         "reduced_s": timings.seconds(Activity::Reduce), "network_s": timings.seconds(Activity::Network),
         "waits": waits, "waiting_for": waiting,
-        "steps": steps, "flags": flags, "messages": messages, "sent_bytes": sent,
+        "shm_rounds": rounds, "shm_flags": flags, "messages": messages, "sent_bytes": sent,
     })
 }

@@ -179,7 +179,7 @@ impl Team {
     pub fn stats(&self) -> Value {
         let mut stats = self.group.stats();
         let (_, exposed) = self.waited();
-        let comm = stats["busy_s"].as_f64().unwrap_or(0.0);
+        let comm = stats["comm_s"].as_f64().unwrap_or(0.0);
         stats["exposed_s"] = exposed.into();
         stats["overlap"] = (if comm > 0.0 { (1.0 - exposed / comm).clamp(0.0, 1.0) } else { 0.0 }).into();
         stats

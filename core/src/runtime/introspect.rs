@@ -18,7 +18,7 @@ use crate::transport::bootstrap::RankInfo;
 /// [`Error::State`] before [`start`](super::start) and after [`finalize`](super::finalize); [`Error::System`].
 pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
     let dumper = started(|runtime| Ok(Arc::clone(&runtime.dumper)))?;
-    dumper.write("asked for", folder)
+    dumper.write("requested", folder)
 }
 
 /// Starts recording the timeline of this rank in `folder`.
@@ -58,7 +58,7 @@ pub fn stats() -> Result<serde_json::Value> {
 /// The state of this process, for [`crate::process_info`].
 #[derive(Debug, Clone)]
 pub struct ProcessInfo {
-    /// `fresh`, `started` or `finalized`.
+    /// `not_started`, `started` or `finalized`.
     pub state: &'static str,
     /// The settings, if started.
     pub config: Option<Config>,
@@ -79,7 +79,8 @@ pub struct ProcessInfo {
 pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
         let (rank_info, teams) = (Arc::new([]), Vec::new());
-        let mut info = ProcessInfo { state: "fresh", config: None, topology: None, rank_info, network: None, teams };
+        let mut info =
+            ProcessInfo { state: "not_started", config: None, topology: None, rank_info, network: None, teams };
         match state {
             RuntimeState::NotStarted => {}
             RuntimeState::Finalized(topology) => {

@@ -39,9 +39,15 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     let max_chunk = if topology()?.hosts() > 1 { slot } else { usize::MAX };
     let chunk = config.device.chunk.min(max_chunk).next_multiple_of(ALIGN);
     let device = DeviceSettings { chunk, ..config.device };
-    let shape = TeamShape { id, threads, prec_level, slot, algorithm, gpu_path: device.path, gpu_chunk: chunk };
+    let agreement = format!(
+        "team {id} with {threads} threads, prec_level {prec_level}, slots of {slot} bytes, the algorithm {} between hosts, the \
+         path {} and chunks of {chunk} bytes for GPUs",
+        algorithm.name(),
+        device.path.name()
+    );
+    let shape = TeamShape { id, threads, slot, agreement };
     let world = world.lock().unwrap_or_else(PoisonError::into_inner);
-    let resources = world.endpoint(shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let resources = world.endpoint(&shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
     let cpus = cpus?;
     let Config { timeout, stall_warn, match_timeout, .. } = config;
     let settings = GroupConfig { id, acc_f64: prec_level == 1, algorithm, timeout, stall_warn, match_timeout, device };

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = "dl_comm dump 1"
-MISMATCH = "the ranks called different things"
-_OPEN = ("queued", "meeting", "running")
+FORMAT = "dl_comm dump 2"
+MISMATCH = "collective mismatch"
+_OPEN = ("queued", "matching", "running")
 # Errors that leave the ranks in sync, as if the call had not been made.
 _HARMLESS = (MISMATCH, "the team has ended")
 
@@ -203,13 +203,13 @@ def _call(team: int, call: dict[str, Any]) -> CallRecord:
     return CallRecord(
         team=team,
         number=int(call["number"]),
-        matched=call["matched"],
-        title=str(call["call"]),
+        matched=call["match_index"],
+        title=str(call["name"]),
         signature=str(call["signature"]),
         state=str(call["state"]),
         error=call["error"],
         tensors=tuple(map(str, call["tensors"])),
-        count=int(call["count"]),
+        count=int(call["num_tensors"]),
         submitted=submitted,
         ended=None if ended is None else submitted + float(ended),
         waits=tuple((tuple(map(int, wait["ranks"])), float(wait["seconds"])) for wait in call["waits"]),

@@ -89,7 +89,7 @@ def _fail(report: Report, described: dict[str, Any], rank: int | None, name: str
     report.set_prints(rank in (None, 0))
     if rank:
         # Some launchers end the job after the first failed process: let rank 0 report first.
-        time.sleep(_GRACE_S if described["state"] == "fresh" else 0)
+        time.sleep(_GRACE_S if described["state"] == "not_started" else 0)
         print(f"dl_comm.doctor, {where}: {text}", file=sys.stderr, flush=True)
     report.end(described, healthy=False)
 

@@ -151,12 +151,12 @@ def _pid_namespaces(hosts: list[list[dict[str, Any]]]) -> list[Check]:
     """Ranks of one host in different pid namespaces, which cannot monitor each other."""
     checks = []
     for ranks in hosts:
-        spaces = {rank["pid_space"] for rank in ranks}
+        spaces = {rank["pid_namespace"] for rank in ranks}
         if len(spaces) > 1:
             text = (
                 f"the ranks are in {len(spaces)} pid namespaces, so that a lost rank "
                 "is detected at the deadline only; start the containers with --pid=host"
             )
-            facts = {"host_index": ranks[0]["host_index"], "pid_spaces": sorted(spaces)}
+            facts = {"host_index": ranks[0]["host_index"], "pid_namespaces": sorted(spaces)}
             checks.append(Check("ranks", f"namespaces {ranks[0]['host']}", "warn", text, facts))
     return checks

@@ -127,7 +127,7 @@ def last(rows: Sequence[dict[str, Any]]) -> str:
         y = 6 + place * 24
         width = (_WIDE - 190) * row["seconds"] / most
         text = f"rank {row['rank']} was last {row['times']} times, {time_text(row['seconds'])} after the one before"
-        out += [_text(62, y + 13, f"rank {row['rank']}", "end"), _rect(68, y, width, 18, "late", text)]
+        out += [_text(62, y + 13, f"rank {row['rank']}", "end"), _rect(68, y, width, 18, "wait_for_rank", text)]
         out.append(_text(74 + width, y + 13, f"{time_text(row['seconds'])}, {row['times']} times", "start"))
     return _svg(_WIDE, 10 + 24 * len(shown), "last to arrive", out)
 
@@ -188,7 +188,7 @@ def step_chart(seconds: float, rows: Sequence[Row]) -> str:
             x, width = left + low * scale, (high - low) * scale
             title = f"{text or kind}: {time_text(high - low)}"
             out.append(_rect(x, y, width, tall - 2, kind, title))
-            if kind == "late" and width > 90:
+            if kind == "wait_for_rank" and width > 90:
                 out.append(_text(x + width / 2, y + 10.5, text, "middle", "strong"))
         y += tall
     for part in range(5):

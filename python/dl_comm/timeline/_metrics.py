@@ -127,8 +127,8 @@ class TraceMetrics:
                 self._starts[rank, number, args["call"]] = end
             case "call":
                 self._call(team, rank, event, self._starts.pop((rank, number, args["call"]), begin), end)
-            case "late":
-                team.waits[rank, str(args["late"])] += duration
+            case "wait_for_rank":
+                team.waits[rank, str(args["target"])] += duration
             case "exposed":
                 team.exposed[rank].append((end, duration))
             case "step":

@@ -22,7 +22,7 @@ _KINDS = {
     "queue": "queue",
     "copy": "copy",
     "wait": "wait",
-    "late": "wait for a rank",
+    "wait_for_rank": "wait for a rank",
     "reduce": "reduce",
     "network": "network",
 }

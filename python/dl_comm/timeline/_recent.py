@@ -101,14 +101,14 @@ def _raster(events: list[Event], begin: float, end: float) -> tuple[tuple[str, f
     width = (end - begin) / _COLUMNS
     spent: dict[int, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
-        late = event["cat"] == "late"
-        key = ("late", event["name"]) if late else (event["name"], "")
+        late = event["cat"] == "wait_for_rank"
+        key = ("wait_for_rank", event["name"]) if late else (event["name"], "")
         low, high = max(event["ts"], begin) - begin, min(event["ts"] + event["dur"], end) - begin
         for column in range(int(low / width), min(int(high / width), _COLUMNS - 1) + 1):
             part = min(high, (column + 1) * width) - max(low, column * width)
             spent[column][key] += part
             if late:  # lies inside another span
-                spent[column]["network" if event["args"]["late"].startswith("host") else "wait", ""] -= part
+                spent[column]["network" if event["args"]["target"].startswith("host") else "wait", ""] -= part
     out: list[tuple[str, float, float, str]] = []
     for column in sorted(spent):
         (kind, text), _ = max(spent[column].items(), key=lambda item: item[1])

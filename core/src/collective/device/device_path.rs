@@ -98,8 +98,8 @@ impl DevicePath {
         });
         json!({
             "path": self.path.name(),
-            "why": self.reason,
-            "wait": sync,
+            "reason": self.reason,
+            "sync": sync,
             "gpu": self.context.ordinal(),
             "gpu_name": self.context.name(),
             "gpu_uuid": self.context.uuid(),

@@ -110,7 +110,7 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
     context.kernels()?;
     let memory = DeviceBuffer::new(context, PAGE)?;
     if context.exports().locate(memory.address(), 1)?.is_none() {
-        return Err(Error::System("its memory cannot be shown to other processes (cuIpcGetMemHandle)".into()));
+        return Err(Error::System("cannot export memory to other ranks (cuIpcGetMemHandle)".into()));
     }
     let stream = Stream::new(context)?;
     let flag = PinnedHostBuffer::new(context, PAGE)?;

@@ -233,7 +233,7 @@ impl MultiHostIpc {
             shard_owner.in_flight[buffer] = Some(in_flight);
         }
         let out_of_sync =
-            || Error::Internal(format!("the hosts lost step in chunk {chunk} of {}", call.call.full_name()));
+            || Error::Internal(format!("hosts out of sync in chunk {chunk} of {}", call.call.full_name()));
         let in_flight = shard_owner.in_flight[chunk % NUM_BUFFERS].take().ok_or_else(out_of_sync)?;
         let agreed = shard_owner.with_slice(call, chunk, |slice| inter_host.finish(slice, in_flight, wait_ctx))?;
         if agreed { Ok(()) } else { Err(out_of_sync()) }

@@ -115,9 +115,9 @@ impl IpcPeers {
         let mut pages = Vec::new();
         for (rank, words) in words_by_rank.iter().enumerate() {
             let [place, ..] = words else {
-                return Err(Error::System("another rank cannot show its memory".into()));
+                return Err(Error::System("another rank cannot export its memory".into()));
             };
-            let cannot_access = || Error::Internal("a rank's page of flags is not where the others see it".into());
+            let cannot_access = || Error::Internal("the flags of a rank are not in memory that the others map".into());
             let memory = shared.resolve(rank, *place, PAGE).ok_or_else(cannot_access)?;
             // SAFETY: the arena stays mapped, and its owner keeps the page until its group ends.
             pages.push(unsafe { Page::new(context, memory) });
@@ -233,7 +233,7 @@ fn addresses(imports: &mut [PeerImports], me: usize, own: Address, words_by_rank
         if rank == me {
             return Ok(own);
         }
-        let export = export(words).ok_or_else(|| Error::System("another rank cannot show its memory".into()))?;
+        let export = export(words).ok_or_else(|| Error::System("another rank cannot export its memory".into()))?;
         imports[rank].apply(&[export], &[])?;
         imports[rank].at(export.id)
     };

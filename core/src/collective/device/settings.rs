@@ -32,7 +32,7 @@ impl Path {
     /// The name in `DL_COMM_GPU_PATH` and `topology()`.
     pub fn name(self) -> &'static str {
         match self {
-            Path::SingleRank => "alone",
+            Path::SingleRank => "single_rank",
             Path::Nccl => "nccl",
             Path::Ipc(_) => "ipc",
             Path::IpcStaged(_) => "ipc+staged",

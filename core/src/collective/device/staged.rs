@@ -138,7 +138,7 @@ impl StagingPipeline {
         // Also after a failure: copies may still access tensors that the caller then frees.
         let ends: Vec<Event> =
             self.up.iter().chain(&self.down).map(|stream| signal_outputs(call, stream)).collect::<Result<_>>()?;
-        if done.is_ok() && producer(call)?.waits() {
+        if done.is_ok() && producer(call)?.blocks_host() {
             return ends.iter().try_for_each(|end| wait_event(end, wait_ctx));
         }
         done
@@ -185,7 +185,7 @@ impl StagingPipeline {
             }
             let host_call = call.chunk_call(chunk, self.buffer(index));
             if !channel.run_first_chunk(&host_call, wait_ctx)? {
-                return Err(Error::Internal(format!("the ranks lost step in chunk {chunk} of {}", call.full_name())));
+                return Err(Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name())));
             }
             if host_call.layout.chunks() > 1 {
                 // A chunk may be longer than a slot.

@@ -40,5 +40,5 @@ impl Header {
 
 /// The error for hosts that differ after they agreed.
 pub(super) fn out_of_sync(call: &Call) -> Error {
-    Error::Internal(format!("the hosts lost step in {}", call.full_name()))
+    Error::Internal(format!("hosts out of sync in {}", call.full_name()))
 }

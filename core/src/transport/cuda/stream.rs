@@ -237,7 +237,7 @@ impl CallerStream {
         check("asking about a stream", unsafe { sys::cuStreamIsCapturing(raw, &raw mut status) })?;
         if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Err(Error::State(
-                "the stream is being captured into a CUDA graph; ranks must meet for every average, so end the capture \
+                "the stream is being captured into a CUDA graph; every rank must take part in each collective, so end the capture \
                  before it and start another one after it"
                     .into(),
             ));
@@ -246,7 +246,7 @@ impl CallerStream {
         Ok(CallerStream {
             context: Arc::clone(&context),
             stream: device.stream,
-            blocks_host: device.waits,
+            blocks_host: device.block_host,
             ready_event: ready,
         })
     }
@@ -262,7 +262,7 @@ impl CallerStream {
     }
 
     /// Whether the call blocks the host until the result is there; the stream does not wait then.
-    pub fn waits(&self) -> bool {
+    pub fn blocks_host(&self) -> bool {
         self.blocks_host
     }
 

@@ -1,7 +1,6 @@
 //! The job: MPI brought up or adopted, the ranks' places, and the making of teams' endpoints.
 
 use std::cell::Cell;
-use std::fmt;
 use std::mem;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,8 +20,6 @@ use super::rank_info::{self, RankInfo, all_records, shortened};
 use super::{lifetime, probe};
 use crate::affinity::{self, CpuBounds};
 use crate::codec::decode;
-use crate::collective::AlgorithmSetting;
-use crate::collective::device::PathSetting;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::log::log_line;
@@ -44,36 +41,17 @@ use crate::wire_layout::exchange_buffer_bytes;
 /// How long what an ended process has sent may take to arrive.
 const DRAIN_GRACE: Duration = Duration::from_secs(1);
 
-/// What all ranks must agree on when a team is made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The shape of a team's memory and links.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TeamShape {
     /// The team's number; -1 is the control team.
     pub id: i32,
     /// Its threads, each with a channel of its own.
     pub threads: usize,
-    /// 1 accumulates in float64.
-    pub prec_level: u8,
     /// Bytes of a slot.
     pub slot: usize,
-    /// How it averages between hosts.
-    pub algorithm: AlgorithmSetting,
-    /// The way that was asked for calls on device memory.
-    pub gpu_path: PathSetting,
-    /// Bytes of a chunk of such calls.
-    pub gpu_chunk: usize,
-}
-
-impl fmt::Display for TeamShape {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let TeamShape { id, threads, prec_level, slot, algorithm, gpu_path, gpu_chunk } = self;
-        write!(
-            f,
-            "team {id} with {threads} threads, prec_level {prec_level}, slots of {slot} bytes, the algorithm {} between \
-             hosts, the path {} and chunks of {gpu_chunk} bytes for GPUs",
-            algorithm.name(),
-            gpu_path.name()
-        )
-    }
+    /// All settings on which the ranks must agree, as text.
+    pub agreement: String,
 }
 
 /// The processes of the job.
@@ -330,7 +308,7 @@ impl World {
     /// # Errors
     /// The same on every rank: when the ranks disagree on the shape, or one of them is not ready or cannot get its memory. A
     /// passed deadline leaves the ranks out of step: then no further team can be made.
-    pub fn endpoint(&self, shape: TeamShape, ready: Result<()>) -> Result<GroupResources> {
+    pub fn endpoint(&self, shape: &TeamShape, ready: Result<()>) -> Result<GroupResources> {
         let what = format!("the creation of team {}", shape.id);
         self.in_step(&what, |wait_ctx| self.make_endpoint(shape, ready, wait_ctx))
     }
@@ -359,7 +337,12 @@ impl World {
         made
     }
 
-    fn make_endpoint(&self, shape: TeamShape, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<GroupResources> {
+    fn make_endpoint(
+        &self,
+        shape: &TeamShape,
+        ready: Result<()>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<GroupResources> {
         let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let comm = Arc::new(own.duplicate(wait_ctx)?);
         let topology = &self.topology;
@@ -371,7 +354,7 @@ impl World {
             false => Ok(None),
         });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let paths = self.agree_or_fail(&comm, &shape.to_string(), path.map_err(Error::clone), wait_ctx)?;
+        let paths = self.agree_or_fail(&comm, &shape.agreement, path.map_err(Error::clone), wait_ctx)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn RegionMemory>), Some(name)),
