@@ -88,7 +88,7 @@ const ABSENT: &str = "\0absent";
 /// Minimum size of a chunk between GPU and host; smaller copies do not reach the bandwidth of the bus.
 const MIN_STAGED_BYTES: usize = 256 << 10;
 /// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
-const STAGES: usize = 4;
+const CHUNKS_PER_CHANNEL: usize = 4;
 /// Minimum size of a chunk; for smaller chunks another channel costs more than it gains.
 const MIN_CHUNK_BYTES: usize = 64 << 10;
 
@@ -136,9 +136,9 @@ impl Call {
             schedule_position: String::new(),
             producer: None,
         };
-        call.list_hash = call.sign();
+        call.list_hash = call.hash_call();
         call.name += instance;
-        call.signature = if instance.is_empty() { call.list_hash } else { call.sign() };
+        call.signature = if instance.is_empty() { call.list_hash } else { call.hash_call() };
         Ok(call)
     }
 
@@ -162,11 +162,11 @@ impl Call {
 
     /// Assigns a schedule position, on which the ranks must agree: the weight of the mean that carries over to the next
     /// call, and a text for messages.
-    pub fn schedule(&mut self, left: f64, place: String) {
-        if left > 0.0 {
-            self.signature = xxh3_64_with_seed(&left.to_le_bytes(), self.signature);
+    pub fn schedule(&mut self, carry_weight: f64, position: String) {
+        if carry_weight > 0.0 {
+            self.signature = xxh3_64_with_seed(&carry_weight.to_le_bytes(), self.signature);
         }
-        self.schedule_position = place;
+        self.schedule_position = position;
     }
 
     /// Makes it a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of
@@ -182,7 +182,7 @@ impl Call {
             )));
         }
         let signature = xxh3_64_with_seed(b"device", self.signature);
-        let share = self.layout.total().div_ceil(STAGES * self.channels().max(1)).next_multiple_of(ALIGN);
+        let share = self.layout.total().div_ceil(CHUNKS_PER_CHANNEL * self.channels().max(1)).next_multiple_of(ALIGN);
         let chunk = share.clamp(MIN_STAGED_BYTES.min(chunk), chunk);
         Ok(Call { layout: self.layout.with_chunk_size(chunk), signature, producer: Some(producer), ..self })
     }
@@ -313,7 +313,7 @@ impl Call {
             || check_overlap(&self.replicas).is_ok()
     }
 
-    fn sign(&self) -> u64 {
+    fn hash_call(&self) -> u64 {
         let mut hash = Xxh3::new();
         let mut number = |value: i64| hash.update(&value.to_le_bytes());
         number(i64::from(self.config.team));
@@ -390,8 +390,9 @@ impl Call {
     pub fn lines(&self, range: Range<usize>) -> impl Iterator<Item = String> {
         let mut labels = self.labels.lines().skip(range.start);
         let tensors = self.tensors(0).iter().enumerate().take(range.end).skip(range.start);
-        tensors
-            .map(move |(index, tensor)| format!("{}: {}", place(index, labels.next().unwrap_or("")), tensor.describe()))
+        tensors.map(move |(index, tensor)| {
+            format!("{}: {}", tensor_title(index, labels.next().unwrap_or("")), tensor.describe())
+        })
     }
 
     /// Hash of the descriptions of tensors `range`, to locate a difference; missing tensors count too.
@@ -411,7 +412,7 @@ pub(super) fn lengths(tensors: &[Tensor]) -> Vec<(DType, usize)> {
 }
 
 /// Position and name of a tensor.
-fn place(index: usize, label: &str) -> String {
+fn tensor_title(index: usize, label: &str) -> String {
     if label.is_empty() { format!("tensor {index}") } else { format!("tensor {index} '{label}'") }
 }
 
@@ -436,15 +437,15 @@ fn check(op: Op, replicas: &[Vec<Tensor>], labels: &str, ranks: usize) -> Result
             )));
         }
         for (index, (tensor, expected)) in tensors.iter().zip(first).enumerate() {
-            let place = || place(index, labels.lines().nth(index).unwrap_or(""));
-            tensor.buffer.check().map_err(|error| Error::Invalid(format!("{}: {error}", place())))?;
+            let title = || tensor_title(index, labels.lines().nth(index).unwrap_or(""));
+            tensor.buffer.check().map_err(|error| Error::Invalid(format!("{}: {error}", title())))?;
             if op == Op::Allreduce && tensor.buffer.dtype() == DType::Bool {
-                return Err(Error::DType(format!("{}: bool has no mean; broadcast it, or convert it first", place())));
+                return Err(Error::DType(format!("{}: bool has no mean; broadcast it, or convert it first", title())));
             }
             if tensor.shape() != expected.shape() || tensor.buffer.dtype() != expected.buffer.dtype() {
                 return Err(Error::Invalid(format!(
                     "{} is {} in tower {tower} and {} in tower 0; all towers need the same list",
-                    place(),
+                    title(),
                     tensor.describe(),
                     expected.describe()
                 )));
@@ -469,16 +470,16 @@ fn check_overlap(replicas: &[Vec<Tensor>]) -> Result<()> {
     }
     spans.sort_unstable();
     // The largest ends so far of read and of written ranges.
-    let mut furthest = [(0, 0); 2];
+    let mut max_ends = [(0, 0); 2];
     for (start, end, written, index) in spans {
-        for (other_written, (other_end, other)) in [false, true].into_iter().zip(furthest) {
+        for (other_written, (other_end, other)) in [false, true].into_iter().zip(max_ends) {
             if start < other_end && (written || other_written) {
                 return Err(Error::Invalid(format!(
                     "tensors {other} and {index} share memory; pass it once, or the results to separate memory"
                 )));
             }
         }
-        let slot = &mut furthest[usize::from(written)];
+        let slot = &mut max_ends[usize::from(written)];
         *slot = (*slot).max((end, index));
     }
     Ok(())
@@ -500,9 +501,9 @@ mod tests {
             single_thread_max: 0,
             acc_f64: true,
         };
-        let tower = |place: usize| {
-            let place = std::ptr::without_provenance_mut(place);
-            vec![Tensor::new(Buffer::in_place(place, isize::MAX as usize, DType::U8), &[])]
+        let tower = |address: usize| {
+            let address = std::ptr::without_provenance_mut(address);
+            vec![Tensor::new(Buffer::in_place(address, isize::MAX as usize, DType::U8), &[])]
         };
         let replicas = vec![tower(1), tower(1 + isize::MAX as usize)];
         let error = Call::new(Op::Allreduce, replicas, "", "", String::new(), config).map(|_| ()).unwrap_err();

@@ -129,8 +129,8 @@ impl Channel {
         self.zero_copy
     }
 
-    /// Runs further chunks of `call`. Packs and sends each chunk before it completes the previous one. `direct` is the
-    /// result of [`Channel::is_zero_copy`] after the first chunk.
+    /// Runs further chunks of `call`. Packs and sends each chunk before it completes the previous one. `zero_copy` is
+    /// the result of [`Channel::is_zero_copy`] after the first chunk.
     ///
     /// # Errors
     /// Those of the transports; the channel is then unusable.
@@ -138,11 +138,11 @@ impl Channel {
         &mut self,
         call: &Call,
         chunks: impl Iterator<Item = usize>,
-        direct: bool,
+        zero_copy: bool,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        self.zero_copy = direct;
-        if direct {
+        self.zero_copy = zero_copy;
+        if zero_copy {
             return self.run_chunks_zero_copy(call, chunks, wait_ctx);
         }
         let mut previous: Option<PackedChunk> = None;
@@ -210,30 +210,30 @@ impl Channel {
     }
 
     pub(super) fn next_seq(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
-        let number = self.seq.wrapping_add(1);
-        if !self.is_free(number) {
-            let before = number.wrapping_sub(2);
+        let seq = self.seq.wrapping_add(1);
+        if !self.is_free(seq) {
+            let before = seq.wrapping_sub(2);
             self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), wait_ctx)?;
             self.freed_seq = before;
         }
-        self.seq = number;
-        Ok(number)
+        self.seq = seq;
+        Ok(seq)
     }
 
-    /// Whether all ranks have finished with the slot of round `number`.
-    pub(super) fn is_free(&self, number: u32) -> bool {
-        reached(self.freed_seq, number.wrapping_sub(2))
+    /// Whether all ranks have finished with the slot of round `seq`.
+    pub(super) fn is_free(&self, seq: u32) -> bool {
+        reached(self.freed_seq, seq.wrapping_sub(2))
     }
 
-    /// Ends round `number`: this rank has read its results.
-    pub(super) fn finish_round(&mut self, number: u32) {
-        self.unpacked_seq = number;
-        self.shm.raise(Phase::Unpacked, number);
+    /// Ends round `seq`: this rank has read its results.
+    pub(super) fn finish_round(&mut self, seq: u32) {
+        self.unpacked_seq = seq;
+        self.shm.raise(Phase::Unpacked, seq);
     }
 
-    /// Copies `part` of a chunk into the slot of round `number`.
-    pub(super) fn copy_in(&self, call: &Call, chunk: usize, part: Range<usize>, number: u32) {
-        let slot = self.shm.slot(self.topology.local_rank(), number);
+    /// Copies `part` of a chunk into the slot of round `seq`.
+    pub(super) fn copy_in(&self, call: &Call, chunk: usize, part: Range<usize>, seq: u32) {
+        let slot = self.shm.slot(self.topology.local_rank(), seq);
         sync::check_write(slot.wrapping_add(part.start), part.len());
         // SAFETY: `begin_round` waited until this rank owns the slot; a chunk fits a slot.
         unsafe { call.op.collective().pack(call, &self.topology, chunk, part, slot) };
@@ -250,22 +250,22 @@ impl Channel {
     }
 
     fn pack(&mut self, call: &Call, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<PackedChunk> {
-        let number = self.begin_round(wait_ctx)?;
+        let seq = self.begin_round(wait_ctx)?;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         if let Some(shared) = self.shared().filter(|_| self.zero_copy) {
             // SAFETY: `begin_round` waited until this rank owns the slot.
-            unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), number), shared) }?;
+            unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), seq), shared) }?;
         } else {
             let own = self.own_range(call, chunk);
-            [0..own.start, own.end..len].into_iter().for_each(|part| self.copy_in(call, chunk, part, number));
+            [0..own.start, own.end..len].into_iter().for_each(|part| self.copy_in(call, chunk, part, seq));
         }
-        self.shm.post_signature(number, call.signature, self.zero_copy);
-        self.shm.raise(Phase::Packed, number);
+        self.shm.post_signature(seq, call.signature, self.zero_copy);
+        self.shm.raise(Phase::Packed, seq);
         timer.end(Activity::Copy);
         wait_ctx.log().step();
         wait_ctx.log().flag();
-        Ok(PackedChunk { seq: number, chunk, in_flight: None })
+        Ok(PackedChunk { seq, chunk, in_flight: None })
     }
 
     /// Between hosts: sends the first messages of this shard's slice once all ranks of the host have packed. `matched`:
@@ -310,10 +310,10 @@ impl Channel {
                 return Ok(ChunkResult::MixedMemory);
             }
         }
-        let PackedChunk { seq: number, chunk, in_flight } = step;
+        let PackedChunk { seq, chunk, in_flight } = step;
         if let Some(shard) = self.topology.shard() {
-            let slots = self.shm.slots(number);
-            let slice = slice_of(&self.topology, call, number, chunk, shard, slots);
+            let slots = self.shm.slots(seq);
+            let slice = slice_of(&self.topology, call, seq, chunk, shard, slots);
             let agreed = match (in_flight, &mut self.inter_host) {
                 (Some(in_flight), Some(inter_host)) => inter_host.finish(&slice, in_flight, wait_ctx)?,
                 _ => {
@@ -323,21 +323,21 @@ impl Channel {
                     agreed_here
                 }
             };
-            self.shm.agree(number, agreed);
-            self.shm.raise(Phase::Reduced, number);
+            self.shm.agree(seq, agreed);
+            self.shm.raise(Phase::Reduced, seq);
             log.flag();
             // Between hosts the exchange itself has timed its phases.
             if self.inter_host.is_none() {
                 timer.end(Activity::Reduce);
             }
         }
-        self.shm.wait(Phase::Reduced, number, self.topology.num_shards(), wait_ctx)?;
+        self.shm.wait(Phase::Reduced, seq, self.topology.num_shards(), wait_ctx)?;
         timer.reset();
-        let agreed = self.shm.all_agreed(number, self.topology.num_shards());
+        let agreed = self.shm.all_agreed(seq, self.topology.num_shards());
         if agreed {
-            self.unpack(call, number, chunk);
+            self.unpack(call, seq, chunk);
         }
-        self.finish_round(number);
+        self.finish_round(seq);
         log.flag();
         timer.end(Activity::Copy);
         Ok(if agreed { ChunkResult::Matched } else { ChunkResult::Mismatch })
@@ -347,14 +347,14 @@ impl Channel {
     fn combine_zero_copy(
         &mut self,
         call: &Call,
-        number: u32,
+        seq: u32,
         chunks: impl IntoIterator<Item = usize>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         if let (Some(shared), Some(shard_index)) = (self.shared(), self.topology.shard()) {
             for chunk in chunks {
                 let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-                let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(number) };
+                let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
                 // SAFETY: all slots hold addresses, so this shard owns its slice of all ranks' tensors.
                 unsafe {
                     zero_copy::combine(call, &shard, shard_range(&self.topology, call, chunk, shard_index), shared)
@@ -362,18 +362,18 @@ impl Channel {
                 timer.end(Activity::Reduce);
             }
         }
-        self.shm.raise(Phase::Reduced, number);
-        self.finish_round(number);
+        self.shm.raise(Phase::Reduced, seq);
+        self.finish_round(seq);
         Ok(())
     }
 
     /// Copies the results from the shards' slots to the tensors of every tower.
-    fn unpack(&self, call: &Call, number: u32, chunk: usize) {
+    fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
         let own = self.own_range(call, chunk);
         // A large out-of-place result is not cached: store it non-temporally.
         let use_stream_copy = |buffer: &Buffer| !buffer.is_in_place() && call.layout.total() > STREAM_COPY_MIN_BYTES;
         for shard in 0..self.topology.num_shards() {
-            let slot = self.shm.slot(shard, number).cast_const();
+            let slot = self.shm.slot(shard, seq).cast_const();
             let slice = shard_range(&self.topology, call, chunk, shard);
             if slice == own {
                 continue;

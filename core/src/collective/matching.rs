@@ -107,7 +107,7 @@ pub enum Reconciliation {
 
 /// The decision for `lists`, by rank.
 pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
-    if let Some(count) = same_first(lists) {
+    if let Some(count) = common_prefix(lists) {
         return Reconciliation::Run(lists[0].calls[..count].iter().map(|call| call.signature).collect());
     }
     if let Some(conflict) = conflict(lists) {
@@ -127,7 +127,7 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
 }
 
 /// The smallest number of calls at the front of all lists that are the same up to order.
-fn same_first(lists: &[PendingCalls]) -> Option<usize> {
+fn common_prefix(lists: &[PendingCalls]) -> Option<usize> {
     let (first, others) = lists.split_first()?;
     // For each other rank: by signature, its count minus that of the first rank, without zeros.
     let mut surplus: Vec<HashMap<u64, i64>> = vec![HashMap::new(); others.len()];
@@ -138,13 +138,13 @@ fn same_first(lists: &[PendingCalls]) -> Option<usize> {
             surplus.remove(&signature);
         }
     };
-    for (place, call) in first.calls.iter().enumerate() {
+    for (position, call) in first.calls.iter().enumerate() {
         for (surplus, other) in surplus.iter_mut().zip(others) {
-            count(surplus, other.calls.get(place)?.signature, 1);
+            count(surplus, other.calls.get(position)?.signature, 1);
             count(surplus, call.signature, -1);
         }
         if surplus.iter().all(HashMap::is_empty) {
-            return Some(place + 1);
+            return Some(position + 1);
         }
     }
     None
@@ -154,15 +154,15 @@ fn same_first(lists: &[PendingCalls]) -> Option<usize> {
 fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     let find =
         |list: &PendingCalls, key: u32| list.calls.iter().position(|call| call.key == key && call.age != Age::New);
-    let named = lists.first()?.calls.iter().map(|call| call.key).filter(|&key| key != 0);
-    let places = |key: u32| lists.iter().map(|list| find(list, key)).collect::<Option<Vec<usize>>>();
-    let differ = |places: &Vec<usize>| {
-        let mut signatures = lists.iter().zip(places).map(|(list, &place)| list.calls[place].signature);
+    let keys = lists.first()?.calls.iter().map(|call| call.key).filter(|&key| key != 0);
+    let positions = |key: u32| lists.iter().map(|list| find(list, key)).collect::<Option<Vec<usize>>>();
+    let differ = |positions: &Vec<usize>| {
+        let mut signatures = lists.iter().zip(positions).map(|(list, &position)| list.calls[position].signature);
         let first = signatures.next();
         signatures.any(|signature| Some(signature) != first)
     };
-    let places = named.into_iter().filter_map(places).find(differ)?;
-    Some(places.into_iter().map(Some).collect())
+    let positions = keys.into_iter().filter_map(positions).find(differ)?;
+    Some(positions.into_iter().map(Some).collect())
 }
 
 /// Maximum encoded bytes of a call: a signature, a key and an age.
@@ -330,15 +330,16 @@ mod tests {
                         prop_assert_eq!(&first, &order);
                     }
                 }
-                Reconciliation::Fail(places) => {
-                    prop_assert_eq!(places.len(), lists.len());
-                    prop_assert!(places.iter().any(Option::is_some) || lists.iter().all(|list| list.calls.is_empty()));
-                    for (list, place) in lists.iter().zip(places) {
-                        prop_assert!(place.is_none_or(|place| place < list.calls.len()));
+                Reconciliation::Fail(positions) => {
+                    prop_assert_eq!(positions.len(), lists.len());
+                    let no_calls = lists.iter().all(|list| list.calls.is_empty());
+                    prop_assert!(positions.iter().any(Option::is_some) || no_calls);
+                    for (list, position) in lists.iter().zip(positions) {
+                        prop_assert!(position.is_none_or(|position| position < list.calls.len()));
                     }
                 }
                 Reconciliation::Wait(ranks) => {
-                    prop_assert!(same_first(&lists).is_none());
+                    prop_assert!(common_prefix(&lists).is_none());
                     prop_assert_eq!(ranks.len(), lists.len());
                 }
             }

@@ -12,9 +12,9 @@ use crate::transport::{Phase, WaitContext, sync};
 /// A small call in progress: this rank has posted its input.
 #[derive(Debug, Clone, Copy)]
 pub struct PostedCall {
-    number: u32,
+    seq: u32,
     /// Whether all ranks have posted.
-    all: bool,
+    all_posted: bool,
 }
 
 impl Channel {
@@ -22,12 +22,12 @@ impl Channel {
     /// addition. That is faster than two more rounds of flags. No rank raises `Unpacked`; `begin_round` does if it is
     /// needed.
     pub(super) fn exchange(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        let number = self.next_seq(wait_ctx)?;
+        let seq = self.next_seq(wait_ctx)?;
         let len = call.layout.chunk_len(0);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        self.copy_in(call, 0, 0..len, number);
+        self.copy_in(call, 0, 0..len, seq);
         timer.end(Activity::Copy);
-        let posted = self.post(call, number);
+        let posted = self.post(call, seq);
         self.finish_posted(call, posted, wait_ctx)
     }
 
@@ -35,18 +35,18 @@ impl Channel {
     /// the previous call.
     pub fn try_post(&mut self, call: &Call) -> Option<PostedCall> {
         self.refresh();
-        let number = self.seq.wrapping_add(1);
-        self.is_free(number).then(|| {
-            self.seq = number;
-            self.copy_in(call, 0, 0..call.layout.chunk_len(0), number);
-            self.post(call, number)
+        let seq = self.seq.wrapping_add(1);
+        self.is_free(seq).then(|| {
+            self.seq = seq;
+            self.copy_in(call, 0, 0..call.layout.chunk_len(0), seq);
+            self.post(call, seq)
         })
     }
 
     /// Posts this rank's slot to the other ranks.
-    fn post(&mut self, call: &Call, number: u32) -> PostedCall {
-        self.shm.post_signature(number, call.signature, false);
-        PostedCall { number, all: self.shm.post_and_spin(Phase::Packed, number) }
+    fn post(&mut self, call: &Call, seq: u32) -> PostedCall {
+        self.shm.post_signature(seq, call.signature, false);
+        PostedCall { seq, all_posted: self.shm.post_and_spin(Phase::Packed, seq) }
     }
 
     /// Completes a posted call once all ranks have posted; false, with nothing written, if the calls differ.
@@ -56,27 +56,27 @@ impl Channel {
     pub fn finish_posted(&mut self, call: &Call, posted: PostedCall, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         wait_ctx.log().step();
         wait_ctx.log().flag();
-        if !posted.all {
-            self.shm.wait(Phase::Packed, posted.number, self.topology.local_size(), wait_ctx)?;
+        if !posted.all_posted {
+            self.shm.wait(Phase::Packed, posted.seq, self.topology.local_size(), wait_ctx)?;
         }
         let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(0));
-        let agreed = self.take(call, posted.number);
+        let agreed = self.reduce_posted(call, posted.seq);
         timer.end(Activity::Reduce);
         Ok(agreed)
     }
 
     /// As `finish_posted`, but also false, without waiting, if some rank has not posted.
     pub fn try_finish_posted(&mut self, call: &Call, posted: &PostedCall) -> bool {
-        posted.all && self.take(call, posted.number)
+        posted.all_posted && self.reduce_posted(call, posted.seq)
     }
 
-    fn take(&mut self, call: &Call, number: u32) -> bool {
+    fn reduce_posted(&mut self, call: &Call, seq: u32) -> bool {
         // A rank posts a call only after it has finished the previous one.
-        self.freed_seq = number.wrapping_sub(1);
-        self.unpacked_seq = number;
-        let agreed = self.shm.same_signatures(number);
+        self.freed_seq = seq.wrapping_sub(1);
+        self.unpacked_seq = seq;
+        let agreed = self.shm.same_signatures(seq);
         if agreed {
-            let slots = self.shm.slots(number);
+            let slots = self.shm.slots(seq);
             slots.iter().for_each(|&slot| sync::check_read(slot, call.layout.chunk_len(0)));
             let shard = ShardView { topology: &self.topology, chunk: 0, slots };
             // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have reached the next round.

@@ -28,7 +28,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 pub(super) struct DeviceExecutor {
     path: DevicePath,
     /// Sends calls to the monitor; closed before the thread is joined.
-    monitored: Option<Sender<DeviceWork>>,
+    monitor_queue: Option<Sender<DeviceWork>>,
     monitor: Option<JoinHandle<()>>,
 }
 
@@ -67,17 +67,17 @@ impl DeviceWork {
 impl DeviceExecutor {
     /// Runs a call on which the ranks agree. False if all threads must run it through the host. The first call chooses
     /// the path.
-    pub fn run(place: &mut Option<DeviceExecutor>, worker: &mut Worker, work: &Arc<Work>) -> Result<bool> {
-        if place.is_none() {
-            *place = Some(DeviceExecutor::start(worker, work)?);
+    pub fn run(executor: &mut Option<DeviceExecutor>, worker: &mut Worker, work: &Arc<Work>) -> Result<bool> {
+        if executor.is_none() {
+            *executor = Some(DeviceExecutor::start(worker, work)?);
         }
-        let Some(DeviceExecutor { path, monitored, .. }) = place else {
+        let Some(DeviceExecutor { path, monitor_queue, .. }) = executor else {
             return Err(Error::Internal("there is no GPU for a call on device memory".into()));
         };
         let result = worker.run_checked(work, |channel, _, wait_ctx| {
             let result = path.run(channel, &work.call, wait_ctx).map_err(unrecoverable)?;
             let DeviceResult::Enqueued(end) = result else { return Ok(false) };
-            start_monitoring(monitored.as_ref(), work, end).map(|()| true)
+            start_monitoring(monitor_queue.as_ref(), work, end).map(|()| true)
         });
         worker.shared.device_bytes.store(path.device_bytes(), Ordering::Relaxed);
         worker.shared.calls_in_chunks.store(path.in_chunks(), Ordering::Relaxed);
@@ -85,7 +85,7 @@ impl DeviceExecutor {
             path.release_streams()();
             // Part of it may be enqueued: the caller gets the tensors back once the GPU no longer uses them.
             if let Some(end) = path.signal_outputs(&work.call) {
-                start_monitoring(monitored.as_ref(), work, end)?;
+                start_monitoring(monitor_queue.as_ref(), work, end)?;
             }
         }
         result
@@ -109,14 +109,14 @@ impl DeviceExecutor {
             });
             spawned.map_err(|error| Error::system("starting a thread", error))
         })?;
-        Ok(DeviceExecutor { path, monitored: Some(sender), monitor: Some(monitor) })
+        Ok(DeviceExecutor { path, monitor_queue: Some(sender), monitor: Some(monitor) })
     }
 }
 
 /// Hands a call to the monitor, which outlives the sender.
-fn start_monitoring(monitored: Option<&Sender<DeviceWork>>, work: &Arc<Work>, end: Event) -> Result<()> {
+fn start_monitoring(monitor_queue: Option<&Sender<DeviceWork>>, work: &Arc<Work>, end: Event) -> Result<()> {
     let no_monitor = || Error::Internal("nobody watches over the GPU".into());
-    let sent = monitored.ok_or_else(no_monitor)?.send(DeviceWork::new(work, end));
+    let sent = monitor_queue.ok_or_else(no_monitor)?.send(DeviceWork::new(work, end));
     sent.map_err(|unsent| {
         unsent.0.finish(Err(no_monitor()));
         no_monitor()
@@ -131,7 +131,7 @@ fn unrecoverable(error: Error) -> Error {
 
 impl Drop for DeviceExecutor {
     fn drop(&mut self) {
-        drop(self.monitored.take());
+        drop(self.monitor_queue.take());
         if self.monitor.take().is_some_and(|monitor| monitor.join().is_err()) {
             log_line("the watch over a team's GPU panicked");
         }
@@ -211,7 +211,9 @@ impl Worker {
         let done = self.run_checked(work, |channel, work, wait_ctx| {
             let staging = match (&mut staging, work.call.producer()) {
                 (Some(staging), _) => staging,
-                (place, Some(producer)) => place.insert(StagingPipeline::new(channel, producer.context(), settings)?),
+                (staging, Some(producer)) => {
+                    staging.insert(StagingPipeline::new(channel, producer.context(), settings)?)
+                }
                 (None, None) => return Err(Error::Internal("a call on host memory has no GPU".into())),
             };
             let chunks = (index..work.call.layout.chunks()).step_by(channels);

@@ -96,13 +96,13 @@ impl GroupState {
 
     /// Ends the group with `error`, on this rank and the others of the host.
     pub fn fail(&self, error: &Error) {
-        if self.end(error) {
+        if self.set_failure(error) {
             (self.on_failure)(&error.to_string());
         }
     }
 
     /// As `fail`, without calling `on_failure`; false if the group had already failed.
-    pub fn end(&self, error: &Error) -> bool {
+    pub fn set_failure(&self, error: &Error) -> bool {
         // Peers may still access shared memory, which its owner may free as soon as it sees the failure.
         if let Some(memory) = self.region.shared() {
             memory.quarantine();

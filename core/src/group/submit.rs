@@ -162,7 +162,7 @@ impl Group {
     /// Fails the group with `error`, here and on the other ranks of the host. Calls `on_failure` on the other ranks
     /// only.
     pub fn fail(&self, error: &Error) {
-        self.shared.end(error);
+        self.shared.set_failure(error);
     }
 
     /// The error that ended the group, if one did.

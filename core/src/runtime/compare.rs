@@ -13,8 +13,8 @@ use crate::log::log_line;
 /// If they differ and `verbose` is set, this rank logs which of its tensors differ. Collective.
 ///
 /// # Errors
-/// [`Error::Invalid`] for invalid memory; those of a broadcast and an allreduce, such as [`Error::Mismatch`] if the
-/// ranks' lists differ.
+/// [`Error::Invalid`](crate::error::Error::Invalid) for invalid memory; those of a broadcast and an allreduce, such as
+/// [`Error::Mismatch`](crate::error::Error::Mismatch) if the ranks' lists differ.
 ///
 /// # Safety
 /// The memory of `tensors` is valid, and nobody writes to it during the call.

@@ -15,7 +15,8 @@ use crate::transport::bootstrap::RankInfo;
 /// Writes this rank's last calls to a file in `folder`, by default in `DL_COMM_DUMP_DIR`, and returns the path.
 ///
 /// # Errors
-/// [`Error::State`] before [`start`](super::start) and after [`finalize`](super::finalize); [`Error::System`].
+/// [`crate::error::Error::State`] before [`start`](super::start) and after [`finalize`](super::finalize);
+/// [`crate::error::Error::System`].
 pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
     let dumper = started(|runtime| Ok(Arc::clone(&runtime.dumper)))?;
     dumper.write("requested", folder)
@@ -24,7 +25,7 @@ pub fn dump(folder: Option<&str>) -> Result<PathBuf> {
 /// Starts recording the timeline of this rank in `folder`.
 ///
 /// # Errors
-/// As for [`dump`]; [`Error::State`] if a timeline is already being recorded.
+/// As for [`dump`]; [`crate::error::Error::State`] if a timeline is already being recorded.
 pub fn start_timeline(folder: &str) -> Result<()> {
     let (rank, title, job) = started(|runtime| {
         let rank = runtime.topology.rank();
@@ -36,7 +37,7 @@ pub fn start_timeline(folder: &str) -> Result<()> {
 /// Stops recording the timeline of this rank, if there is one.
 ///
 /// # Errors
-/// [`Error::State`] in a forked child: the file belongs to its parent.
+/// [`crate::error::Error::State`] in a forked child: the file belongs to its parent.
 pub fn stop_timeline() -> Result<()> {
     check_fork()?;
     timeline::stop();
@@ -75,7 +76,7 @@ pub struct ProcessInfo {
 /// The state of this process.
 ///
 /// # Errors
-/// [`Error::State`] in a forked child.
+/// [`crate::error::Error::State`] in a forked child.
 pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
         let (rank_info, teams) = (Arc::new([]), Vec::new());

@@ -77,23 +77,23 @@ impl Batch {
     }
 
     /// Clears the batch and adds copies of `pieces` of `tensors`, `bytes` in all, to `memory` in wire layout, or, with
-    /// `back`, from there.
+    /// `unpack`, from there.
     pub fn copies(
         &mut self,
         pieces: impl Iterator<Item = TensorRange>,
         tensors: &[Tensor],
         bytes: usize,
         memory: Address,
-        back: bool,
+        unpack: bool,
     ) {
         self.start(1, 1, bytes);
         for piece in pieces {
             let buffer = &tensors[piece.tensor].buffer;
             let size = buffer.dtype().size();
             let (read, written) = buffer.byte_ranges();
-            let start = if back { written.start } else { read.start };
+            let start = if unpack { written.start } else { read.start };
             let (tensor, packed) = ((start + piece.first * size) as Address, memory + piece.offset as Address);
-            let (from, to) = if back { (packed, tensor) } else { (tensor, packed) };
+            let (from, to) = if unpack { (packed, tensor) } else { (tensor, packed) };
             self.add(DType::U8, piece.count * size, [from], [to]);
         }
     }

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::{Batch, UploadRing};
-use super::ipc_flags::{EXPORT, IpcUpdate, Places};
+use super::ipc_flags::{EXPORT, IpcUpdate, TensorAddresses};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
 use super::settings::SyncMode;
 use super::shm_allgather::{allgather_u64, max_words};
@@ -55,10 +55,10 @@ pub(super) struct IpcPath {
 /// The memory for calls in chunks.
 enum Chunks {
     /// Not yet needed.
-    Unasked,
+    NotRequested,
     Open(Window),
     /// Some rank could not allocate it or open that of another.
-    Refused,
+    Unavailable,
 }
 
 impl IpcPath {
@@ -75,7 +75,7 @@ impl IpcPath {
             peers,
             num_one_shots: 0,
             reported,
-            chunks: Chunks::Unasked,
+            chunks: Chunks::NotRequested,
             chunked: 0,
             batch: Batch::default(),
             upload_ring,
@@ -121,8 +121,8 @@ impl IpcPath {
         if total <= ONE_SHOT_MAX_BYTES {
             return self.one_shot(channel, call, wait_ctx).map(DeviceResult::Enqueued);
         }
-        match self.exchange_places(channel, call, wait_ctx)? {
-            Some(places) => self.two_shot(channel, call, &places, wait_ctx).map(DeviceResult::Enqueued),
+        match self.exchange_addresses(channel, call, wait_ctx)? {
+            Some(addresses) => self.two_shot(channel, call, &addresses, wait_ctx).map(DeviceResult::Enqueued),
             None => self.run_in_chunks(channel, call, wait_ctx),
         }
     }
@@ -161,46 +161,46 @@ impl IpcPath {
     }
 
     /// The addresses of all ranks' tensors, by local rank; `None` if some rank's tensors cannot be opened.
-    fn exchange_places(
+    fn exchange_addresses(
         &mut self,
         channel: &mut Channel,
         call: &Call,
         wait_ctx: &WaitContext<'_>,
-    ) -> Result<Option<Vec<Places>>> {
+    ) -> Result<Option<Vec<TensorAddresses>>> {
         let max_words = max_words(channel);
         let update = self.update(call, max_words)?;
         let (imports, me) = (&mut self.peers.imports, self.peers.me);
-        let (places, any_added, opened) = allgather_u64(channel, &update.write(max_words), wait_ctx, |updates| {
-            let (mut places, mut any_added, mut opened) = (Vec::with_capacity(updates.len()), false, true);
+        let (addresses, any_added, opened) = allgather_u64(channel, &update.write(max_words), wait_ctx, |updates| {
+            let (mut addresses, mut any_added, mut opened) = (Vec::with_capacity(updates.len()), false, true);
             for (rank, words) in updates.iter().enumerate() {
                 let update = IpcUpdate::read(words)?;
                 any_added |= !update.added.is_empty();
                 if rank != me {
                     opened &= imports[rank].apply(&update.added, &update.removed).is_ok();
                 }
-                places.push(update.places);
+                addresses.push(update.addresses);
             }
             // `None` if one rank has none.
-            Ok((places.into_iter().collect::<Option<Vec<Places>>>(), any_added, opened))
+            Ok((addresses.into_iter().collect::<Option<Vec<TensorAddresses>>>(), any_added, opened))
         })?;
         if any_added && !all_agree(channel, opened, wait_ctx)? {
             self.reported.forget(&update.added);
             return Ok(None);
         }
-        Ok(places)
+        Ok(addresses)
     }
 
     /// The IPC update of this rank for `call`.
     fn update(&mut self, call: &Call, max_words: usize) -> Result<IpcUpdate> {
         let mut exports = self.peers.context.exports();
         exports.forget_freed();
-        let (mut used, mut places, mut visible) = (BTreeMap::new(), Places::default(), true);
+        let (mut used, mut addresses, mut visible) = (BTreeMap::new(), TensorAddresses::default(), true);
         for tensor in call.layout.tensors() {
             let (read, written) = call.tensors(0)[tensor].buffer.byte_ranges();
             for span in [read, written] {
                 match exports.locate(span.start as u64, span.len() as u64)? {
                     Some(export) => {
-                        visible &= places.push(span.start as u64, &export);
+                        visible &= addresses.push(span.start as u64, &export);
                         used.insert(export.id, export);
                     }
                     None => visible = false,
@@ -209,16 +209,16 @@ impl IpcPath {
         }
         // Exports that do not fit follow in later calls; until then the tensors count as not visible.
         let max_exports = (max_words - 4) / (1 + EXPORT);
-        let ExportUpdates { fresh, gone, whole } = exports.take_updates(&mut self.reported, &used, max_exports);
-        Ok(IpcUpdate { added: fresh, removed: gone, places: Some(places).filter(|_| visible && whole) })
+        let ExportUpdates { added, removed, complete } = exports.take_updates(&mut self.reported, &used, max_exports);
+        Ok(IpcUpdate { added, removed, addresses: Some(addresses).filter(|_| visible && complete) })
     }
 
-    /// Each rank writes its slice of the mean to the tensors of all ranks at `places`.
+    /// Each rank writes its slice of the mean to the tensors of all ranks at `addresses`.
     fn two_shot(
         &mut self,
         channel: &mut Channel,
         call: &Call,
-        places: &[Places],
+        addresses: &[TensorAddresses],
         wait_ctx: &WaitContext<'_>,
     ) -> Result<Event> {
         let ranks = self.peers.imports.len();
@@ -242,7 +242,7 @@ impl IpcPath {
                     (true, 0) => read.start as u64,
                     (true, _) => written.start as u64,
                     (false, _) => {
-                        let (export, offset) = places[rank].at(2 * piece.layout_index + which)?;
+                        let (export, offset) = addresses[rank].at(2 * piece.layout_index + which)?;
                         self.peers.imports[rank].at(export)? + offset
                     }
                 };
@@ -274,9 +274,9 @@ impl IpcPath {
         call: &Call,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<DeviceResult> {
-        if matches!(self.chunks, Chunks::Unasked) {
+        if matches!(self.chunks, Chunks::NotRequested) {
             let window = self.peers.window(channel, NUM_CHUNK_BUFFERS * CHUNK_BYTES, wait_ctx)?;
-            self.chunks = window.map_or(Chunks::Refused, Chunks::Open);
+            self.chunks = window.map_or(Chunks::Unavailable, Chunks::Open);
         }
         let Chunks::Open(window) = &self.chunks else { return Ok(DeviceResult::FallBackToHost) };
         let at = window.at.clone();
@@ -288,9 +288,11 @@ impl IpcPath {
         let range = |chunk: usize| chunk * CHUNK_BYTES..total.min((chunk + 1) * CHUNK_BYTES);
         // The ranges of a chunk, with offsets into its buffer.
         let pieces = |chunk: usize, bytes: Range<usize>| {
-            let place = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
-            let within =
-                move |piece: TensorRange| TensorRange { offset: piece.offset - chunk * CHUNK_BYTES + place, ..piece };
+            let buffer_offset = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
+            let within = move |piece: TensorRange| TensorRange {
+                offset: piece.offset - chunk * CHUNK_BYTES + buffer_offset,
+                ..piece
+            };
             call.layout.all_ranges(bytes).map(within)
         };
         wait_inputs(call, &self.peers.stream)?;
@@ -310,8 +312,8 @@ impl IpcPath {
                 self.batch.start(ranks, ranks, part.len());
                 for piece in pieces(chunk, part) {
                     let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
-                    let places = || at.iter().map(|start| start + piece.offset as Address);
-                    self.batch.add(dtype, piece.count, places(), places());
+                    let addresses = || at.iter().map(|start| start + piece.offset as Address);
+                    self.batch.add(dtype, piece.count, addresses(), addresses());
                 }
                 self.launch(call, wait_ctx)?;
             }

@@ -42,8 +42,8 @@ impl Page {
     /// # Errors
     /// [`Error::System`] if the page is not pinned.
     pub fn address(&self) -> Result<Address> {
-        let unseen = || Error::System("the GPU does not see the host memory that the ranks share".into());
-        self.pinned.as_ref().map(HostRegistration::address).ok_or_else(unseen)
+        let not_pinned = || Error::System("the GPU does not see the host memory that the ranks share".into());
+        self.pinned.as_ref().map(HostRegistration::address).ok_or_else(not_pinned)
     }
 }
 
@@ -144,7 +144,7 @@ pub(super) fn export(words: &[u64]) -> Option<ExportedAllocation> {
 /// A rank's IPC resources before the exchange with its peers.
 pub(super) struct LocalIpc {
     /// Offset of the flag page, for the peers.
-    pub place: u64,
+    pub page_offset: u64,
     pub shared: Arc<dyn PeerMemory>,
     /// The bounce buffer, which peers may access.
     pub bounce: DeviceBuffer,
@@ -154,12 +154,12 @@ pub(super) struct LocalIpc {
 impl LocalIpc {
     /// Allocates `bytes` of device memory, and a flag page that the peers can access.
     pub fn new(channel: &Channel, context: &Arc<Context>, bytes: usize) -> Result<LocalIpc> {
-        let none = || Error::System("the ranks of the host share no memory".into());
-        let shared = channel.shm.region().peer_memory_arc().ok_or_else(none)?;
+        let unavailable = || Error::System("the ranks of the host share no memory".into());
+        let shared = channel.shm.region().peer_memory_arc().ok_or_else(unavailable)?;
         let (bounce, export) = exported(context, bytes)?;
         let start = shared.alloc_zeroed(PAGE)?.addr();
-        let place = shared.offset_of(start..start + PAGE).ok_or_else(none)?;
-        Ok(LocalIpc { place, shared, bounce, export })
+        let page_offset = shared.offset_of(start..start + PAGE).ok_or_else(unavailable)?;
+        Ok(LocalIpc { page_offset, shared, bounce, export })
     }
 }
 
@@ -168,8 +168,8 @@ pub(super) fn exported(context: &Arc<Context>, bytes: usize) -> Result<(DeviceBu
     let memory = DeviceBuffer::new(context, bytes)?;
     let mut exports = context.exports();
     exports.forget_freed();
-    let none = || Error::System("GPU memory cannot be exported".into());
-    let export = exports.locate(memory.address(), bytes as u64)?.ok_or_else(none)?;
+    let unavailable = || Error::System("GPU memory cannot be exported".into());
+    let export = exports.locate(memory.address(), bytes as u64)?.ok_or_else(unavailable)?;
     Ok((memory, export))
 }
 
@@ -178,14 +178,14 @@ const OFFSET_BITS: u32 = 44;
 
 /// Addresses of tensors: for each an export of its rank and an offset.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Places {
+pub(super) struct TensorAddresses {
     /// The ids of the exports.
     ids: Vec<u64>,
     /// For each tensor the index of an export, then [`OFFSET_BITS`] bits of offset.
-    places: Vec<u64>,
+    addresses: Vec<u64>,
 }
 
-impl Places {
+impl TensorAddresses {
     /// Adds `address`, which is in `export`; false if it cannot be encoded.
     #[must_use]
     pub fn push(&mut self, address: Address, export: &ExportedAllocation) -> bool {
@@ -197,7 +197,7 @@ impl Places {
             }
         };
         let offset = address - export.start;
-        self.places.push((index as u64) << OFFSET_BITS | offset);
+        self.addresses.push((index as u64) << OFFSET_BITS | offset);
         index >> (u64::BITS - OFFSET_BITS) == 0 && offset >> OFFSET_BITS == 0
     }
 
@@ -207,9 +207,9 @@ impl Places {
     /// [`Error::Internal`] if there is no such entry.
     pub fn at(&self, index: usize) -> Result<(u64, u64)> {
         let find = || {
-            let place = *self.places.get(index)?;
-            let id = *self.ids.get(usize::try_from(place >> OFFSET_BITS).ok()?)?;
-            Some((id, place & ((1 << OFFSET_BITS) - 1)))
+            let encoded = *self.addresses.get(index)?;
+            let id = *self.ids.get(usize::try_from(encoded >> OFFSET_BITS).ok()?)?;
+            Some((id, encoded & ((1 << OFFSET_BITS) - 1)))
         };
         find().ok_or_else(|| Error::Internal("a place is missing".into()))
     }
@@ -221,7 +221,7 @@ impl Places {
 pub(super) struct IpcUpdate {
     pub added: Vec<ExportedAllocation>,
     pub removed: Vec<u64>,
-    pub places: Option<Places>,
+    pub addresses: Option<TensorAddresses>,
 }
 
 impl IpcUpdate {
@@ -230,13 +230,13 @@ impl IpcUpdate {
         let mut words = vec![0, self.added.len() as u64, self.removed.len() as u64, 0];
         words.extend(self.added.iter().flat_map(export_words));
         words.extend(&self.removed);
-        if let Some(Places { ids, places }) = &self.places
-            && words.len() + ids.len() + places.len() <= max_words
+        if let Some(TensorAddresses { ids, addresses }) = &self.addresses
+            && words.len() + ids.len() + addresses.len() <= max_words
         {
             words[0] = 1;
             words[3] = ids.len() as u64;
             words.extend(ids);
-            words.extend(places);
+            words.extend(addresses);
         }
         words
     }
@@ -245,13 +245,13 @@ impl IpcUpdate {
         let parse = || {
             let (&[visible, fresh, gone, ids], rest) = words.split_first_chunk::<4>()?;
             let number = |number: u64| usize::try_from(number).ok();
-            let (news, rest) = rest.split_at_checked(number(fresh)?.checked_mul(EXPORT)?)?;
+            let (added, rest) = rest.split_at_checked(number(fresh)?.checked_mul(EXPORT)?)?;
             let (gone, rest) = rest.split_at_checked(number(gone)?)?;
-            let (ids, places) = rest.split_at_checked(number(ids)?)?;
+            let (ids, addresses) = rest.split_at_checked(number(ids)?)?;
             Some(IpcUpdate {
-                added: news.chunks_exact(EXPORT).map(export).collect::<Option<_>>()?,
+                added: added.chunks_exact(EXPORT).map(export).collect::<Option<_>>()?,
                 removed: gone.to_vec(),
-                places: (visible == 1).then(|| Places { ids: ids.to_vec(), places: places.to_vec() }),
+                addresses: (visible == 1).then(|| TensorAddresses { ids: ids.to_vec(), addresses: addresses.to_vec() }),
             })
         };
         parse().ok_or_else(|| Error::Internal("what a rank told of its memory is not legible".into()))
@@ -268,11 +268,11 @@ mod tests {
         handle.iter_mut().zip(0..).for_each(|(byte, index)| *byte = index);
         let export = ExportedAllocation { id: u64::MAX, start: 1 << 40, len: 1 << 30, handle };
         let other = ExportedAllocation { id: 7, start: 4096, len: 1 << 43, handle };
-        let mut places = Places::default();
-        assert!(places.push((1 << 40) + 5, &export));
-        assert!(places.push(4096 + (1 << 43) - 1, &other));
-        assert!(places.push(1 << 40, &export));
-        IpcUpdate { added: vec![export], removed: vec![3, 4], places: Some(places) }
+        let mut addresses = TensorAddresses::default();
+        assert!(addresses.push((1 << 40) + 5, &export));
+        assert!(addresses.push(4096 + (1 << 43) - 1, &other));
+        assert!(addresses.push(1 << 40, &export));
+        IpcUpdate { added: vec![export], removed: vec![3, 4], addresses: Some(addresses) }
     }
 
     #[test]
@@ -281,10 +281,10 @@ mod tests {
         let words = update.write(1000);
         let read = IpcUpdate::read(&words).unwrap();
         assert_eq!(read, update);
-        let places = read.places.unwrap();
-        let found: Vec<_> = (0..3).map(|index| places.at(index).unwrap()).collect();
+        let addresses = read.addresses.unwrap();
+        let found: Vec<_> = (0..3).map(|index| addresses.at(index).unwrap()).collect();
         assert_eq!(found, [(u64::MAX, 5), (7, (1 << 43) - 1), (u64::MAX, 0)]);
-        assert!(places.at(3).is_err());
+        assert!(addresses.at(3).is_err());
         for len in 0..4 + EXPORT + 2 + 2 {
             assert!(IpcUpdate::read(&words[..len]).is_err(), "{len}");
         }
@@ -297,6 +297,6 @@ mod tests {
         assert_eq!(IpcUpdate::read(&update.write(whole)).unwrap(), update);
         let cut = update.write(whole - 1);
         assert!(cut.len() < whole);
-        assert_eq!(IpcUpdate::read(&cut).unwrap(), IpcUpdate { places: None, ..update });
+        assert_eq!(IpcUpdate::read(&cut).unwrap(), IpcUpdate { addresses: None, ..update });
     }
 }

@@ -44,9 +44,9 @@ struct KernelBatch {
 /// The resources of a shard owner.
 pub(super) struct ShardOwner {
     shard: usize,
-    /// The sums of this host, `room` bytes per buffer.
+    /// The sums of this host, `sums_bytes` bytes per buffer.
     sums: PinnedHostBuffer,
-    room: usize,
+    sums_bytes: usize,
     /// The means, `chunk` bytes per buffer.
     means: PinnedHostBuffer,
     chunk: usize,
@@ -147,7 +147,7 @@ impl MultiHostIpc {
     }
 
     /// The addresses of a chunk in all bounce buffers.
-    fn places(&self, chunk: usize) -> PerRank<Address> {
+    fn addresses(&self, chunk: usize) -> PerRank<Address> {
         let at = (chunk % NUM_BUFFERS * self.chunk) as Address;
         self.peers.bounces.iter().map(|bounce| bounce + at).collect()
     }
@@ -157,7 +157,7 @@ impl MultiHostIpc {
         if !call.has_input(self.peers.me) {
             return Ok(());
         }
-        let buffer = self.places(chunk)[self.peers.me];
+        let buffer = self.addresses(chunk)[self.peers.me];
         self.pack.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, buffer, false);
         // SAFETY: the call owns the tensors; this rank owns the buffer until the next barrier.
         unsafe { self.pack.upload_ring.copy(&self.pack.batch, &self.peers.stream, wait_ctx) }
@@ -168,7 +168,7 @@ impl MultiHostIpc {
         if call.is_root(self.peers.me) && call.call.is_in_place() {
             return Ok(());
         }
-        let buffer = self.places(chunk)[self.peers.me];
+        let buffer = self.addresses(chunk)[self.peers.me];
         self.unpack.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, buffer, true);
         // SAFETY: as for `pack`; all shards wrote the buffer before the last barrier.
         unsafe { self.unpack.upload_ring.copy(&self.unpack.batch, &self.peers.stream, wait_ctx) }
@@ -176,7 +176,7 @@ impl MultiHostIpc {
 
     /// Sums this shard's slice of all bounce buffers to host memory.
     fn sum_slice(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let places = self.places(chunk);
+        let addresses = self.addresses(chunk);
         let Some(shard_owner) = &mut self.shard_owner else { return Ok(()) };
         let (slice, stream) = (call.slice(chunk, shard_owner.shard), &self.peers.stream);
         let KernelBatch { batch, upload_ring } = &mut self.add;
@@ -185,7 +185,7 @@ impl MultiHostIpc {
                 let to = shard_owner.sums_address(chunk);
                 batch.start(self.peers.bounces.len(), 1, slice.len());
                 for part in parts(call.call, chunk, slice) {
-                    let sources = places.iter().map(|buffer| buffer + part.wire as Address);
+                    let sources = addresses.iter().map(|buffer| buffer + part.wire as Address);
                     batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
                 }
                 let kernels = self.peers.context.kernels()?;
@@ -200,7 +200,7 @@ impl MultiHostIpc {
                 let to = shard_owner.means_address(chunk);
                 let start = slice.start as Address;
                 batch.start(1, 1, slice.len());
-                batch.add(DType::U8, slice.len(), [places[root] + start], [to + start]);
+                batch.add(DType::U8, slice.len(), [addresses[root] + start], [to + start]);
                 // SAFETY: as above; this stream has read the former contents of the means buffer.
                 unsafe { upload_ring.copy(batch, stream, wait_ctx) }?;
             }
@@ -241,14 +241,14 @@ impl MultiHostIpc {
 
     /// Copies this shard's slice from host memory to the bounce buffers of all ranks.
     fn all_gather(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let places = self.places(chunk);
+        let addresses = self.addresses(chunk);
         let Some(shard_owner) = &mut self.shard_owner else { return Ok(()) };
         let slice = call.slice(chunk, shard_owner.shard);
         let start = slice.start as Address;
         let from = shard_owner.means_address(chunk);
         let KernelBatch { batch, upload_ring } = &mut self.all_gather;
         batch.start(1, self.peers.bounces.len(), slice.len());
-        batch.add(DType::U8, slice.len(), [from + start], places.iter().map(|buffer| buffer + start));
+        batch.add(DType::U8, slice.len(), [from + start], addresses.iter().map(|buffer| buffer + start));
         // SAFETY: this shard owns this slice of the bounce buffers between the barriers.
         unsafe { upload_ring.copy(batch, &self.peers.stream, wait_ctx) }?;
         shard_owner.free[chunk % NUM_BUFFERS] = Some(self.peers.stream.record()?);
@@ -265,15 +265,17 @@ impl ShardOwner {
         let Some(shard) = topology.shard() else { return Ok(None) };
         let _guard = context.push()?;
         context.kernels()?.load_sums()?;
-        let room = max_acc_bytes(slice(0..chunk, topology.num_shards() - 1, topology.num_shards()).len());
-        let (sums, means) =
-            (PinnedHostBuffer::new(context, NUM_BUFFERS * room)?, PinnedHostBuffer::new(context, NUM_BUFFERS * chunk)?);
+        let sums_bytes = max_acc_bytes(slice(0..chunk, topology.num_shards() - 1, topology.num_shards()).len());
+        let (sums, means) = (
+            PinnedHostBuffer::new(context, NUM_BUFFERS * sums_bytes)?,
+            PinnedHostBuffer::new(context, NUM_BUFFERS * chunk)?,
+        );
         let (free, summed, in_flight) = Default::default();
-        Ok(Some(ShardOwner { shard, sums, room, means, chunk, free, summed, in_flight }))
+        Ok(Some(ShardOwner { shard, sums, sums_bytes, means, chunk, free, summed, in_flight }))
     }
 
     fn sums_address(&self, chunk: usize) -> Address {
-        self.sums.address() + (chunk % NUM_BUFFERS * self.room) as Address
+        self.sums.address() + (chunk % NUM_BUFFERS * self.sums_bytes) as Address
     }
 
     fn means_address(&self, chunk: usize) -> Address {
@@ -293,7 +295,7 @@ impl ShardOwner {
         let means = self.means.memory().wrapping_add(buffer * self.chunk);
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
         let shard = ShardView { topology: call.topology, chunk, slots: &slots };
-        let sums = self.sums.memory().wrapping_add(buffer * self.room);
+        let sums = self.sums.memory().wrapping_add(buffer * self.sums_bytes);
         let summed = HostSums { sums, slice: bytes.clone() };
         let collective: &dyn InterHostOps = match call.call.op {
             Op::Allreduce => &summed,

@@ -66,7 +66,7 @@ impl IpcPeers {
         let _guard = context.push()?;
         let own = more.and_then(|more| Ok((LocalIpc::new(channel, context, bytes)?, more)));
         let mine: Vec<u64> = match &own {
-            Ok((own, _)) => [own.place].into_iter().chain(export_words(&own.export)).collect(),
+            Ok((own, _)) => [own.page_offset].into_iter().chain(export_words(&own.export)).collect(),
             Err(_) => Vec::new(),
         };
         let topology = Arc::clone(&channel.topology);
@@ -111,14 +111,14 @@ impl IpcPeers {
         words_by_rank: &[&[u64]],
     ) -> Result<IpcPeers> {
         let me = topology.local_rank();
-        let LocalIpc { shared, bounce, place: _, export: _ } = own;
+        let LocalIpc { shared, bounce, page_offset: _, export: _ } = own;
         let mut pages = Vec::new();
         for (rank, words) in words_by_rank.iter().enumerate() {
-            let [place, ..] = words else {
+            let [page_offset, ..] = words else {
                 return Err(Error::System("another rank cannot export its memory".into()));
             };
             let cannot_access = || Error::Internal("the flags of a rank are not in memory that the others map".into());
-            let memory = shared.resolve(rank, *place, PAGE).ok_or_else(cannot_access)?;
+            let memory = shared.resolve(rank, *page_offset, PAGE).ok_or_else(cannot_access)?;
             // SAFETY: the arena stays mapped, and its owner keeps the page until its group ends.
             pages.push(unsafe { Page::new(context, memory) });
         }

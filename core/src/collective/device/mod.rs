@@ -1,14 +1,14 @@
 //! Calls on device memory: the same groups and matching as on host memory, with other data paths.
 //!
-//! A call starts with a round without data, in which the ranks compare signatures. Then it takes the group's [path], on
+//! A call starts with a round without data, in which the ranks compare signatures. Then it takes the group's path, on
 //! which the ranks agree in the first such call:
-//! - every rank has its own GPU, and NCCL is available: NCCL ([`nccl`]);
-//! - ranks on one host: CUDA IPC ([`ipc`]);
-//! - ranks on several hosts: CUDA IPC within a host, slices through host memory between hosts ([`ipc_multi_host`]);
-//! - otherwise through host memory, in chunks, by the collectives of the host ([`staged`]).
+//! - every rank has its own GPU, and NCCL is available: NCCL (`nccl`);
+//! - ranks on one host: CUDA IPC (`ipc`);
+//! - ranks on several hosts: CUDA IPC within a host, slices through host memory between hosts (`ipc_multi_host`);
+//! - otherwise through host memory, in chunks, by the collectives of the host (`staged`).
 //!
 //! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the
-//! result. [`ipc_multi_host`] and [`staged`] wait for the GPU in each chunk.
+//! result. `ipc_multi_host` and `staged` wait for the GPU in each chunk.
 //! Thread rule: the lead thread uses [`DevicePath`]; a [`StagingPipeline`] belongs to one thread.
 
 mod batch;

@@ -96,8 +96,8 @@ pub struct StagingPipeline {
     memory: PinnedBuffer,
     /// By buffer: the upload that still reads it.
     busy_until: [Option<Event>; NUM_BUFFERS],
-    down: Vec<Stream>,
-    up: Vec<Stream>,
+    download_streams: Vec<Stream>,
+    upload_streams: Vec<Stream>,
     /// Created when there is something to pack and the kernels are available.
     packer: Option<Packer>,
 }
@@ -115,8 +115,8 @@ impl StagingPipeline {
             settings,
             memory: PinnedBuffer::new(channel, context, NUM_BUFFERS * settings.chunk)?,
             busy_until: Default::default(),
-            down: streams()?,
-            up: streams()?,
+            download_streams: streams()?,
+            upload_streams: streams()?,
             packer: None,
         })
     }
@@ -136,18 +136,22 @@ impl StagingPipeline {
         let _guard = context.push()?;
         let done = self.run_all(channel, call, chunks.collect(), wait_ctx);
         // Also after a failure: copies may still access tensors that the caller then frees.
-        let ends: Vec<Event> =
-            self.up.iter().chain(&self.down).map(|stream| signal_outputs(call, stream)).collect::<Result<_>>()?;
+        let ends: Vec<Event> = self
+            .upload_streams
+            .iter()
+            .chain(&self.download_streams)
+            .map(|stream| signal_outputs(call, stream))
+            .collect::<Result<_>>()?;
         if done.is_ok() && producer(call)?.blocks_host() {
             return ends.iter().try_for_each(|end| wait_event(end, wait_ctx));
         }
         done
     }
 
-    /// After a failure: waits for the copies, at most [`TEARDOWN_TIMEOUT`] per stream.
+    /// After a failure: waits for the copies, at most `TEARDOWN_TIMEOUT` per stream.
     pub fn drain(&self) {
         if let Ok(_guard) = self.context.push() {
-            let _or_not = self.up.iter().chain(&self.down).all(is_idle);
+            let _or_not = self.upload_streams.iter().chain(&self.download_streams).all(is_idle);
         }
     }
 
@@ -159,7 +163,7 @@ impl StagingPipeline {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         // Uploads overwrite tensors that earlier kernels may still read.
-        self.down.iter().chain(&self.up).try_for_each(|stream| wait_inputs(call, stream))?;
+        self.download_streams.iter().chain(&self.upload_streams).try_for_each(|stream| wait_inputs(call, stream))?;
         let rank = channel.topology.rank();
         let (has_input, needs_result) = match call.op {
             Op::Broadcast { root } => (root == rank, root != rank || !call.is_in_place()),
@@ -175,7 +179,7 @@ impl StagingPipeline {
                 }
                 if has_input {
                     downloaded[buffer] =
-                        Some(self.send(call, chunks[started], started, Direction::DeviceToHost, wait_ctx)?);
+                        Some(self.start_copy(call, chunks[started], started, Direction::DeviceToHost, wait_ctx)?);
                 }
                 started += 1;
             }
@@ -192,7 +196,8 @@ impl StagingPipeline {
                 channel.run_chunks(&host_call, 1..host_call.layout.chunks(), channel.is_zero_copy(), wait_ctx)?;
             }
             if needs_result {
-                self.busy_until[buffer] = Some(self.send(call, chunk, index, Direction::HostToDevice, wait_ctx)?);
+                self.busy_until[buffer] =
+                    Some(self.start_copy(call, chunk, index, Direction::HostToDevice, wait_ctx)?);
             }
         }
         Ok(())
@@ -212,7 +217,7 @@ impl StagingPipeline {
     }
 
     /// Starts the copy of a chunk in this direction.
-    fn send(
+    fn start_copy(
         &mut self,
         call: &Call,
         chunk: usize,
@@ -223,7 +228,7 @@ impl StagingPipeline {
         let (buffer, len) = (self.buffer(index), call.layout.chunk_len(chunk));
         let pieces = || call.layout.ranges(chunk, 0..len);
         let use_packer = pieces().nth(MIN_TO_PACK).is_some() && self.can_pack()?;
-        let streams = if direction == Direction::DeviceToHost { &self.down } else { &self.up };
+        let streams = if direction == Direction::DeviceToHost { &self.download_streams } else { &self.upload_streams };
         let stream = &streams[index % streams.len()];
         let copy = |at: usize, address: Address, len: usize| {
             let memory = buffer.wrapping_add(at);

@@ -10,13 +10,13 @@ use crate::wire_layout::{ALIGN, HEADER};
 const SAME_BITS: [Algorithm; 3] = [Algorithm::Pairwise, Algorithm::Halving, Algorithm::Doubling];
 
 /// Seconds that a shard needs to add one received byte.
-const ADD: f64 = 1e-10;
+const ADD_S_PER_BYTE: f64 = 1e-10;
 
 /// The data of all shards of a host.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CostInput {
     /// Bytes of the result.
-    pub finished: usize,
+    pub result_bytes: usize,
     /// Bytes of a host's partial sums, which may have a wider type.
     pub partial_bytes: usize,
     /// The number of shards. They share the host's link and add in parallel.
@@ -35,7 +35,7 @@ pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize
     let n = hosts as f64;
     let rounds = f64::from(hosts.ilog2());
     let power = rounds.exp2();
-    let (partial_bytes, finished) = (load.partial_bytes as f64, load.finished as f64);
+    let (partial_bytes, result_bytes) = (load.partial_bytes as f64, load.result_bytes as f64);
     // Hosts beyond the power of two send their data to a partner and receive the result.
     let folds = if power == n { 0.0 } else { 1.0 };
     let handshake = if first { rounds + 2.0 * folds } else { 0.0 };
@@ -46,28 +46,30 @@ pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize
         Algorithm::Ring => (handshake + 2.0 * (n - 1.0), (n - 1.0) / n * partial_bytes),
     };
     let extra_messages = if algorithm == Algorithm::Pairwise { 2.0 * (n - 2.0) } else { 0.0 };
-    let folded = folds * (partial_bytes + finished + 2.0 * (HEADER * load.shards) as f64);
+    let folded = folds * (partial_bytes + result_bytes + 2.0 * (HEADER * load.shards) as f64);
     let sent = match algorithm {
         Algorithm::Doubling => rounds * (partial_bytes + (HEADER * load.shards) as f64) + folded,
         Algorithm::Halving => halving_traffic(hosts.ilog2(), load) + folded,
-        Algorithm::Pairwise | Algorithm::Ring => (n - 1.0) * piece_traffic(load, load.finished / load.shards / hosts),
+        Algorithm::Pairwise | Algorithm::Ring => {
+            (n - 1.0) * piece_traffic(load, load.result_bytes / load.shards / hosts)
+        }
     };
     network.latency_s * latencies
         + (network.message_gap_s * extra_messages).max(network.byte_s * sent)
-        + ADD * added / load.shards as f64
+        + ADD_S_PER_BYTE * added / load.shards as f64
 }
 
 /// Bytes on a host's link if each shard sends and receives a piece of `piece` bytes, with headers.
 fn piece_traffic(load: CostInput, piece: usize) -> f64 {
     // Pieces are whole cache lines.
     let piece = piece.next_multiple_of(ALIGN) as f64;
-    let width = load.partial_bytes as f64 / load.finished.max(1) as f64;
+    let width = load.partial_bytes as f64 / load.result_bytes.max(1) as f64;
     (piece * (width + 1.0) + 2.0 * HEADER as f64) * load.shards as f64
 }
 
 /// The same for recursive halving and doubling.
 fn halving_traffic(rounds: u32, load: CostInput) -> f64 {
-    let shard = load.finished / load.shards;
+    let shard = load.result_bytes / load.shards;
     (1..=rounds).map(|round| piece_traffic(load, shard >> round)).sum()
 }
 
@@ -79,7 +81,7 @@ mod tests {
     const TCP: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
     fn float32(bytes: usize) -> CostInput {
-        CostInput { finished: bytes, partial_bytes: bytes, shards: 1 }
+        CostInput { result_bytes: bytes, partial_bytes: bytes, shards: 1 }
     }
 
     #[test]
@@ -99,7 +101,7 @@ mod tests {
 
     #[test]
     fn wide_partial_sums_favor_halving() {
-        let bfloat16 = |bytes: usize| CostInput { finished: bytes, partial_bytes: 2 * bytes, shards: 1 };
+        let bfloat16 = |bytes: usize| CostInput { result_bytes: bytes, partial_bytes: 2 * bytes, shards: 1 };
         assert_eq!(fastest(&TCP, 2, float32(64 << 10), true), Doubling);
         assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10), true), Halving);
     }
@@ -117,9 +119,9 @@ mod tests {
 
     #[test]
     fn shards_add_in_parallel_and_share_the_link() {
-        let load = |shards| CostInput { finished: 1 << 20, partial_bytes: 1 << 20, shards };
+        let load = |shards| CostInput { result_bytes: 1 << 20, partial_bytes: 1 << 20, shards };
         let of = |shards| seconds(&TCP, Halving, 2, load(shards), false);
-        let (added, header) = (ADD * f64::from(1 << 19), 64.0 * TCP.byte_s);
+        let (added, header) = (ADD_S_PER_BYTE * f64::from(1 << 19), 64.0 * TCP.byte_s);
         assert!((of(1) - of(4) - (0.75 * added - 6.0 * header)).abs() < 1e-12);
     }
 }

@@ -16,6 +16,7 @@ use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::{HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
 use crate::wire_layout::{HEADER, slice};
+
 /// The links of one shard to the other hosts.
 pub(crate) struct InterHost {
     pub link: Box<dyn HostLink>,
@@ -54,17 +55,11 @@ impl InterHost {
         mut link: Box<dyn HostLink>,
         topology: &Topology,
         network: NetworkModel,
-        choice: AlgorithmSetting,
+        setting: AlgorithmSetting,
     ) -> InterHost {
         let capacity = link.buffers(0).send.len();
         let host_partial = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
-        InterHost {
-            link,
-            tree: ReductionTree::new(topology.hosts(), topology.host()),
-            network,
-            setting: choice,
-            host_partial,
-        }
+        InterHost { link, tree: ReductionTree::new(topology.hosts(), topology.host()), network, setting, host_partial }
     }
 
     /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. Otherwise `agreed`
@@ -76,9 +71,9 @@ impl InterHost {
         agreed: bool,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<InFlightSlice> {
-        let (choice, network) = (self.setting, self.network);
+        let (setting, network) = (self.setting, self.network);
         let mut exchange = self.exchange(slice, wait_ctx);
-        let algorithm = match choice {
+        let algorithm = match setting {
             AlgorithmSetting::Always(algorithm) => algorithm,
             AlgorithmSetting::Auto => cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched),
         };
@@ -89,7 +84,7 @@ impl InterHost {
         };
         let handshake = payload.map(|payload| exchange.start_handshake(payload, agreed)).transpose()?;
         if handshake.is_none() {
-            exchange.start_pieces(algorithm)?;
+            exchange.start_data(algorithm)?;
         }
         Ok(InFlightSlice { algorithm, handshake })
     }
@@ -103,13 +98,13 @@ impl InterHost {
     ) -> Result<bool> {
         let mut exchange = self.exchange(slice, wait_ctx);
         let InFlightSlice { algorithm, handshake } = in_flight;
-        let in_pieces = matches!(algorithm, Algorithm::Pairwise | Algorithm::Ring);
+        let data_follows = matches!(algorithm, Algorithm::Pairwise | Algorithm::Ring);
         if let Some(handshake) = handshake {
             let agreed = exchange.finish_handshake(handshake)?;
-            if !agreed || !in_pieces {
+            if !agreed || !data_follows {
                 return Ok(agreed);
             }
-            exchange.start_pieces(algorithm)?;
+            exchange.start_data(algorithm)?;
         }
         match algorithm {
             Algorithm::Ring => exchange.finish_ring()?,
@@ -124,7 +119,7 @@ impl InterHost {
         let timer = PhaseTimer::start(wait_ctx.log(), usize::MAX);
         SliceExchange {
             slice,
-            turn: exchange,
+            exchange_index: exchange,
             link: self.link.as_mut(),
             host_partial: &mut self.host_partial[exchange],
             tree: &self.tree,
@@ -137,7 +132,7 @@ impl InterHost {
 /// A slice with its messages; the algorithms are its methods.
 pub(super) struct SliceExchange<'a> {
     pub slice: &'a Slice<'a>,
-    pub turn: usize,
+    pub exchange_index: usize,
     pub link: &'a mut dyn HostLink,
     pub host_partial: &'a mut Aligned,
     pub tree: &'a ReductionTree,
@@ -147,7 +142,7 @@ pub(super) struct SliceExchange<'a> {
 
 impl SliceExchange<'_> {
     /// Sends the first messages of a pairwise or ring exchange.
-    pub fn start_pieces(&mut self, algorithm: Algorithm) -> Result<()> {
+    pub fn start_data(&mut self, algorithm: Algorithm) -> Result<()> {
         match algorithm {
             Algorithm::Ring => self.start_ring(),
             _ => self.start_pairwise(),
@@ -178,7 +173,7 @@ impl SliceExchange<'_> {
 
     /// Reads the message at `at` in the receive buffer and returns its data; `None` if the sender's call differs.
     pub fn read(&mut self, at: usize, kind: u32) -> Result<Option<Partial>> {
-        let message = &self.link.buffers(self.turn).recv[at..];
+        let message = &self.link.buffers(self.exchange_index).recv[at..];
         let header = Header::read(message, self.slice.step, kind, self.slice.call)?;
         let agrees = header.agreed && header.signature == self.slice.call.signature;
         Ok(agrees.then(|| header.has_data.then(|| message[HEADER..].as_ptr())))
@@ -194,7 +189,11 @@ impl SliceExchange<'_> {
     pub fn cost_input(&self) -> cost::CostInput {
         let shards = self.slice.shard.topology.num_shards();
         let bytes = self.slice.bytes.clone();
-        cost::CostInput { finished: bytes.len() * shards, partial_bytes: self.partial_bytes(bytes) * shards, shards }
+        cost::CostInput {
+            result_bytes: bytes.len() * shards,
+            partial_bytes: self.partial_bytes(bytes) * shards,
+            shards,
+        }
     }
 
     /// Bytes of a host's partial sums of `piece`.
@@ -203,14 +202,14 @@ impl SliceExchange<'_> {
     }
 
     /// Writes this host's partial sums of `piece` at byte `at` of the send buffer; false if it has none.
-    pub fn contribute_to_out(&mut self, at: usize, piece: Range<usize>) -> bool {
+    pub fn contribute_to_send_buffer(&mut self, at: usize, piece: Range<usize>) -> bool {
         let Slice { collective, call, shard, .. } = self.slice;
         // SAFETY: all ranks of the host have packed, so this shard may read the slice in all slots.
-        unsafe { collective.contribute(call, shard, piece, &mut self.link.buffers(self.turn).send[at..]) }
+        unsafe { collective.contribute(call, shard, piece, &mut self.link.buffers(self.exchange_index).send[at..]) }
     }
 
-    /// As `contribute_to_out`, but at the start of the local buffer.
-    pub fn contribute_to_own(&mut self, piece: Range<usize>) -> bool {
+    /// As `contribute_to_send_buffer`, but at the start of the local buffer.
+    pub fn contribute_to_local_buffer(&mut self, piece: Range<usize>) -> bool {
         let Slice { collective, call, shard, .. } = self.slice;
         // SAFETY: as above.
         unsafe { collective.contribute(call, shard, piece, self.host_partial.as_mut_slice()) }
@@ -218,16 +217,16 @@ impl SliceExchange<'_> {
 
     /// Writes a message with this host's partial sums of `piece` at byte `at` of the send buffer.
     pub fn pack_partial(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
-        let has_data = self.contribute_to_out(at + HEADER, piece.clone());
-        self.header(kind, true, has_data).write(&mut self.link.buffers(self.turn).send[at..]);
+        let has_data = self.contribute_to_send_buffer(at + HEADER, piece.clone());
+        self.header(kind, true, has_data).write(&mut self.link.buffers(self.exchange_index).send[at..]);
         at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 }
     }
 
     /// Writes a message with the completed `piece` at byte `at` of the send buffer.
     pub fn pack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
-        self.header(kind, true, true).write(&mut self.link.buffers(self.turn).send[at..]);
+        self.header(kind, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
         let end = at + HEADER + piece.len();
-        let body = &mut self.link.buffers(self.turn).send[at + HEADER..end];
+        let body = &mut self.link.buffers(self.exchange_index).send[at + HEADER..end];
         // SAFETY: this shard owns the slice of its slot and has completed it.
         unsafe { ptr::copy_nonoverlapping(self.slice.shard.own().add(piece.start), body.as_mut_ptr(), piece.len()) };
         at..end
@@ -236,7 +235,7 @@ impl SliceExchange<'_> {
     /// Copies a completed `piece` from the message at `at` in the receive buffer.
     pub fn unpack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<()> {
         self.read_matched(at, kind)?;
-        let body = &self.link.buffers(self.turn).recv[at + HEADER..at + HEADER + piece.len()];
+        let body = &self.link.buffers(self.exchange_index).recv[at + HEADER..at + HEADER + piece.len()];
         // SAFETY: as in `pack_result`.
         unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.slice.shard.own().add(piece.start), piece.len()) };
         Ok(())
@@ -244,18 +243,18 @@ impl SliceExchange<'_> {
 
     /// The whole receive buffer, for one message of unknown length.
     pub fn recv_buffer(&mut self) -> Range<usize> {
-        0..self.link.buffers(self.turn).recv.len()
+        0..self.link.buffers(self.exchange_index).recv.len()
     }
 
     pub fn start(&mut self, sends: &[Message], receives: &[Message]) -> Result<()> {
         self.timer.end(Activity::Reduce);
         self.wait_ctx.log().messages(sends.len(), sends.iter().map(|message| message.bytes.len()).sum());
-        self.link.start(self.turn, sends, receives)
+        self.link.start(self.exchange_index, sends, receives)
     }
 
     pub fn finish(&mut self) -> Result<()> {
         self.timer.reset();
-        self.link.finish(self.turn, self.wait_ctx)?;
+        self.link.finish(self.exchange_index, self.wait_ctx)?;
         self.timer.end(Activity::Network);
         Ok(())
     }

@@ -30,17 +30,17 @@ impl SliceExchange<'_> {
         let mut state = HandshakeState { payload, agreed, range: self.slice.bytes.clone(), at, has_data: false };
         if state.has_payload() {
             state.has_data = match halves {
-                true => self.contribute_to_own(state.range.clone()),
-                false => self.contribute_to_out(HEADER, state.range.clone()),
+                true => self.contribute_to_local_buffer(state.range.clone()),
+                false => self.contribute_to_send_buffer(HEADER, state.range.clone()),
             };
         }
-        let room = self.recv_buffer();
+        let recv_range = self.recv_buffer();
         match self.tree.role {
             Role::FoldedInto(to) => {
                 let message = self.write_header(FOLD, &state, state.range.clone());
-                self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: room }])?;
+                self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: recv_range }])?;
             }
-            Role::FoldsIn(from) => self.start(&[], &[Message { host: from, bytes: room }])?,
+            Role::FoldsIn(from) => self.start(&[], &[Message { host: from, bytes: recv_range }])?,
             Role::Core => self.start_round(0, &mut state)?,
         }
         Ok(state)
@@ -71,7 +71,7 @@ impl SliceExchange<'_> {
             }
         }
         if state.has_payload() && state.payload == Payload::Halves {
-            self.gather(&ranges)?;
+            self.all_gather(&ranges)?;
         }
         if let Role::FoldsIn(from) = self.tree.role {
             let message = match state.has_payload() {
@@ -105,26 +105,27 @@ impl SliceExchange<'_> {
             let from = if first { upper } else { std::mem::replace(&mut state.at, upper) };
             if state.has_payload() && state.has_data {
                 let len = self.partial_bytes(sent.clone());
-                let SliceExchange { link, host_partial: own, turn, .. } = self;
-                link.buffers(*turn).send[HEADER..HEADER + len].copy_from_slice(&own.as_slice()[from..from + len]);
+                let SliceExchange { link, host_partial: own, exchange_index, .. } = self;
+                link.buffers(*exchange_index).send[HEADER..HEADER + len]
+                    .copy_from_slice(&own.as_slice()[from..from + len]);
             }
         }
         let message = self.write_header(ROUND + round_kind(round), state, sent);
-        let room = self.recv_buffer();
-        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])
+        let recv_range = self.recv_buffer();
+        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])
     }
 
     /// Writes the header of a message whose data, the range `sent`, is already in the buffer or absent.
     fn write_header(&mut self, kind: u32, state: &HandshakeState, sent: Range<usize>) -> Range<usize> {
         let has_data = state.has_payload() && state.has_data;
-        self.header(kind, state.agreed, has_data).write(self.link.buffers(self.turn).send);
+        self.header(kind, state.agreed, has_data).write(self.link.buffers(self.exchange_index).send);
         0..HEADER + if has_data { self.partial_bytes(sent) } else { 0 }
     }
 
     /// Adds the received data to this host's. `first`: this host's data is the first operand. `last`: completes the
     /// sum.
     fn add_received(&mut self, kind: u32, first: bool, last: bool, state: &mut HandshakeState) -> Result<()> {
-        let Some(theirs) = self.read(0, kind)? else {
+        let Some(received) = self.read(0, kind)? else {
             state.agreed = false;
             return Ok(());
         };
@@ -133,10 +134,10 @@ impl SliceExchange<'_> {
         }
         let out = match state.payload {
             Payload::Halves => self.host_partial.as_mut_slice()[state.at..].as_mut_ptr(),
-            _ => self.link.buffers(self.turn).send[state.at..].as_mut_ptr(),
+            _ => self.link.buffers(self.exchange_index).send[state.at..].as_mut_ptr(),
         };
-        let mine: Partial = state.has_data.then_some(out.cast_const());
-        let (low, high) = if first { (mine, theirs) } else { (theirs, mine) };
+        let own: Partial = state.has_data.then_some(out.cast_const());
+        let (low, high) = if first { (own, received) } else { (received, own) };
         let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
         // SAFETY: both operands are partial sums of this range, which this shard owns; buffers of different owners do
         // not overlap.
@@ -145,7 +146,7 @@ impl SliceExchange<'_> {
                 collective.finish_shard(call, shard, state.range.clone(), low, high);
             } else {
                 collective.add_partials(call, shard, state.range.clone(), low, high, out);
-                state.has_data |= theirs.is_some();
+                state.has_data |= received.is_some();
             }
         }
         self.timer.end(Activity::Reduce);
@@ -153,15 +154,15 @@ impl SliceExchange<'_> {
     }
 
     /// Reverse rounds: before round r this host had `ranges[r]`, and its partner completed the other half.
-    fn gather(&mut self, ranges: &[Range<usize>]) -> Result<()> {
+    fn all_gather(&mut self, ranges: &[Range<usize>]) -> Result<()> {
         for round in (0..self.tree.rounds()).rev() {
             let (host, first) = self.tree.partner(round);
-            let (mine, theirs) = halves(&ranges[round], first);
-            let message = self.pack_result(0, mine, UNFOLD + round_kind(round));
-            let room = 0..HEADER + theirs.len();
-            self.start(&[Message { host, bytes: message }], &[Message { host, bytes: room }])?;
+            let (own, received) = halves(&ranges[round], first);
+            let message = self.pack_result(0, own, UNFOLD + round_kind(round));
+            let recv_range = 0..HEADER + received.len();
+            self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])?;
             self.finish()?;
-            self.unpack_result(0, theirs, UNFOLD + round_kind(round))?;
+            self.unpack_result(0, received, UNFOLD + round_kind(round))?;
         }
         Ok(())
     }

@@ -34,9 +34,9 @@ impl SliceExchange<'_> {
 
     /// Sends a message to the next host and receives `piece` from the previous host.
     fn send_next(&mut self, bytes: Range<usize>, piece: usize) -> Result<()> {
-        let room = 0..HEADER + max_acc_bytes(self.piece(piece).len());
+        let recv_range = 0..HEADER + max_acc_bytes(self.piece(piece).len());
         let (next, previous) = (self.next(), self.previous());
-        self.start(&[Message { host: next, bytes }], &[Message { host: previous, bytes: room }])
+        self.start(&[Message { host: next, bytes }], &[Message { host: previous, bytes: recv_range }])
     }
 
     pub fn finish_ring(&mut self) -> Result<()> {
@@ -44,20 +44,21 @@ impl SliceExchange<'_> {
         for round in 1..=last {
             let piece = self.piece(self.ring_piece(round));
             // Overlaps with the message in flight.
-            let own: Partial = self.contribute_to_own(piece.clone()).then(|| self.host_partial.as_ptr().cast_const());
+            let own: Partial =
+                self.contribute_to_local_buffer(piece.clone()).then(|| self.host_partial.as_ptr().cast_const());
             self.timer.end(Activity::Reduce);
             self.finish()?;
-            let theirs = self.read_matched(0, round_kind(round - 1))?;
+            let received = self.read_matched(0, round_kind(round - 1))?;
             let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
-            let out = self.link.buffers(self.turn).send[HEADER..].as_mut_ptr();
+            let out = self.link.buffers(self.exchange_index).send[HEADER..].as_mut_ptr();
             // SAFETY: both operands are partial sums of this piece; the three buffers do not overlap.
             unsafe {
                 if round == last {
-                    collective.finish_shard(call, shard, piece, theirs, own);
+                    collective.finish_shard(call, shard, piece, received, own);
                 } else {
-                    collective.add_partials(call, shard, piece.clone(), theirs, own, out);
-                    let has_data = theirs.is_some() || own.is_some();
-                    self.header(round_kind(round), true, has_data).write(self.link.buffers(self.turn).send);
+                    collective.add_partials(call, shard, piece.clone(), received, own, out);
+                    let has_data = received.is_some() || own.is_some();
+                    self.header(round_kind(round), true, has_data).write(self.link.buffers(self.exchange_index).send);
                     let len = if has_data { self.partial_bytes(piece) } else { 0 };
                     self.send_next(0..HEADER + len, self.ring_piece(round + 1))?;
                 }

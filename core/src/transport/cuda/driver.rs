@@ -109,7 +109,7 @@ fn error_text(code: sys::CUresult) -> String {
 /// The number of GPUs that this process sees.
 ///
 /// # Errors
-/// As for [`start`].
+/// [`Error::System`]; it names the missing part.
 pub fn count() -> Result<usize> {
     start()?;
     let mut count = 0;

@@ -52,27 +52,27 @@ impl IpcExports {
         self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
     }
 
-    /// Updates for the other ranks, at most `most` of each kind, before a call that uses `used`: exports that are new
-    /// to the group, and ids of freed allocations, whichever group used them.
+    /// Updates for the other ranks, at most `max_updates` of each kind, before a call that uses `used`: exports that
+    /// are new to the group, and ids of freed allocations, whichever group used them.
     pub fn take_updates(
         &mut self,
         posted: &mut ReportedExports,
         used: &BTreeMap<u64, ExportedAllocation>,
-        most: usize,
+        max_updates: usize,
     ) -> ExportUpdates {
         let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
         posted.reported.retain(|id| alive.contains(id));
-        let removed: Vec<u64> = self.reported.difference(&alive).copied().take(most).collect();
+        let removed: Vec<u64> = self.reported.difference(&alive).copied().take(max_updates).collect();
         removed.iter().for_each(|id| {
             self.reported.remove(id);
         });
         let mut added: Vec<ExportedAllocation> =
             used.values().filter(|export| !posted.reported.contains(&export.id)).copied().collect();
-        let whole = added.len() <= most;
-        added.truncate(most);
+        let complete = added.len() <= max_updates;
+        added.truncate(max_updates);
         posted.reported.extend(added.iter().map(|export| export.id));
         self.reported.extend(added.iter().map(|export| export.id));
-        ExportUpdates { fresh: added, gone: removed, whole }
+        ExportUpdates { added, removed, complete }
     }
 
     /// The export that contains the `len` bytes at `address`; creates it if necessary. `None` if CUDA IPC cannot export
@@ -135,9 +135,9 @@ pub struct ReportedExports {
 }
 
 impl ReportedExports {
-    /// Reports `fresh` again: the other ranks could not open all of them.
-    pub fn forget(&mut self, fresh: &[ExportedAllocation]) {
-        fresh.iter().for_each(|export| {
+    /// Reports `added` again: the other ranks could not open all of them.
+    pub fn forget(&mut self, added: &[ExportedAllocation]) {
+        added.iter().for_each(|export| {
             self.reported.remove(&export.id);
         });
     }
@@ -147,11 +147,11 @@ impl ReportedExports {
 #[derive(Debug, PartialEq, Eq)]
 pub struct ExportUpdates {
     /// Exports that are new to the other ranks.
-    pub fresh: Vec<ExportedAllocation>,
+    pub added: Vec<ExportedAllocation>,
     /// Ids of exports that were freed.
-    pub gone: Vec<u64>,
-    /// Whether `fresh` has all exports in use that are new to the other ranks.
-    pub whole: bool,
+    pub removed: Vec<u64>,
+    /// Whether `added` has all exports in use that are new to the other ranks.
+    pub complete: bool,
 }
 
 struct Open {
@@ -159,7 +159,7 @@ struct Open {
     /// The addresses in the owner's process.
     range: Range<Address>,
     /// The number of groups that use it.
-    teams: usize,
+    groups: usize,
 }
 
 /// Open allocations of other processes, by rank and id.
@@ -181,7 +181,7 @@ impl IpcImports {
         stale.into_iter().try_for_each(|id| self.close(rank, id))?;
         match self.open.entry((rank, export.id)) {
             Entry::Occupied(mut known) => {
-                known.get_mut().teams += 1;
+                known.get_mut().groups += 1;
                 Ok(known.get().address)
             }
             Entry::Vacant(slot) => {
@@ -191,7 +191,7 @@ impl IpcImports {
                 // SAFETY: the handle is of another process on this host; the out pointer is valid.
                 let code = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) };
                 check("opening the memory of another process", code)?;
-                slot.insert(Open { address, range: export.range(), teams: 1 });
+                slot.insert(Open { address, range: export.range(), groups: 1 });
                 Ok(address)
             }
         }
@@ -212,8 +212,8 @@ impl IpcImports {
     /// Ends the use by one group; the last one closes the memory.
     pub fn release(&mut self, rank: usize, id: u64) {
         let Entry::Occupied(mut open) = self.open.entry((rank, id)) else { return };
-        open.get_mut().teams -= 1;
-        if open.get().teams == 0 {
+        open.get_mut().groups -= 1;
+        if open.get().groups == 0 {
             let open = open.remove();
             // SAFETY: opened here; the group has waited for the work that uses it.
             unsafe { sys::cuIpcCloseMemHandle(open.address) };
@@ -234,10 +234,10 @@ mod tests {
             exports.known = ids.iter().map(|&id| (id << 20, export(id))).collect();
         };
         let (mut one, mut other) = (ReportedExports::default(), ReportedExports::default());
-        let updates = |fresh: &[u64], gone: &[u64], whole| ExportUpdates {
-            fresh: fresh.iter().map(|&id| export(id)).collect(),
-            gone: gone.to_vec(),
-            whole,
+        let updates = |added: &[u64], removed: &[u64], complete| ExportUpdates {
+            added: added.iter().map(|&id| export(id)).collect(),
+            removed: removed.to_vec(),
+            complete,
         };
         live(&mut exports, &[1, 2, 3, 9]);
         assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), updates(&[1, 2], &[], false));

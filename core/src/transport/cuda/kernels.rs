@@ -131,19 +131,19 @@ impl Kernels {
         Ok(Kernels { capability, blocks, means, copy, sums: OnceLock::new() })
     }
 
-    /// Writes the mean of the sources of `work` to its targets. With `precise`, sums are float64.
+    /// Writes the mean of the sources of `args` to its targets. With `precise`, sums are float64.
     ///
     /// # Errors
     /// [`Error::System`]; [`Error::Internal`] for bool, which has no mean.
     ///
     /// # Safety
-    /// The memory of `work` is valid and not used otherwise until the kernel has finished.
-    pub unsafe fn average(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    /// The memory of `args` is valid and not used otherwise until the kernel has finished.
+    pub unsafe fn average(&self, dtype: DType, precise: bool, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.means[type_index(dtype, precise)?], work, stream) }
+        unsafe { self.launch(self.means[type_index(dtype, precise)?], args, stream) }
     }
 
-    /// Writes the undivided sums of the sources of `work` to its one target, with
+    /// Writes the undivided sums of the sources of `args` to its one target, with
     /// [`crate::reduce::Reduction::acc_size`] bytes per element. The first call may compile kernels.
     ///
     /// # Errors
@@ -151,10 +151,10 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`Kernels::average`]; the stream's context is current.
-    pub unsafe fn sum(&self, dtype: DType, precise: bool, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         let function = self.sums()?[type_index(dtype, precise)?];
         // SAFETY: the caller's promise.
-        unsafe { self.launch(function, work, stream) }
+        unsafe { self.launch(function, args, stream) }
     }
 
     /// Compiles the sum kernels and loads them into the current context, unless that was done before.
@@ -170,27 +170,27 @@ impl Kernels {
         sums.as_deref().map_err(Error::clone)
     }
 
-    /// Copies bytes: `work` counts bytes and has one source.
+    /// Copies bytes: `args` counts bytes and has one source.
     ///
     /// # Errors
     /// [`Error::System`]
     ///
     /// # Safety
     /// As for [`Kernels::average`].
-    pub unsafe fn copy(&self, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    pub unsafe fn copy(&self, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.copy, work, stream) }
+        unsafe { self.launch(self.copy, args, stream) }
     }
 
     /// # Safety
     /// As for [`Kernels::average`].
-    unsafe fn launch(&self, function: Function, work: &KernelArgs, stream: sys::CUstream) -> Result<()> {
-        if work.nitems == 0 {
+    unsafe fn launch(&self, function: Function, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+        if args.nitems == 0 {
             return Ok(());
         }
-        let max_blocks = if work.blocks == 0 { u32::MAX } else { work.blocks };
-        let blocks = work.nitems.min(max_blocks).min(self.blocks);
-        let mut parameters = [ptr::from_ref(work).cast_mut().cast::<c_void>()];
+        let max_blocks = if args.blocks == 0 { u32::MAX } else { args.blocks };
+        let blocks = args.nitems.min(max_blocks).min(self.blocks);
+        let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: the caller's promise; the driver copies the parameter before it returns.
         let code = unsafe {
             sys::cuLaunchKernel(

@@ -197,12 +197,12 @@ impl Communicator {
         self.end(|nccl| nccl.abort);
     }
 
-    fn end(&self, how: impl FnOnce(&Functions) -> unsafe extern "C" fn(*mut c_void) -> c_int) {
+    fn end(&self, function: impl FnOnce(&Functions) -> unsafe extern "C" fn(*mut c_void) -> c_int) {
         let mut handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        let ended = std::mem::replace(&mut *handle, Handle(ptr::null_mut()));
-        if let (Ok(nccl), false) = (functions(), ended.0.is_null()) {
+        let old = std::mem::replace(&mut *handle, Handle(ptr::null_mut()));
+        if let (Ok(nccl), false) = (functions(), old.0.is_null()) {
             // SAFETY: alive until here; no other thread can get the handle any more.
-            unsafe { how(nccl)(ended.0) };
+            unsafe { function(nccl)(old.0) };
         }
     }
 

@@ -24,32 +24,32 @@ impl PeerImports {
         PeerImports { context: Arc::clone(context), rank, open: BTreeMap::new() }
     }
 
-    /// Opens the exports `fresh` and closes the freed ones `gone`.
+    /// Opens the exports `added` and closes the freed ones `removed`.
     ///
     /// # Errors
     /// [`Error::System`] if an export could not be opened; the others are open.
-    pub fn apply(&mut self, fresh: &[ExportedAllocation], gone: &[u64]) -> Result<()> {
+    pub fn apply(&mut self, added: &[ExportedAllocation], removed: &[u64]) -> Result<()> {
         let mut imports = self.context.imports();
-        for &id in gone {
+        for &id in removed {
             self.open.remove(&id);
             imports.close(self.rank, id)?;
         }
-        if !fresh.is_empty() {
+        if !added.is_empty() {
             // Another group has closed these, after a report that this group did not get.
             self.open.retain(|&id, _| imports.is_open(self.rank, id));
         }
-        let mut failed = Ok(());
-        for export in fresh {
+        let mut result = Ok(());
+        for export in added {
             if let Entry::Vacant(slot) = self.open.entry(export.id) {
                 match imports.open(self.rank, export) {
                     Ok(address) => {
                         slot.insert(address);
                     }
-                    Err(error) => failed = Err(error),
+                    Err(error) => result = Err(error),
                 }
             }
         }
-        failed
+        result
     }
 
     /// The address of export `id` in this process.
