@@ -186,10 +186,10 @@ impl Reconciliation {
     /// The decision in about `max_bytes` encoded bytes. Signatures that do not fit are then at the front of all lists
     /// and follow in the next decision. With very many ranks the status of the last ranks is dropped.
     pub fn truncated(mut self, max_bytes: usize) -> Reconciliation {
-        let room = max_bytes.saturating_sub(MAX_HEADER_BYTES);
+        let capacity = max_bytes.saturating_sub(MAX_HEADER_BYTES);
         match &mut self {
-            Reconciliation::Run(order) => order.truncate((room / 10).max(1)),
-            Reconciliation::Wait(ranks) => ranks.truncate(room / 2),
+            Reconciliation::Run(order) => order.truncate((capacity / 10).max(1)),
+            Reconciliation::Wait(ranks) => ranks.truncate(capacity / 2),
             Reconciliation::Fail(_) => {}
         }
         self

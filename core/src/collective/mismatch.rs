@@ -101,9 +101,9 @@ fn compare(texts: &[String]) -> String {
             None => groups.push((vec![rank], text)),
         }
     }
-    let longest = groups.iter().map(|(_, text)| text.lines().count()).max().unwrap_or(0);
+    let max_lines = groups.iter().map(|(_, text)| text.lines().count()).max().unwrap_or(0);
     let differ = |line: usize| groups.iter().any(|(_, text)| text.lines().nth(line) != groups[0].1.lines().nth(line));
-    let lines: Vec<usize> = (1..longest).filter(|&line| differ(line)).take(MAX_SHOWN).collect();
+    let lines: Vec<usize> = (1..max_lines).filter(|&line| differ(line)).take(MAX_SHOWN).collect();
     let mut out = String::new();
     for (ranks, text) in &groups {
         let title = text.lines().next().unwrap_or("");

@@ -32,7 +32,7 @@ pub(super) fn max_value_bytes(channel: &Channel) -> usize {
 /// [`Error::Internal`] on all ranks if a value or the result is too long; those of the transports.
 pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + DeserializeOwned>(
     channel: &mut Channel,
-    mine: &T,
+    value: &T,
     wait_ctx: &WaitContext<'_>,
     merge: impl FnOnce(Vec<T>) -> R,
 ) -> Result<R> {
@@ -43,7 +43,7 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     let half = channel.shm.region().layout().slot / 2;
 
     // SAFETY: `begin_round` waited until this rank owns the slot.
-    unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &encode(mine).unwrap_or_default()) };
+    unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &encode(value).unwrap_or_default()) };
     channel.shm.raise(Phase::Packed, seq);
     channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
 
@@ -80,14 +80,14 @@ fn from_other_hosts(
     let bytes = encode(values)?;
     let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
     // All hosts get the same message, and the receive buffer has room for one from each.
-    let room = link.buffers(0).recv.len() / hosts.len() / ALIGN * ALIGN;
-    let offset = |(offset, &host)| Message { host, bytes: offset * room..(offset + 1) * room };
+    let capacity = link.buffers(0).recv.len() / hosts.len() / ALIGN * ALIGN;
+    let offset = |(offset, &host)| Message { host, bytes: offset * capacity..(offset + 1) * capacity };
     let receives: Vec<Message> = hosts.iter().enumerate().map(offset).collect();
     let mut received_bytes = vec![Vec::new(); hosts.len()];
     let mut sent = 0;
     loop {
-        let message = &mut link.buffers(0).send[..room];
-        let part = &bytes[sent..bytes.len().min(sent + room - HEADER)];
+        let message = &mut link.buffers(0).send[..capacity];
+        let part = &bytes[sent..bytes.len().min(sent + capacity - HEADER)];
         sent += part.len();
         // Length of the data in the message, and bytes that remain.
         message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
@@ -105,7 +105,7 @@ fn from_other_hosts(
                 bytes.copy_from_slice(&message[at..at + 8]);
                 usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(0)
             };
-            bytes.extend_from_slice(&message[HEADER..HEADER + number(0).min(room - HEADER)]);
+            bytes.extend_from_slice(&message[HEADER..HEADER + number(0).min(capacity - HEADER)]);
             last &= number(8) == 0;
         }
         if last {

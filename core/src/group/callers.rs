@@ -13,7 +13,7 @@ pub(super) type ThreadId = i32;
 /// The threads that have called a group.
 #[derive(Debug, Default)]
 pub(super) struct CallerThreads {
-    known: Mutex<Vec<ThreadId>>,
+    threads: Mutex<Vec<ThreadId>>,
     /// The thread of the last call; saves searching the list.
     last: AtomicI32,
 }
@@ -21,26 +21,26 @@ pub(super) struct CallerThreads {
 impl CallerThreads {
     /// Records a call of this thread. Returns the thread if the call blocks it.
     pub fn record(&self, blocks: bool) -> Option<ThreadId> {
-        let here = this_thread();
-        if self.last.load(Ordering::Relaxed) != here {
-            self.last.store(here, Ordering::Relaxed);
-            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-            if !known.contains(&here) {
+        let caller = this_thread();
+        if self.last.load(Ordering::Relaxed) != caller {
+            self.last.store(caller, Ordering::Relaxed);
+            let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+            if !threads.contains(&caller) {
                 // Removes exited threads before the list grows.
-                if known.len() == known.capacity() {
-                    known.retain(|&thread| is_alive(thread));
+                if threads.len() == threads.capacity() {
+                    threads.retain(|&thread| is_alive(thread));
                 }
-                known.push(here);
+                threads.push(caller);
             }
         }
-        blocks.then_some(here)
+        blocks.then_some(caller)
     }
 
     /// Whether every live thread that has called is in `waiting`. Reads the system's list of threads.
     pub fn all_blocked(&self, waiting: &[ThreadId]) -> bool {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|&thread| is_alive(thread));
-        known.iter().all(|thread| waiting.contains(thread))
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|&thread| is_alive(thread));
+        threads.iter().all(|thread| waiting.contains(thread))
     }
 }
 
@@ -49,8 +49,8 @@ fn is_alive(thread: ThreadId) -> bool {
 }
 
 pub(super) fn this_thread() -> ThreadId {
-    thread_local!(static HERE: ThreadId = rustix::thread::gettid().as_raw_nonzero().get());
-    HERE.try_with(|here| *here).unwrap_or(0)
+    thread_local!(static THREAD_ID: ThreadId = rustix::thread::gettid().as_raw_nonzero().get());
+    THREAD_ID.try_with(|caller| *caller).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -62,8 +62,8 @@ mod tests {
     #[test]
     fn only_live_threads_count() {
         let callers = CallerThreads::default();
-        let here = callers.record(true).unwrap();
-        assert!(callers.all_blocked(&[here]) && !callers.all_blocked(&[]));
+        let caller = callers.record(true).unwrap();
+        assert!(callers.all_blocked(&[caller]) && !callers.all_blocked(&[]));
         let (sender, receiver) = channel();
         let (end, ended) = channel::<()>();
         std::thread::scope(|scope| {
@@ -73,16 +73,16 @@ mod tests {
                 ended.recv().unwrap_err();
             });
             let other_thread = receiver.recv().unwrap();
-            assert!(!callers.all_blocked(&[here]) && callers.all_blocked(&[other_thread, here]));
+            assert!(!callers.all_blocked(&[caller]) && callers.all_blocked(&[other_thread, caller]));
             drop(end);
             other.join().unwrap();
         });
         // An exited thread may stay in /proc for a moment.
-        while !callers.all_blocked(&[here]) {
+        while !callers.all_blocked(&[caller]) {
             std::thread::yield_now();
         }
         assert_eq!(callers.record(false), None);
-        assert!(callers.all_blocked(&[here]) && !callers.all_blocked(&[]), "it may wait for the call later");
+        assert!(callers.all_blocked(&[caller]) && !callers.all_blocked(&[]), "it may wait for the call later");
     }
 
     #[test]
@@ -93,6 +93,6 @@ mod tests {
                 scope.spawn(|| callers.record(true));
             });
         }
-        assert!(callers.known.lock().unwrap().len() < 100);
+        assert!(callers.threads.lock().unwrap().len() < 100);
     }
 }

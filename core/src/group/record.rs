@@ -459,7 +459,7 @@ mod tests {
     /// Prints the cost of the recorder and its timings for a call of one chunk; see `docs/diagnosis.md`.
     #[test]
     #[ignore = "a measurement: cargo test --release -p dl_comm_core --lib -- --ignored --nocapture costs"]
-    fn cost_of_a_record() {
+    fn record_costs() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         let call = call(&mut data, "a");

@@ -30,11 +30,11 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let shortened = &list[..list.floor_char_boundary(200)];
     let name = format!("check_buffers_match of {shortened}{}", if shortened == list { "" } else { " ..." });
     let name = if shortened == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
-    let mine: Vec<u64> = tensors.iter().map(hash).collect();
-    let mut first = mine.clone();
-    let hashes = Buffer::in_place(first.as_mut_ptr().cast(), first.len(), DType::I64);
+    let local: Vec<u64> = tensors.iter().map(hash).collect();
+    let mut root_hashes = local.clone();
+    let hashes = Buffer::in_place(root_hashes.as_mut_ptr().cast(), root_hashes.len(), DType::I64);
     wait(&name, |options| broadcast(0, options, || Ok(vec![Tensor::new(hashes, &[])])))?;
-    let differing: Vec<usize> = (0..mine.len()).filter(|&index| mine[index] != first[index]).collect();
+    let differing: Vec<usize> = (0..local.len()).filter(|&index| local[index] != root_hashes[index]).collect();
     if verbose {
         for &index in &differing {
             log_line(&format!("tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe()));

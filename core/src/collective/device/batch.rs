@@ -31,7 +31,7 @@ pub(super) struct Batch {
     /// The number of sources and targets of each range.
     shape: (usize, usize),
     /// Maximum bytes of an item.
-    item: usize,
+    item_bytes: usize,
 }
 
 /// Minimum bytes of an item: two vectors for each thread of a block.
@@ -44,7 +44,7 @@ impl Batch {
     /// Clears the batch, for ranges with these numbers of sources and targets and `bytes` in all.
     pub fn start(&mut self, sources: usize, targets: usize, bytes: usize) {
         self.shape = (sources, targets);
-        self.item = (bytes / TARGET_ITEMS).next_multiple_of(MIN_ITEM_BYTES).max(MIN_ITEM_BYTES);
+        self.item_bytes = (bytes / TARGET_ITEMS).next_multiple_of(MIN_ITEM_BYTES).max(MIN_ITEM_BYTES);
         self.items.clear();
         self.sources.clear();
         self.targets.clear();
@@ -63,9 +63,9 @@ impl Batch {
         self.sources.extend(sources);
         self.targets.extend(targets);
         let start = self.items.len();
-        let longest = (self.item / dtype.size()).min(BlockRange::MAX_ELEMENTS);
-        for first in (0..count).step_by(longest) {
-            let count = (count - first).min(longest) as u32;
+        let max_count = (self.item_bytes / dtype.size()).min(BlockRange::MAX_ELEMENTS);
+        for first in (0..count).step_by(max_count) {
+            let count = (count - first).min(max_count) as u32;
             self.items.push(BlockRange { first: first as u64, piece: self.pieces, count });
         }
         self.pieces += 1;

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::{Batch, UploadRing};
-use super::ipc_flags::{EXPORT, IpcUpdate, TensorAddresses};
+use super::ipc_flags::{EXPORT_WORDS, IpcUpdate, TensorAddresses};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
 use super::settings::SyncMode;
 use super::shm_allgather::{allgather_u64, max_words};
@@ -208,7 +208,7 @@ impl IpcPath {
             }
         }
         // Exports that do not fit follow in later calls; until then the tensors count as not visible.
-        let max_exports = (max_words - 4) / (1 + EXPORT);
+        let max_exports = (max_words - 4) / (1 + EXPORT_WORDS);
         let ExportUpdates { added, removed, complete } = exports.take_updates(&mut self.reported, &used, max_exports);
         Ok(IpcUpdate { added, removed, addresses: Some(addresses).filter(|_| visible && complete) })
     }

@@ -123,7 +123,7 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
 }
 
 /// Number of words of an export.
-pub(super) const EXPORT: usize = 3 + 8;
+pub(super) const EXPORT_WORDS: usize = 3 + 8;
 
 /// Encodes an export as words.
 pub(super) fn export_words(export: &ExportedAllocation) -> impl Iterator<Item = u64> {
@@ -243,14 +243,14 @@ impl IpcUpdate {
 
     pub fn read(words: &[u64]) -> Result<IpcUpdate> {
         let parse = || {
-            let (&[visible, fresh, gone, ids], rest) = words.split_first_chunk::<4>()?;
+            let (&[visible, added, removed, ids], rest) = words.split_first_chunk::<4>()?;
             let number = |number: u64| usize::try_from(number).ok();
-            let (added, rest) = rest.split_at_checked(number(fresh)?.checked_mul(EXPORT)?)?;
-            let (gone, rest) = rest.split_at_checked(number(gone)?)?;
+            let (added, rest) = rest.split_at_checked(number(added)?.checked_mul(EXPORT_WORDS)?)?;
+            let (removed, rest) = rest.split_at_checked(number(removed)?)?;
             let (ids, addresses) = rest.split_at_checked(number(ids)?)?;
             Some(IpcUpdate {
-                added: added.chunks_exact(EXPORT).map(export).collect::<Option<_>>()?,
-                removed: gone.to_vec(),
+                added: added.chunks_exact(EXPORT_WORDS).map(export).collect::<Option<_>>()?,
+                removed: removed.to_vec(),
                 addresses: (visible == 1).then(|| TensorAddresses { ids: ids.to_vec(), addresses: addresses.to_vec() }),
             })
         };
@@ -285,7 +285,7 @@ mod tests {
         let found: Vec<_> = (0..3).map(|index| addresses.at(index).unwrap()).collect();
         assert_eq!(found, [(u64::MAX, 5), (7, (1 << 43) - 1), (u64::MAX, 0)]);
         assert!(addresses.at(3).is_err());
-        for len in 0..4 + EXPORT + 2 + 2 {
+        for len in 0..4 + EXPORT_WORDS + 2 + 2 {
             assert!(IpcUpdate::read(&words[..len]).is_err(), "{len}");
         }
     }
@@ -293,10 +293,10 @@ mod tests {
     #[test]
     fn addresses_that_do_not_fit_are_omitted() {
         let update = update();
-        let whole = update.write(1000).len();
-        assert_eq!(IpcUpdate::read(&update.write(whole)).unwrap(), update);
-        let cut = update.write(whole - 1);
-        assert!(cut.len() < whole);
+        let full_len = update.write(1000).len();
+        assert_eq!(IpcUpdate::read(&update.write(full_len)).unwrap(), update);
+        let cut = update.write(full_len - 1);
+        assert!(cut.len() < full_len);
         assert_eq!(IpcUpdate::read(&cut).unwrap(), IpcUpdate { addresses: None, ..update });
     }
 }

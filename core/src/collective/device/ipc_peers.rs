@@ -65,23 +65,23 @@ impl IpcPeers {
     ) -> Result<std::result::Result<(IpcPeers, M), String>> {
         let _guard = context.push()?;
         let own = more.and_then(|more| Ok((LocalIpc::new(channel, context, bytes)?, more)));
-        let mine: Vec<u64> = match &own {
+        let local: Vec<u64> = match &own {
             Ok((own, _)) => [own.page_offset].into_iter().chain(export_words(&own.export)).collect(),
             Err(_) => Vec::new(),
         };
         let topology = Arc::clone(&channel.topology);
-        let opened = allgather_u64(channel, &mine, wait_ctx, |words_by_rank| {
+        let opened = allgather_u64(channel, &local, wait_ctx, |words_by_rank| {
             Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, sync, &topology, own, words_by_rank)?, more))))
         })?;
-        let mine = match &opened {
+        let local = match &opened {
             Ok((peers, _)) => Ok(peers.sync),
             Err(error) => Err(error.detail().to_owned()),
         };
         // The first error, or whether some host must wait.
-        let all = allgather_merge(channel, &mine, wait_ctx, |ranks| {
+        let all = allgather_merge(channel, &local, wait_ctx, |ranks| {
             let mut sync = SyncMode::Stream;
-            for (rank, mine) in ranks.into_iter().enumerate() {
-                match mine {
+            for (rank, local) in ranks.into_iter().enumerate() {
+                match local {
                     Ok(SyncMode::Stream) => {}
                     Ok(SyncMode::Host) => sync = SyncMode::Host,
                     Err(error) => return Err(format!("rank {rank}: {error}")),
@@ -154,9 +154,9 @@ impl IpcPeers {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<Option<Window>> {
         let own = exported(&self.context, bytes).ok();
-        let mine: Vec<u64> = own.iter().flat_map(|(_, export)| export_words(export)).collect();
+        let local: Vec<u64> = own.iter().flat_map(|(_, export)| export_words(export)).collect();
         let (imports, me) = (&mut self.imports, self.me);
-        let opened = allgather_u64(channel, &mine, wait_ctx, |words_by_rank| {
+        let opened = allgather_u64(channel, &local, wait_ctx, |words_by_rank| {
             Ok(own.and_then(|(own, _)| {
                 Some(Window { at: addresses(imports, me, own.address(), words_by_rank).ok()?, own })
             }))
@@ -240,12 +240,12 @@ fn addresses(imports: &mut [PeerImports], me: usize, own: Address, words_by_rank
     words_by_rank.iter().enumerate().map(address).collect()
 }
 
-/// Whether `mine` is true on all ranks of the host.
+/// Whether `local` is true on all ranks of the host.
 ///
 /// # Errors
 /// Those of the transports.
-pub(super) fn all_agree(channel: &mut Channel, mine: bool, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-    allgather_u64(channel, &[u64::from(mine)], wait_ctx, |words_by_rank| {
+pub(super) fn all_agree(channel: &mut Channel, local: bool, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+    allgather_u64(channel, &[u64::from(local)], wait_ctx, |words_by_rank| {
         Ok(words_by_rank.iter().all(|words| words == &[1]))
     })
 }

@@ -65,25 +65,25 @@ impl NcclPath {
     ) -> Result<std::result::Result<NcclPath, Option<String>>> {
         let _guard = context.push()?;
         let (rank, size) = (channel.topology.rank(), channel.topology.size());
-        let mine = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
-        let id = mine.as_ref().map_or(Vec::new(), |id| id.0.to_vec());
+        let local = if rank == 0 { UniqueId::new() } else { Ok(UniqueId([0; 128])) };
+        let id = local.as_ref().map_or(Vec::new(), |id| id.0.to_vec());
         let id = allgather_merge(channel, &id, wait_ctx, |ids| ids.into_iter().next().unwrap_or_default())?;
         let Ok(id) = id.try_into().map(UniqueId) else {
-            return Ok(Err(mine.err().map(|error| error.detail().to_owned())));
+            return Ok(Err(local.err().map(|error| error.detail().to_owned())));
         };
-        let mut started = mine.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
+        let mut started = local.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
         let mut state = started.as_ref().map(|_| false).map_err(Error::clone);
         let mut sleep = Duration::from_micros(100);
         loop {
             if let (Ok((communicator, _)), Ok(false)) = (&started, &state) {
                 state = communicator.is_ready();
             }
-            let mine = match state {
+            let local = match state {
                 Ok(true) => Start::Ready,
                 Ok(false) => Start::Pending,
                 Err(_) => Start::Failed,
             };
-            let all = allgather_merge(channel, &mine, wait_ctx, |states| states.into_iter().min())?;
+            let all = allgather_merge(channel, &local, wait_ctx, |states| states.into_iter().min())?;
             match (all.unwrap_or(Start::Failed), started) {
                 (Start::Ready, Ok((communicator, stream))) => {
                     let communicator = Arc::new(communicator);

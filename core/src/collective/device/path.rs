@@ -151,11 +151,11 @@ mod tests {
 
     #[test]
     fn own_gpus_select_nccl_and_shared_ones_ipc() {
-        let own = [rank_capabilities("a"), rank_capabilities("b")];
-        assert_eq!(choose(&own, &[0, 0], PathSetting::Auto).path, Path::Nccl);
-        assert_eq!(choose(&own, &[0, 1], PathSetting::Auto).path, Path::Nccl);
-        assert_eq!(choose(&own, &[0, 0], PathSetting::Ipc).path, Path::Ipc(SyncMode::Stream));
-        assert_eq!(choose(&own, &[0, 0], PathSetting::Staged).path, Path::Staged);
+        let separate = [rank_capabilities("a"), rank_capabilities("b")];
+        assert_eq!(choose(&separate, &[0, 0], PathSetting::Auto).path, Path::Nccl);
+        assert_eq!(choose(&separate, &[0, 1], PathSetting::Auto).path, Path::Nccl);
+        assert_eq!(choose(&separate, &[0, 0], PathSetting::Ipc).path, Path::Ipc(SyncMode::Stream));
+        assert_eq!(choose(&separate, &[0, 0], PathSetting::Staged).path, Path::Staged);
         let shared = choose(&[rank_capabilities("a"), rank_capabilities("a")], &[0, 0], PathSetting::Auto);
         assert_eq!(shared.path, Path::Ipc(SyncMode::Stream));
         assert!(shared.reason.contains("ranks 0 and 1 share a GPU"), "{}", shared.reason);

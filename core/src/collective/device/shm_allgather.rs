@@ -9,23 +9,23 @@ pub(super) fn max_words(channel: &Channel) -> usize {
     channel.shm.region().layout().slot / size_of::<u64>() - 1
 }
 
-/// Shares `mine`, at most [`max_words`] words, with the other ranks of the host, and calls `apply` with the words of
+/// Shares `local`, at most [`max_words`] words, with the other ranks of the host, and calls `apply` with the words of
 /// all ranks, by local rank. Collective over the ranks of the host.
 pub(super) fn allgather_u64<T>(
     channel: &mut Channel,
-    mine: &[u64],
+    local: &[u64],
     wait_ctx: &WaitContext<'_>,
     apply: impl FnOnce(&[&[u64]]) -> Result<T>,
 ) -> Result<T> {
-    debug_assert!(mine.len() <= max_words(channel));
+    debug_assert!(local.len() <= max_words(channel));
     let max_words = max_words(channel);
     let seq = channel.begin_round(wait_ctx)?;
     let (local_rank, local_size) = (channel.topology.local_rank(), channel.topology.local_size());
     let slot = channel.shm.slot(local_rank, seq).cast::<u64>();
     // SAFETY: `begin_round` waited until this rank owns the slot, which has room and is aligned to cache lines.
     unsafe {
-        slot.write(mine.len() as u64);
-        slot.add(1).copy_from_nonoverlapping(mine.as_ptr(), mine.len());
+        slot.write(local.len() as u64);
+        slot.add(1).copy_from_nonoverlapping(local.as_ptr(), local.len());
     }
     channel.shm.raise(Phase::Packed, seq);
     channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;

@@ -62,8 +62,8 @@ impl SliceExchange<'_> {
         let message = self.pack_result(0, own_piece, ALLGATHER);
         let sends: Vec<Message> = self.other_hosts().map(|host| Message { host, bytes: message.clone() }).collect();
         // Pieces differ by at most one cache line.
-        let longest = self.other_hosts().map(|host| self.piece(host).len()).max().unwrap_or(0);
-        let receives = self.recv_ranges(longest);
+        let max_piece = self.other_hosts().map(|host| self.piece(host).len()).max().unwrap_or(0);
+        let receives = self.recv_ranges(max_piece);
         self.start(&sends, &receives)?;
         self.finish()?;
         for recv in receives {

@@ -12,7 +12,6 @@
 // The caller owns all memory. Items and address tables do not change while a kernel runs. The address of an element is
 // a multiple of its size. A set stop flag ends a launch early: each block checks it before each item. A launch that
 // starts after the flag is set writes nothing.
-// before each item, and nothing is written by a launch that starts after it was set.
 #pragma once
 
 using Address = unsigned long long;
