@@ -1,4 +1,4 @@
-// The kernel of the CUDA kernels for tests/rust/cuda_kernels.rs: core/src/transport/cuda/kernels compiled for the CPU.
+// The CUDA kernels for tests/rust/cuda_kernels.rs, on the host: core/src/transport/cuda/kernels compiled for the CPU.
 // The threads of a launch run one after the other.
 //
 // Thread rule: one launch at a time. The caller owns all memory.
