@@ -76,7 +76,7 @@ impl Arenas {
         let mut ranges = self.ranges();
         let offset = if len > SMALL {
             self.reserve(&mut ranges, len)?
-        } else if let Some(offset) = ranges.piece(len) {
+        } else if let Some(offset) = ranges.alloc_slot(len) {
             offset
         } else {
             let slab = self.reserve(&mut ranges, SLAB)?;

@@ -1,4 +1,4 @@
-//! What the ranks tell each other when they meet: where they live, and how their hosts' clocks stand.
+//! Information that the ranks exchange at start: host, process, and the offsets of the hosts' clocks.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -9,41 +9,41 @@ use crate::clock::monotonic;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
-/// The bytes of the records that ranks tell each other; longer texts are cut.
+/// Size of an exchanged record in bytes; longer texts are cut.
 const RECORD: usize = 1024;
-/// How often a host's clock is compared with the first one's; the quickest answer counts.
-const LOOKS: usize = 8;
-/// Tells the messages about clocks from others.
+/// Samples of a clock offset; the one with the shortest round trip is used.
+const CLOCK_SAMPLES: usize = 8;
+/// Tag of clock messages.
 const CLOCK_TAG: usize = 1;
 
-/// Where a rank lives.
+/// Host and process of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankInfo {
-    /// The name of its host.
+    /// Host name.
     pub host: String,
-    /// The kernel's boot: the same for containers of one machine.
+    /// The kernel's boot id: equal in all containers of a machine.
     pub boot: String,
-    /// The device of the file system behind the segments.
+    /// The device number of the file system of `DL_COMM_SHM_DIR`.
     pub device: String,
-    /// Its process.
+    /// Process id.
     pub pid: i32,
-    /// The namespace in which `pid` counts.
+    /// The pid namespace of `pid`.
     pub pid_namespace: String,
 }
 
 impl RankInfo {
-    /// The rank there, which is `rank`, for messages: `rank 3 on host (pid 7)`.
+    /// Display name for messages: `rank 3 on host (pid 7)`.
     pub fn display_name(&self, rank: usize) -> String {
         format!("rank {rank} on {} (pid {})", self.host, self.pid)
     }
 
-    /// The same for the ranks of one host.
+    /// Equal for ranks that can share memory.
     pub(super) fn host_key(&self) -> (&str, &str, &str) {
         (&self.host, &self.boot, &self.device)
     }
 }
 
-/// Every rank's place, and a random number that they have in common. `shm_dir` is where segments are made. Collective.
+/// Gathers the information of all ranks and agrees on a random key. `shm_dir` is the directory of segments. Collective.
 pub(super) fn exchange_rank_info(
     comm: &Comm,
     shm_dir: &str,
@@ -52,31 +52,31 @@ pub(super) fn exchange_rank_info(
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let device = fs::metadata(shm_dir).map(|folder| folder.dev()).unwrap_or_default();
-    let space = fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
+    let pid_namespace =
+        fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
     let device = device.to_string();
     let pid = std::process::id().to_string();
     let mut key = [0u8; 16];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::system("drawing a random number", error))?;
     let key = format!("{:032x}", u128::from_ne_bytes(key));
-    let records = comm.allgather(&record(&[&host, boot.trim(), &device, &pid, &space, &key]), wait_ctx)?;
-    let place = |bytes: &Vec<u8>| {
-        let [host, boot, device, pid, pid_space] = fields(bytes);
-        RankInfo { host, boot, device, pid: pid.parse().unwrap_or(0), pid_namespace: pid_space }
+    let records = comm.allgather(&record(&[&host, boot.trim(), &device, &pid, &pid_namespace, &key]), wait_ctx)?;
+    let decode = |bytes: &Vec<u8>| {
+        let [host, boot, device, pid, pid_namespace] = fields(bytes);
+        RankInfo { host, boot, device, pid: pid.parse().unwrap_or(0), pid_namespace }
     };
-    // That of rank 0 is the job's.
+    // The job's key is that of rank 0.
     let [.., key] = fields::<6>(&records[0]);
     let key = u128::from_str_radix(&key, 16).map_err(|_| Error::Internal("a record of another job arrived".into()))?;
-    Ok((records.iter().map(place).collect(), key))
+    Ok((records.iter().map(decode).collect(), key))
 }
 
-/// What must be added to this host's monotonic clock, in nanoseconds, to have that of the first host, to within half the
-/// time of a message there and back (Cristian, 1989). Called by the first rank of each host, `leaders`, this one being
-/// that of host `me`.
+/// The clock of the first host minus this host's clock, in nanoseconds. The error is at most half of a round trip
+/// (Cristian, 1989). Called by the first ranks of all hosts, `leaders`; `me` is the index of this host.
 pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> {
     if me == 0 {
         for &leader in &leaders[1..] {
-            for _ in 0..LOOKS {
+            for _ in 0..CLOCK_SAMPLES {
                 receive(comm, leader, wait_ctx)?;
                 send(comm, leader, monotonic(Instant::now()), wait_ctx)?;
             }
@@ -84,19 +84,19 @@ pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, wait_ctx: 
         return Ok(0);
     }
     let mut best = (i64::MAX, 0);
-    for _ in 0..LOOKS {
+    for _ in 0..CLOCK_SAMPLES {
         let before = monotonic(Instant::now());
         send(comm, leaders[0], 0, wait_ctx)?;
-        let there = receive(comm, leaders[0], wait_ctx)?;
+        let remote = receive(comm, leaders[0], wait_ctx)?;
         let after = monotonic(Instant::now());
-        best = best.min((after - before, there - (before + (after - before) / 2)));
+        best = best.min((after - before, remote - (before + (after - before) / 2)));
     }
     Ok(best.1)
 }
 
 fn send(comm: &Comm, to: usize, value: i64, wait_ctx: &WaitContext<'_>) -> Result<()> {
     let bytes = Vec::from(value.to_le_bytes());
-    // SAFETY: the bytes live until the request is complete, and are leaked when it never is.
+    // SAFETY: the bytes live until the request completes, and are leaked if it never does.
     let request = unsafe { comm.send(&bytes, to, CLOCK_TAG) }?;
     let sent = comm.wait(&mut [request], wait_ctx, "the other hosts");
     if sent.is_err() {
@@ -119,14 +119,14 @@ fn receive(comm: &Comm, from: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> 
     Ok(i64::from_le_bytes(value))
 }
 
-/// `fields`, a NUL after each, cut and padded to [`RECORD`] bytes.
+/// Encodes `fields` separated by NUL, cut or padded to [`RECORD`] bytes.
 pub(super) fn record(fields: &[&str]) -> Vec<u8> {
     let mut bytes = fields.join("\0").into_bytes();
     bytes.resize(RECORD, 0);
     bytes
 }
 
-/// The first N fields of a record.
+/// Decodes the first N fields of a record.
 pub(super) fn fields<const N: usize>(record: &[u8]) -> [String; N] {
     let mut parts = record.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
     std::array::from_fn(|_| parts.next().unwrap_or_default())
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_go_there_and_back() {
+    fn records_round_trip() {
         let bytes = record(&["host", "", "x y"]);
         assert_eq!(bytes.len(), RECORD);
         assert_eq!(fields::<3>(&bytes), ["host", "", "x y"]);
