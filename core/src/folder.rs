@@ -158,8 +158,8 @@ mod tests {
         let (folder, found) = Folder::named(&path).unwrap();
         assert_eq!(found, Found::New);
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        let (mine, found) = folder.private("mine").unwrap();
-        assert_eq!((found, mode(mine.path())), (Found::New, 0o700));
+        let (private_folder, found) = folder.private("mine").unwrap();
+        assert_eq!((found, mode(private_folder.path())), (Found::New, 0o700));
         assert_eq!(folder.private("mine").unwrap().1, Found::Existing);
         symlink("mine", path.join("link")).unwrap();
         fs::write(path.join("file"), "").unwrap();

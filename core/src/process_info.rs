@@ -162,7 +162,7 @@ fn file_at(maps: &str, address: usize) -> Option<&str> {
         let (first, end) = range.split_once('-')?;
         let range = usize::from_str_radix(first, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
         // Permissions, offset, device and inode precede the path; the path may contain spaces.
-        range.contains(&address).then_some(rest).and_then(|rest| rest.find('/').map(|at| &rest[at..]))
+        range.contains(&address).then_some(rest).and_then(|rest| rest.find('/').map(|start| &rest[start..]))
     })
 }
 

@@ -143,8 +143,8 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
 
 /// Checks that the other end knows the key: another program may listen at that address.
 fn verify_key(stream: &mut TcpStream, key: u128, until: Instant) -> std::io::Result<()> {
-    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left))?;
+    let remaining = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(remaining))?;
     let mut answer = [0; 16];
     stream.read_exact(&mut answer)?;
     if answer == (!key).to_le_bytes() { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }

@@ -66,11 +66,11 @@ impl MonitoredGroups {
     }
 
     /// The ranks of this host that have left a group, with their last sequence number.
-    fn left(&self) -> Vec<(i32, usize, u32)> {
-        let left = |(team, region): &(i32, Arc<ShmRegion>)| {
-            region.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
+    fn departed_ranks(&self) -> Vec<(i32, usize, u32)> {
+        let departed = |(team, region): &(i32, Arc<ShmRegion>)| {
+            region.departed_ranks().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
         };
-        self.regions.iter().flat_map(left).collect()
+        self.regions.iter().flat_map(departed).collect()
     }
 
     fn failures(&self) -> Vec<(i32, Error)> {
@@ -174,8 +174,8 @@ impl DetectorThread {
             lost.into_iter().for_each(|lost| self.lost(lost));
             let stalled = lock(&self.teams).stalled();
             stalled.into_iter().for_each(|(team, step)| self.forward_stall(team, step));
-            let left = lock(&self.teams).left();
-            for (team, rank, step) in left {
+            let departed = lock(&self.teams).departed_ranks();
+            for (team, rank, step) in departed {
                 self.forward(&json!({"team": team, "left": rank, "step": step}));
             }
             let failures = lock(&self.teams).failures();

@@ -146,9 +146,9 @@ mod tests {
     #[test]
     fn wakes_do_not_hide_the_deadline() {
         let flag = Flag::default();
-        let late = Instant::now() + Duration::from_millis(100);
+        let deadline = Instant::now() + Duration::from_millis(100);
         let stop = Error::Timeout("late".into());
-        let mut check = || if Instant::now() < late { Ok(()) } else { Err(stop.clone()) };
+        let mut check = || if Instant::now() < deadline { Ok(()) } else { Err(stop.clone()) };
         let ended = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {

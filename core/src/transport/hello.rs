@@ -187,33 +187,33 @@ mod tests {
                 stranger
             })
             .collect();
-        let mut mine = dial(&listeners[1]);
-        mine.write_all(&hello(7, 5)).unwrap();
-        let late = dial(&listeners[0]);
+        let mut peer = dial(&listeners[1]);
+        peer.write_all(&hello(7, 5)).unwrap();
+        let silent = dial(&listeners[0]);
         let mut pending = PendingConnections::default();
         let started = Instant::now();
         let (host, mut stream) = pending.next(&listeners, 7, deadline()).unwrap();
         assert!(started.elapsed() < MAX_HELLO_AGE * 10, "not as long as the strangers, one after the other");
         stream.write_all(b"x").unwrap();
         let mut answer = [0; 17];
-        mine.read_exact(&mut answer).unwrap();
+        peer.read_exact(&mut answer).unwrap();
         assert_eq!((host, &answer[..16], answer[16]), (5, &(!7u128).to_le_bytes()[..], b'x'));
         let end = pending.next(&listeners, 7, Instant::now() + Duration::from_millis(50)).map(drop).unwrap_err();
         assert_eq!(end.kind(), ErrorKind::TimedOut);
-        drop((strangers, late));
+        drop((strangers, silent));
     }
 
     #[test]
     fn a_handshake_in_pieces_is_accepted() {
         let listeners = [TcpListener::bind("127.0.0.1:0").unwrap()];
-        let mut mine = dial(&listeners[0]);
+        let mut peer = dial(&listeners[0]);
         thread::scope(|scope| {
             scope.spawn(move || {
                 for byte in hello(7, 3) {
-                    mine.write_all(&[byte]).unwrap();
+                    peer.write_all(&[byte]).unwrap();
                     thread::sleep(Duration::from_millis(5));
                 }
-                mine.read_exact(&mut [0; 16]).unwrap();
+                peer.read_exact(&mut [0; 16]).unwrap();
             });
             assert_eq!(PendingConnections::default().next(&listeners, 7, deadline()).unwrap().0, 3);
         });
@@ -237,8 +237,8 @@ mod tests {
                 unsafe { libc::pthread_kill(thread_id, libc::SIGUSR2) };
                 thread::sleep(Duration::from_millis(5));
             }
-            let mut mine = TcpStream::connect(address).unwrap();
-            mine.write_all(&hello(7, 2)).unwrap();
+            let mut peer = TcpStream::connect(address).unwrap();
+            peer.write_all(&hello(7, 2)).unwrap();
             assert_eq!(waiter.join().unwrap().unwrap(), 2);
         });
         signal_hook::low_level::unregister(handler);

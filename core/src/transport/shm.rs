@@ -213,8 +213,8 @@ mod tests {
             File::options().write(true).open(path).unwrap().set_modified(hour_ago).unwrap();
         }
         let (_second, second) = Segment::create(text, 4096).unwrap();
-        let there = [stale.exists(), recent.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
-        assert_eq!(there, [false, true, true, true, true]);
+        let exist = [stale.exists(), recent.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
+        assert_eq!(exist, [false, true, true, true, true]);
         std::fs::remove_dir_all(&folder).unwrap();
     }
 

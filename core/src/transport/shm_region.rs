@@ -78,7 +78,7 @@ pub struct ShmRegion {
     layout: RegionLayout,
     me: usize,
     peers: Vec<LocalPeer>,
-    watch: Box<dyn Liveness>,
+    liveness: Box<dyn Liveness>,
     spins: u32,
     peer_memory: Option<Arc<dyn PeerMemory>>,
 }
@@ -94,7 +94,7 @@ impl ShmRegion {
         layout: RegionLayout,
         me: usize,
         peers: Vec<LocalPeer>,
-        watch: Box<dyn Liveness>,
+        liveness: Box<dyn Liveness>,
         spins: u32,
     ) -> Result<ShmRegion> {
         let region = MappedRegion { base: memory.base(), memory };
@@ -102,7 +102,7 @@ impl ShmRegion {
         if !fits || peers.len() != layout.ranks || me >= layout.ranks {
             return Err(Error::Internal("the shared memory does not fit the team".into()));
         }
-        Ok(ShmRegion { region, layout, me, peers, watch, spins, peer_memory: None })
+        Ok(ShmRegion { region, layout, me, peers, liveness, spins, peer_memory: None })
     }
 
     /// Adds memory of the ranks that all ranks of the host can access.
@@ -133,7 +133,7 @@ impl ShmRegion {
 
     /// The loss of another rank of this host, for waits on other hosts or GPUs.
     pub fn lost_rank(&self) -> Option<Error> {
-        let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.watch.lost(rank)?));
+        let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.liveness.lost(rank)?));
         (0..self.layout.ranks).filter(|&rank| rank != self.me).find_map(lost).map(Error::PeerLost)
     }
 
@@ -158,10 +158,10 @@ impl ShmRegion {
     }
 
     /// The departed ranks of this host (world ranks), each with its last round.
-    pub fn left(&self) -> Vec<(usize, u32)> {
-        let left = |&local: &usize| self.flags(0, local).unpacked.payload.load(Ordering::Acquire) == 1;
+    pub fn departed_ranks(&self) -> Vec<(usize, u32)> {
+        let departed = |&local: &usize| self.flags(0, local).unpacked.payload.load(Ordering::Acquire) == 1;
         let last = |local: usize| (self.peers[local].rank, self.flags(0, local).packed.flag.raised());
-        (0..self.layout.ranks).filter(left).map(last).collect()
+        (0..self.layout.ranks).filter(departed).map(last).collect()
     }
 
     /// Reports to this host's ranks that rank `rank` of another host departs after round `step`; the earliest round
@@ -397,8 +397,8 @@ impl ShmChannel {
     fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
-            let left = self.region.flags(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
-            let how = if left { Some("has called finalize".to_owned()) } else { self.region.watch.lost(rank) };
+            let departed = self.region.flags(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
+            let how = if departed { Some("has called finalize".to_owned()) } else { self.region.liveness.lost(rank) };
             // It may have raised the flag before it departed.
             if let Some(how) = how
                 && is_pending(rank)

@@ -121,12 +121,12 @@ fn pids_by_rank(processes: &[Process]) -> BTreeMap<usize, Vec<i32>> {
         }
         Some(process.pid)
     };
-    let mine = launcher(std::process::id().cast_signed());
+    let own_launcher = launcher(std::process::id().cast_signed());
     let mut ranks: BTreeMap<usize, Vec<i32>> = BTreeMap::new();
     for process in processes {
         if let Some(rank) = process.rank
-            && mine.is_some()
-            && launcher(process.pid) == mine
+            && own_launcher.is_some()
+            && launcher(process.pid) == own_launcher
         {
             ranks.entry(rank).or_default().push(process.pid);
         }

@@ -153,14 +153,14 @@ impl World {
             .collect();
         let others: Vec<Option<i32>> =
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
-        let watch = ProcessLiveness::new(&others).map(Arc::new);
+        let liveness = ProcessLiveness::new(&others).map(Arc::new);
         let mut world = World {
             comm: Some(comm),
             topology: Arc::new(topology),
             names,
             hosts,
             rank_info: rank_info.into(),
-            local_processes: watch.clone().unwrap_or_default(),
+            local_processes: liveness.clone().unwrap_or_default(),
             key,
             config: config.clone(),
             detector: None,
@@ -170,7 +170,7 @@ impl World {
             poisoned: OnceLock::new(),
             leaves_mpi: AtomicBool::new(false),
         };
-        let ready = settings.and(watch);
+        let ready = settings.and(liveness);
         let cpus_per_rank =
             world.with_deadline("init_mpi", |wait_ctx| world.count_processors(ready.map(drop), wait_ctx));
         world.processors = cpus_per_rank.inspect_err(|error| {
@@ -203,8 +203,8 @@ impl World {
     /// CPUs per rank: the minimum over all hosts. Fails on all ranks unless all are `ready`.
     fn count_processors(&self, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<usize> {
         let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed).encode());
-        let texts = self.agree_or_fail(comm, "", mine, wait_ctx)?;
+        let outcome = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed).encode());
+        let texts = self.agree_or_fail(comm, "", outcome, wait_ctx)?;
         let bounds: Vec<CpuBounds> = texts.iter().filter_map(|text| CpuBounds::decode(text)).collect();
         let share_on_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
@@ -218,11 +218,11 @@ impl World {
         let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
         let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
         let texts = self.agree_or_fail(comm, "", path, wait_ctx)?;
-        let (mine, file, name) = created?;
+        let (own_map, file, name) = created?;
         let me = topology.local_rank();
-        let mut mine = Some(mine);
-        let map = |(local, &rank): (usize, &usize)| match mine.take_if(|_| local == me) {
-            Some(mine) => Ok(mine),
+        let mut own_map = Some(own_map);
+        let map = |(local, &rank): (usize, &usize)| match own_map.take_if(|_| local == me) {
+            Some(own_map) => Ok(own_map),
             None => shm::open(Path::new(&texts[rank])),
         };
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
@@ -345,8 +345,8 @@ impl World {
     /// As for [`World::endpoint`].
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
         let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let mine = outcome.as_ref().map(|_| String::new()).map_err(Error::clone);
-        self.in_step(what, |wait_ctx| self.agree_or_fail(comm, "", mine, wait_ctx))?;
+        let status = outcome.as_ref().map(|_| String::new()).map_err(Error::clone);
+        self.in_step(what, |wait_ctx| self.agree_or_fail(comm, "", status, wait_ctx))?;
         outcome
     }
 
@@ -391,9 +391,9 @@ impl World {
 
         let peer = |&rank: &usize| LocalPeer { rank, name: self.names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
-        let watch = Box::new(Arc::clone(&self.local_processes));
+        let liveness = Box::new(Arc::clone(&self.local_processes));
         let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn PeerMemory>);
-        let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, watch, spins(ranks))?
+        let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, liveness, spins(ranks))?
             .with_peer_memory(shared);
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
         let region = Arc::new(region);
