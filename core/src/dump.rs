@@ -95,7 +95,7 @@ impl Dumper {
         }
     }
 
-    /// Deletes dumps of earlier jobs that are older than [`MAX_AGE`] from this user's folder in the temporary
+    /// Deletes dumps of earlier jobs that are older than a week from this user's folder in the temporary
     /// directory.
     pub fn clean(&self) {
         let Ok(user_dir) = Folder::named(&std::env::temp_dir()).and_then(|(base, _)| base.existing(&user_folder()))
@@ -112,7 +112,7 @@ impl Dumper {
     }
 
     /// The job's folder in the temporary directory. Another user may have created a folder with the usual name. The
-    /// fallback name contains the job's id, which nobody else knows before the folder exists.
+    /// fallback name contains the job's id, a secret until the folder exists.
     fn temporary(&self) -> std::io::Result<(Folder, Found)> {
         let (base, _) = Folder::named(&std::env::temp_dir())?;
         let user_folder = user_folder();

@@ -59,6 +59,8 @@ unsafe fn lines(src: *const u8, dst: *mut u8, len: usize, stream: unsafe fn(*con
     }
 }
 
+/// Copies `count` cache lines.
+///
 /// # Safety
 /// The processor has AVX-512; `dst` is aligned to a cache line; both memories have `count` lines.
 #[cfg(target_arch = "x86_64")]
@@ -71,6 +73,8 @@ unsafe fn stream_avx512(src: *const u8, dst: *mut u8, count: usize) {
     }
 }
 
+/// Copies `count` cache lines.
+///
 /// # Safety
 /// The processor has AVX2; `dst` is aligned to a cache line; both memories have `count` lines.
 #[cfg(target_arch = "x86_64")]

@@ -82,7 +82,7 @@ impl CallTimings {
         self.add_wait(WaitTarget::Rank(rank), from, to);
     }
 
-    /// Adds a wait for `late`, within a span of [`Activity::Wait`] or [`Activity::Network`].
+    /// Adds a wait for `target`, within a span of [`Activity::Wait`] or [`Activity::Network`].
     pub fn add_wait(&self, target: WaitTarget, from: Instant, to: Instant) {
         let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         match waits.iter_mut().find(|(other, _)| *other == target) {

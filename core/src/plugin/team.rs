@@ -59,7 +59,7 @@ impl Team {
         unsafe { self.group.submit(op, towers, &call, Box::new(|result| done(result.map(|()| None)))) }
     }
 
-    /// Starts the mean of `towers` over the ranks, according to the team's schedule; [`super::schedule`] defines the
+    /// Starts the mean of `towers` over the ranks, according to the team's schedule; `schedule.rs` defines the
     /// result. Calls `options.done` once.
     ///
     /// # Safety

@@ -105,6 +105,8 @@ where
     tiles * TILE_ELEMENTS
 }
 
+/// Loads a tile as float32.
+///
 /// # Safety
 /// The source is valid for tile `tile`.
 #[inline(always)]

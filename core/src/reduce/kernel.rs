@@ -108,6 +108,7 @@ pub(super) unsafe fn reduce<S: TiledType, In: StorageFormat<S>, Out: StorageForm
     }
 }
 
+/// [`blocks`] compiled for `kernel`.
 ///
 /// # Safety
 /// As for [`blocks`]; the processor supports `kernel`.

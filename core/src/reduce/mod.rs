@@ -5,8 +5,8 @@
 //! once, to nearest even, integers toward zero. The bits depend only on the order of the sources, not on the processor
 //! or on addresses.
 //!
-//! On the wire an element has its own type. With several replicas per process (`wire_is_acc`) it is the accumulator
-//! with their sum.
+//! The wire carries elements. With several replicas per process (`wire_is_acc`) it carries accumulators with the sum of
+//! the replicas.
 //!
 //! There is one loop (`kernel.rs`), generic over types (`types.rs`), storage formats (`storage.rs`) and instruction
 //! sets (`isa.rs`). LLVM vectorizes it: it has blocks of fixed size, no branches, and no aliasing. It is compiled for

@@ -1,7 +1,7 @@
 //! The failure detector between hosts: a lost process or a failed group on one host is known on all hosts within about
 //! a second, not only at the deadline.
 //!
-//! The first rank of each host runs a thread with TCP connections to log2(hosts) other hosts
+//! The first rank of each host runs a thread with TCP connections to about 2 log2(hosts) other hosts
 //! ([`super::detector_links`]). The thread monitors the processes of its host. It writes failures into the failure
 //! blocks of its groups ([`ShmRegion::set_failure`]) and forwards them, so that they reach every host even when some
 //! hosts are lost. A connection closed without a shutdown message means a lost rank. TCP keepalive detects an

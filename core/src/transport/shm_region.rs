@@ -3,8 +3,8 @@
 //!
 //! A channel works in rounds, numbered equally on all ranks ([`super::step`]). In a round every rank packs its data
 //! into its slot and raises `Packed`. The shard owners reduce their slices and raise `Reduced`. Every rank unpacks the
-//! results and raises `Unpacked`. Round s uses slot s mod 2, so a rank may pack it when all ranks have unpacked round s
-//! - 2.
+//! results and raises `Unpacked`. Round s uses slot s mod 2. So a rank may pack round s only when all ranks have
+//! unpacked round s - 2.
 //! Ownership: a rank owns its slot from its own `Unpacked` of round s - 2 to its `Packed` of round s. From all `Packed`
 //! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
 //! The memory is `/dev/shm` (processes) or the heap (threads); zeroed memory is a valid region.
@@ -105,12 +105,12 @@ impl ShmRegion {
         Ok(ShmRegion { region, layout, me, peers, liveness, spins, peer_memory: None })
     }
 
-    /// Adds memory of the ranks that all ranks of the host can access.
+    /// Adds memory that the ranks of the host share outside of this region.
     pub fn with_peer_memory(self, shared: Option<Arc<dyn PeerMemory>>) -> ShmRegion {
         ShmRegion { peer_memory: shared, ..self }
     }
 
-    /// The memory outside of the region that the ranks share.
+    /// Memory that the ranks of the host share outside of this region.
     pub fn shared(&self) -> Option<&dyn PeerMemory> {
         self.peer_memory.as_deref()
     }
