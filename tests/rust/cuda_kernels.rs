@@ -352,7 +352,7 @@ proptest! {
     #[test]
     fn the_kernels_give_the_bits_of_the_core(case in cases()) {
         for (name, dtype, precise) in KERNELS {
-            check(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
+            check(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
         }
     }
 
@@ -419,7 +419,7 @@ proptest! {
     #[test]
     fn the_sums_have_the_bits_of_the_core(case in cases()) {
         for (name, dtype, precise) in SUMS {
-            check_sums(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
+            check_sums(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
         }
     }
 }
