@@ -3,7 +3,7 @@
 /// A GPU, and the stream that orders a call's tensors: earlier work produced them, later work uses the results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Device {
-    /// The CUDA device ordinal in this process.
+    /// The ordinal of the GPU in this process.
     pub ordinal: i32,
     /// The `CUstream` (or `cudaStream_t`) handle; 0 is the default stream.
     pub stream: usize,

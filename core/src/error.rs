@@ -29,7 +29,7 @@ pub enum Error {
     /// The operating system reported an error.
     #[error("{0}")]
     System(String),
-    /// The network library (MPI) reported an error.
+    /// The library for messages between hosts reported an error.
     #[error("{0}")]
     Network(String),
     /// A bug in dl_comm.

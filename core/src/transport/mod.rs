@@ -29,12 +29,12 @@ pub use network_model::NetworkModel;
 pub use shm_region::{Phase, ShmChannel, ShmRegion};
 pub use wait_context::WaitContext;
 
-/// How the processes of a job become ranks, and messages between hosts (MPI).
+/// How the processes of a job become ranks, and messages between hosts.
 pub mod bootstrap {
     pub use super::mpi::*;
 }
 
-/// Driver, streams, memory and kernels of GPUs (CUDA).
+/// Driver, streams, memory and kernels of GPUs.
 pub mod gpu {
     pub use super::cuda::*;
 }
