@@ -1,5 +1,5 @@
-//! Generates and compiles the cxx bridge, sets the SONAME and run path of the core, and, for the CMake driver, collects
-//! the C++ sources that every op library compiles into itself.
+//! Generates and compiles the cxx bridge, and sets SONAME and run path of the core. For CMake, it also collects the C++
+//! sources that every op library compiles into itself.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
@@ -17,9 +17,9 @@ fn main() -> io::Result<()> {
     Ok(())
 }
 
-/// Tells where libmpi is: for linking, what CMake found now (what mpi-sys remembers may be gone); at run time, a chosen
-/// MPI's folder, then that of the environment, which lies there for a package in site-packages. `LD_LIBRARY_PATH` goes
-/// before both.
+/// Sets the search paths of libmpi. Linking uses the folder that CMake found, because the folder recorded by mpi-sys
+/// may be gone. The run path has the folder of the chosen MPI, then the environment's (relative to site-packages).
+/// `LD_LIBRARY_PATH` precedes both.
 fn link_mpi() {
     println!("cargo:rerun-if-env-changed=DL_COMM_MPI_SEARCH");
     println!("cargo:rerun-if-env-changed=DL_COMM_MPI_RUNPATH");
@@ -32,7 +32,7 @@ fn link_mpi() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,--enable-new-dtags,-rpath,{}", runpath.join(":"));
 }
 
-/// Copies cxx.{h,cc} of the very cxx that the core is built with, and the generated glue, into `folder`.
+/// Copies cxx.{h,cc} of the cxx version that the core uses, and the generated code, into `folder`.
 fn collect(folder: &Path) -> io::Result<()> {
     let variable = |name: &str| {
         env::var_os(name).map(PathBuf::from).ok_or_else(|| io::Error::other(format!("cargo did not set {name}")))

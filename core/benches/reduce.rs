@@ -1,9 +1,8 @@
-//! How fast means are computed: `cargo bench -p dl_comm_core --bench reduce [-- TYPE…]`, with types as in `float16`.
+//! Throughput of means: `cargo bench -p dl_comm_core --bench reduce [-- TYPE…]`, with types such as `float16`.
 //!
-//! A line for each element type, kernel, number of sources and size of a source. The result replaces the first source, as
-//! it does in a region's slots. `GB/s` counts all bytes read and written, `copy` is that rate over the rate of a plain
-//! memcpy of a buffer of the source's size, `Gelem/s` counts elements of the result. Every number is of the fastest of
-//! several runs.
+//! One line per element type, kernel, number of sources and size of a source. The result replaces the first source, as
+//! in a region's slots. `GB/s` counts all bytes read and written. `copy` is that rate relative to a memcpy of the
+//! source's size. `Gelem/s` counts elements of the result. Every number is from the fastest of several runs.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -28,7 +27,7 @@ const TYPES: [(DType, bool); 11] = [
     (DType::I64, false),
 ];
 
-/// Seconds of the fastest of some runs of `work`, which moves about `bytes`.
+/// Seconds of the fastest of several runs of `work`, which moves about `bytes`.
 fn fastest(bytes: usize, mut work: impl FnMut()) -> f64 {
     let repeat = ((1 << 21) / bytes).max(1);
     let run = |_| {
@@ -44,8 +43,8 @@ fn fastest(bytes: usize, mut work: impl FnMut()) -> f64 {
 
 fn main() {
     // Cargo passes --bench.
-    let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
-    // Two-byte ones of either type are about 1, and no number made of these bytes is infinite or not a number.
+    let selected: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    // As 16-bit floats these bytes are about 1, and in no type are they infinite or NaN.
     let mut memory: Vec<Vec<u8>> = (0..4).map(|index| vec![0x3c + index; SIZES[1].1 + ALIGN]).collect();
     let mut buffers: Vec<&mut [u8]> = memory
         .iter_mut()
@@ -60,25 +59,26 @@ fn main() {
         let copied = fastest(2 * size, || black_box(&mut **target)[..size].copy_from_slice(black_box(&source[..size])));
         let copy_rate = 2.0 * size as f64 / copied;
         println!("memcpy {name:>37} {:>18.1}", copy_rate / 1e9);
-        for (dtype, precise) in TYPES {
-            if !wanted.is_empty() && !wanted.iter().any(|wanted| wanted == dtype.name()) {
+        for (dtype, acc_f64) in TYPES {
+            if !selected.is_empty() && !selected.iter().any(|selected| selected == dtype.name()) {
                 continue;
             }
-            let reduction = Reduction { dtype, acc_f64: precise, wire_is_acc: false };
+            let reduction = Reduction { dtype, acc_f64, wire_is_acc: false };
             for kernel in Kernel::available() {
                 for (sources, divisor) in [(2, 2), (4, 4), (4, 3)] {
                     let pointers: Vec<*const u8> = buffers.iter().take(sources).map(|buffer| buffer.as_ptr()).collect();
                     let out = buffers[0].as_mut_ptr();
                     let count = size / dtype.size();
                     let bytes = (sources + 1) * size;
-                    // SAFETY: every buffer has `size` bytes or more; any bytes are numbers; the kernel is available.
+                    // SAFETY: every buffer has at least `size` bytes; all bytes are valid numbers; the kernel is
+                    // available.
                     let mean = || unsafe { reduction.run(kernel, KernelOp::Mean(divisor), &pointers, &[out], count) };
                     let seconds = fastest(bytes, mean);
                     let rate = bytes as f64 / seconds;
                     println!(
                         "{:<10} {:<7} {:<9} {sources:>7}   {name} {divisor:>7} {:>9.1} {:>6.2} {:>8.2}",
                         dtype.name(),
-                        if precise { "precise" } else { "" },
+                        if acc_f64 { "precise" } else { "" },
                         format!("{kernel:?}"),
                         rate / 1e9,
                         rate / copy_rate,

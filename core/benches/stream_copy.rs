@@ -1,7 +1,8 @@
-//! Where `stream_copy` pays against memcpy: `cargo bench -p dl_comm_core --bench stream_copy`.
+//! Compares `stream_copy` with memcpy: `cargo bench -p dl_comm_core --bench stream_copy`.
 //!
-//! 512 MiB are copied in pieces, from and to the pieces of large arrays in turn (which are then in no cache) or always the
-//! same piece. Numbers are GB/s of the copied bytes, memcpy and `stream_copy`, each of the fastest of several runs.
+//! Copies 512 MiB in pieces. A source or target either moves through a large array, so it is in no cache, or is always
+//! the same piece. Numbers are GB/s of copied bytes for memcpy and `stream_copy`, each from the fastest of several
+//! runs.
 
 use std::hint::black_box;
 use std::ptr;
@@ -12,7 +13,7 @@ use dl_comm_core::stream_copy::stream_copy;
 const TOTAL: usize = 512 << 20;
 const LINE: usize = 64;
 
-/// Seconds for copying all in pieces; `steps` are 0 where it is always the same piece.
+/// Seconds for copying everything in pieces; a step of 0 always uses the same piece.
 fn copied(
     copy: unsafe fn(*const u8, *mut u8, usize),
     (src, dst): (&[u8], &mut [u8]),
@@ -23,7 +24,7 @@ fn copied(
     for index in 0..TOTAL / piece {
         let src = &src[index * steps.0..][..piece];
         let dst = &mut dst[index * steps.1..][..piece];
-        // SAFETY: both have so many bytes, and are of different arrays.
+        // SAFETY: both have at least `piece` bytes, and are parts of different arrays.
         unsafe { black_box(copy)(src.as_ptr(), dst.as_mut_ptr(), piece) };
     }
     start.elapsed().as_secs_f64()

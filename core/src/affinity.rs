@@ -1,10 +1,10 @@
-//! Which processors the threads of teams run on (`DL_COMM_AFFINITY`), and how soon they get one. Pure, but for [`bind`],
-//! [`hurry`] and [`allowed`].
+//! CPU affinity of group threads (`DL_COMM_AFFINITY`) and their time slice. Pure, except [`bind`], [`unbind`],
+//! [`request_short_slice`] and [`allowed`].
 //!
-//! The default binds nothing: the threads run where the launcher lets the process run, and the system moves them out of the
-//! way of the framework's. That is right whenever ranks share processors. `auto` is for ranks with processors to spare: it
-//! gives each rank an equal share of an unbound host (or what the launcher has bound it to) and takes team threads from the
-//! end of the share, one processor each; a share that would leave none to the framework binds nothing.
+//! The default binds no thread: threads run on the process's CPUs, and the scheduler keeps them apart from the
+//! framework's threads. That is right when ranks share CPUs. `auto` is for ranks with spare CPUs. It gives each rank an
+//! equal share of an unbound host, or the CPUs that the launcher bound. Group threads take one CPU each from the end of
+//! the share. A share that would leave the framework no CPU binds nothing.
 //!
 //! Thread rule: plain data.
 
@@ -16,19 +16,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Where team threads run.
+/// CPUs of group threads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Affinity {
-    /// Wherever the process may.
+    /// Any CPU of the process.
     None,
-    /// On the last processors of the rank's share.
+    /// The last CPUs of the rank's share.
     Auto,
-    /// On these processors in turn, counted over all team threads of the host.
+    /// These CPUs in turn, counted over all group threads of the host.
     List(Vec<usize>),
 }
 
 impl Affinity {
-    /// From `none`, `auto`, or a list such as `0-3,8`.
+    /// Parses `none`, `auto`, or a list such as `0-3,8`.
     ///
     /// # Errors
     /// [`Error::Invalid`]
@@ -45,7 +45,7 @@ impl Affinity {
     }
 }
 
-/// The processors of a list such as `0-3,8`, as the kernel writes them too.
+/// Parses a CPU list such as `0-3,8` (also the kernel's format).
 fn cpu_list(text: &str) -> Option<Vec<usize>> {
     let mut list = Vec::new();
     for part in text.trim().split(',') {
@@ -59,31 +59,31 @@ fn cpu_list(text: &str) -> Option<Vec<usize>> {
     Some(list)
 }
 
-/// Where a rank and its team stand on a host.
+/// Position of a group's threads on a host.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupPlacement {
-    /// The rank among those of the host.
+    /// Local rank.
     pub local_rank: usize,
-    /// The ranks of the host.
+    /// Number of ranks on the host.
     pub local_size: usize,
-    /// The number of the team, from 0.
+    /// Index of the group, from 0.
     pub team: usize,
-    /// Its threads on each rank.
+    /// Threads of the group on each rank.
     pub threads: usize,
 }
 
-/// The processor of each thread of a team, or nothing when they are not bound. `allowed`: what the process may run on;
-/// `online`: how many processors the host has.
+/// The CPU of each thread of a group, or `None` when threads are not bound. `allowed`: CPUs of the process; `online`:
+/// number of CPUs of the host.
 ///
 /// # Errors
-/// [`Error::Invalid`] when the list has a processor that the process may not run on.
+/// [`Error::Invalid`] when the list contains a CPU outside `allowed`.
 pub fn assign_cpus(
     affinity: &Affinity,
-    place: GroupPlacement,
+    placement: GroupPlacement,
     allowed: &[usize],
     online: usize,
 ) -> Result<Option<Vec<usize>>> {
-    let GroupPlacement { local_rank, local_size, team, threads } = place;
+    let GroupPlacement { local_rank, local_size, team, threads } = placement;
     match affinity {
         Affinity::None => Ok(None),
         Affinity::Auto => {
@@ -111,7 +111,7 @@ pub fn assign_cpus(
     }
 }
 
-/// The processors that this process may run on, and how many the host has.
+/// The CPUs that this process may use, and the number of CPUs of the host.
 ///
 /// # Errors
 /// [`Error::System`]
@@ -119,12 +119,12 @@ pub fn allowed() -> Result<(Vec<usize>, usize)> {
     let set = sched_getaffinity(None).map_err(|error| Error::system("asking for the processors", error))?;
     let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect();
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok();
-    // Where the system does not tell, the process counts as unbound.
+    // Without this file, treat the process as unbound.
     let online = online.and_then(|text| cpu_list(&text)).map_or(allowed.len(), |list| list.len());
     Ok((allowed, online))
 }
 
-/// The processors that a process may run on, as far as it takes to tell the processes of a host apart.
+/// Summary of a process's CPU set: enough to compare the processes of a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuBounds {
     first: usize,
@@ -132,20 +132,20 @@ pub struct CpuBounds {
 }
 
 impl CpuBounds {
-    /// Those of a process that may run on `allowed`, ascending.
+    /// The bounds of `allowed`, which is ascending.
     pub fn of(allowed: &[usize]) -> CpuBounds {
         CpuBounds { first: allowed.first().copied().unwrap_or(0), count: allowed.len() }
     }
 }
 
-/// How many processors each of the processes of a host has for itself, at least one: those that begin with the same
-/// processor share theirs.
+/// The smallest number of CPUs per process on a host, at least 1. Processes whose sets start at the same CPU share that
+/// set.
 pub fn share<'a>(bounds: impl Iterator<Item = &'a CpuBounds> + Clone) -> usize {
     let sharers = |one: &CpuBounds| bounds.clone().filter(|other| other.first == one.first).count();
     bounds.clone().map(|one| one.count / sharers(one)).min().unwrap_or(1).max(1)
 }
 
-/// Lets the calling thread run on `cpu` only.
+/// Binds the calling thread to `cpu`.
 ///
 /// # Errors
 /// [`Error::System`]
@@ -155,8 +155,8 @@ pub fn bind(cpu: usize) -> Result<()> {
     sched_setaffinity(None, &set).map_err(|error| Error::system(format!("binding a thread to processor {cpu}"), error))
 }
 
-/// Lets the calling thread, which may have got the processors of the thread that started it, run where the first thread of the
-/// process may.
+/// Gives the calling thread the CPU set of the process's main thread. A new thread inherits the set of its parent,
+/// which may be bound.
 ///
 /// # Errors
 /// [`Error::System`]
@@ -165,7 +165,7 @@ pub fn unbind() -> Result<()> {
     set.map_err(|error| Error::system("letting a thread run where the process may", error))
 }
 
-/// `struct sched_attr` of sched_setattr(2), in its first version.
+/// `struct sched_attr` of sched_setattr(2), first version.
 #[repr(C)]
 struct SchedAttr {
     size: u32,
@@ -178,18 +178,18 @@ struct SchedAttr {
     period: u64,
 }
 
-/// The shortest slice that Linux takes.
+/// The minimum slice that Linux accepts.
 const SLICE_NS: u64 = 100_000;
 
-/// Asks for a short time slice for the calling thread: a thread of a team works in many short steps, between which it waits
-/// for the other ranks. While the framework computes on all processors, Linux would let it wait for one for a whole slice of
-/// the computation (some milliseconds) in every step; from Linux 6.12 on a thread that asked for a shorter slice than the
-/// running one gets the processor at once (sched(7), "fair" policies: EEVDF, Stoica and Abdel-Wahab 1995). It takes no more
-/// time in all than before, and needs no privilege. Elsewhere nothing changes.
+/// Requests a short time slice for the calling thread. A group thread alternates between short work and waits for other
+/// ranks. When the framework occupies all CPUs, Linux would delay each wake-up by a whole slice (some milliseconds).
+/// From Linux 6.12, a thread with a shorter slice preempts the running thread at once (sched(7), EEVDF: Stoica and
+/// Abdel-Wahab 1995). The thread's total CPU share is unchanged, and no privilege is needed. Older kernels ignore the
+/// request.
 pub fn request_short_slice() {
-    // SAFETY: plain numbers.
+    // SAFETY: passes integers only.
     if unsafe { libc::sched_getscheduler(0) } != libc::SCHED_OTHER {
-        return; // whoever chose another policy knows better
+        return; // keep a policy that the program has set
     }
     let attr = SchedAttr {
         size: mem::size_of::<SchedAttr>() as u32,
@@ -201,14 +201,14 @@ pub fn request_short_slice() {
         deadline: 0,
         period: 0,
     };
-    // SAFETY: the kernel reads `size` bytes of the structure. A kernel that does not know the wish refuses or ignores it,
-    // and the thread runs as it did.
+    // SAFETY: the kernel reads `size` bytes of the structure. An unsupported request fails or is ignored, without
+    // effect.
     let _granted = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) };
 }
 
-/// The nice value that the thread has, so that it keeps it.
+/// The thread's current nice value, to keep it.
 fn current_nice() -> i32 {
-    // SAFETY: plain numbers. An error would be -1, which is a nice value too, of a process that may have it.
+    // SAFETY: passes integers only. The error value -1 is also a valid nice value, so it is harmless.
     unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }
 }
 
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_share_what_the_launcher_has_not_dealt_out() {
+    fn ranks_with_the_same_cpus_share_them() {
         let of = |cpus: std::ops::Range<usize>| CpuBounds::of(&cpus.collect::<Vec<_>>());
         let shares = |bounds: &[CpuBounds]| share(bounds.iter());
         assert_eq!(shares(&[of(0..8); 2]), 4);
@@ -227,12 +227,12 @@ mod tests {
         assert_eq!(shares(&[]), 1);
     }
 
-    fn place(local_rank: usize, local_size: usize, team: usize, threads: usize) -> GroupPlacement {
+    fn placement(local_rank: usize, local_size: usize, team: usize, threads: usize) -> GroupPlacement {
         GroupPlacement { local_rank, local_size, team, threads }
     }
 
     #[test]
-    fn settings_are_read() {
+    fn settings_are_parsed() {
         assert_eq!(Affinity::parse("none"), Ok(Affinity::None));
         assert_eq!(Affinity::parse(" auto "), Ok(Affinity::Auto));
         assert_eq!(Affinity::parse("0-2, 5"), Ok(Affinity::List(vec![0, 1, 2, 5])));
@@ -242,34 +242,34 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_the_end_of_each_share_and_never_all_of_it() {
+    fn auto_takes_the_end_of_each_share_and_leaves_one_cpu() {
         let cpus: Vec<usize> = (0..8).collect();
-        let auto = |place| assign_cpus(&Affinity::Auto, place, &cpus, 8).unwrap();
-        assert_eq!(auto(place(0, 2, 0, 2)), Some(vec![3, 2]));
-        assert_eq!(auto(place(1, 2, 0, 2)), Some(vec![7, 6]));
-        assert_eq!(auto(place(1, 2, 1, 2)), Some(vec![5, 7]));
-        // Two ranks for each processor, or as many threads as processors: nothing is bound.
-        assert_eq!(auto(place(0, 16, 0, 1)), None);
-        assert_eq!(auto(place(0, 4, 0, 2)), None);
-        // Bound by the launcher: the share is what it gave.
-        assert_eq!(assign_cpus(&Affinity::Auto, place(1, 2, 0, 1), &[4, 5], 8), Ok(Some(vec![5])));
+        let auto = |placement| assign_cpus(&Affinity::Auto, placement, &cpus, 8).unwrap();
+        assert_eq!(auto(placement(0, 2, 0, 2)), Some(vec![3, 2]));
+        assert_eq!(auto(placement(1, 2, 0, 2)), Some(vec![7, 6]));
+        assert_eq!(auto(placement(1, 2, 1, 2)), Some(vec![5, 7]));
+        // More ranks than CPUs, or as many threads as CPUs: no binding.
+        assert_eq!(auto(placement(0, 16, 0, 1)), None);
+        assert_eq!(auto(placement(0, 4, 0, 2)), None);
+        // Bound by the launcher: the share is the bound set.
+        assert_eq!(assign_cpus(&Affinity::Auto, placement(1, 2, 0, 1), &[4, 5], 8), Ok(Some(vec![5])));
     }
 
     #[test]
-    fn a_list_is_dealt_out_and_checked() {
+    fn a_list_is_assigned_in_turn_and_checked() {
         let list = Affinity::List(vec![1, 3]);
-        assert_eq!(assign_cpus(&list, place(0, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![1])));
-        assert_eq!(assign_cpus(&list, place(1, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![3])));
-        assert_eq!(assign_cpus(&list, place(0, 2, 1, 3), &[0, 1, 2, 3], 4), Ok(Some(vec![1, 3, 1])));
-        let error = assign_cpus(&list, place(0, 1, 0, 1), &[0, 1], 4).unwrap_err().to_string();
+        assert_eq!(assign_cpus(&list, placement(0, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![1])));
+        assert_eq!(assign_cpus(&list, placement(1, 2, 0, 1), &[0, 1, 2, 3], 4), Ok(Some(vec![3])));
+        assert_eq!(assign_cpus(&list, placement(0, 2, 1, 3), &[0, 1, 2, 3], 4), Ok(Some(vec![1, 3, 1])));
+        let error = assign_cpus(&list, placement(0, 1, 0, 1), &[0, 1], 4).unwrap_err().to_string();
         assert!(error.contains("processor 3"), "{error}");
-        assert_eq!(assign_cpus(&Affinity::None, place(0, 1, 0, 1), &[0], 1), Ok(None));
+        assert_eq!(assign_cpus(&Affinity::None, placement(0, 1, 0, 1), &[0], 1), Ok(None));
     }
 
     #[test]
-    fn a_thread_in_a_hurry_keeps_its_policy_and_nice_value() {
+    fn a_short_slice_keeps_policy_and_nice_value() {
         std::thread::spawn(|| {
-            // SAFETY: plain numbers; the thread is the test's.
+            // SAFETY: passes integers only; the test owns the thread.
             let (nice, policy) = unsafe {
                 libc::setpriority(libc::PRIO_PROCESS, 0, 3);
                 request_short_slice();

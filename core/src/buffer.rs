@@ -1,13 +1,13 @@
-//! A tensor's memory and shape as the core sees them. The only place where a caller's raw pointer becomes a slice.
+//! Memory and shape of a tensor. The only place where a caller's raw pointer becomes a slice.
 //!
-//! The caller owns the memory and keeps it valid until the call has ended; that promise is made at the bindings.
+//! The caller owns the memory and keeps it valid until the call has completed. The bindings state this contract.
 
 use std::ops::Range;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// Contiguous host memory of one tensor: read from `src`, written to `dst` (often the same).
+/// Contiguous host memory of one tensor: read from `src`, written to `dst` (often the same address).
 #[derive(Debug, Clone, Copy)]
 pub struct Buffer {
     src: *const u8,
@@ -16,39 +16,39 @@ pub struct Buffer {
     dtype: DType,
 }
 
-// SAFETY: a Buffer is only an address; the promise that the memory outlives the call, and that nobody else writes to it
-// meanwhile, is the caller's (see the bindings).
+// SAFETY: a Buffer is only an address. The caller guarantees that the memory outlives the call, and that no other code
+// writes to it meanwhile (see the bindings).
 unsafe impl Send for Buffer {}
-// SAFETY: as above; the team's threads touch disjoint ranges.
+// SAFETY: as above; the group's threads access disjoint ranges.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Describes `len` elements of `dtype`. Nothing is read here.
+    /// Describes `len` elements of `dtype`. Does not access the memory.
     pub fn new(src: *const u8, dst: *mut u8, len: usize, dtype: DType) -> Buffer {
         Buffer { src, dst, len, dtype }
     }
 
-    /// A buffer that is averaged or broadcast in place.
+    /// A buffer whose result overwrites its input.
     pub fn in_place(ptr: *mut u8, len: usize, dtype: DType) -> Buffer {
         Buffer::new(ptr, ptr, len, dtype)
     }
 
-    /// The number of elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Whether the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The element type.
+    /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Refuses what cannot be memory: a null or misaligned pointer to elements, a length that overflows.
+    /// Checks both addresses: not null, aligned, and no address overflow.
     ///
     /// # Errors
     /// [`Error::Invalid`]
@@ -57,7 +57,7 @@ impl Buffer {
         self.check_pointer(self.dst.cast_const())
     }
 
-    /// The same for a buffer that is only read.
+    /// Checks the source address only, for a buffer that is never written.
     ///
     /// # Errors
     /// [`Error::Invalid`]
@@ -82,66 +82,66 @@ impl Buffer {
         Ok(())
     }
 
-    /// The addresses that are read and those that are written.
+    /// The address ranges of source and destination.
     pub fn byte_ranges(&self) -> (Range<usize>, Range<usize>) {
         let span = |start: usize| start..start + self.len * self.dtype.size();
         (span(self.src.addr()), span(self.dst.addr()))
     }
 
-    /// Whether it is written where it is read.
+    /// Whether source and destination are the same address.
     pub fn is_in_place(&self) -> bool {
         self.src.addr() == self.dst.addr()
     }
 
-    /// Whether it is written where it is read, or nowhere near.
+    /// Whether source and destination are the same or do not overlap.
     pub fn is_disjoint_or_in_place(&self) -> bool {
         self.is_in_place() || self.src.addr().abs_diff(self.dst.addr()) >= self.len * self.dtype.size()
     }
 
-    /// Where the buffer is written.
+    /// The destination address.
     pub fn dst(&self) -> *mut u8 {
         self.dst
     }
 
-    /// Where element `start` is read.
+    /// The address of element `start` in the source.
     ///
     /// # Safety
-    /// The memory is valid, and has this element or ends there.
+    /// The memory is valid, and `start` is at most its length.
     pub unsafe fn read_at(&self, start: usize) -> *const u8 {
         debug_assert!(start <= self.len);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.src.add(start * self.dtype.size()) }
     }
 
-    /// Where element `start` is written.
+    /// The address of element `start` in the destination.
     ///
     /// # Safety
     /// As for [`Buffer::read_at`].
     pub unsafe fn written_at(&self, start: usize) -> *mut u8 {
         debug_assert!(start <= self.len);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.dst.add(start * self.dtype.size()) }
     }
 
-    /// The bytes of elements `start .. start + count`, to read.
+    /// The bytes of elements `start .. start + count` of the source.
     ///
     /// # Safety
-    /// The memory is valid, the range lies in it, and nobody writes to it while the slice lives.
+    /// The memory is valid, the range lies in it, and nothing writes to it while the slice lives.
     pub unsafe fn bytes(&self, start: usize, count: usize) -> &[u8] {
         debug_assert!(start + count <= self.len);
         if count == 0 {
             return &[];
         }
         let size = self.dtype.size();
-        // SAFETY: the caller's promise, and the range was checked when the call was made.
+        // SAFETY: guaranteed by the caller; the range was checked when the call was created.
         unsafe { std::slice::from_raw_parts(self.src.add(start * size), count * size) }
     }
 
-    /// The bytes of elements `start .. start + count`, to write.
+    /// The bytes of elements `start .. start + count` of the destination.
     ///
     /// # Safety
-    /// The memory is valid, the range lies in it, and nobody else uses it while the slice lives.
-    #[allow(clippy::mut_from_ref)] // a Buffer is an address, not the owner; see the safety section
+    /// The memory is valid, the range lies in it, and nothing else accesses it while the slice lives.
+    #[allow(clippy::mut_from_ref)] // a Buffer is an address, not an owner; see the safety section
     pub unsafe fn bytes_mut(&self, start: usize, count: usize) -> &mut [u8] {
         debug_assert!(start + count <= self.len);
         if count == 0 {
@@ -153,46 +153,46 @@ impl Buffer {
     }
 }
 
-/// A buffer with the shape that its framework gives it. The shape serves matching and messages only.
+/// A buffer with its framework's shape. The shape serves matching and messages only.
 #[derive(Debug, Clone)]
 pub struct Tensor {
-    /// Where the elements are.
+    /// The elements.
     pub buffer: Buffer,
     shape: Box<[i64]>,
 }
 
-/// A tensor whose shape somebody else holds.
+/// A tensor that borrows its shape.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    /// Where the elements are.
+    /// The elements.
     pub buffer: Buffer,
     /// The shape, as for [`Tensor::new`].
     pub shape: &'a [i64],
 }
 
 impl View<'_> {
-    /// The tensor.
+    /// Copies the shape.
     pub fn to_tensor(self) -> Tensor {
         Tensor::new(self.buffer, self.shape)
     }
 }
 
 impl Tensor {
-    /// A tensor; an empty `shape` of a buffer that has not one element is taken as one-dimensional.
+    /// Creates a tensor. An empty `shape` means one-dimensional, unless the buffer has exactly one element.
     pub fn new(buffer: Buffer, shape: &[i64]) -> Tensor {
         let flat = i64::try_from(buffer.len()).unwrap_or(i64::MAX);
         let shape = if shape.is_empty() && flat != 1 { Box::from([flat]) } else { Box::from(shape) };
         Tensor { buffer, shape }
     }
 
-    /// The shape.
+    /// Shape.
     pub fn shape(&self) -> &[i64] {
         &self.shape
     }
 
     /// Whether `view` has the same element type and shape.
     pub fn matches(&self, view: &View<'_>) -> bool {
-        // Without a shape a single element has none either, and more are one-dimensional.
+        // An empty shape means a scalar for one element, else one dimension (as in `Tensor::new`).
         let same = || match view.shape {
             [] => self.shape.len() == usize::from(view.buffer.len() != 1),
             shape => *shape == *self.shape,
@@ -200,7 +200,7 @@ impl Tensor {
         self.buffer.dtype() == view.buffer.dtype() && self.buffer.len() == view.buffer.len() && same()
     }
 
-    /// As error messages show it: `float32[64, 10]`.
+    /// The form in error messages: `float32[64, 10]`.
     pub fn describe(&self) -> String {
         format!("{}{:?}", self.buffer.dtype().name(), self.shape)
     }
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_memory_is_refused() {
+    fn invalid_memory_is_refused() {
         let mut four = [0f32; 4];
         let ptr = four.as_mut_ptr().cast::<u8>();
         assert!(Buffer::in_place(ptr, 4, DType::F32).check().is_ok());
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_are_shown() {
+    fn shapes_are_described() {
         let buffer = Buffer::in_place(std::ptr::null_mut(), 6, DType::BF16);
         assert_eq!(Tensor::new(buffer, &[2, 3]).describe(), "bfloat16[2, 3]");
         assert_eq!(Tensor::new(buffer, &[]).describe(), "bfloat16[6]");

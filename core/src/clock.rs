@@ -1,9 +1,9 @@
-//! The monotonic clock that all processes of a host share.
+//! CLOCK_MONOTONIC as integers: all processes of a host share this clock.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// A moment that all times of this process are counted from.
+/// A fixed reference: an `Instant` and its value on CLOCK_MONOTONIC.
 fn origin() -> (Instant, Duration) {
     static ORIGIN: OnceLock<(Instant, Duration)> = OnceLock::new();
     *ORIGIN.get_or_init(|| {
@@ -13,7 +13,7 @@ fn origin() -> (Instant, Duration) {
     })
 }
 
-/// Nanoseconds of `moment` on the host's monotonic clock, which all processes of a host share.
+/// Nanoseconds of `moment` on CLOCK_MONOTONIC.
 pub fn monotonic(moment: Instant) -> i64 {
     let (origin, at) = origin();
     let signed = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
@@ -25,12 +25,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_monotonic_clock_is_the_hosts() {
+    fn monotonic_matches_clock_monotonic() {
         let before = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let between = monotonic(Instant::now());
         let after = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let nanos = |time: rustix::time::Timespec| time.tv_sec * 1_000_000_000 + time.tv_nsec;
-        // The origin itself is known to within the time between two looks at the clock.
+        // The origin is exact only up to the time between two clock reads.
         assert!((nanos(before) - 1_000_000..=nanos(after) + 1_000_000).contains(&between));
     }
 }

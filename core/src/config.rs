@@ -1,5 +1,5 @@
-//! The `DL_COMM_*` environment variables, read once at init into a plain struct. A value that makes no sense is an error
-//! that names the variable, never a silent default.
+//! The `DL_COMM_*` environment variables, read once at init into a plain struct. An invalid value is an error that
+//! names the variable, never a silent default.
 
 use std::time::Duration;
 
@@ -9,49 +9,49 @@ use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::error::{Error, Result};
 use crate::plugin::Cooldown;
 
-/// The settings of a process.
+/// Settings of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// `DL_COMM_DEFAULT_NTHREADS`: threads of a team that nobody created explicitly.
+    /// `DL_COMM_DEFAULT_NTHREADS`: threads of the default team.
     pub default_nthreads: usize,
-    /// `DL_COMM_DEFAULT_PREC_LEVEL`: 0 adds float16/32 up in float32, 1 in float64.
+    /// `DL_COMM_DEFAULT_PREC_LEVEL`: 0 accumulates float16 and float32 in float32, 1 in float64.
     pub default_prec_level: u8,
-    /// `DL_COMM_TIMEOUT_S`: the longest that a call may take; `None` (0) for ever.
+    /// `DL_COMM_TIMEOUT_S`: deadline of a call; `None` (0) is no deadline.
     pub timeout: Option<Duration>,
-    /// `DL_COMM_STALL_WARN_S`: a wait longer than this says once who is late; `None` (0) never.
+    /// `DL_COMM_STALL_WARN_S`: a longer wait logs the awaited ranks once; `None` (0) disables the warning.
     pub stall_warn: Option<Duration>,
-    /// `DL_COMM_MATCH_TIMEOUT_S`: how long ranks that hold different calls wait for the counterparts.
+    /// `DL_COMM_MATCH_TIMEOUT_S`: how long an unmatched call waits for its counterparts.
     pub match_timeout: Duration,
-    /// `DL_COMM_CHUNK_KB`, in bytes: how much of a call one thread moves at a time.
+    /// `DL_COMM_CHUNK_KB`, in bytes: the chunk size of one thread.
     pub chunk_bytes: usize,
-    /// `DL_COMM_ALGORITHM`: how averages are made between hosts.
+    /// `DL_COMM_ALGORITHM`: the allreduce algorithm between hosts.
     pub algorithm: AlgorithmSetting,
-    /// `DL_COMM_AFFINITY`: which processors team threads run on.
+    /// `DL_COMM_AFFINITY`: CPUs of group threads.
     pub affinity: Affinity,
-    /// `DL_COMM_COOLDOWN`: what a negative `ksteps` of `config_team` counts, `after` or `last`.
+    /// `DL_COMM_COOLDOWN`: meaning of a negative `ksteps` of `config_team`, `after` or `last`.
     pub cooldown: Cooldown,
-    /// `DL_COMM_ALONE`: 1 makes the process a job of its own, whatever launcher or rank has started it.
+    /// `DL_COMM_ALONE`: 1 makes the process a job of one rank, whatever started it.
     pub alone: bool,
-    /// `DL_COMM_SHM_DIR`: where the segments of shared memory are made.
+    /// `DL_COMM_SHM_DIR`: directory of the shared memory segments.
     pub shm_dir: String,
-    /// `DL_COMM_SOCKET_IFNAME`: the interface on which hosts watch each other; any when empty.
+    /// `DL_COMM_SOCKET_IFNAME`: network interface of the failure detector; empty for any.
     pub interface: String,
-    /// `DL_COMM_DUMP_DIR`: where ranks write their last calls after a failure; `None` (`none`) nowhere.
+    /// `DL_COMM_DUMP_DIR`: directory of the dumps that ranks write after a failure.
     pub dump_dir: DumpDir,
-    /// `DL_COMM_TIMELINE`: the folder of the timeline; none when empty.
+    /// `DL_COMM_TIMELINE`: directory of the timeline; empty for no timeline.
     pub timeline: String,
-    /// `DL_COMM_GPU_PATH`, `DL_COMM_PIPELINE_CHUNK_KB`, `DL_COMM_NUM_CUDA_STREAMS`: how calls on device memory are carried.
+    /// `DL_COMM_GPU_PATH`, `DL_COMM_PIPELINE_CHUNK_KB`, `DL_COMM_NUM_CUDA_STREAMS`: execution of calls on GPU memory.
     pub device: DeviceSettings,
 }
 
-/// Where dumps go.
+/// Directory of dumps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DumpDir {
-    /// A folder of the job's own under the system's folder for temporary files.
+    /// A folder per job in the system's temporary directory.
     Temporary,
-    /// This one.
+    /// This directory.
     Folder(String),
-    /// Nowhere, unless the program asks.
+    /// No dumps, except on request of the program.
     Disabled,
 }
 
@@ -78,26 +78,26 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Reads the environment of the process.
+    /// Reads the environment variables of the process.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the variable and what it may be.
+    /// [`Error::Invalid`] with the variable and its valid values.
     pub fn from_env() -> Result<Config> {
         Config::from_lookup(|name| std::env::var(name).ok())
     }
 
-    /// Reads the variables through `lookup`; an empty value counts as not set.
+    /// Reads the variables through `lookup`; an empty value counts as unset.
     ///
     /// # Errors
     /// As [`Config::from_env`].
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Config> {
         let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
         let defaults = Config::default();
-        let integer = |name: &str, least: usize, most: usize, default: usize| match get(name) {
+        let integer = |name: &str, min: usize, max: usize, default: usize| match get(name) {
             None => Ok(default),
             Some(text) => {
-                text.trim().parse::<usize>().ok().filter(|value| (least..=most).contains(value)).ok_or_else(|| {
-                    Error::Invalid(format!("{name} is '{text}'; set it to a whole number from {least} to {most}"))
+                text.trim().parse::<usize>().ok().filter(|value| (min..=max).contains(value)).ok_or_else(|| {
+                    Error::Invalid(format!("{name} is '{text}'; set it to a whole number from {min} to {max}"))
                 })
             }
         };
@@ -157,13 +157,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_set_gives_the_defaults() {
+    fn unset_variables_give_the_defaults() {
         assert_eq!(Config::from_lookup(|_| None), Ok(Config::default()));
         assert_eq!(with("DL_COMM_TIMEOUT_S", ""), Ok(Config::default()));
     }
 
     #[test]
-    fn values_are_taken() {
+    fn values_are_parsed() {
         assert_eq!(with("DL_COMM_TIMEOUT_S", "0").unwrap().timeout, None);
         assert_eq!(with("DL_COMM_TIMEOUT_S", "0.5").unwrap().timeout, Some(Duration::from_millis(500)));
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_names_the_variable() {
+    fn invalid_values_name_the_variable() {
         for (name, value) in [
             ("DL_COMM_TIMEOUT_S", "soon"),
             ("DL_COMM_TIMEOUT_S", "-1"),

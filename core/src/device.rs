@@ -1,13 +1,12 @@
-//! Where a call's tensors are when they are not in host memory. Plain data.
+//! Location of a call's tensors in GPU memory. Plain data.
 
-/// A GPU, and the stream on which a call's tensors were made and will be used.
+/// A GPU, and the stream that orders a call's tensors: earlier work produced them, later work uses the results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Device {
-    /// The number of the GPU in this process, from 0.
+    /// The ordinal of the GPU in this process.
     pub ordinal: i32,
-    /// The driver's handle of the stream (a `CUstream`, which a `cudaStream_t` is); 0 for the default one.
+    /// The `CUstream` (or `cudaStream_t`) handle; 0 is the default stream.
     pub stream: usize,
-    /// Whether the call ends when the results are there, instead of when the stream will see them: then the stream goes on
-    /// meanwhile.
+    /// Whether the call blocks the host until its results are in memory, instead of making the stream wait for them.
     pub block_host: bool,
 }

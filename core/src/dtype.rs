@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 pub enum DType {
     /// IEEE binary16.
     F16 = 0,
-    /// The upper half of a binary32.
+    /// bfloat16: the upper half of a binary32.
     BF16 = 1,
     /// IEEE binary32.
     F32 = 2,
@@ -22,25 +22,25 @@ pub enum DType {
     I32 = 6,
     /// Signed, 64 bits.
     I64 = 7,
-    /// One byte, 0 or 1; broadcast only.
+    /// One byte, 0 or 1; has no mean.
     Bool = 8,
 }
 
 impl DType {
-    /// Every element type, in the order of the codes.
+    /// All element types, ordered by code.
     pub const ALL: [DType; 9] =
         [DType::F16, DType::BF16, DType::F32, DType::F64, DType::I8, DType::U8, DType::I32, DType::I64, DType::Bool];
 
     /// The type with this `dlDataType_t` code.
     ///
     /// # Errors
-    /// [`Error::DType`] when there is none.
+    /// [`Error::DType`] for an unknown code.
     pub fn from_code(code: i32) -> Result<DType> {
         let found = usize::try_from(code).ok().and_then(|index| DType::ALL.get(index).copied());
         found.ok_or_else(|| Error::DType(format!("no element type has the code {code}; dl_comm.h lists 0 to 8")))
     }
 
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub fn size(self) -> usize {
         match self {
             DType::I8 | DType::U8 | DType::Bool => 1,
@@ -50,7 +50,7 @@ impl DType {
         }
     }
 
-    /// The name that error messages use.
+    /// The name in error messages.
     pub fn name(self) -> &'static str {
         match self {
             DType::F16 => "float16",

@@ -1,7 +1,7 @@
-//! Dumps: what a rank last did and waits for, as a JSON file, for `python -m dl_comm.analyze_dumps`. Written after a failure or a
-//! stall, on SIGUSR1, and when somebody asks.
+//! Dumps: a JSON file with a rank's recent calls and its current wait, read by `python -m dl_comm.analyze_dumps`. A
+//! rank writes a dump after a failure or a stall, on SIGUSR1, and on request.
 //!
-//! Thread rule: a [`Dumper`] may be used from any thread; one file is written at a time.
+//! Thread rule: a [`Dumper`] may be used from any thread; a lock serializes writing.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ use crate::log::log_line;
 use crate::stacks;
 use crate::transport::bootstrap::RankInfo;
 
-/// How long dumps stay that nobody has removed.
-const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+/// Dumps older than this are deleted.
+const MAX_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Writes this rank's dumps.
 pub struct Dumper {
@@ -35,19 +35,19 @@ pub struct Dumper {
 }
 
 impl Dumper {
-    /// For rank `rank` of a job with ranks at these places, and this key.
-    pub fn new(rank: usize, places: Arc<[RankInfo]>, key: u128, folder: DumpDir) -> Dumper {
-        Dumper { rank, rank_info: places, key, folder, teams: Mutex::default(), writing: Mutex::default() }
+    /// Creates the dumper of rank `rank`. `key` is the job's secret key.
+    pub fn new(rank: usize, rank_info: Arc<[RankInfo]>, key: u128, folder: DumpDir) -> Dumper {
+        Dumper { rank, rank_info, key, folder, teams: Mutex::default(), writing: Mutex::default() }
     }
 
-    /// Adds a team to what is written.
+    /// Adds a group to the dumps.
     pub fn add(&self, team: &Arc<Group>) {
         let mut teams = self.teams.lock().unwrap_or_else(PoisonError::into_inner);
         teams.retain(|team| team.strong_count() > 0);
         teams.push(Arc::downgrade(team));
     }
 
-    /// Writes a dump because of `reason`, unless `DL_COMM_DUMP_DIR` says not to. What fails is told.
+    /// Writes a dump with `reason`, unless `DL_COMM_DUMP_DIR` disables dumps. Logs errors.
     pub fn write_on_failure(&self, reason: &str) {
         if self.folder == DumpDir::Disabled {
             return;
@@ -57,13 +57,13 @@ impl Dumper {
         }
     }
 
-    /// Writes a dump into `folder`, or where `DL_COMM_DUMP_DIR` says, and returns the file. A later one of the same rank
-    /// takes its place.
+    /// Writes a dump into `folder`, or into the directory of `DL_COMM_DUMP_DIR`, and returns its path. Overwrites this
+    /// rank's earlier dump.
     ///
     /// # Errors
     /// [`Error::System`]
     pub fn write(&self, reason: &str, folder: Option<&str>) -> Result<PathBuf> {
-        let _turn = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let name = format!("rank{}.json", self.rank);
         let opened = match (folder, &self.folder) {
             (Some(folder), _) => Folder::named(Path::new(folder)),
@@ -71,8 +71,8 @@ impl Dumper {
             (None, _) => self.temporary(),
         };
         let (folder, found) = opened.map_err(|error| {
-            let wanted = folder.map_or_else(|| self.wanted(), str::to_owned);
-            Error::system(format!("writing the last calls to {wanted}/{name}"), error)
+            let location = folder.map_or_else(|| self.location(), str::to_owned);
+            Error::system(format!("writing the last calls to {location}/{name}"), error)
         })?;
         let path = folder.path().join(&name);
         folder
@@ -87,43 +87,45 @@ impl Dumper {
         Ok(path)
     }
 
-    /// What the user may change to have dumps elsewhere.
-    fn wanted(&self) -> String {
+    /// The setting that chose the directory, for error messages.
+    fn location(&self) -> String {
         match &self.folder {
             DumpDir::Folder(folder) => format!("DL_COMM_DUMP_DIR={folder}"),
             _ => "in TMPDIR; DL_COMM_DUMP_DIR names another place".into(),
         }
     }
 
-    /// Removes what jobs have left a week ago in this user's folder under that for temporary files.
+    /// Deletes dumps of earlier jobs that are older than a week from this user's folder in the temporary
+    /// directory.
     pub fn clean(&self) {
-        let Ok(mine) = Folder::named(&std::env::temp_dir()).and_then(|(base, _)| base.existing(&usual())) else {
+        let Ok(user_dir) = Folder::named(&std::env::temp_dir()).and_then(|(base, _)| base.existing(&user_folder()))
+        else {
             return;
         };
-        for entry in std::fs::read_dir(mine.path()).into_iter().flatten().flatten() {
-            let modified = entry.metadata().and_then(|about| about.modified());
-            if modified.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > KEPT)) {
-                // The folder is this user's alone. What cannot be removed stays, for the doctor to name.
+        for entry in std::fs::read_dir(user_dir.path()).into_iter().flatten().flatten() {
+            let modified = entry.metadata().and_then(|metadata| metadata.modified());
+            if modified.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > MAX_AGE)) {
+                // Only this user can write to the folder. `dl_comm.doctor` reports files that remain.
                 let _removed = std::fs::remove_dir_all(entry.path());
             }
         }
     }
 
-    /// The job's folder under that for temporary files. Anybody can make a folder of the usual name there, but not one of
-    /// this job's, which is a secret until it is made.
+    /// The job's folder in the temporary directory. Another user may have created a folder with the usual name. The
+    /// fallback name contains the job's id, a secret until the folder exists.
     fn temporary(&self) -> std::io::Result<(Folder, Found)> {
         let (base, _) = Folder::named(&std::env::temp_dir())?;
-        let usual = usual();
-        let mine = match base.private(&usual) {
+        let user_folder = user_folder();
+        let user_dir = match base.private(&user_folder) {
             Err(error) if error.kind() == ErrorKind::PermissionDenied => {
-                base.private(&format!("{usual}-{}", self.job()))
+                base.private(&format!("{user_folder}-{}", self.job()))
             }
             other => other,
         };
-        mine?.0.private(&self.job())
+        user_dir?.0.private(&self.job())
     }
 
-    /// Tells the job from others; not all of its key, which is a secret.
+    /// The job's id: the low 48 bits of its secret key.
     pub fn job(&self) -> String {
         format!("{:012x}", self.key & 0xffff_ffff_ffff)
     }
@@ -131,7 +133,7 @@ impl Dumper {
     fn content(&self, reason: &str) -> Value {
         let teams: Vec<Arc<Group>> =
             self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
-        let place = |(rank, place): (usize, &RankInfo)| json!({"rank": rank, "host": place.host, "pid": place.pid});
+        let info = |(rank, info): (usize, &RankInfo)| json!({"rank": rank, "host": info.host, "pid": info.pid});
         json!({
             "format": "dl_comm dump 2",
             "job": self.job(),
@@ -139,27 +141,27 @@ impl Dumper {
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
             "rank": self.rank,
             "size": self.rank_info.len(),
-            "ranks": self.rank_info.iter().enumerate().map(place).collect::<Vec<_>>(),
+            "ranks": self.rank_info.iter().enumerate().map(info).collect::<Vec<_>>(),
             "stacks": stacks::take(),
             "teams": teams.iter().map(|team| team.dump()).collect::<Vec<_>>(),
         })
     }
 }
 
-/// The folder of this user's dumps.
-fn usual() -> String {
+/// The name of this user's folder of dumps.
+fn user_folder() -> String {
     format!("dl_comm-{}", rustix::process::geteuid().as_raw())
 }
 
-/// Writes a dump whenever SIGUSR1 comes, until it is dropped. MPICH's launcher sends that signal too, to the ranks that
-/// outlive another one (`-disable-auto-cleanup`). Handlers of others stay, and are called as well.
+/// Writes a dump at each SIGUSR1 until it is dropped. MPICH's launcher sends this signal to the ranks that survive a
+/// lost rank (`-disable-auto-cleanup`). Handlers of the program stay installed and run too.
 pub struct SignalDumper {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl SignalDumper {
-    /// Starts to listen.
+    /// Installs the handler and starts the thread.
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses the handler or the thread.
@@ -194,17 +196,17 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn a_dump_is_written_for_its_user_and_on_a_signal() {
+    fn a_dump_is_private_and_written_on_a_signal() {
         let folder = std::env::temp_dir().join(format!("dl_comm_dump_{}", std::process::id()));
         let here = DumpDir::Folder(folder.to_string_lossy().into_owned());
-        let place = |host: &str| RankInfo {
+        let info = |host: &str| RankInfo {
             host: host.into(),
             boot: String::new(),
             device: String::new(),
             pid: 1,
             pid_namespace: String::new(),
         };
-        let dumper = Arc::new(Dumper::new(1, [place("a"), place("b")].into(), 0xabc, here));
+        let dumper = Arc::new(Dumper::new(1, [info("a"), info("b")].into(), 0xabc, here));
         dumper.write_on_failure("because");
         let path = folder.join("rank1.json");
         let read = || serde_json::from_str::<Value>(&fs::read_to_string(&path).unwrap()).unwrap();
@@ -212,12 +214,12 @@ mod tests {
         assert_eq!((found["reason"].as_str(), found["ranks"][1]["host"].as_str()), (Some("because"), Some("b")));
         assert_eq!(found["job"], "000000000abc");
         assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
-        let listening = SignalDumper::start(dumper).unwrap();
+        let signal_dumper = SignalDumper::start(dumper).unwrap();
         signal_hook::low_level::raise(SIGUSR1).unwrap();
         while read()["reason"] != "SIGUSR1" {
             thread::yield_now();
         }
-        drop(listening);
+        drop(signal_dumper);
         fs::remove_dir_all(&folder).unwrap();
     }
 }

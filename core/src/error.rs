@@ -1,47 +1,47 @@
-//! The one error type of the core, its codes, and the guard that keeps panics from crossing a foreign interface.
+//! The error type of the core, its codes, and the guard that stops panics at foreign interfaces.
 //!
-//! Messages are lower case and say what to do; each binding maps the codes once to its own kind of error.
+//! Messages are lower case and say what to do. Each binding maps the codes to its own exceptions.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What can go wrong. Cloned because one failure of a team reaches every call that waits on it.
+/// An error of the core. `Clone`, because one failure of a group reaches all of its waiting calls.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// An argument is wrong.
+    /// An invalid argument.
     #[error("{0}")]
     Invalid(String),
-    /// The element type has no meaning for the operation, or is not known.
+    /// The element type is unknown, or invalid for the operation.
     #[error("{0}")]
     DType(String),
     /// Called before init, after finalize, or in a forked child.
     #[error("{0}")]
     State(String),
-    /// The ranks called different things; nobody's data moved.
+    /// The ranks issued different collectives; no output was written.
     #[error("collective mismatch, nothing was written:\n{0}")]
     Mismatch(String),
     /// A deadline passed.
     #[error("{0}")]
     Timeout(String),
-    /// A process of the job ended.
+    /// A rank of the job was lost.
     #[error("{0}")]
     PeerLost(String),
-    /// The operating system refused something.
+    /// The operating system reported an error.
     #[error("{0}")]
     System(String),
-    /// The library that starts ranks and carries messages between hosts refused something.
+    /// The library for messages between hosts reported an error.
     #[error("{0}")]
     Network(String),
-    /// A defect of dl_comm itself.
+    /// A bug in dl_comm.
     #[error("internal error, please report: {0}")]
     Internal(String),
 }
 
-/// The result of the core's functions.
+/// Result of the core's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// The `DL_COMM_ERROR_*` code of `dl_comm.h`.
+    /// The `DL_COMM_ERROR_*` code in `dl_comm.h`.
     pub fn code(&self) -> i32 {
         match self {
             Error::Invalid(_) => -1,
@@ -56,7 +56,7 @@ impl Error {
         }
     }
 
-    /// The error with this code and text: the way back from shared memory, where only these two travel.
+    /// Restores an error from its code and text, the two fields stored in shared memory.
     pub fn from_code(code: i32, text: String) -> Error {
         match code {
             -1 => Error::Invalid(text),
@@ -71,7 +71,7 @@ impl Error {
         }
     }
 
-    /// The text without what `Display` puts before it.
+    /// The text without the prefix that `Display` adds.
     pub fn detail(&self) -> &str {
         match self {
             Error::Invalid(text)
@@ -86,13 +86,13 @@ impl Error {
         }
     }
 
-    /// Whether the team can go on after this error: true for misuse and mismatches, false for what leaves the ranks
-    /// out of step.
+    /// Whether the group still works after this error: true for misuse and mismatches, false when ranks are out of
+    /// sync.
     pub fn is_recoverable(&self) -> bool {
         matches!(self, Error::Invalid(_) | Error::DType(_) | Error::State(_) | Error::Mismatch(_))
     }
 
-    /// A failed system call, with what was being done.
+    /// A failed system call; `what` describes the attempted action.
     pub fn system(what: impl std::fmt::Display, error: impl std::fmt::Display) -> Error {
         Error::System(format!("{what}: {error}"))
     }
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_go_there_and_back() {
+    fn codes_round_trip() {
         for code in -9..=-1 {
             assert_eq!(Error::from_code(code, "x".into()).code(), code);
         }

@@ -1,5 +1,5 @@
-//! Folders that others may write to as well, such as `/tmp`: our files in them are made where no other user can have put a
-//! link, a file or a folder of theirs. Everything is opened relative to a folder that is open already.
+//! Safe file access in directories that other users can write to, such as `/tmp`. No file of ours follows a link or
+//! replaces a folder that another user put there. Every path is opened relative to an open directory.
 //!
 //! Thread rule: a [`Folder`] may be used from any thread.
 
@@ -12,58 +12,59 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, mkdirat, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
-/// A folder that is open.
+/// An open directory.
 pub struct Folder {
     fd: OwnedFd,
     path: PathBuf,
 }
 
-/// Whether a folder was there, or was made.
+/// Whether a folder existed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
-    /// It was there.
-    Old,
-    /// It was made.
+    /// It existed.
+    Existing,
+    /// It was created.
     New,
 }
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 impl Folder {
-    /// The folder that somebody has named, whoever it belongs to. It is made, for this user only, where it is not there.
+    /// Opens a directory that the user named, with any owner. Creates it with mode 0700 if it is missing.
     ///
     /// # Errors
-    /// Those of the system.
+    /// System errors.
     pub fn named(path: &Path) -> Result<(Folder, Found)> {
         if let Some(parent) = path.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
         }
         let found = match DirBuilder::new().mode(0o700).create(path) {
             Ok(()) => Found::New,
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Found::Old,
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Found::Existing,
             Err(error) => return Err(error),
         };
         let fd = openat(CWD, path, FOLDER, Mode::empty())?;
         Ok((Folder { fd, path: path.to_owned() }, found))
     }
 
-    /// Folder `name` in this one, which belongs to this user alone. It is made where it is not there.
+    /// Opens folder `name` inside this one, which must belong to this user alone. Creates it if it is missing.
     ///
     /// # Errors
-    /// [`ErrorKind::PermissionDenied`] when it is a link, no folder, another user's, or open to others; those of the system.
+    /// [`ErrorKind::PermissionDenied`] when `name` is a link, not a directory, owned by another user, or accessible to
+    /// others; system errors.
     pub fn private(&self, name: &str) -> Result<(Folder, Found)> {
         let found = match mkdirat(&self.fd, name, Mode::RWXU) {
             Ok(()) => Found::New,
-            Err(Errno::EXIST) => Found::Old,
+            Err(Errno::EXIST) => Found::Existing,
             Err(error) => return Err(error.into()),
         };
         Ok((self.existing(name)?, found))
     }
 
-    /// The same for a folder that is there.
+    /// As [`Folder::private`], without creating the folder.
     ///
     /// # Errors
-    /// Those of [`Folder::private`].
+    /// As [`Folder::private`].
     pub fn existing(&self, name: &str) -> Result<Folder> {
         let path = self.path.join(name);
         let refused = |why: &str| Error::new(ErrorKind::PermissionDenied, format!("{} {why}", path.display()));
@@ -73,25 +74,25 @@ impl Folder {
             Err(Errno::ACCESS) => return Err(refused("belongs to another user")),
             Err(error) => return Err(error.into()),
         };
-        let about = fstat(&fd)?;
-        if about.st_uid != rustix::process::geteuid().as_raw() {
+        let metadata = fstat(&fd)?;
+        if metadata.st_uid != rustix::process::geteuid().as_raw() {
             return Err(refused("belongs to another user"));
         }
-        if about.st_mode & 0o077 != 0 {
+        if metadata.st_mode & 0o077 != 0 {
             return Err(refused("is open to other users"));
         }
         Ok(Folder { fd, path })
     }
 
-    /// Its path, for messages.
+    /// The path, for messages.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes file `name` anew. What has that name is removed first, and not followed.
+    /// Creates file `name`. Removes an existing entry of that name first, without following links.
     ///
     /// # Errors
-    /// Those of the system.
+    /// System errors.
     pub fn create(&self, name: &str) -> Result<File> {
         match unlinkat(&self.fd, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
@@ -101,12 +102,12 @@ impl Folder {
         Ok(openat(&self.fd, name, flags, Mode::from_raw_mode(0o666))?.into())
     }
 
-    /// What file `name` has, which is a file of this user's.
+    /// Reads file `name`, which must be a regular file of this user.
     ///
     /// # Errors
-    /// [`ErrorKind::PermissionDenied`] when it is a link, no file, or another user's; those of the system.
+    /// [`ErrorKind::PermissionDenied`] when it is a link, not a regular file, or owned by another user; system errors.
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
-        // Who opens a pipe would wait for its other end.
+        // NONBLOCK: opening a FIFO would otherwise wait for a writer.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let refused =
             |why: &str| Error::new(ErrorKind::PermissionDenied, format!("{} {why}", self.path.join(name).display()));
@@ -115,11 +116,11 @@ impl Folder {
             Err(Errno::LOOP) => return Err(refused("is a link")),
             Err(error) => return Err(error.into()),
         };
-        let about = fstat(&fd)?;
-        if FileType::from_raw_mode(about.st_mode) != FileType::RegularFile {
+        let metadata = fstat(&fd)?;
+        if FileType::from_raw_mode(metadata.st_mode) != FileType::RegularFile {
             return Err(refused("is no file"));
         }
-        if about.st_uid != rustix::process::geteuid().as_raw() {
+        if metadata.st_uid != rustix::process::geteuid().as_raw() {
             return Err(refused("belongs to another user"));
         }
         let mut content = Vec::new();
@@ -127,10 +128,10 @@ impl Folder {
         Ok(content)
     }
 
-    /// Makes file `name` with this content. It is complete or not there: it may be read while the job runs.
+    /// Writes file `name` atomically, by a rename: other processes may read it meanwhile.
     ///
     /// # Errors
-    /// Those of the system.
+    /// System errors.
     pub fn write(&self, name: &str, content: &[u8]) -> Result<()> {
         let partial = format!(".{name}.{}", std::process::id());
         self.create(&partial)?.write_all(content)?;
@@ -152,14 +153,14 @@ mod tests {
     }
 
     #[test]
-    fn what_others_could_have_made_is_refused() {
+    fn entries_of_other_users_are_refused() {
         let path = scratch("refused");
         let (folder, found) = Folder::named(&path).unwrap();
         assert_eq!(found, Found::New);
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        let (mine, found) = folder.private("mine").unwrap();
-        assert_eq!((found, mode(mine.path())), (Found::New, 0o700));
-        assert_eq!(folder.private("mine").unwrap().1, Found::Old);
+        let (private_folder, found) = folder.private("mine").unwrap();
+        assert_eq!((found, mode(private_folder.path())), (Found::New, 0o700));
+        assert_eq!(folder.private("mine").unwrap().1, Found::Existing);
         symlink("mine", path.join("link")).unwrap();
         fs::write(path.join("file"), "").unwrap();
         fs::create_dir(path.join("open")).unwrap();

@@ -1,15 +1,17 @@
-//! The core of dl_comm: means and broadcasts of lists of tensors over the ranks of a data-parallel job.
+//! The core of dl_comm: collectives on lists of tensors over the ranks of a data-parallel job.
 //!
 //! Layers, each using only those below it:
-//! - bindings: [`capi`] (C), `ffi` (C++, through cxx); [`global`] is the process-wide state behind both, [`describe`] and
-//!   [`dump`] tell of it;
-//! - [`team`]: queues, threads, the life of a call;
-//! - [`collective`]: average, broadcast, barrier, composed over region and cluster;
-//! - [`transport`]: memory shared in a host, messages between hosts, ranks as threads for tests;
-//! - ground: [`dtype`], [`buffer`], [`device`], [`plan`], [`reduce`], `blend`, [`stream_copy`], [`schedule`], [`topology`], [`affinity`],
-//!   [`config`], [`error`], [`trace`] and [`timeline`] (where the time goes).
+//! - api: [`capi`] (C), `ffi` (C++, through cxx): validate and translate;
+//! - [`plugin`]: the Cray plugin's schedules, a client of [`group`];
+//! - [`runtime`]: process-wide state (start, groups, shutdown), reported by [`process_info`] and [`dump`];
+//! - [`group`]: queue, threads, matching, the life of a call and its record;
+//! - [`collective`]: one file per collective; algorithms in shared memory, between hosts and on GPUs;
+//! - [`transport`]: shared memory, network, [`transport::bootstrap`], [`transport::gpu`], ranks as threads
+//!   for tests;
+//! - base: [`dtype`], [`buffer`], [`device`], [`wire_layout`], [`reduce`], [`stream_copy`], [`topology`], [`affinity`],
+//!   [`config`], [`variables`], [`error`], [`timings`], [`timeline`], [`helper`], [`signals`], [`stacks`].
 //!
-//! `docs/architecture.md` follows one gradient through them.
+//! `docs/architecture.md` follows one gradient through the layers.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("dl_comm needs Linux: futexes, pidfds and /dev/shm");

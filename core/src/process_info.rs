@@ -1,7 +1,7 @@
-//! What this process can tell of itself, as JSON: versions, the files of the libraries, the settings; once ranks are known also
-//! the ranks and the teams. For `python -m dl_comm.doctor`, bug reports, and C programs that want to log it.
+//! A JSON description of this process: versions, library files and settings, and after init also ranks and teams. Used
+//! by `python -m dl_comm.doctor`, bug reports, and C programs that log it.
 //!
-//! Thread rule: any thread, any time; waits while another thread starts the job.
+//! Thread rule: any thread, any time; blocks while another thread runs init.
 
 use std::fs;
 use std::time::Duration;
@@ -27,64 +27,64 @@ pub fn process_info() -> Result<String> {
     let overview = runtime::overview()?;
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let bootstrap = library_info();
-    // Before init the settings are those that it would read now.
+    // Before init: the settings that init would read now.
     let settings = overview.config.clone().map_or_else(Config::from_env, Ok);
-    let mut all = json!({
+    let mut info = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "library": file_at(&maps, process_info as *const () as usize),
         NAME: library(&bootstrap, file_at(&maps, bootstrap.symbol_address)),
         "state": overview.state,
     });
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    all["variables"] = json!(variables::KNOWN);
-    all["unknown_variables"] = variables::unknown(names).into_iter().collect();
+    info["variables"] = json!(variables::KNOWN);
+    info["unknown_variables"] = variables::unknown(names).into_iter().collect();
     match settings {
-        Ok(settings) => all["settings"] = Value::Object(by_variable(&settings)),
-        Err(error) => all["settings_error"] = Value::String(error.to_string()),
+        Ok(settings) => info["settings"] = Value::Object(by_variable(&settings)),
+        Err(error) => info["settings_error"] = Value::String(error.to_string()),
     }
     if let Some(topology) = &overview.topology {
-        all["rank"] = json!(topology.rank());
-        all["size"] = json!(topology.size());
-        all["hosts"] = json!(topology.hosts());
-        all["local_rank"] = json!(topology.local_rank());
-        all["local_size"] = json!(topology.local_size());
-        all["ranks"] = ranks(&overview);
+        info["rank"] = json!(topology.rank());
+        info["size"] = json!(topology.size());
+        info["hosts"] = json!(topology.hosts());
+        info["local_rank"] = json!(topology.local_rank());
+        info["local_size"] = json!(topology.local_size());
+        info["ranks"] = ranks(&overview);
         if let Some(NetworkModel { latency_s: latency, message_gap_s: message, byte_s: byte }) = overview.network {
-            all["network"] = json!({"latency_s": latency, "per_message_s": message, "per_byte_s": byte});
+            info["network"] = json!({"latency_s": latency, "per_message_s": message, "per_byte_s": byte});
         }
         let shards = topology.num_shards();
-        all["teams"] = overview.teams.iter().map(|(config, gpus)| team(config, gpus.as_ref(), shards)).collect();
+        info["teams"] = overview.teams.iter().map(|(config, gpus)| team(config, gpus.as_ref(), shards)).collect();
     }
-    Ok(all.to_string())
+    Ok(info.to_string())
 }
 
-fn library(about: &LibraryInfo, path: Option<&str>) -> Value {
+fn library(library: &LibraryInfo, path: Option<&str>) -> Value {
     json!({
-        "library_version": about.library_version.trim(),
-        "standard": about.standard,
+        "library_version": library.library_version.trim(),
+        "standard": library.standard,
         "library": path,
-        "initialized": about.initialized,
-        "finalized": about.finalized,
-        "thread_level": about.thread_level,
+        "initialized": library.initialized,
+        "finalized": library.finalized,
+        "thread_level": library.thread_level,
     })
 }
 
-/// Every rank's place; none when the world has ended.
+/// Every rank's host and process; empty after the world has ended.
 fn ranks(overview: &ProcessInfo) -> Value {
-    let place = |(rank, place): (usize, &RankInfo)| {
+    let entry = |(rank, entry): (usize, &RankInfo)| {
         let position = overview.topology.as_ref().and_then(|topology| topology.host_and_local_rank(rank));
         json!({
             "rank": rank,
-            "host": place.host,
+            "host": entry.host,
             "host_index": position.map(|(host, _)| host),
             "local_rank": position.map(|(_, local)| local),
-            "pid": place.pid,
-            "pid_namespace": place.pid_namespace,
-            "boot_id": place.boot,
-            "shm_device": place.device,
+            "pid": entry.pid,
+            "pid_namespace": entry.pid_namespace,
+            "boot_id": entry.boot,
+            "shm_device": entry.device,
         })
     };
-    overview.rank_info.iter().enumerate().map(place).collect()
+    overview.rank_info.iter().enumerate().map(entry).collect()
 }
 
 fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
@@ -98,8 +98,8 @@ fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
     })
 }
 
-/// The settings by the names of their variables, in the variables' units. Takes `Config` apart, so that a new setting
-/// cannot be forgotten here.
+/// The settings by the names and in the units of their environment variables. The destructuring makes a forgotten new
+/// field a compile error.
 fn by_variable(config: &Config) -> Map<String, Value> {
     let Config {
         default_nthreads,
@@ -155,14 +155,14 @@ fn by_variable(config: &Config) -> Map<String, Value> {
     settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
-/// The file that is mapped at `address`, by the text of `/proc/self/maps` (proc_pid_maps(5)).
+/// The file mapped at `address`, from the text of `/proc/self/maps` (proc_pid_maps(5)).
 fn file_at(maps: &str, address: usize) -> Option<&str> {
     maps.lines().find_map(|line| {
         let (range, rest) = line.split_once(' ')?;
         let (first, end) = range.split_once('-')?;
         let range = usize::from_str_radix(first, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
-        // Permissions, offset, device and inode go before the path, which may have blanks in it.
-        range.contains(&address).then_some(rest).and_then(|rest| rest.find('/').map(|at| &rest[at..]))
+        // Permissions, offset, device and inode precede the path; the path may contain spaces.
+        range.contains(&address).then_some(rest).and_then(|rest| rest.find('/').map(|start| &rest[start..]))
     })
 }
 
@@ -172,36 +172,36 @@ mod tests {
 
     #[test]
     fn before_init_it_tells_of_the_libraries_and_the_settings() {
-        let told: Value = serde_json::from_str(&process_info().unwrap()).unwrap();
-        assert_eq!(told["state"], "not_started");
-        assert_eq!(told["version"], env!("CARGO_PKG_VERSION"));
-        let standard = told[NAME]["standard"].as_str().unwrap();
+        let report: Value = serde_json::from_str(&process_info().unwrap()).unwrap();
+        assert_eq!(report["state"], "not_started");
+        assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+        let standard = report[NAME]["standard"].as_str().unwrap();
         assert!(standard.split_once('.').unwrap().0.parse::<u32>().unwrap() >= 3, "{standard}");
-        assert!(!told[NAME]["library_version"].as_str().unwrap().is_empty());
-        assert!(told[NAME]["library"].as_str().unwrap().contains("libmpi"), "{told}");
-        assert_eq!(told[NAME]["thread_level"], Value::Null);
-        assert!(told["library"].as_str().unwrap().starts_with('/'), "{told}");
-        assert!(told.get("ranks").is_none());
+        assert!(!report[NAME]["library_version"].as_str().unwrap().is_empty());
+        assert!(report[NAME]["library"].as_str().unwrap().contains("libmpi"), "{report}");
+        assert_eq!(report[NAME]["thread_level"], Value::Null);
+        assert!(report["library"].as_str().unwrap().starts_with('/'), "{report}");
+        assert!(report.get("ranks").is_none());
     }
 
     #[test]
     fn settings_have_the_units_of_their_variables() {
-        let all = by_variable(&Config {
+        let info = by_variable(&Config {
             timeout: None,
             stall_warn: Some(Duration::from_millis(500)),
             chunk_bytes: 64 << 10,
             affinity: Affinity::List(vec![1, 3]),
             ..Config::default()
         });
-        assert_eq!(all["DL_COMM_TIMEOUT_S"], 0.0);
-        assert_eq!(all["DL_COMM_STALL_WARN_S"], 0.5);
-        assert_eq!(all["DL_COMM_CHUNK_KB"], 64);
-        assert_eq!(all["DL_COMM_AFFINITY"], "1,3");
-        assert_eq!(all["DL_COMM_SHM_DIR"], "/dev/shm");
-        // What it tells can be set again.
+        assert_eq!(info["DL_COMM_TIMEOUT_S"], 0.0);
+        assert_eq!(info["DL_COMM_STALL_WARN_S"], 0.5);
+        assert_eq!(info["DL_COMM_CHUNK_KB"], 64);
+        assert_eq!(info["DL_COMM_AFFINITY"], "1,3");
+        assert_eq!(info["DL_COMM_SHM_DIR"], "/dev/shm");
+        // The reported values can be parsed again.
         let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        let again = Config::from_lookup(|name| all.get(name).map(text)).unwrap();
-        assert_eq!(by_variable(&again), all);
+        let parsed = Config::from_lookup(|name| info.get(name).map(text)).unwrap();
+        assert_eq!(by_variable(&parsed), info);
     }
 
     #[test]

@@ -1,10 +1,11 @@
-//! The timeline: what every thread did when, as a file of the Chrome trace format for each rank, while it is switched on
+//! The timeline: the activity of every thread, as one Chrome trace file per rank, while recording is on
 //! (`DL_COMM_TIMELINE` or `dl_comm_timeline_start`). `python -m dl_comm.timeline` merges the files.
 //!
-//! Times are microseconds on the monotonic clock of the first rank's host: ranks of one host share a clock, and the
-//! difference to other hosts is measured at start. The file is a JSON array whose end may be missing, as the format
-//! allows, so what a killed rank has written can be read.
-//! Thread rule: everything may be called from any thread; a lock is held while a span is written. Costs one load when off.
+//! Times are microseconds on the monotonic clock of rank 0's host. Ranks of a host share that clock; the offset to
+//! other hosts is measured at start. The file is a JSON array without a closing bracket until it is complete, which the
+//! format allows: the file of a killed rank is readable.
+//! Thread rule: all functions may be called from any thread; a lock is held while a span is written. Costs one load
+//! when off.
 //! Source of the format: "Trace Event Format" of the Chromium project.
 
 use std::cell::Cell;
@@ -25,22 +26,22 @@ use crate::log::log_line;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static WRITER: Mutex<Option<Writer>> = Mutex::new(None);
-/// What the clock of this host lacks to that of the first host, in nanoseconds.
+/// Clock of rank 0's host minus the clock of this host, in nanoseconds.
 static OFFSET: AtomicI64 = AtomicI64::new(0);
 static THREADS: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
-    /// The number of the thread in the file, and whether its name is there yet.
+    /// The thread's number in the file, and the [`Writer::number`] of the file that has its name.
     static THREAD: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
 }
 
-/// How long written spans may stay in memory.
+/// Maximum age of buffered spans.
 const FLUSH: Duration = Duration::from_millis(500);
 
 struct Writer {
     file: BufWriter<File>,
     rank: usize,
-    /// Tells the files that follow each other apart.
+    /// The number of this file, from 1, in this process.
     number: u64,
     flushed: Instant,
 }
@@ -49,21 +50,21 @@ fn writer() -> MutexGuard<'static, Option<Writer>> {
     WRITER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets the difference of the first host's clock to this one's.
+/// Sets the clock of rank 0's host minus this host's clock.
 pub fn set_offset(nanos: i64) {
     OFFSET.store(nanos, Ordering::Relaxed);
 }
 
-/// Whether a timeline is recorded.
+/// Whether a timeline is being recorded.
 pub fn is_on() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// Starts a file in `folder`, which is made when it is not there, for rank `rank` of job `job`, known as `title`. Where
-/// another job has left a file of that name, this one goes into a folder of the job in it.
+/// Starts the file of rank `rank` of job `job` in `folder`, which is created if missing. `title` names the process in
+/// the trace. If another job's file has the same name, the file goes into the subfolder `job`.
 ///
 /// # Errors
-/// [`Error::System`]; [`Error::State`] when a timeline is on.
+/// [`Error::System`]; [`Error::State`] when a timeline is being recorded.
 pub fn start(folder: &str, rank: usize, title: &str, job: &str) -> Result<()> {
     static NUMBER: AtomicU64 = AtomicU64::new(1);
     let mut slot = writer();
@@ -84,14 +85,14 @@ pub fn start(folder: &str, rank: usize, title: &str, job: &str) -> Result<()> {
     writer.file.write_all(b"[\n").map_err(failed)?;
     writer.write(&json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": title, "job": job}}));
     writer.write(&json!({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}));
-    // Other jobs look for it.
+    // Other jobs read this header to detect the file.
     writer.file.flush().map_err(failed)?;
     *slot = Some(writer);
     ON.store(true, Ordering::Relaxed);
     Ok(())
 }
 
-/// Whether a file is there that job `job` has not written: its first lines would say so.
+/// Whether the file exists and belongs to another job: its first lines contain the job's id.
 fn is_of_another(path: &Path, job: &str) -> bool {
     let mut head = Vec::new();
     match File::open(path) {
@@ -103,7 +104,7 @@ fn is_of_another(path: &Path, job: &str) -> bool {
     }
 }
 
-/// Ends the file. Nothing happens when there is none.
+/// Completes the file; does nothing without a timeline.
 pub fn stop() {
     ON.store(false, Ordering::Relaxed);
     if let Some(mut writer) = writer().take() {
@@ -115,7 +116,7 @@ pub fn stop() {
     }
 }
 
-/// Writes that this thread did `name`, of the category `category`, from `from` to `to`.
+/// Writes a span `name` of this thread in `category`.
 pub fn span(category: &str, name: &str, from: Instant, to: Instant, args: &[(&str, Value)]) {
     let mut slot = writer();
     let Some(writer) = &mut *slot else { return };
@@ -139,11 +140,11 @@ pub fn span(category: &str, name: &str, from: Instant, to: Instant, args: &[(&st
 
 impl Writer {
     fn write(&mut self, event: &Value) {
-        // A failure shows at the next flush, since the buffer keeps what it could not write.
+        // An error appears at the next flush: the buffer keeps unwritten bytes.
         let _buffered = writeln!(self.file, "{event},");
     }
 
-    /// The number of the calling thread, whose name is written once.
+    /// The number of the calling thread; writes its name once per file.
     fn thread(&mut self) -> u64 {
         let (mut number, named) = THREAD.get();
         if number == 0 {
@@ -164,9 +165,9 @@ impl Writer {
 mod tests {
     use super::*;
 
-    /// The only test that switches it on: it is one for the process.
+    /// The only test that records: the timeline is global to the process.
     #[test]
-    fn a_file_has_what_happened() {
+    fn a_file_has_the_recorded_spans() {
         let folder = std::env::temp_dir().join(format!("dl_comm_timeline_{}", std::process::id()));
         let text = folder.to_string_lossy().into_owned();
         assert!(matches!(start("/proc/nowhere", 0, "x", "a"), Err(Error::System(_))));
@@ -175,7 +176,7 @@ mod tests {
         let other = std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap();
         start(&text, 3, "rank 3", "a").unwrap();
         stop();
-        // The same job again: the same file.
+        // The same job again: the same file is replaced.
         start(&text, 3, "rank 3", "a").unwrap();
         assert_eq!(std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap(), other);
         assert!(matches!(start(&text, 3, "rank 3", "a"), Err(Error::State(_))));

@@ -1,7 +1,7 @@
-//! Where the time of a call goes: a log of each call, which costs a few looks at the clock, and, while a timeline is
-//! recorded ([`crate::timeline`]), the spans behind the sums.
+//! The time of a call by activity. Costs a few clock reads per call. While a timeline is recorded
+//! ([`crate::timeline`]), it also writes each span.
 //!
-//! Thread rule: a [`CallTimings`] is shared by the threads that carry out a call; all counters are atomics.
+//! Thread rule: the threads that run a call share its [`CallTimings`]; all counters are atomics.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -9,21 +9,21 @@ use std::time::{Duration, Instant};
 
 use crate::timeline;
 
-/// What a thread of a team does in a call.
+/// Activity of a group thread in a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
     /// Copies between tensors and shared memory.
     Copy,
     /// Waits for a rank of this host.
     Wait,
-    /// Adds up, or moves what is broadcast within a host.
+    /// Reduces, or copies broadcast data within a host.
     Reduce,
-    /// Exchanges messages with other hosts, waiting for them included.
+    /// Exchanges messages with other hosts, including waits for them.
     Network,
 }
 
 impl Activity {
-    /// The word for it in files.
+    /// The name in files.
     pub fn as_str(self) -> &'static str {
         match self {
             Activity::Copy => "copy",
@@ -34,7 +34,7 @@ impl Activity {
     }
 }
 
-/// Whom a wait was for.
+/// The target of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WaitTarget {
     /// A rank of this host.
@@ -43,7 +43,7 @@ pub enum WaitTarget {
     Host(usize),
 }
 
-/// What a call did: sums over the threads that carried it out.
+/// Timings and counters of a call, summed over its threads.
 #[derive(Debug, Default)]
 pub struct CallTimings {
     team: i32,
@@ -53,17 +53,17 @@ pub struct CallTimings {
     flags: AtomicU64,
     messages: AtomicU64,
     sent: AtomicU64,
-    late: Mutex<Vec<(WaitTarget, Duration)>>,
+    waits: Mutex<Vec<(WaitTarget, Duration)>>,
     waiting: Mutex<Vec<WaitTarget>>,
 }
 
 impl CallTimings {
-    /// The log of the call with this number on this rank's team.
+    /// Timings of call `number` of a group on this rank.
     pub fn new(team: i32, number: u64) -> CallTimings {
         CallTimings { team, number, ..CallTimings::default() }
     }
 
-    /// The team of the call.
+    /// Id of the call's group.
     pub fn team(&self) -> i32 {
         self.team
     }
@@ -72,56 +72,56 @@ impl CallTimings {
     pub fn add(&self, activity: Activity, from: Instant, to: Instant) {
         self.nanos[activity as usize].fetch_add(nanos(to - from), Ordering::Relaxed);
         if timeline::is_on() {
-            timeline::span("phase", activity.as_str(), from, to, &self.place());
+            timeline::span("phase", activity.as_str(), from, to, &self.labels());
         }
     }
 
-    /// Notes a wait for a rank of this host.
+    /// Adds a wait for a rank of this host.
     pub fn waited(&self, rank: usize, from: Instant, to: Instant) {
         self.add(Activity::Wait, from, to);
         self.add_wait(WaitTarget::Rank(rank), from, to);
     }
 
-    /// Notes a wait for `late`, which is part of a span of [`Activity::SyncMode`] or [`Activity::NetworkModel`].
-    pub fn add_wait(&self, late: WaitTarget, from: Instant, to: Instant) {
-        let mut waits = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-        match waits.iter_mut().find(|(other, _)| *other == late) {
+    /// Adds a wait for `target`, within a span of [`Activity::Wait`] or [`Activity::Network`].
+    pub fn add_wait(&self, target: WaitTarget, from: Instant, to: Instant) {
+        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        match waits.iter_mut().find(|(other, _)| *other == target) {
             Some((_, sum)) => *sum += to - from,
-            None => waits.push((late, to - from)),
+            None => waits.push((target, to - from)),
         }
         drop(waits);
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
         if timeline::is_on() {
-            let whom = match late {
+            let name = match target {
                 WaitTarget::Rank(rank) => format!("rank {rank}"),
                 WaitTarget::Host(host) => format!("host {host}"),
             };
-            let [team, call] = self.place();
+            let [team, call] = self.labels();
             timeline::span(
                 "wait_for_rank",
-                &format!("wait for {whom}"),
+                &format!("wait for {name}"),
                 from,
                 to,
-                &[team, call, ("target", whom.into())],
+                &[team, call, ("target", name.into())],
             );
         }
     }
 
-    fn place(&self) -> [(&'static str, serde_json::Value); 2] {
+    fn labels(&self) -> [(&'static str, serde_json::Value); 2] {
         [("team", self.team.into()), ("call", self.number.into())]
     }
 
-    /// Notes whom a thread waits for now, when it has done so for a while.
-    pub fn set_waiting(&self, late: Vec<WaitTarget>) {
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = late;
+    /// Sets the current targets of a long wait.
+    pub fn set_waiting(&self, target: Vec<WaitTarget>) {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = target;
     }
 
-    /// Whom a thread waits for.
+    /// The current targets of a long wait.
     pub fn waiting(&self) -> Vec<WaitTarget> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Counts a step through the host's memory.
+    /// Counts a round through shared memory.
     pub fn step(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
@@ -131,45 +131,45 @@ impl CallTimings {
         self.flags.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts messages to other hosts, `bytes` in all.
+    /// Counts `count` messages to other hosts, `bytes` in total.
     pub fn messages(&self, count: usize, bytes: usize) {
         self.messages.fetch_add(count as u64, Ordering::Relaxed);
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// The seconds of `activity`.
+    /// Total seconds spent in `activity`.
     pub fn seconds(&self, activity: Activity) -> f64 {
         self.nanos[activity as usize].load(Ordering::Relaxed) as f64 * 1e-9
     }
 
-    /// For whom threads waited, and how long.
+    /// The total wait per target.
     pub fn late(&self) -> Vec<(WaitTarget, Duration)> {
-        self.late.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What was counted: steps, flags raised, messages, bytes of the messages.
+    /// Counts: shared memory rounds, raised flags, messages, bytes of the messages.
     pub fn counts(&self) -> [u64; 4] {
         [&self.steps, &self.flags, &self.messages, &self.sent].map(|count| count.load(Ordering::Relaxed))
     }
 }
 
-/// A look at the clock, and what happens until the next. Work on few bytes is not timed, unless a timeline is recorded:
-/// the clock would be a good part of it. Waits tell their own time ([`CallTimings::waited`]).
+/// Measures consecutive phases of a call. Small work is timed only while a timeline is recorded: reading the clock
+/// would take too long. Waits are measured apart ([`CallTimings::waited`]).
 pub struct PhaseTimer<'a> {
     timings: &'a CallTimings,
     since: Option<Instant>,
 }
 
-/// Bytes below which work is not timed.
+/// Work on fewer bytes is not timed.
 const SMALL: usize = 16 << 10;
 
 impl PhaseTimer<'_> {
-    /// Starts now, with work on `bytes`.
-    pub fn start(log: &CallTimings, bytes: usize) -> PhaseTimer<'_> {
-        PhaseTimer { timings: log, since: (bytes >= SMALL || timeline::is_on()).then(Instant::now) }
+    /// Starts a phase that processes `bytes`.
+    pub fn start(timings: &CallTimings, bytes: usize) -> PhaseTimer<'_> {
+        PhaseTimer { timings, since: (bytes >= SMALL || timeline::is_on()).then(Instant::now) }
     }
 
-    /// What was done since the last look was `activity`.
+    /// Ends a phase of `activity` and starts the next.
     pub fn end(&mut self, activity: Activity) {
         if let Some(since) = &mut self.since {
             let now = Instant::now();
@@ -178,7 +178,7 @@ impl PhaseTimer<'_> {
         }
     }
 
-    /// Since the last look there was a wait, which tells its own time.
+    /// Starts a new phase without counting the last one: it was a wait, which is measured apart.
     pub fn reset(&mut self) {
         if let Some(since) = &mut self.since {
             *since = Instant::now();
@@ -195,29 +195,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn laps_and_waits_add_up() {
-        let log = CallTimings::default();
+    fn phases_and_waits_add_up() {
+        let timings = CallTimings::default();
         let start = Instant::now();
-        let mut timer = PhaseTimer::start(&log, SMALL);
+        let mut timer = PhaseTimer::start(&timings, SMALL);
         std::thread::sleep(Duration::from_millis(5));
         timer.end(Activity::Reduce);
         timer.end(Activity::Copy);
         let spent = start.elapsed().as_secs_f64();
-        let mut few = PhaseTimer::start(&log, SMALL - 1);
-        few.reset();
-        few.end(Activity::Network);
-        assert_eq!(log.seconds(Activity::Network), 0.0);
-        assert!((0.005..=spent).contains(&log.seconds(Activity::Reduce)));
-        assert!(log.seconds(Activity::Reduce) + log.seconds(Activity::Copy) <= spent);
+        let mut small = PhaseTimer::start(&timings, SMALL - 1);
+        small.reset();
+        small.end(Activity::Network);
+        assert_eq!(timings.seconds(Activity::Network), 0.0);
+        assert!((0.005..=spent).contains(&timings.seconds(Activity::Reduce)));
+        assert!(timings.seconds(Activity::Reduce) + timings.seconds(Activity::Copy) <= spent);
         for _ in 0..2 {
-            log.add_wait(WaitTarget::Rank(3), start, start + Duration::from_secs(1));
+            timings.add_wait(WaitTarget::Rank(3), start, start + Duration::from_secs(1));
         }
-        log.add_wait(WaitTarget::Host(1), start, start + Duration::from_secs(1));
+        timings.add_wait(WaitTarget::Host(1), start, start + Duration::from_secs(1));
         assert_eq!(
-            log.late(),
+            timings.late(),
             [(WaitTarget::Rank(3), Duration::from_secs(2)), (WaitTarget::Host(1), Duration::from_secs(1))]
         );
-        log.messages(2, 100);
-        assert_eq!(log.counts(), [0, 0, 2, 100]);
+        timings.messages(2, 100);
+        assert_eq!(timings.counts(), [0, 0, 2, 100]);
     }
 }

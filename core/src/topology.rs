@@ -1,10 +1,10 @@
-//! Which rank lives on which host, and what follows for the levels of a collective. Pure.
+//! The mapping of ranks to hosts and shards. Pure.
 //!
-//! A host is a set of ranks that can share memory. Within a host, slices of the data are carried by *shards*: shard l is
-//! driven by the rank with local rank l, reduces slice l, and talks to shard l of the other hosts. There are as many shards
-//! as the smallest host has ranks, so that every host has the same shards.
+//! A host is a set of ranks that can share memory. The data of a host is cut into *shards*. The rank with local rank l
+//! owns shard l: it reduces that slice and exchanges it with the owners of shard l on the other hosts. The number of
+//! shards is the size of the smallest host, so every host has the same shards.
 
-/// The ranks of a job by host, as one rank sees them.
+/// The ranks of a job, grouped by host, as seen by one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
     rank: usize,
@@ -14,11 +14,11 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// The topology of rank `rank` when rank r lives where `keys[r]` says; equal keys are one host. Hosts are ordered by
-    /// their lowest rank.
+    /// The topology as seen by `rank`. Rank r is on the host with key `keys[r]`; equal keys are one host. Hosts are
+    /// ordered by their lowest rank.
     ///
     /// # Panics
-    /// When `rank` is not below `keys.len()`.
+    /// If `rank >= keys.len()`.
     pub fn new<K: PartialEq>(rank: usize, keys: &[K]) -> Topology {
         let mut leaders: Vec<usize> = Vec::new();
         let mut hosts: Vec<Vec<usize>> = Vec::new();
@@ -41,12 +41,12 @@ impl Topology {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Number of ranks.
     pub fn size(&self) -> usize {
         self.hosts.iter().map(Vec::len).sum()
     }
 
-    /// The number of hosts.
+    /// Number of hosts.
     pub fn hosts(&self) -> usize {
         self.hosts.len()
     }
@@ -56,12 +56,12 @@ impl Topology {
         self.host
     }
 
-    /// This rank among those of its host.
+    /// This rank's index among the ranks of its host.
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
-    /// The number of ranks of this host.
+    /// The number of ranks on this host.
     pub fn local_size(&self) -> usize {
         self.hosts[self.host].len()
     }
@@ -84,12 +84,12 @@ impl Topology {
         })
     }
 
-    /// The number of shards: slices that the data of a host is cut into.
+    /// The number of shards that the data of a host is cut into.
     pub fn num_shards(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
-    /// The shard that this rank drives, if it drives one.
+    /// The shard that this rank owns, if any.
     pub fn shard(&self) -> Option<usize> {
         (self.local_rank < self.num_shards()).then_some(self.local_rank)
     }

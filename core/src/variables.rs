@@ -1,6 +1,6 @@
-//! The names of the environment variables: the one list of them, and what is meant by a name that is not in it. Pure.
+//! The list of all environment variables, and suggestions for misspelled names. Pure.
 
-/// Those that dl_comm reads, here and in its Python package, and those that it sets for its own processes.
+/// Variables that dl_comm and its Python package read or set for their own processes.
 pub const KNOWN: [&str; 22] = [
     "DL_COMM_AFFINITY",
     "DL_COMM_ALGORITHM",
@@ -25,12 +25,12 @@ pub const KNOWN: [&str; 22] = [
     "DL_COMM_TIMEOUT_S",
     "DL_COMM_VENV",
 ];
-/// Of the tests, which have many.
+/// Prefix of test variables, which are not checked.
 const TESTS: &str = "DL_COMM_TEST_";
-/// How many letters of a name may be wrong for it to stand for another one.
+/// Maximum edit distance of a suggestion.
 const MAX_TYPOS: usize = 5;
 
-/// The names in `names` that begin as dl_comm's do and are none of them, and for each the one that is likely meant.
+/// The names that start with `DL_COMM_` but are unknown, each with the most similar known name.
 pub fn unknown(names: impl IntoIterator<Item = String>) -> Vec<(String, Option<&'static str>)> {
     let ours = |name: &String| name.starts_with("DL_COMM_") && !name.starts_with(TESTS);
     let mut found: Vec<_> = names
@@ -47,26 +47,26 @@ pub fn unknown(names: impl IntoIterator<Item = String>) -> Vec<(String, Option<&
     found
 }
 
-/// What to say of these, in one line; nothing when there are none.
+/// The warning about `unknown`, in one line; `None` if it is empty.
 pub fn warning(unknown: &[(String, Option<&str>)]) -> Option<String> {
-    let word = |(name, nearest): &(String, Option<&str>)| match nearest {
+    let describe = |(name, nearest): &(String, Option<&str>)| match nearest {
         Some(nearest) => format!("{name} (is {nearest} meant?)"),
         None => name.clone(),
     };
-    let words: Vec<String> = unknown.iter().map(word).collect();
-    (!words.is_empty()).then(|| format!("no variable of this name is known, so it has no effect: {}", words.join(", ")))
+    let texts: Vec<String> = unknown.iter().map(describe).collect();
+    (!texts.is_empty()).then(|| format!("no variable of this name is known, so it has no effect: {}", texts.join(", ")))
 }
 
-/// The number of letters to insert, remove or replace to make `b` of `a` (Levenshtein's distance).
+/// The Levenshtein distance: insertions, removals and replacements that turn `a` into `b`.
 fn edit_distance(a: &str, b: &str) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.bytes().enumerate() {
-        let mut corner = row[0];
+        let mut diagonal = row[0];
         row[0] = i + 1;
         for (j, y) in b.bytes().enumerate() {
-            let replaced = corner + usize::from(x != y);
-            corner = row[j + 1];
-            row[j + 1] = replaced.min(corner + 1).min(row[j] + 1);
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
         }
     }
     row[b.len()]
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_is_not_known_has_a_neighbour() {
+    fn unknown_names_get_a_suggestion() {
         let meant = |name: &str| unknown([name.to_owned()]).pop();
         for (name, nearest) in [
             ("DL_COMM_TIMEOUT", "DL_COMM_TIMEOUT_S"),

@@ -1,60 +1,60 @@
-//! How the tensors of one call are fused and cut: the wire layout. Pure.
+//! The wire layout: tensors of a call, fused and cut into chunks. Pure.
 //!
-//! Tensors are laid out one behind the other, those of one element type together, each group from a multiple of
-//! [`ALIGN`] bytes; that line of bytes is cut into chunks of equal size. A chunk is thus a few *runs* of one element type
-//! (what a reduction works on) and many *pieces* of tensors (what is copied in and out). Elements never straddle a chunk
-//! or an [`ALIGN`] boundary, so any cut at multiples of it keeps elements whole.
+//! Tensors are laid out contiguously, grouped by element type; each type starts at a multiple of [`ALIGN`] bytes. The
+//! layout is cut into chunks of equal size. A chunk has a few *runs* of one element type (units of a reduction) and
+//! many *ranges* of tensors (units of copies). No element crosses a chunk or [`ALIGN`] boundary, so cuts at multiples
+//! of [`ALIGN`] keep elements whole.
 
 use std::ops::Range;
 
 use crate::dtype::DType;
 
-/// Every cut of the wire layout is at a multiple of this many bytes: a cache line, and no element is larger.
+/// Alignment of every cut in the wire layout, in bytes: a cache line; no element is larger.
 pub const ALIGN: usize = 64;
 
-/// The bytes at the start of every message between hosts that say what it is.
+/// Size of the header of each message between hosts, in bytes.
 pub const HEADER: usize = ALIGN;
 
-/// Accumulators are at most that many times as wide as the elements on the wire.
+/// Maximum ratio of accumulator size to element size on the wire.
 const MAX_ACC_RATIO: usize = 4;
 
-/// The most bytes that `wire` bytes of elements take as accumulators, the runs of each element type aligned.
+/// Upper limit of the accumulator bytes for `wire` bytes of elements, with the run of each element type aligned.
 pub fn max_acc_bytes(wire: usize) -> usize {
     wire.next_multiple_of(ALIGN) * MAX_ACC_RATIO
 }
 
-/// The bytes that the messages of one exchange between hosts take at most, for slots of `slot` bytes: one shard's slice as
-/// accumulators, in a piece and with a header for each host.
+/// Upper limit of the message bytes in one exchange between hosts, for slots of `slot` bytes: one shard as
+/// accumulators, split into one part per host, each with a header.
 pub fn exchange_buffer_bytes(slot: usize, shards: usize, hosts: usize) -> usize {
     let slice_lines = slot.div_ceil(ALIGN).div_ceil(shards) + 1;
     hosts * HEADER + max_acc_bytes((slice_lines + hosts) * ALIGN)
 }
 
-/// Part of one tensor that lies in a chunk.
+/// The part of a tensor in a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorRange {
-    /// The tensor's position in the caller's list.
+    /// The tensor's index in the caller's list.
     pub tensor: usize,
-    /// Its place among the tensors of the wire layout, which are those that have elements, by element type.
+    /// The tensor's index in the layout: nonempty tensors, ordered by element type.
     pub layout_index: usize,
-    /// Its first element in this chunk.
+    /// The first element of the tensor in this range.
     pub first: usize,
-    /// How many elements.
+    /// The number of elements.
     pub count: usize,
-    /// Where they lie in the chunk, in bytes.
+    /// The byte offset in the chunk.
     pub offset: usize,
 }
 
-/// Bytes of a chunk that hold elements of one type.
+/// Consecutive bytes of a chunk with one element type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DtypeRun {
-    /// The element type.
+    /// Element type.
     pub dtype: DType,
-    /// The bytes in the chunk; the start is a multiple of [`ALIGN`], the length one of the element's size on the wire.
+    /// The bytes in the chunk. The start is a multiple of [`ALIGN`], the length a multiple of the element's wire size.
     pub bytes: Range<usize>,
 }
 
-/// The wire layout of one call.
+/// The wire layout of a call.
 #[derive(Debug, Clone)]
 pub struct WireLayout {
     tensors: Vec<LayoutEntry>,
@@ -72,29 +72,29 @@ struct LayoutEntry {
 }
 
 impl WireLayout {
-    /// Lays out tensors given by element type and length. `wire_size` tells how many bytes an element takes on the wire (a
-    /// power of two up to [`ALIGN`]); `chunk` is a positive multiple of [`ALIGN`].
+    /// Lays out tensors given by element type and length. `wire_size` is the wire size of an element in bytes (a power
+    /// of two up to [`ALIGN`]); `chunk` is a positive multiple of [`ALIGN`].
     pub fn new(tensors: &[(DType, usize)], wire_size: impl Fn(DType) -> usize, chunk: usize) -> WireLayout {
         debug_assert!(chunk > 0 && chunk.is_multiple_of(ALIGN));
-        let mut placed = Vec::with_capacity(tensors.len());
+        let mut entries = Vec::with_capacity(tensors.len());
         let mut groups = Vec::new();
-        let mut at = 0;
+        let mut position = 0;
         for dtype in DType::ALL {
             let element = wire_size(dtype);
-            let start = at;
+            let start = position;
             for (tensor, &(_, len)) in tensors.iter().enumerate().filter(|(_, (other, _))| *other == dtype) {
                 if len > 0 {
-                    placed.push(LayoutEntry { tensor, start: at, end: at + len * element, element });
-                    at += len * element;
+                    entries.push(LayoutEntry { tensor, start: position, end: position + len * element, element });
+                    position += len * element;
                 }
             }
-            if at > start {
-                groups.push(DtypeRun { dtype, bytes: start..at });
-                at = at.next_multiple_of(ALIGN);
+            if position > start {
+                groups.push(DtypeRun { dtype, bytes: start..position });
+                position = position.next_multiple_of(ALIGN);
             }
         }
         let total = groups.last().map_or(0, |group| group.bytes.end);
-        WireLayout { tensors: placed, groups, total, chunk }
+        WireLayout { tensors: entries, groups, total, chunk }
     }
 
     /// The same layout in chunks of `chunk` bytes, a positive multiple of [`ALIGN`].
@@ -103,22 +103,22 @@ impl WireLayout {
         WireLayout { chunk, ..self }
     }
 
-    /// A plan of nothing.
+    /// A layout without tensors.
     pub fn empty(&self) -> WireLayout {
         WireLayout { tensors: Vec::new(), groups: Vec::new(), total: 0, chunk: self.chunk }
     }
 
-    /// The bytes of all chunks together.
+    /// The total bytes of all chunks.
     pub fn total(&self) -> usize {
         self.total
     }
 
-    /// The number of chunks; a call without data still has one, which is empty.
+    /// The number of chunks; a call without data has one empty chunk.
     pub fn chunks(&self) -> usize {
         self.total.div_ceil(self.chunk).max(1)
     }
 
-    /// The bytes of chunk `index`.
+    /// The size of chunk `index` in bytes.
     pub fn chunk_len(&self, index: usize) -> usize {
         self.range(index).len()
     }
@@ -128,45 +128,45 @@ impl WireLayout {
         start..(start + self.chunk).min(self.total)
     }
 
-    /// The tensors that have elements, in the order in which they are laid out.
+    /// The nonempty tensors in layout order.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = usize> {
-        self.tensors.iter().map(|placed| placed.tensor)
+        self.tensors.iter().map(|entry| entry.tensor)
     }
 
-    /// The parts of tensors in chunk `index` within `part` of its bytes (cut at multiples of [`ALIGN`], or at the chunk's
-    /// end), by ascending offset. Offsets count from the chunk's start.
+    /// The tensor ranges in bytes `part` of chunk `index`, by ascending offset. `part` is cut at multiples of [`ALIGN`]
+    /// or at the chunk's end. Offsets are relative to the chunk.
     pub fn ranges(&self, index: usize, part: Range<usize>) -> impl Iterator<Item = TensorRange> {
         let origin = self.range(index).start;
         self.ranges_from(origin, origin + part.start..origin + part.end)
     }
 
-    /// The parts of tensors in `range` of all bytes (cut as for [`WireLayout::pieces`]), whatever the chunks. Offsets count from the
-    /// start of the first chunk.
+    /// The tensor ranges in `range` of the whole layout, cut as in [`WireLayout::ranges`]. Offsets are relative to the
+    /// first chunk.
     pub fn all_ranges(&self, range: Range<usize>) -> impl Iterator<Item = TensorRange> {
         self.ranges_from(0, range)
     }
 
     fn ranges_from(&self, origin: usize, range: Range<usize>) -> impl Iterator<Item = TensorRange> {
-        let first = self.tensors.partition_point(|placed| placed.end <= range.start);
+        let first = self.tensors.partition_point(|entry| entry.end <= range.start);
         let within = self.tensors[first..].iter().take_while({
             let (end, range) = (range.end, range.clone());
-            move |placed| placed.start < end && !range.is_empty()
+            move |entry| entry.start < end && !range.is_empty()
         });
-        within.zip(first..).map(move |(placed, place)| {
-            let start = placed.start.max(range.start);
-            let end = placed.end.min(range.end);
+        within.zip(first..).map(move |(entry, layout_index)| {
+            let start = entry.start.max(range.start);
+            let end = entry.end.min(range.end);
             TensorRange {
-                tensor: placed.tensor,
-                layout_index: place,
-                first: (start - placed.start) / placed.element,
-                count: (end - start) / placed.element,
+                tensor: entry.tensor,
+                layout_index,
+                first: (start - entry.start) / entry.element,
+                count: (end - start) / entry.element,
                 offset: start - origin,
             }
         })
     }
 
-    /// The runs of chunk `index` within `part` of its bytes (cut at multiples of [`ALIGN`], or at the chunk's end), by
-    /// ascending offset. Offsets count from the chunk's start.
+    /// The runs in bytes `part` of chunk `index`, by ascending offset. `part` is cut at multiples of [`ALIGN`] or at
+    /// the chunk's end. Offsets are relative to the chunk.
     pub fn runs(&self, index: usize, part: Range<usize>) -> impl Iterator<Item = DtypeRun> {
         let origin = self.range(index).start;
         let (from, to) = (origin + part.start, origin + part.end);
@@ -178,7 +178,7 @@ impl WireLayout {
     }
 }
 
-/// Part `index` of `parts` of `range`, all cut at multiples of [`ALIGN`] from the range's start, as equal as that allows.
+/// Part `index` of `parts` nearly equal parts of `range`, cut at multiples of [`ALIGN`] from its start.
 pub fn slice(range: Range<usize>, index: usize, parts: usize) -> Range<usize> {
     let lines = range.len().div_ceil(ALIGN);
     let cut = |i: usize| (range.start + (lines * i / parts) * ALIGN).min(range.end);
@@ -196,24 +196,24 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_is_in_one_piece_and_one_run(
+        fn every_element_is_in_one_range_and_one_run(
             tensors in prop::collection::vec((dtype(), 0usize..300), 1..40),
             lines in 1usize..20,
             widen in prop::bool::ANY,
         ) {
             let wire = |dtype: DType| dtype.size() * if widen { 2 } else { 1 };
-            let plan = WireLayout::new(&tensors, wire, lines * ALIGN);
+            let layout = WireLayout::new(&tensors, wire, lines * ALIGN);
             let mut seen: Vec<Vec<u32>> = tensors.iter().map(|(_, len)| vec![0; *len]).collect();
-            for chunk in 0..plan.chunks() {
-                let len = plan.chunk_len(chunk);
+            for chunk in 0..layout.chunks() {
+                let len = layout.chunk_len(chunk);
                 prop_assert!(len <= lines * ALIGN);
-                let runs: Vec<DtypeRun> = plan.runs(chunk, 0..len).collect();
-                for piece in plan.ranges(chunk, 0..len / 2 / ALIGN * ALIGN).chain(plan.ranges(chunk, len / 2 / ALIGN * ALIGN..len)) {
-                    let dtype = tensors[piece.tensor].0;
-                    let end = piece.offset + piece.count * wire(dtype);
-                    prop_assert!(piece.count > 0);
-                    prop_assert!(runs.iter().any(|run| run.dtype == dtype && run.bytes.start <= piece.offset && end <= run.bytes.end));
-                    for element in &mut seen[piece.tensor][piece.first..piece.first + piece.count] {
+                let runs: Vec<DtypeRun> = layout.runs(chunk, 0..len).collect();
+                for range in layout.ranges(chunk, 0..len / 2 / ALIGN * ALIGN).chain(layout.ranges(chunk, len / 2 / ALIGN * ALIGN..len)) {
+                    let dtype = tensors[range.tensor].0;
+                    let end = range.offset + range.count * wire(dtype);
+                    prop_assert!(range.count > 0);
+                    prop_assert!(runs.iter().any(|run| run.dtype == dtype && run.bytes.start <= range.offset && end <= run.bytes.end));
+                    for element in &mut seen[range.tensor][range.first..range.first + range.count] {
                         *element += 1;
                     }
                 }
@@ -228,20 +228,23 @@ mod tests {
         #[test]
         fn slices_cover_a_range_in_order(start in 0usize..4, len in 0usize..5000, parts in 1usize..9) {
             let range = start * ALIGN..start * ALIGN + len;
-            let mut at = range.start;
+            let mut position = range.start;
             for index in 0..parts {
                 let part = slice(range.clone(), index, parts);
-                prop_assert_eq!(part.start, at);
+                prop_assert_eq!(part.start, position);
                 prop_assert_eq!(part.start.is_multiple_of(ALIGN) || part.is_empty(), true);
-                at = part.end;
+                position = part.end;
             }
-            prop_assert_eq!(at, range.end);
+            prop_assert_eq!(position, range.end);
         }
     }
 
     #[test]
-    fn no_tensors_make_one_empty_chunk() {
-        let plan = WireLayout::new(&[(DType::F32, 0)], DType::size, 64);
-        assert_eq!((plan.chunks(), plan.chunk_len(0), plan.ranges(0, 0..0).count(), plan.total()), (1, 0, 0, 0));
+    fn no_tensors_give_one_empty_chunk() {
+        let layout = WireLayout::new(&[(DType::F32, 0)], DType::size, 64);
+        assert_eq!(
+            (layout.chunks(), layout.chunk_len(0), layout.ranges(0, 0..0).count(), layout.total()),
+            (1, 0, 0, 0)
+        );
     }
 }

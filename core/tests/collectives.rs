@@ -1,4 +1,4 @@
-//! The collectives on ranks that are threads, on hosts of many shapes: values, dtypes, chunking, order of addition.
+//! Collectives on ranks that are threads, on hosts of many shapes: values, element types, chunks, order of addition.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
@@ -25,7 +25,7 @@ const SHAPES: [&[usize]; 12] = [
     &[1, 1, 1, 1, 1, 1, 1],
 ];
 
-/// Those that give the same bits.
+/// Algorithms that give the same bits.
 const SAME_BITS: [AlgorithmSetting; 4] = [
     AlgorithmSetting::Auto,
     AlgorithmSetting::Always(Algorithm::Doubling),
@@ -34,7 +34,7 @@ const SAME_BITS: [AlgorithmSetting; 4] = [
 ];
 const RING: AlgorithmSetting = AlgorithmSetting::Always(Algorithm::Ring);
 
-/// Jobs of every shape, and between hosts with every algorithm.
+/// Worlds of every shape, with every algorithm if there are several hosts.
 fn worlds() -> impl Iterator<Item = World> {
     SHAPES.into_iter().flat_map(|hosts| {
         let choices = SAME_BITS.into_iter().chain([RING]).take(if hosts.len() > 1 { 5 } else { 1 });
@@ -42,9 +42,9 @@ fn worlds() -> impl Iterator<Item = World> {
     })
 }
 
-/// Short calls raise one flag of three. However many of them come, a longer call after them still waits for its data.
+/// Small calls raise only one of the three flags. After any number of them, a longer call still waits for its data.
 #[test]
-fn a_phase_of_short_calls_does_not_outrun_the_counters() {
+fn many_small_calls_do_not_break_the_flags() {
     for hosts in [&[2][..], &[3], &[1, 1]] {
         let world = World { threads: 2, ..World::new(hosts) };
         world.run(|rank| {
@@ -71,12 +71,12 @@ fn expect<T: Element>(rank: &Rank, mut data: Vec<T>, expected: &[T]) {
 fn every_dtype_is_averaged() {
     for world in worlds() {
         world.run(|rank| {
-            let mine = u8::try_from(rank.rank).unwrap();
+            let own_rank = u8::try_from(rank.rank).unwrap();
             let size = u8::try_from(rank.size).unwrap();
             let sum = size * (size - 1) / 2;
             let mean = f64::from(sum) / f64::from(size);
             let posted = |i: u8| f64::from(i) + mean;
-            let values = || (0..100u8).map(move |i| i + mine);
+            let values = || (0..100u8).map(move |i| i + own_rank);
             let expected = || (0..100u8).map(posted);
             expect(rank, values().map(f64::from).collect(), &expected().collect::<Vec<f64>>());
             let narrow = |value: u8| f32::from(value);
@@ -121,7 +121,7 @@ fn every_root_broadcasts_every_dtype() {
 }
 
 #[test]
-fn lists_of_thousands_and_empty_tensors() {
+fn lists_of_thousands_of_tensors_and_empty_tensors() {
     for threads in [1, 3] {
         World { threads, ..World::new(&[2, 1]) }.run(|rank| {
             let mut list: Vec<Vec<f32>> = (0..3000).map(|i| vec![(i + rank.rank) as f32; i % 7]).collect();
@@ -134,8 +134,8 @@ fn lists_of_thousands_and_empty_tensors() {
 }
 
 #[test]
-fn tiny_tensors_among_long_ones_in_shared_memory() {
-    // Places of tensors take eight bytes each: those of the second list do not all fit a slot.
+fn tiny_and_long_tensors_in_shared_memory() {
+    // An offset takes eight bytes: those of the second list exceed one slot.
     for lengths in [&[70_000, 1, 3, 0, 2, 9_000, 1][..], &[1; 5_000], &[40_000, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]] {
         for threads in [1, 3] {
             World { threads, shares: true, ..World::new(&[3]) }.run(|rank| {
@@ -148,7 +148,7 @@ fn tiny_tensors_among_long_ones_in_shared_memory() {
 }
 
 #[test]
-fn towers_are_averaged_and_filled() {
+fn towers_are_averaged_and_all_get_the_result() {
     for world in worlds() {
         World { threads: 2, ..world }.run(|rank| {
             let size = rank.size as f32;
@@ -176,10 +176,10 @@ fn towers_are_averaged_and_filled() {
 }
 
 #[test]
-fn precise_teams_keep_what_float32_loses() {
+fn acc_f64_keeps_what_float32_loses() {
     let values = [1e8f32, 1.0, -1e8, 1.0];
-    for (precise, mean) in [(false, 0.25), (true, 0.5)] {
-        World { precise, ..World::new(&[4]) }.run(|rank| expect(rank, vec![values[rank.rank]; 3], &[mean; 3]));
+    for (acc_f64, mean) in [(false, 0.25), (true, 0.5)] {
+        World { acc_f64, ..World::new(&[4]) }.run(|rank| expect(rank, vec![values[rank.rank]; 3], &[mean; 3]));
     }
 }
 
@@ -200,8 +200,8 @@ fn many_calls_in_flight_complete_in_order() {
     });
 }
 
-/// The mean by the documented order: the ranks of a host in order, then the hosts: those past a power of two in pairs with
-/// the ones before, then neighbours, then neighbouring pairs, and so on.
+/// The mean in the documented order: ranks within a host, then the hosts. Hosts beyond a power of two are added to
+/// their predecessors, then neighbours are added, then neighbouring pairs, and so on.
 fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
     let mut next = inputs.iter();
     let sums: Vec<Vec<f32>> = hosts
@@ -229,20 +229,20 @@ fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Neither the algorithm between hosts, nor chunking, nor threads, nor the cutting of the data into tensors, nor whether
-    /// the ranks see each other's tensors, or some of them (the others have their means elsewhere), changes a bit. A ring
-    /// gives all ranks the same bits, which may be others.
+    /// The bits depend on none of these: the algorithm between hosts, chunks, threads, the split into tensors, and
+    /// shared memory, also with out-of-place tensors on some ranks. A ring gives equal bits on all ranks, which may
+    /// differ from those of the other algorithms.
     #[test]
-    fn bits_depend_on_the_layout_of_ranks_only(
+    fn bits_depend_only_on_ranks_per_host(
         hosts in prop::sample::select(SHAPES.to_vec()),
         threads in 1usize..4,
         lines in 1usize..40,
         cuts in prop::collection::vec(0usize..3000, 0..4),
         seed in any::<u32>(),
         shares in any::<bool>(),
-        apart in prop::collection::vec(any::<bool>(), 8),
+        out_of_place in prop::collection::vec(any::<bool>(), 8),
         algorithm in prop::sample::select([&SAME_BITS[..], &[RING]].concat()),
-        crowded in any::<bool>(),
+        oversubscribed in any::<bool>(),
     ) {
         let len = 3000;
         let value = |rank: usize, i: usize| {
@@ -254,27 +254,27 @@ proptest! {
         let expected = reference(hosts, &inputs);
         let mut cuts = cuts;
         cuts.sort_unstable();
-        let world = World { threads, slot: lines * 64, shares, algorithm, crowded, ..World::new(hosts) };
+        let world = World { threads, slot: lines * 64, shares, algorithm, oversubscribed, ..World::new(hosts) };
         let results = world.run(|rank| {
             let mut data = inputs[rank.rank].clone();
             let mut means = vec![0f32; len];
-            let is_apart = apart[rank.rank % apart.len()];
+            let is_out_of_place = out_of_place[rank.rank % out_of_place.len()];
             let mut list = Vec::new();
             for (&from, &to) in [0].iter().chain(&cuts).zip(cuts.iter().chain(&[len])) {
-                let read = data[from..to].as_mut_ptr().cast::<u8>();
-                let written = if is_apart { means[from..to].as_mut_ptr().cast() } else { read };
-                list.push(Tensor::new(Buffer::new(read, written, to - from, DType::F32), &[]));
+                let src = data[from..to].as_mut_ptr().cast::<u8>();
+                let dst = if is_out_of_place { means[from..to].as_mut_ptr().cast() } else { src };
+                list.push(Tensor::new(Buffer::new(src, dst, to - from, DType::F32), &[]));
             }
             rank.average(list).unwrap();
-            if is_apart { means } else { data }
+            if is_out_of_place { means } else { data }
         });
         let rings = algorithm == RING && hosts.len() > 1;
         let expected = if rings { &results[0] } else { &expected };
         for data in &results {
             prop_assert!(data.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits()));
         }
-        let precise = |i: usize| inputs.iter().map(|input| f64::from(input[i])).sum::<f64>() / size as f64;
+        let exact = |i: usize| inputs.iter().map(|input| f64::from(input[i])).sum::<f64>() / size as f64;
         let largest = |i: usize| inputs.iter().map(|input| input[i].abs()).fold(0f32, f32::max);
-        prop_assert!((0..len).all(|i| (f64::from(results[0][i]) - precise(i)).abs() <= f64::from(largest(i)) * 1e-6));
+        prop_assert!((0..len).all(|i| (f64::from(results[0][i]) - exact(i)).abs() <= f64::from(largest(i)) * 1e-6));
     }
 }

@@ -1,4 +1,4 @@
-//! What goes wrong and how it is said, on ranks that are threads: misuse, mismatches, deadlines.
+//! Errors on ranks that are threads: misuse, mismatches, deadlines, lost ranks.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
@@ -10,7 +10,7 @@ use dl_comm_core::collective::{AlgorithmSetting, Op};
 use dl_comm_core::error::Error;
 
 #[test]
-fn bad_arguments_are_refused_and_the_team_goes_on() {
+fn invalid_arguments_are_refused_and_later_calls_work() {
     World::new(&[2]).run(|rank| {
         let mut data = vec![rank.rank as f32; 4];
         let mut flags = [true];
@@ -29,17 +29,17 @@ fn bad_arguments_are_refused_and_the_team_goes_on() {
     });
 }
 
-/// Every way to differ is an error on all ranks that names both sides, moves nothing, and leaves the team usable.
+/// Any difference between calls is an error on all ranks. It names both calls, no data changes, and later calls work.
 #[test]
-fn calls_that_differ_are_named_on_every_rank() {
+fn mismatched_calls_are_named_on_every_rank() {
     let shapes = [&[2][..], &[3], &[1, 1], &[2, 2], &[2, 1], &[1, 1, 1], &[1, 1, 1, 1], &[1, 1, 1, 1, 1]];
     let choices =
         ["auto", "doubling", "halving", "pairwise", "ring"].map(|name| AlgorithmSetting::parse(name).unwrap());
     for (hosts, algorithm) in shapes.into_iter().flat_map(|hosts| choices.map(|choice| (hosts, choice))) {
         World { threads: 2, algorithm, ..World::new(hosts) }.run(|rank| {
-            let odd = rank.rank == rank.size - 1;
+            let differs = rank.rank == rank.size - 1;
             for round in 0..3 {
-                let mut data = vec![1f32 + rank.rank as f32; if odd { 70_001 } else { 70_000 }];
+                let mut data = vec![1f32 + rank.rank as f32; if differs { 70_001 } else { 70_000 }];
                 let before = data.clone();
                 let error = rank.average(vec![tensor(&mut [0f64; 2]), tensor(&mut data)]).unwrap_err();
                 let Error::Mismatch(text) = &error else { panic!("{error}") };
@@ -48,12 +48,12 @@ fn calls_that_differ_are_named_on_every_rank() {
                 assert!(!text.contains("float64"), "{text}");
                 assert_eq!(data, before);
 
-                let op = if odd { Op::Barrier } else { Op::Broadcast { root: 0 } };
-                let towers = if odd { Vec::new() } else { vec![vec![tensor(&mut data)]] };
+                let op = if differs { Op::Barrier } else { Op::Broadcast { root: 0 } };
+                let towers = if differs { Vec::new() } else { vec![vec![tensor(&mut data)]] };
                 let text = rank.call(op, towers, "weights").unwrap_err().to_string();
                 assert!(text.contains("barrier") && text.contains("broadcast 'weights' from rank 0"), "{text}");
 
-                let name = if odd { "loss" } else { "accuracy" };
+                let name = if differs { "loss" } else { "accuracy" };
                 let text = rank.call(Op::Allreduce, vec![vec![tensor(&mut [0f32])]], name).unwrap_err().to_string();
                 assert!(text.contains("'loss'") && text.contains("'accuracy'"), "{text}");
 
@@ -65,40 +65,44 @@ fn calls_that_differ_are_named_on_every_rank() {
     }
 }
 
-/// Ranks that wait for each other in different teams learn of it, all of them, on one host and on several; both teams then
-/// go on.
+/// Ranks that wait for each other in different teams all get a mismatch, on one host and on several. Both teams work
+/// afterwards.
 #[test]
-fn ranks_that_wait_for_each_other_in_different_teams_are_a_mismatch() {
+fn waits_for_each_other_in_different_teams_are_a_mismatch() {
     for hosts in [&[2][..], &[3], &[5]] {
         World::new(hosts).run_teams(2, |teams| {
-            let odd = teams[0].rank == teams[0].size - 1;
+            let differs = teams[0].rank == teams[0].size - 1;
             for round in 1..4 {
                 for team in teams {
                     team.average(vec![tensor(&mut [1f32; 40_000])]).unwrap();
                 }
                 let mut data = [teams[0].rank as f32; 3];
-                let (team, name) = if odd { (&teams[1], "loss") } else { (&teams[0], "gradients") };
+                let (team, name) = if differs { (&teams[1], "loss") } else { (&teams[0], "gradients") };
                 let error = team.call(Op::Allreduce, vec![vec![tensor(&mut data)]], name).unwrap_err();
                 let Error::Mismatch(text) = &error else { panic!("{error}") };
-                let words = [
+                let expected = [
                     "average 'gradients' on team 0".to_owned(),
                     "average 'loss' on team 1".to_owned(),
-                    format!("has made {round} call{} on team {}", if round == 1 { "" } else { "s" }, i32::from(odd)),
+                    format!(
+                        "has made {round} call{} on team {}",
+                        if round == 1 { "" } else { "s" },
+                        i32::from(differs)
+                    ),
                 ];
-                assert!(words.iter().all(|words| text.contains(words)), "{text}");
+                assert!(expected.iter().all(|expected| text.contains(expected)), "{text}");
                 assert_eq!(data, [teams[0].rank as f32; 3]);
             }
         });
     }
 }
 
-/// A rank that computes for a while between its calls is no mismatch, whatever the others wait for.
+/// A rank that computes between its calls is no mismatch, whatever the others wait for.
 #[test]
-fn a_slow_rank_is_no_mismatch() {
-    let world = World { match_within: Duration::from_millis(60), ..World::new(&[3]) };
+fn a_slow_rank_is_not_a_mismatch() {
+    let world = World { match_timeout: Duration::from_millis(60), ..World::new(&[3]) };
     world.run_teams(2, |teams| {
         for _ in 0..3 {
-            // Rank 0 waits in team 0 and rank 1 in team 1, for another thread of rank 0; rank 2 is late in both.
+            // Rank 0 waits in team 0, and rank 1 in team 1 for another thread of rank 0; rank 2 is late in both.
             std::thread::scope(|scope| {
                 let calls = teams.iter().map(|team| {
                     let late = if team.rank == 2 { 400 } else { 0 };
@@ -109,7 +113,7 @@ fn a_slow_rank_is_no_mismatch() {
                 });
                 calls.collect::<Vec<_>>().into_iter().for_each(|call| call.join().unwrap());
             });
-            // Rank 1 waits for rank 2 in team 1, and only then comes to team 0.
+            // Rank 1 waits for rank 2 in team 1 before it calls in team 0.
             let order = if teams[0].rank == 0 { [0] } else { [1] };
             let early = teams[0].rank == 0;
             if early {
@@ -128,19 +132,19 @@ fn a_slow_rank_is_no_mismatch() {
     });
 }
 
-/// A call that nobody waits for, a rank that waits for another one in the next team, and that one, which comes late: when it
-/// does, nothing is given up in the moment before the ranks meet.
+/// Rank 0 starts a call without waiting, then waits in the next team for rank 1, which is late. When rank 1 arrives
+/// just in time, no call fails.
 #[test]
-fn a_rank_that_comes_late_finds_what_has_waited_for_it() {
-    let world = World { match_within: Duration::from_secs(6), ..World::new(&[2]) };
+fn calls_match_when_a_late_rank_arrives() {
+    let world = World { match_timeout: Duration::from_secs(6), ..World::new(&[2]) };
     world.run_teams(2, |teams| {
         for delay in (0..40).map(|step| 190 + 8 * step) {
             let mut data = [teams[0].rank as f32; 3];
             if teams[0].rank == 0 {
-                let forgotten = teams[0].start(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten");
+                let pending = teams[0].start(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten");
                 std::thread::sleep(Duration::from_millis(delay));
                 teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
-                forgotten.recv().unwrap().unwrap();
+                pending.recv().unwrap().unwrap();
             } else {
                 teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
                 teams[0].call(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten").unwrap();
@@ -150,10 +154,9 @@ fn a_rank_that_comes_late_finds_what_has_waited_for_it() {
     });
 }
 
-/// The same for calls of one chunk that are not short, of tensors that the ranks see in each other: nobody writes to them, so
-/// nobody waits for that.
+/// Calls of one chunk above the small-message limit, on shared tensors: no rank writes to them, so no rank waits.
 #[test]
-fn calls_that_differ_are_named_where_tensors_are_shared() {
+fn mismatched_calls_on_shared_tensors_are_an_error() {
     let world = World { threads: 5, slot: 256 << 10, shares: true, ..World::new(&[5]) };
     world.run(|rank| {
         for _ in 0..2 {
@@ -169,7 +172,7 @@ fn calls_that_differ_are_named_where_tensors_are_shared() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_at_the_deadline() {
+fn a_missing_rank_is_named_at_the_deadline() {
     for hosts in [&[3][..], &[2, 1]] {
         let world = World { timeout: Duration::from_millis(300), ..World::new(hosts) };
         world.run(|rank| {
@@ -180,7 +183,7 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
                 assert!(matches!(error, Error::Timeout(_)), "{text}");
                 assert!(text.contains("average 'late'") && text.contains("DL_COMM_TIMEOUT_S"), "{text}");
                 assert!(text.contains("rank 2") || text.contains("host 1") || text.contains("rank 0"), "{text}");
-                // The team is out of step now: it says so again at once.
+                // The team is out of sync now: later calls fail at once with the same error.
                 assert_eq!(rank.average(vec![tensor(&mut data)]).unwrap_err(), error);
             } else {
                 std::thread::sleep(Duration::from_millis(600));
@@ -190,7 +193,7 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
 }
 
 #[test]
-fn a_failed_team_ends_the_waits_of_the_others() {
+fn a_failed_group_aborts_the_waits_of_other_ranks() {
     World::new(&[3]).run(|rank| {
         if rank.rank == 0 {
             std::thread::sleep(Duration::from_millis(50));
@@ -202,14 +205,13 @@ fn a_failed_team_ends_the_waits_of_the_others() {
     });
 }
 
-/// A single tensor that differs, deep in a long list on many ranks with small slots, is found and named on every rank, with
-/// the same words.
+/// One different tensor in a long list, on many ranks with small slots, is named on every rank with the same message.
 #[test]
-fn the_one_tensor_that_differs_is_found() {
-    for (hosts, odd) in [(&[2][..], 1), (&[4, 4], 7), (&[3, 1, 2], 3), (&[1, 1, 1, 1, 1], 2)] {
+fn a_single_different_tensor_is_named() {
+    for (hosts, odd_rank) in [(&[2][..], 1), (&[4, 4], 7), (&[3, 1, 2], 3), (&[1, 1, 1, 1, 1], 2)] {
         let texts = World::new(hosts).run(|rank| {
             let mut list: Vec<Vec<f32>> = (0..1000).map(|i| vec![0.0; i % 5 + 1]).collect();
-            if rank.rank == odd {
+            if rank.rank == odd_rank {
                 list[777].push(0.0);
             }
             rank.average(list.iter_mut().map(|data| tensor(data)).collect()).unwrap_err().to_string()
@@ -217,12 +219,12 @@ fn the_one_tensor_that_differs_is_found() {
         assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
         let text = &texts[0];
         assert!(text.contains("tensor 777: float32[3]") && text.contains("tensor 777: float32[4]"), "{text}");
-        assert!(text.contains(&format!("rank {odd}: ")) && !text.contains("tensor 776"), "{text}");
+        assert!(text.contains(&format!("rank {odd_rank}: ")) && !text.contains("tensor 776"), "{text}");
     }
 }
 
 #[test]
-fn memory_that_is_passed_twice_is_refused() {
+fn overlapping_memory_is_refused() {
     World { threads: 3, ..World::new(&[2]) }.run(|rank| {
         let mut data = vec![rank.rank as f32; 100_000];
         let (twice, part) = (tensor(&mut data), tensor(&mut data[10..20]));
@@ -233,14 +235,14 @@ fn memory_that_is_passed_twice_is_refused() {
             rank.call(Op::Allreduce, vec![vec![twice.clone()], vec![twice.clone()]], ""),
             Err(Error::Invalid(_))
         ));
-        // What a broadcast writes twice is the same.
+        // A broadcast may write the same memory twice: the bytes are equal.
         rank.broadcast(1, vec![twice.clone(), twice]).unwrap();
         assert!(data.iter().all(|&value| value == 1.0));
     });
 }
 
 #[test]
-fn a_rank_that_has_left_is_named_at_once() {
+fn a_departed_rank_is_named_at_once() {
     World::new(&[2]).run(|rank| {
         rank.average(vec![tensor(&mut [1f32])]).unwrap();
         if rank.rank == 0 {

@@ -1,6 +1,6 @@
-//! The protocol of the shared memory under Loom, which runs every order of the ranks' steps, within the bounds told below,
-//! and every value that the memory model lets a load return. Only with `--cfg loom`; `docs/verification.md` has the command, what
-//! is modelled and what is not.
+//! The shared memory protocol under Loom. Loom runs every order of the ranks' operations within the bounds below, with
+//! every value that the memory model allows for a load. Only with `--cfg loom`; `docs/verification.md` has the command
+//! and the limits of the model.
 #![cfg(loom)]
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ use dl_comm_core::transport::wait_context::WaitCallbacks;
 use dl_comm_core::transport::{Phase, ShmChannel, WaitContext};
 use loom::thread::{Builder, JoinHandle};
 
-/// Floats of a slot.
+/// Number of floats in a slot.
 const FLOATS: usize = 32;
 
 struct AlwaysAlive;
@@ -33,22 +33,22 @@ impl Liveness for AlwaysAlive {
     }
 }
 
-/// Explores `body`; `preemptions` is how often a thread may be abort_reason where it could go on, `None` for no bound.
+/// Explores `body`. `preemptions` is the maximum number of preemptions of a thread; `None` for no bound.
 fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = preemptions;
-    model.max_branches = 100_000;
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = preemptions;
+    builder.max_branches = 100_000;
     let from = Instant::now();
     let runs = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let count = Arc::clone(&runs);
-    model.check(move || {
+    builder.check(move || {
         count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         body();
     });
     println!("{runs:?} executions, preemptions {preemptions:?}, {:.1} s", from.elapsed().as_secs_f64());
 }
 
-/// The regions of `ranks` ranks on new memory, with one channel.
+/// The regions of `ranks` ranks in new memory, with one channel.
 fn regions(ranks: usize) -> Vec<Arc<ShmRegion>> {
     let layout = RegionLayout { ranks, channels: 1, slot: FLOATS * size_of::<f32>() };
     let memory = Arc::new(Aligned::new(layout.bytes()));
@@ -60,20 +60,20 @@ fn regions(ranks: usize) -> Vec<Arc<ShmRegion>> {
     (0..ranks).map(|me| Arc::new(region(me))).collect()
 }
 
-/// Runs a rank; the exploring thread's stack is too small for one.
+/// Runs a rank with a larger stack than Loom's default.
 fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
     Builder::new().stack_size(0x8000).spawn(body).unwrap()
 }
 
-/// Calls `body` with a wait context that only the region's failure ends.
+/// Calls `body` with a wait context that only the region's failure aborts.
 fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
-    let (warned, log) = (AtomicBool::new(false), CallTimings::new(0, 0));
+    let (warned, timings) = (AtomicBool::new(false), CallTimings::new(0, 0));
     let abort_reason = || region.failure();
-    let asked = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
-    body(&WaitContext::new(Instant::now(), None, None, &warned, &log, &asked))
+    let callbacks = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
+    body(&WaitContext::new(Instant::now(), None, None, &warned, &timings, &callbacks))
 }
 
-/// An average of `data` on `ranks` ranks.
+/// An allreduce of `data` on `ranks` ranks.
 fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
     let slot = FLOATS * size_of::<f32>();
@@ -82,18 +82,18 @@ fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
     Call::new(Op::Allreduce, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), config).unwrap()
 }
 
-/// Every rank averages `steps` slots of floats, packing one ahead as the team's threads do.
+/// Every rank averages `steps` slots of floats, with one chunk packed ahead as in the group's threads.
 fn averages(ranks: usize, steps: usize) {
     let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
         spawn(move || {
             let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), region.channel(0));
             let value = |rank: usize, index: usize| (rank * 1000 + index) as f32;
             let mut data: Vec<f32> = (0..steps * FLOATS).map(|index| value(rank, index)).collect();
-            let job = average(&mut data, ranks, "");
-            assert_eq!(job.layout.chunks(), steps);
+            let call = average(&mut data, ranks, "");
+            assert_eq!(call.layout.chunks(), steps);
             with_wait_context(&region, |wait_ctx| {
-                assert!(channel.run_first_chunk(&job, wait_ctx).unwrap());
-                channel.run_chunks(&job, 1..steps, false, wait_ctx).unwrap();
+                assert!(channel.run_first_chunk(&call, wait_ctx).unwrap());
+                channel.run_chunks(&call, 1..steps, false, wait_ctx).unwrap();
             });
             let mean = |index| (0..ranks).map(|rank| value(rank, index)).sum::<f32>() / ranks as f32;
             assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
@@ -104,30 +104,30 @@ fn averages(ranks: usize, steps: usize) {
 }
 
 #[test]
-fn two_ranks_take_three_steps() {
+fn two_ranks_three_chunks() {
     explore(Some(3), || averages(2, 3));
 }
 
 #[test]
-fn three_ranks_take_two_steps() {
+fn three_ranks_two_chunks() {
     explore(Some(1), || averages(3, 2));
 }
 
-/// Two ranks make calls of so many chunks, one after the other.
+/// Two ranks make consecutive calls with the given numbers of chunks.
 fn calls(preemptions: usize, chunks: &'static [usize]) {
     explore(Some(preemptions), move || {
         let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
                 let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), region.channel(0));
-                for (call, &chunks) in chunks.iter().enumerate() {
-                    let mut data = vec![(rank + call) as f32; chunks * FLOATS];
-                    let job = average(&mut data, 2, "");
-                    assert_eq!(job.layout.chunks(), chunks);
+                for (number, &chunks) in chunks.iter().enumerate() {
+                    let mut data = vec![(rank + number) as f32; chunks * FLOATS];
+                    let call = average(&mut data, 2, "");
+                    assert_eq!(call.layout.chunks(), chunks);
                     with_wait_context(&region, |wait_ctx| {
-                        assert!(channel.run_first_chunk(&job, wait_ctx).unwrap());
-                        channel.run_chunks(&job, 1..chunks, false, wait_ctx).unwrap();
+                        assert!(channel.run_first_chunk(&call, wait_ctx).unwrap());
+                        channel.run_chunks(&call, 1..chunks, false, wait_ctx).unwrap();
                     });
-                    assert!(data.iter().all(|&value| value == call as f32 + 0.5));
+                    assert!(data.iter().all(|&value| value == number as f32 + 0.5));
                 }
             })
         };
@@ -136,27 +136,27 @@ fn calls(preemptions: usize, chunks: &'static [usize]) {
     });
 }
 
-/// Short calls, which take one exchange, before and after one of several chunks, on slots that they share.
+/// Small calls (one exchange) before and after a call of several chunks, in the same slots.
 #[test]
-fn short_calls_mix_with_long_ones() {
+fn small_and_long_calls_mix() {
     calls(2, &[1, 2, 1, 1]);
 }
 
-/// So many short calls that the flags they leave alone would seem to be ahead, and a long one that waits for these.
+/// After enough small calls, the flags that they do not raise would look ahead; a long call then waits for these flags.
 #[test]
-fn a_phase_of_short_calls_does_not_outrun_the_counters() {
+fn many_small_calls_do_not_break_the_flags() {
     calls(1, &[1, 1, 1, 1, 1, 1, 1, 1, 1, 2]);
 }
 
-/// Both ranks find out that they called different things, and the channel can be used again.
+/// Both ranks detect that their calls differ, and the channel still works afterwards.
 fn differing(longer: usize) {
     explore(Some(3), move || {
         let rank = move |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
                 let mut channel = Channel::new(Arc::new(Topology::new(rank, &[0, 0])), region.channel(0));
                 let mut data = vec![rank as f32; FLOATS];
-                let mut more = vec![0.0; if rank == 0 { FLOATS } else { longer }];
-                let other = average(&mut more, 2, if rank == 0 { "a" } else { "b" });
+                let mut other_data = vec![0.0; if rank == 0 { FLOATS } else { longer }];
+                let other = average(&mut other_data, 2, if rank == 0 { "a" } else { "b" });
                 let same = average(&mut data, 2, "c");
                 with_wait_context(&region, |wait_ctx| {
                     assert!(!channel.run_first_chunk(&other, wait_ctx).unwrap());
@@ -171,17 +171,17 @@ fn differing(longer: usize) {
 }
 
 #[test]
-fn different_calls_are_seen_by_both() {
+fn both_ranks_detect_different_calls() {
     differing(FLOATS);
 }
 
-/// The same where one of them takes a call in one exchange and the other in several steps.
+/// As above, where one rank's call takes one exchange and the other's several rounds.
 #[test]
-fn different_lengths_are_seen_by_both() {
+fn both_ranks_detect_different_lengths() {
     differing(2 * FLOATS);
 }
 
-/// Two raises, and as many sleepers as there are targets.
+/// Two raises, and one sleeper per target.
 fn raises(targets: &'static [u32]) {
     let flag = Arc::new(Flag::default());
     let wait = |&target: &u32| {
@@ -194,24 +194,24 @@ fn raises(targets: &'static [u32]) {
     waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
 }
 
-/// No wake of a raise is lost: there are no naps here that would mend it.
+/// No wake is lost: without futex timeouts, a lost wake would be a deadlock.
 #[test]
 fn a_raise_wakes_every_sleeper() {
     explore(None, || raises(&[2]));
     explore(Some(2), || raises(&[1, 2]));
 }
 
-/// The first step.
+/// The first round.
 const FIRST: u32 = START.wrapping_add(1);
 
-/// Waits for `Packed` of both ranks in the first step.
+/// Waits for `Packed` of both ranks in the first round.
 fn wait_packed(channel: &ShmChannel) -> Result<()> {
     with_wait_context(channel.region(), |wait_ctx| channel.wait(Phase::Packed, FIRST, 2, wait_ctx))
 }
 
-/// Of two failures at once one is told, whole, to all who wait; it ends their wait by the next nap.
+/// Of two concurrent failures, all waiters get one, complete, at the latest after a futex timeout.
 #[test]
-fn a_failure_is_told_whole() {
+fn waiters_get_one_complete_failure() {
     explore(Some(3), || {
         let regions = regions(2);
         let fail = |rank: usize, error: Error| {
@@ -221,8 +221,8 @@ fn a_failure_is_told_whole() {
         let failing = [fail(0, Error::PeerLost("one".into())), fail(1, Error::Timeout("two".into()))];
         let channel = regions[0].channel(0);
         let waiter = spawn(move || {
-            let told = wait_packed(&channel).unwrap_err();
-            assert!(told == Error::PeerLost("one".into()) || told == Error::Timeout("two".into()), "{told:?}");
+            let error = wait_packed(&channel).unwrap_err();
+            assert!(error == Error::PeerLost("one".into()) || error == Error::Timeout("two".into()), "{error:?}");
         });
         failing.into_iter().for_each(|failing| failing.join().unwrap());
         regions[0].end_waits();
@@ -230,16 +230,16 @@ fn a_failure_is_told_whole() {
     });
 }
 
-/// A rank that makes its last step and leaves is not taken for one that left before it; one that did leave before is.
+/// A rank that departs after its last round is not lost; a rank that departs before it is.
 #[test]
-fn who_leaves_after_its_step_is_not_lost() {
+fn a_rank_that_departs_after_its_round_is_not_lost() {
     for packs in [true, false] {
         explore(Some(3), move || {
             let regions = regions(2);
-            let (mine, other) = (regions[0].channel(0), regions[1].channel(0));
+            let (waiting, other) = (regions[0].channel(0), regions[1].channel(0));
             let waiter = spawn(move || {
-                mine.raise(Phase::Packed, FIRST);
-                let result = wait_packed(&mine);
+                waiting.raise(Phase::Packed, FIRST);
+                let result = wait_packed(&waiting);
                 assert_eq!(result.is_ok(), packs, "{result:?}");
             });
             if packs {

@@ -1,5 +1,5 @@
-//! Ranks that submit the same calls in any order, and ranks that submit different ones: right bits or the right error, and
-//! never a wait without end.
+//! Ranks that submit equal calls in any order, and ranks that submit different calls: correct bits or the correct
+//! error, and no endless wait.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
@@ -12,7 +12,7 @@ use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
 use proptest::prelude::*;
 
-/// A call of a test: all that its signature depends on.
+/// The parts of a call that its signature depends on.
 #[derive(Debug, Clone, PartialEq)]
 struct Call {
     name: String,
@@ -24,13 +24,13 @@ fn call(ranks: usize) -> impl Strategy<Value = Call> {
     let names = prop::sample::select(vec!["", "a", "b", "c", "d"]);
     let lengths = prop::sample::select(vec![1usize, 3, 700, 3000]);
     (names, lengths, prop::option::of(0..ranks)).prop_map(|(name, length, root)| {
-        // A name stands for one content, as in a program.
+        // One name always stands for the same tensors, as in a program.
         let name = if name.is_empty() { String::new() } else { format!("{name}{length}{root:?}") };
         Call { name, length, root }
     })
 }
 
-/// What `rank` brings to `call`; small integers, so that sums are exact in any order.
+/// The input of `rank`: small integers, so that sums are exact in any order.
 fn value(call: &Call, rank: usize, element: usize) -> f32 {
     ((call.length + rank * 7 + element) % 50) as f32
 }
@@ -42,7 +42,7 @@ fn expected(call: &Call, ranks: usize, element: usize) -> f32 {
     }
 }
 
-/// Submits `calls` in their order without waiting in between, then returns the outcomes, having checked the values.
+/// Submits `calls` in order without waiting in between, checks the values, and returns the outcomes.
 fn submit(rank: &Rank, calls: &[Call], pauses: &[u8]) -> Vec<Result<()>> {
     let mut data: Vec<Vec<f32>> =
         calls.iter().map(|call| (0..call.length).map(|element| value(call, rank.rank, element)).collect()).collect();
@@ -63,13 +63,13 @@ fn submit(rank: &Rank, calls: &[Call], pauses: &[u8]) -> Vec<Result<()>> {
     let outcomes: Vec<Result<()>> = started.into_iter().map(|outcome| outcome.recv().unwrap()).collect();
     for ((call, data), outcome) in calls.iter().zip(&data).zip(&outcomes) {
         for (element, &found) in data.iter().enumerate() {
-            let good = match outcome {
+            let expected_value = match outcome {
                 Ok(()) => expected(call, rank.size, element),
-                // Nothing was written.
+                // No data was written.
                 Err(Error::Mismatch(_)) => value(call, rank.rank, element),
                 Err(_) => found,
             };
-            assert_eq!(found.to_bits(), good.to_bits(), "{call:?} {outcome:?} element {element}");
+            assert_eq!(found.to_bits(), expected_value.to_bits(), "{call:?} {outcome:?} element {element}");
         }
     }
     outcomes
@@ -89,7 +89,7 @@ fn shapes() -> impl Strategy<Value = Vec<usize>> {
     ])
 }
 
-/// A job, its calls, and each rank's order of them.
+/// A world, its calls, and each rank's order of the calls.
 fn same_calls() -> impl Strategy<Value = (Vec<usize>, Vec<Vec<Call>>, Vec<u8>)> {
     let orders = |(hosts, calls): (Vec<usize>, Vec<Call>)| {
         let ranks = hosts.iter().sum::<usize>();
@@ -108,8 +108,8 @@ proptest! {
 
     #[test]
     fn any_order_gives_the_same_bits((hosts, orders, pauses) in same_calls()) {
-        // Long enough that no rank gives up, whatever else the machine does.
-        let world = World { match_within: Duration::from_secs(60), threads: 2, ..World::new(&hosts) };
+        // Long enough that no call expires on a slow machine.
+        let world = World { match_timeout: Duration::from_secs(60), threads: 2, ..World::new(&hosts) };
         world.run(|rank| {
             let outcomes = submit(rank, &orders[rank.rank], &pauses);
             assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
@@ -117,11 +117,11 @@ proptest! {
     }
 }
 
-/// More calls at once than a slot, or a message between hosts with many ranks, could tell of.
+/// More pending calls than fit in a slot, or in a message between hosts with many ranks.
 #[test]
-fn many_calls_in_another_order() {
+fn many_calls_in_opposite_order() {
     for (hosts, count) in [(&[3][..], 200), (&[2, 1], 200), (&[8, 8, 8], 30)] {
-        let world = World { match_within: Duration::from_secs(60), ..World::new(hosts) };
+        let world = World { match_timeout: Duration::from_secs(60), ..World::new(hosts) };
         let calls: Vec<Call> =
             (0..count).map(|number| Call { name: number.to_string(), length: 3, root: None }).collect();
         world.run(|rank| {
@@ -138,23 +138,23 @@ fn many_calls_in_another_order() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
-    /// One rank lacks a call, has one more, or has another one: what all ranks have and is not given up is right, what fails
-    /// says how, and a further call that all make works, or the rank that waits for it in vain is told so.
+    /// One rank lacks a call, has an additional one, or a different one. Matched calls have correct results, failed
+    /// calls have the correct error, and calls that the other ranks do not match fail too.
     #[test]
-    fn different_calls_give_right_bits_or_the_right_error(
+    fn different_calls_give_correct_bits_or_errors(
         (hosts, mut orders, pauses) in same_calls(),
-        (odd, place, what) in (0usize..5, 0usize..8, 0u8..3),
+        (odd_rank, position, change) in (0usize..5, 0usize..8, 0u8..3),
     ) {
-        let odd = odd % orders.len();
-        let place = place % orders[odd].len();
+        let odd_rank = odd_rank % orders.len();
+        let position = position % orders[odd_rank].len();
         let extra = Call { name: "extra".into(), length: 5, root: None };
-        match what {
-            0 => drop(orders[odd].remove(place)),
-            1 => orders[odd].insert(place, extra),
-            _ => orders[odd][place] = Call { length: 7, ..orders[odd][place].clone() },
+        match change {
+            0 => drop(orders[odd_rank].remove(position)),
+            1 => orders[odd_rank].insert(position, extra),
+            _ => orders[odd_rank][position] = Call { length: 7, ..orders[odd_rank][position].clone() },
         }
         let world = World {
-            match_within: Duration::from_millis(30), timeout: Duration::from_secs(20), ..World::new(&hosts)
+            match_timeout: Duration::from_millis(30), timeout: Duration::from_secs(20), ..World::new(&hosts)
         };
         let outcomes = world.run(|rank| submit(rank, &orders[rank.rank], &pauses));
         for (rank, outcomes) in outcomes.iter().enumerate() {
@@ -162,26 +162,26 @@ proptest! {
                 match outcome {
                     Ok(()) => {}
                     Err(Error::Mismatch(text)) => {
-                        // Both sides are there, and the own call among them.
+                        // Both sides are in the message, including this rank's call.
                         assert!(text.lines().filter(|line| line.contains("rank")).count() >= 2, "{text}");
                         assert!(text.contains(&call.name), "{call:?}: {text}");
                     }
-                    // The other ranks have ended and cannot match it any more.
+                    // The other ranks have departed, so the call cannot match any more.
                     Err(Error::PeerLost(text)) => assert!(text.contains("finalize") || text.contains("ended"), "{text}"),
                     Err(error) => panic!("{call:?}: {error}"),
                 }
             }
         }
         let failed = outcomes.iter().flatten().filter(|outcome| outcome.is_err()).count();
-        prop_assert!(failed > 0 || (what == 0 && orders[odd].is_empty()), "nobody was told");
+        prop_assert!(failed > 0 || (change == 0 && orders[odd_rank].is_empty()), "nobody was told");
     }
 }
 
-/// Two threads of a rank, each waiting for its calls, in opposite order on the ranks.
+/// Two threads per rank block on their calls, in opposite order on the ranks.
 #[test]
-fn threads_that_block_in_opposite_order_are_lined_up() {
+fn threads_that_block_in_opposite_order_are_matched() {
     for hosts in [&[2][..], &[3], &[1, 1]] {
-        World { match_within: Duration::from_secs(30), ..World::new(hosts) }.run(|rank| {
+        World { match_timeout: Duration::from_secs(30), ..World::new(hosts) }.run(|rank| {
             let run = |name: &'static str, length: usize, rounds: usize| {
                 for round in 0..rounds {
                     let mut data = vec![(rank.rank + round) as f32; length];
@@ -202,9 +202,9 @@ fn threads_that_block_in_opposite_order_are_lined_up() {
     }
 }
 
-/// A rank that skips a call gets the others' error, and the calls after it work.
+/// A rank that skips a call gets the mismatch, and later calls work.
 #[test]
-fn a_missing_call_is_told_and_the_rest_works() {
+fn a_missing_call_is_reported_and_later_calls_work() {
     World::new(&[3]).run(|rank| {
         if rank.rank != 1 {
             let error = rank.call(Op::Allreduce, vec![vec![tensor(&mut [1f32])]], "skipped").unwrap_err().to_string();
@@ -222,9 +222,9 @@ fn a_missing_call_is_told_and_the_rest_works() {
     });
 }
 
-/// The mismatch is told long before the deadline, and the deadline of a call behind another one holds too.
+/// The timeout of a call holds even while it is queued behind another call.
 #[test]
-fn a_call_of_its_own_deadline_ends_though_it_is_behind_another() {
+fn a_call_timeout_holds_behind_another_call() {
     World { timeout: Duration::from_secs(60), ..World::new(&[2]) }.run(|rank| {
         if rank.rank == 0 {
             let (mut first, mut second) = ([1f32], [1f32]);

@@ -1,4 +1,4 @@
-//! Schedules on ranks that are threads: what every call returns, and that every mean is returned once.
+//! Schedules on ranks that are threads: the result of every call, and that every mean is returned once.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
@@ -13,8 +13,8 @@ fn schedule(trans_alg: i32, ksteps: i32, max_steps: i32) -> Schedule {
     Schedule::new(Arguments { trans_alg, ksteps, max_steps, verbosity: 0, perf_freq: 0, cooldown }).unwrap()
 }
 
-/// Call `index` of a rank, and its mean over the ranks: powers of two, so that sums tell which means they have.
-fn own(rank: &Rank, index: usize) -> Vec<f32> {
+/// The input of call `index`. Its mean over the ranks is a power of two, so a sum shows which means it contains.
+fn input(rank: &Rank, index: usize) -> Vec<f32> {
     vec![mean(index) + rank.rank as f32 - (rank.size - 1) as f32 / 2.0; 3000]
 }
 
@@ -22,8 +22,8 @@ fn mean(index: usize) -> f32 {
     (1 << index) as f32
 }
 
-fn returned(rank: &Rank, index: usize, name: &str) -> f32 {
-    let result = rank.gradients(&mut own(rank, index), name).unwrap();
+fn result_of(rank: &Rank, index: usize, name: &str) -> f32 {
+    let result = rank.gradients(&mut input(rank, index), name).unwrap();
     assert!(result.iter().all(|&value| value == result[0]), "call {index} of rank {}", rank.rank);
     result[0]
 }
@@ -31,51 +31,51 @@ fn returned(rank: &Rank, index: usize, name: &str) -> f32 {
 const SHAPES: [&[usize]; 4] = [&[1], &[2], &[3], &[2, 1]];
 
 #[test]
-fn a_pipeline_returns_the_mean_before_and_the_end_both() {
+fn non_blocking_calls_return_the_previous_mean_and_the_last_both() {
     for hosts in SHAPES {
         World { threads: 2, ..World::new(hosts) }.run(|rank| {
             rank.team.configure(schedule(0, 2, 7));
-            let got: Vec<f32> = (0..9).map(|index| returned(rank, index, "")).collect();
+            let results: Vec<f32> = (0..9).map(|index| result_of(rank, index, "")).collect();
             let m = mean;
-            // Warm-up (2 calls), the first non-blocking one on its own, nothing new, one behind, all that is left, blocking.
-            assert_eq!(got, [m(0), m(1), m(2), 0.0, m(3), m(4), m(5) + m(6), m(7), m(8)]);
+            // Warm-up (2 calls), the first non-blocking call, zeros, the previous mean, all remaining means, blocking.
+            assert_eq!(results, [m(0), m(1), m(2), 0.0, m(3), m(4), m(5) + m(6), m(7), m(8)]);
             assert_eq!(rank.team.undelivered_means(), 0);
         });
     }
 }
 
 #[test]
-fn a_cool_down_hands_out_what_is_left() {
+fn a_cool_down_returns_the_remaining_means() {
     for hosts in SHAPES {
         World::new(hosts).run(|rank| {
             rank.team.configure(schedule(0, -4, 7));
-            let got: Vec<f32> = (0..7).map(|index| returned(rank, index, "")).collect();
+            let results: Vec<f32> = (0..7).map(|index| result_of(rank, index, "")).collect();
             let m = mean;
-            assert_eq!(got, [m(0), 0.0, m(1), m(2), m(3) + m(4), m(5), m(6)]);
+            assert_eq!(results, [m(0), 0.0, m(1), m(2), m(3) + m(4), m(5), m(6)]);
         });
     }
 }
 
 #[test]
-fn lists_do_not_get_each_others_means() {
+fn lists_do_not_receive_each_others_means() {
     World::new(&[2]).run(|rank| {
         rank.team.configure(schedule(0, 2, 10));
-        let got: Vec<f32> = (0..10).map(|index| returned(rank, index, ["a", "b"][index % 2])).collect();
+        let results: Vec<f32> = (0..10).map(|index| result_of(rank, index, ["a", "b"][index % 2])).collect();
         let m = mean;
-        assert_eq!(got, [m(0), m(1), m(2), m(3), 0.0, 0.0, m(4), m(5), m(6) + m(8), m(7) + m(9)]);
+        assert_eq!(results, [m(0), m(1), m(2), m(3), 0.0, 0.0, m(4), m(5), m(6) + m(8), m(7) + m(9)]);
     });
 }
 
 #[test]
-fn what_cannot_be_kept_blocks_and_gets_what_was_left() {
+fn a_new_schedule_returns_the_carried_mean() {
     World::new(&[2]).run(|rank| {
         rank.team.configure(schedule(0, 0, 10));
-        let got: Vec<f32> = (0..4).map(|index| returned(rank, index, "")).collect();
-        assert_eq!(got, [mean(0), 0.0, mean(1), mean(2)]);
+        let results: Vec<f32> = (0..4).map(|index| result_of(rank, index, "")).collect();
+        assert_eq!(results, [mean(0), 0.0, mean(1), mean(2)]);
         assert_eq!(rank.team.undelivered_means(), 1);
-        // A new schedule, here none: the next call returns what the old one left.
+        // With a new schedule (here: blocking), the next call returns the mean that the old schedule carried.
         rank.team.configure(Schedule::BLOCKING);
-        assert_eq!(returned(rank, 4, ""), mean(3) + mean(4));
+        assert_eq!(result_of(rank, 4, ""), mean(3) + mean(4));
     });
 }
 
@@ -83,35 +83,35 @@ fn what_cannot_be_kept_blocks_and_gets_what_was_left() {
 fn different_schedules_do_not_match() {
     World::new(&[2]).run(|rank| {
         rank.team.configure(schedule(0, rank.rank as i32, 9));
-        assert_eq!(returned(rank, 0, ""), mean(0));
-        // Rank 0 leaves this one to the next call; rank 1 is at its first non-blocking one, which blocks.
-        let error = rank.gradients(&mut own(rank, 1), "").err();
-        let later = rank.gradients(&mut own(rank, 2), "").err();
+        assert_eq!(result_of(rank, 0, ""), mean(0));
+        // Rank 0 carries this mean over; rank 1 is at its first non-blocking call, which blocks.
+        let error = rank.gradients(&mut input(rank, 1), "").err();
+        let later = rank.gradients(&mut input(rank, 2), "").err();
         let error = error.or(later).unwrap();
         assert!(matches!(&error, Error::Mismatch(text) if text.contains("call 1 of 9, non-blocking")), "{error}");
     });
 }
 
 #[test]
-fn a_call_that_fails_costs_no_other_mean() {
+fn a_failed_call_loses_no_other_mean() {
     World::new(&[2]).run(|rank| {
         rank.team.configure(schedule(0, 0, 9));
-        let first: Vec<f32> = (0..3).map(|index| returned(rank, index, "")).collect();
+        let first: Vec<f32> = (0..3).map(|index| result_of(rank, index, "")).collect();
         assert_eq!(first, [mean(0), 0.0, mean(1)]);
-        // Call 3 differs between the ranks. It returns the mean before; its own error reaches the next call, whose mean then
-        // waits for the one after, which gets both.
-        let mut odd = own(rank, 3);
-        let before = rank.gradients_of(&mut odd, "", &rank.rank.to_string()).unwrap();
+        // Call 3 differs between the ranks. It returns the previous mean, and the next call gets its error. The mean of
+        // that call is carried to the call after it.
+        let mut different = input(rank, 3);
+        let before = rank.gradients_of(&mut different, "", &rank.rank.to_string()).unwrap();
         assert_eq!(before[0], mean(2));
-        let error = rank.gradients(&mut own(rank, 4), "").unwrap_err();
+        let error = rank.gradients(&mut input(rank, 4), "").unwrap_err();
         assert!(matches!(&error, Error::Mismatch(text) if text.contains("call 3 of 9")), "{error}");
-        let rest: Vec<f32> = (5..9).map(|index| returned(rank, index, "")).collect();
+        let rest: Vec<f32> = (5..9).map(|index| result_of(rank, index, "")).collect();
         assert_eq!(rest, [mean(4), mean(5), mean(6), mean(7) + mean(8)]);
-        // The last call differs: the mean that it should have returned with its own is not lost either.
+        // The last call differs: the carried mean that it should have returned is not lost.
         rank.team.configure(schedule(0, 0, 3));
-        assert_eq!([returned(rank, 0, ""), returned(rank, 1, "")], [mean(0), 0.0]);
-        assert!(rank.gradients_of(&mut own(rank, 2), "", &rank.rank.to_string()).is_err());
-        assert_eq!(returned(rank, 3, ""), mean(1) + mean(3));
+        assert_eq!([result_of(rank, 0, ""), result_of(rank, 1, "")], [mean(0), 0.0]);
+        assert!(rank.gradients_of(&mut input(rank, 2), "", &rank.rank.to_string()).is_err());
+        assert_eq!(result_of(rank, 3, ""), mean(1) + mean(3));
     });
 }
 
@@ -119,14 +119,14 @@ fn a_call_that_fails_costs_no_other_mean() {
 fn a_failure_in_a_transition_reaches_every_rank_once() {
     World::new(&[2]).run(|rank| {
         rank.team.configure(schedule(1, 0, 60)); // a window of 3 calls
-        assert_eq!(returned(rank, 0, ""), mean(0));
-        assert!(rank.gradients_of(&mut own(rank, 1), "", &rank.rank.to_string()).is_err());
-        // Two thirds of this one are left to the next, and nothing came from the one that failed.
-        let third = returned(rank, 2, "");
+        assert_eq!(result_of(rank, 0, ""), mean(0));
+        assert!(rank.gradients_of(&mut input(rank, 1), "", &rank.rank.to_string()).is_err());
+        // Two thirds of this mean are carried over; the failed call contributes nothing.
+        let third = result_of(rank, 2, "");
         assert!((third - mean(2) / 3.0).abs() < 1e-5, "{third}");
-        let fourth = returned(rank, 3, "");
+        let fourth = result_of(rank, 3, "");
         assert!((fourth - mean(2) * 2.0 / 3.0).abs() < 1e-5, "{fourth}");
-        assert_eq!(returned(rank, 4, ""), mean(3));
+        assert_eq!(result_of(rank, 4, ""), mean(3));
     });
 }
 
@@ -141,7 +141,7 @@ proptest! {
             rank.team.configure(schedule(trans_alg, ksteps, max_steps));
             let names = ["a", "b"];
             let calls = max_steps as usize;
-            // Small integers: all sums are exact, and shares of a twenty-fourth round the same way on all ranks.
+            // Small integers: sums are exact, and multiples of 1/24 round equally on all ranks.
             let mut sums = [0f64; 2];
             let mut expected = [0f64; 2];
             for index in 0..calls {

@@ -1,5 +1,5 @@
-//! Calls of the C API in a process that is rank 0 of 1: any arguments give a result or an error, and afterwards a barrier
-//! still works.
+//! Calls of the C API in a process that is rank 0 of 1: any arguments give a result or an error, and a barrier works
+//! afterwards.
 #![no_main]
 
 mod calls;

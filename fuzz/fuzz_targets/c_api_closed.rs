@@ -1,5 +1,5 @@
-//! Calls of the C API before `dl_comm_init`, in the first inputs, and after `dl_comm_finalize`, in all others: nothing
-//! collective is carried out.
+//! Calls of the C API before `dl_comm_init` (first inputs) and after `dl_comm_finalize` (all later inputs): every
+//! collective fails.
 #![no_main]
 
 mod calls;
@@ -10,18 +10,18 @@ use calls::Call;
 use dl_comm_core::capi;
 use libfuzzer_sys::fuzz_target;
 
-/// Inputs before `dl_comm_init`.
-const EARLY: u32 = 20_000;
+/// Number of inputs before `dl_comm_init`.
+const INPUTS_BEFORE_INIT: u32 = 20_000;
 
 static INPUTS: AtomicU32 = AtomicU32::new(0);
 
 fuzz_target!(|list: Vec<Call>| {
     let input = INPUTS.fetch_add(1, Ordering::Relaxed);
-    if input == EARLY {
+    if input == INPUTS_BEFORE_INIT {
         assert_eq!((capi::dl_comm_init(), capi::dl_comm_finalize()), (0, 0), "{}", calls::last_error());
     }
     let local = |call: &Call| matches!(call, Call::Timeline(..) | Call::Release(..) | Call::Numbers);
-    let early = |call: &Call| input < EARLY && matches!(call, Call::Init);
+    let early = |call: &Call| input < INPUTS_BEFORE_INIT && matches!(call, Call::Init);
     for call in list.iter().filter(|call| !early(call)) {
         calls::make(std::slice::from_ref(call));
         assert!(local(call) || call.make() < 0, "{call:?}");

@@ -1,5 +1,4 @@
-//! Calls as the ranks describe them: any lists of tensors give a job or an error, equal lists equal signatures, and texts
-//! keep to their limit.
+//! Calls: any lists of tensors give a call or an error, equal lists give equal signatures, and texts keep their limits.
 #![no_main]
 
 use arbitrary::Arbitrary;
@@ -12,18 +11,19 @@ use libfuzzer_sys::fuzz_target;
 struct Input {
     op: u8,
     root: u8,
-    /// By tower, the place (one of few, so that they meet), type, length and shape of each tensor. Nothing is read there.
+    /// By tower, the address (from a small range, so that tensors overlap), type, length and shape of each tensor. The
+    /// memory is never read.
     towers: Vec<Vec<(u16, u8, Length, Vec<i64>)>>,
     name: String,
     instance: String,
-    labels: String,
+    tensor_names: String,
     ranks: u8,
     channels: u8,
     lines: u16,
     acc_f64: bool,
     range: (u8, u8),
     limit: u16,
-    left: f64,
+    carry: f64,
 }
 
 #[derive(Debug, Clone, Copy, Arbitrary)]
@@ -33,13 +33,13 @@ enum Length {
 }
 
 fuzz_target!(|input: Input| {
-    let tensor = |(place, code, length, shape): &(u16, u8, Length, Vec<i64>)| {
+    let tensor = |(address, code, length, shape): &(u16, u8, Length, Vec<i64>)| {
         let length = match *length {
             Length::Small(length) => usize::from(length),
             Length::Any(length) => length,
         };
-        let place = std::ptr::without_provenance_mut(usize::from(*place));
-        Tensor::new(Buffer::in_place(place, length, DType::ALL[usize::from(*code) % DType::ALL.len()]), shape)
+        let address = std::ptr::without_provenance_mut(usize::from(*address));
+        Tensor::new(Buffer::in_place(address, length, DType::ALL[usize::from(*code) % DType::ALL.len()]), shape)
     };
     let towers: Vec<Vec<Tensor>> = input.towers.iter().map(|tower| tower.iter().map(tensor).collect()).collect();
     let op = match input.op % 3 {
@@ -47,7 +47,7 @@ fuzz_target!(|input: Input| {
         1 => Op::Broadcast { root: usize::from(input.root) },
         _ => Op::Barrier,
     };
-    let carrier = CallConfig {
+    let config = CallConfig {
         team: i32::from(input.channels) - 1,
         ranks: usize::from(input.ranks) + 1,
         channels: usize::from(input.channels) + 1,
@@ -56,13 +56,13 @@ fuzz_target!(|input: Input| {
         single_thread_max: usize::from(input.lines) * 32,
         acc_f64: input.acc_f64,
     };
-    let job = || Call::new(op, towers.clone(), &input.name, &input.instance, input.labels.clone(), carrier);
-    let Ok(mut first) = job() else { return };
-    let second = job().expect("what was a call is one again");
+    let make = || Call::new(op, towers.clone(), &input.name, &input.instance, input.tensor_names.clone(), config);
+    let Ok(mut first) = make() else { return };
+    let second = make().expect("what was a call is one again");
     assert_eq!((first.signature, first.list_hash, first.key()), (second.signature, second.list_hash, second.key()));
     let (start, end) = input.range;
     let limit = usize::from(input.limit);
-    first.schedule(input.left, ", warm-up".into());
+    first.schedule(input.carry, ", warm-up".into());
     assert!(first.describe(start.into()..end.into(), limit).len() <= limit);
     assert!(first.summary().starts_with(&first.name_line()));
     assert_eq!(first.range_hash(start.into()..end.into()), second.range_hash(start.into()..end.into()));

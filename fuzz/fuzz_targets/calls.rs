@@ -1,4 +1,4 @@
-//! Calls of the C API with any arguments that its contract allows: memory lies in an arena, or nowhere; all else is free.
+//! Calls of the C API with any arguments that its contract allows. Memory lies in an arena or is NULL.
 
 use std::ffi::{CString, c_int, c_void};
 use std::ptr;
@@ -9,15 +9,15 @@ use dl_comm_core::capi::{self, CBuffer};
 /// `DL_COMM_ERROR_INTERNAL`.
 const INTERNAL: c_int = -9;
 
-/// Elements of eight bytes in the arena.
+/// Number of eight-byte elements in the arena.
 const ARENA: usize = 4096;
 
 #[derive(Debug, Arbitrary)]
-pub struct Place {
+pub struct TestBuffer {
     src: Option<u16>,
     dst: Option<u16>,
     length: u16,
-    /// Longer than memory can be; nothing of it is touched.
+    /// A length that exceeds any memory; none of it is accessed.
     endless: bool,
     dtype: i8,
     shape: Vec<i64>,
@@ -34,7 +34,7 @@ impl Team {
     fn number(&self) -> c_int {
         match *self {
             Team::Usual(team) => c_int::from(team % 5) - 1,
-            // More teams than these would only be more threads.
+            // Larger ids would only create more threads.
             Team::Any(team) if (5..64).contains(&team) => 64,
             Team::Any(team) => team,
         }
@@ -50,12 +50,12 @@ pub struct Towers {
 
 #[derive(Debug, Arbitrary)]
 pub enum Call {
-    Average(Vec<Place>, Team, Option<String>),
-    AverageTowers(Vec<Place>, u8, Team, Option<String>, f64),
-    /// No list, of any length.
+    Average(Vec<TestBuffer>, Team, Option<String>),
+    AverageTowers(Vec<TestBuffer>, u8, Team, Option<String>, f64),
+    /// A NULL list with any length.
     NoList(usize, usize, Team),
-    Broadcast(Vec<Place>, c_int, Option<String>, f64),
-    Match(Vec<Place>, bool),
+    Broadcast(Vec<TestBuffer>, c_int, Option<String>, f64),
+    Match(Vec<TestBuffer>, bool),
     Gradients(Towers, Team),
     BroadcastTowers(Towers, c_int),
     CreateTeam(Team, i8, c_int),
@@ -77,34 +77,33 @@ struct Lists {
     _arena: Vec<u64>,
 }
 
-/// The buffers of `places`, at most eight, on a new arena.
-fn lists(places: &[Place]) -> Lists {
+/// At most eight buffers for `buffers`, in a new arena.
+fn lists(buffers: &[TestBuffer]) -> Lists {
     let mut arena = vec![0u64; ARENA];
     let base = arena.as_mut_ptr().cast::<u8>();
-    let buffer = |place: &Place| {
-        // As much of the arena as is left behind the later of the two, for elements of eight bytes.
+    let buffer = |spec: &TestBuffer| {
+        // The space after the later of both offsets, in elements of eight bytes.
         let at = |at: u16| usize::from(at) % (ARENA * 8);
-        let last = place.src.into_iter().chain(place.dst).map(at).max().unwrap_or(0);
-        let room = (ARENA * 8 - last) / 8;
-        let length = if place.endless {
-            usize::MAX / 8 + usize::from(place.length)
+        let last = spec.src.into_iter().chain(spec.dst).map(at).max().unwrap_or(0);
+        let capacity = (ARENA * 8 - last) / 8;
+        let length = if spec.endless {
+            usize::MAX / 8 + usize::from(spec.length)
         } else {
-            usize::from(place.length) % (room + 1)
+            usize::from(spec.length) % (capacity + 1)
         };
-        let pointer = |place: Option<u16>| place.map_or(ptr::null_mut(), |place| base.wrapping_add(at(place)));
-        let ndim =
-            place.ndim.map_or(place.shape.len() as c_int, |ndim| c_int::from(ndim).min(place.shape.len() as c_int));
+        let pointer = |offset: Option<u16>| offset.map_or(ptr::null_mut(), |offset| base.wrapping_add(at(offset)));
+        let ndim = spec.ndim.map_or(spec.shape.len() as c_int, |ndim| c_int::from(ndim).min(spec.shape.len() as c_int));
         CBuffer {
-            src: pointer(place.src).cast(),
-            dst: pointer(place.dst).cast(),
+            src: pointer(spec.src).cast(),
+            dst: pointer(spec.dst).cast(),
             length,
-            // Eight bytes each, so that an endless one is no length that memory can have.
-            dtype: if place.endless { 3 } else { c_int::from(place.dtype % 12) },
+            // Elements of eight bytes, so that an endless length exceeds the address space.
+            dtype: if spec.endless { 3 } else { c_int::from(spec.dtype % 12) },
             ndim,
-            shape: if place.ndim == Some(0) { ptr::null() } else { place.shape.as_ptr() },
+            shape: if spec.ndim == Some(0) { ptr::null() } else { spec.shape.as_ptr() },
         }
     };
-    Lists { buffers: places.iter().take(8).map(buffer).collect(), _arena: arena }
+    Lists { buffers: buffers.iter().take(8).map(buffer).collect(), _arena: arena }
 }
 
 fn name(text: &Option<String>) -> Option<CString> {
@@ -116,7 +115,7 @@ fn pointer(text: &Option<CString>) -> *const i8 {
 }
 
 impl Towers {
-    /// Calls `function` with the arrays of `dl_comm_gradients`.
+    /// Calls `function` with the arguments of `dl_comm_gradients`.
     fn with(
         &self,
         function: impl FnOnce(*mut *mut *mut c_void, *mut *mut c_int, *mut *mut c_int, *mut c_int, c_int) -> c_int,
@@ -130,7 +129,7 @@ impl Towers {
         let mut counts = Vec::new();
         for (tower, list) in lists.iter().take(4).enumerate() {
             let list = list.as_ref().map(|list| &list[..list.len().min(8)]);
-            // Below the list's length, or any where there is no list.
+            // At most the list's length; any count without a list.
             let count = self.counts.get(tower).copied().unwrap_or(c_int::MAX);
             counts.push(list.map_or(count, |list| count.min(list.len() as c_int)));
             let entries = list.unwrap_or_default().iter();
@@ -155,17 +154,17 @@ impl Towers {
 }
 
 impl Call {
-    /// Makes the call; its return value where that is a code.
+    /// Makes the call and returns its code.
     pub fn make(&self) -> c_int {
-        // SAFETY: what is passed is as dl_comm.h asks: NULL, or as long as is said, or of a length that nothing can have.
+        // SAFETY: arguments follow dl_comm.h: NULL, memory of the given length, or a length that no memory can have.
         unsafe {
             match self {
-                Call::Average(places, team, text) => {
-                    let (list, text) = (lists(places), name(text));
+                Call::Average(buffers, team, text) => {
+                    let (list, text) = (lists(buffers), name(text));
                     capi::dl_comm_average(list.buffers.as_ptr(), list.buffers.len(), team.number(), pointer(&text))
                 }
-                Call::AverageTowers(places, ntowers, team, text, timeout) => {
-                    let (list, text) = (lists(places), name(text));
+                Call::AverageTowers(buffers, ntowers, team, text, timeout) => {
+                    let (list, text) = (lists(buffers), name(text));
                     let ntowers = usize::from(ntowers % 5);
                     let count = list.buffers.len() / ntowers.max(1);
                     let buffers = list.buffers.as_ptr();
@@ -178,13 +177,13 @@ impl Call {
                     assert!(code < 0 && towers < 0);
                     code
                 }
-                Call::Broadcast(places, root, text, timeout) => {
-                    let (list, text) = (lists(places), name(text));
+                Call::Broadcast(buffers, root, text, timeout) => {
+                    let (list, text) = (lists(buffers), name(text));
                     let buffers = list.buffers.as_ptr();
                     capi::dl_comm_broadcast_buffers(buffers, list.buffers.len(), *root, pointer(&text), *timeout)
                 }
-                Call::Match(places, verbose) => {
-                    let list = lists(places);
+                Call::Match(buffers, verbose) => {
+                    let list = lists(buffers);
                     let buffers = list.buffers.as_ptr();
                     capi::dl_comm_check_buffers_match(buffers, list.buffers.len(), c_int::from(*verbose))
                 }
@@ -203,7 +202,7 @@ impl Call {
                     *alg,
                     c_int::from(*ksteps),
                     c_int::from(*steps),
-                    // Lines on the terminal are not looked at here.
+                    // Never print.
                     (*verbosity).min(0),
                     *freq,
                     *cooldown,
@@ -212,13 +211,13 @@ impl Call {
                 Call::SetTimeout(team, timeout) => capi::dl_comm_set_timeout(team.number(), *timeout),
                 Call::Release(team, owner) => capi::dl_comm_release_owner(team.number(), *owner),
                 Call::Waited(team) => capi::dl_comm_get_waited(team.number()).min(0.0) as c_int,
-                Call::Stats(room, null) => {
-                    let mut text = vec![0; usize::from(*room)];
-                    let place = if *null { ptr::null_mut() } else { text.as_mut_ptr() };
-                    capi::dl_comm_stats(place, text.len())
+                Call::Stats(capacity, null) => {
+                    let mut text = vec![0; usize::from(*capacity)];
+                    let buffer = if *null { ptr::null_mut() } else { text.as_mut_ptr() };
+                    capi::dl_comm_stats(buffer, text.len())
                 }
                 Call::Timeline(folder, start) => {
-                    // Below a file nothing can be made: what is looked at is how the name is taken.
+                    // No file can exist below /dev/null: only the handling of the name is tested.
                     let folder = folder.as_ref().map(|folder| format!("/dev/null/{folder}"));
                     if *start {
                         capi::dl_comm_timeline_start(pointer(&name(&folder)))
@@ -226,8 +225,8 @@ impl Call {
                         capi::dl_comm_timeline_stop()
                     }
                 }
-                Call::Dump(room) => {
-                    let mut text = vec![0; usize::from(*room)];
+                Call::Dump(capacity) => {
+                    let mut text = vec![0; usize::from(*capacity)];
                     capi::dl_comm_dump(c"/dev/null/dump".as_ptr(), text.as_mut_ptr(), text.len())
                 }
                 Call::Numbers => {
@@ -242,13 +241,13 @@ impl Call {
     }
 }
 
-/// The text of the last error of this thread.
+/// The message of this thread's last error.
 pub fn last_error() -> String {
     // SAFETY: the text is a C string until the next error.
     unsafe { std::ffi::CStr::from_ptr(capi::dl_comm_last_error()) }.to_string_lossy().into_owned()
 }
 
-/// Makes the calls; each gives a code of the header, and none is an error of dl_comm's own.
+/// Makes the calls and checks that each returns a code of the header, and no internal error.
 pub fn make(calls: &[Call]) {
     for call in calls.iter().take(20) {
         let code = call.make();

@@ -1,4 +1,4 @@
-//! The environment as text: any values give settings or an error that names a variable, and processors are dealt out.
+//! Any environment gives settings or an error that names a variable, and CPU assignments are valid.
 #![no_main]
 
 use arbitrary::Arbitrary;
@@ -24,7 +24,7 @@ const NAMES: [&str; 12] = [
 #[derive(Debug, Arbitrary)]
 struct Input {
     values: [Option<String>; NAMES.len()],
-    processors: u8,
+    cpus: u8,
     local_size: u8,
     local_rank: u8,
     team: u8,
@@ -45,12 +45,13 @@ fuzz_target!(|input: Input| {
     }
     let local_size = usize::from(input.local_size).max(1);
     let (team, threads) = (usize::from(input.team % 64), usize::from(input.threads).max(1));
-    let place = GroupPlacement { local_rank: usize::from(input.local_rank) % local_size, local_size, team, threads };
-    let allowed: Vec<usize> = (0..usize::from(input.processors).max(1)).collect();
+    let placement =
+        GroupPlacement { local_rank: usize::from(input.local_rank) % local_size, local_size, team, threads };
+    let allowed: Vec<usize> = (0..usize::from(input.cpus).max(1)).collect();
     let online = allowed.len() + usize::from(input.bound);
     let affinity = input.values[6].as_deref().map_or(Ok(Affinity::Auto), Affinity::parse);
-    if let Ok(Ok(Some(processors))) = affinity.map(|affinity| assign_cpus(&affinity, place, &allowed, online)) {
-        assert_eq!(processors.len(), threads);
-        assert!(processors.iter().all(|processor| allowed.contains(processor)));
+    if let Ok(Ok(Some(cpus))) = affinity.map(|affinity| assign_cpus(&affinity, placement, &allowed, online)) {
+        assert_eq!(cpus.len(), threads);
+        assert!(cpus.iter().all(|processor| allowed.contains(processor)));
     }
 });

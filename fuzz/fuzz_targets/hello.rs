@@ -1,5 +1,5 @@
-//! The first bytes of a connection between hosts, in any pieces: only the job's key makes a host of a caller, and nothing
-//! that a stranger sends does harm.
+//! The handshake of a connection between hosts, in any pieces: only the job's key identifies a host, and no other bytes
+//! do harm.
 #![no_main]
 
 use dl_comm_core::transport::hello::{Caller, Hello};

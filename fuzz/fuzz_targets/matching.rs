@@ -1,5 +1,5 @@
-//! Ranks that hold any calls, in any order, and follow the decisions: every decision can be carried out, all calls that
-//! are carried out are carried out by all in the same order, and there is an end.
+//! Ranks with any calls in any order follow the reconciliation. Every decision can be executed, all ranks run the same
+//! calls in the same order, and the process ends.
 #![no_main]
 
 use arbitrary::Arbitrary;
@@ -8,39 +8,39 @@ use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
 struct Input {
-    /// How much of a list fits into a message.
-    fits: u8,
+    /// Calls that fit into a message.
+    message_calls: u8,
     /// By rank, the signature and key of each call that it will make, and how many are made at once.
     ranks: Vec<(Vec<(u8, u8)>, u8)>,
-    /// How the calls age, from round to round.
+    /// Changes of the calls' ages in each round.
     ages: Vec<u8>,
 }
 
 struct Rank {
-    coming: Vec<PendingCall>,
+    future: Vec<PendingCall>,
     waiting: Vec<PendingCall>,
-    pace: usize,
+    calls_per_round: usize,
     done: Vec<u64>,
 }
 
 impl Rank {
     fn submit(&mut self) {
-        let count = self.pace.min(self.coming.len());
-        self.waiting.extend(self.coming.drain(..count));
+        let count = self.calls_per_round.min(self.future.len());
+        self.waiting.extend(self.future.drain(..count));
     }
 
-    /// The list that this rank sends.
+    /// The list that the other ranks receive.
     fn list(&self) -> PendingCalls {
-        let outlook = if self.coming.is_empty() { Outlook::Settled } else { Outlook::Open };
-        PendingCalls { calls: self.waiting.clone(), outlook, quiet: self.coming.is_empty() }
+        let outlook = if self.future.is_empty() { Outlook::Settled } else { Outlook::Open };
+        PendingCalls { calls: self.waiting.clone(), outlook, quiet: self.future.is_empty() }
     }
 
     fn run(&mut self, order: &[u64]) {
         for signature in order {
-            let place =
+            let position =
                 self.waiting.iter().position(|call| call.signature == *signature).expect("a call to run is there");
-            assert!(place < order.len(), "nothing is skipped");
-            self.waiting.remove(place);
+            assert!(position < order.len(), "nothing is skipped");
+            self.waiting.remove(position);
             self.done.push(*signature);
         }
     }
@@ -50,7 +50,7 @@ fuzz_target!(|input: Input| {
     if !(2..=5).contains(&input.ranks.len()) {
         return;
     }
-    let limit = 1 + 25 * (1 + usize::from(input.fits));
+    let limit = 1 + 25 * (1 + usize::from(input.message_calls));
     let call = |&(signature, key): &(u8, u8)| PendingCall {
         signature: u64::from(signature % 8),
         key: u32::from(key % 4),
@@ -59,18 +59,18 @@ fuzz_target!(|input: Input| {
     let mut ranks: Vec<Rank> = input
         .ranks
         .iter()
-        .map(|(calls, pace)| Rank {
-            coming: calls.iter().take(40).map(call).collect(),
+        .map(|(calls, calls_per_round)| Rank {
+            future: calls.iter().take(40).map(call).collect(),
             waiting: Vec::new(),
-            pace: usize::from(pace % 4) + 1,
+            calls_per_round: usize::from(calls_per_round % 4) + 1,
             done: Vec::new(),
         })
         .collect();
-    let calls: usize = ranks.iter().map(|rank| rank.coming.len()).sum();
+    let calls: usize = ranks.iter().map(|rank| rank.future.len()).sum();
     let mut ages = input.ages.iter();
     for _round in 0..=2 * calls {
         ranks.iter_mut().for_each(Rank::submit);
-        if ranks.iter().all(|rank| rank.waiting.is_empty() && rank.coming.is_empty()) {
+        if ranks.iter().all(|rank| rank.waiting.is_empty() && rank.future.is_empty()) {
             break;
         }
         for call in ranks.iter_mut().flat_map(|rank| &mut rank.waiting) {
@@ -87,16 +87,16 @@ fuzz_target!(|input: Input| {
                 assert!(!order.is_empty());
                 ranks.iter_mut().for_each(|rank| rank.run(&order));
             }
-            Reconciliation::Fail(places) => {
-                assert_eq!(places.len(), ranks.len());
-                assert!(places.iter().any(Option::is_some), "something is given up");
-                for (rank, place) in ranks.iter_mut().zip(places) {
-                    place.map(|place| rank.waiting.remove(place));
+            Reconciliation::Fail(positions) => {
+                assert_eq!(positions.len(), ranks.len());
+                assert!(positions.iter().any(Option::is_some), "something is given up");
+                for (rank, position) in ranks.iter_mut().zip(positions) {
+                    position.map(|position| rank.waiting.remove(position));
                 }
             }
             Reconciliation::Wait(_) => {}
         }
     }
-    assert!(ranks.iter().all(|rank| rank.waiting.is_empty() && rank.coming.is_empty()), "it ends");
+    assert!(ranks.iter().all(|rank| rank.waiting.is_empty() && rank.future.is_empty()), "it ends");
     assert!(ranks.windows(2).all(|pair| pair[0].done == pair[1].done), "all carry out the same");
 });

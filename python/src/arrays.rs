@@ -1,4 +1,4 @@
-//! NumPy arrays as buffers of the C API. Refuses what is not plain memory of a known element type.
+//! NumPy arrays as buffers of the C API. Refuses arrays without plain memory or with an unknown element type.
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -10,31 +10,33 @@ use crate::api::{argument_error, dtype_error};
 const WRITEABLE: i32 = 0x0400;
 const ALIGNED: i32 = 0x0100;
 
-/// What is done with an array.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// It is read.
+    /// The array is read.
     Read,
-    /// It is written.
+    /// The array is written.
     Write,
 }
 
-/// The buffers of a list of arrays. Holds no reference: the caller keeps the arrays.
+/// The buffers of a list of arrays. Holds no references: the caller keeps the arrays alive.
 pub struct Buffers {
     buffers: Vec<dl_comm_buffer_t>,
     /// The shapes that the buffers point to.
     _shapes: Vec<Box<[i64]>>,
 }
 
-// SAFETY: it is only looked at by the C API, while the arrays are alive.
+// SAFETY: only the C API dereferences the pointers, while the arrays are alive.
 unsafe impl Sync for Buffers {}
 
 impl Buffers {
-    /// Buffers that are read from `sources` and written to `destinations`, which match one by one.
+    /// Buffers that are read from `sources` and written to `destinations`, pairwise.
     pub fn new(py: Python<'_>, sources: &[Bound<'_, PyAny>], destinations: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
         if sources.len() != destinations.len() {
-            let (given, wanted) = (destinations.len(), sources.len());
-            return Err(argument_error(py, format!("out holds {given} arrays; it must be like the {wanted} tensors")));
+            let (given, expected) = (destinations.len(), sources.len());
+            return Err(argument_error(
+                py,
+                format!("out holds {given} arrays; it must be like the {expected} tensors"),
+            ));
         }
         let mut shapes = Vec::with_capacity(sources.len());
         let mut buffers = Vec::with_capacity(sources.len());
@@ -61,7 +63,6 @@ impl Buffers {
         Ok(Buffers { buffers, _shapes: shapes })
     }
 
-    /// Buffers that are only read.
     pub fn read_only(arrays: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
         let mut shapes = Vec::with_capacity(arrays.len());
         let mut buffers = Vec::with_capacity(arrays.len());
@@ -74,18 +75,18 @@ impl Buffers {
         Ok(Buffers { buffers, _shapes: shapes })
     }
 
-    /// The list, as the C API takes it.
+    /// The list as an argument of the C API.
     pub fn as_ptr(&self) -> *const dl_comm_buffer_t {
         self.buffers.as_ptr()
     }
 
-    /// Its length.
+    /// Length of the list.
     pub fn len(&self) -> usize {
         self.buffers.len()
     }
 }
 
-/// A shape as Python writes it.
+/// A shape in Python syntax.
 fn tuple(shape: &[i64]) -> String {
     let extents: Vec<String> = shape.iter().map(i64::to_string).collect();
     format!("({}{})", extents.join(", "), if shape.len() == 1 { "," } else { "" })
@@ -136,7 +137,7 @@ fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi
         (b'i', 4) => Some(ffi::dlDataType_DL_COMM_INT32),
         (b'i', 8) => Some(ffi::dlDataType_DL_COMM_INT64),
         (b'b', 1) => Some(ffi::dlDataType_DL_COMM_BOOL),
-        // bfloat16 is a user type of the package ml_dtypes, known by its name only.
+        // bfloat16 is a type of the package ml_dtypes; only its name identifies it.
         (_, 2) if descriptor.str()?.to_cow()? == "bfloat16" => Some(ffi::dlDataType_DL_COMM_BFLOAT16),
         _ => None,
     };

@@ -1,4 +1,4 @@
-//! Arrays in the memory of a GPU, as `dl_comm._cuda_arrays` takes them apart: addresses, lengths, element types, shapes.
+//! GPU arrays, described by `dl_comm._cuda_arrays` as addresses, lengths, element types and shapes.
 
 use std::ffi::c_char;
 
@@ -9,21 +9,21 @@ use crate::api::call;
 use crate::api::ffi::{self, dl_comm_buffer_t, dl_comm_device_t};
 use crate::c_name;
 
-/// Where an array is read and written, how many elements it has, of which type, and its shape.
-type Place = (usize, usize, usize, u32, Vec<i64>);
+/// Source address, destination address, number of elements, element type and shape.
+type DeviceArray = (usize, usize, usize, u32, Vec<i64>);
 
-/// What the C API gets of a list of arrays; the places outlive it.
-struct Call {
+/// The arguments of a call; the arrays must outlive it.
+struct DeviceArgs {
     device: dl_comm_device_t,
     buffers: Vec<dl_comm_buffer_t>,
 }
 
-// SAFETY: addresses, which only the C API looks at.
-unsafe impl Sync for Call {}
+// SAFETY: only the C API dereferences the addresses.
+unsafe impl Sync for DeviceArgs {}
 
-impl Call {
-    fn new(device: i32, stream: usize, places: &[Place]) -> PyResult<Call> {
-        let buffer = |(src, dst, length, dtype, shape): &Place| {
+impl DeviceArgs {
+    fn new(device: i32, stream: usize, places: &[DeviceArray]) -> PyResult<DeviceArgs> {
+        let buffer = |(src, dst, length, dtype, shape): &DeviceArray| {
             let ndim = i32::try_from(shape.len())?;
             let (src, dst) = (std::ptr::without_provenance(*src), std::ptr::without_provenance_mut(*dst));
             Ok(dl_comm_buffer_t { src, dst, length: *length, dtype: *dtype, ndim, shape: shape.as_ptr() })
@@ -35,7 +35,7 @@ impl Call {
         })
     }
 
-    /// Calls `function` of the C API with the GPU, the buffers, their number and the name.
+    /// Calls `function` with the device, the buffers, their number and the name.
     fn run(
         &self,
         py: Python<'_>,
@@ -48,50 +48,50 @@ impl Call {
     }
 }
 
-/// Averages arrays of GPU `device` over all ranks, in the order of `stream`.
+/// Averages arrays on GPU `device` over all ranks, ordered by `stream`.
 #[pyfunction]
 #[pyo3(signature = (device, stream, places, team, name=None, timeout=-1.0))]
 pub fn average_on(
     py: Python<'_>,
     device: i32,
     stream: usize,
-    places: Vec<Place>,
+    places: Vec<DeviceArray>,
     team: i32,
     name: Option<&Bound<'_, PyString>>,
     timeout: f64,
 ) -> PyResult<()> {
-    Call::new(device, stream, &places)?.run(py, name, |device, buffers, count, name| {
-        // SAFETY: the arrays are held by the caller; the list and the name outlive the call.
+    DeviceArgs::new(device, stream, &places)?.run(py, name, |device, buffers, count, name| {
+        // SAFETY: the caller keeps the arrays alive; the list and the name outlive the call.
         unsafe { ffi::dl_comm_average_on(device, buffers, count, team, name, timeout) }
     })
 }
 
-/// Copies the arrays of rank `root` into those of all ranks, in the order of `stream`.
+/// Copies the arrays of rank `root` to all ranks, ordered by `stream`.
 #[pyfunction]
 #[pyo3(signature = (device, stream, places, root, name=None, timeout=-1.0))]
 pub fn broadcast_on(
     py: Python<'_>,
     device: i32,
     stream: usize,
-    places: Vec<Place>,
+    places: Vec<DeviceArray>,
     root: i32,
     name: Option<&Bound<'_, PyString>>,
     timeout: f64,
 ) -> PyResult<()> {
-    Call::new(device, stream, &places)?.run(py, name, |device, buffers, count, name| {
-        // SAFETY: the arrays are held by the caller; the list and the name outlive the call.
+    DeviceArgs::new(device, stream, &places)?.run(py, name, |device, buffers, count, name| {
+        // SAFETY: the caller keeps the arrays alive; the list and the name outlive the call.
         unsafe { ffi::dl_comm_broadcast_on(device, buffers, count, root, name, timeout) }
     })
 }
 
-/// The number of GPUs that this process sees.
+/// The number of GPUs visible to this process.
 #[pyfunction]
 pub fn gpu_count(py: Python<'_>) -> PyResult<i32> {
-    // SAFETY: the function takes nothing and may be called at any time.
+    // SAFETY: takes no arguments and may be called at any time.
     call(py, || unsafe { ffi::dl_comm_gpu_count() })
 }
 
-/// The GPU whose memory is at `address`; -1 for host memory.
+/// The GPU that owns the memory at `address`; -1 for host memory.
 #[pyfunction]
 pub fn device_of_pointer(address: usize) -> i32 {
     // SAFETY: nothing is read from the address.

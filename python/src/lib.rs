@@ -1,4 +1,4 @@
-//! `dl_comm._dl_comm`: NumPy arrays in, calls of the C API out. The package's Python files are what users see.
+//! `dl_comm._dl_comm`: passes NumPy arrays to the C API. Users see the package's Python files.
 //!
 //! Thread rule: every function may be called from any Python thread; none holds the GIL while it waits.
 
@@ -20,13 +20,13 @@ pub(crate) fn c_name(name: Option<&Bound<'_, PyString>>) -> PyResult<CString> {
     let Some(name) = name else { return Ok(CString::default()) };
     let text = name.extract::<String>().ok().and_then(|text| CString::new(text).ok());
     text.ok_or_else(|| match name.repr() {
-        Ok(shown) => argument_error(name.py(), format!("name is {shown}; it is Unicode text without NUL characters")),
+        Ok(repr) => argument_error(name.py(), format!("name is {repr}; it is Unicode text without NUL characters")),
         Err(error) => error,
     })
 }
 
-/// Averages `sources` into `destinations` (which may be the same arrays) over all ranks; both are `towers` replicas of a list,
-/// one after the other. `timeout` is in seconds, 0 for none, negative for the team's.
+/// Averages `sources` over all ranks into `destinations` (possibly the same arrays). Both are `towers` consecutive
+/// replicas of a list. `timeout` is in seconds: 0 for no timeout, negative for the team's.
 #[pyfunction]
 #[pyo3(signature = (sources, destinations, team, name=None, towers=1, timeout=-1.0))]
 fn average(
@@ -41,14 +41,14 @@ fn average(
     let name = c_name(name)?;
     let buffers = Buffers::new(py, &sources, &destinations)?;
     let count = buffers.len() / towers.max(1);
-    // SAFETY: the arrays are held by the caller; the list outlives the call.
+    // SAFETY: the caller keeps the arrays alive; the list outlives the call.
     call(py, || unsafe {
         api::ffi::dl_comm_average_towers(buffers.as_ptr(), count, towers, team, name.as_ptr(), timeout)
     })?;
     Ok(())
 }
 
-/// Copies the arrays of rank `root` into those of all ranks, in place.
+/// Copies the arrays of rank `root` to all ranks, in place.
 #[pyfunction]
 #[pyo3(signature = (arrays, root, name=None, timeout=-1.0))]
 fn broadcast(
@@ -67,13 +67,13 @@ fn broadcast(
     Ok(())
 }
 
-/// The address of `bytes` zero bytes that the ranks of the host see in each other.
+/// Allocates `bytes` zero bytes that the ranks of the host share; returns the address.
 #[pyfunction]
 fn alloc(py: Python<'_>, bytes: usize) -> PyResult<usize> {
     let mut address = 0;
     call(py, || {
         let mut memory = std::ptr::null_mut();
-        // SAFETY: a place for the address.
+        // SAFETY: `memory` is valid for the address.
         let code = unsafe { api::ffi::dl_comm_alloc(bytes, &raw mut memory) };
         address = memory.expose_provenance();
         code
@@ -81,66 +81,66 @@ fn alloc(py: Python<'_>, bytes: usize) -> PyResult<usize> {
     Ok(address)
 }
 
-/// Gives back what `alloc` returned. Nobody uses the memory any more.
+/// Frees memory from `alloc`, which must be unused.
 #[pyfunction]
 fn free(py: Python<'_>, memory: usize) -> PyResult<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     call(py, || unsafe { api::ffi::dl_comm_free(std::ptr::with_exposed_provenance_mut(memory)) })?;
     Ok(())
 }
 
-/// Waits for all ranks, up to `timeout` seconds (0: for ever, negative: the team's).
+/// Waits for all ranks, at most `timeout` seconds (0: no limit, negative: the team's timeout).
 #[pyfunction]
 #[pyo3(signature = (timeout=-1.0))]
 fn barrier(py: Python<'_>, timeout: f64) -> PyResult<()> {
-    // SAFETY: a plain number.
+    // SAFETY: passes a number.
     call(py, || unsafe { api::ffi::dl_comm_barrier_timeout(timeout) })?;
     Ok(())
 }
 
-/// Ends everything after a failure; the other ranks hear why.
+/// Ends the job after a failure; the other ranks get an error with `why`.
 #[pyfunction]
 fn abort(py: Python<'_>, why: &str) -> PyResult<i32> {
     let why = CString::new(why.replace('\0', " "))?;
-    // SAFETY: a text that ends with NUL.
+    // SAFETY: a NUL-terminated text.
     call(py, || unsafe { api::ffi::dl_comm_abort(why.as_ptr()) })
 }
 
-/// Sets the deadline of coming calls on a team, in seconds; 0 for none.
+/// Sets the deadline of a team's future calls in seconds; 0 for none.
 #[pyfunction]
 fn set_timeout(py: Python<'_>, team: i32, seconds: f64) -> PyResult<()> {
-    // SAFETY: plain numbers.
+    // SAFETY: passes numbers.
     call(py, || unsafe { api::ffi::dl_comm_set_timeout(team, seconds) })?;
     Ok(())
 }
 
-/// Whether the arrays hold the same bits on all ranks.
+/// Whether the arrays have the same bits on all ranks.
 #[pyfunction]
 fn buffers_match(py: Python<'_>, arrays: Vec<Array<'_>>, verbose: bool) -> PyResult<bool> {
     let buffers = Buffers::read_only(&arrays)?;
     let verbose = i32::from(verbose);
     // SAFETY: as for `average`.
-    let differ =
+    let differs =
         call(py, || unsafe { api::ffi::dl_comm_check_buffers_match(buffers.as_ptr(), buffers.len(), verbose) })?;
-    Ok(differ == 0)
+    Ok(differs == 0)
 }
 
 /// Declares functions without arguments that return an int.
-macro_rules! plain {
+macro_rules! no_argument_functions {
     ($($(#[$doc:meta])* $name:ident = $c:ident;)*) => { $(
         $(#[$doc])*
         #[pyfunction]
         fn $name(py: Python<'_>) -> PyResult<i32> {
-            // SAFETY: the function takes nothing and may be called at any time.
+            // SAFETY: takes no arguments and may be called at any time.
             call(py, || unsafe { api::ffi::$c() })
         }
     )* };
 }
 
-plain! {
-    /// Brings MPI up.
+no_argument_functions! {
+    /// Initializes MPI.
     init_mpi = dl_comm_init_mpi;
-    /// Ends everything.
+    /// Shuts down.
     finalize = dl_comm_finalize;
     /// The rank.
     rank = dl_comm_get_rank;
@@ -152,68 +152,68 @@ plain! {
     local_size = dl_comm_get_local_nranks;
     /// The number of hosts.
     hosts = dl_comm_get_nhosts;
-    /// Ends a timeline.
+    /// Completes the timeline.
     timeline_stop = dl_comm_timeline_stop;
 }
 
-/// Whether everything is up.
+/// Whether dl_comm is initialized.
 #[pyfunction]
 fn is_initialized() -> bool {
-    // SAFETY: the function takes nothing and may be called at any time.
+    // SAFETY: takes no arguments and may be called at any time.
     unsafe { api::ffi::dl_comm_is_initialized() != 0 }
 }
 
-/// The handler of a signal writes stacks to a file, for dumps.
+/// Sets the signal whose handler writes stacks for dumps to file `fd`.
 #[pyfunction]
 fn stacks_from(py: Python<'_>, signal: i32, fd: i32) -> PyResult<()> {
-    // SAFETY: plain numbers.
+    // SAFETY: passes numbers.
     call(py, || unsafe { api::ffi::dl_comm_stacks_from(signal, fd) })?;
     Ok(())
 }
 
-/// Whether this process is a rank, or was one.
+/// Whether this process is or was a rank.
 #[pyfunction]
 fn is_up() -> bool {
-    // SAFETY: the function takes nothing and may be called at any time.
+    // SAFETY: takes no arguments and may be called at any time.
     unsafe { api::ffi::dl_comm_get_rank() >= 0 && api::ffi::dl_comm_is_helper() == 0 }
 }
 
 /// Whether this process is a helper of a rank.
 #[pyfunction]
 fn is_helper() -> bool {
-    // SAFETY: the function takes nothing and may be called at any time.
+    // SAFETY: takes no arguments and may be called at any time.
     unsafe { api::ffi::dl_comm_is_helper() != 0 }
 }
 
-/// The environment as it is. `os.environ` has what Python has found and changed, and nothing that the core has changed.
+/// The current environment. `os.environ` lacks the changes that the core has made.
 #[pyfunction]
 fn environment(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let found = PyDict::new(py);
+    let variables = PyDict::new(py);
     for (name, value) in std::env::vars_os() {
-        found.set_item(PyBytes::new(py, name.as_bytes()), PyBytes::new(py, value.as_bytes()))?;
+        variables.set_item(PyBytes::new(py, name.as_bytes()), PyBytes::new(py, value.as_bytes()))?;
     }
-    Ok(found)
+    Ok(variables)
 }
 
 /// Creates a team.
 #[pyfunction]
 fn create_team(py: Python<'_>, id: i32, nthreads: i32, prec_level: i32) -> PyResult<()> {
-    // SAFETY: plain numbers.
+    // SAFETY: passes numbers.
     call(py, || unsafe { api::ffi::dl_create_team(id, nthreads, prec_level) })?;
     Ok(())
 }
 
-/// Brings everything up, and creates the teams below `nteams` that do not exist.
+/// Initializes dl_comm, and creates the missing teams below `nteams`.
 #[pyfunction]
 fn init_teams(py: Python<'_>, nteams: i32, nthreads: i32) -> PyResult<()> {
-    // SAFETY: plain numbers.
+    // SAFETY: passes numbers.
     call(py, || unsafe { api::ffi::dl_comm_init_teams(nteams, nthreads) })?;
     Ok(())
 }
 
-/// Sets a team's schedule; `cooldown` is that of `dl_comm_cooldown_t`.
+/// Sets a team's schedule; `cooldown` is a `dl_comm_cooldown_t`.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "they are the plugin's")]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the plugin")]
 fn config_team(
     py: Python<'_>,
     team: i32,
@@ -225,34 +225,34 @@ fn config_team(
     cooldown: u32,
 ) -> PyResult<()> {
     call(py, || {
-        // SAFETY: plain numbers.
+        // SAFETY: passes numbers.
         unsafe { api::ffi::dl_comm_config_team(team, trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown) }
     })?;
     Ok(())
 }
 
-/// Forgets what averages of an owner have left to calls that will not come.
+/// Discards the carried means of an owner.
 #[pyfunction]
 fn release(py: Python<'_>, team: i32, owner: u64) -> PyResult<()> {
-    // SAFETY: plain numbers.
+    // SAFETY: passes numbers.
     call(py, || unsafe { api::ffi::dl_comm_release_owner(team, owner) })?;
     Ok(())
 }
 
-/// For how many seconds averages of a team were waited for.
+/// The seconds that callers have waited on a team.
 #[pyfunction]
 fn waited(py: Python<'_>, team: i32) -> PyResult<f64> {
     let mut seconds = 0.0;
     call(py, || {
-        // SAFETY: a plain number.
+        // SAFETY: passes a number.
         seconds = unsafe { api::ffi::dl_comm_get_waited(team) };
         if seconds < 0.0 { seconds as i32 } else { 0 }
     })?;
     Ok(seconds)
 }
 
-/// The text that a function of the C API gives, once it has room for all of it.
-fn given(py: Python<'_>, function: impl Fn(&mut [std::ffi::c_char]) -> i32 + Sync) -> PyResult<String> {
+/// Calls a function that returns a text, with a larger buffer until the text fits.
+fn read_text(py: Python<'_>, function: impl Fn(&mut [std::ffi::c_char]) -> i32 + Sync) -> PyResult<String> {
     let mut text = vec![0; 4096];
     loop {
         let length = usize::try_from(call(py, || function(&mut text))?)?;
@@ -264,22 +264,22 @@ fn given(py: Python<'_>, function: impl Fn(&mut [std::ffi::c_char]) -> i32 + Syn
     }
 }
 
-/// The numbers of all teams, as JSON.
+/// The statistics of all teams, as JSON.
 #[pyfunction]
 fn stats(py: Python<'_>) -> PyResult<String> {
-    // SAFETY: the place has that many bytes.
-    given(py, |text| unsafe { api::ffi::dl_comm_stats(text.as_mut_ptr(), text.len()) })
+    // SAFETY: the buffer has that many bytes.
+    read_text(py, |text| unsafe { api::ffi::dl_comm_stats(text.as_mut_ptr(), text.len()) })
 }
 
-/// Writes this rank's last calls; returns the file.
+/// Writes a dump of this rank; returns the path of the file.
 #[pyfunction]
 #[pyo3(signature = (folder=None))]
 fn dump(py: Python<'_>, folder: Option<String>) -> PyResult<String> {
     let folder = folder.map(CString::new).transpose()?;
     let folder = folder.as_deref();
-    given(py, |path| {
+    read_text(py, |path| {
         let folder = folder.map_or(std::ptr::null(), std::ffi::CStr::as_ptr);
-        // SAFETY: as above; the folder's name outlives the call.
+        // SAFETY: as above; `folder` outlives the call.
         unsafe { api::ffi::dl_comm_dump(folder, path.as_mut_ptr(), path.len()) }
     })
 }
@@ -288,26 +288,26 @@ fn dump(py: Python<'_>, folder: Option<String>) -> PyResult<String> {
 #[pyfunction]
 fn timeline_start(py: Python<'_>, folder: String) -> PyResult<()> {
     let folder = CString::new(folder)?;
-    // SAFETY: the folder's name outlives the call.
+    // SAFETY: `folder` outlives the call.
     call(py, || unsafe { api::ffi::dl_comm_timeline_start(folder.as_ptr()) })?;
     Ok(())
 }
 
-/// The identity of the core.
+/// Identifies the core in this process.
 #[pyfunction]
 fn core_id() -> usize {
-    // SAFETY: the function takes nothing and may be called at any time.
+    // SAFETY: takes no arguments and may be called at any time.
     unsafe { api::ffi::dl_comm_core_id() }
 }
 
-/// What this process can tell of itself, as JSON.
+/// A description of this process, as JSON.
 #[pyfunction]
 fn describe(py: Python<'_>) -> PyResult<String> {
-    // SAFETY: the place has that many bytes.
-    given(py, |text| unsafe { api::ffi::dl_comm_describe(text.as_mut_ptr(), text.len()) })
+    // SAFETY: the buffer has that many bytes.
+    read_text(py, |text| unsafe { api::ffi::dl_comm_describe(text.as_mut_ptr(), text.len()) })
 }
 
-/// What the handler of a signal has raised while a call waited, once; None for nothing.
+/// Takes the exception that a signal handler raised while a call waited; None if there is none.
 #[pyfunction]
 fn raised_while_waiting(py: Python<'_>) -> Option<Py<PyAny>> {
     api::raised().map(|error| error.into_value(py).into_any())

@@ -3,16 +3,17 @@
 // The include path contains the folder of allreduce_mean.cu and reduce_sum.cu. Thread rule: as in kernels_shim.h.
 #include <cstring>
 
+#include "kernels_shim.h"
+// The shim comes first.
 #include "allreduce_mean.cu"
 #include "host_kernel.h"
-#include "kernels_shim.h"
 #include "reduce_sum.cu"
 
 namespace fake {
 namespace {
 
 static_assert(sizeof(KernelArgs) == sizeof(::KernelArgs) && sizeof(BlockRange) == sizeof(::BlockRange),
-              "host_kernel.h is behind memory.cuh");
+              "host_kernel.h differs from memory.cuh");
 
 template <void kKernel(const ::KernelArgs&)>
 void run(const KernelArgs& work, Index grid, Index block) {

@@ -352,7 +352,7 @@ proptest! {
     #[test]
     fn kernels_give_the_same_bits_as_the_core(case in cases()) {
         for (name, dtype, precise) in KERNELS {
-            check(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
+            check(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
         }
     }
 
@@ -419,7 +419,7 @@ proptest! {
     #[test]
     fn sums_have_the_same_bits_as_in_the_core(case in cases()) {
         for (name, dtype, precise) in SUMS {
-            check_sums(name, Reduction { dtype, acc_f64, wire_is_acc: false }, &case);
+            check_sums(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
         }
     }
 }

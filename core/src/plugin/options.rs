@@ -1,4 +1,4 @@
-//! The options of a call that a schedule may delay.
+//! Options of calls that follow a schedule.
 
 use std::sync::Arc;
 
@@ -7,30 +7,30 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::group::{CallOptions, Timeout};
 
-/// Called once with the outcome of a call: the buffer that holds the result, or `None` when the result is in the call's own
-/// tensors. Threads as for [`crate::group::OnComplete`].
+/// Called once with the outcome of a call: the buffer with the result, or `None` if the result is in the call's own
+/// tensors. Thread rule as for [`crate::group::OnComplete`].
 pub type OnResult = Box<dyn FnOnce(Result<Option<Arc<dyn ResultBuffer>>>) + Send>;
 
 /// The options of a call on a [`super::Team`].
 pub struct StepOptions {
-    /// Those that every group has.
+    /// Options of every group.
     pub call: CallOptions,
     /// Receives the outcome.
     pub done: OnResult,
-    /// Owns the memory of the call's tensors. Without it the call cannot return before its allreduce has ended.
+    /// Owns the memory of the call's tensors. Without it the call cannot return before its allreduce has completed.
     pub results: Option<Arc<dyn ResultBuffer>>,
-    /// Tells apart, on this rank only, equal lists of tensors of one name, for example of two optimizers.
+    /// Distinguishes, on this rank only, equal lists of tensors with one name, for example of two optimizers.
     pub owner: u64,
-    /// The call belongs to the step of the call before, which the schedule has counted.
+    /// The call belongs to the training step of the previous call, so the schedule does not count it.
     pub continues_step: bool,
-    /// The caller adds its own mean and the carried one itself; see [`ResultBuffer::set_weights`]. Needs `results`.
+    /// The caller itself adds the new and the carried mean; see [`ResultBuffer::set_weights`]. Requires `results`.
     pub return_weights: bool,
-    /// The caller waits until the call is done: the time counts as exposed.
+    /// The caller blocks until completion: the time counts as exposed.
     pub count_wait: bool,
 }
 
 impl StepOptions {
-    /// The defaults: no name, no buffer, and the caller's wait is counted.
+    /// Defaults: no name, no buffer, and the caller's wait counts.
     pub fn new(done: OnResult) -> StepOptions {
         StepOptions {
             call: CallOptions::default(),
@@ -43,7 +43,7 @@ impl StepOptions {
         }
     }
 
-    /// Sets the deadline.
+    /// Sets the timeout.
     pub fn with_timeout(mut self, timeout: Timeout) -> StepOptions {
         self.call.timeout = timeout;
         self
@@ -55,7 +55,7 @@ impl StepOptions {
         self
     }
 
-    /// Refuses the call before it reaches a team.
+    /// Completes the call with an error, without a team.
     pub fn fail(self, error: Error) {
         (self.done)(Err(error));
     }

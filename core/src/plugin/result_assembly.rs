@@ -1,6 +1,6 @@
-//! How a scheduled call gets its result: from its own mean, the one before, or both, when these have come.
+//! Assembles the result of a scheduled call from its own mean, the carried mean, or both, once they are complete.
 //!
-//! Thread rule: a delivery runs once, on the thread that ends the last of its flights, or on the submitting one.
+//! Thread rule: an assembly runs once, on the thread that completes the last mean, or on the submitting thread.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -12,22 +12,22 @@ use super::weighted_sum::{CarryWeights, weighted_sum};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result, guard};
 
-/// A call that waits for what it returns.
+/// A call that waits for the means of its result.
 pub(super) struct ResultAssembly {
     pub schedule: Arc<Mutex<ScheduleState>>,
     pub wait_time: Arc<WaitTime>,
-    pub list: u64,
+    pub list_hash: u64,
     pub plan: CallPlan,
     pub own: Arc<InFlightMean>,
     pub done: OnResult,
-    /// The caller puts the result together itself.
+    /// The caller itself adds the means.
     pub return_weights: bool,
-    /// When the caller began to wait; `None` when the caller counts by itself.
+    /// Start of the caller's wait; `None` if the caller measures it.
     pub waiting_since: Option<Instant>,
 }
 
 impl ResultAssembly {
-    /// Ends the call when its flights have ended.
+    /// Completes the call once its means are complete.
     pub fn start(self) {
         match self.plan.before.clone() {
             None => self.after(Ok(())),
@@ -45,24 +45,24 @@ impl ResultAssembly {
     }
 
     fn end(mut self, before: Result<()>, own: Result<()>) {
-        let shares = self.plan.weights;
-        let before_flight = self.plan.before.take();
+        let weights = self.plan.weights;
+        let carried_mean = self.plan.before.take();
         let result = match (before, own) {
-            (Ok(()), Ok(())) => guard(|| results_of(shares, self.return_weights, &self.own, before_flight)),
+            (Ok(()), Ok(())) => guard(|| results_of(weights, self.return_weights, &self.own, carried_mean)),
             (Err(error), own) => {
-                // The one before is lost; what this call should have returned of its own goes to the next.
+                // The carried mean is lost; carry the whole mean of this call over to the next call.
                 if own.is_ok() && self.own.results.is_some() {
                     self.replace(Some((Arc::clone(&self.own), 1.0)));
                 }
                 Err(error)
             }
             (Ok(()), Err(error)) => {
-                self.replace(before_flight.map(|before| (before, shares.carried)));
+                self.replace(carried_mean.map(|before| (before, weights.carried)));
                 Err(error)
             }
         };
         let ResultAssembly { wait_time, plan, done, waiting_since, own, .. } = self;
-        // The memory of a mean goes with its result buffer, on the thread of the one who takes it.
+        // Dropped here: the result buffer owns the mean's memory from now on, and its receiver frees it.
         drop(own);
         if let Some(since) = waiting_since {
             wait_time.add(since.elapsed().as_secs_f64());
@@ -73,61 +73,61 @@ impl ResultAssembly {
         done(result);
     }
 
-    fn replace(&self, instead: Option<(Arc<InFlightMean>, f64)>) {
+    fn replace(&self, replacement: Option<(Arc<InFlightMean>, f64)>) {
         let mut schedule = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
-        schedule.replace_carried(self.list, &self.own, instead);
+        schedule.replace_carried(self.list_hash, &self.own, replacement);
     }
 }
 
-/// The result buffer with the result; `None` when it is in the call's own memory.
+/// The buffer with the result; `None` if the result is in the call's own tensors.
 fn results_of(
-    shares: CarryWeights,
+    weights: CarryWeights,
     return_weights: bool,
     own: &Arc<InFlightMean>,
     before: Option<Arc<InFlightMean>>,
 ) -> Result<Option<Arc<dyn ResultBuffer>>> {
-    let CarryWeights { left, carried } = shares;
+    let CarryWeights { left, carried } = weights;
     let Some(before) = before else {
         if left == 0.0 {
             return Ok(None);
         }
-        let (results, addresses) = kept(own)?.zeros_like()?;
+        let (results, addresses) = result_buffer(own)?.zeros_like()?;
         if return_weights {
             results.set_weights(1.0 - left, 0.0);
         } else if left < 1.0 {
-            let fresh =
+            let zeros =
                 |(mean, address): (&Buffer, usize)| Buffer::in_place(address as *mut u8, mean.len(), mean.dtype());
-            let fresh: Vec<Buffer> = own.means.iter().zip(addresses).map(fresh).collect();
-            mix(&own.means, &fresh, &fresh, shares);
+            let zeros: Vec<Buffer> = own.means.iter().zip(addresses).map(zeros).collect();
+            mix(&own.means, &zeros, &zeros, weights);
         }
         return Ok(Some(results));
     };
     if return_weights && own.results.is_some() {
-        let results = kept(&before)?;
+        let results = result_buffer(&before)?;
         results.set_weights(1.0 - left, carried);
         return Ok(Some(results));
     }
     if left == 0.0 {
-        mix(&own.means, &before.means, &own.means, shares);
+        mix(&own.means, &before.means, &own.means, weights);
         return Ok(None);
     }
     if left < 1.0 {
-        mix(&own.means, &before.means, &before.means, shares);
+        mix(&own.means, &before.means, &before.means, weights);
     } else if carried < 1.0 {
-        // Its own average may still be on its way: nothing of it is looked at.
-        mix(&before.means, &before.means, &before.means, shares);
+        // This call's own allreduce may still be running: do not read its mean.
+        mix(&before.means, &before.means, &before.means, weights);
     }
-    kept(&before).map(Some)
+    result_buffer(&before).map(Some)
 }
 
-fn kept(in_flight: &InFlightMean) -> Result<Arc<dyn ResultBuffer>> {
+fn result_buffer(in_flight: &InFlightMean) -> Result<Arc<dyn ResultBuffer>> {
     in_flight.results.clone().ok_or_else(|| Error::Internal("a mean was left behind without its memory".into()))
 }
 
-fn mix(own: &[Buffer], before: &[Buffer], out: &[Buffer], shares: CarryWeights) {
+fn mix(own: &[Buffer], before: &[Buffer], out: &[Buffer], weights: CarryWeights) {
     for ((own, before), out) in own.iter().zip(before).zip(out) {
-        // SAFETY: the flights have ended, and their lists are alike; the memory of `own` is the call's, that of `before`
-        // its result buffer's, and nobody else's until the call is done.
-        unsafe { weighted_sum(own.dtype(), own.dst(), before.dst(), out.dst(), own.len(), shares) };
+        // SAFETY: both allreduces are complete, and their lists have equal shapes. The call owns the memory of `own`,
+        // its result buffer that of `before`; no other code accesses it until the call completes.
+        unsafe { weighted_sum(own.dtype(), own.dst(), before.dst(), out.dst(), own.len(), weights) };
     }
 }

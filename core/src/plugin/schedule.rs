@@ -1,40 +1,40 @@
-//! When the averages of a team block and when they run behind the computation: the schedule of `config_team`.
+//! The schedule of `config_team`: which calls of a team block, and which return before their allreduce completes.
 //!
-//! A schedule gives every call of a team a *carry*: the share of the call's own mean that is left to the next call. With
+//! A schedule gives each call of a team a *carry*: the share of the call's mean that the next call returns. With
 //! carries a(i), means m(i) and a(-1) = 0, call i returns
 //!
 //! ```text
 //! (1 - a(i)) m(i) + a(i-1) m(i-1)
 //! ```
 //!
-//! so that every mean is handed out with a total weight of exactly one, whatever the schedule. A carry of 0 is a blocking
-//! call; between two carries of 1 a call starts its own average and returns the one before (staleness 1), and the caller
-//! waits only for what was started a whole step ago.
+//! so every mean is returned with a total weight of exactly one. A carry of 0 is a blocking call. Between two carries
+//! of 1, a call starts its own allreduce and returns the previous mean (staleness 1); the caller waits only for an
+//! allreduce that started a whole step earlier.
 //!
 //! The phases are those of the Cray PE DL Plugin: a blocking warm-up of `ksteps` calls, or a blocking cool-down for a
-//! negative `ksteps`. `trans_alg` 0 passes from one phase to the other at once: the first call of the non-blocking phase
-//! blocks on its own mean (there is none before it), the second returns zeros (its own mean is on the way, and the one
-//! before is handed out already), and the first blocking call afterwards returns the sum of its own and the one before.
-//! `trans_alg` 1 spreads both ends over a window of calls in which the carry rises or falls evenly, so that a call's total
-//! weight is off by no more than one part in the window's length. How the plugin smoothed is not known; this rule is ours.
+//! negative `ksteps`. With `trans_alg` 0 the phase changes at once. The first non-blocking call blocks on its own mean,
+//! because no earlier mean exists. The second returns zeros, because its own mean is in flight and the previous mean
+//! was already returned. The first blocking call afterwards returns the sum of its own and the previous mean. With
+//! `trans_alg` 1 the carry rises and falls linearly over a window of calls. Then the total weight of a call deviates
+//! from one by at most 1/window. The plugin's smoothing rule is unknown; this rule is ours.
 //!
-//! The last of `max_steps` calls blocks and hands out everything, and so do all calls after it.
+//! The last of `max_steps` calls blocks and returns everything; so do all later calls.
 //!
 //! Pure; thread rule: plain data.
 
 use crate::error::{Error, Result};
 
-/// Where the blocking cool-down of a negative `ksteps` begins.
+/// The start of the blocking cool-down of a negative `ksteps`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cooldown {
-    /// After the first `|ksteps|` calls, as the plugin's porting guide says.
+    /// After the first `|ksteps|` calls, as in the plugin's porting guide.
     After,
-    /// So that the last `|ksteps|` calls block, as the plugin of 2018 was measured to do.
+    /// The last `|ksteps|` calls block, as measured with the plugin of 2018.
     Last,
 }
 
 impl Cooldown {
-    /// From `dl_comm_cooldown` of `dl_comm.h`; 0 is `default`.
+    /// From `dl_comm_cooldown` in `dl_comm.h`; 0 is `default`.
     ///
     /// # Errors
     /// [`Error::Invalid`]
@@ -48,27 +48,27 @@ impl Cooldown {
     }
 }
 
-/// The arguments of `config_team`, by the names that the plugin gives them.
+/// The arguments of `config_team`, with the plugin's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arguments {
     /// 0: abrupt, 1: smooth.
     pub trans_alg: i32,
-    /// Length of the blocking warm-up, or, negative, of what [`Cooldown`] says.
+    /// Length of the blocking warm-up; a negative value is interpreted by [`Cooldown`].
     pub ksteps: i32,
-    /// The number of calls of the team in all.
+    /// Total number of calls of the team.
     pub max_steps: i32,
     /// 0: silent, 1: rank 0 prints, 2: every rank prints.
     pub verbosity: i32,
-    /// Every how many calls the waited time is printed; 0: at the end only.
+    /// Interval of calls between prints of the waited time; 0 prints at the end only.
     pub perf_freq: i32,
-    /// What a negative `ksteps` counts.
+    /// Meaning of a negative `ksteps`.
     pub cooldown: Cooldown,
 }
 
-/// Who prints how long it has waited.
+/// The ranks that print their waited time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
-    /// Nobody.
+    /// No rank.
     Silent,
     /// Rank 0.
     Root,
@@ -83,34 +83,34 @@ impl Verbosity {
     }
 }
 
-/// The schedule of a team; see the module's text.
+/// The schedule of a team; see the module text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Schedule {
-    /// The non-blocking phase begins with this call.
+    /// The first call of the non-blocking phase.
     start: u64,
     /// The first call after the non-blocking phase.
     end: u64,
-    /// Over how many calls the carry rises and falls.
+    /// Number of calls over which the carry rises or falls.
     window: u64,
     max_steps: u64,
-    /// Who prints.
+    /// The ranks that print.
     pub verbosity: Verbosity,
-    /// Every how many calls.
+    /// Interval of calls between prints; 0 prints at the end only.
     pub perf_freq: u64,
 }
 
-/// Smooth transitions take this part of `max_steps`.
+/// A smooth transition takes `max_steps` divided by this.
 const SMOOTH_PART: u64 = 20;
 
 impl Schedule {
-    /// A schedule in which every call blocks, and nothing is printed.
+    /// A schedule in which every call blocks, and no rank prints.
     pub const BLOCKING: Schedule =
         Schedule { start: 0, end: 0, window: 1, max_steps: 0, verbosity: Verbosity::Silent, perf_freq: 0 };
 
     /// The schedule of `config_team`.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the argument.
+    /// [`Error::Invalid`] with the argument's name.
     pub fn new(arguments: Arguments) -> Result<Schedule> {
         let Arguments { trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown } = arguments;
         let whole = |name: &str, value: i32| {
@@ -137,8 +137,8 @@ impl Schedule {
         Ok(Schedule { start, end, window, max_steps, verbosity, perf_freq })
     }
 
-    /// The carry of call `index` (from 0) of a team whose calls are on `lists` different lists of tensors in turn: each
-    /// of these must be handed out before the last call.
+    /// The carry of call `index` (from 0). The team's calls alternate between `lists` lists of tensors, and each list's
+    /// mean must be returned before the last call.
     pub fn carry_weight(&self, index: u64, lists: u64) -> f64 {
         let end = self.end.min(self.max_steps.saturating_sub(lists));
         if index < self.start || index >= end {
@@ -148,22 +148,22 @@ impl Schedule {
         steps as f64 / self.window as f64
     }
 
-    /// Whether call `index` is one of the non-blocking phase.
+    /// Whether call `index` is in the non-blocking phase.
     pub fn is_non_blocking(&self, index: u64) -> bool {
         (self.start..self.end).contains(&index)
     }
 
-    /// Whether calls from `index` on may be carried over.
+    /// Whether any call from `index` on may have a carry.
     pub fn may_carry_from(&self, index: u64) -> bool {
         self.start < self.end && index < self.end
     }
 
-    /// Whether call `index` is one after which the waited time is printed.
+    /// Whether the waited time is printed after call `index`.
     pub fn prints_at(&self, index: u64) -> bool {
         self.perf_freq > 0 && index.is_multiple_of(self.perf_freq)
     }
 
-    /// Where call `index` stands, for messages; nothing when every call blocks.
+    /// The position and phase of call `index`, for messages; empty if every call blocks.
     pub fn position(&self, index: u64, carry: f64) -> String {
         if self.start >= self.end {
             return String::new();
@@ -191,13 +191,13 @@ mod tests {
     }
 
     #[test]
-    fn a_warm_up_blocks_then_runs_behind_until_the_last_call() {
+    fn a_warm_up_blocks_and_then_calls_return_early_until_the_last() {
         let schedule = schedule(0, 3, 8, Cooldown::After);
         assert_eq!(carries(schedule, 10), [0., 0., 0., 0., 1., 1., 1., 0., 0., 0.]);
     }
 
     #[test]
-    fn as_many_ksteps_as_calls_or_more_always_block() {
+    fn ksteps_of_max_steps_or_more_always_block() {
         for ksteps in [8, 9, 100] {
             assert_eq!(carries(schedule(0, ksteps, 8, Cooldown::After), 10), [0.; 10]);
         }
@@ -207,15 +207,15 @@ mod tests {
     }
 
     #[test]
-    fn a_cool_down_begins_after_or_fills_the_last_calls() {
+    fn a_cool_down_starts_after_or_covers_the_last_calls() {
         assert_eq!(carries(schedule(0, -6, 8, Cooldown::After), 8), [0., 1., 1., 1., 1., 1., 0., 0.]);
         assert_eq!(carries(schedule(0, -6, 8, Cooldown::Last), 8), [0., 1., 0., 0., 0., 0., 0., 0.]);
-        // The whole time non-blocking: the last call still hands everything out.
+        // Non-blocking throughout: the last call still returns everything.
         assert_eq!(carries(schedule(0, -8, 8, Cooldown::After), 8), [0., 1., 1., 1., 1., 1., 1., 0.]);
     }
 
     #[test]
-    fn a_smooth_transition_rises_and_falls_over_a_twentieth() {
+    fn a_smooth_transition_takes_a_twentieth_of_the_calls() {
         let schedule = schedule(1, 10, 80, Cooldown::After);
         let carries = carries(schedule, 80);
         assert_eq!(carries[9..16], [0., 0., 0.25, 0.5, 0.75, 1., 1.]);
@@ -223,23 +223,23 @@ mod tests {
     }
 
     #[test]
-    fn each_of_several_lists_is_handed_out() {
+    fn the_means_of_several_lists_are_all_returned() {
         let schedule = schedule(0, 2, 10, Cooldown::After);
         let carries: Vec<f64> = (0..10).map(|index| schedule.carry_weight(index, 3)).collect();
         assert_eq!(carries, [0., 0., 0., 1., 1., 1., 1., 0., 0., 0.]);
     }
 
     #[test]
-    fn nonsense_names_the_argument() {
-        let good =
+    fn invalid_arguments_are_named() {
+        let valid =
             Arguments { trans_alg: 0, ksteps: 1, max_steps: 2, verbosity: 1, perf_freq: 1, cooldown: Cooldown::After };
-        for (name, bad) in [
-            ("trans_alg", Arguments { trans_alg: 2, ..good }),
-            ("max_steps", Arguments { max_steps: -1, ..good }),
-            ("verbosity", Arguments { verbosity: 3, ..good }),
-            ("perf_freq", Arguments { perf_freq: -1, ..good }),
+        for (name, invalid) in [
+            ("trans_alg", Arguments { trans_alg: 2, ..valid }),
+            ("max_steps", Arguments { max_steps: -1, ..valid }),
+            ("verbosity", Arguments { verbosity: 3, ..valid }),
+            ("perf_freq", Arguments { perf_freq: -1, ..valid }),
         ] {
-            let error = Schedule::new(bad).unwrap_err().to_string();
+            let error = Schedule::new(invalid).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
         }
         assert!(Cooldown::from_code(3, Cooldown::After).is_err());
@@ -247,7 +247,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn carries_are_shares_and_nothing_is_left_at_the_end(
+        fn carries_are_shares_and_the_last_is_zero(
             trans_alg in 0..2, ksteps in -60..60, max_steps in 0..50, lists in 1..4u64, last: bool,
         ) {
             let cooldown = if last { Cooldown::Last } else { Cooldown::After };

@@ -1,10 +1,10 @@
-//! The calls of a team on its schedule: which of them block, which return the mean of the call before, and how much.
+//! The state of a team's schedule: counted calls, and the means carried over to the next call.
 //!
-//! Every scheduled call is a [`Flight`]: its average on the team's threads. What a call returns is put together when the
-//! flights that it is made of have ended ([`super::delivery`]); a flight whose mean is left to the next call stays here,
-//! with the memory that holds it, by the list of tensors: calls on different lists (of two networks, or of two buckets)
-//! never get each other's means.
-//! Thread rule: a [`ScheduleState`] is behind the team's lock; a [`Flight`] may be used from any thread.
+//! Each scheduled call has an [`InFlightMean`]: its allreduce on the group's threads. [`super::result_assembly`] builds
+//! a call's result when all of its means are complete. A mean that is carried to the next call is stored here with its
+//! memory, by list of tensors. So calls on different lists (of two networks, or of two buckets) never receive each
+//! other's means.
+//! Thread rule: a [`ScheduleState`] is protected by the team's lock; an [`InFlightMean`] may be used from any thread.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -15,20 +15,20 @@ use super::weighted_sum::CarryWeights;
 use crate::buffer::Buffer;
 use crate::error::Result;
 
-/// The memory of a scheduled call, owned by the binding that made the call and kept until the mean in it has been returned.
-/// May be dropped on any thread.
+/// The memory of a scheduled call. The binding that made the call owns it, and keeps it until its mean has been
+/// returned. May be dropped on any thread.
 pub trait ResultBuffer: Any + Send + Sync {
-    /// The same for all result buffers that the maker can take the place of each other; other makers have other kinds.
+    /// Identifies the kind of buffer. Buffers of one kind can replace each other.
     fn owner_type(&self) -> usize;
 
-    /// How much of the call's own mean, and of what this memory holds, its result is made of: for callers that put it
-    /// together themselves ([`super::CallOptions::return_weights`]). Called before the caller gets this result buffer.
+    /// Sets the weights of the call's own mean and of the mean in this buffer, for callers that add them themselves
+    /// ([`super::StepOptions::return_weights`]). Called before the caller receives this buffer.
     fn set_weights(&self, _own: f64, _here: f64) {}
 
-    /// Fresh memory of zeros for the same tensors, and the addresses of the tensors in it, tower by tower.
+    /// Creates a zeroed buffer for the same tensors. Returns it with the addresses of the tensors, tower by tower.
     ///
     /// # Errors
-    /// [`crate::error::Error::System`] when there is no memory.
+    /// [`crate::error::Error::System`] when memory is exhausted.
     fn zeros_like(&self) -> Result<(Arc<dyn ResultBuffer>, Vec<usize>)>;
 }
 
@@ -39,12 +39,12 @@ enum PendingState {
     Ended(Result<()>),
 }
 
-/// An average on its way, or come to its end.
+/// A mean whose allreduce is running or complete.
 pub(super) struct InFlightMean {
     state: Mutex<PendingState>,
-    /// The owner of the memory; without one the mean cannot be left to another call.
+    /// Owns the memory; without it the mean cannot be carried to another call.
     pub results: Option<Arc<dyn ResultBuffer>>,
-    /// Where the means are: the tensors of all towers.
+    /// The tensors with the means, of all towers.
     pub means: Vec<Buffer>,
 }
 
@@ -53,7 +53,7 @@ impl InFlightMean {
         Arc::new(InFlightMean { state: Mutex::new(PendingState::Running(Vec::new())), results, means })
     }
 
-    /// The average has ended.
+    /// Completes the allreduce and calls the continuations.
     pub fn end(&self, result: &Result<()>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *state, PendingState::Ended(result.clone()));
@@ -63,7 +63,7 @@ impl InFlightMean {
         }
     }
 
-    /// Calls `next` with the outcome: at once, on this thread, when it is known, else on the thread that ends it.
+    /// Calls `next` with the outcome: immediately if complete, else on the thread that completes it.
     pub fn then(&self, next: Continuation) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let result = match &mut *state {
@@ -75,44 +75,44 @@ impl InFlightMean {
     }
 }
 
-/// A mean that was left to the next call on its list.
+/// A mean carried over to the next call on its list.
 struct CarriedMean {
     mean: Arc<InFlightMean>,
     carry: f64,
 }
 
-/// A list of tensors that is averaged again and again.
+/// A list of tensors with repeated calls.
 #[derive(Default)]
 struct TensorListState {
-    /// Who averages it; 0 for nobody in particular.
+    /// The owner of the calls; 0 if not specified.
     owner: u64,
-    /// Whether it counts among the lists that are to be handed out before the last call.
+    /// Whether the list is among those whose means must be returned before the last call.
     counted: bool,
-    /// Whether a call on it was in the non-blocking phase already: the first one blocks.
+    /// Whether an earlier call was in the non-blocking phase: the first call blocks.
     entered: bool,
     carried: Option<CarriedMean>,
 }
 
-/// What a call does, by the schedule.
+/// The plan of a call according to the schedule.
 pub(super) struct CallPlan {
-    /// The number of the call.
+    /// Index of the call.
     pub index: u64,
-    /// What it leaves and what it gets.
+    /// The carries to the next call and from the previous call.
     pub weights: CarryWeights,
-    /// Whose mean it gets.
+    /// The carried mean that the call returns.
     pub before: Option<Arc<InFlightMean>>,
-    /// Where it stands, for messages.
+    /// The position in the schedule, for messages.
     pub position: String,
-    /// Whether this rank prints afterwards.
+    /// Whether this rank prints the waited time afterwards.
     pub prints: bool,
 }
 
-/// The schedule of a team and what its calls have left behind.
+/// The schedule of a team and its carried means.
 pub(super) struct ScheduleState {
     schedule: Schedule,
     rank: usize,
     calls: u64,
-    /// Lists whose calls count.
+    /// The number of lists with counted calls.
     counted: u64,
     lists: HashMap<u64, TensorListState>,
 }
@@ -122,7 +122,7 @@ impl ScheduleState {
         ScheduleState { schedule: Schedule::BLOCKING, rank, calls: 0, counted: 0, lists: HashMap::new() }
     }
 
-    /// Starts `schedule` from its first call. Means that were left behind are returned by the next calls on their lists.
+    /// Starts `schedule` at its first call. The next call on a list returns the list's carried mean.
     pub fn configure(&mut self, schedule: Schedule) {
         self.schedule = schedule;
         self.calls = 0;
@@ -131,48 +131,56 @@ impl ScheduleState {
         self.lists.values_mut().for_each(|list| (list.counted, list.entered) = (false, false));
     }
 
-    /// Whether coming calls of `owner` may return before their average has ended, or another one's mean. Lists of other
-    /// owners do not count: one of them may be gone on one rank and not yet on another.
+    /// Whether future calls of `owner` may return before their allreduce completes, or return a carried mean. Lists of
+    /// other owners are ignored: they may already be released on some ranks only.
     pub fn may_return_early(&self, owner: u64) -> bool {
-        let owed = || self.lists.values().any(|list| list.owner == owner && list.carried.is_some());
-        self.schedule.may_carry_from(self.calls.saturating_sub(1)) || owed()
+        let has_carried_mean = || self.lists.values().any(|list| list.owner == owner && list.carried.is_some());
+        self.schedule.may_carry_from(self.calls.saturating_sub(1)) || has_carried_mean()
     }
 
     pub fn verbosity(&self) -> Verbosity {
         self.schedule.verbosity
     }
 
-    /// The number of means that no call has returned.
+    /// The number of carried means that no call has returned.
     pub fn undelivered_means(&self) -> usize {
         self.lists.values().filter(|list| list.carried.is_some()).count()
     }
 
-    /// What the next call does, which is on `list` of `owner` and brings `results`. A `part` belongs to the call before it and
-    /// is not counted. Without a result buffer, or where the mean before is in a result buffer of another kind, nothing is left to the next
-    /// call: what is behind is then added where the call's own result is.
-    pub fn plan_call(&mut self, list: u64, owner: u64, part: bool, results: Option<&dyn ResultBuffer>) -> CallPlan {
-        let index = if part { self.calls.saturating_sub(1) } else { self.calls };
+    /// Plans the next call, which is on `list` of `owner` with the buffer `results`. A call that `continues_step` is
+    /// not counted. Without `results`, or if the carried mean is in another kind of buffer, the call carries nothing
+    /// over: the carried mean is then added to the call's own result.
+    pub fn plan_call(
+        &mut self,
+        list: u64,
+        owner: u64,
+        continues_step: bool,
+        results: Option<&dyn ResultBuffer>,
+    ) -> CallPlan {
+        let index = if continues_step { self.calls.saturating_sub(1) } else { self.calls };
         let state = self.lists.entry(list).or_default();
         state.owner = owner;
-        if !part {
+        if !continues_step {
             self.calls += 1;
             self.counted += u64::from(!state.counted);
             state.counted = true;
         }
-        let planned = self.schedule.carry_weight(index, self.counted.max(1));
+        let carry = self.schedule.carry_weight(index, self.counted.max(1));
         let (before, carried) = match state.carried.take() {
             Some(CarriedMean { mean: in_flight, carry }) => (Some(in_flight), carry),
             None => (None, 0.0),
         };
-        let kept = before.as_ref().and_then(|before| before.results.as_deref());
-        let keeps = results.is_some_and(|results| kept.is_none_or(|kept| kept.owner_type() == results.owner_type()));
-        let left = if state.entered && keeps { planned } else { 0.0 };
+        let carried_buffer = before.as_ref().and_then(|before| before.results.as_deref());
+        let can_carry = results.is_some_and(|results| {
+            carried_buffer.is_none_or(|carried_buffer| carried_buffer.owner_type() == results.owner_type())
+        });
+        let left = if state.entered && can_carry { carry } else { 0.0 };
         state.entered = self.schedule.is_non_blocking(index);
         if !self.schedule.may_carry_from(index) {
-            // Nothing is left from here on. Lists of tensors that never come again must not fill the memory.
+            // No more carries: drop the list, so unused lists do not leak.
             self.lists.remove(&list);
         }
-        let prints = !part && self.schedule.prints_at(index) && self.schedule.verbosity.prints_on(self.rank);
+        let prints = !continues_step && self.schedule.prints_at(index) && self.schedule.verbosity.prints_on(self.rank);
         CallPlan {
             index,
             weights: CarryWeights { left, carried },
@@ -182,35 +190,35 @@ impl ScheduleState {
         }
     }
 
-    /// Forgets the lists of `owner`, and the means that its last calls have left. What is counted stays: ranks may come here
-    /// at different times.
+    /// Drops the lists of `owner` and their carried means. The call counts stay, because ranks may release at different
+    /// times.
     pub fn release(&mut self, owner: u64) {
         self.lists.retain(|_, list| list.owner != owner);
     }
 
-    /// Forgets the means that the last calls of `owner` have left.
+    /// Drops the carried means of `owner`.
     pub fn discard_carried(&mut self, owner: u64) {
         self.lists.values_mut().filter(|list| list.owner == owner).for_each(|list| list.carried = None);
     }
 
-    /// Leaves a share of `in_flight`'s mean to the next call on `list`.
+    /// Carries a share of `in_flight`'s mean over to the next call on `list`.
     pub fn carry(&mut self, list: u64, in_flight: Arc<InFlightMean>, carry: f64) {
         if carry > 0.0 {
             self.lists.entry(list).or_default().carried = Some(CarriedMean { mean: in_flight, carry });
         }
     }
 
-    /// After a failure of `failed`, which its caller has been told: puts `instead` in its place for the next call on `list`,
-    /// unless that has come meanwhile.
+    /// After a failure of `failed`, which its caller has received: replaces it by `replacement` for the next call on
+    /// `list`, unless that call has already been planned.
     pub fn replace_carried(
         &mut self,
         list: u64,
         failed: &Arc<InFlightMean>,
-        instead: Option<(Arc<InFlightMean>, f64)>,
+        replacement: Option<(Arc<InFlightMean>, f64)>,
     ) {
         let Some(state) = self.lists.get_mut(&list) else { return };
-        if state.carried.as_ref().is_none_or(|behind| Arc::ptr_eq(&behind.mean, failed)) {
-            state.carried = instead.map(|(in_flight, carry)| CarriedMean { mean: in_flight, carry });
+        if state.carried.as_ref().is_none_or(|carried| Arc::ptr_eq(&carried.mean, failed)) {
+            state.carried = replacement.map(|(in_flight, carry)| CarriedMean { mean: in_flight, carry });
         }
     }
 }
@@ -220,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_that_come_once_do_not_fill_the_memory() {
+    fn lists_used_once_do_not_leak() {
         let mut schedule = ScheduleState::new(0);
         for list in 0..100 {
             let plan = schedule.plan_call(list, 0, false, None);

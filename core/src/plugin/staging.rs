@@ -1,8 +1,8 @@
-//! Memory of the core's own for scheduled calls of bindings whose callers keep their memory: C programs and NumPy.
+//! Staging memory for scheduled calls of bindings whose callers keep their tensors: C programs and NumPy.
 //!
-//! The caller's tensors are copied in before the call returns, and the result is copied out to them; in between the
-//! average has the stage to itself. Stages are used again and again.
-//! Thread rule: plain data behind the pool's lock.
+//! The caller's tensors are copied in before the call returns, and the result is copied out. In between the allreduce
+//! runs on the staging buffer. A pool reuses the buffers.
+//! Thread rule: plain data, protected by the pool's lock.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,27 +14,27 @@ use crate::error::{Error, Result};
 use crate::transport::memory::Aligned;
 use crate::wire_layout::ALIGN;
 
-/// Stages that are not in use; as many as a call can have at a time.
-const SPARE: usize = 3;
+/// Maximum number of unused buffers; a call uses at most three.
+const MAX_UNUSED: usize = 3;
 
-/// Memory that was used before.
+/// A pool of unused buffers.
 #[derive(Default)]
 pub struct StagingPool(Mutex<Vec<Aligned>>);
 
 impl StagingPool {
     fn take(&self, len: usize) -> Aligned {
-        let mut spare = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match spare.iter().position(|memory| memory.len() == len) {
-            Some(index) => spare.swap_remove(index),
+        let mut unused = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match unused.iter().position(|memory| memory.len() == len) {
+            Some(index) => unused.swap_remove(index),
             None => Aligned::new(len),
         }
     }
 
     fn give(&self, memory: Aligned) {
-        let mut spare = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        spare.push(memory);
-        if spare.len() > SPARE {
-            spare.remove(0);
+        let mut unused = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        unused.push(memory);
+        if unused.len() > MAX_UNUSED {
+            unused.remove(0);
         }
     }
 }
@@ -47,16 +47,16 @@ pub struct StagingBuffer {
 }
 
 impl StagingBuffer {
-    /// Memory for the tensors of `towers`, not yet copied.
+    /// Memory for `tensors`, without copying.
     fn like(tensors: Vec<(usize, usize, DType)>, pool: &Arc<StagingPool>) -> StagingBuffer {
-        let len = tensors.last().map_or(0, |&(at, len, dtype)| at + len * dtype.size());
+        let len = tensors.last().map_or(0, |&(offset, len, dtype)| offset + len * dtype.size());
         StagingBuffer { memory: Some(pool.take(len)), tensors, pool: Arc::clone(pool) }
     }
 
-    /// A copy of what `towers` hold, and the tensors of the copy.
+    /// Copies `towers`. Returns the buffer and the tensors in it.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for what cannot be memory.
+    /// [`Error::Invalid`] for invalid memory.
     ///
     /// # Safety
     /// The memory of `towers` is valid.
@@ -64,51 +64,51 @@ impl StagingBuffer {
         towers: &[Vec<Tensor>],
         pool: &Arc<StagingPool>,
     ) -> Result<(Arc<StagingBuffer>, Vec<Vec<Tensor>>)> {
-        let mut at = 0;
-        let mut places = Vec::new();
+        let mut offset = 0;
+        let mut layout = Vec::new();
         for (index, tensor) in towers.iter().flat_map(|tower| tower.iter().enumerate()) {
             let buffer = tensor.buffer;
             buffer.check().map_err(|error| Error::Invalid(format!("tensor {index}: {error}")))?;
-            places.push((at, buffer.len(), buffer.dtype()));
-            at = (at + buffer.len() * buffer.dtype().size()).next_multiple_of(ALIGN);
+            layout.push((offset, buffer.len(), buffer.dtype()));
+            offset = (offset + buffer.len() * buffer.dtype().size()).next_multiple_of(ALIGN);
         }
-        let staging = StagingBuffer::like(places, pool);
-        let mut places = staging.buffers();
+        let staging = StagingBuffer::like(layout, pool);
+        let mut copied = staging.buffers();
         let copies = towers.iter().map(|tower| {
             let copy = |tensor: &Tensor| {
-                let place = places.next().unwrap_or(tensor.buffer);
-                // SAFETY: the caller's promise; the stage is new.
-                unsafe { place.bytes_mut(0, place.len()).copy_from_slice(tensor.buffer.bytes(0, place.len())) };
-                Tensor::new(place, tensor.shape())
+                let buffer = copied.next().unwrap_or(tensor.buffer);
+                // SAFETY: guaranteed by the caller; the staging buffer is new.
+                unsafe { buffer.bytes_mut(0, buffer.len()).copy_from_slice(tensor.buffer.bytes(0, buffer.len())) };
+                Tensor::new(buffer, tensor.shape())
             };
             tower.iter().map(copy).collect()
         });
         let copies = copies.collect();
-        drop(places);
+        drop(copied);
         Ok((Arc::new(staging), copies))
     }
 
-    /// Where the tensors are.
+    /// The tensors in the buffer.
     fn buffers(&self) -> impl Iterator<Item = Buffer> {
         let start = self.memory.as_ref().map_or(std::ptr::null_mut(), Aligned::as_ptr);
-        self.tensors.iter().map(move |&(at, len, dtype)| Buffer::in_place(start.wrapping_add(at), len, dtype))
+        self.tensors.iter().map(move |&(offset, len, dtype)| Buffer::in_place(start.wrapping_add(offset), len, dtype))
     }
 
-    /// Copies the tensors to those of `towers`, which are like those that the stage was made for.
+    /// Copies the tensors to those of `towers`, which have the shapes of the original ones.
     ///
     /// # Safety
-    /// The memory of `towers` is valid and nobody else's; no average works on the stage.
+    /// The memory of `towers` is valid and not accessed by others; no allreduce runs on the buffer.
     pub unsafe fn copy_to(&self, towers: &[Vec<Tensor>]) {
-        for (place, tensor) in self.buffers().zip(towers.iter().flatten()) {
-            // SAFETY: the caller's promise.
-            unsafe { tensor.buffer.bytes_mut(0, place.len()).copy_from_slice(place.bytes(0, place.len())) };
+        for (buffer, tensor) in self.buffers().zip(towers.iter().flatten()) {
+            // SAFETY: guaranteed by the caller.
+            unsafe { tensor.buffer.bytes_mut(0, buffer.len()).copy_from_slice(buffer.bytes(0, buffer.len())) };
         }
     }
 
-    /// The stage that a result buffer is.
+    /// Downcasts a result buffer.
     ///
     /// # Errors
-    /// [`Error::Internal`] when it is not one.
+    /// [`Error::Internal`] for another kind of buffer.
     pub fn from_results(results: Arc<dyn ResultBuffer>) -> Result<Arc<StagingBuffer>> {
         let any: Arc<dyn Any + Send + Sync> = results;
         any.downcast().map_err(|_| Error::Internal("a mean came in memory of another face".into()))
@@ -121,10 +121,10 @@ impl ResultBuffer for StagingBuffer {
     }
 
     fn zeros_like(&self) -> Result<(Arc<dyn ResultBuffer>, Vec<usize>)> {
-        let mut blank = StagingBuffer::like(self.tensors.clone(), &self.pool);
-        blank.memory.as_mut().map(Aligned::as_mut_slice).unwrap_or_default().fill(0);
-        let addresses = blank.buffers().map(|place| place.dst().addr()).collect();
-        Ok((Arc::new(blank), addresses))
+        let mut zeros = StagingBuffer::like(self.tensors.clone(), &self.pool);
+        zeros.memory.as_mut().map(Aligned::as_mut_slice).unwrap_or_default().fill(0);
+        let addresses = zeros.buffers().map(|buffer| buffer.dst().addr()).collect();
+        Ok((Arc::new(zeros), addresses))
     }
 }
 

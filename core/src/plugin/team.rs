@@ -1,6 +1,6 @@
 //! A team of the plugin: a group whose gradients follow a schedule.
 //!
-//! Thread rule: a [`Team`] may be used by any thread.
+//! Thread rule: a [`Team`] may be used from any thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,18 +21,18 @@ use crate::error::{Error, Result};
 use crate::group::{Group, Timeout};
 use crate::timeline;
 
-/// A group with a schedule; see the module's text.
+/// A group with a schedule; see the module text.
 pub struct Team {
     group: Arc<Group>,
     schedule: Arc<Mutex<ScheduleState>>,
-    /// All calls block and return their own mean.
+    /// Every call blocks and returns its own mean.
     unscheduled: AtomicBool,
     wait_time: Arc<WaitTime>,
     staging: Arc<StagingPool>,
 }
 
 impl Team {
-    /// The team of `group`, which has no schedule yet: every call blocks.
+    /// Creates a team of `group` without a schedule: every call blocks.
     pub fn new(group: Group) -> Team {
         let wait_time = WaitTime::new(group.call_config().team, group.rank());
         Team {
@@ -55,15 +55,16 @@ impl Team {
     /// As for [`Group::submit`].
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, options: StepOptions) {
         let StepOptions { call, done, .. } = options;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.group.submit(op, towers, &call, Box::new(|result| done(result.map(|()| None)))) }
     }
 
-    /// Starts the mean of `towers` over the ranks, by the team's schedule; see [`super::schedule`] for what the caller gets.
-    /// `options.done` is called once.
+    /// Starts the mean of `towers` over the ranks, according to the team's schedule; `schedule.rs` defines the
+    /// result. Calls `options.done` once.
     ///
     /// # Safety
-    /// As for [`Group::submit`]. With `options.results` the memory stays valid as long as that buffer, also after `done`.
+    /// As for [`Group::submit`]. With `options.results` the memory stays valid as long as that buffer, even after
+    /// `done`.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, options: StepOptions) {
         let waiting_since = options.count_wait.then(Instant::now);
         let StepOptions { call: options, done, results, owner, continues_step, return_weights, .. } = options;
@@ -72,37 +73,37 @@ impl Team {
             Ok(call) => call,
             Err(error) => return done(Err(error)),
         };
-        let list = xxh3_64_with_seed(&owner.to_le_bytes(), call.list_hash);
+        let list_hash = xxh3_64_with_seed(&owner.to_le_bytes(), call.list_hash);
         let mut schedule = self.schedule();
-        let plan = schedule.plan_call(list, owner, continues_step, results.as_deref());
+        let plan = schedule.plan_call(list_hash, owner, continues_step, results.as_deref());
         call.schedule(plan.weights.left, plan.position.clone());
         if timeline::is_on() && !continues_step {
             let now = Instant::now();
             let args = [("team", self.group.call_config().team.into()), ("call", plan.index.into())];
             timeline::span("step", "gradients", now, now, &args);
         }
-        // Only a call that takes or leaves a mean must find its own mean again.
+        // Only a call that uses or carries a mean reads its own mean later.
         let is_plain = plan.before.is_none() && plan.weights.left == 0.0;
         let own = InFlightMean::new(results, if is_plain { Vec::new() } else { call.outputs() });
         let in_flight = Arc::clone(&own);
-        // Under the lock: the schedule counts calls in the order in which the group runs them.
-        let placed = self.group.new_work(call, &options, Box::new(move |result| in_flight.end(&result)));
-        schedule.carry(list, Arc::clone(&own), plan.weights.left);
+        // Under the lock, so that the schedule counts calls in the order in which the group runs them.
+        let work = self.group.new_work(call, &options, Box::new(move |result| in_flight.end(&result)));
+        schedule.carry(list_hash, Arc::clone(&own), plan.weights.left);
         drop(schedule);
-        self.group.run(placed);
+        self.group.run(work);
         let (schedule, wait_time) = (Arc::clone(&self.schedule), Arc::clone(&self.wait_time));
-        ResultAssembly { schedule, wait_time, list, plan, own, done, return_weights, waiting_since }.start();
+        ResultAssembly { schedule, wait_time, list_hash, plan, own, done, return_weights, waiting_since }.start();
     }
 
-    /// [`Group::try_small_allreduce`], as long as no schedule is set.
+    /// [`Group::try_small_allreduce`]; `None` if a schedule is set.
     ///
     /// # Safety
-    /// The memory of `views` is valid, and nobody else uses it meanwhile.
+    /// The memory of `views` is valid and not accessed by others until the call returns.
     pub unsafe fn try_small_allreduce(&self, name: &str, views: &[View<'_>], timeout: Timeout) -> Option<Result<()>> {
         if !self.unscheduled.load(Ordering::Relaxed) {
             return None;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (result, waited) = unsafe { self.group.try_small_allreduce(name, views, timeout) }?;
         if let Some(waited) = waited.filter(|_| self.counts_waits()) {
             self.wait_time.add(waited.as_secs_f64());
@@ -110,7 +111,8 @@ impl Team {
         Some(result)
     }
 
-    /// Refuses a call on device memory whose mean the core would add to another one: it adds in host memory only.
+    /// Refuses a non-blocking call on GPU memory unless the caller adds the means: the core adds means in host memory
+    /// only.
     fn check_device(&self, call: Call, owner: u64, return_weights: bool) -> Result<Call> {
         if call.producer().is_some() && !return_weights && self.may_return_early(owner) {
             return Err(Error::Invalid(format!(
@@ -122,7 +124,7 @@ impl Team {
         Ok(call)
     }
 
-    /// The waits of the control group (broadcasts, metrics) are not counted.
+    /// The control group (broadcasts, metrics) does not count waits.
     fn counts_waits(&self) -> bool {
         self.group.call_config().team >= 0
     }
@@ -139,32 +141,32 @@ impl Team {
         self.unscheduled.store(unscheduled, Ordering::Relaxed);
     }
 
-    /// Whether coming calls of `owner` may return before their allreduce has ended, or return a carried mean.
+    /// Whether future calls of `owner` may return before their allreduce completes, or return a carried mean.
     pub fn may_return_early(&self, owner: u64) -> bool {
         self.schedule().may_return_early(owner)
     }
 
-    /// Forgets the lists of `owner`, and the means that no call of it has returned.
+    /// Drops the lists of `owner` and their carried means.
     pub fn release(&self, owner: u64) {
         self.schedule().release(owner);
     }
 
-    /// Forgets the means that no call of `owner` has returned.
+    /// Drops the carried means of `owner`.
     pub fn discard_carried(&self, owner: u64) {
         self.schedule().discard_carried(owner);
     }
 
-    /// Memory for bindings whose callers keep their tensors.
+    /// The staging pool for bindings whose callers keep their tensors.
     pub fn staging(&self) -> &Arc<StagingPool> {
         &self.staging
     }
 
-    /// Counts `seconds` that a caller has waited, for calls without `count_wait`.
+    /// Adds `seconds` of waiting, for calls without `count_wait`.
     pub fn add_waited(&self, seconds: f64) {
         self.wait_time.add(seconds);
     }
 
-    /// The verbosity, and the seconds that callers have waited.
+    /// The verbosity, and the total seconds that callers have waited.
     pub fn waited(&self) -> (Verbosity, f64) {
         let small = if self.counts_waits() { self.group.small_call_wait() } else { 0.0 };
         (self.schedule().verbosity(), self.wait_time.total() + small)
@@ -175,7 +177,7 @@ impl Team {
         self.schedule().undelivered_means()
     }
 
-    /// The statistics of the group, with the exposed time and the overlap (0 to 1).
+    /// The group's statistics with exposed time and overlap (0 to 1).
     pub fn stats(&self) -> Value {
         let mut stats = self.group.stats();
         let (_, exposed) = self.waited();
@@ -186,7 +188,7 @@ impl Team {
     }
 }
 
-/// Prints how long this rank has waited on all `teams`, if one of them is verbose on it.
+/// Prints the waited time of this rank over all `teams`, if one of them is verbose.
 pub fn report_waited<'a>(teams: impl Iterator<Item = &'a Arc<Team>>, rank: usize) {
     let waited: Vec<(Verbosity, f64)> = teams.map(|team| team.waited()).collect();
     if waited.iter().any(|(verbosity, _)| verbosity.prints_on(rank)) {

@@ -1,4 +1,4 @@
-//! How long the callers of a team have waited for communication, and the plugin's lines about it.
+//! The time that callers of a team wait for communication, and the plugin's printed lines.
 //!
 //! Thread rule: may be used from any thread.
 
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::timeline;
 
-/// The waited time of one team.
+/// The total wait of one team.
 pub(super) struct WaitTime {
     team: i32,
     rank: usize,
@@ -20,7 +20,7 @@ impl WaitTime {
         WaitTime { team, rank, seconds: Mutex::new(0.0) }
     }
 
-    /// A caller has waited for `seconds`.
+    /// Adds a wait of a caller.
     pub fn add(&self, seconds: f64) {
         *self.seconds.lock().unwrap_or_else(PoisonError::into_inner) += seconds;
         if timeline::is_on() {
@@ -30,12 +30,12 @@ impl WaitTime {
         }
     }
 
-    /// The seconds so far.
+    /// The total in seconds.
     pub fn total(&self) -> f64 {
         *self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Prints the total after call number `calls`, in the words of the Cray PE DL Plugin.
+    /// Prints the total after `calls` calls, in the format of the Cray PE DL Plugin.
     pub fn report(&self, calls: u64) {
         print(&format!(
             "Rank {} has waited a total of {:.6} seconds for communication to complete so far on team {} (calls = {calls})",
@@ -46,16 +46,15 @@ impl WaitTime {
     }
 }
 
-/// Prints the total of all teams, in the words of the Cray PE DL Plugin.
+/// Prints the total of all teams, in the format of the Cray PE DL Plugin.
 pub(super) fn print_total(rank: usize, seconds: f64) {
     print(&format!(
         "Rank {rank} waited a total of {seconds:.6} seconds for communication to complete summed across all thread teams"
     ));
 }
 
-/// A line on standard output, written at once, so that those of several ranks do not mix. That nobody reads it is no
-/// failure of the caller's.
+/// Writes a line to standard output in one write, so that lines of several ranks do not mix. Write errors are ignored.
 fn print(line: &str) {
     let mut out = std::io::stdout().lock();
-    let _heard = out.write_all(format!("{line}\n").as_bytes()).and_then(|()| out.flush());
+    let _ignored = out.write_all(format!("{line}\n").as_bytes()).and_then(|()| out.flush());
 }

@@ -1,30 +1,30 @@
-//! What is done to a sum before it is rounded.
+//! The operation on a sum before it is rounded.
 
 use super::types::ReduceType;
 
-/// What is done to a sum before it is rounded.
+/// The operation on a sum before it is rounded.
 pub(crate) trait Epilogue<S: ReduceType>: Copy {
-    /// Does it.
+    /// Applies the operation.
     fn apply(self, acc: S::Acc) -> S::Acc;
 }
 
-/// Nothing.
+/// No operation.
 #[derive(Clone, Copy)]
 pub(super) struct Identity;
-/// Dividing by a power of two.
+/// Division by a power of two.
 pub(super) struct DividePow2<S: ReduceType>(S::Acc);
-/// Dividing by any number.
+/// Division by any divisor.
 pub(super) struct Divide<S: ReduceType>(S::Acc);
 
 impl<S: ReduceType> DividePow2<S> {
-    /// Dividing by 2 to the `log`.
+    /// Division by 2 to the power `log`.
     pub fn new(log: u8) -> DividePow2<S> {
         DividePow2(S::power(log))
     }
 }
 
 impl<S: ReduceType> Divide<S> {
-    /// Dividing by `divisor`.
+    /// Division by `divisor`.
     pub fn new(divisor: u32) -> Divide<S> {
         Divide(S::divisor(divisor))
     }

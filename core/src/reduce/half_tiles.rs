@@ -1,5 +1,5 @@
-//! The loop for float16 on instruction sets that convert it: LLVM makes no such instruction of `convert.rs`, which is
-//! some ten operations an element. The arithmetic is still LLVM's.
+//! The float16 loop for instruction sets with float16 conversions. LLVM does not generate these instructions from
+//! `convert.rs`, which takes about ten operations per element. LLVM still vectorizes the arithmetic.
 
 use super::epilogue::Epilogue;
 use super::isa::{Isa, TILE_ELEMENTS};
@@ -7,9 +7,9 @@ use super::pair::BF16Pair;
 use super::storage::StorageFormat;
 use super::types::{BF16, BF16AccF64, F16, F16AccF64, F32, F32AccF64, F64, I8, I32, I64, ReduceType, U8};
 
-/// Element types whose first elements an instruction set may reduce in a way of its own.
+/// Element types for which an instruction set may have a special loop.
 pub(super) trait TiledType: ReduceType {
-    /// Reduces the first elements in that way, if there is one; returns how many.
+    /// Reduces the first elements with the special loop, if any. Returns their number.
     ///
     /// # Safety
     /// As for [`super::kernel::blocks`].
@@ -19,13 +19,13 @@ pub(super) trait TiledType: ReduceType {
         First: StorageFormat<Self>,
         In: StorageFormat<Self>,
         Out: StorageFormat<Self>,
-        F: Epilogue<Self>,
+        E: Epilogue<Self>,
         const N: usize,
     >(
         _sources: [*const u8; N],
         _outs: &[*mut u8],
         _count: usize,
-        _finish: F,
+        _finish: E,
     ) -> usize {
         0
     }
@@ -43,41 +43,41 @@ impl TiledType for F16 {
         First: StorageFormat<F16>,
         In: StorageFormat<F16>,
         Out: StorageFormat<F16>,
-        F: Epilogue<F16>,
+        E: Epilogue<F16>,
         const N: usize,
     >(
         sources: [*const u8; N],
         outs: &[*mut u8],
         count: usize,
-        finish: F,
+        epilogue: E,
     ) -> usize {
-        // SAFETY: the caller's promise.
-        unsafe { half_tiles::<I, First, In, Out, F, N>(sources, outs, count, finish) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { half_tiles::<I, First, In, Out, E, N>(sources, outs, count, epilogue) }
     }
 }
 
-/// Does the whole tiles among the first `count` elements, if the instruction set converts float16; returns how many
-/// elements that were.
+/// Reduces the whole tiles among the first `count` elements, if the instruction set converts float16. Returns the
+/// number of reduced elements.
 ///
 /// # Safety
 /// As for [`super::kernel::blocks`].
 #[inline(always)]
-unsafe fn half_tiles<I, First, In, Out, F, const N: usize>(
+unsafe fn half_tiles<I, First, In, Out, E, const N: usize>(
     sources: [*const u8; N],
     outs: &[*mut u8],
     count: usize,
-    finish: F,
+    epilogue: E,
 ) -> usize
 where
     I: Isa,
     First: StorageFormat<F16>,
     In: StorageFormat<F16>,
     Out: StorageFormat<F16>,
-    F: Epilogue<F16>,
+    E: Epilogue<F16>,
 {
     let tiles = if I::HAS_F16_CONVERT { count / TILE_ELEMENTS } else { 0 };
     for tile in 0..tiles {
-        // SAFETY: the caller's promise; a tile is read from all sources before it is written.
+        // SAFETY: guaranteed by the caller; a tile is read from all sources before it is written.
         unsafe {
             let mut sums = load::<I>(sources[0], tile, First::NATIVE);
             for source in &sources[1..] {
@@ -87,7 +87,7 @@ where
                 }
             }
             for sum in &mut sums {
-                *sum = finish.apply(*sum);
+                *sum = epilogue.apply(*sum);
             }
             let results = I::f32_to_f16(sums);
             if Out::ROUNDS && !Out::NATIVE {
@@ -105,11 +105,13 @@ where
     tiles * TILE_ELEMENTS
 }
 
+/// Loads a tile as float32.
+///
 /// # Safety
-/// The source is valid for tile number `tile`.
+/// The source is valid for tile `tile`.
 #[inline(always)]
 unsafe fn load<I: Isa>(source: *const u8, tile: usize, native: bool) -> [f32; TILE_ELEMENTS] {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if native {
             I::f16_to_f32(source.cast::<[u16; TILE_ELEMENTS]>().add(tile).read_unaligned())

@@ -1,19 +1,19 @@
-//! What a kernel takes from its instruction set: conversions that LLVM does not find by itself.
+//! Instruction sets: conversions that LLVM does not generate by itself.
 
-/// Elements of a tile, which is loaded from every source before any of it is stored.
+/// Elements of a tile; a tile is loaded from every source before it is stored.
 pub(super) const TILE_ELEMENTS: usize = 32;
 
 /// An instruction set.
 pub(crate) trait Isa {
-    /// It converts float16; the methods are for those only.
+    /// Whether it converts float16; the methods are callable only then.
     const HAS_F16_CONVERT: bool;
-    /// Exact.
+    /// Exact conversion.
     fn f16_to_f32(halves: [u16; TILE_ELEMENTS]) -> [f32; TILE_ELEMENTS];
-    /// To the nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     fn f32_to_f16(singles: [f32; TILE_ELEMENTS]) -> [u16; TILE_ELEMENTS];
 }
 
-/// What the target has at least: SSE2 on x86-64, NEON on AArch64.
+/// The minimum of the target: SSE2 on x86-64, NEON on AArch64.
 pub(super) struct Baseline;
 
 impl Isa for Baseline {
@@ -28,7 +28,7 @@ impl Isa for Baseline {
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86 {
-    //! The conversions of F16C and AVX-512. They round as the mode in the instruction says, to nearest even.
+    //! The conversions of F16C and AVX-512. The rounding mode is part of the instruction: nearest even.
 
     use std::arch::x86_64::{
         __m128i, __m256, __m256i, __m512, _MM_FROUND_TO_NEAREST_INT, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm512_cvtph_ps,
@@ -49,7 +49,8 @@ pub(super) mod x86 {
                 const HAS_F16_CONVERT: bool = true;
                 #[inline(always)]
                 fn f16_to_f32(halves: [u16; TILE_ELEMENTS]) -> [f32; TILE_ELEMENTS] {
-                    // SAFETY: arrays and vectors of equal size, of numbers; the instructions are there, as above.
+                    // SAFETY: arrays and vectors of numbers with equal sizes; the caller is compiled with the
+                    // instructions.
                     unsafe {
                         let halves: [$halves; size_of::<[u16; TILE_ELEMENTS]>() / size_of::<$halves>()] =
                             transmute(halves);

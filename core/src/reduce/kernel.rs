@@ -1,4 +1,4 @@
-//! The loop, compiled for every instruction set, and around it what makes it serve any number of sources.
+//! The reduction loop, compiled for each instruction set, and its extension to any number of sources.
 
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
@@ -10,10 +10,10 @@ use super::isa::x86::{Avx2, Avx512};
 use super::isa::{Baseline, Isa};
 use super::storage::{AsAccumulator, StorageFormat};
 
-/// The loops, compiled for one instruction set. All give the same bits, but for the sign and payload of a NaN.
+/// The loop compiled for one instruction set. All kernels give the same bits, except for the sign and payload of a NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
-    /// For what the target has at least: SSE2 on x86-64, NEON on AArch64.
+    /// For the target's minimum: SSE2 on x86-64, NEON on AArch64.
     Baseline,
     /// For AVX2 and F16C.
     #[cfg(target_arch = "x86_64")]
@@ -24,9 +24,9 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// The kernels that this processor can run, the fastest last.
+    /// The kernels that this processor supports, fastest last.
     pub fn available() -> Vec<Kernel> {
-        #[allow(unused_mut)] // where there is one only
+        #[allow(unused_mut)] // other targets have one kernel only
         let mut kernels = vec![Kernel::Baseline];
         #[cfg(target_arch = "x86_64")]
         {
@@ -44,44 +44,44 @@ impl Kernel {
         kernels
     }
 
-    /// The fastest of [`Kernel::available`], looked up once.
+    /// The fastest of [`Kernel::available`]; detected once.
     pub fn best() -> Kernel {
         static BEST: LazyLock<Kernel> = LazyLock::new(|| Kernel::available().pop().unwrap_or(Kernel::Baseline));
         *BEST
     }
 }
 
-/// Elements of a block: few enough that a block of accumulators stays in the first-level cache, and enough to read every
-/// source in stretches.
+/// Elements of a block: few enough for the accumulators to stay in the L1 cache, enough for long sequential reads of
+/// every source.
 const BLOCK: usize = 512;
 
-/// Adds the sources up, in their order, and stores `finish` of each sum to every out.
+/// Adds the sources in order, applies `epilogue`, and stores the result to every out.
 ///
 /// # Safety
-/// The processor has the instructions of `kernel`. There is a source. The pointers are valid for `count` elements of their
-/// form; their alignment does not matter. An out equals a source or does not overlap it.
-pub(super) unsafe fn reduce<S: TiledType, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>>(
+/// The processor supports `kernel`. `sources` is not empty. The pointers are valid for `count` elements in their
+/// storage format, at any alignment. An out equals a source or overlaps none.
+pub(super) unsafe fn reduce<S: TiledType, In: StorageFormat<S>, Out: StorageFormat<S>, E: Epilogue<S>>(
     kernel: Kernel,
     sources: &[*const u8],
     outs: &[*mut u8],
     count: usize,
-    finish: F,
+    epilogue: E,
 ) {
-    // SAFETY: the caller's promise; a block is read from all sources before it is written.
+    // SAFETY: guaranteed by the caller; a block is read from all sources before it is written.
     unsafe {
         match *sources {
             [] => debug_assert!(false, "nothing to add up"),
-            [a] => compiled::<S, In, In, Out, F, 1>(kernel, [a], outs, count, finish),
-            [a, b] if In::NATIVE => compiled::<S, In, In, Out, F, 2>(kernel, [a, b], outs, count, finish),
-            [a, b, c] if In::NATIVE => compiled::<S, In, In, Out, F, 3>(kernel, [a, b, c], outs, count, finish),
-            [a, b, c, d] if In::NATIVE => compiled::<S, In, In, Out, F, 4>(kernel, [a, b, c, d], outs, count, finish),
+            [a] => compiled::<S, In, In, Out, E, 1>(kernel, [a], outs, count, epilogue),
+            [a, b] if In::NATIVE => compiled::<S, In, In, Out, E, 2>(kernel, [a, b], outs, count, epilogue),
+            [a, b, c] if In::NATIVE => compiled::<S, In, In, Out, E, 3>(kernel, [a, b, c], outs, count, epilogue),
+            [a, b, c, d] if In::NATIVE => compiled::<S, In, In, Out, E, 4>(kernel, [a, b, c, d], outs, count, epilogue),
             [a, b, ref others @ ..] => {
                 let mut block = [MaybeUninit::<S::Acc>::uninit(); BLOCK];
                 let sum = block.as_mut_ptr().cast::<u8>();
                 let mut outs = outs.to_vec();
-                for at in (0..count).step_by(BLOCK) {
-                    let count = BLOCK.min(count - at);
-                    let source = |source: *const u8| source.add(at * size_of::<In::Stored>());
+                for position in (0..count).step_by(BLOCK) {
+                    let count = BLOCK.min(count - position);
+                    let source = |source: *const u8| source.add(position * size_of::<In::Stored>());
                     compiled::<S, In, In, AsAccumulator, Identity, 2>(
                         kernel,
                         [source(a), source(b)],
@@ -98,7 +98,7 @@ pub(super) unsafe fn reduce<S: TiledType, In: StorageFormat<S>, Out: StorageForm
                             Identity,
                         );
                     }
-                    compiled::<S, AsAccumulator, AsAccumulator, Out, F, 1>(kernel, [sum], &outs, count, finish);
+                    compiled::<S, AsAccumulator, AsAccumulator, Out, E, 1>(kernel, [sum], &outs, count, epilogue);
                     for out in &mut outs {
                         *out = out.add(count * size_of::<Out::Stored>());
                     }
@@ -108,38 +108,38 @@ pub(super) unsafe fn reduce<S: TiledType, In: StorageFormat<S>, Out: StorageForm
     }
 }
 
-/// [`blocks`], compiled for `kernel`.
+/// [`blocks`] compiled for `kernel`.
 ///
 /// # Safety
-/// As for [`blocks`]; the processor has the instructions of `kernel`.
+/// As for [`blocks`]; the processor supports `kernel`.
 unsafe fn compiled<
     S: TiledType,
     First: StorageFormat<S>,
     In: StorageFormat<S>,
     Out: StorageFormat<S>,
-    F: Epilogue<S>,
+    E: Epilogue<S>,
     const N: usize,
 >(
     kernel: Kernel,
     sources: [*const u8; N],
     outs: &[*mut u8],
     count: usize,
-    finish: F,
+    epilogue: E,
 ) {
     macro_rules! compile {
         ($isa:ty $(, $features:literal)?) => {{
             $(#[target_feature(enable = $features)])?
-            unsafe fn loops<S: TiledType, First: StorageFormat<S>, In: StorageFormat<S>, Out: StorageFormat<S>, F: Epilogue<S>, const N: usize>(
+            unsafe fn loops<S: TiledType, First: StorageFormat<S>, In: StorageFormat<S>, Out: StorageFormat<S>, E: Epilogue<S>, const N: usize>(
                 sources: [*const u8; N],
                 outs: &[*mut u8],
                 count: usize,
-                finish: F,
+                epilogue: E,
             ) {
-                // SAFETY: the caller's promise.
-                unsafe { blocks::<$isa, S, First, In, Out, F, N>(sources, outs, count, finish) }
+                // SAFETY: guaranteed by the caller.
+                unsafe { blocks::<$isa, S, First, In, Out, E, N>(sources, outs, count, epilogue) }
             }
-            // SAFETY: the caller's promise.
-            unsafe { loops::<S, First, In, Out, F, N>(sources, outs, count, finish) }
+            // SAFETY: guaranteed by the caller.
+            unsafe { loops::<S, First, In, Out, E, N>(sources, outs, count, epilogue) }
         }};
     }
     match kernel {
@@ -151,47 +151,47 @@ unsafe fn compiled<
     }
 }
 
-/// The loop. The first source may have a form of its own.
+/// The loop. The first source may have its own storage format.
 ///
-/// N is known, so sums stay in registers. A block of results is made in memory that nothing else points to and copied
-/// from there: an out may be a source, and LLVM makes vector code of a loop only when its stores cannot change what it
-/// loads.
+/// N is a constant, so sums stay in registers. Results are written to a local block and copied from there: an out may
+/// equal a source, and LLVM vectorizes a loop only if its stores cannot alias its loads.
 ///
 /// # Safety
-/// The pointers are valid for `count` elements of their form. An out equals a source or does not overlap it.
+/// The pointers are valid for `count` elements in their storage format. An out equals a source or overlaps none.
 #[inline(always)]
-pub(super) unsafe fn blocks<I, S, First, In, Out, F, const N: usize>(
+pub(super) unsafe fn blocks<I, S, First, In, Out, E, const N: usize>(
     sources: [*const u8; N],
     outs: &[*mut u8],
     count: usize,
-    finish: F,
+    epilogue: E,
 ) where
     I: Isa,
     S: TiledType,
     First: StorageFormat<S>,
     In: StorageFormat<S>,
     Out: StorageFormat<S>,
-    F: Epilogue<S>,
+    E: Epilogue<S>,
 {
-    // SAFETY: the caller's promise; at + i < count, and a block is read from all sources before it is written.
+    // SAFETY: guaranteed by the caller; position + i < count, and a block is read from all sources before it is
+    // written.
     unsafe {
         let mut results = [MaybeUninit::<Out::Stored>::uninit(); BLOCK];
-        let mut at = S::start::<I, First, In, Out, F, N>(sources, outs, count, finish);
-        while at < count {
-            let len = BLOCK.min(count - at);
+        let mut position = S::start::<I, First, In, Out, E, N>(sources, outs, count, epilogue);
+        while position < count {
+            let len = BLOCK.min(count - position);
             for (i, result) in results[..len].iter_mut().enumerate() {
-                let mut sum = First::load(sources[0].cast::<First::Stored>().add(at + i).read_unaligned());
+                let mut sum = First::load(sources[0].cast::<First::Stored>().add(position + i).read_unaligned());
                 for source in &sources[1..] {
-                    sum = S::add(sum, In::load(source.cast::<In::Stored>().add(at + i).read_unaligned()));
+                    sum = S::add(sum, In::load(source.cast::<In::Stored>().add(position + i).read_unaligned()));
                 }
-                result.write(Out::store(finish.apply(sum)));
+                result.write(Out::store(epilogue.apply(sum)));
             }
             for out in outs {
-                // In bytes, which need no alignment.
+                // Copied as bytes, which need no alignment.
                 let size = size_of::<Out::Stored>();
-                out.add(at * size).copy_from_nonoverlapping(results.as_ptr().cast(), len * size);
+                out.add(position * size).copy_from_nonoverlapping(results.as_ptr().cast(), len * size);
             }
-            at += len;
+            position += len;
         }
     }
 }

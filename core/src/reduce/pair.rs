@@ -1,19 +1,20 @@
-//! Two neighbouring bfloat16 as one element: the mean of plain bfloat16, which is the gradient of most large models.
+//! Two adjacent bfloat16 as one element, for means of bfloat16 without float64 accumulation: the gradients of most
+//! large models.
 //!
-//! One alone has to be moved to another shard of the vectors on its way to float32 and back, as that is twice as wide. Of a
-//! pair in 32 bits, either half becomes a float32 in the shard where it is, by a shift or a mask.
+//! A single bfloat16 must move to another vector lane when it is widened to float32 and back, because the size doubles.
+//! In a 32-bit pair, each half becomes a float32 in place, by a shift or a mask.
 
 use super::convert::rounded_to_bf16;
 use super::types::{BF16, ReduceType};
 
-/// Pairs of [`BF16`].
+/// A pair of [`BF16`].
 pub(super) struct BF16Pair;
 
 const UPPER: u32 = 0xffff_0000;
 
 impl ReduceType for BF16Pair {
     type Element = u32;
-    /// Of the lower and of the upper half.
+    /// The lower and the upper element.
     type Acc = [f32; 2];
     #[inline(always)]
     fn widen(pair: u32) -> [f32; 2] {

@@ -1,26 +1,26 @@
-//! How elements lie in memory.
+//! Storage formats: the representation of elements in memory.
 
 use super::types::ReduceType;
 
-/// How an element lies in memory.
+/// The representation of an element in memory.
 pub(crate) trait StorageFormat<S: ReduceType> {
-    /// The type there.
+    /// The stored type.
     type Stored: Copy;
-    /// It is the element itself.
+    /// Whether the stored type is the element type.
     const NATIVE: bool;
-    /// Storing rounds to an element.
+    /// Whether storing rounds to the element type.
     const ROUNDS: bool;
-    /// From memory.
+    /// Loads an accumulator.
     fn load(stored: Self::Stored) -> S::Acc;
-    /// To memory.
+    /// Stores an accumulator.
     fn store(acc: S::Acc) -> Self::Stored;
 }
 
-/// As the element itself.
+/// As an element.
 pub(super) struct AsElement;
 /// As an accumulator.
 pub(super) struct AsAccumulator;
-/// As an accumulator, rounded to an element when it is stored.
+/// As an accumulator, rounded to the element type when stored.
 pub(super) struct AsRoundedAccumulator;
 
 impl<S: ReduceType> StorageFormat<S> for AsElement {

@@ -1,26 +1,26 @@
-//! The element and accumulator types of every reduction, and the arithmetic on them.
+//! The element and accumulator types of reductions, with their arithmetic.
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, f64_to_odd_f32};
 
 /// The element and accumulator types of a reduction, and the conversions between them.
 pub(crate) trait ReduceType: Sized {
-    /// What a tensor is made of; `u16` stands for float16 and bfloat16.
+    /// The type of a tensor's elements; `u16` stands for float16 and bfloat16.
     type Element: Copy;
-    /// What sums are kept in.
+    /// The type of sums.
     type Acc: Copy;
-    /// Exact.
+    /// Exact conversion.
     fn widen(element: Self::Element) -> Self::Acc;
-    /// Rounds to nearest even; exact where the value came from `widen`.
+    /// Rounds to nearest even; exact for values from `widen`.
     fn narrow(acc: Self::Acc) -> Self::Element;
     /// Integers wrap around.
     fn add(left: Self::Acc, right: Self::Acc) -> Self::Acc;
-    /// A divisor, from 1 to `i32::MAX`, for `divide`.
+    /// A divisor for `divide`, from 1 to `i32::MAX`.
     fn divisor(count: u32) -> Self::Acc;
     /// Divides; integers round toward zero.
     fn divide(acc: Self::Acc, divisor: Self::Acc) -> Self::Acc;
-    /// The divisor 2 to the `log`, `log` from 0 to 30, for `divide_power`.
+    /// The divisor 2^`log` for `divide_power`; `log` is from 0 to 30.
     fn power(log: u8) -> Self::Acc;
-    /// As `divide`, to the bit, but by what `power` made.
+    /// As `divide`, with the same bits, for a divisor from `power`.
     fn divide_power(acc: Self::Acc, power: Self::Acc) -> Self::Acc;
 }
 
@@ -49,7 +49,7 @@ macro_rules! float {
             fn divide(acc: $acc, divisor: $acc) -> $acc {
                 acc / divisor
             }
-            /// The reciprocal, which is exact. So quotient and product are the same real number, and rounded the same.
+            /// The reciprocal, which is exact: quotient and product are the same real number and round equally.
             fn power(log: u8) -> $acc {
                 1.0 / (1u32 << log) as $acc
             }
@@ -89,7 +89,7 @@ macro_rules! integer {
             fn power(log: u8) -> $acc {
                 log.into()
             }
-            /// A shift rounds down: negative numbers are raised by the divisor less one before it.
+            /// A shift rounds down, so add divisor - 1 to negative numbers first.
             #[inline(always)]
             fn divide_power(acc: $acc, power: $acc) -> $acc {
                 let sign = acc >> (<$acc>::BITS - 1);
@@ -111,18 +111,18 @@ integer!(U8, u8, i32, divide_i32);
 integer!(I32, i32, i64, |acc: i64, divisor| acc / divisor);
 integer!(I64, i64, i128, divide_i128);
 
-/// `acc / divisor` by way of float64, which has vectors for it.
+/// `acc / divisor` in float64, which vectorizes.
 ///
-/// A quotient that is no integer differs from the nearest one by `1 / divisor` or more, which is more than 2^-31 of it: it
-/// is not rounded up to it among the 53 bits.
+/// A quotient that is not an integer differs from the nearest integer by at least `1 / divisor`, relatively more than
+/// 2^-31. So 53 bits of precision never round it up to that integer.
 #[inline(always)]
 fn divide_i32(acc: i32, divisor: i32) -> i32 {
     let quotient = f64::from(acc) / f64::from(divisor);
-    // SAFETY: the divisor is 1 or more, so the quotient is no larger than `acc`.
+    // SAFETY: the divisor is at least 1, so the quotient is within the range of `acc`.
     unsafe { quotient.to_int_unchecked() }
 }
 
-/// `acc / divisor`, in 64 bits where they do.
+/// `acc / divisor`, in 64 bits if `acc` fits.
 #[inline(always)]
 fn divide_i128(acc: i128, divisor: i128) -> i128 {
     match i64::try_from(acc) {

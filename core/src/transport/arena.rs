@@ -1,9 +1,10 @@
-//! Memory of a rank that the other ranks of its host can read and write: averages of tensors that live there copy nothing.
+//! Arenas: memory of a rank that the other ranks of its host can access. Collectives on tensors in an arena need no
+//! copies.
 //!
-//! Every rank has one arena, a sparse file as large as the file system that all ranks of the host map when the job starts. So
-//! memory can be had at any time without the others' doing, and an offset tells them where it is. Pages are reserved when
-//! memory is asked for (a full file system is an error there, no bus error later) and given back when it is freed; those of
-//! small pieces, which share them, stay for others.
+//! Each rank has one arena: a sparse file as large as its file system, mapped by all ranks of the host at start. So a
+//! rank can allocate without the others, and an offset addresses the memory in every rank. Allocation reserves the
+//! pages: a full file system is an error here, not a bus error later. Freeing releases whole pages; slots of slabs are
+//! kept for reuse.
 //! Thread rule: may be used from any thread.
 
 use std::fs::File;
@@ -19,73 +20,73 @@ use super::range_allocator::{Allocation, RangeAllocator, SLAB, SMALL};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// Memory that the ranks of a host see in each other: how one rank names a place to the others.
+/// Shared memory of the local ranks, addressed by offset.
 pub trait PeerMemory: Send + Sync {
-    /// The name of `range` (addresses of this process) for the other ranks, if they see it.
+    /// The offset of `range` (addresses of this process) for the other ranks; `None` if it is not shared.
     fn offset_of(&self, range: Range<usize>) -> Option<u64>;
 
-    /// Where this process sees the `len` bytes that the rank with this local rank has named `place`, if it does.
-    fn resolve(&self, local_rank: usize, place: u64, len: usize) -> Option<*mut u8>;
+    /// The address in this process of `len` bytes at `offset` of rank `local_rank`; `None` if they are not shared.
+    fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8>;
 
-    /// Another rank may still write to memory that was named: from now on none is used again.
+    /// After a failure, peers may still write to shared memory: never reuse freed memory.
     fn quarantine(&self) {}
 
-    /// `len` zero bytes that the other ranks see, at a page's start when they are more than 2048.
+    /// Allocates `len` zero bytes of shared memory; more than 2048 bytes are aligned to a page.
     ///
     /// # Errors
-    /// [`Error::System`] when there is no such memory.
+    /// [`Error::System`] when no memory is available.
     fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
         Err(Error::System(format!("there are no {len} bytes of shared memory")))
     }
 
-    /// Gives back what [`Shared::take`] returned.
+    /// Frees memory from [`PeerMemory::alloc_zeroed`].
     ///
     /// # Safety
-    /// Nobody uses the memory any more.
+    /// The memory is no longer used.
     unsafe fn free_zeroed(&self, _memory: *mut u8) {}
 }
 
-/// The arenas of the ranks of a host, as one of them sees them.
+/// The arenas of all ranks of a host, mapped by one rank.
 pub struct Arenas {
     /// By local rank.
     maps: Vec<MmapRaw>,
     me: usize,
     file: File,
-    space: Mutex<RangeAllocator>,
-    retired: AtomicBool,
+    ranges: Mutex<RangeAllocator>,
+    quarantined: AtomicBool,
 }
 
 impl Arenas {
-    /// The arenas `maps`, by local rank, of which `file` is that of rank `me`.
+    /// Wraps `maps` (by local rank); `file` is the file of rank `me`.
     pub fn new(maps: Vec<MmapRaw>, me: usize, file: File) -> Arenas {
-        let space = Mutex::new(RangeAllocator::new(maps[me].len()));
-        // Where the system gives huge pages to who asks; elsewhere nothing happens.
+        let ranges = Mutex::new(RangeAllocator::new(maps[me].len()));
+        // Only a hint: enables transparent huge pages where the system supports them.
         for map in &maps {
-            let _given = map.advise(Advice::HugePage);
+            let _hint = map.advise(Advice::HugePage);
         }
-        Arenas { maps, me, file, space, retired: AtomicBool::new(false) }
+        Arenas { maps, me, file, ranges, quarantined: AtomicBool::new(false) }
     }
 
-    /// `len` zero bytes that all ranks of the host see, at a multiple of 64; of 4096 where they are more than 2048, of 2 MiB
-    /// where they are as many.
+    /// Allocates `len` zero bytes that all ranks of the host can access. Alignment: 64 bytes; 4096 for more than 2048
+    /// bytes; 2 MiB for 2 MiB or more.
     ///
     /// # Errors
     /// [`Error::System`] when the file system is full.
     pub fn alloc(&self, len: usize) -> Result<*mut u8> {
-        let mut space = self.space();
-        let at = if len > SMALL {
-            self.reserve(&mut space, len)?
-        } else if let Some(at) = space.piece(len) {
-            at
+        let mut ranges = self.ranges();
+        let offset = if len > SMALL {
+            self.reserve(&mut ranges, len)?
+        } else if let Some(offset) = ranges.alloc_slot(len) {
+            offset
         } else {
-            let slab = self.reserve(&mut space, SLAB)?;
-            space.split_slab(slab, len)
+            let slab = self.reserve(&mut ranges, SLAB)?;
+            ranges.split_slab(slab, len)
         };
-        Ok(self.maps[self.me].as_mut_ptr().wrapping_add(at))
+        Ok(self.maps[self.me].as_mut_ptr().wrapping_add(offset))
     }
 
-    /// A range of pages, which the file system then has.
-    fn reserve(&self, space: &mut RangeAllocator, len: usize) -> Result<usize> {
+    /// Allocates a range of pages and reserves them in the file system.
+    fn reserve(&self, ranges: &mut RangeAllocator, len: usize) -> Result<usize> {
         let full = |why: &str| {
             Error::system(
                 format!(
@@ -95,48 +96,49 @@ impl Arenas {
                 rustix::io::Errno::NOSPC,
             )
         };
-        let range = space.alloc(len).ok_or_else(|| full("the arena is full"))?;
+        let range = ranges.alloc(len).ok_or_else(|| full("the arena is full"))?;
         let reserve = || fallocate(&self.file, FallocateFlags::empty(), range.start as u64, range.len() as u64);
         if let Err(error) = retry_on_intr(reserve) {
-            space.free(range.start);
+            ranges.free(range.start);
             return Err(full(&error.to_string()));
         }
         Ok(range.start)
     }
 
-    /// Gives back what [`Arenas::alloc`] returned.
+    /// Frees memory from [`Arenas::alloc`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for anything else.
+    /// [`Error::Invalid`] for any other address.
     ///
     /// # Safety
-    /// Nobody uses the memory any more.
+    /// The memory is no longer used.
     pub unsafe fn free(&self, memory: *mut u8) -> Result<()> {
-        let at = memory.addr().wrapping_sub(self.maps[self.me].as_ptr().addr());
+        let offset = memory.addr().wrapping_sub(self.maps[self.me].as_ptr().addr());
         let unknown = || Error::Invalid("this memory is not from dl_comm_alloc, or was given back before".into());
-        let mut space = self.space();
-        let held = space.find(at).ok_or_else(unknown)?;
-        if self.retired.load(Ordering::Relaxed) {
+        let mut ranges = self.ranges();
+        let allocation = ranges.find(offset).ok_or_else(unknown)?;
+        if self.quarantined.load(Ordering::Relaxed) {
             return Ok(());
         }
-        // The pages go; the next who gets the range finds zeros. Where the file system cannot, they stay and are zeroed.
+        // Punching a hole frees the pages; the next user gets zeros. Where the file system cannot do that, zero the
+        // memory.
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let (len, stays) = match held {
+        let (len, keeps_pages) = match allocation {
             Allocation::Pages(len) => {
-                (len, retry_on_intr(|| fallocate(&self.file, hole, at as u64, len as u64)).is_err())
+                (len, retry_on_intr(|| fallocate(&self.file, hole, offset as u64, len as u64)).is_err())
             }
             Allocation::SlabSlot(len) => (len, true),
         };
-        if stays {
-            // SAFETY: the range is this rank's, and nobody uses it.
+        if keeps_pages {
+            // SAFETY: the range belongs to this rank's arena and is no longer used.
             unsafe { std::ptr::write_bytes(memory, 0, len) };
         }
-        space.free(at);
+        ranges.free(offset);
         Ok(())
     }
 
-    fn space(&self) -> MutexGuard<'_, RangeAllocator> {
-        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+    fn ranges(&self) -> MutexGuard<'_, RangeAllocator> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -147,14 +149,14 @@ impl PeerMemory for Arenas {
         (range.start >= start && range.end <= start + map.len()).then(|| (range.start - start) as u64)
     }
 
-    fn resolve(&self, local_rank: usize, place: u64, len: usize) -> Option<*mut u8> {
+    fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8> {
         let map = self.maps.get(local_rank)?;
-        let at = usize::try_from(place).ok()?;
-        at.checked_add(len).filter(|&end| end <= map.len()).map(|_| map.as_mut_ptr().wrapping_add(at))
+        let offset = usize::try_from(offset).ok()?;
+        offset.checked_add(len).filter(|&end| end <= map.len()).map(|_| map.as_mut_ptr().wrapping_add(offset))
     }
 
     fn quarantine(&self) {
-        self.retired.store(true, Ordering::Relaxed);
+        self.quarantined.store(true, Ordering::Relaxed);
     }
 
     fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
@@ -162,7 +164,7 @@ impl PeerMemory for Arenas {
     }
 
     unsafe fn free_zeroed(&self, memory: *mut u8) {
-        // SAFETY: the caller's promise. What is not from here stays where it is.
+        // SAFETY: guaranteed by the caller. `free` rejects addresses that are not from this arena.
         if let Err(error) = unsafe { self.free(memory) } {
             log_line(&error.to_string());
         }

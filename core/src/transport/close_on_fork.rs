@@ -1,5 +1,5 @@
-//! Connections that forked children do not keep: a child that outlives its parent, a data loader say, would hold them open,
-//! and nobody would hear of the parent's end. Linux closes files at exec, but has no such thing for fork.
+//! Sockets that are closed in forked children. A child that outlives its parent (a data loader worker) would keep the
+//! connection open, and peers would not see the parent's exit. Linux has close-on-exec but no close-on-fork.
 //!
 //! Thread rule: a [`CloseOnForkStream`] may be used from any thread.
 
@@ -9,34 +9,35 @@ use std::os::fd::AsRawFd;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The connections, -1 where there is none. As many as an alert has among 2^32 hosts.
+/// The open sockets; -1 is free. 64 is the maximum number of detector connections for 2^32 hosts.
 static OPEN: [AtomicI32; 64] = [const { AtomicI32::new(-1) }; 64];
 
-/// Runs in a forked child, where only async-signal-safe calls are allowed.
+/// The handler runs in the forked child; only async-signal-safe calls are allowed there.
 extern "C" fn close_all() {
-    for place in &OPEN {
-        let fd = place.swap(-1, Ordering::Relaxed);
+    for slot in &OPEN {
+        let fd = slot.swap(-1, Ordering::Relaxed);
         if fd >= 0 {
-            // SAFETY: the child's copy, which nobody in it uses: the thread that does is not there.
+            // SAFETY: closes the child's copy. The thread that uses the socket does not exist in the child.
             unsafe { libc::close(fd) };
         }
     }
 }
 
-/// A connection that is closed in forked children.
+/// A TCP connection that is closed in forked children.
 pub struct CloseOnForkStream(TcpStream);
 
 impl CloseOnForkStream {
-    /// Makes `stream` one.
+    /// Registers `stream` for closing.
     pub fn new(stream: TcpStream) -> CloseOnForkStream {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
-            // SAFETY: the handler calls close() only. Fails for want of memory; children keep what they inherit then.
+            // SAFETY: the handler only calls close(). Registration fails when memory is exhausted; then children
+            // inherit the sockets.
             let _status = unsafe { libc::pthread_atfork(None, None, Some(close_all)) };
         });
-        let put =
-            |place: &AtomicI32| place.compare_exchange(-1, stream.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed);
-        let _kept = OPEN.iter().any(|place| put(place).is_ok());
+        let store =
+            |slot: &AtomicI32| slot.compare_exchange(-1, stream.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed);
+        let _stored = OPEN.iter().any(|slot| store(slot).is_ok());
         CloseOnForkStream(stream)
     }
 }
@@ -52,9 +53,9 @@ impl Deref for CloseOnForkStream {
 impl Drop for CloseOnForkStream {
     fn drop(&mut self) {
         let fd = self.0.as_raw_fd();
-        // Before it is closed and its number somebody else's.
-        for place in &OPEN {
-            let _others = place.compare_exchange(fd, -1, Ordering::Relaxed, Ordering::Relaxed);
+        // Unregister before the close: afterwards the descriptor number may be reused.
+        for slot in &OPEN {
+            let _result = slot.compare_exchange(fd, -1, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 }
@@ -68,12 +69,12 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_forked_child_does_not_hold_a_connection_open() {
+    fn a_forked_child_does_not_keep_a_connection_open() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let near = CloseOnForkStream::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
-        let (mut far, _) = listener.accept().unwrap();
-        far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        // SAFETY: the child sleeps and ends, no more.
+        let local = CloseOnForkStream::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        let (mut remote, _) = listener.accept().unwrap();
+        remote.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        // SAFETY: the child only sleeps and exits.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: as above.
@@ -82,9 +83,9 @@ mod tests {
                 libc::_exit(0);
             }
         }
-        drop(near);
-        assert_eq!(far.read(&mut [0; 1]).unwrap(), 0, "the end is seen though the child lives");
-        // SAFETY: the own child.
+        drop(local);
+        assert_eq!(remote.read(&mut [0; 1]).unwrap(), 0, "the end is seen though the child lives");
+        // SAFETY: signals the test's own child.
         unsafe { libc::kill(child, libc::SIGKILL) };
         // SAFETY: as above.
         assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);

@@ -1,7 +1,7 @@
-//! How the hosts of a job find and reach each other for the alert ([`super::alert`]): the first rank of each listens, and
-//! connects with those of the hosts 1, 2, 4, ... before and after its own. Who connects, and who answers, must know the
-//! job's key, a random number that the ranks exchanged at start-up ([`super::hello`]).
-//! Thread rule: used by the thread that brings the job up.
+//! The TCP connections of the failure detector ([`super::failure_detector`]). The first rank of each host listens, and
+//! connects to the hosts at distance 1, 2, 4, ... before and after its own. Both ends must prove that they know the
+//! job's key, a random number exchanged at start ([`super::hello`]).
+//! Thread rule: used by the thread that starts the job.
 
 use std::collections::HashSet;
 use std::io::{ErrorKind, Read, Write};
@@ -15,35 +15,35 @@ use super::hello::{PendingConnections, hello};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// How long hosts have to connect to each other.
+/// Time limit for all hosts to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The first rank of a host.
+/// The failure detector's address on a host.
 #[derive(Debug, Clone)]
 pub struct HostAddress {
-    /// The name of the rank there, for messages.
+    /// The name of the host's first rank, for messages.
     pub name: String,
-    /// Where it listens.
+    /// The addresses that it listens on.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// What the first rank of a host has to offer before it knows the others: a socket for each address.
+/// The listening sockets of a host: one per address.
 pub struct Listener {
     pub(super) sockets: Vec<TcpListener>,
 }
 
 impl Listener {
-    /// Listens on the addresses of interface `network`, of all interfaces when it is empty.
+    /// Listens on the addresses of interface `network`, or of all interfaces if it is empty.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such interface; [`Error::System`].
+    /// [`Error::Invalid`] for an unknown interface; [`Error::System`].
     pub fn open(network: &str) -> Result<Listener> {
         let all = if_addrs::get_if_addrs().map_err(|error| Error::system("listing the network interfaces", error))?;
         let mut addresses: Vec<IpAddr> = all
             .iter()
             .filter(|interface| if network.is_empty() { !interface.is_loopback() } else { interface.name == network })
             .map(if_addrs::Interface::ip)
-            // A link-local address needs its interface beside it.
+            // A link-local address is useless without its interface.
             .filter(|address| !matches!(address, IpAddr::V6(address) if address.is_unicast_link_local()))
             .collect();
         if addresses.is_empty() {
@@ -59,7 +59,8 @@ impl Listener {
             addresses = all.iter().map(if_addrs::Interface::ip).collect();
         }
         addresses.sort_by_key(IpAddr::is_ipv6);
-        // On these only: nobody else has to reach it. An address may not be ready, or be the kind that none can be bound to.
+        // Bind to these addresses only, not to all. Binding may fail for single addresses that are not ready or not
+        // bindable.
         let (mut sockets, mut refused) = (Vec::new(), None);
         for address in addresses {
             match TcpListener::bind((address, 0)) {
@@ -75,14 +76,14 @@ impl Listener {
         }
     }
 
-    /// Where it can be reached, separated by commas.
+    /// The addresses, separated by commas.
     pub fn address(&self) -> String {
-        let words = self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string()));
-        words.collect::<Vec<_>>().join(",")
+        let texts = self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string()));
+        texts.collect::<Vec<_>>().join(",")
     }
 }
 
-/// The hosts that host `me` of `count` is connected with.
+/// The hosts that host `me` of `count` connects to.
 fn neighbours(me: usize, count: usize) -> Vec<usize> {
     let mut found: Vec<usize> = Vec::new();
     let mut distance = 1;
@@ -95,35 +96,34 @@ fn neighbours(me: usize, count: usize) -> Vec<usize> {
     found
 }
 
-/// A connection to another host.
 pub(super) struct HostConnection {
-    /// The rank there, for messages.
+    /// The name of the rank on that host, for messages.
     pub name: String,
     pub stream: CloseOnForkStream,
-    /// What has come of a line.
+    /// The received part of an incomplete line.
     pub partial: Vec<u8>,
-    /// What it has not taken yet.
+    /// Data that the socket has not accepted yet.
     pub unsent: Vec<u8>,
 }
 
-/// Connects to the neighbours with higher numbers, and takes the connections of those with lower ones.
+/// Connects to the neighbours with higher numbers, and accepts the connections of those with lower numbers.
 pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> Vec<HostConnection> {
     let until = Instant::now() + CONNECT_TIMEOUT;
     let (below, above): (Vec<usize>, Vec<usize>) = neighbours(me, hosts.len()).into_iter().partition(|&host| host < me);
     let mut peers = Vec::new();
-    let mut called = Vec::new();
+    let mut dialed = Vec::new();
     for host in above {
         match dial(&hosts[host], me, key, until) {
-            Ok(stream) => called.push((host, stream)),
+            Ok(stream) => dialed.push((host, stream)),
             Err(error) => warn_unmonitored(&hosts[host].name, &error),
         }
     }
     let mut missing: HashSet<usize> = below.into_iter().collect();
-    let mut unknown = PendingConnections::default();
+    let mut pending = PendingConnections::default();
     while !missing.is_empty() {
-        match unknown.next(&listener.sockets, key, until) {
+        match pending.next(&listener.sockets, key, until) {
             Ok((host, stream)) if missing.remove(&host) => peers.extend(configure(stream, &hosts[host].name)),
-            // Not expected, or here already.
+            // Not a neighbour, or a duplicate connection.
             Ok(_) => {}
             Err(error) => {
                 missing.iter().for_each(|&host| warn_unmonitored(&hosts[host].name, &error));
@@ -131,8 +131,8 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
             }
         }
     }
-    // Now that nobody waits for this host.
-    for (host, mut stream) in called {
+    // Read the answers last, when no host waits for this one.
+    for (host, mut stream) in dialed {
         match verify_key(&mut stream, key, until) {
             Ok(()) => peers.extend(configure(stream, &hosts[host].name)),
             Err(error) => warn_unmonitored(&hosts[host].name, &error),
@@ -141,10 +141,10 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     peers
 }
 
-/// Whether who took the call knows the key too: else it is somebody else who listens at that address.
+/// Checks that the other end knows the key: another program may listen at that address.
 fn verify_key(stream: &mut TcpStream, key: u128, until: Instant) -> std::io::Result<()> {
-    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left))?;
+    let remaining = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(remaining))?;
     let mut answer = [0; 16];
     stream.read_exact(&mut answer)?;
     if answer == (!key).to_le_bytes() { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }
@@ -157,29 +157,29 @@ fn warn_unmonitored(name: &str, error: &std::io::Error) {
     ));
 }
 
-/// Calls `host` until it answers.
+/// Connects to `host`, retrying until `until`.
 fn dial(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Result<TcpStream> {
-    let mut last = std::io::Error::new(ErrorKind::AddrNotAvailable, "it has no address");
+    let mut last_error = std::io::Error::new(ErrorKind::AddrNotAvailable, "it has no address");
     loop {
         for address in &host.addresses {
             match TcpStream::connect_timeout(address, Duration::from_secs(2)) {
                 Ok(mut stream) => match stream.write_all(&hello(key, me)) {
                     Ok(()) => return Ok(stream),
-                    Err(error) => last = error,
+                    Err(error) => last_error = error,
                 },
-                Err(error) => last = error,
+                Err(error) => last_error = error,
             }
         }
         if Instant::now() >= until {
-            return Err(last);
+            return Err(last_error);
         }
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// A connection as the thread uses it.
+/// Sets the socket options: non-blocking, no delay, keepalive.
 fn configure(stream: TcpStream, name: &str) -> Option<HostConnection> {
-    let set = || -> std::io::Result<()> {
+    let set_options = || -> std::io::Result<()> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         sockopt::set_socket_keepalive(&stream, true)?;
@@ -189,7 +189,7 @@ fn configure(stream: TcpStream, name: &str) -> Option<HostConnection> {
         sockopt::set_tcp_user_timeout(&stream, 5000)?;
         Ok(())
     };
-    match set() {
+    match set_options() {
         Ok(()) => Some(HostConnection {
             name: name.to_owned(),
             stream: CloseOnForkStream::new(stream),
@@ -209,19 +209,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_are_mutual_and_reach_everybody() {
+    fn neighbours_are_symmetric_and_reach_all_hosts() {
         for count in 1..40 {
             for me in 0..count {
-                let near = neighbours(me, count);
-                assert!(!near.contains(&me));
-                assert!(near.iter().all(|&host| neighbours(host, count).contains(&me)), "{me} of {count}");
+                let found = neighbours(me, count);
+                assert!(!found.contains(&me));
+                assert!(found.iter().all(|&host| neighbours(host, count).contains(&me)), "{me} of {count}");
             }
         }
         assert_eq!(neighbours(0, 8), [1, 2, 4, 6, 7]);
     }
 
     #[test]
-    fn it_listens_on_the_interface_that_is_named() {
+    fn it_listens_on_the_given_interface() {
         let loopback = Listener::open("lo").unwrap();
         assert!(loopback.sockets.iter().all(|socket| socket.local_addr().unwrap().ip().is_loopback()));
         assert!(loopback.address().contains("127.0.0.1:"));

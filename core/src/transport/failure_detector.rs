@@ -1,12 +1,12 @@
-//! The alert between hosts: the end of a process, or a team's failure, on one host is known on all within a second or so,
-//! not at the deadline.
+//! The failure detector between hosts: a lost process or a failed group on one host is known on all hosts within about
+//! a second, not only at the deadline.
 //!
-//! The first rank of each host keeps TCP connections to those of some others ([`super::hosts`]; as many as the logarithm of
-//! the number of hosts), on a thread that sleeps until something happens. It watches the processes of
-//! its host; what it learns it writes into the failure blocks of its teams ([`ShmRegion::fail`]) and passes on, so that every
-//! host hears it even when some are gone. A closed connection that nobody said good-bye on is the end of the rank behind
-//! it; a host that goes silent is noticed by TCP's keepalive, within some seconds.
-//! Thread rule: an [`FailureDetector`] may be used from any thread.
+//! The first rank of each host runs a thread with TCP connections to about 2 log2(hosts) other hosts
+//! ([`super::detector_links`]). The thread monitors the processes of its host. It writes failures into the failure
+//! blocks of its groups ([`ShmRegion::set_failure`]) and forwards them, so that they reach every host even when some
+//! hosts are lost. A connection closed without a shutdown message means a lost rank. TCP keepalive detects an
+//! unreachable host within seconds.
+//! Thread rule: a [`FailureDetector`] may be used from any thread.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
@@ -25,16 +25,17 @@ use super::step::reached;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// How often the thread looks for failures of its own host's teams.
+/// Interval at which the thread checks the groups of its host for failures.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// What the thread is told at its end.
+/// Tells the thread to shut down.
 const SHUTDOWN: &[u8] = b".";
-/// As [`SHUTDOWN`], for an end of which the other hosts shall hear as a loss.
+/// Tells the thread to exit without a shutdown message, so that other hosts see a loss.
 const ABORT: &[u8] = b"!";
-/// The longest line that is taken from another host.
+/// Maximum length of a received line.
 const MAX_LINE_BYTES: usize = 16 << 10;
 
-/// The alert of a host; ends, with a good-bye unless it was told to [`FailureDetector::leave`], when dropped.
+/// The failure detector of a host. Dropping it sends a shutdown message, unless [`FailureDetector::mark_aborted`] was
+/// called.
 pub struct FailureDetector {
     teams: Arc<Mutex<MonitoredGroups>>,
     stop: UnixStream,
@@ -42,7 +43,7 @@ pub struct FailureDetector {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The failure blocks that are written, and what was written to all.
+/// The regions of the monitored groups, and the first lost rank of the job.
 #[derive(Default)]
 struct MonitoredGroups {
     regions: Vec<(i32, Arc<ShmRegion>)>,
@@ -59,17 +60,17 @@ impl MonitoredGroups {
         }
     }
 
-    /// The steps in which ranks of this host wait long.
+    /// The groups in which a rank of this host waits long, with the sequence number of its round.
     fn stalled(&self) -> Vec<(i32, u32)> {
         self.regions.iter().filter_map(|(team, region)| Some((*team, region.stalled()?))).collect()
     }
 
-    /// The ranks of this host that make no further steps, and the last step of each.
-    fn left(&self) -> Vec<(i32, usize, u32)> {
-        let left = |(team, region): &(i32, Arc<ShmRegion>)| {
-            region.left().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
+    /// The ranks of this host that have left a group, with their last sequence number.
+    fn departed_ranks(&self) -> Vec<(i32, usize, u32)> {
+        let departed = |(team, region): &(i32, Arc<ShmRegion>)| {
+            region.departed_ranks().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
         };
-        self.regions.iter().flat_map(left).collect()
+        self.regions.iter().flat_map(departed).collect()
     }
 
     fn failures(&self) -> Vec<(i32, Error)> {
@@ -83,12 +84,12 @@ fn lock(teams: &Mutex<MonitoredGroups>) -> std::sync::MutexGuard<'_, MonitoredGr
 }
 
 impl FailureDetector {
-    /// Connects host `me` with its neighbours among `hosts`, and watches the local `processes` (named, without this
-    /// one). A neighbour that cannot be reached is told of and done without: its end is noticed at the deadline, or
-    /// through others. Collective over the hosts.
+    /// Connects host `me` with its neighbours among `hosts`, and monitors the local `processes` (named, without this
+    /// one). An unreachable neighbour is logged and skipped: its loss is noticed at the deadline, or through other
+    /// hosts. Collective over the hosts.
     ///
     /// # Errors
-    /// [`Error::System`] when the system refuses a thread or a socket pair.
+    /// [`Error::System`] when a thread or socket pair cannot be created.
     pub fn start(
         listener: Listener,
         me: usize,
@@ -100,7 +101,7 @@ impl FailureDetector {
         let refused = |error: std::io::Error| Error::system("starting the alert between hosts", error);
         let (stop, stopped) = UnixStream::pair().map_err(refused)?;
         let teams = Arc::<Mutex<MonitoredGroups>>::default();
-        let watch = DetectorThread {
+        let detector_thread = DetectorThread {
             teams: Arc::clone(&teams),
             stopped,
             peers,
@@ -108,11 +109,12 @@ impl FailureDetector {
             forwarded: HashSet::new(),
             stalled: HashMap::new(),
         };
-        let thread = Builder::new().name("dlcomm-alert".into()).spawn(move || watch.run()).map_err(refused)?;
+        let thread =
+            Builder::new().name("dlcomm-alert".into()).spawn(move || detector_thread.run()).map_err(refused)?;
         Ok(FailureDetector { teams, stop, aborted: false, thread: Some(thread) })
     }
 
-    /// Lets team `team` hear of what happens from now on, and of a process that has ended before.
+    /// Reports failures to group `team` from now on, and at once the loss of a process, if any.
     pub fn watch(&self, team: i32, region: &Arc<ShmRegion>) {
         let mut teams = lock(&self.teams);
         teams.regions.push((team, Arc::clone(region)));
@@ -123,12 +125,12 @@ impl FailureDetector {
 }
 
 impl FailureDetector {
-    /// What all teams have heard of a process that has ended, on whatever host.
+    /// The loss of a process on any host, as reported to all groups.
     pub fn lost(&self) -> Option<Error> {
         lock(&self.teams).lost.clone()
     }
 
-    /// Ends without a good-bye: to the other hosts this process is lost, for they may wait for it yet.
+    /// Skips the shutdown message: other hosts report this process as lost, because they may still wait for it.
     pub fn mark_aborted(&mut self) {
         self.aborted = true;
     }
@@ -136,23 +138,23 @@ impl FailureDetector {
 
 impl Drop for FailureDetector {
     fn drop(&mut self) {
-        // The thread ends for nothing else but a failure of its own, which it has told.
-        let _told = self.stop.write_all(if self.aborted { ABORT } else { SHUTDOWN });
+        // The thread exits early only after an error that it logged.
+        let _sent = self.stop.write_all(if self.aborted { ABORT } else { SHUTDOWN });
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             log_line("the alert between hosts panicked");
         }
     }
 }
 
-/// What the thread has.
+/// The state of the thread.
 struct DetectorThread {
     teams: Arc<Mutex<MonitoredGroups>>,
     stopped: UnixStream,
     peers: Vec<HostConnection>,
     processes: Vec<(String, Arc<Process>)>,
-    /// The lines that were passed on.
+    /// Messages already forwarded.
     forwarded: HashSet<String>,
-    /// By team, the last step that was passed on because somebody has waited long in it.
+    /// By group, the latest stalled sequence number that was forwarded.
     stalled: HashMap<i32, u32>,
 }
 
@@ -160,20 +162,20 @@ impl DetectorThread {
     fn run(mut self) {
         loop {
             let last = self.sleep();
-            let mut words = Vec::new();
-            // One look at each: who ends between two would be forgotten untold.
+            let mut lost = Vec::new();
+            // Check each process once: two checks would miss an exit between them.
             self.processes.retain(|(name, process)| match process.ended() {
                 Some(how) => {
-                    words.push(format!("{name} {how}"));
+                    lost.push(format!("{name} {how}"));
                     false
                 }
                 None => true,
             });
-            words.into_iter().for_each(|words| self.lost(words));
+            lost.into_iter().for_each(|lost| self.lost(lost));
             let stalled = lock(&self.teams).stalled();
             stalled.into_iter().for_each(|(team, step)| self.forward_stall(team, step));
-            let left = lock(&self.teams).left();
-            for (team, rank, step) in left {
+            let departed = lock(&self.teams).departed_ranks();
+            for (team, rank, step) in departed {
                 self.forward(&json!({"team": team, "left": rank, "step": step}));
             }
             let failures = lock(&self.teams).failures();
@@ -192,10 +194,10 @@ impl DetectorThread {
                     PeerEvent::Shutdown => drop(self.peers.remove(index)),
                 }
             }
-            // What happened just before the end has been told by now.
+            // Exit only here, after earlier events were sent.
             if last {
-                let mut word = [0; 1];
-                if self.stopped.read_exact(&mut word).is_ok() && word == SHUTDOWN {
+                let mut signal = [0; 1];
+                if self.stopped.read_exact(&mut signal).is_ok() && signal == SHUTDOWN {
                     self.send(&json!({"bye": true}));
                 }
                 return;
@@ -203,7 +205,7 @@ impl DetectorThread {
         }
     }
 
-    /// Sleeps until something happens; whether it is time to end.
+    /// Sleeps until an event or the poll interval. Returns whether to exit.
     fn sleep(&self) -> bool {
         let mut fds = vec![PollFd::new(&self.stopped, PollFlags::IN)];
         let events =
@@ -212,18 +214,19 @@ impl DetectorThread {
         let ends = self.processes.iter().filter_map(|(_, process)| process.end());
         fds.extend(ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)));
         let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(POLL_INTERVAL.subsec_nanos()) };
-        // Interrupted or refused: the next look comes soon.
+        // After a signal or an error, the next check comes soon.
         let _count = poll(&mut fds, Some(&timeout));
         !fds[0].revents().is_empty()
     }
 
-    fn lost(&mut self, words: String) {
-        let error = Error::PeerLost(words);
+    fn lost(&mut self, lost: String) {
+        let error = Error::PeerLost(lost);
         lock(&self.teams).fail(None, &error);
         self.forward(&json!({"team": null, "code": error.code(), "text": error.detail()}));
     }
 
-    /// Lets the ranks of all hosts know that somebody has waited long in a step of a team; no step before the last one.
+    /// Reports a long wait in round `step` of a group to all ranks of all hosts, unless it was reported for a later
+    /// one.
     fn forward_stall(&mut self, team: i32, step: u32) {
         if self.stalled.get(&team).is_some_and(|&last| reached(last, step)) {
             return;
@@ -233,7 +236,7 @@ impl DetectorThread {
         self.send(&json!({"team": team, "stalled": step}));
     }
 
-    /// Tells the other hosts, once.
+    /// Sends a message to the other hosts, once.
     fn forward(&mut self, message: &Value) {
         if self.forwarded.insert(message.to_string()) {
             self.send(message);
@@ -248,7 +251,7 @@ impl DetectorThread {
         }
     }
 
-    /// Takes what a peer has sent.
+    /// Reads and handles the messages of a peer.
     fn read_peer(&mut self, index: usize) -> PeerEvent {
         let mut bytes = [0; 4096];
         loop {
@@ -260,7 +263,7 @@ impl DetectorThread {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return PeerEvent::End,
             }
-            // Line by line: many may come at once.
+            // Parse each line: one read may return many.
             while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
                 let Ok(message) = serde_json::from_slice::<Value>(&line) else { return PeerEvent::End };
@@ -275,7 +278,7 @@ impl DetectorThread {
         }
     }
 
-    /// Does what another host tells.
+    /// Handles a message of another host.
     fn apply(&mut self, message: &Value) {
         let team = message["team"].as_i64().and_then(|team| i32::try_from(team).ok());
         let stalled = message["stalled"].as_u64().and_then(|step| u32::try_from(step).ok());
@@ -297,8 +300,7 @@ impl DetectorThread {
     }
 }
 
-/// Sends as much of what a peer has not got as it takes now. A peer that takes nothing any more is found out by its
-/// connection.
+/// Sends as much of the unsent data as the socket accepts. Reading the connection detects a broken one.
 fn flush(peer: &mut HostConnection) {
     while !peer.unsent.is_empty() {
         match (&*peer.stream).write(&peer.unsent) {
@@ -310,13 +312,13 @@ fn flush(peer: &mut HostConnection) {
     }
 }
 
-/// What came of listening to a peer.
+/// Result of reading from a peer.
 enum PeerEvent {
-    /// It goes on.
+    /// All received messages were handled.
     All,
-    /// The connection has ended without a word.
+    /// Lost: the connection closed without a shutdown message.
     End,
-    /// It has ended as it should.
+    /// The peer shut down.
     Shutdown,
 }
 
@@ -347,8 +349,8 @@ mod tests {
                     scope.spawn(move || FailureDetector::start(listener, me, hosts, 7, Vec::new()).unwrap())
                 })
                 .collect();
-            let alerts = started.into_iter().map(|alert| alert.join().unwrap());
-            alerts.zip(endpoints).map(|(alert, endpoint)| (alert, endpoint.region)).collect()
+            let detectors = started.into_iter().map(|detector| detector.join().unwrap());
+            detectors.zip(endpoints).map(|(detector, endpoint)| (detector, endpoint.region)).collect()
         })
     }
 
@@ -364,34 +366,34 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_and_an_end_reach_every_host() {
+    fn failures_and_losses_reach_every_host() {
         let mut hosts = start(5);
-        for (alert, region) in &hosts {
-            alert.watch(3, region);
+        for (detector, region) in &hosts {
+            detector.watch(3, region);
         }
         hosts[4].1.set_failure(&Error::Timeout("too late".into()));
         for (_, region) in &hosts {
             assert_eq!(wait_for(region), Error::Timeout("too late".into()));
         }
-        // One says good-bye: no loss. Other teams are their own.
+        // Host 4 shuts down: no loss. Then a loss in group 4 of host 1 reaches group 4 of host 0.
         drop(hosts.remove(4));
-        let [fresh, other] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
-        hosts[0].0.watch(4, &fresh);
+        let [fourth, other] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
+        hosts[0].0.watch(4, &fourth);
         hosts[1].0.watch(4, &other);
         std::thread::sleep(3 * POLL_INTERVAL);
-        assert_eq!(fresh.failure(), None);
+        assert_eq!(fourth.failure(), None);
         other.set_failure(&Error::PeerLost("rank 9 has ended".into()));
-        assert_eq!(wait_for(&fresh), Error::PeerLost("rank 9 has ended".into()));
+        assert_eq!(wait_for(&fourth), Error::PeerLost("rank 9 has ended".into()));
     }
 
     #[test]
-    fn many_failures_at_once_end_no_other_team() {
+    fn many_failures_at_once_do_not_fail_another_group() {
         let hosts = start(2);
         let others: Vec<_> =
             (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region).collect();
         let bystander = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         hosts[1].0.watch(99, &bystander);
-        // All are seen in one look, and sent in one burst.
+        // All are found in one check and sent in one burst.
         for (team, region) in (0..).zip(&others) {
             region.set_failure(&Error::Timeout("\u{1}".repeat(1000)));
             hosts[0].0.watch(team, region);
@@ -404,10 +406,10 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_has_left_and_one_that_waits_long_are_known_on_every_host() {
+    fn departed_ranks_and_stalls_are_known_on_every_host() {
         let hosts = start(5);
-        for (alert, region) in &hosts {
-            alert.watch(3, region);
+        for (detector, region) in &hosts {
+            detector.watch(3, region);
         }
         let (early, late) = (START.wrapping_add(1), START.wrapping_add(2));
         for (_, region) in &hosts[..4] {
@@ -427,43 +429,43 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_breaks_is_a_loss_for_all_teams() {
+    fn a_broken_connection_is_a_loss_for_all_groups() {
         let (listener, other) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
         let address = |name: &str, socket: &TcpListener| HostAddress {
             name: name.into(),
             addresses: vec![socket.local_addr().unwrap()],
         };
         let hosts = [address("rank 0", &listener.sockets[0]), address("rank 3", &other)];
-        let take = std::thread::spawn(move || {
+        let accept = std::thread::spawn(move || {
             let (mut stream, _) = other.accept().unwrap();
             stream.read_exact(&mut [0; 24]).unwrap();
             stream.write_all(&(!7u128).to_le_bytes()).unwrap();
             stream
         });
-        let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
-        let stream = take.join().unwrap();
+        let detector = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
+        let stream = accept.join().unwrap();
         let [early, late] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
-        alert.watch(0, &early);
+        detector.watch(0, &early);
         drop(stream);
         let lost = Error::PeerLost("rank 3 has ended, or its host is out of reach".into());
         assert_eq!(wait_for(&early), lost);
-        alert.watch(1, &late);
+        detector.watch(1, &late);
         assert_eq!(late.failure(), Some(lost));
     }
 
     #[test]
-    fn a_stranger_who_is_called_is_not_taken_for_a_host() {
+    fn a_stranger_at_the_address_is_not_accepted() {
         let (listener, stranger) = (Listener::open("").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
         let addresses = vec![stranger.local_addr().unwrap()];
         let hosts = [
             HostAddress { name: "rank 0".into(), addresses: vec![] },
             HostAddress { name: "rank 1".into(), addresses },
         ];
-        let hangs_up = std::thread::spawn(move || drop(stranger.accept().unwrap()));
-        let alert = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
-        hangs_up.join().unwrap();
+        let stranger_thread = std::thread::spawn(move || drop(stranger.accept().unwrap()));
+        let detector = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
+        stranger_thread.join().unwrap();
         let region = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
-        alert.watch(0, &region);
+        detector.watch(0, &region);
         std::thread::sleep(3 * POLL_INTERVAL);
         assert_eq!(region.failure(), None);
     }

@@ -12,7 +12,7 @@ use super::step::{START, reached};
 use super::sync::{AtomicU32, FutexWord, fence};
 use crate::error::{Error, Result};
 
-/// One counter. All zero bytes are a valid flag at [`START`]: what is stored is the distance from there.
+/// A counter. Stores the distance from [`START`], so zeroed memory is a valid flag.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Flag {
@@ -21,19 +21,20 @@ pub struct Flag {
 }
 
 impl Flag {
-    /// Raises the counter and wakes who waits. What the caller wrote before is visible to who sees the new value.
+    /// Raises the counter and wakes all waiters. A waiter that sees the new value also sees all earlier writes of the
+    /// caller.
     pub fn raise(&self, value: u32) {
         self.raise_no_wake(value);
         self.wake_sleepers();
     }
 
-    /// Raises the counter; who sleeps is not woken before [`Flag::wake_sleepers`], which the caller calls before it sleeps
-    /// itself or goes on to something else. In between it may look what others have done: the store need not have ended.
+    /// Raises the counter without waking sleepers. The caller must call [`Flag::wake_sleepers`] before it sleeps or
+    /// does other work. Meanwhile it may poll other flags while the store propagates.
     pub fn raise_no_wake(&self, value: u32) {
         self.value.store(value.wrapping_sub(START), Ordering::Release);
     }
 
-    /// Wakes who sleeps, if anybody does.
+    /// Wakes all sleepers, if any.
     pub fn wake_sleepers(&self) {
         // Either this load sees the sleeper, or the sleeper's futex call sees the value that was raised before.
         fence(Ordering::SeqCst);
@@ -42,34 +43,34 @@ impl Flag {
         }
     }
 
-    /// What the one who raises it has raised it to.
+    /// The value that the owner has raised the counter to.
     pub fn raised(&self) -> u32 {
         self.value.load(Ordering::Relaxed).wrapping_add(START)
     }
 
-    /// Wakes every sleeper, so that it asks its wait context.
+    /// Wakes all sleepers, so that they check their wait context.
     pub fn wake(&self) {
         self.value.wake();
     }
 
-    /// Ends the naps of those who sleep, now and later; the model has no clock.
+    /// Ends all current and future timed waits; Loom has no clock.
     #[cfg(loom)]
     pub fn end_waits(&self) {
         self.value.end_waits();
     }
 
-    /// Whether the counter has come to `target`.
+    /// Whether the counter has reached `target`.
     pub fn reached(&self, target: u32) -> bool {
         reached(self.value.load(Ordering::Acquire).wrapping_add(START), target)
     }
 
-    /// Looks up to `spins` times, and once more, whether the counter has come to `target`.
+    /// Checks up to `spins + 1` times whether the counter has reached `target`.
     pub fn spin(&self, target: u32, spins: u32) -> bool {
-        for turn in 0..spins {
+        for spin in 0..spins {
             if self.reached(target) {
                 return true;
             }
-            if turn % 64 == 63 {
+            if spin % 64 == 63 {
                 thread::yield_now();
             } else {
                 hint::spin_loop();
@@ -78,10 +79,10 @@ impl Flag {
         self.reached(target)
     }
 
-    /// Sleeps until the counter has come to `target`. `check` is asked after every nap and wake.
+    /// Sleeps until the counter has reached `target`. Calls `check` after every timeout and wake.
     ///
     /// # Errors
-    /// What `check` returns, or a futex that the system refuses.
+    /// Errors of `check`, or of the futex call.
     pub fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let result = self.wait_slow(target, check);
@@ -97,7 +98,7 @@ impl Flag {
             }
             match self.value.futex_wait(seen) {
                 Err(Errno::AGAIN) => {}
-                // Also after a signal or a wake: either may come again and again.
+                // Check also after a signal or a wake: both may repeat forever.
                 Ok(()) | Err(Errno::INTR | Errno::TIMEDOUT) => {
                     if self.reached(target) {
                         return Ok(());
@@ -117,7 +118,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn reached_goes_on_past_the_wrap() {
+    fn reached_handles_the_wrap() {
         let flag = Flag::default();
         flag.raise(u32::MAX);
         assert!(flag.reached(u32::MAX) && flag.reached(u32::MAX - 1) && !flag.reached(0));
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_and_a_check_ends_a_wait() {
+    fn raising_wakes_a_sleeper_and_check_ends_a_wait() {
         let flag = Flag::default();
         thread::scope(|scope| {
             let waiter = scope.spawn(|| flag.sleep(3, &mut || Ok(())));
@@ -141,13 +142,13 @@ mod tests {
         assert_eq!(flag.sleepers.load(Ordering::SeqCst), 0);
     }
 
-    /// Signals and wakes for others may come more often than naps end.
+    /// Signals and wakes may be more frequent than futex timeouts.
     #[test]
     fn wakes_do_not_hide_the_deadline() {
         let flag = Flag::default();
-        let late = Instant::now() + Duration::from_millis(100);
+        let deadline = Instant::now() + Duration::from_millis(100);
         let stop = Error::Timeout("late".into());
-        let mut check = || if Instant::now() < late { Ok(()) } else { Err(stop.clone()) };
+        let mut check = || if Instant::now() < deadline { Ok(()) } else { Err(stop.clone()) };
         let ended = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {

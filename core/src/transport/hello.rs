@@ -1,5 +1,5 @@
-//! The first bytes of a connection between hosts: the job's key, and the number of the host that calls. Anybody may connect,
-//! so connections that have not said the key are read side by side, are few, and are closed when they get old.
+//! The handshake of a connection between hosts: the job's key and the number of the calling host. Any program may
+//! connect, so unauthenticated connections are read concurrently, limited in number, and closed after a timeout.
 //!
 //! Thread rule: used by one thread.
 
@@ -12,14 +12,14 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::time::Timespec;
 
-/// How long a connection may take to say who it is: a host of the job does it at once.
+/// Time limit for the handshake of a connection; hosts of the job send it at once.
 const MAX_HELLO_AGE: Duration = Duration::from_secs(2);
-/// How many connections may be about to; the oldest gives way to a new one.
+/// Maximum number of unauthenticated connections; a new one replaces the oldest.
 const MAX_PENDING: usize = 64;
-/// How long to wait when the system has no descriptor for a connection.
+/// Delay when no file descriptor is available for a new connection.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// What a host sends first.
+/// The handshake that a calling host sends.
 pub fn hello(key: u128, host: usize) -> [u8; Hello::LEN] {
     let mut bytes = [0; Hello::LEN];
     bytes[..16].copy_from_slice(&key.to_le_bytes());
@@ -27,44 +27,44 @@ pub fn hello(key: u128, host: usize) -> [u8; Hello::LEN] {
     bytes
 }
 
-/// What has come of a [`hello`].
+/// The received part of a [`hello`].
 #[derive(Debug, Default)]
 pub struct Hello {
     bytes: [u8; Hello::LEN],
-    got: usize,
+    received: usize,
 }
 
-/// Who a connection is from.
+/// The origin of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
-    /// It has not said enough.
+    /// The handshake is incomplete.
     Unknown,
-    /// Not of this job.
+    /// The key is wrong.
     Stranger,
-    /// Host so and so, it says.
+    /// This host, by its own statement.
     Host(usize),
 }
 
 impl Hello {
-    /// Its bytes.
+    /// Length of the handshake in bytes.
     pub const LEN: usize = 24;
 
-    /// Where the next bytes go.
+    /// The buffer for the next bytes.
     pub fn rest(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.got..]
+        &mut self.bytes[self.received..]
     }
 
-    /// Takes the first `count` bytes of [`Hello::rest`].
+    /// Accepts `count` bytes that were read into [`Hello::rest`].
     pub fn take(&mut self, count: usize, key: u128) -> Caller {
-        self.got = (self.got + count).min(Hello::LEN);
-        if self.got < Hello::LEN {
+        self.received = (self.received + count).min(Hello::LEN);
+        if self.received < Hello::LEN {
             return Caller::Unknown;
         }
-        let (mut theirs, mut host) = ([0; 16], [0; 8]);
-        theirs.copy_from_slice(&self.bytes[..16]);
+        let (mut received_key, mut host) = ([0; 16], [0; 8]);
+        received_key.copy_from_slice(&self.bytes[..16]);
         host.copy_from_slice(&self.bytes[16..]);
-        // All of it at once: how long it takes tells nothing of the key.
-        if u128::from_le_bytes(theirs) ^ key != 0 {
+        // Compares the whole key at once: the duration reveals nothing about the key.
+        if u128::from_le_bytes(received_key) ^ key != 0 {
             return Caller::Stranger;
         }
         Caller::Host(usize::try_from(u64::from_le_bytes(host)).unwrap_or(usize::MAX))
@@ -77,17 +77,17 @@ struct Connection {
     hello: Hello,
 }
 
-/// Connections that have not said who they are.
+/// Connections with incomplete handshakes.
 #[derive(Default)]
 pub struct PendingConnections(Vec<Connection>);
 
 impl PendingConnections {
-    /// Waits until `until` for a connection of this job; the host that it says it comes from. It is answered.
+    /// Waits until `until` for a connection of this job and answers it. Returns the host that it comes from.
     ///
     /// # Errors
-    /// [`ErrorKind::TimedOut`]; those of the system.
-    pub fn next(&mut self, listening: &[TcpListener], key: u128, until: Instant) -> io::Result<(usize, TcpStream)> {
-        for socket in listening {
+    /// [`ErrorKind::TimedOut`]; system errors.
+    pub fn next(&mut self, listeners: &[TcpListener], key: u128, until: Instant) -> io::Result<(usize, TcpStream)> {
+        for socket in listeners {
             socket.set_nonblocking(true)?;
         }
         loop {
@@ -96,15 +96,15 @@ impl PendingConnections {
                 return Err(ErrorKind::TimedOut.into());
             }
             self.0.retain(|connection| now.duration_since(connection.since) < MAX_HELLO_AGE);
-            let (new, ready) = self.poll(listening, until.duration_since(now).min(MAX_HELLO_AGE))?;
-            // Those that came first are read first: to accept a new one may close an old one.
-            let mut place = 0;
+            let (new, ready) = self.poll(listeners, until.duration_since(now).min(MAX_HELLO_AGE))?;
+            // Read old connections first: accepting a new one may close an old one.
+            let mut index = 0;
             for ready in ready {
-                match if ready { self.read(place, key) } else { Caller::Unknown } {
-                    Caller::Unknown => place += 1,
-                    Caller::Stranger => drop(self.0.remove(place)),
+                match if ready { self.read(index, key) } else { Caller::Unknown } {
+                    Caller::Unknown => index += 1,
+                    Caller::Stranger => drop(self.0.remove(index)),
                     Caller::Host(host) => {
-                        let mut stream = self.0.remove(place).stream;
+                        let mut stream = self.0.remove(index).stream;
                         stream.set_nonblocking(false)?;
                         if stream.write_all(&(!key).to_le_bytes()).is_ok() {
                             return Ok((host, stream));
@@ -112,24 +112,24 @@ impl PendingConnections {
                     }
                 }
             }
-            for (socket, _) in listening.iter().zip(new).filter(|(_, new)| *new) {
+            for (socket, _) in listeners.iter().zip(new).filter(|(_, new)| *new) {
                 self.accept(socket);
             }
         }
     }
 
-    /// Which sockets have a new connection, and which connections something to read, within `left`.
-    fn poll(&self, listening: &[TcpListener], left: Duration) -> io::Result<(Vec<bool>, Vec<bool>)> {
+    /// The listening sockets with a new connection, and the connections with data, within `left`.
+    fn poll(&self, listeners: &[TcpListener], left: Duration) -> io::Result<(Vec<bool>, Vec<bool>)> {
         let timeout = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
-        let mut polled: Vec<PollFd<'_>> = listening.iter().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        let mut polled: Vec<PollFd<'_>> = listeners.iter().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
         polled.extend(self.0.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
         match poll(&mut polled, Some(&timeout)) {
-            // A signal: there is time left to look again.
+            // After a signal, the caller polls again.
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
         let mut ready: Vec<bool> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
-        let connections = ready.split_off(listening.len());
+        let connections = ready.split_off(listeners.len());
         Ok((ready, connections))
     }
 
@@ -141,17 +141,17 @@ impl PendingConnections {
                 }
                 self.0.push(Connection { stream, since: Instant::now(), hello: Hello::default() });
             }
-            // It is gone again.
+            // Already closed.
             Ok(_) => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
-            // No descriptor: one of these has taken it, or it will be given back.
+            // No descriptor left: free one, or wait until one is free.
             Err(_) if self.0.is_empty() => thread::sleep(RETRY),
             Err(_) => drop(self.0.remove(0)),
         }
     }
 
-    fn read(&mut self, place: usize, key: u128) -> Caller {
-        let Connection { stream, hello, .. } = &mut self.0[place];
+    fn read(&mut self, index: usize, key: u128) -> Caller {
+        let Connection { stream, hello, .. } = &mut self.0[index];
         match stream.read(hello.rest()) {
             Ok(0) => Caller::Stranger,
             Ok(count) => hello.take(count, key),
@@ -168,77 +168,77 @@ mod tests {
     use proptest::prelude::*;
     use std::sync::Arc;
 
-    fn soon() -> Instant {
+    fn deadline() -> Instant {
         Instant::now() + Duration::from_secs(60)
     }
 
-    fn call(listener: &TcpListener) -> TcpStream {
+    fn dial(listener: &TcpListener) -> TcpStream {
         TcpStream::connect(listener.local_addr().unwrap()).unwrap()
     }
 
     #[test]
-    fn strangers_do_not_hold_a_host_up() {
-        let listening = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
-        // More than may wait, silent ones, slow ones and those that guess, before a host and after.
+    fn strangers_do_not_delay_a_host() {
+        let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        // More than the limit: silent, slow and guessing connections, before and after the host.
         let strangers: Vec<TcpStream> = (0..3 * MAX_PENDING)
             .map(|number| {
-                let mut stranger = call(&listening[number % 2]);
+                let mut stranger = dial(&listeners[number % 2]);
                 stranger.write_all(&hello(8, 1)[..number % 3 * 12]).unwrap();
                 stranger
             })
             .collect();
-        let mut mine = call(&listening[1]);
-        mine.write_all(&hello(7, 5)).unwrap();
-        let late = call(&listening[0]);
-        let mut unknown = PendingConnections::default();
+        let mut peer = dial(&listeners[1]);
+        peer.write_all(&hello(7, 5)).unwrap();
+        let silent = dial(&listeners[0]);
+        let mut pending = PendingConnections::default();
         let started = Instant::now();
-        let (host, mut stream) = unknown.next(&listening, 7, soon()).unwrap();
+        let (host, mut stream) = pending.next(&listeners, 7, deadline()).unwrap();
         assert!(started.elapsed() < MAX_HELLO_AGE * 10, "not as long as the strangers, one after the other");
         stream.write_all(b"x").unwrap();
         let mut answer = [0; 17];
-        mine.read_exact(&mut answer).unwrap();
+        peer.read_exact(&mut answer).unwrap();
         assert_eq!((host, &answer[..16], answer[16]), (5, &(!7u128).to_le_bytes()[..], b'x'));
-        let end = unknown.next(&listening, 7, Instant::now() + Duration::from_millis(50)).map(drop).unwrap_err();
+        let end = pending.next(&listeners, 7, Instant::now() + Duration::from_millis(50)).map(drop).unwrap_err();
         assert_eq!(end.kind(), ErrorKind::TimedOut);
-        drop((strangers, late));
+        drop((strangers, silent));
     }
 
     #[test]
-    fn one_that_is_cut_into_pieces_is_heard() {
-        let listening = [TcpListener::bind("127.0.0.1:0").unwrap()];
-        let mut mine = call(&listening[0]);
+    fn a_handshake_in_pieces_is_accepted() {
+        let listeners = [TcpListener::bind("127.0.0.1:0").unwrap()];
+        let mut peer = dial(&listeners[0]);
         thread::scope(|scope| {
             scope.spawn(move || {
                 for byte in hello(7, 3) {
-                    mine.write_all(&[byte]).unwrap();
+                    peer.write_all(&[byte]).unwrap();
                     thread::sleep(Duration::from_millis(5));
                 }
-                mine.read_exact(&mut [0; 16]).unwrap();
+                peer.read_exact(&mut [0; 16]).unwrap();
             });
-            assert_eq!(PendingConnections::default().next(&listening, 7, soon()).unwrap().0, 3);
+            assert_eq!(PendingConnections::default().next(&listeners, 7, deadline()).unwrap().0, 3);
         });
     }
 
     #[test]
     fn a_signal_does_not_end_the_wait() {
         let handler = signal_hook::flag::register(signal_hook::consts::SIGUSR2, Arc::default()).unwrap();
-        let listening = [TcpListener::bind("127.0.0.1:0").unwrap()];
-        let address = listening[0].local_addr().unwrap();
+        let listeners = [TcpListener::bind("127.0.0.1:0").unwrap()];
+        let address = listeners[0].local_addr().unwrap();
         let (sender, receiver) = std::sync::mpsc::channel();
         thread::scope(|scope| {
             let waiter = scope.spawn(move || {
-                // SAFETY: always successful.
+                // SAFETY: pthread_self always succeeds.
                 sender.send(unsafe { libc::pthread_self() }).unwrap();
-                PendingConnections::default().next(&listening, 7, soon()).map(|(host, _)| host)
+                PendingConnections::default().next(&listeners, 7, deadline()).map(|(host, _)| host)
             });
             let thread_id = receiver.recv().unwrap();
             for _ in 0..20 {
-                // SAFETY: the thread waits for the connection below.
+                // SAFETY: the thread is alive: it waits for the connection below.
                 unsafe { libc::pthread_kill(thread_id, libc::SIGUSR2) };
                 thread::sleep(Duration::from_millis(5));
             }
-            let mut mine = TcpStream::connect(address).unwrap();
-            mine.write_all(&hello(7, 2)).unwrap();
+            let mut peer = TcpStream::connect(address).unwrap();
+            peer.write_all(&hello(7, 2)).unwrap();
             assert_eq!(waiter.join().unwrap().unwrap(), 2);
         });
         signal_hook::low_level::unregister(handler);

@@ -1,5 +1,5 @@
-//! Ranks as threads of one process, on hosts of any shape: the transport of the tests. Shared memory is the heap, messages
-//! go through channels; everything above runs unchanged.
+//! Ranks as threads of one process, on hosts of any shape, for tests. Shared memory is the heap and messages use
+//! channels; all layers above run unchanged.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,23 +32,23 @@ impl Liveness for AlwaysAlive {
     }
 }
 
-/// All memory: the ranks are in one process.
+/// Threads of one process share all memory: an offset is an address.
 struct AllMemory;
 
 impl PeerMemory for AllMemory {
     fn offset_of(&self, range: Range<usize>) -> Option<u64> {
         Some(range.start as u64)
     }
-    fn resolve(&self, _local_rank: usize, place: u64, _len: usize) -> Option<*mut u8> {
-        usize::try_from(place).ok().map(std::ptr::with_exposed_provenance_mut)
+    fn resolve(&self, _local_rank: usize, address: u64, _len: usize) -> Option<*mut u8> {
+        usize::try_from(address).ok().map(std::ptr::with_exposed_provenance_mut)
     }
 }
 
-/// The endpoints of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes. With `shares` the ranks of a host see
-/// each other's tensors.
+/// The resources of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes. With `shares`, the ranks of a
+/// host can access each other's tensors.
 ///
 /// # Errors
-/// Those of [`ShmRegion::new`].
+/// Errors of [`ShmRegion::new`].
 pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Result<Vec<GroupResources>> {
     let keys: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
     let memories: Vec<(RegionLayout, Arc<Aligned>)> = sizes
@@ -107,15 +107,15 @@ fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Optio
 /// The links of one shard and channel, by host.
 fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
     let memory = || Aligned::new(capacity);
-    let turn = |_| Exchange { out: memory(), inbox: memory(), outbox: vec![], arrives: vec![], awaited: vec![] };
-    let link = |_| ThreadLink { turns: [0; MAX_EXCHANGES].map(turn) };
+    let exchange = |_| Exchange { send: memory(), recv: memory(), senders: vec![], receivers: vec![], pending: vec![] };
+    let link = |_| ThreadLink { exchanges: [0; MAX_EXCHANGES].map(exchange) };
     let mut links: Vec<ThreadLink> = (0..hosts).map(link).collect();
-    for turn in 0..MAX_EXCHANGES {
+    for exchange in 0..MAX_EXCHANGES {
         for from in 0..hosts {
             for to in 0..hosts {
                 let (sender, receiver) = channel();
-                links[from].turns[turn].outbox.push(sender);
-                links[to].turns[turn].arrives.push(receiver);
+                links[from].exchanges[exchange].senders.push(sender);
+                links[to].exchanges[exchange].receivers.push(receiver);
             }
         }
     }
@@ -123,40 +123,40 @@ fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
 }
 
 struct ThreadLink {
-    turns: [Exchange; MAX_EXCHANGES],
+    exchanges: [Exchange; MAX_EXCHANGES],
 }
 
 struct Exchange {
-    out: Aligned,
-    inbox: Aligned,
+    send: Aligned,
+    recv: Aligned,
     /// By host.
-    outbox: Vec<Sender<Vec<u8>>>,
-    arrives: Vec<Receiver<Vec<u8>>>,
-    awaited: Vec<Message>,
+    senders: Vec<Sender<Vec<u8>>>,
+    receivers: Vec<Receiver<Vec<u8>>>,
+    pending: Vec<Message>,
 }
 
 impl HostLink for ThreadLink {
-    fn buffers(&mut self, turn: usize) -> ExchangeBuffers<'_> {
-        let Exchange { out, inbox, .. } = &mut self.turns[turn];
-        ExchangeBuffers { send: out.as_mut_slice(), recv: inbox.as_mut_slice() }
+    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
+        let Exchange { send, recv, .. } = &mut self.exchanges[exchange];
+        ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
     }
 
-    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
-        let Exchange { out, outbox, awaited, .. } = &mut self.turns[turn];
+    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let Exchange { send, senders, pending, .. } = &mut self.exchanges[exchange];
         for Message { host, bytes } in sends {
-            // A peer that is gone is noticed where it is waited for.
-            outbox[*host].send(out.as_slice()[bytes.clone()].to_vec()).ok();
+            // `finish` reports a lost peer.
+            senders[*host].send(send.as_slice()[bytes.clone()].to_vec()).ok();
         }
-        awaited.extend_from_slice(receives);
+        pending.extend_from_slice(receives);
         Ok(())
     }
 
-    fn finish(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let Exchange { inbox, arrives, awaited, .. } = &mut self.turns[turn];
-        for Message { host, bytes } in awaited.drain(..) {
+    fn finish(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let Exchange { recv, receivers, pending, .. } = &mut self.exchanges[exchange];
+        for Message { host, bytes } in pending.drain(..) {
             let from = Instant::now();
             let message = loop {
-                match arrives[host].recv_timeout(Duration::from_millis(20)) {
+                match receivers[host].recv_timeout(Duration::from_millis(20)) {
                     Ok(message) => break message,
                     Err(RecvTimeoutError::Timeout) => wait_ctx.check(Duration::ZERO, &|| format!("host {host}"))?,
                     Err(RecvTimeoutError::Disconnected) => {
@@ -165,7 +165,7 @@ impl HostLink for ThreadLink {
                 }
             };
             wait_ctx.log().add_wait(WaitTarget::Host(host), from, Instant::now());
-            inbox.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
+            recv.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
         }
         Ok(())
     }

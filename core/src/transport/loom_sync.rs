@@ -1,10 +1,10 @@
-//! What stands in for `sync.rs` under `--cfg loom`: Loom's atomics, a futex made of Loom's mutex and condition variable, and
-//! a watch over the slots that knows who may use them when.
+//! Replaces `sync.rs` under `--cfg loom`: Loom's atomics, a futex built from Loom's mutex and condition variable, and
+//! access checks for slots.
 //!
-//! The futex is as futex(2) promises: it compares and falls asleep in one step against wakes, and both of its calls begin
-//! with a full barrier. It has no clock: a nap ends by a wake, or when the test says so ([`FutexWord::end_waits`]), so a lost wake
-//! of a raise is a deadlock, which Loom reports.
-//! Thread rule: for the threads of one Loom execution, which all run on one thread of the system.
+//! The futex behaves as futex(2) specifies: comparing and falling asleep is atomic with respect to wakes, and both
+//! calls start with a full barrier. It has no clock. A wait ends by a wake or by [`FutexWord::end_waits`], so Loom
+//! reports a lost wake as a deadlock.
+//! Thread rule: for the threads of one Loom execution, which share one system thread.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -17,13 +17,13 @@ pub use loom::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering
 
 use crate::wire_layout::ALIGN;
 
-/// A number to sleep on until it changes.
+/// A futex.
 #[derive(Debug, Default)]
 pub struct FutexWord {
     value: AtomicU32,
-    /// What the kernel locks; true when naps end at once.
-    awake: Mutex<bool>,
-    bell: Condvar,
+    /// The kernel's lock; true once timed waits end at once.
+    ended: Mutex<bool>,
+    condvar: Condvar,
 }
 
 impl FutexWord {
@@ -37,42 +37,42 @@ impl FutexWord {
         self.value.store(value, order);
     }
 
-    /// Sleeps while the number is `seen`, until a wake or the end of naps.
+    /// Sleeps while the value is `seen`, until a wake or [`FutexWord::end_waits`].
     ///
     /// # Errors
-    /// `AGAIN` when the number is another, `TIMEDOUT` when naps have ended.
+    /// `AGAIN` when the value differs, `TIMEDOUT` after [`FutexWord::end_waits`].
     pub fn futex_wait(&self, seen: u32) -> Result<(), Errno> {
         fence(Ordering::SeqCst);
-        let awake = self.lock();
+        let ended = self.lock();
         if self.value.load(Ordering::Relaxed) != seen {
             return Err(Errno::AGAIN);
         }
-        if *awake {
+        if *ended {
             return Err(Errno::TIMEDOUT);
         }
-        drop(self.bell.wait(awake));
+        drop(self.condvar.wait(ended));
         Ok(())
     }
 
-    /// Wakes all who sleep.
+    /// Wakes all sleepers.
     pub fn wake(&self) {
         fence(Ordering::SeqCst);
         let _awake = self.lock();
-        self.bell.notify_all();
+        self.condvar.notify_all();
     }
 
-    /// Ends naps from now on.
+    /// Ends current and future waits.
     pub fn end_waits(&self) {
         *self.lock() = true;
-        self.bell.notify_all();
+        self.condvar.notify_all();
     }
 
     fn lock(&self) -> loom::sync::MutexGuard<'_, bool> {
-        self.awake.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.ended.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
-/// The slots of an execution: where they start, and a cell for each line of [`ALIGN`] bytes.
+/// The slots of an execution: their address, and a cell for each cache line of [`ALIGN`] bytes.
 struct Slots {
     start: usize,
     lines: Vec<UnsafeCell<()>>,
@@ -82,25 +82,25 @@ thread_local! {
     static SLOTS: RefCell<Slots> = const { RefCell::new(Slots { start: 0, lines: Vec::new() }) };
 }
 
-/// Watches the bytes `range` (addresses) from now on, in place of those of the execution before.
+/// Tracks accesses to the addresses `range`, replacing those of the previous execution.
 pub fn track(range: Range<usize>) {
     let lines = (0..range.len().div_ceil(ALIGN)).map(|_| UnsafeCell::new(())).collect();
     SLOTS.set(Slots { start: range.start, lines });
 }
 
-/// Tells the model that the caller now reads these bytes of a slot. Loom panics when a write to them is not ordered before.
+/// Records a read of a slot. Loom panics if an earlier write is not ordered before it.
 pub fn check_read(from: *const u8, len: usize) {
     each_line(from.addr(), len, |line| line.with(|_| ()));
 }
 
-/// The same for a write and any use.
+/// Records a write of a slot. Loom panics if any other access is not ordered.
 pub fn check_write(to: *mut u8, len: usize) {
     each_line(to.addr(), len, |line| line.with_mut(|_| ()));
 }
 
-fn each_line(start: usize, len: usize, tell: impl Fn(&UnsafeCell<()>)) {
+fn each_line(start: usize, len: usize, record: impl Fn(&UnsafeCell<()>)) {
     SLOTS.with_borrow(|slots| {
-        let at = start - slots.start;
-        slots.lines[at / ALIGN..(at + len).div_ceil(ALIGN)].iter().for_each(tell);
+        let offset = start - slots.start;
+        slots.lines[offset / ALIGN..(offset + len).div_ceil(ALIGN)].iter().for_each(record);
     });
 }

@@ -1,4 +1,4 @@
-//! Zeroed memory aligned to cache lines: regions shared by threads, and message buffers.
+//! Zeroed memory aligned to cache lines, for regions shared by threads and for message buffers.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
@@ -6,23 +6,23 @@ use std::slice;
 
 use crate::wire_layout::ALIGN;
 
-/// Owned, zeroed bytes at a multiple of [`ALIGN`].
+/// Owned, zeroed bytes, aligned to [`ALIGN`].
 #[derive(Debug)]
 pub struct Aligned {
     ptr: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: it owns its bytes like a boxed slice.
+// SAFETY: owns its bytes, like a boxed slice.
 unsafe impl Send for Aligned {}
-// SAFETY: as above; shared access gives a shared slice or a raw pointer.
+// SAFETY: as above; shared access returns a shared slice or a raw pointer.
 unsafe impl Sync for Aligned {}
 
 impl Aligned {
-    /// `len` zero bytes.
+    /// Allocates `len` zero bytes.
     ///
     /// # Panics
-    /// When `len` is not addressable.
+    /// If `len` is not addressable.
     pub fn new(len: usize) -> Aligned {
         let layout = Aligned::layout(len);
         // SAFETY: the layout's size is not zero.
@@ -38,28 +38,28 @@ impl Aligned {
         }
     }
 
-    /// The first byte.
+    /// Address of the first byte.
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
 
-    /// The number of bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes.
+    /// All bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: len initialised bytes.
+        // SAFETY: `len` initialised bytes.
         unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 
-    /// The bytes, to write.
+    /// All bytes, mutable.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: len initialised bytes, borrowed uniquely.
         unsafe { slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }

@@ -1,7 +1,8 @@
-//! What carries bytes: memory shared by the ranks of a host ([`region`], made by [`shm`] or [`threads`]), messages between
-//! hosts ([`HostLink`], by [`bootstrap`] or [`in_process`]), and GPUs ([`gpu`]). Collectives do not know who carries host bytes.
+//! Transports: shared memory of a host ([`shm_region`], created by [`shm`] or [`in_process`]), messages between hosts
+//! ([`HostLink`], by [`bootstrap`] or [`in_process`]), and GPUs ([`gpu`]). Collectives do not depend on the transport
+//! of host memory.
 //!
-//! Every wait here spins briefly, then sleeps, and asks its [`Patience`] now and then whether to go on.
+//! Every wait spins briefly, then sleeps, and regularly checks its [`WaitContext`] for a deadline or an abort.
 
 pub mod arena;
 pub mod close_on_fork;
@@ -28,12 +29,12 @@ pub use network_model::NetworkModel;
 pub use shm_region::{Phase, ShmChannel, ShmRegion};
 pub use wait_context::WaitContext;
 
-/// How the processes of a job become ranks, and the messages between their hosts.
+/// How the processes of a job become ranks, and messages between hosts.
 pub mod bootstrap {
     pub use super::mpi::*;
 }
 
-/// The driver, streams, memory and kernels of GPUs.
+/// Driver, streams, memory and kernels of GPUs.
 pub mod gpu {
     pub use super::cuda::*;
 }
@@ -44,60 +45,60 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::topology::Topology;
 
-/// What one rank needs to make a team.
+/// The resources from which a rank creates a group.
 pub struct GroupResources {
-    /// Where the rank is.
+    /// The rank's position.
     pub topology: Arc<Topology>,
-    /// The names of all ranks of the job, for messages.
+    /// Display names of all ranks of the job, for messages.
     pub names: Arc<[String]>,
-    /// Its view of the host's memory.
+    /// This rank's view of the host's shared region.
     pub region: Arc<ShmRegion>,
-    /// The link of each channel, for a rank that drives a shard where there are several hosts.
+    /// The link of each channel; `None` on one host or if the rank owns no shard.
     pub links: Vec<Option<Box<dyn HostLink>>>,
-    /// What is known of the network between the hosts; the same on all ranks.
+    /// Cost model of the network between hosts; equal on all ranks.
     pub network: NetworkModel,
-    /// Whether a host has fewer processors than its ranks have threads of this team; the same on all ranks.
+    /// Whether some host has fewer CPUs than group threads; equal on all ranks.
     pub oversubscribed: bool,
 }
 
-/// A message of an exchange: that part of a [`ExchangeBuffers`]'s bytes goes to, or comes from, `host`.
+/// A message of an exchange: a byte range of [`ExchangeBuffers`] to or from `host`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
     /// The other host.
     pub host: usize,
-    /// Where the message is; on reception the room for it, which it may not fill.
+    /// The bytes in the buffer. On reception the maximum; a message may be shorter.
     pub bytes: Range<usize>,
 }
 
-/// The memory of one exchange; it starts at a multiple of [`crate::plan::ALIGN`] bytes.
+/// The memory of one exchange, aligned to [`crate::wire_layout::ALIGN`] bytes.
 pub struct ExchangeBuffers<'a> {
-    /// What messages are sent from.
+    /// Messages to send.
     pub send: &'a mut [u8],
-    /// What they are received into.
+    /// Received messages.
     pub recv: &'a mut [u8],
 }
 
-/// How many exchanges may be under way at once on a link.
+/// Maximum number of overlapping exchanges on a link.
 pub const MAX_EXCHANGES: usize = 2;
 
-/// The message channel between one shard's drivers on all hosts, hosts being numbered as in the topology. Two exchanges may
-/// be under way at once, one of each turn (0 and 1); the messages of one turn from one host to another arrive in order.
+/// The messages between the owners of one shard on all hosts, which are numbered as in the topology. Two exchanges,
+/// numbered 0 and 1, may overlap. Messages of one exchange from one host to another arrive in order.
 ///
-/// The link owns the memory, so that a transfer that outlives an aborted call never touches freed memory.
+/// The link owns the buffers, so a transfer that outlives an aborted call never accesses freed memory.
 /// Thread rule: used by one thread at a time.
 pub trait HostLink: Send {
-    /// The memory of `turn`; not to be touched while an exchange of that turn is under way.
-    fn buffers(&mut self, turn: usize) -> ExchangeBuffers<'_>;
+    /// The buffers of `exchange`; not accessed while that exchange is in flight.
+    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_>;
 
-    /// Starts to send and to receive messages; none of them overlap.
+    /// Starts to send and to receive messages. Their byte ranges do not overlap.
     ///
     /// # Errors
-    /// When the transport fails; the link can then not be used any more.
-    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()>;
+    /// A failure of the transport; the link is unusable afterwards.
+    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()>;
 
-    /// Returns when the exchange of `turn` that was started is done.
+    /// Waits for the exchange started with [`HostLink::start`].
     ///
     /// # Errors
-    /// When the wait context ends or the transport fails; the link can then not be used any more.
-    fn finish(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()>;
+    /// An abort or deadline of the wait context, or a failure of the transport; the link is unusable afterwards.
+    fn finish(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()>;
 }

@@ -1,31 +1,31 @@
-//! What a message between two hosts costs, in the terms of the LogGP model (Alexandrov, Ionescu, Schauser and Scheiman, 1995):
-//! its latency, the time that a further message at once adds, and the time that a byte takes.
+//! Cost of messages between two hosts in the LogGP model (Alexandrov, Ionescu, Schauser and Scheiman, 1995): latency,
+//! gap per additional message, and time per byte.
 
 use serde::{Deserialize, Serialize};
 
 /// Constants of the network between the hosts of a job, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct NetworkModel {
-    /// From the call of the sender until the receiver has an empty message.
+    /// Latency of an empty message, from the send call to its reception.
     pub latency_s: f64,
-    /// What each further message that a host sends and receives at the same time adds.
+    /// Additional time for each further concurrent message.
     pub message_gap_s: f64,
-    /// A byte, to and from a host at the same time.
+    /// Time per byte when a host sends and receives at once.
     pub byte_s: f64,
 }
 
 impl NetworkModel {
-    /// Where nothing was measured: a gigabyte a second, and the latencies of TCP.
+    /// The default without a measurement: 1 GB/s, and the latencies of TCP.
     pub const UNKNOWN: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
-    /// The slowest of what several hosts measured, each figure for itself.
+    /// The slowest value of each constant over all `measured` models.
     pub fn slowest(measured: impl IntoIterator<Item = NetworkModel>) -> NetworkModel {
-        let most = |one: NetworkModel, other: NetworkModel| NetworkModel {
+        let max = |one: NetworkModel, other: NetworkModel| NetworkModel {
             latency_s: one.latency_s.max(other.latency_s),
             message_gap_s: one.message_gap_s.max(other.message_gap_s),
             byte_s: one.byte_s.max(other.byte_s),
         };
-        measured.into_iter().reduce(most).unwrap_or(NetworkModel::UNKNOWN)
+        measured.into_iter().reduce(max).unwrap_or(NetworkModel::UNKNOWN)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The watch over processes of this host: whether they have ended, and how.
+//! Liveness of the processes of a host: whether they have exited, and how.
 //!
 //! Thread rule: everything may be used from any thread.
 
@@ -15,18 +15,18 @@ use super::shm_region::Liveness;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// Another process, by its pidfd, which tells its end from the moment it happens.
+/// Another process, monitored through its pidfd.
 pub struct Process {
     pid: i32,
-    /// `None`: it had ended before it could be opened.
+    /// `None` when the process exited before it was opened.
     fd: Option<OwnedFd>,
 }
 
 impl Process {
-    /// Opens the process `pid`; `None` where the system has no pidfds for us.
+    /// Opens process `pid`; `None` where pidfds are not supported.
     ///
     /// # Errors
-    /// [`Error::System`] for want of descriptors or memory.
+    /// [`Error::System`] when descriptors or memory are exhausted.
     pub fn open(pid: i32) -> Result<Option<Process>> {
         let Some(raw) = Pid::from_raw(pid) else { return Ok(None) };
         match pidfd_open(raw, PidfdFlags::empty()) {
@@ -37,25 +37,25 @@ impl Process {
         }
     }
 
-    /// What to poll for reading, which tells the end; `None` when it has ended already.
+    /// The descriptor that becomes readable when the process exits; `None` if it already has.
     pub fn end(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
     }
 
-    /// Words about its end, if it has ended: `(pid 7) has ended: killed by signal 9`. May take a tenth of a second.
+    /// Describes the exit, if the process has exited: `(pid 7) has ended: killed by signal 9`. May take 0.1 s.
     pub fn ended(&self) -> Option<String> {
         let Some(fd) = &self.fd else { return Some(format!("(pid {}) has ended", self.pid)) };
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let ended = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0);
-        ended.then(|| format!("(pid {}) has ended{}", self.pid, how(fd, self.pid)))
+        ended.then(|| format!("(pid {}) has ended{}", self.pid, exit_text(fd, self.pid)))
     }
 }
 
-/// `: exit status 3` and the like, where the system tells it.
-fn how(fd: &OwnedFd, pid: i32) -> String {
+/// The exit status as text, such as `: exit status 3`; empty if unavailable.
+fn exit_text(fd: &OwnedFd, pid: i32) -> String {
     for _ in 0..20 {
-        // The one until the parent has taken note of the end, the other from then on.
-        if let Some(status) = of_zombie(pid).or_else(|| exit_code(fd)) {
+        // The first works until the parent has reaped the process, the second from then on.
+        if let Some(status) = zombie_status(pid).or_else(|| exit_code(fd)) {
             return match (status & 0x7f, (status >> 8) & 0xff) {
                 (0, code) => format!(": exit status {code}"),
                 (signal, _) => format!(": killed by signal {signal}"),
@@ -66,46 +66,46 @@ fn how(fd: &OwnedFd, pid: i32) -> String {
     String::new()
 }
 
-/// The wait status of a process that nobody has waited for (proc_pid_stat(5)).
-fn of_zombie(pid: i32) -> Option<i32> {
+/// The wait status of a zombie (proc_pid_stat(5)).
+fn zombie_status(pid: i32) -> Option<i32> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, the second field, may have anything in it but ends with the last parenthesis.
+    // The name (field 2) may contain any character; it ends at the last parenthesis.
     let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
-    // Field 3 is the state, field 52 the status.
+    // Field 3 is the state, field 52 the exit status.
     if *fields.first()? == "Z" { fields.get(49)?.parse().ok() } else { None }
 }
 
-/// The wait status of a process that was waited for, from Linux 6.15 on.
+/// The wait status of a reaped process, from Linux 6.15.
 fn exit_code(fd: &OwnedFd) -> Option<i32> {
-    /// The first version of `struct pidfd_info` of linux/pidfd.h.
+    /// The first version of `struct pidfd_info` in linux/pidfd.h.
     #[repr(C)]
     struct Info {
         mask: u64,
-        group: u64,
+        tgid: u64,
         ids: [u32; 11],
         exit_code: i32,
     }
     const EXIT: u64 = 1 << 3;
     /// `_IOWR(0xFF, 11, struct pidfd_info)`.
     const GET_INFO: libc::c_ulong = (3 << 30) | ((size_of::<Info>() as libc::c_ulong) << 16) | (0xff << 8) | 11;
-    let mut info = Info { mask: EXIT, group: 0, ids: [0; 11], exit_code: 0 };
-    // SAFETY: the request writes no more than the size in its number, which is that of `info`.
+    let mut info = Info { mask: EXIT, tgid: 0, ids: [0; 11], exit_code: 0 };
+    // SAFETY: the kernel writes at most the size encoded in the request, which is that of `info`.
     let done = unsafe { libc::ioctl(fd.as_raw_fd(), GET_INFO as _, &raw mut info) } == 0;
     (done && info.mask & EXIT != 0).then_some(info.exit_code)
 }
 
-/// Watches the processes of a host's ranks, for all teams: one descriptor for each. The default watches none.
+/// Monitors the processes of a host's ranks for all groups, with one descriptor per process. The default monitors none.
 #[derive(Default)]
 pub struct ProcessLiveness {
     peers: Vec<Option<Arc<Process>>>,
 }
 
 impl ProcessLiveness {
-    /// Watches the processes `pids` (by local rank; `None` is not watched). Where the system has no pidfds, one line says
-    /// so, and the deadline remains.
+    /// Monitors the processes `pids` (by local rank; `None` is not monitored). Without pidfds it logs a warning, and
+    /// lost ranks are noticed at the deadline only.
     ///
     /// # Errors
-    /// Those of [`Process::open`].
+    /// Errors of [`Process::open`].
     pub fn new(pids: &[Option<i32>]) -> Result<ProcessLiveness> {
         let open = |pid: &Option<i32>| Ok(pid.map(Process::open).transpose()?.flatten().map(Arc::new));
         let peers: Vec<Option<Arc<Process>>> = pids.iter().map(open).collect::<Result<_>>()?;
@@ -117,7 +117,7 @@ impl ProcessLiveness {
         Ok(ProcessLiveness { peers })
     }
 
-    /// The process of a rank, if it is watched.
+    /// The process of a rank, if it is monitored.
     pub fn process(&self, local_rank: usize) -> Option<Arc<Process>> {
         self.peers.get(local_rank)?.clone()
     }
@@ -136,21 +136,21 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn an_ended_process_is_noticed_and_how_it_ended() {
+    fn an_exited_process_is_noticed_with_its_status() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let watch = Arc::new(ProcessLiveness::new(&[Some(pid), None]).unwrap());
-        assert_eq!(watch.lost(0), None);
-        assert_eq!(watch.lost(1), None);
+        let liveness = Arc::new(ProcessLiveness::new(&[Some(pid), None]).unwrap());
+        assert_eq!(liveness.lost(0), None);
+        assert_eq!(liveness.lost(1), None);
         child.kill().unwrap();
-        while watch.lost(0).is_none() {
+        while liveness.lost(0).is_none() {
             std::thread::yield_now();
         }
-        assert_eq!(watch.lost(0), Some(format!("(pid {pid}) has ended: killed by signal 9")), "as a zombie");
+        assert_eq!(liveness.lost(0), Some(format!("(pid {pid}) has ended: killed by signal 9")), "as a zombie");
         child.wait().unwrap();
-        let words = watch.lost(0).unwrap();
-        let told = [format!("(pid {pid}) has ended: killed by signal 9"), format!("(pid {pid}) has ended")];
-        assert!(told.contains(&words), "{words}");
+        let description = liveness.lost(0).unwrap();
+        let expected = [format!("(pid {pid}) has ended: killed by signal 9"), format!("(pid {pid}) has ended")];
+        assert!(expected.contains(&description), "{description}");
         assert!(Arc::new(ProcessLiveness::new(&[Some(pid)]).unwrap()).lost(0).unwrap().contains("has ended"));
     }
 }

@@ -1,7 +1,7 @@
-//! Which parts of an arena are in use. Pure.
+//! The allocator of an arena: page ranges and slabs. Pure.
 //!
-//! Ranges of whole pages are given out first fit. Small pieces share a range, a *slab* of pieces of one length: thousands of
-//! small tensors need not take a page each, nor all begin in the same sets of a cache.
+//! Ranges of whole pages are allocated first fit. Small allocations are slots of a *slab*, a range of slots of equal
+//! size. So thousands of small tensors neither take a page each nor start in the same cache sets.
 //! Thread rule: plain data.
 
 use std::collections::{BTreeMap, HashMap};
@@ -9,31 +9,31 @@ use std::ops::Range;
 
 use crate::wire_layout::ALIGN;
 
-/// Ranges start at a multiple of this, and are as long as one.
+/// Start and length of ranges are multiples of this.
 const PAGE: usize = 4096;
-/// The size of a huge page, at a multiple of which longer ranges start.
+/// Size of a huge page; longer ranges are aligned to it.
 const HUGE: usize = 2 << 20;
-/// The longest piece that shares a range with others.
+/// Maximum size of an allocation in a slab.
 pub(super) const SMALL: usize = PAGE / 2;
-/// The length of a range of pieces.
+/// Size of a slab.
 pub(super) const SLAB: usize = 16 * PAGE;
 
-/// What is in use at some place, and its bytes.
+/// An allocation and its size in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Allocation {
     /// A range of pages.
     Pages(usize),
-    /// A piece of a slab.
+    /// A slot of a slab.
     SlabSlot(usize),
 }
 
-/// An arena's bytes, numbered from 0.
+/// The allocator; offsets start at 0.
 pub(super) struct RangeAllocator {
-    /// Ranges that nobody has, by start: the end. No two touch.
+    /// Free ranges: start to end. Adjacent ranges are merged.
     free: BTreeMap<usize, usize>,
-    /// What is in use, by start. A slab is not, its pieces are.
+    /// Allocations by start. Contains the slots of a slab, not the slab.
     used: HashMap<usize, Allocation>,
-    /// Pieces that nobody has, by length.
+    /// Free slots by size.
     free_slots: HashMap<usize, Vec<usize>>,
 }
 
@@ -43,7 +43,7 @@ impl RangeAllocator {
         RangeAllocator { free, used: HashMap::new(), free_slots: HashMap::new() }
     }
 
-    /// A range for `len` bytes, if there is one.
+    /// Allocates a page range for `len` bytes.
     pub fn alloc(&mut self, len: usize) -> Option<Range<usize>> {
         let align = if len >= HUGE { HUGE } else { PAGE };
         let len = len.max(1).checked_next_multiple_of(PAGE)?;
@@ -63,40 +63,40 @@ impl RangeAllocator {
         Some(range)
     }
 
-    /// A spare piece of a slab for `len` bytes, up to [`SMALL`].
-    pub fn piece(&mut self, len: usize) -> Option<usize> {
-        let piece = rounded(len);
-        let at = self.free_slots.get_mut(&piece)?.pop()?;
-        self.used.insert(at, Allocation::SlabSlot(piece));
-        Some(at)
+    /// Allocates a free slot for `len` bytes, at most [`SMALL`].
+    pub fn alloc_slot(&mut self, len: usize) -> Option<usize> {
+        let slot_size = slot_size_for(len);
+        let offset = self.free_slots.get_mut(&slot_size)?.pop()?;
+        self.used.insert(offset, Allocation::SlabSlot(slot_size));
+        Some(offset)
     }
 
-    /// Cuts a range of [`SLAB`] bytes that was taken into pieces for `len` bytes; returns the first of them, in use.
+    /// Splits an allocated range of [`SLAB`] bytes into slots for `len` bytes. Returns the first slot, allocated.
     pub fn split_slab(&mut self, start: usize, len: usize) -> usize {
-        let piece = rounded(len);
-        let spare = self.free_slots.entry(piece).or_default();
-        spare.extend((1..SLAB / piece).rev().map(|index| start + index * piece));
-        self.used.insert(start, Allocation::SlabSlot(piece));
+        let slot_size = slot_size_for(len);
+        let slots = self.free_slots.entry(slot_size).or_default();
+        slots.extend((1..SLAB / slot_size).rev().map(|index| start + index * slot_size));
+        self.used.insert(start, Allocation::SlabSlot(slot_size));
         start
     }
 
-    /// What is in use from `at` on.
-    pub fn find(&self, at: usize) -> Option<Allocation> {
-        self.used.get(&at).copied()
+    /// The allocation that starts at `offset`.
+    pub fn find(&self, offset: usize) -> Option<Allocation> {
+        self.used.get(&offset).copied()
     }
 
-    /// Takes back what [`RangeAllocator::find`] finds from `at` on; nothing else.
-    pub fn free(&mut self, at: usize) {
-        match self.used.remove(&at) {
+    /// Frees the allocation that starts at `offset`; ignores other offsets.
+    pub fn free(&mut self, offset: usize) {
+        match self.used.remove(&offset) {
             None => {}
-            Some(Allocation::SlabSlot(piece)) => self.free_slots.entry(piece).or_default().push(at),
+            Some(Allocation::SlabSlot(slot_size)) => self.free_slots.entry(slot_size).or_default().push(offset),
             Some(Allocation::Pages(len)) => {
-                let (mut start, mut end) = (at, at + len);
+                let (mut start, mut end) = (offset, offset + len);
                 if let Some(after) = self.free.remove(&end) {
                     end = after;
                 }
-                if let Some((&before, &to)) = self.free.range(..at).next_back()
-                    && to == at
+                if let Some((&before, &to)) = self.free.range(..offset).next_back()
+                    && to == offset
                 {
                     self.free.remove(&before);
                     start = before;
@@ -107,8 +107,8 @@ impl RangeAllocator {
     }
 }
 
-/// The length of the pieces for `len` bytes.
-fn rounded(len: usize) -> usize {
+/// The slot size for `len` bytes.
+fn slot_size_for(len: usize) -> usize {
     len.max(1).next_multiple_of(ALIGN)
 }
 
@@ -120,60 +120,60 @@ mod tests {
 
     const LEN: usize = 64 * HUGE;
 
-    fn alloc(space: &mut RangeAllocator, len: usize) -> Option<Range<usize>> {
+    fn alloc(allocator: &mut RangeAllocator, len: usize) -> Option<Range<usize>> {
         if len > SMALL {
-            return space.alloc(len);
+            return allocator.alloc(len);
         }
-        let start = space.piece(len).or_else(|| {
-            let slab = space.alloc(SLAB)?.start;
-            Some(space.split_slab(slab, len))
+        let start = allocator.alloc_slot(len).or_else(|| {
+            let slab = allocator.alloc(SLAB)?.start;
+            Some(allocator.split_slab(slab, len))
         })?;
         Some(start..start + len)
     }
 
-    /// The bytes of ranges that were cut into pieces, none of which is in use.
-    fn cut(space: &RangeAllocator) -> usize {
-        space.free_slots.iter().map(|(piece, spare)| spare.len() / (SLAB / piece) * SLAB).sum()
+    /// The total size of slabs without an allocated slot.
+    fn unused_slabs(allocator: &RangeAllocator) -> usize {
+        allocator.free_slots.iter().map(|(slot_size, slots)| slots.len() / (SLAB / slot_size) * SLAB).sum()
     }
 
     proptest! {
         #[test]
-        fn what_is_in_use_never_meets(
+        fn allocations_never_overlap(
             steps in prop::collection::vec((prop_oneof![1usize..2 * SMALL, 1usize..5 * HUGE], 0usize..8), 1..200),
         ) {
-            let mut space = RangeAllocator::new(LEN);
-            let mut held: Vec<Range<usize>> = Vec::new();
+            let mut allocator = RangeAllocator::new(LEN);
+            let mut allocations: Vec<Range<usize>> = Vec::new();
             for (len, free) in steps {
-                if let Some(range) = alloc(&mut space, len) {
+                if let Some(range) = alloc(&mut allocator, len) {
                     prop_assert!(range.len() >= len && range.end <= LEN && range.start.is_multiple_of(ALIGN));
                     prop_assert!(len <= SMALL || range.start.is_multiple_of(PAGE));
                     prop_assert!(len < HUGE || range.start.is_multiple_of(HUGE));
-                    prop_assert!(held.iter().all(|other| range.end <= other.start || other.end <= range.start));
-                    held.push(range);
+                    prop_assert!(allocations.iter().all(|other| range.end <= other.start || other.end <= range.start));
+                    allocations.push(range);
                 }
-                if free < held.len() {
-                    let range = held.swap_remove(free);
-                    prop_assert!(space.find(range.start + 1).is_none());
-                    space.free(range.start);
-                    prop_assert!(space.find(range.start).is_none());
+                if free < allocations.len() {
+                    let range = allocations.swap_remove(free);
+                    prop_assert!(allocator.find(range.start + 1).is_none());
+                    allocator.free(range.start);
+                    prop_assert!(allocator.find(range.start).is_none());
                 }
             }
-            held.iter().for_each(|range| space.free(range.start));
-            // What is left are slabs: between them everything is in one piece again.
-            let free: usize = space.free.iter().map(|(start, end)| end - start).sum();
-            prop_assert_eq!(free, LEN - cut(&space));
-            let ends: Vec<usize> = space.free.values().copied().collect();
-            prop_assert!(space.free.keys().all(|start| !ends.contains(start)));
+            allocations.iter().for_each(|range| allocator.free(range.start));
+            // Only slabs remain: all other ranges are merged.
+            let free: usize = allocator.free.iter().map(|(start, end)| end - start).sum();
+            prop_assert_eq!(free, LEN - unused_slabs(&allocator));
+            let ends: Vec<usize> = allocator.free.values().copied().collect();
+            prop_assert!(allocator.free.keys().all(|start| !ends.contains(start)));
         }
     }
 
     #[test]
     fn small_pieces_share_pages() {
-        let mut space = RangeAllocator::new(LEN);
-        let places: Vec<usize> = (0..100_000).map(|_| alloc(&mut space, 40).unwrap().start).collect();
-        assert!(places.iter().all(|place| place.is_multiple_of(ALIGN)));
-        places.iter().for_each(|&place| space.free(place));
-        assert_eq!(cut(&space), (100_000 * ALIGN).next_multiple_of(SLAB));
-        assert_eq!(alloc(&mut space, 64).unwrap().start, *places.last().unwrap());
+        let mut allocator = RangeAllocator::new(LEN);
+        let offsets: Vec<usize> = (0..100_000).map(|_| alloc(&mut allocator, 40).unwrap().start).collect();
+        assert!(offsets.iter().all(|offset| offset.is_multiple_of(ALIGN)));
+        offsets.iter().for_each(|&offset| allocator.free(offset));
+        assert_eq!(unused_slabs(&allocator), (100_000 * ALIGN).next_multiple_of(SLAB));
+        assert_eq!(alloc(&mut allocator, 64).unwrap().start, *offsets.last().unwrap());
     }
 }

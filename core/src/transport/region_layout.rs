@@ -1,20 +1,20 @@
-//! Where things lie in the memory of a [`super::region`]: the host's failure, the ranks' flags and notes, the slots.
+//! The memory layout of a [`super::shm_region`]: failure block, flags and payloads of the ranks, slots.
 //!
-//! Thread rule: plain places; what is at them are atomics, and slots of which [`super::region`] says whose they are.
+//! Thread rule: the fields are atomics; [`super::shm_region`] defines who may access a slot when.
 
 use super::flag::Flag;
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
 
-/// The longest text of a failure that travels to the other ranks.
+/// Maximum length of an error text sent to the other ranks.
 pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 
-/// Memory that lives as long as the region, whatever provides it.
+/// The memory of a region. It is valid as long as this object lives.
 pub trait RegionMemory: Send + Sync {
-    /// The first byte, at a multiple of 64.
+    /// The address of the first byte, a multiple of 64.
     fn base(&self) -> *mut u8;
-    /// The number of bytes.
+    /// Length in bytes.
     fn len(&self) -> usize;
-    /// Whether there are none.
+    /// Whether the length is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -29,49 +29,49 @@ impl RegionMemory for super::memory::Aligned {
     }
 }
 
-/// Where things lie in a region.
+/// The sizes that determine the layout of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionLayout {
-    /// Ranks of the host.
+    /// Number of ranks on the host.
     pub ranks: usize,
-    /// Channels: threads of the team.
+    /// Number of channels, one per group thread.
     pub channels: usize,
-    /// Bytes of a slot, a multiple of [`ALIGN`].
+    /// Size of a slot in bytes, a multiple of [`ALIGN`](crate::wire_layout::ALIGN).
     pub slot: usize,
 }
 
 impl RegionLayout {
-    /// The bytes of the whole region.
+    /// Size of the whole region in bytes.
     pub fn bytes(self) -> usize {
-        self.slots_at() + self.channels * self.ranks * 2 * self.slot
+        self.slots_offset() + self.channels * self.ranks * 2 * self.slot
     }
 
-    pub(super) fn control_at(self, channel: usize, rank: usize) -> usize {
+    pub(super) fn flags_offset(self, channel: usize, rank: usize) -> usize {
         size_of::<RegionHeader>() + (channel * self.ranks + rank) * size_of::<RankFlags>()
     }
 
-    pub(super) fn slots_at(self) -> usize {
-        self.control_at(self.channels, 0).next_multiple_of(4096)
+    pub(super) fn slots_offset(self) -> usize {
+        self.flags_offset(self.channels, 0).next_multiple_of(4096)
     }
 
-    pub(super) fn slot_at(self, channel: usize, rank: usize, parity: usize) -> usize {
-        self.slots_at() + ((channel * self.ranks + rank) * 2 + parity) * self.slot
+    pub(super) fn slot_offset(self, channel: usize, rank: usize, parity: usize) -> usize {
+        self.slots_offset() + ((channel * self.ranks + rank) * 2 + parity) * self.slot
     }
 }
 
-/// One rank's flags in one channel, each on a cache line of its own with what is said along with it: who waits for the flag
-/// gets both at once, and disturbs nobody else.
+/// The flags of one rank in one channel. Each flag shares a cache line with its payload: a waiter reads both at once,
+/// without false sharing.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct RankFlags {
     pub packed: CacheLine<[CallHeader; 2]>,
-    /// Whether the shard's driver found all ranks agreed, by step parity.
+    /// Whether the shard owner found all signatures equal, by parity of the round.
     pub reduced: CacheLine<[AtomicU32; 2]>,
-    /// Whether the rank will make no further steps.
+    /// Whether the rank has departed: it takes part in no further round.
     pub unpacked: CacheLine<AtomicU32>,
 }
 
-/// A flag, and what its owner writes down right before it raises it.
+/// A flag and its payload, which the owner writes before it raises the flag.
 #[repr(C, align(64))]
 #[derive(Default)]
 pub(super) struct CacheLine<T> {
@@ -85,27 +85,27 @@ impl RankFlags {
     }
 }
 
-/// What a rank says with `Packed`, by step parity.
+/// The payload of `Packed`, by parity of the round.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct CallHeader {
-    /// The call's.
+    /// The signature of the call.
     pub signature: AtomicU64,
-    /// Whether the slot holds the places of the rank's tensors instead of their content.
-    pub direct: AtomicU32,
+    /// Whether the slot holds the offsets of the rank's tensors (zero-copy) instead of data.
+    pub zero_copy: AtomicU32,
 }
 
-/// What is in a region once.
+/// The fields that exist once per region.
 #[repr(C, align(64))]
 pub(super) struct RegionHeader {
     pub failure: Failure,
-    /// The last step that a rank has waited in for long, and a bit above it that there is one.
+    /// The last round in which a rank has waited long, below a bit that marks the value as set.
     pub stalled: AtomicU64,
-    /// A rank of another host that makes no further steps, and its last one, under a bit that there is one.
+    /// A departed rank of another host and its last round, below a bit that marks the value as set.
     pub departed: AtomicU64,
 }
 
-/// The first failure of the team on this host. State: 0 none, 1 being written, 2 complete.
+/// The first failure of the group on this host. State: 0 none, 1 being written, 2 complete.
 #[repr(C, align(64))]
 pub(super) struct Failure {
     pub state: AtomicU32,
@@ -116,10 +116,11 @@ pub(super) struct Failure {
 
 #[cfg(loom)]
 impl RegionLayout {
-    /// Makes the model's control blocks, for which zero bytes are not enough, in a new region, and watches its slots.
+    /// Initializes the control blocks of a new region, because Loom's atomics are invalid when zero, and tracks the
+    /// slots.
     pub fn prepare(self, region: &dyn RegionMemory) {
         let base = region.base();
-        // SAFETY: the region is new, and as long as `bytes` says; the blocks hold nothing that has to be dropped.
+        // SAFETY: the region is new and `bytes` long; the blocks need no drop.
         unsafe {
             base.cast::<RegionHeader>().write(RegionHeader {
                 failure: Failure {
@@ -132,11 +133,11 @@ impl RegionLayout {
                 departed: AtomicU64::new(0),
             });
             for block in 0..self.channels * self.ranks {
-                base.add(self.control_at(0, block)).cast::<RankFlags>().write(RankFlags::default());
+                base.add(self.flags_offset(0, block)).cast::<RankFlags>().write(RankFlags::default());
             }
         }
         let base = base.addr();
-        super::sync::track(base + self.slots_at()..base + self.bytes());
+        super::sync::track(base + self.slots_offset()..base + self.bytes());
     }
 }
 
@@ -147,16 +148,16 @@ mod tests {
     use crate::wire_layout::ALIGN;
 
     #[test]
-    fn nothing_overlaps() {
+    fn parts_do_not_overlap() {
         let layout = RegionLayout { ranks: 3, channels: 2, slot: 128 };
         let mut ranges = vec![(0, size_of::<RegionHeader>())];
         for channel in 0..2 {
             for rank in 0..3 {
-                let at = layout.control_at(channel, rank);
-                ranges.push((at, at + size_of::<RankFlags>()));
+                let offset = layout.flags_offset(channel, rank);
+                ranges.push((offset, offset + size_of::<RankFlags>()));
                 for parity in 0..2 {
-                    let at = layout.slot_at(channel, rank, parity);
-                    ranges.push((at, at + layout.slot));
+                    let offset = layout.slot_offset(channel, rank, parity);
+                    ranges.push((offset, offset + layout.slot));
                 }
             }
         }

@@ -1,9 +1,9 @@
-//! Segments of shared memory between the processes of a host.
+//! Shared memory segments of the processes of a host.
 //!
-//! One rank creates a file with a random name, mode 0600, with its pages reserved (a full `/dev/shm` is an error here, not
-//! a bus error later); the others map it; then its name is removed, so nothing stays behind whatever happens to the job.
-//! As long as the name is there its maker holds a lock on the file: a name without one was left by a crash in that moment,
-//! and goes when the next segment is made.
+//! One rank creates a file with a random name and mode 0600, and reserves its pages: a full `/dev/shm` is an error
+//! here, not a bus error later. The other ranks map the file. Then its name is removed, so nothing remains after a
+//! crash. The creator holds a lock on the file while the name exists. A name without a lock was left by a crash in that
+//! moment; creating the next segment removes it.
 
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
@@ -20,14 +20,14 @@ use super::shm_region::RegionMemory;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// What the names of segments start with.
+/// Prefix of segment names.
 const PREFIX: &str = "dl_comm.";
-/// The addresses that the arenas of a host's ranks may take: half of what a process has.
+/// Address space limit for the arenas of a host's ranks: half of a process's address space.
 const MAX_ADDRESS_BYTES: u64 = 1 << 46;
-/// How old a name is at least that may have been left behind: older than it takes to lock it.
+/// Minimum age of a stale name: longer than the time between creating and locking a file.
 const STALE_AGE: Duration = Duration::from_secs(60);
 
-/// Removes names in `folder` that a process of this user has left. What cannot be looked at is left alone.
+/// Removes stale names of this user's processes in `folder`. Skips files that cannot be inspected.
 fn reclaim(folder: &Path) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -36,9 +36,9 @@ fn reclaim(folder: &Path) {
         if !key.is_some_and(|key| key.len() == 32 && key.bytes().all(|byte| byte.is_ascii_hexdigit())) {
             continue;
         }
-        let Ok(about) = entry.metadata() else { continue };
-        let old = about.modified().is_ok_and(|time| time.elapsed().is_ok_and(|age| age > STALE_AGE));
-        if !about.is_file() || about.uid() != me || !old {
+        let Ok(metadata) = entry.metadata() else { continue };
+        let old = metadata.modified().is_ok_and(|time| time.elapsed().is_ok_and(|age| age > STALE_AGE));
+        if !metadata.is_file() || metadata.uid() != me || !old {
             continue;
         }
         let opened = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(entry.path());
@@ -50,7 +50,7 @@ fn reclaim(folder: &Path) {
     }
 }
 
-/// A mapped segment. Unmapped when dropped.
+/// A mapped segment, unmapped on drop.
 pub struct Segment {
     map: MmapRaw,
 }
@@ -64,16 +64,16 @@ impl RegionMemory for Segment {
     }
 }
 
-/// A segment's name in the file system; removed when dropped.
+/// The name of a segment in the file system, removed on drop.
 #[derive(Debug)]
 pub struct Name {
     path: PathBuf,
-    /// For its lock.
+    /// Holds the lock.
     _file: File,
 }
 
 impl Name {
-    /// The path that the other processes open.
+    /// The path for other processes.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -93,7 +93,7 @@ impl Segment {
     /// Creates a segment of `len` zero bytes in `folder`.
     ///
     /// # Errors
-    /// [`Error::System`], with the size needed when the folder is full.
+    /// [`Error::System`], with the required size when the folder is full.
     pub fn create(folder: &str, len: usize) -> Result<(Segment, Name)> {
         let (file, name) = create_file(folder)?;
         retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
@@ -110,7 +110,7 @@ impl Segment {
         Ok((Segment { map }, name))
     }
 
-    /// Maps the segment that another process created.
+    /// Maps a segment that another process created.
     ///
     /// # Errors
     /// [`Error::System`]
@@ -119,30 +119,30 @@ impl Segment {
     }
 }
 
-/// Creates a file in `folder` for an arena ([`super::arena`]) of one of `ranks` ranks, as long as the file system, and maps it.
-/// No page of it is reserved.
+/// Creates and maps the file of an arena ([`super::arena`]) for one of `ranks` ranks. The file is sparse and as large
+/// as the file system.
 ///
 /// # Errors
 /// [`Error::System`]
 pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)> {
     let (file, name) = create_file(folder)?;
-    let about = |error| Error::system(format!("asking about {folder}"), error);
-    let system = rustix::fs::fstatvfs(&file).map_err(about)?;
-    let longest = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
-    let len = (system.f_blocks * system.f_frsize).min(longest).min(MAX_ADDRESS_BYTES / ranks as u64);
+    let statvfs_failed = |error| Error::system(format!("asking about {folder}"), error);
+    let system = rustix::fs::fstatvfs(&file).map_err(statvfs_failed)?;
+    let max_len = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    let len = (system.f_blocks * system.f_frsize).min(max_len).min(MAX_ADDRESS_BYTES / ranks as u64);
     file.set_len(len).map_err(|error| failed("growing the shared memory", name.path(), error))?;
     let map = map(&file).map_err(|error| failed("mapping", name.path(), error))?;
     Ok((map, file, name))
 }
 
-/// Maps the file that another process created.
+/// Maps a file that another process created.
 ///
 /// # Errors
 /// [`Error::System`]
 pub fn open(path: &Path) -> Result<MmapRaw> {
     let open = || {
         let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
-        // In a folder where others may rename files, it might be theirs.
+        // If other users can rename files in the folder, the file may be theirs.
         if file.metadata()?.uid() != rustix::process::geteuid().as_raw() {
             return Err(std::io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user"));
         }
@@ -160,10 +160,10 @@ fn create_file(folder: &str) -> Result<(File, Name)> {
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(|error| {
         Error::system(format!("creating shared memory in {folder}, which DL_COMM_SHM_DIR may change"), error)
     })?;
-    // A file system without locks keeps what a crash leaves.
+    // Without lock support, names left by a crash remain.
     let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
-    let kept = file.try_clone().map_err(|error| failed("keeping the shared memory", &path, error))?;
-    Ok((file, Name { path, _file: kept }))
+    let lock_file = file.try_clone().map_err(|error| failed("keeping the shared memory", &path, error))?;
+    Ok((file, Name { path, _file: lock_file }))
 }
 
 fn map(file: &File) -> std::io::Result<MmapRaw> {
@@ -182,14 +182,14 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn two_maps_are_one_memory_and_the_name_goes() {
+    fn two_maps_share_memory_and_the_name_is_removed() {
         let (first, name) = Segment::create("/dev/shm", 8192).unwrap();
         let path = name.path().to_owned();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let second = Segment::open(&path).unwrap();
         drop(name);
         assert!(!path.exists());
-        // SAFETY: both maps are at least 8192 bytes long, and nobody else has them.
+        // SAFETY: both maps have at least 8192 bytes, and no other code uses them.
         unsafe {
             first.base().add(8191).write_volatile(7);
             assert_eq!(second.base().add(8191).read_volatile(), 7);
@@ -197,36 +197,36 @@ mod tests {
     }
 
     #[test]
-    fn what_a_crash_left_goes_and_what_is_in_use_stays() {
+    fn stale_names_are_removed_and_others_stay() {
         let folder = std::env::temp_dir().join(format!("dl_comm_shm_{}", std::process::id()));
         std::fs::create_dir(&folder).unwrap();
         let text = folder.to_str().unwrap();
         let (_segment, in_use) = Segment::create(text, 4096).unwrap();
-        let left = folder.join(format!("dl_comm.{:032x}", 7));
-        let young = folder.join(format!("dl_comm.{:032x}", 8));
+        let stale = folder.join(format!("dl_comm.{:032x}", 7));
+        let recent = folder.join(format!("dl_comm.{:032x}", 8));
         let other = folder.join("dl_comm.log");
         let hour_ago = std::time::SystemTime::now() - Duration::from_secs(3600);
-        for path in [&left, &young, &other] {
+        for path in [&stale, &recent, &other] {
             File::create(path).unwrap();
         }
-        for path in [&left, &other, in_use.path()] {
+        for path in [&stale, &other, in_use.path()] {
             File::options().write(true).open(path).unwrap().set_modified(hour_ago).unwrap();
         }
         let (_second, second) = Segment::create(text, 4096).unwrap();
-        let there = [left.exists(), young.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
-        assert_eq!(there, [false, true, true, true, true]);
+        let exist = [stale.exists(), recent.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
+        assert_eq!(exist, [false, true, true, true, true]);
         std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
-    fn another_user_cannot_open_it() {
+    fn another_user_cannot_open_a_segment() {
         if !rustix::process::geteuid().is_root() {
-            return; // nobody else can be asked
+            return; // only root can run a process as another user
         }
         let (_segment, name) = Segment::create("/dev/shm", 4096).unwrap();
         let mut cat = Command::new("cat");
-        let tried = cat.arg(name.path()).uid(65534).gid(65534).output().unwrap();
-        assert!(String::from_utf8_lossy(&tried.stderr).contains("Permission denied"), "{tried:?}");
+        let output = cat.arg(name.path()).uid(65534).gid(65534).output().unwrap();
+        assert!(String::from_utf8_lossy(&output.stderr).contains("Permission denied"), "{output:?}");
     }
 
     #[test]
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_full_or_absent_is_an_error_that_says_so() {
+    fn a_full_or_missing_folder_is_named_in_the_error() {
         let huge = Segment::create("/dev/shm", 1 << 50).map(drop).unwrap_err().to_string();
         assert!(huge.contains("KiB") && huge.contains("DL_COMM_CHUNK_KB"), "{huge}");
         let absent = Segment::create("/nonexistent", 64).map(drop).unwrap_err().to_string();

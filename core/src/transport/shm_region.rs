@@ -1,13 +1,14 @@
-//! The memory that the ranks of one host share, as a team uses it: per channel and rank three flags, notes, and two
-//! slots of data used in turn.
+//! The shared memory of a group on one host: per channel and rank, three flags with payloads and two slots of data,
+//! used alternately.
 //!
-//! A channel goes in steps, numbered alike on all ranks ([`super::step`]). In a step every rank fills its slot and raises
-//! `Packed`; the shards combine their slices and raise `Reduced`; every rank takes the results and raises `Unpacked`. Step s
-//! uses slot s mod 2, so it may be packed when all have unpacked step s - 2.
-//! Who owns what: between its own `Unpacked` of step s - 2 and `Packed` of step s a rank owns its slot; between all `Packed`
-//! and all `Reduced` shard l owns slice l of all slots; then all slots are read-only until `Unpacked`.
-//! The memory may come from `/dev/shm` (processes) or the heap (threads); everything in it is valid when zero.
-//! Thread rule: a `ShmRegion` is shared by the team's threads; each channel is used by one of them.
+//! A channel works in rounds, numbered equally on all ranks ([`super::step`]). In a round every rank packs its data
+//! into its slot and raises `Packed`. The shard owners reduce their slices and raise `Reduced`. Every rank unpacks the
+//! results and raises `Unpacked`. Round s uses slot s mod 2. So a rank may pack round s only when all ranks have
+//! unpacked round s - 2.
+//! Ownership: a rank owns its slot from its own `Unpacked` of round s - 2 to its `Packed` of round s. From all `Packed`
+//! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
+//! The memory is `/dev/shm` (processes) or the heap (threads); zeroed memory is a valid region.
+//! Thread rule: the group's threads share a `ShmRegion`; each channel is used by one thread.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -26,74 +27,74 @@ use crate::wire_layout::ALIGN;
 
 pub use super::region_layout::{RegionLayout, RegionMemory};
 
-/// How much longer a rank waits for a shard's driver than the driver for others.
+/// A rank waits this much longer for a shard owner than the owner waits for others.
 const OWNER_GRACE: Duration = Duration::from_millis(200);
 
-/// Tells a departed rank from none.
+/// Marks the departed rank as set.
 const DEPARTED: u64 = 1 << 63;
-/// Tells a step from none.
+/// Marks the stalled round as set.
 const STALLED: u64 = 1 << 32;
 
-/// What a rank has done in a step.
+/// Progress of a rank in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Its data is in its slot.
     Packed,
-    /// Its shard's slice is complete.
+    /// Its shard is reduced.
     Reduced,
-    /// It has taken the results.
+    /// It has copied the results out.
     Unpacked,
 }
 
-/// Tells of peers that ended.
+/// Detects exited peers.
 pub trait Liveness: Send + Sync {
-    /// Words about the end of the peer with this local rank, if it has ended.
+    /// Describes the exit of the peer with this local rank; `None` while it runs.
     fn lost(&self, local_rank: usize) -> Option<String>;
 }
 
-/// A rank of the host.
+/// A rank of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalPeer {
-    /// Its rank in the job.
+    /// World rank.
     pub rank: usize,
-    /// Its name in messages.
+    /// Display name for messages.
     pub name: String,
 }
 
-/// A region and where it begins, which short calls ask so often that the way through the provider would tell.
+/// Caches the base address: a virtual call would slow small messages.
 struct MappedRegion {
     base: *mut u8,
     memory: Box<dyn RegionMemory>,
 }
 
-// SAFETY: the address is that of `memory`, which may be used from any thread.
+// SAFETY: the address belongs to `memory`, which may be used from any thread.
 unsafe impl Send for MappedRegion {}
 // SAFETY: as above.
 unsafe impl Sync for MappedRegion {}
 
-/// One rank's view of the shared memory of a team on its host.
+/// The view of one rank on the shared memory of a group on its host.
 pub struct ShmRegion {
     region: MappedRegion,
     layout: RegionLayout,
     me: usize,
     peers: Vec<LocalPeer>,
-    watch: Box<dyn Liveness>,
+    liveness: Box<dyn Liveness>,
     spins: u32,
     peer_memory: Option<Arc<dyn PeerMemory>>,
 }
 
 impl ShmRegion {
-    /// A view on `memory`, which is zero when the first rank gets here. `peers` are the ranks, by local rank;
-    /// `spins` is how often waits look, at most, before they sleep.
+    /// Wraps `memory`, which is zero when the first rank gets here. `peers` are the host's ranks by local rank; `spins`
+    /// is the maximum number of checks before a wait sleeps.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the memory is too small for the geometry.
+    /// [`Error::Internal`] when the memory is too small for the layout.
     pub fn new(
         memory: Box<dyn RegionMemory>,
         layout: RegionLayout,
         me: usize,
         peers: Vec<LocalPeer>,
-        watch: Box<dyn Liveness>,
+        liveness: Box<dyn Liveness>,
         spins: u32,
     ) -> Result<ShmRegion> {
         let region = MappedRegion { base: memory.base(), memory };
@@ -101,72 +102,72 @@ impl ShmRegion {
         if !fits || peers.len() != layout.ranks || me >= layout.ranks {
             return Err(Error::Internal("the shared memory does not fit the team".into()));
         }
-        Ok(ShmRegion { region, layout, me, peers, watch, spins, peer_memory: None })
+        Ok(ShmRegion { region, layout, me, peers, liveness, spins, peer_memory: None })
     }
 
-    /// The same region, whose ranks see `shared` in each other.
+    /// Adds memory that the ranks of the host share outside of this region.
     pub fn with_peer_memory(self, shared: Option<Arc<dyn PeerMemory>>) -> ShmRegion {
         ShmRegion { peer_memory: shared, ..self }
     }
 
-    /// What the ranks see in each other beside the region's own memory.
+    /// Memory that the ranks of the host share outside of this region.
     pub fn shared(&self) -> Option<&dyn PeerMemory> {
         self.peer_memory.as_deref()
     }
 
-    /// The same, for who keeps it.
+    /// As [`ShmRegion::shared`], with shared ownership.
     pub fn peer_memory_arc(&self) -> Option<Arc<dyn PeerMemory>> {
         self.peer_memory.clone()
     }
 
-    /// Channel `channel` of `region`.
+    /// Channel `channel` of this region.
     pub fn channel(self: &Arc<ShmRegion>, channel: usize) -> ShmChannel {
         assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
         let slot = |rank, parity| {
             // SAFETY: inside the region, as checked in `ShmRegion::new`.
-            unsafe { self.region.base.add(self.layout.slot_at(channel, rank, parity)) }
+            unsafe { self.region.base.add(self.layout.slot_offset(channel, rank, parity)) }
         };
         let slots = [0, 1].map(|parity| (0..self.layout.ranks).map(|rank| slot(rank, parity)).collect());
         ShmChannel { region: Arc::clone(self), channel, slots: Slots(slots), spins: Cell::new(self.spins) }
     }
 
-    /// The end of another rank's process, for waits that are not for this host's ranks.
+    /// The loss of another rank of this host, for waits on other hosts or GPUs.
     pub fn lost_rank(&self) -> Option<Error> {
-        let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.watch.lost(rank)?));
+        let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.liveness.lost(rank)?));
         (0..self.layout.ranks).filter(|&rank| rank != self.me).find_map(lost).map(Error::PeerLost)
     }
 
-    /// The geometry.
+    /// The sizes of the region.
     pub fn layout(&self) -> RegionLayout {
         self.layout
     }
 
-    fn control(&self, channel: usize, rank: usize) -> &RankFlags {
+    fn flags(&self, channel: usize, rank: usize) -> &RankFlags {
         debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
-        // SAFETY: inside the region (checked in `new`), aligned, zero is valid, and all fields are atomics.
-        unsafe { &*self.region.base.add(self.layout.control_at(channel, rank)).cast::<RankFlags>() }
+        // SAFETY: inside the region (checked in `new`), aligned, valid when zero, and all fields are atomics.
+        unsafe { &*self.region.base.add(self.layout.flags_offset(channel, rank)).cast::<RankFlags>() }
     }
 
-    fn head(&self) -> &RegionHeader {
-        // SAFETY: as in `control`; it is at the start.
+    fn region_header(&self) -> &RegionHeader {
+        // SAFETY: as in `flags`; the header is at the start.
         unsafe { &*self.region.base.cast::<RegionHeader>() }
     }
 
     fn failure_block(&self) -> &Failure {
-        &self.head().failure
+        &self.region_header().failure
     }
 
-    /// The ranks of this host that make no further steps, by their numbers in the job, and the last step of each.
-    pub fn left(&self) -> Vec<(usize, u32)> {
-        let left = |&local: &usize| self.control(0, local).unpacked.payload.load(Ordering::Acquire) == 1;
-        let last = |local: usize| (self.peers[local].rank, self.control(0, local).packed.flag.raised());
-        (0..self.layout.ranks).filter(left).map(last).collect()
+    /// The departed ranks of this host (world ranks), each with its last round.
+    pub fn departed_ranks(&self) -> Vec<(usize, u32)> {
+        let departed = |&local: &usize| self.flags(0, local).unpacked.payload.load(Ordering::Acquire) == 1;
+        let last = |local: usize| (self.peers[local].rank, self.flags(0, local).packed.flag.raised());
+        (0..self.layout.ranks).filter(departed).map(last).collect()
     }
 
-    /// Tells the ranks of this host that rank `rank` of another one makes no further steps after `step`; the earliest
-    /// counts. Used by one process of the host.
+    /// Reports to this host's ranks that rank `rank` of another host departs after round `step`; the earliest round
+    /// wins. Used by one process of the host.
     pub fn depart(&self, rank: usize, step: u32) {
-        let departed = &self.head().departed;
+        let departed = &self.region_header().departed;
         let before = departed.load(Ordering::Relaxed);
         if before & DEPARTED == 0 || !reached(step, before as u32) {
             let rank = (rank as u64 & 0x7fff_ffff) << 32;
@@ -174,30 +175,30 @@ impl ShmRegion {
         }
     }
 
-    /// The rank of another host for which this rank's current step waits in vain, as it made its last step before.
+    /// A departed rank of another host that the current round waits for: its last round is earlier.
     pub fn departed(&self) -> Option<usize> {
-        let told = self.head().departed.load(Ordering::Relaxed);
-        let (rank, last) = ((told & !DEPARTED) >> 32, told as u32);
-        (told & DEPARTED != 0 && !reached(last, self.step())).then_some(rank as usize)
+        let value = self.region_header().departed.load(Ordering::Relaxed);
+        let (rank, last) = ((value & !DEPARTED) >> 32, value as u32);
+        (value & DEPARTED != 0 && !reached(last, self.step())).then_some(rank as usize)
     }
 
-    /// The step of channel 0 to which this rank has packed.
+    /// The last round of channel 0 that this rank has packed.
     pub fn step(&self) -> u32 {
-        self.control(0, self.me).packed.flag.raised()
+        self.flags(0, self.me).packed.flag.raised()
     }
 
-    /// Tells the ranks of the host that somebody has waited long in step `step` of channel 0.
+    /// Reports to this host's ranks a long wait in round `step` of channel 0.
     pub fn stall(&self, step: u32) {
-        self.head().stalled.store(STALLED | u64::from(step), Ordering::Relaxed);
+        self.region_header().stalled.store(STALLED | u64::from(step), Ordering::Relaxed);
     }
 
-    /// The last step of which that was told.
+    /// The last round reported by [`ShmRegion::stall`].
     pub fn stalled(&self) -> Option<u32> {
-        let told = self.head().stalled.load(Ordering::Relaxed);
-        (told & STALLED != 0).then_some((told & !STALLED) as u32)
+        let value = self.region_header().stalled.load(Ordering::Relaxed);
+        (value & STALLED != 0).then_some((value & !STALLED) as u32)
     }
 
-    /// Tells every rank of the host that the team has failed; the first to say so is heard.
+    /// Reports a failure of the group to this host's ranks. Only the first failure is kept.
     pub fn set_failure(&self, error: &Error) {
         let block = self.failure_block();
         if block.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
@@ -218,29 +219,29 @@ impl ShmRegion {
         }
     }
 
-    /// Tells every rank of the host that this one will make no further steps.
+    /// Reports to this host's ranks that this rank takes part in no further round.
     pub fn set_departed(&self) {
         for channel in 0..self.layout.channels {
-            self.control(channel, self.me).unpacked.payload.store(1, Ordering::Release);
+            self.flags(channel, self.me).unpacked.payload.store(1, Ordering::Release);
             self.wake(channel, self.me);
         }
     }
 
     fn wake(&self, channel: usize, rank: usize) {
-        self.control(channel, rank).flags().into_iter().for_each(Flag::wake);
+        self.flags(channel, rank).flags().into_iter().for_each(Flag::wake);
     }
 
-    /// Ends the naps of all flags; the model has no clock.
+    /// Ends the timed waits of all flags; Loom has no clock.
     #[cfg(loom)]
     pub fn end_waits(&self) {
         for (channel, rank) in
             (0..self.layout.channels).flat_map(|channel| (0..self.layout.ranks).map(move |rank| (channel, rank)))
         {
-            self.control(channel, rank).flags().into_iter().for_each(Flag::end_waits);
+            self.flags(channel, rank).flags().into_iter().for_each(Flag::end_waits);
         }
     }
 
-    /// The failure of the team on this host, if there is one.
+    /// The failure of the group on this host, if any.
     pub fn failure(&self) -> Option<Error> {
         let block = self.failure_block();
         if block.state.load(Ordering::Acquire) != 2 {
@@ -252,15 +253,15 @@ impl ShmRegion {
     }
 }
 
-/// A sleep shorter than this was not worth it: looking on would have cost no more than falling asleep and waking up.
+/// Below this, spinning is cheaper than a futex sleep.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// A wait looks that often at least before it sleeps, where looking is worth it at all.
+/// Minimum number of spins, unless the region's maximum is smaller.
 const MIN_SPINS: u32 = 64;
 
-/// Where the slots of a channel are, by step parity and local rank.
+/// The slots of a channel, by parity of the round and local rank.
 struct Slots([Box<[*mut u8]>; 2]);
 
-// SAFETY: addresses in the region of the channel's region, which may be used from any thread.
+// SAFETY: addresses inside the channel's region, which may be used from any thread.
 unsafe impl Send for Slots {}
 
 /// One channel of a [`ShmRegion`].
@@ -268,51 +269,51 @@ pub struct ShmChannel {
     region: Arc<ShmRegion>,
     channel: usize,
     slots: Slots,
-    /// How often a wait looks before it sleeps: as often as has paid lately, up to the region's number.
+    /// Current number of spins before a sleep: adapted to recent waits, up to the region's maximum.
     spins: Cell<u32>,
 }
 
 impl ShmChannel {
-    /// The region.
+    /// The region of this channel.
     pub fn region(&self) -> &Arc<ShmRegion> {
         &self.region
     }
 
-    /// The slots of all ranks in step `step`, by local rank; [`RegionLayout::slot`] bytes each. See the module's text for who may
-    /// use them when.
+    /// The slots of all ranks in round `step`, by local rank, [`RegionLayout::slot`] bytes each. The module text
+    /// defines who may access them when.
     pub fn slots(&self, step: u32) -> &[*mut u8] {
         &self.slots.0[parity(step)]
     }
 
-    /// The slot of the rank with local rank `rank` in step `step`.
+    /// The slot of local rank `rank` in round `step`.
     pub fn slot(&self, rank: usize, step: u32) -> *mut u8 {
         self.slots(step)[rank]
     }
 
-    /// Raises this rank's flag of `phase` to `step`.
+    /// Raises this rank's flag of `phase` to round `step`.
     pub fn raise(&self, phase: Phase, step: u32) {
         self.flag(self.region.me, phase).raise(step);
     }
 
-    /// Raises this rank's flag of `phase` to `step`, looks for a while whether all ranks of the host have, and only then
-    /// wakes who sleeps for it; whether all have.
+    /// Raises this rank's flag of `phase`, spins until all ranks of the host have raised theirs or the spins are used
+    /// up, then wakes sleepers. Returns whether all ranks have raised the flag.
     pub fn post_and_spin(&self, phase: Phase, step: u32) -> bool {
-        let own = self.flag(self.region.me, phase);
-        own.raise_no_wake(step);
+        let own_flag = self.flag(self.region.me, phase);
+        own_flag.raise_no_wake(step);
         let all = (0..self.region.layout.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
-        own.wake_sleepers();
+        own_flag.wake_sleepers();
         all
     }
 
-    /// The step to which this rank has raised its flag of `phase`.
+    /// The value of this rank's flag of `phase`.
     pub fn own(&self, phase: Phase) -> u32 {
         self.flag(self.region.me, phase).raised()
     }
 
-    /// Waits until each of the ranks below `ranks` (local ranks) has come to `step` in `phase`.
+    /// Waits until the first `ranks` local ranks have reached round `step` in `phase`.
     ///
     /// # Errors
-    /// What the wait context says; [`Error::PeerLost`] when one of them has ended.
+    /// Errors of the wait context; [`Error::PeerLost`] when one of the ranks was lost.
     pub fn wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         for rank in 0..ranks {
             let flag = self.flag(rank, phase);
@@ -333,86 +334,86 @@ impl ShmChannel {
         Ok(())
     }
 
-    /// Looks for a while whether `flag` has come to `step`.
+    /// Spins until `flag` reaches `step` or the spins are used up.
     fn spin(&self, flag: &Flag, step: u32) -> bool {
         flag.spin(step, self.spins.get())
     }
 
-    /// Looks longer from now on where that `pays`, and not so long where it does not.
+    /// Doubles the spins if the last wait was short enough (`pays`), else halves them.
     fn adapt(&self, pays: bool) {
-        let (spins, most) = (self.spins.get(), self.region.spins);
-        let wanted = if pays { spins.saturating_mul(2) } else { spins / 2 };
-        self.spins.set(wanted.clamp(MIN_SPINS.min(most), most));
+        let (spins, max) = (self.spins.get(), self.region.spins);
+        let next = if pays { spins.saturating_mul(2) } else { spins / 2 };
+        self.spins.set(next.clamp(MIN_SPINS.min(max), max));
     }
 
-    /// Writes down the call's signature, and whether the slot holds places (`direct`) instead of content, right before
-    /// `Packed`.
-    pub fn post_signature(&self, step: u32, signature: u64, direct: bool) {
-        let note = self.note(self.region.me, step);
-        note.signature.store(signature, Ordering::Relaxed);
-        note.direct.store(u32::from(direct), Ordering::Relaxed);
+    /// Writes the call's signature, and whether the slot holds offsets (`zero_copy`) instead of data. Call it before
+    /// raising `Packed`.
+    pub fn post_signature(&self, step: u32, signature: u64, zero_copy: bool) {
+        let header = self.header(self.region.me, step);
+        header.signature.store(signature, Ordering::Relaxed);
+        header.zero_copy.store(u32::from(zero_copy), Ordering::Relaxed);
     }
 
-    /// Of how many ranks the slots hold places, after all `Packed`.
+    /// The number of ranks whose slots hold offsets. Call it after all `Packed`.
     pub fn zero_copy_ranks(&self, step: u32) -> usize {
-        let direct = |rank: &usize| self.note(*rank, step).direct.load(Ordering::Relaxed) == 1;
-        (0..self.region.layout.ranks).filter(direct).count()
+        let zero_copy = |rank: &usize| self.header(*rank, step).zero_copy.load(Ordering::Relaxed) == 1;
+        (0..self.region.layout.ranks).filter(zero_copy).count()
     }
 
-    /// Whether all ranks of the host signed the same, after all `Packed`.
+    /// Whether all ranks of the host posted the same signature. Call it after all `Packed`.
     pub fn same_signatures(&self, step: u32) -> bool {
-        let signature = |rank| self.note(rank, step).signature.load(Ordering::Relaxed);
+        let signature = |rank| self.header(rank, step).signature.load(Ordering::Relaxed);
         (1..self.region.layout.ranks).all(|rank| signature(rank) == signature(0))
     }
 
-    /// Writes down whether this shard found all ranks agreed, before `Reduced`.
+    /// Posts whether this shard owner found all signatures equal. Call it before raising `Reduced`.
     pub fn agree(&self, step: u32, agreed: bool) {
         self.agreed(self.region.me, step).store(u32::from(agreed), Ordering::Relaxed);
     }
 
-    /// Whether the drivers of all shards found agreement, after their `Reduced`.
+    /// Whether the owners of the first `shards` shards posted agreement. Call it after their `Reduced`.
     pub fn all_agreed(&self, step: u32, shards: usize) -> bool {
         (0..shards).all(|rank| self.agreed(rank, step).load(Ordering::Relaxed) == 1)
     }
 
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
-        let control = self.region.control(self.channel, rank);
+        let flags = self.region.flags(self.channel, rank);
         match phase {
-            Phase::Packed => &control.packed.flag,
-            Phase::Reduced => &control.reduced.flag,
-            Phase::Unpacked => &control.unpacked.flag,
+            Phase::Packed => &flags.packed.flag,
+            Phase::Reduced => &flags.reduced.flag,
+            Phase::Unpacked => &flags.unpacked.flag,
         }
     }
 
-    fn note(&self, rank: usize, step: u32) -> &CallHeader {
-        &self.region.control(self.channel, rank).packed.payload[parity(step)]
+    fn header(&self, rank: usize, step: u32) -> &CallHeader {
+        &self.region.flags(self.channel, rank).packed.payload[parity(step)]
     }
 
     fn agreed(&self, rank: usize, step: u32) -> &AtomicU32 {
-        &self.region.control(self.channel, rank).reduced.payload[parity(step)]
+        &self.region.flags(self.channel, rank).reduced.payload[parity(step)]
     }
 
-    /// Asked while a wait sleeps.
+    /// Checks for lost ranks and limits while a wait sleeps.
     fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let is_late = |rank: usize| !self.flag(rank, phase).reached(step);
-        for rank in (0..ranks).filter(|&rank| is_late(rank)) {
-            let left = self.region.control(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
-            let how = if left { Some("has called finalize".to_owned()) } else { self.region.watch.lost(rank) };
-            // It may have made the step just before it left.
+        let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
+        for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
+            let departed = self.region.flags(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
+            let how = if departed { Some("has called finalize".to_owned()) } else { self.region.liveness.lost(rank) };
+            // It may have raised the flag before it departed.
             if let Some(how) = how
-                && is_late(rank)
+                && is_pending(rank)
             {
-                // Who left after a failure said so before.
+                // If it departed after a failure, it reported the failure first.
                 let lost = || Error::PeerLost(format!("{} {how}", self.region.peers[rank].name));
                 return Err(self.region.failure().unwrap_or_else(lost));
             }
         }
         let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
-        wait_ctx.log().set_waiting((0..ranks).filter(|&rank| is_late(rank)).map(rank).collect());
-        // Who waits for a shard waits for its driver, who knows better for whom and may say it first.
+        wait_ctx.log().set_waiting((0..ranks).filter(|&rank| is_pending(rank)).map(rank).collect());
+        // The shard owner knows which rank is missing, so let it report first.
         let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
-        let late = || (0..ranks).filter(|&rank| is_late(rank)).map(|rank| self.region.peers[rank].name.as_str());
-        wait_ctx.check(grace, &|| late().collect::<Vec<_>>().join(", "))
+        let pending = || (0..ranks).filter(|&rank| is_pending(rank)).map(|rank| self.region.peers[rank].name.as_str());
+        wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -425,27 +426,27 @@ fn parity(step: u32) -> usize {
 mod tests {
     use super::*;
 
-    struct NoWatch;
+    struct AlwaysAlive;
 
-    impl Liveness for NoWatch {
+    impl Liveness for AlwaysAlive {
         fn lost(&self, _local_rank: usize) -> Option<String> {
             None
         }
     }
 
     #[test]
-    fn waits_look_as_long_as_it_pays() {
-        for (most, least) in [(2000, MIN_SPINS), (10, 10)] {
+    fn spins_adapt_to_the_waits() {
+        for (max, min) in [(2000, MIN_SPINS), (10, 10)] {
             let layout = RegionLayout { ranks: 1, channels: 1, slot: 64 };
             let memory = Box::new(super::super::memory::Aligned::new(layout.bytes()));
             let peers = vec![LocalPeer { rank: 0, name: "rank 0".into() }];
-            let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(NoWatch), most).unwrap());
+            let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), max).unwrap());
             let channel = region.channel(0);
-            assert_eq!(channel.spins.get(), most);
+            assert_eq!(channel.spins.get(), max);
             (0..20).for_each(|_| channel.adapt(false));
-            assert_eq!(channel.spins.get(), least);
+            assert_eq!(channel.spins.get(), min);
             (0..20).for_each(|_| channel.adapt(true));
-            assert_eq!(channel.spins.get(), most);
+            assert_eq!(channel.spins.get(), max);
         }
     }
 }

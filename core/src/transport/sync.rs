@@ -1,7 +1,7 @@
-//! The atomics and the futex that ranks meet on in shared memory. Built with `--cfg loom`, `loom_sync.rs` stands in for this
-//! file, so that a model checker runs the very protocol; `docs/verification.md` tells what it finds.
+//! The atomics and the futex in shared memory. With `--cfg loom`, `loom_sync.rs` replaces this file, so that Loom
+//! checks the real protocol; see `docs/verification.md`.
 //!
-//! Thread rule: everything here is for use between threads and between processes.
+//! Thread rule: everything works between threads and between processes.
 
 use rustix::io::Errno;
 use rustix::thread::futex;
@@ -9,10 +9,10 @@ use rustix::time::Timespec;
 
 pub use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-/// How long a sleeping wait goes without asking whether to go on.
+/// Interval at which a sleeping wait checks for a deadline or an abort.
 const FUTEX_TIMEOUT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
-/// A number to sleep on until it changes. Zero bytes are a valid one.
+/// A futex. Zeroed memory is valid.
 #[repr(transparent)]
 #[derive(Debug, Default)]
 pub struct FutexWord(AtomicU32);
@@ -30,25 +30,25 @@ impl FutexWord {
         self.0.store(value, order);
     }
 
-    /// Sleeps while the number is `seen`: until a wake, a signal or the end of a nap (50 ms).
+    /// Sleeps while the value is `seen`: until a wake, a signal or a timeout of 50 ms.
     ///
     /// # Errors
-    /// Those of futex(2): `AGAIN` when the number is another, `INTR`, `TIMEDOUT`.
+    /// Those of futex(2): `AGAIN` when the value differs, `INTR`, `TIMEDOUT`.
     pub fn futex_wait(&self, seen: u32) -> Result<(), Errno> {
         futex::wait(&self.0, futex::Flags::empty(), seen, Some(&FUTEX_TIMEOUT))
     }
 
-    /// Wakes all who sleep.
+    /// Wakes all sleepers.
     pub fn wake(&self) {
-        // Fails for no reason but a bad address.
+        // Fails only for an invalid address.
         let _woken = futex::wake(&self.0, futex::Flags::empty(), i32::MAX as u32);
     }
 }
 
-/// Tells a model that the caller now reads these bytes of a slot; nothing else.
+/// Records a read of a slot under Loom; does nothing here.
 #[inline(always)]
 pub fn check_read(_from: *const u8, _len: usize) {}
 
-/// Tells a model that the caller now writes these bytes of a slot; nothing else.
+/// Records a write of a slot under Loom; does nothing here.
 #[inline(always)]
 pub fn check_write(_to: *mut u8, _len: usize) {}

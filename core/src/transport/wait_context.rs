@@ -1,4 +1,4 @@
-//! How long a wait goes on: the deadline of a call, the warning before it, and the reasons to stop earlier.
+//! The limits of a wait: the deadline of a call, the stall warning before it, and reasons to abort.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::timings::CallTimings;
 
-/// The wait context of one call. Waits ask it when they have slept a little; it costs nothing while data flows.
+/// The limits of the waits of one call. A wait checks them only after it has slept, so they cost nothing while data
+/// flows.
 /// Thread rule: one per thread and call.
 pub struct WaitContext<'a> {
     started: Instant,
@@ -19,49 +20,40 @@ pub struct WaitContext<'a> {
     on_stall: &'a dyn Fn(&str),
 }
 
-/// What a [`Patience`] asks and tells; functions, because they cost something and are needed seldom.
+/// Callbacks of a wait; called rarely, because they are expensive.
 pub struct WaitCallbacks<'a> {
-    /// Names the call in messages.
+    /// Describes the call in messages.
     pub describe: &'a dyn Fn() -> String,
-    /// Asked for a failure that ends every wait.
+    /// Returns a failure that aborts every wait.
     pub abort_reason: &'a dyn Fn() -> Option<Error>,
-    /// Told the warning.
+    /// Receives the stall warning.
     pub on_stall: &'a dyn Fn(&str),
 }
 
 impl<'a> WaitContext<'a> {
-    /// Patience for a call that started at `started`, whose time goes into `log`. `warned` is shared by all who wait for
-    /// the call, so that one of them warns.
+    /// The limits of a call that started at `started`; its times are added to `timings`. All threads of the call share
+    /// `warned`, so that one of them warns.
     pub fn new(
         started: Instant,
         timeout: Option<Duration>,
         warn: Option<Duration>,
         warned: &'a AtomicBool,
-        log: &'a CallTimings,
+        timings: &'a CallTimings,
         callbacks: &WaitCallbacks<'a>,
     ) -> WaitContext<'a> {
-        let WaitCallbacks { describe, abort_reason: interrupted, on_stall: stalled } = *callbacks;
-        WaitContext {
-            started,
-            timeout,
-            warn,
-            warned,
-            timings: log,
-            describe,
-            abort_reason: interrupted,
-            on_stall: stalled,
-        }
+        let WaitCallbacks { describe, abort_reason, on_stall } = *callbacks;
+        WaitContext { started, timeout, warn, warned, timings, describe, abort_reason, on_stall }
     }
 
-    /// The log of the call.
+    /// The timings of the call.
     pub fn log(&self) -> &'a CallTimings {
         self.timings
     }
 
-    /// Whether to go on waiting, `grace` past the deadline at most; `late` names who is being waited for.
+    /// Checks whether to continue waiting, at most `grace` past the deadline. `waiting_for` names the awaited ranks.
     ///
     /// # Errors
-    /// [`Error::Timeout`] past the deadline, or what `interrupted` found.
+    /// [`Error::Timeout`] after the deadline, or the error of `abort_reason`.
     pub fn check(&self, grace: Duration, waiting_for: &dyn Fn() -> String) -> Result<()> {
         if let Some(error) = (self.abort_reason)() {
             return Err(error);

@@ -1,5 +1,5 @@
-//! Ranks as threads: starts a team on every rank and runs the same closure on each.
-// Each test program uses a part.
+//! Ranks as threads: starts a group on every rank and runs the same closure on each.
+// Each test program uses only some of the functions.
 #![allow(clippy::unwrap_used, dead_code)]
 
 use std::sync::Arc;
@@ -18,88 +18,89 @@ use dl_comm_core::transport::{GroupResources, in_process};
 
 /// One rank of a test, in one of its teams.
 pub struct Rank {
-    /// Its number.
+    /// World rank.
     pub rank: usize,
-    /// The number of ranks.
+    /// Number of ranks.
     pub size: usize,
     /// The team.
     pub team: Team,
 }
 
-/// The shape of a test's job.
+/// The world of a test.
 #[derive(Debug, Clone)]
 pub struct World {
-    /// Ranks by host.
+    /// Number of ranks on each host.
     pub hosts: Vec<usize>,
-    /// Threads of the team.
+    /// Threads of each team.
     pub threads: usize,
-    /// Bytes of a slot.
+    /// Slot size in bytes.
     pub slot: usize,
     /// Accumulate in float64.
-    pub precise: bool,
-    /// How averages are made between hosts.
+    pub acc_f64: bool,
+    /// Algorithm between hosts.
     pub algorithm: AlgorithmSetting,
-    /// Whether the ranks of a host see each other's tensors.
+    /// Whether the ranks of a host can access each other's tensors.
     pub shares: bool,
     /// Whether threads outnumber processors.
-    pub crowded: bool,
-    /// The deadline of calls.
+    pub oversubscribed: bool,
+    /// Deadline of calls.
     pub timeout: Duration,
-    /// How long calls wait for their counterparts.
-    pub match_within: Duration,
+    /// How long an unmatched call waits for its counterparts.
+    pub match_timeout: Duration,
 }
 
 impl World {
-    /// A job with `hosts[h]` ranks on host h and slots of 4 KiB.
+    /// A world with `hosts[h]` ranks on host h and slots of 4 KiB.
     pub fn new(hosts: &[usize]) -> World {
         World {
             hosts: hosts.to_vec(),
             threads: 1,
             slot: 4096,
-            precise: false,
+            acc_f64: false,
             algorithm: AlgorithmSetting::Auto,
             shares: false,
-            crowded: false,
+            oversubscribed: false,
             timeout: Duration::from_secs(60),
-            match_within: Duration::from_millis(300),
+            match_timeout: Duration::from_millis(300),
         }
     }
 
-    /// Runs `body` on every rank; the first panic of a rank is the test's.
+    /// Runs `body` on every rank; resumes the first panic of a rank.
     pub fn run<T: Send>(&self, body: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
         self.run_teams(1, |teams| body(&teams[0]))
     }
 
-    /// The same with `count` teams, numbered from 0; `body` gets the rank in each of them.
+    /// As `run`, with `count` teams, numbered from 0; `body` gets the rank in each team.
     pub fn run_teams<T: Send>(&self, count: i32, body: impl Fn(&[Rank]) -> T + Sync) -> Vec<T> {
         let size = self.hosts.iter().sum();
         let world = |_| in_process::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
         let mut endpoints: Vec<Vec<GroupResources>> = (0..size).map(|_| Vec::new()).collect();
         for world in (0..count).map(world) {
-            endpoints.iter_mut().zip(world).for_each(|(mine, endpoint)| mine.push(endpoint));
+            endpoints.iter_mut().zip(world).for_each(|(resources, endpoint)| resources.push(endpoint));
         }
         let settings = |id: i32| GroupConfig {
             id,
-            acc_f64: self.precise,
+            acc_f64: self.acc_f64,
             algorithm: self.algorithm,
             timeout: Some(self.timeout),
             stall_warn: None,
-            match_timeout: self.match_within,
+            match_timeout: self.match_timeout,
             device: DeviceSettings::default(),
         };
-        let quiet: OnFailure = Arc::new(|_| {});
+        let on_failure: OnFailure = Arc::new(|_| {});
         thread::scope(|scope| {
             let ranks: Vec<_> = endpoints
                 .into_iter()
                 .enumerate()
                 .map(|(rank, endpoints)| {
-                    let (body, quiet, settings) = (&body, &quiet, &settings);
+                    let (body, on_failure, settings) = (&body, &on_failure, &settings);
                     scope.spawn(move || {
                         let process_groups = Arc::new(ProcessGroups::default());
                         let team = |(id, endpoint): (i32, GroupResources)| {
-                            let endpoint = GroupResources { oversubscribed: self.crowded, ..endpoint };
+                            let endpoint = GroupResources { oversubscribed: self.oversubscribed, ..endpoint };
                             let team =
-                                Group::start(endpoint, settings(id), None, Arc::clone(quiet), &process_groups).unwrap();
+                                Group::start(endpoint, settings(id), None, Arc::clone(on_failure), &process_groups)
+                                    .unwrap();
                             Rank { rank, size, team: Team::new(team) }
                         };
                         let teams: Vec<Rank> = (0..).zip(endpoints).map(team).collect();
@@ -114,7 +115,7 @@ impl World {
 
 /// An element type of a test.
 pub trait Element: Copy + Default + Send + PartialEq + std::fmt::Debug {
-    /// Its code.
+    /// Its element type.
     const DTYPE: DType;
 }
 
@@ -123,7 +124,7 @@ macro_rules! element {
 }
 element!(f32 => F32, f64 => F64, i8 => I8, u8 => U8, i32 => I32, i64 => I64, half::f16 => F16, half::bf16 => BF16, bool => Bool);
 
-/// The tensor of a vector, in place.
+/// An in-place tensor of the vector's elements.
 pub fn tensor<T: Element>(data: &mut [T]) -> Tensor {
     Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), T::DTYPE), &[])
 }
@@ -134,12 +135,12 @@ impl Rank {
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
         let options = CallOptions { name: name.to_owned(), ..CallOptions::default() };
-        // SAFETY: tests wait for the outcome before the vectors go.
+        // SAFETY: tests wait for the outcome before they drop the vectors.
         unsafe { self.team.group().submit(op, towers, &options, done) };
         receiver
     }
 
-    /// Starts an average with a deadline of its own, in seconds.
+    /// Starts an allreduce with a timeout in seconds.
     pub fn start_within(&self, seconds: f64, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
@@ -150,34 +151,34 @@ impl Rank {
         receiver
     }
 
-    /// Carries a call out.
+    /// Runs a call to completion.
     pub fn call(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
         let options = CallOptions { name: name.to_owned(), caller_blocks: true, ..CallOptions::default() };
-        // SAFETY: the outcome is waited for.
+        // SAFETY: waits for the outcome.
         unsafe { self.team.group().submit(op, towers, &options, done) };
         receiver.recv().unwrap()
     }
 
-    /// Averages one list in place.
+    /// Averages a list in place.
     pub fn average(&self, tensors: Vec<Tensor>) -> Result<()> {
         self.call(Op::Allreduce, vec![tensors], "")
     }
 
-    /// Broadcasts one list in place.
+    /// Broadcasts a list in place.
     pub fn broadcast(&self, root: usize, tensors: Vec<Tensor>) -> Result<()> {
         self.call(Op::Broadcast { root }, vec![tensors], "")
     }
 }
 
 impl Rank {
-    /// Averages one list by the team's schedule, in memory of the team's; returns what the caller of a binding gets.
+    /// Runs a scheduled mean in staging memory. Returns what the caller of a binding gets.
     pub fn gradients(&self, data: &mut [f32], name: &str) -> Result<Vec<f32>> {
         self.gradients_of(data, name, "")
     }
 
-    /// The same for one of several calls of a name.
+    /// As `gradients`, for one of several calls with the same name.
     pub fn gradients_of(&self, data: &mut [f32], name: &str, instance: &str) -> Result<Vec<f32>> {
         let towers = vec![vec![tensor(data)]];
         // SAFETY: the vector is alive.
@@ -187,7 +188,7 @@ impl Rank {
         let mut options = StepOptions::new(done);
         (options.call.name, options.call.instance_id) = (name.to_owned(), instance.to_owned());
         options.results = Some(Arc::clone(&staging) as _);
-        // SAFETY: the stage owns the memory.
+        // SAFETY: the staging buffer owns the memory.
         unsafe { self.team.gradients(copies, options) };
         let result = receiver.recv().unwrap()?.map_or(Ok(staging), StagingBuffer::from_results)?;
         // SAFETY: as above.

@@ -118,7 +118,7 @@ impl DevicePath {
         }
     }
 
-    /// The number of calls that ran in chunks because a rank's memory could not be opened with CUDA IPC.
+    /// The number of calls that ran in chunks because a rank's memory could not be opened with GPU IPC.
     pub fn in_chunks(&self) -> usize {
         match &self.state {
             PathState::Ipc(path) => path.in_chunks(),

@@ -1,4 +1,4 @@
-//! Collectives over several hosts with CUDA IPC within each: on the GPUs within a host, in slices through host memory
+//! Collectives over several hosts with GPU IPC within each: on the GPUs within a host, in slices through host memory
 //! between hosts. Each byte of a tensor leaves the GPUs of a host once and returns once, for any number of hosts.
 //!
 //! For each chunk, every rank packs its input into its bounce buffer. Each shard owner sums its slice of all bounce

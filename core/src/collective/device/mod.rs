@@ -3,8 +3,8 @@
 //! A call starts with a round without data, in which the ranks compare signatures. Then it takes the group's path, on
 //! which the ranks agree in the first such call:
 //! - every rank has its own GPU, and NCCL is available: NCCL (`nccl`);
-//! - ranks on one host: CUDA IPC (`ipc`);
-//! - ranks on several hosts: CUDA IPC within a host, slices through host memory between hosts (`ipc_multi_host`);
+//! - ranks on one host: GPU IPC (`ipc`);
+//! - ranks on several hosts: GPU IPC within a host, slices through host memory between hosts (`ipc_multi_host`);
 //! - otherwise through host memory, in chunks, by the collectives of the host (`staged`).
 //!
 //! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the

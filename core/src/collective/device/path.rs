@@ -19,7 +19,7 @@ pub(super) struct GpuCapabilities {
     uuid: String,
     /// NCCL's version, or why it is not available.
     nccl: std::result::Result<i32, String>,
-    /// Whether streams or the host wait, or why CUDA IPC is not available.
+    /// Whether streams or the host wait, or why GPU IPC is not available.
     ipc: std::result::Result<SyncMode, String>,
 }
 
@@ -120,7 +120,7 @@ fn nccl_blocker(capabilities: &[GpuCapabilities]) -> Option<String> {
     None
 }
 
-/// Whether streams or the host wait with CUDA IPC, or why it is not available.
+/// Whether streams or the host wait with GPU IPC, or why it is not available.
 fn ipc_blocker(capabilities: &[GpuCapabilities], topology: &Topology) -> std::result::Result<SyncMode, String> {
     if topology.hosts() > 1 && topology.hosts() == topology.size() {
         return Err("every rank is on a host of its own".into());

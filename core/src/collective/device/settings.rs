@@ -20,9 +20,9 @@ pub enum Path {
     SingleRank,
     /// NCCL between all ranks.
     Nccl,
-    /// CUDA IPC between the ranks of a host.
+    /// GPU IPC between the ranks of a host.
     Ipc(SyncMode),
-    /// CUDA IPC within each host, host memory between hosts.
+    /// GPU IPC within each host, host memory between hosts.
     IpcStaged(SyncMode),
     /// Through host memory.
     Staged,
@@ -40,7 +40,7 @@ impl Path {
         }
     }
 
-    /// Whether streams or the host wait, for paths with CUDA IPC.
+    /// Whether streams or the host wait, for paths with GPU IPC.
     pub fn sync(self) -> Option<SyncMode> {
         match self {
             Path::Ipc(sync) | Path::IpcStaged(sync) => Some(sync),
@@ -56,7 +56,7 @@ pub enum PathSetting {
     Auto,
     /// NCCL, or an error.
     Nccl,
-    /// CUDA IPC within each host, or an error.
+    /// GPU IPC within each host, or an error.
     Ipc,
     /// Through host memory.
     Staged,

@@ -1,4 +1,4 @@
-//! A communicator as the core uses it: non-blocking operations, polled. The only file that calls MPI functions.
+//! An MPI communicator: non-blocking operations, polled under a deadline. The only file that calls MPI functions.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,62 +13,60 @@ use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::transport::WaitContext;
 
-/// Held around MPI calls when MPI wants one thread at a time.
+/// Serializes MPI calls when MPI allows only one thread at a time.
 static MPI_LOCK: Mutex<()> = Mutex::new(());
 
-/// A transfer under way.
+/// A transfer in flight.
 pub type Request = ffi::MPI_Request;
 
-/// A communicator. A duplicate is freed when dropped.
+/// A communicator. A duplicate is freed on drop.
 pub struct Comm {
     raw: ffi::MPI_Comm,
     serialized: bool,
     owned: bool,
 }
 
-// SAFETY: a handle may be used from any thread; the thread rule of the module is kept by `call`.
+// SAFETY: any thread may use a communicator handle; `call` serializes the calls where MPI requires it.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
 impl Comm {
-    /// The communicator of all ranks. MPI is up.
+    /// The communicator of all ranks. MPI must be initialized.
     pub fn world() -> Comm {
-        // SAFETY: a constant of the library.
+        // SAFETY: reads a constant of the library.
         let raw = unsafe { ffi::RSMPI_COMM_WORLD };
         Comm { raw, serialized: threading_support() != Threading::Multiple, owned: false }
     }
 
     fn call(&self, function: impl FnOnce() -> c_int) -> Result<()> {
-        let turn: Option<MutexGuard<'_, ()>> =
+        let guard: Option<MutexGuard<'_, ()>> =
             self.serialized.then(|| MPI_LOCK.lock().unwrap_or_else(PoisonError::into_inner));
         let code = function();
-        drop(turn);
+        drop(guard);
         if code == 0 { Ok(()) } else { Err(Error::Network(error_text(code))) }
     }
 
-    /// This process's rank.
     pub fn rank(&self) -> Result<usize> {
         let mut rank = 0;
-        // SAFETY: `rank` is valid for the call.
+        // SAFETY: `rank` is valid during the call.
         self.call(|| unsafe { ffi::MPI_Comm_rank(self.raw, &mut rank) })?;
         Ok(usize::try_from(rank).unwrap_or(0))
     }
 
-    /// The number of ranks.
     pub fn size(&self) -> Result<usize> {
         let mut size = 0;
-        // SAFETY: `size` is valid for the call.
+        // SAFETY: `size` is valid during the call.
         self.call(|| unsafe { ffi::MPI_Comm_size(self.raw, &mut size) })?;
         Ok(usize::try_from(size).unwrap_or(1))
     }
 
-    /// A duplicate whose errors return. Collective.
+    /// Duplicates the communicator; errors on the duplicate are returned. Collective.
     pub fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Comm> {
-        // SAFETY: a constant of the library.
+        // SAFETY: reads a constant of the library.
         let mut raw = Box::new(unsafe { ffi::RSMPI_COMM_NULL });
         let mut request = null_request();
-        // SAFETY: `raw` and `request` live until the request is complete; `raw` is leaked when it never is.
+        // SAFETY: `raw` and `request` live until the request completes; `raw` is leaked if it never does.
         self.call(|| unsafe { ffi::MPI_Comm_idup(self.raw, &mut *raw, &mut request) })?;
         if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
             Box::leak(raw);
@@ -80,72 +78,72 @@ impl Comm {
         Ok(comm)
     }
 
-    /// Every rank's `record`, by rank; all have one length. Collective.
+    /// Gathers `record` from all ranks, ordered by rank. All records have one length. Collective.
     pub fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
         let count = int(record.len())?;
-        let mine = record.to_vec();
-        let mut all = vec![0u8; record.len() * self.size()?];
+        let send = record.to_vec();
+        let mut recv = vec![0u8; record.len() * self.size()?];
         let mut request = null_request();
-        // SAFETY: both buffers live until the request is complete, and are leaked when it never is.
+        // SAFETY: both buffers live until the request completes, and are leaked if it never does.
         self.call(|| unsafe {
             let byte = ffi::RSMPI_UINT8_T;
-            let (from, to) = (mine.as_ptr().cast(), all.as_mut_ptr().cast());
+            let (from, to) = (send.as_ptr().cast(), recv.as_mut_ptr().cast());
             ffi::MPI_Iallgather(from, count, byte, to, count, byte, self.raw, &mut request)
         })?;
         if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
-            mine.leak();
-            all.leak();
+            send.leak();
+            recv.leak();
             return Err(error);
         }
-        Ok(all.chunks_exact(record.len()).map(<[u8]>::to_vec).collect())
+        Ok(recv.chunks_exact(record.len()).map(<[u8]>::to_vec).collect())
     }
 
-    /// Returns when every rank has called it. Collective.
+    /// Waits until every rank has called it. Collective.
     pub fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let mut request = null_request();
-        // SAFETY: the request lives until it is complete, or for ever.
+        // SAFETY: the operation has no buffers.
         self.call(|| unsafe { ffi::MPI_Ibarrier(self.raw, &mut request) })?;
         self.wait(&mut [request], wait_ctx, "the other ranks")
     }
 
-    /// Starts to send `bytes` to rank `to`.
+    /// Starts sending `bytes` to rank `to`.
     ///
     /// # Safety
-    /// The bytes stay valid and unchanged until the request is complete.
+    /// The bytes stay valid and unchanged until the request completes.
     pub unsafe fn send(&self, bytes: &[u8], to: usize, tag: usize) -> Result<Request> {
         let mut request = null_request();
         let (count, to, tag) = (int(bytes.len())?, int(to)?, int(tag)?);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         self.call(|| unsafe {
             ffi::MPI_Isend(bytes.as_ptr().cast(), count, ffi::RSMPI_UINT8_T, to, tag, self.raw, &mut request)
         })?;
         Ok(request)
     }
 
-    /// Starts to receive up to `bytes.len()` bytes from rank `from`.
+    /// Starts receiving at most `bytes.len()` bytes from rank `from`.
     ///
     /// # Safety
-    /// The bytes stay valid and unused until the request is complete.
+    /// The bytes stay valid and are not accessed until the request completes.
     pub unsafe fn receive(&self, bytes: &mut [u8], from: usize, tag: usize) -> Result<Request> {
         let mut request = null_request();
         let (count, from, tag) = (int(bytes.len())?, int(from)?, int(tag)?);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         self.call(|| unsafe {
             ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, from, tag, self.raw, &mut request)
         })?;
         Ok(request)
     }
 
-    /// Waits until all requests are complete; `late` names who is being waited for.
+    /// Waits until all requests complete; `awaited` names the awaited ranks.
     ///
     /// # Errors
-    /// When the wait context ends (the requests are then still under way) or MPI fails.
-    pub fn wait(&self, requests: &mut [Request], wait_ctx: &WaitContext<'_>, late: &str) -> Result<()> {
-        self.wait_each(requests, wait_ctx, |_| {}, |_| late.to_owned())
+    /// The wait context's errors (the requests stay in flight), or a failure of MPI.
+    pub fn wait(&self, requests: &mut [Request], wait_ctx: &WaitContext<'_>, awaited: &str) -> Result<()> {
+        self.wait_each(requests, wait_ctx, |_| {}, |_| awaited.to_owned())
     }
 
-    /// Waits until all requests are complete; `done` is told of each that is, by its position, and `late` names who is being
-    /// waited for, given which are not.
+    /// Waits until all requests complete. `done` gets each completed index. `awaited` names the ranks that are still
+    /// pending, given a flag per request.
     ///
     /// # Errors
     /// As for [`Comm::wait`].
@@ -154,38 +152,38 @@ impl Comm {
         requests: &mut [Request],
         wait_ctx: &WaitContext<'_>,
         mut done: impl FnMut(usize),
-        late: impl Fn(&[bool]) -> String,
+        awaited: impl Fn(&[bool]) -> String,
     ) -> Result<()> {
         let count = int(requests.len())?;
-        let mut positions = vec![0; requests.len()];
-        let mut open = vec![true; requests.len()];
-        let mut turns = 0u32;
-        let mut asked = Instant::now();
-        while open.contains(&true) {
+        let mut indices = vec![0; requests.len()];
+        let mut pending = vec![true; requests.len()];
+        let mut polls = 0u32;
+        let mut last_check = Instant::now();
+        while pending.contains(&true) {
             let mut completed = 0;
-            // SAFETY: `requests` are live requests of this process or null; `positions` is as long.
+            // SAFETY: `requests` are live requests of this process or null; `positions` has the same length.
             self.call(|| unsafe {
-                let (requests, positions) = (requests.as_mut_ptr(), positions.as_mut_ptr());
-                ffi::MPI_Testsome(count, requests, &mut completed, positions, ffi::RSMPI_STATUSES_IGNORE)
+                let (requests, indices) = (requests.as_mut_ptr(), indices.as_mut_ptr());
+                ffi::MPI_Testsome(count, requests, &mut completed, indices, ffi::RSMPI_STATUSES_IGNORE)
             })?;
-            // MPI_UNDEFINED, a negative number, when all are null.
+            // MPI_UNDEFINED, a negative number, if all requests are null.
             let completed = usize::try_from(completed).unwrap_or(0);
-            for position in positions[..completed].iter().filter_map(|&position| usize::try_from(position).ok()) {
-                open[position] = false;
-                done(position);
+            for index in indices[..completed].iter().filter_map(|&index| usize::try_from(index).ok()) {
+                pending[index] = false;
+                done(index);
             }
             if completed > 0 {
                 continue;
             }
-            turns = turns.saturating_add(1);
-            match turns {
+            polls = polls.saturating_add(1);
+            match polls {
                 0..500 => thread::yield_now(),
                 500..2000 => thread::sleep(Duration::from_micros(20)),
                 _ => thread::sleep(Duration::from_micros(200)),
             }
-            if turns > 500 && asked.elapsed() > Duration::from_millis(20) {
-                wait_ctx.check(Duration::ZERO, &|| late(&open))?;
-                asked = Instant::now();
+            if polls > 500 && last_check.elapsed() > Duration::from_millis(20) {
+                wait_ctx.check(Duration::ZERO, &|| awaited(&pending))?;
+                last_check = Instant::now();
             }
         }
         Ok(())
@@ -209,7 +207,7 @@ fn int(value: usize) -> Result<c_int> {
 }
 
 fn null_request() -> Request {
-    // SAFETY: a constant of the library.
+    // SAFETY: reads a constant of the library.
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
@@ -217,8 +215,8 @@ fn error_text(code: c_int) -> String {
     let mut text = [0 as c_char; 1024];
     let mut len = 0;
     // SAFETY: 1024 is more than MPI_MAX_ERROR_STRING of every library (256 to 512 and a NUL).
-    let known = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut len) } == 0;
+    let found = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut len) } == 0;
     // SAFETY: MPI wrote a NUL-terminated string, or the buffer is all zero.
-    let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
-    if known { format!("MPI: {words}") } else { format!("MPI error {code}") }
+    let message = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+    if found { format!("MPI: {message}") } else { format!("MPI error {code}") }
 }

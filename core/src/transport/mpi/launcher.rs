@@ -1,5 +1,5 @@
-//! What is known of launchers and MPI libraries beyond the standard: whether a process that MPI thinks alone is part of a
-//! job, by what a process knows its launcher, and what MPICH leaves behind when it is not finalised.
+//! Launcher and MPI library specifics outside the MPI standard: detects a job in which MPI sees one process only,
+//! identifies the launcher, and removes segments that MPICH leaves without MPI_Finalize.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// The variables in which launchers tell their processes how many they are, and the launcher where its name helps.
-/// Slurm's and torchrun's need a second look.
+/// The variables in which launchers store the number of processes, each with the launcher's name. Slurm and torchrun
+/// need further checks.
 const SIZES: [(&str, &str); 8] = [
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
     ("PMI_SIZE", "a launcher that speaks PMI"),
@@ -23,13 +23,13 @@ const SIZES: [(&str, &str); 8] = [
     ("FLUX_JOB_SIZE", "Flux"),
     ("SLURM_STEP_NUM_TASKS", "srun"),
 ];
-/// What the names of MPICH's segments start with.
+/// Prefix of MPICH's segment names.
 const SEGMENT: &str = "mpich_shm_";
-/// How old a segment is at least that may have been left behind.
-const LEFT: Duration = Duration::from_secs(3600);
-/// Slurm numbers what are no steps of several tasks, a batch script or a shell of `salloc`, from here on.
+/// Minimum age of a stale segment.
+const STALE_AGE: Duration = Duration::from_secs(3600);
+/// Slurm uses step ids from here on for batch scripts and shells of `salloc`, which are not parallel steps.
 const SLURM_NO_STEP: u64 = 0xffff_fff0;
-/// How processes get to know their launcher: they differ when another one has started them.
+/// Variables that identify the launcher's job and rank. Their values differ in processes of another launcher.
 const IDENTITY: [&str; 19] = [
     "PMI_RANK",
     "PMI_SIZE",
@@ -51,7 +51,7 @@ const IDENTITY: [&str; 19] = [
     "LSB_JOBID",
     "TORCHELASTIC_RUN_ID",
 ];
-/// The variables with which an MPI finds the launcher's process manager: good for one process only.
+/// Variables with the connection to the launcher's process manager; valid in one process only.
 const CONNECTION: [&str; 16] = [
     "PMI_RANK",
     "PMI_SIZE",
@@ -71,41 +71,41 @@ const CONNECTION: [&str; 16] = [
     "HYDI_CONTROL_FD",
 ];
 
-/// Refuses when MPI sees one process but the launcher started several: each would train alone. `lookup` reads the
+/// Fails when MPI sees one process but the launcher started several: each would train alone. `lookup` reads the
 /// environment.
 ///
 /// # Errors
-/// [`Error::Mpi`] with what to do.
+/// [`Error::Network`] with a remedy.
 pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let number = |name: &str| lookup(name).and_then(|text| text.trim().parse::<u64>().ok());
     let several = |name: &str| number(name).filter(|&size| size > 1);
-    let way_out = "Where one process is what you want, set DL_COMM_ALONE=1";
+    let single_rank_hint = "Where one process is what you want, set DL_COMM_ALONE=1";
     let torchrun = lookup("TORCHELASTIC_RUN_ID").is_some();
     if let Some(size) = several("WORLD_SIZE").filter(|_| torchrun || number("RANK").is_some()) {
-        let who = if torchrun { "torchrun" } else { "something that sets RANK and WORLD_SIZE" };
+        let launcher = if torchrun { "torchrun" } else { "something that sets RANK and WORLD_SIZE" };
         return Err(Error::Network(format!(
-            "{who} started {size} processes, but MPI sees only this one: each would train alone. Start them with dl-comm-run \
-             -n {size}, with the mpiexec beside the Python that has dl_comm, or with srun. {way_out}"
+            "{launcher} started {size} processes, but MPI sees only this one: each would train alone. Start them with dl-comm-run \
+             -n {size}, with the mpiexec beside the Python that has dl_comm, or with srun. {single_rank_hint}"
         )));
     }
     let in_step = number("SLURM_STEP_ID").is_some_and(|step| step < SLURM_NO_STEP);
-    // Without a number of the step it is a batch script, which is task 0, or the first of several.
+    // Without a step id, the process is a batch script (task 0) or one of several tasks.
     let later_task = number("SLURM_PROCID").is_some_and(|task| task > 0);
-    let started = SIZES.iter().find_map(|&(name, who)| {
+    let detected = SIZES.iter().find_map(|&(name, launcher)| {
         let size = several(name)?;
-        (who != "srun" || in_step || later_task).then_some((name, who, size))
+        (launcher != "srun" || in_step || later_task).then_some((name, launcher, size))
     });
-    let started = started.or_else(|| {
+    let detected = detected.or_else(|| {
         let size = several("SLURM_NTASKS").filter(|_| later_task || (in_step && number("SLURM_PROCID").is_some()))?;
-        // A step of one task, in a job of several, is what somebody asked for.
+        // A step of one task in a larger job was requested by the user.
         (number("SLURM_STEP_NUM_TASKS") != Some(1)).then_some(("SLURM_NTASKS", "srun", size))
     });
-    if let Some((name, who, size)) = started {
+    if let Some((name, launcher, size)) = detected {
         return Err(Error::Network(format!(
-            "{who} started {size} processes ({name}), but MPI sees only this one: each would train alone, since the launcher \
+            "{launcher} started {size} processes ({name}), but MPI sees only this one: each would train alone, since the launcher \
              is of another MPI than the one that dl_comm was built with, or was not asked to bring MPI up (srun --mpi=pmi2 or \
              pmix does). Use dl-comm-run or the mpiexec beside the Python that has dl_comm, or build dl_comm for the \
-             launcher's MPI: MPICC=/path/to/mpicc pip install ... {way_out}"
+             launcher's MPI: MPICC=/path/to/mpicc pip install ... {single_rank_hint}"
         )));
     }
     if let Some(size) = several("SLURM_NTASKS").filter(|_| number("SLURM_STEP_NUM_TASKS") != Some(1)) {
@@ -117,18 +117,18 @@ pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> 
     Ok(())
 }
 
-/// Whether a launcher has started this process.
+/// Whether a launcher started this process.
 pub fn launched(lookup: impl Fn(&str) -> Option<String>) -> bool {
     ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID"].iter().any(|name| lookup(name).is_some())
 }
 
-/// A number for the launcher that `lookup` tells of: another launcher's processes have another one.
+/// A hash of the launcher's variables; differs between launchers.
 pub fn identity(lookup: impl Fn(&str) -> Option<String>) -> u64 {
     let values: Vec<String> = IDENTITY.iter().map(|name| lookup(name).unwrap_or_default()).collect();
     xxh3_64(values.join("\n").as_bytes())
 }
 
-/// The variables of this process that only it may use, for MPI to find the launcher.
+/// The names of the set variables that connect this process to its launcher.
 pub fn connection() -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     let ours = |name: &String| {
@@ -137,21 +137,22 @@ pub fn connection() -> Vec<String> {
     names.filter(ours).collect()
 }
 
-/// Takes the launcher's connection out of the environment.
+/// Removes the launcher's connection from the environment.
 pub fn leave_launcher() {
     for name in connection() {
-        // SAFETY: no other thread reads the environment: the start of the job, just before or after, changes it too.
+        // SAFETY: no other thread accesses the environment: MPI's start, just before or after this call, changes it
+        // too.
         unsafe { std::env::remove_var(name) };
     }
 }
 
-/// Makes sure that the connection to the launcher that the environment tells of is there: MPI would abort without.
+/// Checks that the descriptor of the launcher connection is open; otherwise MPI would abort.
 ///
 /// # Errors
-/// [`Error::State`] with what to do.
+/// [`Error::State`] with a remedy.
 pub fn check_connection(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let Some(number) = lookup("PMI_FD").and_then(|text| text.trim().parse::<i32>().ok()) else { return Ok(()) };
-    // SAFETY: asks about a number.
+    // SAFETY: F_GETFD only reads flags.
     if unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0 {
         return Ok(());
     }
@@ -162,24 +163,25 @@ pub fn check_connection(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     ))
 }
 
-/// Removes segments in `folder` that MPICH has left: this user's, old, and mapped by no process that can be seen. Processes of
-/// other containers cannot, but they have mapped theirs before they are that old, and keep them.
+/// Removes stale MPICH segments in `folder`: old, owned by this user, and mapped by no visible process. Processes in
+/// other containers are not visible, but they have mapped their segments long before the minimum age and keep the
+/// mappings.
 pub fn reclaim_segments(folder: &Path) {
     let me = rustix::process::geteuid().as_raw();
-    let left = |entry: &fs::DirEntry| {
-        let about = entry.metadata().ok().filter(|about| about.is_file() && about.uid() == me)?;
-        let old = about.modified().ok()?.elapsed().ok()? > LEFT;
+    let stale = |entry: &fs::DirEntry| {
+        let metadata = entry.metadata().ok().filter(|metadata| metadata.is_file() && metadata.uid() == me)?;
+        let old = metadata.modified().ok()?.elapsed().ok()? > STALE_AGE;
         (old && entry.file_name().to_str()?.starts_with(SEGMENT)).then(|| entry.path())
     };
-    let found: Vec<PathBuf> =
-        fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|entry| left(&entry)).collect();
-    if found.is_empty() {
+    let stale_paths: Vec<PathBuf> =
+        fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|entry| stale(&entry)).collect();
+    if stale_paths.is_empty() {
         return;
     }
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let maps: Vec<String> =
         processes.filter_map(|process| fs::read_to_string(process.path().join("maps")).ok()).collect();
-    for path in found {
+    for path in stale_paths {
         let name = path.to_string_lossy();
         if !maps.iter().any(|maps| maps.contains(&*name)) && fs::remove_file(&path).is_ok() {
             log_line(&format!("removed {name}, which a process of MPI that is gone has left"));
@@ -187,12 +189,12 @@ pub fn reclaim_segments(folder: &Path) {
     }
 }
 
-/// Removes the segments of shared memory that MPICH removes only in MPI_Finalize. Who has them mapped keeps them.
+/// Removes MPICH's segments of this job, which MPICH itself removes only in MPI_Finalize. Existing mappings stay valid.
 pub fn remove_segments() {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let paths = maps.lines().filter_map(|line| line.split_whitespace().last());
     for path in paths.filter(|path| path.starts_with(&format!("/dev/shm/{SEGMENT}"))) {
-        // Another rank may have removed it before.
+        // Another rank may have removed it already.
         let _removed = fs::remove_file(path);
     }
 }
@@ -207,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launcher_that_cannot_be_used_is_refused() {
+    fn an_unusable_launcher_is_refused() {
         for size in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS"] {
             let text = with(&[(size, "2")]).unwrap_err().to_string();
             assert!(text.contains("MPICC") && text.contains(size) && text.contains("DL_COMM_ALONE=1"), "{text}");
@@ -227,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn slurms_steps_are_told_from_its_shells() {
+    fn slurm_steps_are_distinguished_from_shells() {
         let (many, first, second) = (("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0"), ("SLURM_PROCID", "1"));
         let (tasks, step) = (("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_STEP_ID", "0"));
         for step in [&[many, first, tasks, step][..], &[many, second], &[many, first, step], &[tasks, second]] {
@@ -235,17 +237,17 @@ mod tests {
         }
         let interactive = ("SLURM_STEP_ID", "4294967290");
         let one = ("SLURM_STEP_NUM_TASKS", "1");
-        // A shell of salloc; a batch script; a shell of salloc that is a step of its own; srun -n 1 in a job of 4.
+        // A shell of salloc; a batch script; a salloc shell in a step of its own; srun -n 1 in a job of 4.
         for shell in [&[many][..], &[many, first], &[many, first, interactive, tasks], &[many, first, step, one]] {
             assert_eq!(with(shell), Ok(()), "{shell:?}");
         }
     }
 
     #[test]
-    fn segments_that_nobody_has_go() {
+    fn unmapped_stale_segments_are_removed() {
         let folder = std::env::temp_dir().join(format!("dl_comm_mpich_{}", std::process::id()));
         fs::create_dir(&folder).unwrap();
-        let old = std::time::SystemTime::now() - LEFT * 2;
+        let old = std::time::SystemTime::now() - STALE_AGE * 2;
         for name in ["mpich_shm_left", "mpich_shm_mapped", "mpich_shm_young", "other"] {
             let file = fs::File::options().create_new(true).read(true).write(true).open(folder.join(name)).unwrap();
             file.set_len(4096).unwrap();
@@ -256,15 +258,15 @@ mod tests {
         let file = fs::File::options().read(true).write(true).open(folder.join("mpich_shm_mapped")).unwrap();
         let map = memmap2::MmapRaw::map_raw(&file).unwrap();
         reclaim_segments(&folder);
-        let there = |name: &str| folder.join(name).exists();
-        assert!(!there("mpich_shm_left"));
-        assert!(["mpich_shm_mapped", "mpich_shm_young", "other"].into_iter().all(there));
+        let exists = |name: &str| folder.join(name).exists();
+        assert!(!exists("mpich_shm_left"));
+        assert!(["mpich_shm_mapped", "mpich_shm_young", "other"].into_iter().all(exists));
         drop(map);
         fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
-    fn a_connection_that_is_not_there_is_noticed() {
+    fn a_missing_connection_is_detected() {
         let fd = |value: &'static str| check_connection(move |name| (name == "PMI_FD").then(|| value.to_owned()));
         assert!(check_connection(|_| None).is_ok() && fd("0").is_ok());
         assert!(matches!(fd("1000000"), Err(Error::State(text)) if text.contains("helper")));

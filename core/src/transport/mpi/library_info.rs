@@ -1,4 +1,5 @@
-//! What the MPI library says about itself, for `dl_comm_describe`: MPI allows these questions before it is up and after its end.
+//! Information about the MPI library for `dl_comm_describe`. MPI allows these queries before initialization and after
+//! finalization.
 
 use mpi::Threading;
 use mpi::environment::{is_finalized, is_initialized, library_version, threading_support, version};
@@ -7,21 +8,21 @@ use mpi::ffi;
 /// The MPI library of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LibraryInfo {
-    /// The text of `MPI_Get_library_version`; its first line, or first words, tell the vendor.
+    /// The text of `MPI_Get_library_version`; it starts with the vendor.
     pub library_version: String,
-    /// The version of the MPI standard, "4.1" say.
+    /// The version of the MPI standard, such as "4.1".
     pub standard: String,
-    /// Whether MPI was brought up, by whomever, and whether it has ended again.
+    /// Whether MPI has been initialized, by any component of the process.
     pub initialized: bool,
-    /// See `initialized`.
+    /// Whether MPI has been finalized.
     pub finalized: bool,
-    /// What MPI grants to threads, as the standard names it; known while MPI is up.
+    /// The granted thread level by its standard name; known while MPI is running.
     pub thread_level: Option<&'static str>,
-    /// The address of one of the library's functions: in the file that holds it, the library was loaded.
+    /// The address of a library function: identifies the loaded library file.
     pub symbol_address: usize,
 }
 
-/// Asks the library.
+/// Queries the library.
 pub fn library_info() -> LibraryInfo {
     let (major, minor) = version();
     let (initialized, finalized) = (is_initialized(), is_finalized());
@@ -32,7 +33,7 @@ pub fn library_info() -> LibraryInfo {
         Threading::Multiple => "MPI_THREAD_MULTIPLE",
     };
     LibraryInfo {
-        // A library whose text is not UTF-8 has not been met; its other answers are still worth telling.
+        // No known library returns other text than UTF-8; report the other fields even then.
         library_version: library_version().unwrap_or_else(|error| format!("not UTF-8: {error}")),
         standard: format!("{major}.{minor}"),
         initialized,

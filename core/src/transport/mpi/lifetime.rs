@@ -1,7 +1,7 @@
-//! MPI as dl_comm has brought it up: once in a process, kept until its end, also when the start of a world fails, so that
-//! the start can be tried again.
+//! Initialization and finalization of MPI: once per process. MPI stays initialized when the start of a world fails, so
+//! that the start can be retried.
 //!
-//! Thread rule: any thread; MPI wants its start and its end on one thread, which is the program's affair.
+//! Thread rule: any thread. MPI requires initialization and finalization on one thread; the program ensures that.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// How long MPI's end may take once all ranks are there.
-const END: Duration = Duration::from_secs(30);
+/// Time limit of MPI_Finalize once all ranks call it.
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What ends MPI when it is dropped.
+/// Finalizes MPI on drop.
 struct OwnedMpi(#[expect(dead_code, reason = "for its drop")] Universe);
 
 // SAFETY: see the thread rule.
@@ -29,45 +29,45 @@ fn owned() -> MutexGuard<'static, Option<OwnedMpi>> {
     OWNED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Brings MPI up, or adopts one that is up; returns what it grants to threads.
+/// Initializes MPI, or adopts an initialized one. Returns the granted thread level.
 ///
 /// # Errors
-/// [`Error::State`] when it is finalized already; [`Error::System`].
+/// [`Error::State`] when MPI is already finalized; [`Error::System`].
 pub fn start(config: &Config) -> Result<Threading> {
     if is_finalized() {
         return Err(Error::State("MPI is finalized already and cannot be started again in this process".into()));
     }
-    let mut own = owned();
-    // It waits for all ranks, for ever.
-    let _watched = StartupWatch::start("MPI_Init", config.stall_warn, config.timeout)?;
+    let mut owned_mpi = owned();
+    // MPI_Init waits for all ranks without a deadline.
+    let _watch = StartupWatch::start("MPI_Init", config.stall_warn, config.timeout)?;
     match initialize_with_threading(Threading::Multiple) {
         Some((universe, granted)) => {
-            *own = Some(OwnedMpi(universe));
+            *owned_mpi = Some(OwnedMpi(universe));
             Ok(granted)
         }
         None => Ok(threading_support()),
     }
 }
 
-/// Whether dl_comm has brought it up, and must end it.
+/// Whether dl_comm initialized MPI and must finalize it.
 pub fn is_owned() -> bool {
     owned().is_some()
 }
 
-/// Leaves MPI as it is from now on: other ranks may never come to its end.
+/// Never finalizes MPI: other ranks may never call MPI_Finalize.
 pub fn leak() {
     std::mem::forget(owned().take());
 }
 
-/// Ends MPI if dl_comm has brought it up and not left it. All ranks are there.
+/// Finalizes MPI if dl_comm initialized it and did not leak it. All ranks must call it.
 pub fn end() {
-    let Some(own) = owned().take() else { return };
-    // After a failure it may wait for messages that never come.
-    match StartupWatch::start("MPI_Finalize", None, Some(END)) {
-        Ok(_watched) => drop(own),
+    let Some(owned_mpi) = owned().take() else { return };
+    // After a failure, MPI_Finalize may wait for messages that never arrive.
+    match StartupWatch::start("MPI_Finalize", None, Some(FINALIZE_TIMEOUT)) {
+        Ok(_watch) => drop(owned_mpi),
         Err(error) => {
             log_line(&error.to_string());
-            drop(own);
+            drop(owned_mpi);
         }
     }
 }

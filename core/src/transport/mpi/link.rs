@@ -1,4 +1,4 @@
-//! The link of one shard and channel over MPI messages.
+//! The link of one shard and channel over MPI.
 
 use std::mem;
 use std::sync::Arc;
@@ -10,93 +10,94 @@ use crate::timings::WaitTarget;
 use crate::transport::memory::Aligned;
 use crate::transport::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message, WaitContext};
 
-/// Exchanges messages with the drivers of the same shard on the other hosts.
+/// Exchanges messages with the owners of the same shard on the other hosts.
 pub struct MpiLink {
     comm: Arc<Comm>,
-    /// The first of as many tags as there are turns.
+    /// The first of [`MAX_EXCHANGES`] consecutive tags.
     tag: usize,
     owners: Vec<usize>,
     hosts: Vec<String>,
-    turns: [Exchange; MAX_EXCHANGES],
+    exchanges: [Exchange; MAX_EXCHANGES],
     broken: bool,
 }
 
 struct Exchange {
-    out: Aligned,
-    inbox: Aligned,
-    /// What is under way, and to or from which host.
+    send: Aligned,
+    recv: Aligned,
+    /// Requests in flight, and the host of each.
     requests: Vec<Request>,
-    with: Vec<usize>,
+    peers: Vec<usize>,
 }
 
-// SAFETY: requests are handles (pointers in some MPI libraries) that any thread may use; the link is one thread's at a time.
+// SAFETY: any thread may use a request handle (a pointer in some MPI libraries); one thread at a time uses the link.
 unsafe impl Send for Exchange {}
 
 impl MpiLink {
-    /// A link between the ranks `drivers` (by host), with `capacity` bytes for the messages of an exchange, each way.
-    /// `number` tells the links of one communicator apart; `hosts` are the hosts' names in messages.
-    pub fn new(comm: Arc<Comm>, number: usize, drivers: Vec<usize>, hosts: Vec<String>, capacity: usize) -> MpiLink {
+    /// A link between the ranks `owners` (by host), with `capacity` bytes per exchange and direction. `number`
+    /// distinguishes the links of one communicator; `hosts` are display names.
+    pub fn new(comm: Arc<Comm>, number: usize, owners: Vec<usize>, hosts: Vec<String>, capacity: usize) -> MpiLink {
         let memory = || Aligned::new(capacity);
-        let turns =
-            [(); MAX_EXCHANGES].map(|()| Exchange { out: memory(), inbox: memory(), requests: vec![], with: vec![] });
-        MpiLink { comm, tag: number * MAX_EXCHANGES, owners: drivers, hosts, turns, broken: false }
+        let exchanges =
+            [(); MAX_EXCHANGES].map(|()| Exchange { send: memory(), recv: memory(), requests: vec![], peers: vec![] });
+        MpiLink { comm, tag: number * MAX_EXCHANGES, owners, hosts, exchanges, broken: false }
     }
 
-    fn post(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
-        let MpiLink { comm, owners: drivers, turns, .. } = self;
-        let tag = self.tag + turn;
-        let Exchange { out, inbox, requests, with } = &mut turns[turn];
+    fn post(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let MpiLink { comm, owners, exchanges, .. } = self;
+        let tag = self.tag + exchange;
+        let Exchange { send, recv, requests, peers } = &mut exchanges[exchange];
         for Message { host, bytes } in receives {
-            let room = &mut inbox.as_mut_slice()[bytes.clone()];
-            // SAFETY: the mail is not touched before `wait` returns, and leaked when that fails.
-            requests.push(unsafe { comm.receive(room, drivers[*host], tag) }?);
-            with.push(*host);
+            let buffer = &mut recv.as_mut_slice()[bytes.clone()];
+            // SAFETY: the buffer is not accessed before `wait` returns, and is leaked if that fails.
+            requests.push(unsafe { comm.receive(buffer, owners[*host], tag) }?);
+            peers.push(*host);
         }
         for Message { host, bytes } in sends {
             // SAFETY: as above.
-            requests.push(unsafe { comm.send(&out.as_slice()[bytes.clone()], drivers[*host], tag) }?);
-            with.push(*host);
+            requests.push(unsafe { comm.send(&send.as_slice()[bytes.clone()], owners[*host], tag) }?);
+            peers.push(*host);
         }
         Ok(())
     }
 
-    fn wait(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let MpiLink { comm, hosts, turns, .. } = self;
-        let Exchange { requests, with, .. } = &mut turns[turn];
+    fn wait(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let MpiLink { comm, hosts, exchanges, .. } = self;
+        let Exchange { requests, peers, .. } = &mut exchanges[exchange];
         let mut since = Instant::now();
-        let came = |position: usize| {
+        let on_complete = |index: usize| {
             let now = Instant::now();
-            wait_ctx.log().add_wait(WaitTarget::Host(with[position]), since, now);
+            wait_ctx.log().add_wait(WaitTarget::Host(peers[index]), since, now);
             since = now;
         };
-        let late = |open: &[bool]| {
-            let mut late: Vec<usize> = (0..open.len()).filter(|&place| open[place]).map(|place| with[place]).collect();
-            late.sort_unstable();
-            late.dedup();
-            wait_ctx.log().set_waiting(late.iter().map(|&host| WaitTarget::Host(host)).collect());
-            late.iter().map(|&host| hosts[host].as_str()).collect::<Vec<_>>().join(", ")
+        let pending_hosts = |pending: &[bool]| {
+            let mut pending_hosts: Vec<usize> =
+                (0..pending.len()).filter(|&index| pending[index]).map(|index| peers[index]).collect();
+            pending_hosts.sort_unstable();
+            pending_hosts.dedup();
+            wait_ctx.log().set_waiting(pending_hosts.iter().map(|&host| WaitTarget::Host(host)).collect());
+            pending_hosts.iter().map(|&host| hosts[host].as_str()).collect::<Vec<_>>().join(", ")
         };
-        comm.wait_each(requests, wait_ctx, came, late)?;
+        comm.wait_each(requests, wait_ctx, on_complete, pending_hosts)?;
         requests.clear();
-        with.clear();
+        peers.clear();
         Ok(())
     }
 }
 
 impl HostLink for MpiLink {
-    fn buffers(&mut self, turn: usize) -> ExchangeBuffers<'_> {
-        let Exchange { out, inbox, .. } = &mut self.turns[turn];
-        ExchangeBuffers { send: out.as_mut_slice(), recv: inbox.as_mut_slice() }
+    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
+        let Exchange { send, recv, .. } = &mut self.exchanges[exchange];
+        ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
     }
 
-    fn start(&mut self, turn: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
-        let result = self.post(turn, sends, receives);
+    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        let result = self.post(exchange, sends, receives);
         self.broken |= result.is_err();
         result
     }
 
-    fn finish(&mut self, turn: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let result = self.wait(turn, wait_ctx);
+    fn finish(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let result = self.wait(exchange, wait_ctx);
         self.broken |= result.is_err();
         result
     }
@@ -104,11 +105,11 @@ impl HostLink for MpiLink {
 
 impl Drop for MpiLink {
     fn drop(&mut self) {
-        // MPI may still read or write what an aborted call left behind.
-        for turn in &mut self.turns {
-            if self.broken || !turn.requests.is_empty() {
-                mem::forget(mem::replace(&mut turn.out, Aligned::new(0)));
-                mem::forget(mem::replace(&mut turn.inbox, Aligned::new(0)));
+        // MPI may still access the buffers of an aborted call.
+        for exchange in &mut self.exchanges {
+            if self.broken || !exchange.requests.is_empty() {
+                mem::forget(mem::replace(&mut exchange.send, Aligned::new(0)));
+                mem::forget(mem::replace(&mut exchange.recv, Aligned::new(0)));
             }
         }
     }

@@ -1,10 +1,10 @@
-//! MPI: brings the job up, tells where the ranks are, and carries messages between hosts. Nothing else names MPI.
+//! MPI: bootstrap of the job, rank information, and messages between hosts. No other module names MPI.
 //!
-//! Every transfer is non-blocking and polled under a deadline, on a communicator of the team's own whose errors return.
-//! Thread rule: team threads call MPI side by side when it grants `MPI_THREAD_MULTIPLE`, one at a time when it grants
-//! `MPI_THREAD_SERIALIZED`; with less, teams must not span hosts.
+//! Every transfer is non-blocking and polled under a deadline, on a communicator per group whose errors are returned.
+//! Thread rule: group threads call MPI concurrently with `MPI_THREAD_MULTIPLE`, and one at a time with
+//! `MPI_THREAD_SERIALIZED`. With a lower level, a job must not span hosts.
 
-/// The name of the library, in JSON and messages.
+/// The library's name in JSON and messages.
 pub const NAME: &str = "mpi";
 
 mod comm;

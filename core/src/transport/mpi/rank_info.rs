@@ -1,4 +1,4 @@
-//! What the ranks tell each other when they meet: where they live, and how their hosts' clocks stand.
+//! Information that the ranks exchange at start: host, process, and the offsets of the hosts' clocks.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -12,43 +12,43 @@ use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
-/// The bytes of the records that ranks tell each other; longer texts are cut.
+/// Size of an exchanged record in bytes.
 const RECORD: usize = 2048;
 /// The most bytes of a text in a record, which has two at most.
 const MAX_TEXT_BYTES: usize = 1000;
-/// How often a host's clock is compared with the first one's; the quickest answer counts.
-const LOOKS: usize = 8;
-/// Tells the messages about clocks from others.
+/// Samples of a clock offset; the one with the shortest round trip is used.
+const CLOCK_SAMPLES: usize = 8;
+/// Tag of clock messages.
 const CLOCK_TAG: usize = 1;
 
-/// Where a rank lives.
+/// Host and process of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankInfo {
-    /// The name of its host.
+    /// Host name.
     pub host: String,
-    /// The kernel's boot: the same for containers of one machine.
+    /// The kernel's boot id: equal in all containers of a machine.
     pub boot: String,
-    /// The device of the file system behind the segments.
+    /// The device number of the file system of `DL_COMM_SHM_DIR`.
     pub device: String,
-    /// Its process.
+    /// Process id.
     pub pid: i32,
-    /// The namespace in which `pid` counts.
+    /// The pid namespace of `pid`.
     pub pid_namespace: String,
 }
 
 impl RankInfo {
-    /// The rank there, which is `rank`, for messages: `rank 3 on host (pid 7)`.
+    /// Display name for messages: `rank 3 on host (pid 7)`.
     pub fn display_name(&self, rank: usize) -> String {
         format!("rank {rank} on {} (pid {})", self.host, self.pid)
     }
 
-    /// The same for the ranks of one host.
+    /// Equal for ranks that can share memory.
     pub(super) fn host_key(&self) -> (&str, &str, &str) {
         (&self.host, &self.boot, &self.device)
     }
 }
 
-/// Every rank's place, and a random number that they have in common. `shm_dir` is where segments are made. Collective.
+/// Gathers the information of all ranks and agrees on a random key. `shm_dir` is the directory of segments. Collective.
 pub(super) fn exchange_rank_info(
     comm: &Comm,
     shm_dir: &str,
@@ -57,7 +57,8 @@ pub(super) fn exchange_rank_info(
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let device = fs::metadata(shm_dir).map(|folder| folder.dev()).unwrap_or_default();
-    let space = fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
+    let pid_namespace =
+        fs::read_link("/proc/self/ns/pid").map(|link| link.to_string_lossy().into_owned()).unwrap_or_default();
     let mut key = [0u8; 16];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::system("drawing a random number", error))?;
@@ -66,7 +67,7 @@ pub(super) fn exchange_rank_info(
         boot: shortened(boot.trim()),
         device: device.to_string(),
         pid: rustix::process::getpid().as_raw_nonzero().get(),
-        pid_namespace: shortened(&space),
+        pid_namespace: shortened(&pid_namespace),
     };
     let records = all_records(comm, &(mine, u128::from_ne_bytes(key)), wait_ctx)?;
     let records: Vec<(RankInfo, u128)> = records.iter().map(|bytes| decode(bytes)).collect::<Result<_>>()?;
@@ -75,13 +76,12 @@ pub(super) fn exchange_rank_info(
     Ok((records.into_iter().map(|(info, _)| info).collect(), key))
 }
 
-/// What must be added to this host's monotonic clock, in nanoseconds, to have that of the first host, to within half the
-/// time of a message there and back (Cristian, 1989). Called by the first rank of each host, `leaders`, this one being
-/// that of host `me`.
+/// The clock of the first host minus this host's clock, in nanoseconds. The error is at most half of a round trip
+/// (Cristian, 1989). Called by the first ranks of all hosts, `leaders`; `me` is the index of this host.
 pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> {
     if me == 0 {
         for &leader in &leaders[1..] {
-            for _ in 0..LOOKS {
+            for _ in 0..CLOCK_SAMPLES {
                 receive(comm, leader, wait_ctx)?;
                 send(comm, leader, monotonic(Instant::now()), wait_ctx)?;
             }
@@ -89,19 +89,19 @@ pub(super) fn clock_offset(comm: &Comm, leaders: &[usize], me: usize, wait_ctx: 
         return Ok(0);
     }
     let mut best = (i64::MAX, 0);
-    for _ in 0..LOOKS {
+    for _ in 0..CLOCK_SAMPLES {
         let before = monotonic(Instant::now());
         send(comm, leaders[0], 0, wait_ctx)?;
-        let there = receive(comm, leaders[0], wait_ctx)?;
+        let remote = receive(comm, leaders[0], wait_ctx)?;
         let after = monotonic(Instant::now());
-        best = best.min((after - before, there - (before + (after - before) / 2)));
+        best = best.min((after - before, remote - (before + (after - before) / 2)));
     }
     Ok(best.1)
 }
 
 fn send(comm: &Comm, to: usize, value: i64, wait_ctx: &WaitContext<'_>) -> Result<()> {
     let bytes = Vec::from(value.to_le_bytes());
-    // SAFETY: the bytes live until the request is complete, and are leaked when it never is.
+    // SAFETY: the bytes live until the request completes, and are leaked if it never does.
     let request = unsafe { comm.send(&bytes, to, CLOCK_TAG) }?;
     let sent = comm.wait(&mut [request], wait_ctx, "the other hosts");
     if sent.is_err() {

@@ -1,7 +1,7 @@
-//! A watch over calls of MPI that wait for all ranks without a deadline: its start and its end.
+//! A watchdog for MPI_Init and MPI_Finalize, which wait for all ranks without a deadline.
 //!
-//! The watch is a thread of a known name, by which the ranks of a host also see which of them have come to the call: the
-//! processes of a launcher have their rank in their environment (PMI_RANK).
+//! The watchdog is a thread with a known name. So the ranks of a host can see in /proc which local ranks have reached
+//! the call. The launcher sets each process's rank in its environment (PMI_RANK).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -15,49 +15,49 @@ use crate::log::log_line;
 /// The name of the thread.
 const NAME: &str = "dlcomm-start";
 
-/// Watches over a call from [`Watch::start`] until it is dropped.
+/// Watches a call from [`StartupWatch::start`] until it is dropped.
 pub struct StartupWatch {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl StartupWatch {
-    /// Watches over a call of `function` that starts now: after `warn` a line says whom it waits for, after `timeout` the
-    /// process ends with status 1.
+    /// Starts watching `function`. After `warn` it logs the missing ranks; after `timeout` it ends the process with
+    /// status 1.
     ///
     /// # Errors
-    /// [`Error::System`] when the system refuses a thread.
+    /// [`Error::System`] when the thread cannot be started.
     pub fn start(function: &'static str, warn: Option<Duration>, timeout: Option<Duration>) -> Result<StartupWatch> {
         let (stop, stopped) = channel::<()>();
         let from = Instant::now();
         let watch = move || {
-            let ended = |limit: Duration| {
-                let left = (from + limit).saturating_duration_since(Instant::now());
-                !matches!(stopped.recv_timeout(left), Err(RecvTimeoutError::Timeout))
+            let stopped_within = |limit: Duration| {
+                let remaining = (from + limit).saturating_duration_since(Instant::now());
+                !matches!(stopped.recv_timeout(remaining), Err(RecvTimeoutError::Timeout))
             };
             if let Some(warn) = warn.filter(|warn| timeout.is_none_or(|timeout| *warn < timeout)) {
-                if ended(warn) {
+                if stopped_within(warn) {
                     return;
                 }
                 log_line(&format!(
                     "{function} has waited {} s for {} (DL_COMM_STALL_WARN_S)",
                     warn.as_secs_f64(),
-                    late()
+                    missing_ranks()
                 ));
             }
             match timeout {
-                Some(timeout) if !ended(timeout) => {
+                Some(timeout) if !stopped_within(timeout) => {
                     let waited = timeout.as_secs_f64();
                     log_line(&format!(
                         "{function} was not complete after {waited} s (DL_COMM_TIMEOUT_S); still waiting for {}; this \
                          process ends with status 1",
-                        late()
+                        missing_ranks()
                     ));
-                    // SAFETY: ends the process without its exit handlers, which may wait for the thread that is stuck.
+                    // SAFETY: _exit skips exit handlers, which may wait for the blocked thread.
                     unsafe { libc::_exit(1) };
                 }
                 Some(_) => {}
-                // Until it is dropped.
+                // Until the watch is dropped.
                 None => drop(stopped.recv()),
             }
         };
@@ -76,44 +76,44 @@ impl Drop for StartupWatch {
     }
 }
 
-/// A process, as /proc shows it.
+/// A process, as read from /proc.
 struct Process {
     pid: i32,
     parent: i32,
     rank: Option<usize>,
 }
 
-/// Words about the ranks that have not come, as far as that can be known.
-fn late() -> String {
+/// Describes the missing ranks as far as /proc shows them.
+fn missing_ranks() -> String {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
-    let own = variables(std::process::id().cast_signed());
-    let count = |name: &str| own.get(name).and_then(|text| text.parse().ok()).or_else(|| number(name));
+    let environment = variables(std::process::id().cast_signed());
+    let count = |name: &str| environment.get(name).and_then(|text| text.parse().ok()).or_else(|| number(name));
     let (Some(size), local) = (count("PMI_SIZE"), count("MPI_LOCALNRANKS")) else {
         return "the other ranks".to_owned();
     };
-    let ranks = ranks_here(&processes());
-    let mut words: Vec<String> = Vec::new();
+    let ranks = pids_by_rank(&processes());
+    let mut missing: Vec<String> = Vec::new();
     for (rank, pids) in &ranks {
         if !pids.iter().any(|&pid| has_started(pid)) {
             let pids = pids.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
-            words.push(format!("rank {rank} (pid {pids}), which has not called init"));
+            missing.push(format!("rank {rank} (pid {pids}), which has not called init"));
         }
     }
     if local == Some(size) {
-        words.extend(
+        missing.extend(
             (0..size).filter(|rank| !ranks.contains_key(rank)).map(|rank| format!("rank {rank}, which has ended")),
         );
     }
-    match words.is_empty() {
+    match missing.is_empty() {
         true => "ranks of other hosts".to_owned(),
-        false => words.join(", "),
+        false => missing.join(", "),
     }
 }
 
-/// By rank, the processes that this process's launcher has started on this host, and their descendants.
-fn ranks_here(processes: &[Process]) -> BTreeMap<usize, Vec<i32>> {
+/// The processes of this job on this host and their descendants, by rank.
+fn pids_by_rank(processes: &[Process]) -> BTreeMap<usize, Vec<i32>> {
     let by_pid: HashMap<i32, &Process> = processes.iter().map(|process| (process.pid, process)).collect();
-    // The first ancestor that has no rank: the launcher's own process.
+    // The first ancestor without a rank: the launcher's process.
     let launcher = |pid: i32| {
         let mut process = by_pid.get(&pid)?;
         while process.rank.is_some() {
@@ -121,12 +121,12 @@ fn ranks_here(processes: &[Process]) -> BTreeMap<usize, Vec<i32>> {
         }
         Some(process.pid)
     };
-    let mine = launcher(std::process::id().cast_signed());
+    let own_launcher = launcher(std::process::id().cast_signed());
     let mut ranks: BTreeMap<usize, Vec<i32>> = BTreeMap::new();
     for process in processes {
         if let Some(rank) = process.rank
-            && mine.is_some()
-            && launcher(process.pid) == mine
+            && own_launcher.is_some()
+            && launcher(process.pid) == own_launcher
         {
             ranks.entry(rank).or_default().push(process.pid);
         }
@@ -139,7 +139,7 @@ fn processes() -> Vec<Process> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let process = |pid: i32| {
         let status = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name, the second field, may have anything in it but ends with the last parenthesis.
+        // The name (field 2) may contain any character; it ends at the last parenthesis.
         let mut fields = status.rsplit_once(')')?.1.split_whitespace();
         let (state, parent) = (fields.next()?, fields.next()?.parse().ok()?);
         let rank = variables(pid).get("PMI_RANK").and_then(|rank| rank.parse().ok());
@@ -148,7 +148,7 @@ fn processes() -> Vec<Process> {
     entries.flatten().filter_map(|entry| process(entry.file_name().to_str()?.parse().ok()?)).collect()
 }
 
-/// The environment with which a process was started.
+/// The initial environment of a process.
 fn variables(pid: i32) -> HashMap<String, String> {
     let bytes = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
@@ -156,7 +156,7 @@ fn variables(pid: i32) -> HashMap<String, String> {
     pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// Whether a thread of a process watches over a call.
+/// Whether a process has a watchdog thread.
 fn has_started(pid: i32) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     threads.flatten().any(|thread| fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.trim() == NAME))
@@ -168,10 +168,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_are_told_apart_by_launcher_and_rank() {
+    fn processes_are_grouped_by_launcher_and_rank() {
         let me = std::process::id().cast_signed();
         let process = |pid, parent, rank| Process { pid, parent, rank };
-        let ranks = ranks_here(&[
+        let ranks = pids_by_rank(&[
             process(1, 0, None),
             process(50, 1, None),
             process(me, 50, Some(1)),
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_is_seen_and_ends() {
+    fn a_watch_is_visible_and_ends() {
         let watch = StartupWatch::start("a call", Some(Duration::from_secs(100)), None).unwrap();
         let me = std::process::id().cast_signed();
         while !has_started(me) {

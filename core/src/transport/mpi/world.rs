@@ -1,4 +1,4 @@
-//! The job: MPI brought up or adopted, the ranks' places, and the making of teams' endpoints.
+//! The job: initializes or adopts MPI, gathers rank information, and creates the resources of groups.
 
 use std::cell::Cell;
 use std::mem;
@@ -38,17 +38,17 @@ use crate::transport::wait_context::WaitCallbacks;
 use crate::transport::{GroupResources, HostLink, NetworkModel, WaitContext};
 use crate::wire_layout::exchange_buffer_bytes;
 
-/// How long what an ended process has sent may take to arrive.
+/// Grace period for messages from an exited process.
 const DRAIN_GRACE: Duration = Duration::from_secs(1);
 
-/// The shape of a team's memory and links.
+/// The parameters of a group that must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TeamShape {
-    /// The team's number; -1 is the control team.
+    /// The group's id; -1 is the control group.
     pub id: i32,
-    /// Its threads, each with a channel of its own.
+    /// Number of threads, each with its own channel.
     pub threads: usize,
-    /// Bytes of a slot.
+    /// Size of a slot in bytes.
     pub slot: usize,
     /// All settings on which the ranks must agree, as text.
     pub agreement: String,
@@ -56,36 +56,35 @@ pub struct TeamShape {
 
 /// The processes of the job.
 pub struct World {
-    /// A duplicate, so that nothing of ours meets the program's own messages. Gone first when all ends.
+    /// A duplicate, separate from the program's messages. Dropped first.
     comm: Option<Comm>,
     topology: Arc<Topology>,
     names: Arc<[String]>,
     hosts: Vec<String>,
     rank_info: Arc<[RankInfo]>,
-    /// The other processes of this host.
+    /// Liveness of the other processes of this host.
     local_processes: Arc<ProcessLiveness>,
-    /// A random number that all ranks have, and nobody else.
+    /// A random number known only to the ranks of this job.
     key: u128,
     config: Config,
     detector: Option<FailureDetector>,
-    /// Of the hosts of the job, measured when it started; for all teams.
+    /// The network between the hosts, measured at start; shared by all groups.
     network: NetworkModel,
-    /// For each rank; the fewest of any host.
+    /// CPUs per rank: the minimum over all hosts.
     processors: usize,
-    /// Memory that the ranks of this host see in each other, or why there is none.
+    /// The shared memory of this host's ranks, or the reason why there is none.
     arenas: Result<Arc<Arenas>>,
-    /// What left the ranks out of step while a team was made: they cannot make another.
+    /// An error that left the ranks out of sync while a group was created: no further group can be created.
     poisoned: OnceLock<Error>,
-    leaves: AtomicBool,
+    leaves_mpi: AtomicBool,
 }
 
 impl World {
-    /// Brings MPI up, or adopts one that is up, and learns where the ranks are. Collective: a rank whose settings are wrong
-    /// takes part too, and all ranks get its error.
+    /// Initializes MPI, or adopts an initialized one, and gathers rank information. Collective: a rank with invalid
+    /// settings takes part too, and all ranks get its error.
     ///
     /// # Errors
-    /// Those of the settings of any rank. When MPI is finalized already, or grants too few threads for a job on several
-    /// hosts.
+    /// Invalid settings of any rank; MPI is already finalized; the thread level is too low for a job on several hosts.
     pub fn start(settings: Result<Config>) -> Result<World> {
         let config = &settings.clone().unwrap_or_default();
         if config.alone {
@@ -96,25 +95,25 @@ impl World {
         let adopted = !lifetime::is_owned();
         let found = with_deadline(config, "init_mpi", &|| None, |wait_ctx| {
             let comm = Comm::world().duplicate(wait_ctx)?;
-            let places = rank_info::exchange_rank_info(&comm, &config.shm_dir, wait_ctx)?;
-            Ok((comm, places))
+            let rank_info = rank_info::exchange_rank_info(&comm, &config.shm_dir, wait_ctx)?;
+            Ok((comm, rank_info))
         });
-        let (comm, (places, key)) = found.inspect_err(|_| lifetime::leak())?;
+        let (comm, (rank_info, key)) = found.inspect_err(|_| lifetime::leak())?;
         if !adopted {
-            // All ranks are through with MPI's start.
+            // All ranks have left MPI_Init.
             launcher::remove_segments();
             launcher::reclaim_segments(Path::new("/dev/shm"));
         }
         let rank = comm.rank()?;
-        if places.len() == 1 && !config.alone {
+        if rank_info.len() == 1 && !config.alone {
             launcher::check_single_rank(|name| std::env::var(name).ok())?;
         }
-        if places.len() == 1 {
+        if rank_info.len() == 1 {
             settings.clone()?;
         }
-        let homes: Vec<_> = places.iter().map(RankInfo::host_key).collect();
-        let topology = Topology::new(rank, &homes);
-        // Who started MPI may call it at any time, so that taking turns among our threads is not enough.
+        let host_keys: Vec<_> = rank_info.iter().map(RankInfo::host_key).collect();
+        let topology = Topology::new(rank, &host_keys);
+        // An adopted MPI may be called by its owner at any time, so serializing our own threads is not enough.
         let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
         if topology.hosts() > 1 && threading < needed {
             return Err(Error::Network(format!(
@@ -125,25 +124,25 @@ impl World {
         }
         let host_name = |host: usize| {
             let ranks: Vec<String> = topology.ranks_of(host).iter().map(usize::to_string).collect();
-            format!("{} (ranks {})", places[topology.ranks_of(host)[0]].host, ranks.join(", "))
+            format!("{} (ranks {})", rank_info[topology.ranks_of(host)[0]].host, ranks.join(", "))
         };
         let hosts = (0..topology.hosts()).map(host_name).collect();
         let names: Arc<[String]> =
-            places.iter().enumerate().map(|(rank, place)| format!("rank {rank} on {}", place.host)).collect();
-        let pids: Vec<Option<i32>> = places
+            rank_info.iter().enumerate().map(|(rank, info)| format!("rank {rank} on {}", info.host)).collect();
+        let pids: Vec<Option<i32>> = rank_info
             .iter()
-            .map(|place| (place.pid_namespace == places[rank].pid_namespace).then_some(place.pid))
+            .map(|info| (info.pid_namespace == rank_info[rank].pid_namespace).then_some(info.pid))
             .collect();
         let others: Vec<Option<i32>> =
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
-        let watch = ProcessLiveness::new(&others).map(Arc::new);
+        let liveness = ProcessLiveness::new(&others).map(Arc::new);
         let mut world = World {
             comm: Some(comm),
             topology: Arc::new(topology),
             names,
             hosts,
-            rank_info: places.into(),
-            local_processes: watch.clone().unwrap_or_default(),
+            rank_info: rank_info.into(),
+            local_processes: liveness.clone().unwrap_or_default(),
             key,
             config: config.clone(),
             detector: None,
@@ -151,12 +150,13 @@ impl World {
             processors: 1,
             arenas: Err(Error::State("there is no shared memory yet".into())),
             poisoned: OnceLock::new(),
-            leaves: AtomicBool::new(false),
+            leaves_mpi: AtomicBool::new(false),
         };
-        let ready = settings.and(watch);
-        let counted = world.with_deadline("init_mpi", |wait_ctx| world.count_processors(ready.map(drop), wait_ctx));
-        world.processors = counted.inspect_err(|error| {
-            // Else all ranks have it, and may try again.
+        let ready = settings.and(liveness);
+        let cpus_per_rank =
+            world.with_deadline("init_mpi", |wait_ctx| world.count_processors(ready.map(drop), wait_ctx));
+        world.processors = cpus_per_rank.inspect_err(|error| {
+            // A recoverable error is equal on all ranks; they may retry.
             if !error.is_recoverable() {
                 world.leave();
             }
@@ -166,7 +166,7 @@ impl World {
                 Ok((world.start_detector(wait_ctx)?, world.measure_network(wait_ctx)?))
             });
             match joined {
-                Ok((alert, network)) => (world.detector, world.network) = (alert, network),
+                Ok((detector, network)) => (world.detector, world.network) = (detector, network),
                 Err(error) => {
                     world.leave();
                     return Err(error);
@@ -182,23 +182,23 @@ impl World {
         Ok(world)
     }
 
-    /// The processors for each rank; the fewest of any host. Fails on all ranks where one of them is not `ready`.
+    /// CPUs per rank: the minimum over all hosts. Fails on all ranks unless all are `ready`.
     fn count_processors(&self, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<usize> {
-        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed));
-        let bounds = self.agree_or_fail(own, "", mine, wait_ctx)?;
-        let of_host =
+        let bounds = self.agree_or_fail(comm, "", mine, wait_ctx)?;
+        let share_on_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
-        Ok((0..self.topology.hosts()).map(of_host).min().unwrap_or(1))
+        Ok((0..self.topology.hosts()).map(share_on_host).min().unwrap_or(1))
     }
 
-    /// Makes this rank's arena and maps those of the host's other ranks; the outcome is good on all ranks or on none.
+    /// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none.
     fn make_arenas(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>> {
-        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
         let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
-        let paths = self.agree_or_fail(own, "", path, wait_ctx)?;
+        let paths = self.agree_or_fail(comm, "", path, wait_ctx)?;
         let (mine, file, name) = created?;
         let me = topology.local_rank();
         let mut mine = Some(mine);
@@ -208,27 +208,27 @@ impl World {
         };
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
         let mapped = maps.as_ref().map(|_| ()).map_err(Error::clone);
-        self.agree_or_fail(own, "", mapped, wait_ctx)?;
+        self.agree_or_fail(comm, "", mapped, wait_ctx)?;
         drop::<Name>(name);
         Ok(Arc::new(Arenas::new(maps?, me, file)))
     }
 
-    /// Memory that the ranks of this host see in each other, or why there is none.
+    /// The shared memory of this host's ranks, or the reason why there is none.
     pub fn arenas(&self) -> &Result<Arc<Arenas>> {
         &self.arenas
     }
 
-    /// Measures this host's clock, and starts the alert between hosts on the first rank of each.
+    /// Measures the clock offset, and starts the failure detector on the first rank of each host.
     fn start_detector(&self, wait_ctx: &WaitContext<'_>) -> Result<Option<FailureDetector>> {
-        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
-        let leads = topology.local_rank() == 0;
-        let listener = if leads { Listener::open(&self.config.interface).map(Some) } else { Ok(None) };
+        let is_leader = topology.local_rank() == 0;
+        let listener = if is_leader { Listener::open(&self.config.interface).map(Some) } else { Ok(None) };
         let address = listener.as_ref().map(|found| found.as_ref().map_or(String::new(), Listener::address));
         let leaders: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[0]).collect();
-        let offset = if leads { rank_info::clock_offset(own, &leaders, topology.host(), wait_ctx)? } else { 0 };
+        let offset = if is_leader { rank_info::clock_offset(comm, &leaders, topology.host(), wait_ctx)? } else { 0 };
         let mine = address.map(|text| (offset, text)).map_err(Error::clone);
-        let all = self.agree_or_fail(own, "", mine, wait_ctx)?;
+        let all = self.agree_or_fail(comm, "", mine, wait_ctx)?;
         timeline::set_offset(all[leaders[topology.host()]].0);
         let Some(listener) = listener? else { return Ok(None) };
         let host = |&leader: &usize| HostAddress {
@@ -242,37 +242,37 @@ impl World {
         FailureDetector::start(listener, topology.host(), &hosts, self.key, processes).map(Some)
     }
 
-    /// Measures the network between neighbouring hosts; the slowest figures, on all ranks.
+    /// Measures the network between neighbouring hosts. Returns the slowest values on all ranks.
     fn measure_network(&self, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {
-        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let neighbour = topology.host() ^ 1;
         let measured = if topology.local_rank() == 0 && neighbour < topology.hosts() {
-            Some(probe::measure(own, topology.ranks_of(neighbour)[0], wait_ctx)?)
+            Some(probe::measure(comm, topology.ranks_of(neighbour)[0], wait_ctx)?)
         } else {
             None
         };
-        let measured = self.agree_or_fail(own, "", Ok(measured), wait_ctx)?;
+        let measured = self.agree_or_fail(comm, "", Ok(measured), wait_ctx)?;
         Ok(NetworkModel::slowest(measured.into_iter().flatten()))
     }
 
-    /// What the network between the hosts was measured to be; none on one host.
+    /// The measured network between the hosts; `None` on one host.
     pub fn network(&self) -> Option<NetworkModel> {
         (self.topology.hosts() > 1).then_some(self.network)
     }
 
-    /// Every rank's place, by rank.
+    /// Host and process of every rank.
     pub fn places(&self) -> &Arc<[RankInfo]> {
         &self.rank_info
     }
 
-    /// A random number that all ranks of the job have, and nobody else.
+    /// A random number known only to the ranks of this job.
     pub fn key(&self) -> u128 {
         self.key
     }
 
-    /// Runs `work` with the wait context that the settings give it, or until a process of this host, or one of which the alert
-    /// has told, has ended; `what` names it in messages.
+    /// Runs `work` with the deadline of the settings. Also aborts it when a process of this host exits or the failure
+    /// detector reports a lost rank. `what` names the work in messages.
     fn with_deadline<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
         let seen = Cell::new(None);
         let lost = || {
@@ -282,59 +282,59 @@ impl World {
             let ranks = self.topology.local_ranks();
             let ended =
                 |local: usize| Some(format!("{} {}", self.names[ranks[local]], self.local_processes.lost(local)?));
-            let other_groups = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
-            let words = (0..ranks.len()).find_map(ended).or_else(other_groups)?;
-            // What it did just before may still be on its way.
+            let detected = || Some(self.detector.as_ref()?.lost()?.detail().to_owned());
+            let description = (0..ranks.len()).find_map(ended).or_else(detected)?;
+            // Messages that the process sent before it exited may still arrive.
             let since: Instant = seen.get().unwrap_or_else(Instant::now);
             seen.set(Some(since));
-            (since.elapsed() > DRAIN_GRACE).then(|| Error::PeerLost(format!("{words}, in {what}")))
+            (since.elapsed() > DRAIN_GRACE).then(|| Error::PeerLost(format!("{description}, in {what}")))
         };
         with_deadline(&self.config, what, &lost, work)
     }
 
-    /// The settings of this process.
+    /// Settings of this process.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Where the ranks are.
+    /// Topology of the job.
     pub fn topology(&self) -> &Arc<Topology> {
         &self.topology
     }
 
-    /// Makes what one team needs: a communicator of its own, shared memory on every host, links between the hosts.
-    /// Collective; a rank that is not `ready` takes part, and all ranks get its error.
+    /// Creates the resources of a group: its communicator, shared memory on every host, and links between the hosts.
+    /// Collective: a rank that is not `ready` takes part too, and all ranks get its error.
     ///
     /// # Errors
-    /// The same on every rank: when the ranks disagree on the shape, or one of them is not ready or cannot get its memory. A
-    /// passed deadline leaves the ranks out of step: then no further team can be made.
+    /// Equal on all ranks: the shapes differ, or a rank is not ready or out of memory. After a passed deadline the
+    /// ranks are out of sync, and no further group can be created.
     pub fn endpoint(&self, shape: &TeamShape, ready: Result<()>) -> Result<GroupResources> {
         let what = format!("the creation of team {}", shape.id);
         self.in_step(&what, |wait_ctx| self.make_endpoint(shape, ready, wait_ctx))
     }
 
-    /// `outcome`, where it is good on all ranks; else the error of one of them on every rank. `what` names it in messages.
-    /// Collective.
+    /// Returns `outcome` if it is `Ok` on all ranks, else the same error on every rank. `what` names the step in
+    /// messages. Collective.
     ///
     /// # Errors
     /// As for [`World::endpoint`].
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
-        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = outcome.as_ref().map(|_| ()).map_err(Error::clone);
-        self.in_step(what, |wait_ctx| self.agree_or_fail(own, "", mine, wait_ctx))?;
+        self.in_step(what, |wait_ctx| self.agree_or_fail(comm, "", mine, wait_ctx))?;
         outcome
     }
 
-    /// Runs collective `work`, after whose failure the ranks may be out of step.
+    /// Runs collective `work`. Its failure may leave the ranks out of sync.
     fn in_step<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
         if let Some(error) = self.poisoned.get() {
             return Err(error.clone());
         }
-        let made = self.with_deadline(what, work);
-        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = &made {
+        let result = self.with_deadline(what, work);
+        if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = &result {
             let _first = self.poisoned.set(error.clone());
         }
-        made
+        result
     }
 
     fn make_endpoint(
@@ -343,13 +343,13 @@ impl World {
         ready: Result<()>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<GroupResources> {
-        let own = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let comm = Arc::new(own.duplicate(wait_ctx)?);
+        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+        let comm = Arc::new(comm.duplicate(wait_ctx)?);
         let topology = &self.topology;
         let ranks = topology.local_size();
         let layout = RegionLayout { ranks, channels: shape.threads, slot: shape.slot };
-        let leads = topology.local_rank() == 0;
-        let created = ready.and_then(|()| match leads && ranks > 1 {
+        let is_leader = topology.local_rank() == 0;
+        let created = ready.and_then(|()| match is_leader && ranks > 1 {
             true => Segment::create(&self.config.shm_dir, layout.bytes()).map(Some),
             false => Ok(None),
         });
@@ -370,30 +370,31 @@ impl World {
 
         let peer = |&rank: &usize| LocalPeer { rank, name: self.names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
-        let watch = Box::new(Arc::clone(&self.local_processes));
+        let liveness = Box::new(Arc::clone(&self.local_processes));
         let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn PeerMemory>);
-        let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, watch, spins(ranks))?
+        let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, liveness, spins(ranks))?
             .with_peer_memory(shared);
         let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
         let region = Arc::new(region);
-        if let Some(alert) = &self.detector {
-            alert.watch(shape.id, &region);
+        if let Some(detector) = &self.detector {
+            detector.watch(shape.id, &region);
         }
-        let crowded = shape.threads > self.processors;
+        let oversubscribed = shape.threads > self.processors;
         let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
-        Ok(GroupResources { topology, names, region, links, network: self.network, oversubscribed: crowded })
+        Ok(GroupResources { topology, names, region, links, network: self.network, oversubscribed })
     }
 
-    /// The link of this rank's shard in `channel`, if there are other hosts and it drives one.
+    /// The link of this rank in `channel`, if there are several hosts and the rank owns a shard.
     fn link(&self, comm: &Arc<Comm>, channel: usize, slot: usize) -> Option<Box<dyn HostLink>> {
         let topology = &self.topology;
         let shard = topology.shard().filter(|_| topology.hosts() > 1)?;
-        let drivers: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[shard]).collect();
+        let owners: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[shard]).collect();
         let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
-        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, drivers, self.hosts.clone(), capacity)))
+        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, owners, self.hosts.clone(), capacity)))
     }
 
-    /// Tells all ranks `shape` and this rank's outcome; returns all outcomes when they are good and the shapes equal.
+    /// Gathers `shape` and this rank's outcome from all ranks. Returns all outcomes if they are `Ok` and the shapes are
+    /// equal.
     fn agree_or_fail<T: Serialize + DeserializeOwned>(
         &self,
         comm: &Comm,
@@ -422,32 +423,32 @@ impl World {
         }
     }
 
-    /// Lets the end of this world leave MPI as it is, because other ranks may never come to its end.
+    /// Leaves MPI unfinalized on drop, because other ranks may never call MPI_Finalize.
     pub fn leave(&self) {
-        self.leaves.store(true, Ordering::Relaxed);
+        self.leaves_mpi.store(true, Ordering::Relaxed);
     }
 
-    /// Before the end of MPI, if dl_comm started it: waits, up to the deadline, until all ranks are here. A launcher takes a
-    /// rank that ends without MPI_Finalize for the end of the job, and kills the others. `failure` is that of a team.
+    /// Waits for all ranks before MPI_Finalize, up to the deadline, if dl_comm initialized MPI. A launcher treats a
+    /// rank that exits without MPI_Finalize as a failed job and kills the others. `failure` is that of a group.
     ///
     /// # Errors
-    /// When a rank has ended or does not come; MPI is then left as it is.
+    /// A rank was lost, or did not come before the deadline; MPI is then left unfinalized.
     pub fn gather(&self, failure: Option<&Error>) -> Result<()> {
         let Some(comm) = self.comm.as_ref().filter(|_| lifetime::is_owned()) else { return Ok(()) };
-        // MPICH crashes in messages to a host on which a rank has ended.
+        // MPICH crashes when it sends to a host with an exited rank.
         let lost = failure.filter(|error| self.topology.hosts() > 1 && matches!(error, Error::PeerLost(_)));
-        let gathered = match self.poisoned.get().or(lost) {
+        let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
             None => self.with_deadline("finalize", |wait_ctx| comm.barrier(wait_ctx)),
         };
-        gathered.inspect_err(|_| self.leave())
+        outcome.inspect_err(|_| self.leave())
     }
 }
 
-/// Leaves MPI to [`own::end`], or for good.
+/// Leaves MPI to [`lifetime::end`], or unfinalized.
 impl Drop for World {
     fn drop(&mut self) {
-        if self.leaves.load(Ordering::Relaxed) {
+        if self.leaves_mpi.load(Ordering::Relaxed) {
             lifetime::leak();
             mem::forget(self.comm.take());
             self.detector.iter_mut().for_each(FailureDetector::mark_aborted);
@@ -456,19 +457,19 @@ impl Drop for World {
     }
 }
 
-/// Runs `work` with the wait context that the settings give it; `what` names it in messages.
+/// Runs `work` with the deadline of `config`; `what` names the work in messages.
 fn with_deadline<T>(
     config: &Config,
     what: &str,
-    interrupted: &dyn Fn() -> Option<Error>,
+    abort_reason: &dyn Fn() -> Option<Error>,
     work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
 ) -> Result<T> {
-    let asked = WaitCallbacks { describe: &|| what.to_owned(), abort_reason: interrupted, on_stall: &log_line };
-    let (warned, log) = (AtomicBool::new(false), CallTimings::default());
-    work(&WaitContext::new(Instant::now(), config.timeout, config.stall_warn, &warned, &log, &asked))
+    let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
+    let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
+    work(&WaitContext::new(Instant::now(), config.timeout, config.stall_warn, &warned, &timings, &callbacks))
 }
 
-/// How long waits look before they sleep: not at all worth it when ranks outnumber the processors.
+/// Spins before sleeping; few when ranks outnumber processors.
 fn spins(local_ranks: usize) -> u32 {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     if local_ranks <= cores { 2000 } else { 64 }
