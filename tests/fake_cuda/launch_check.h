@@ -8,8 +8,8 @@
 
 namespace fake {
 
-// Dies if the parameters are invalid, or if the kernel would access memory that is no device memory, that the context
-// may not access, or that is misaligned. Returns the regions that the kernel accesses; hold them while it runs.
+// Dies if the parameters are invalid, or if an access of the kernel is illegal: no device memory, no access from the
+// context, or misaligned. Returns the regions that the kernel accesses; hold them while it runs.
 std::vector<KeepAlive> check_launch(const HostKernel& kernel, const KernelArgs& work, Context& context);
 
 }  // namespace fake

@@ -133,8 +133,8 @@ impl ProcessGroups {
         BlockedCaller { process_groups: Arc::clone(self), thread }
     }
 
-    /// Waits up to [`SETTLE_TIMEOUT`] for reconciliations of other groups than `own`, so that the other ranks report
-    /// the mismatch, and not this rank's reaction to it.
+    /// Waits up to [`SETTLE_TIMEOUT`] for reconciliations of other groups than `own`. So the other ranks report the
+    /// mismatch, and not this rank's reaction to it.
     pub(super) fn settle(&self, own: &dyn WaitingGroup) {
         let until = Instant::now() + SETTLE_TIMEOUT;
         let reconcile = || self.others(own).any(|group| group.reconciles() || group.joins_stalled());

@@ -234,7 +234,7 @@ impl UploadRing {
             args.lists = buffer.device.address();
         }
         for group in &batch.groups {
-            // Both fit 32 bits, as `kernel_args` has checked.
+            // Both fit 32 bits, as `args` has checked.
             args.items = (group.items.start * size_of::<BlockRange>()) as u32;
             args.nitems = group.items.len() as u32;
             launch(group.dtype, &args)?;
@@ -327,7 +327,7 @@ mod tests {
         );
         assert_eq!(batch.groups.iter().map(|group| group.items.clone()).collect::<Vec<_>>(), [0..4, 4..5]);
         assert_eq!((&batch.sources[..], &batch.targets[..]), (&[1, 2, 4, 5, 7, 8][..], &[3, 6, 9][..]));
-        // A short call is divided too, to use several blocks.
+        // A small call is divided too, to use several blocks.
         batch.start(1, 1, 64 << 10);
         batch.add(DType::BF16, 32 << 10, [1], [3]);
         batch.add(DType::U8, 1, [1], [3]);

@@ -3,8 +3,8 @@
 //! A small call is one-shot: each rank copies its input to its bounce buffer, which all ranks have open, and computes
 //! the whole result. A large call is two-shot: the ranks exchange the addresses of their tensors. Each rank reads its
 //! slice of all tensors and writes the mean to all of them, which minimizes the traffic.
-//! If GPU IPC cannot open a rank's tensors (torch's expandable segments, pools), a large call runs in chunks through
-//! the group's own memory, and each rank reduces its slice of a chunk for all.
+//! GPU IPC cannot open some tensors (torch's expandable segments, pools). Then a large call runs in chunks through the
+//! group's own memory, and each rank reduces its slice of a chunk for all.
 //! [Stream barriers](super::ipc_peers) separate the phases. The order of addition is that of the host path, by rank:
 //! same bits.
 //! Thread rule: used by one thread; the closure of [`IpcPath::release_streams`] may run on any.

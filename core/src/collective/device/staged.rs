@@ -1,5 +1,5 @@
-//! Collectives on device memory through host memory. A chunk is downloaded from the GPU, the ranks run it as a call on
-//! host memory, and it is uploaded again, while other chunks move in both directions.
+//! Collectives on device memory through host memory. For each chunk: download from the GPU, run it as a call on host
+//! memory, upload. Other chunks move in both directions meanwhile.
 //!
 //! The host memory is pinned and shared with the other ranks of the host, so the collective copies nothing. If a chunk
 //! has many small tensors, a kernel packs them in device memory first: a separate copy for each would cost more.
