@@ -177,7 +177,7 @@ int main(void) {
   REFUSED(dl_comm_get_rank(), DL_COMM_ERROR_STATE, "init");
   REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "init");
   EXPECT(dl_comm_finalize() == 0);
-  const int fresh = describes("\"state\":\"fresh\"");
+  const int fresh = describes("\"state\":\"not_started\"");
   EXPECT(dl_comm_init_mpi() == 0 && dl_comm_init_mpi() == 0);
   EXPECT(describes("\"state\":\"started\"") > fresh);
   rank = dl_comm_get_rank();
