@@ -143,7 +143,7 @@ impl CallTimings {
     }
 
     /// The total wait per target.
-    pub fn late(&self) -> Vec<(WaitTarget, Duration)> {
+    pub fn waits(&self) -> Vec<(WaitTarget, Duration)> {
         self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -214,7 +214,7 @@ mod tests {
         }
         timings.add_wait(WaitTarget::Host(1), start, start + Duration::from_secs(1));
         assert_eq!(
-            timings.late(),
+            timings.waits(),
             [(WaitTarget::Rank(3), Duration::from_secs(2)), (WaitTarget::Host(1), Duration::from_secs(1))]
         );
         timings.messages(2, 100);

@@ -104,7 +104,7 @@ impl Channel {
         if call.is_small() {
             return self.exchange(call, wait_ctx);
         }
-        self.zero_copy = self.shared().is_some_and(|shared| zero_copy::is_possible(call, shared));
+        self.zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
         let mut step = self.pack(call, 0, wait_ctx)?;
         self.send_slice(call, &mut step, false, wait_ctx)?;
         let mut result = self.finish_chunk(call, step, wait_ctx)?;
@@ -120,8 +120,8 @@ impl Channel {
     }
 
     /// Peer memory of the ranks, if all of them are on this host.
-    fn shared(&self) -> Option<&dyn PeerMemory> {
-        if self.topology.hosts() == 1 { self.shm.region().shared() } else { None }
+    fn peer_memory(&self) -> Option<&dyn PeerMemory> {
+        if self.topology.hosts() == 1 { self.shm.region().peer_memory() } else { None }
     }
 
     /// Whether the first chunk of the last call ran with zero copies; its other chunks then do too.
@@ -253,7 +253,7 @@ impl Channel {
         let seq = self.begin_round(wait_ctx)?;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        if let Some(shared) = self.shared().filter(|_| self.zero_copy) {
+        if let Some(shared) = self.peer_memory().filter(|_| self.zero_copy) {
             // SAFETY: `begin_round` waited until this rank owns the slot.
             unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), seq), shared) }?;
         } else {
@@ -351,7 +351,7 @@ impl Channel {
         chunks: impl IntoIterator<Item = usize>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        if let (Some(shared), Some(shard_index)) = (self.shared(), self.topology.shard()) {
+        if let (Some(shared), Some(shard_index)) = (self.peer_memory(), self.topology.shard()) {
             for chunk in chunks {
                 let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
                 let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };

@@ -96,7 +96,7 @@ impl DeviceExecutor {
         let path = worker
             .run_checked(work, |channel, work, wait_ctx| DevicePath::new(channel, &work.call, settings, wait_ctx))?;
         // Only the first call sets it.
-        let _first = worker.shared.gpu_info.set(path.about());
+        let _first = worker.shared.gpu_info.set(path.describe());
         let (sender, receiver) = channel();
         let (shared, release_streams) = (Arc::clone(&worker.shared), path.release_streams());
         let builder = Builder::new().name(format!("dlcomm-{}.gpu", worker.shared.settings.id));

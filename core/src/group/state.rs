@@ -104,7 +104,7 @@ impl GroupState {
     /// As `fail`, without calling `on_failure`; false if the group had already failed.
     pub fn set_failure(&self, error: &Error) -> bool {
         // Peers may still access shared memory, which its owner may free as soon as it sees the failure.
-        if let Some(memory) = self.region.shared() {
+        if let Some(memory) = self.region.peer_memory() {
             memory.quarantine();
         }
         let first = self.failure.set(error.clone()).is_ok();

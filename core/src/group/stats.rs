@@ -59,7 +59,7 @@ fn call(record: &Arc<Record>, topology: &Topology) -> Value {
         (None, _, Some(_), Some(_)) => "running",
     };
     let waits: Vec<Value> = timings
-        .late()
+        .waits()
         .into_iter()
         .map(|(target, time)| json!({"ranks": ranks(target, topology), "seconds": time.as_secs_f64()}))
         .collect();

@@ -45,7 +45,7 @@ pub fn start() -> Result<()> {
                 let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
                 variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
             }
-            let (topology, rank_info) = (Arc::clone(world.topology()), Arc::clone(world.places()));
+            let (topology, rank_info) = (Arc::clone(world.topology()), Arc::clone(world.rank_info()));
             let network = world.network();
             memory::keep(world.arenas());
             let rank = topology.rank();
@@ -153,7 +153,7 @@ fn end(reason: Option<Error>) -> Result<()> {
                 world.leave();
                 Ok(())
             }
-            None => world.gather(teams.values().find_map(|team| team.group().failure()).as_ref()),
+            None => world.final_barrier(teams.values().find_map(|team| team.group().failure()).as_ref()),
         }
     };
     if let Err(error) = gathered {

@@ -111,12 +111,12 @@ impl ShmRegion {
     }
 
     /// Memory that the ranks of the host share outside of this region.
-    pub fn shared(&self) -> Option<&dyn PeerMemory> {
+    pub fn peer_memory(&self) -> Option<&dyn PeerMemory> {
         self.peer_memory.as_deref()
     }
 
     /// As [`ShmRegion::shared`], with shared ownership.
-    pub fn peer_memory_arc(&self) -> Option<Arc<dyn PeerMemory>> {
+    pub fn shared_peer_memory(&self) -> Option<Arc<dyn PeerMemory>> {
         self.peer_memory.clone()
     }
 

@@ -91,7 +91,7 @@ impl DevicePath {
     }
 
     /// The JSON for `dl_comm_describe`.
-    pub fn about(&self) -> Value {
+    pub fn describe(&self) -> Value {
         let sync = self.path.sync().map(|sync| match sync {
             SyncMode::Stream => "stream",
             SyncMode::Host => "host",

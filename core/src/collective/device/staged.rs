@@ -60,7 +60,7 @@ impl PinnedBuffer {
     /// `None` if there is no shared memory or it cannot be pinned, as in files outside tmpfs. The collective then
     /// copies.
     fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<PinnedBuffer> {
-        let shared = channel.shm.region().peer_memory_arc()?;
+        let shared = channel.shm.region().shared_peer_memory()?;
         // Whole pages: smaller allocations would share one.
         let len = len.max(4096);
         let memory = shared.alloc_zeroed(len).ok()?;

@@ -262,7 +262,7 @@ impl World {
     }
 
     /// Host and process of every rank.
-    pub fn places(&self) -> &Arc<[RankInfo]> {
+    pub fn rank_info(&self) -> &Arc<[RankInfo]> {
         &self.rank_info
     }
 
@@ -433,7 +433,7 @@ impl World {
     ///
     /// # Errors
     /// A rank was lost, or did not come before the deadline; MPI is then left unfinalized.
-    pub fn gather(&self, failure: Option<&Error>) -> Result<()> {
+    pub fn final_barrier(&self, failure: Option<&Error>) -> Result<()> {
         let Some(comm) = self.comm.as_ref().filter(|_| lifetime::is_owned()) else { return Ok(()) };
         // MPICH crashes when it sends to a host with an exited rank.
         let lost = failure.filter(|error| self.topology.hosts() > 1 && matches!(error, Error::PeerLost(_)));
