@@ -19,9 +19,9 @@ else()
     message(FATAL_ERROR "no mpicc on the PATH: 'pip install mpich' brings one, or set MPICC to another MPI's")
   endif()
 endif()
-# What the MPI is decides what has to be built again: another one gets a cargo folder of its own. Where it lies may change
-# from build to build (pip's environments), so that is told apart, for linking only. A chosen MPI is also found at run time
-# where it lies now; the default one, beside the package.
+# Another MPI needs another build, so each MPI has a cargo folder of its own. Its location may change from build to build
+# (pip's environments) and is passed for linking only. At run time a chosen MPI is found at its current location, the
+# default MPI next to the package.
 execute_process(COMMAND "${mpicc}" -show OUTPUT_VARIABLE mpi_flags OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "-I[^ ]+" mpi_includes "${mpi_flags}")

@@ -184,7 +184,7 @@ fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<bridge::Re
     let any: Arc<dyn Any + Send + Sync> = results;
     let memory = any
         .downcast::<OpLibraryResults>()
-        .map_err(|_| Error::Internal("a mean came in memory of another face".into()))?;
+        .map_err(|_| Error::Internal("a mean is in the memory of another binding".into()))?;
     Ok(memory.0.clone())
 }
 

@@ -62,10 +62,10 @@ def path() -> str:
 
 
 def test_the_path_is_the_expected_one() -> None:
-    told = dl_comm.topology()["teams"][0]["gpu"]
-    assert told["path"] == os.environ["PATH_EXPECTED"] if dl_comm.size() > 1 else "single_rank"
-    assert told["gpu_name"] == "Fake GPU"
-    assert told["reason"] or told["path"] in ("nccl", "single_rank")
+    gpu = dl_comm.topology()["teams"][0]["gpu"]
+    assert gpu["path"] == os.environ["PATH_EXPECTED"] if dl_comm.size() > 1 else "single_rank"
+    assert gpu["gpu_name"] == "Fake GPU"
+    assert gpu["reason"] or gpu["path"] in ("nccl", "single_rank")
     assert dl_comm.topology()["teams"][1]["gpu"] is None
 
 

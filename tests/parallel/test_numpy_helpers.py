@@ -189,22 +189,26 @@ def test_wrong_schedules() -> None:
 
 
 def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> None:
-    told = json.loads(_dl_comm.describe())
-    assert (told["state"], told["rank"], told["size"]) == ("started", rank, size)
-    assert (told["hosts"], told["local_rank"], told["local_size"]) == (mc.num_hosts(), mc.local_rank(), mc.local_size())
-    assert [place["rank"] for place in told["ranks"]] == list(range(size))
-    mine = told["ranks"][rank]
+    description = json.loads(_dl_comm.describe())
+    assert (description["state"], description["rank"], description["size"]) == ("started", rank, size)
+    assert (description["hosts"], description["local_rank"], description["local_size"]) == (
+        mc.num_hosts(),
+        mc.local_rank(),
+        mc.local_size(),
+    )
+    assert [place["rank"] for place in description["ranks"]] == list(range(size))
+    mine = description["ranks"][rank]
     assert (mine["host"], mine["pid"], mine["local_rank"]) == (os.uname().nodename, os.getpid(), mc.local_rank())
     assert mine["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert mine["shm_device"] == str(os.stat(told["settings"]["DL_COMM_SHM_DIR"]).st_dev)
-    teams = {team["id"]: team for team in told["teams"]}
+    assert mine["shm_device"] == str(os.stat(description["settings"]["DL_COMM_SHM_DIR"]).st_dev)
+    teams = {team["id"]: team for team in description["teams"]}
     assert {-1, 0, 1} <= teams.keys()
-    slot = told["settings"]["DL_COMM_CHUNK_KB"] << 10
-    shards = min(sum(place["host_index"] == host for place in told["ranks"]) for host in range(mc.num_hosts()))
+    slot = description["settings"]["DL_COMM_CHUNK_KB"] << 10
+    shards = min(sum(place["host_index"] == host for place in description["ranks"]) for host in range(mc.num_hosts()))
     expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "shards": shards, "gpu": None}
     assert teams[0] == expected
     known = mc.topology()
     assert known["teams"][0] == {"threads": 2, "prec_level": 0, "gpu": None}
     assert (known["rank"], [place["pid"] for place in known["ranks"]][rank]) == (rank, os.getpid())
-    assert told["settings"]["DL_COMM_TIMEOUT_S"] == float(os.environ["DL_COMM_TIMEOUT_S"])
-    assert told["mpi"]["thread_level"].startswith("MPI_THREAD_")
+    assert description["settings"]["DL_COMM_TIMEOUT_S"] == float(os.environ["DL_COMM_TIMEOUT_S"])
+    assert description["mpi"]["thread_level"].startswith("MPI_THREAD_")

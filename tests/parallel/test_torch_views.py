@@ -548,9 +548,9 @@ def test_what_an_optimizer_tells_of_its_averages(as_views: bool, rank: int, size
         elapsed = time.perf_counter() - since
         hook.remove()
         optimizer.step()
-        told = optimizer.communication()
-        assert 0.0 < told.exposed <= elapsed
-        assert told.total > 0.0
+        communication = optimizer.communication()
+        assert 0.0 < communication.exposed <= elapsed
+        assert communication.total > 0.0
         if size > 1:
-            assert told.exposed < elapsed - 0.2 if rank == 0 else told.exposed <= elapsed
+            assert communication.exposed < elapsed - 0.2 if rank == 0 else communication.exposed <= elapsed
         optimizer.zero_grad()

@@ -111,7 +111,7 @@ impl StagingBuffer {
     /// [`Error::Internal`] for another kind of buffer.
     pub fn from_results(results: Arc<dyn ResultBuffer>) -> Result<Arc<StagingBuffer>> {
         let any: Arc<dyn Any + Send + Sync> = results;
-        any.downcast().map_err(|_| Error::Internal("a mean came in memory of another face".into()))
+        any.downcast().map_err(|_| Error::Internal("a mean is in the memory of another binding".into()))
     }
 }
 

@@ -254,7 +254,7 @@ impl IpcUpdate {
                 addresses: (visible == 1).then(|| TensorAddresses { ids: ids.to_vec(), addresses: addresses.to_vec() }),
             })
         };
-        parse().ok_or_else(|| Error::Internal("what a rank told of its memory is not legible".into()))
+        parse().ok_or_else(|| Error::Internal("cannot decode the memory handles of a rank".into()))
     }
 }
 
