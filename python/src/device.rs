@@ -29,7 +29,7 @@ impl DeviceArgs {
             Ok(dl_comm_buffer_t { src, dst, length: *length, dtype: *dtype, ndim, shape: shape.as_ptr() })
         };
         let buffers = places.iter().map(buffer).collect::<PyResult<_>>()?;
-        Ok(Call {
+        Ok(DeviceArgs {
             device: dl_comm_device_t { device, stream: std::ptr::without_provenance_mut(stream), block_host: 0 },
             buffers,
         })
