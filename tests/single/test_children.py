@@ -37,7 +37,7 @@ if __name__ == "__main__":
             assert (numbers, rank, initialized) == (NUMBERS, NUMBERS[0], False), numbers
             assert len(errors) == 3, errors
             for text in errors:
-                assert len(words.splitlines()) == 1 and "rank itself" in words, words
+                assert len(text.splitlines()) == 1 and "rank itself" in text, text
     assert mc.gradients([np.full(3, NUMBERS[0], np.float32)], 0)[0][0] == (NUMBERS[1] - 1) / 2
     os.write(1, b"fine\\n")
 """

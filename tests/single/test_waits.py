@@ -104,7 +104,7 @@ mc.gradients(ones(), 0) if mc.get_rank() == 0 else mc.barrier()
 """)
     assert finished.returncode != 0
     # Lines of two ranks may interleave.
-    assert len(re.findall(r"dl_comm\S*MismatchError: the ranks called", finished.output)) == 2, finished.output
+    assert len(re.findall(r"dl_comm\S*MismatchError: collective mismatch", finished.output)) == 2, finished.output
 
 
 def test_a_computing_rank_is_not_a_mismatch(run: Callable[..., Finished]) -> None:
