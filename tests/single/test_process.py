@@ -48,7 +48,7 @@ def test_mpi4py_first_and_after(script: Script) -> None:
         "from mpi4py import MPI\n" + HEAD + "mc.init()\n"
         "assert mc.get_rank() == MPI.COMM_WORLD.rank and mean(mc.get_rank()) == 0.5\n"
         "mc.finalize()\n"
-        "assert not MPI.Is_finalized() and MPI.COMM_WORLD.allreduce(1) == 2\nsay('fine')",
+        "assert not MPI.Is_finalized() and MPI.COMM_WORLD.allreduce(1) == 2\nwrite_line('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
 
@@ -58,14 +58,14 @@ def test_the_granted_thread_level_is_respected(script: Script, level: str) -> No
     finished = script(
         2,
         f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nfrom mpi4py import MPI\n" + HEAD + "mc.init(2, 2)\n"
-        "assert mean(mc.get_rank()) == 0.5 and mean(mc.get_rank(), 1) == 0.5\nsay('fine')",
+        "assert mean(mc.get_rank()) == 0.5 and mean(mc.get_rank(), 1) == 0.5\nwrite_line('fine')",
     )
     assert finished.output.count("fine") == 2, finished.output
 
 
 def test_mpi4py_after_dl_comm(script: Script) -> None:
     finished = script(
-        2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nsay('fine')"
+        2, HEAD + "mc.init()\nfrom mpi4py import MPI\nassert MPI.COMM_WORLD.rank == mc.get_rank()\nwrite_line('fine')"
     )
     assert finished.returncode == 0, finished.output
     assert finished.output.count("fine") == 2, finished.output
@@ -232,7 +232,7 @@ def test_a_launcher_that_cannot_be_used_is_refused(tmp_path: Path, env: dict[str
 
 def test_a_shell_in_a_slurm_job_is_no_launcher(tmp_path: Path) -> None:
     program = tmp_path / "script.py"
-    program.write_text(HEAD + "mc.init()\nsay('size', mc.size())\n")
+    program.write_text(HEAD + "mc.init()\nwrite_line('size', mc.size())\n")
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     finished = run([sys.executable, str(program)], 60, batch)
     assert finished.output.endswith("size 1\n")
@@ -263,7 +263,7 @@ def test_a_forked_child_gets_an_error(script: Script) -> None:
         "    try: mean(1)\n"
         "    except mc.StateError as error: write_line('error:', error)\n"
         "    sys.exit(0)\n"
-        "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nsay('fine')",
+        "os.waitpid(pid, 0)\nassert mean(mc.get_rank()) == 0.5\nwrite_line('fine')",
     )
     assert finished.output.count("was forked from") == 2, finished.output
     assert finished.output.count("fine") == 2, finished.output
