@@ -51,9 +51,9 @@ impl Group {
     ///
     /// # Safety
     /// The tensors' memory is valid until `done` is called; nothing else writes `src` or uses `dst` until then.
-    pub unsafe fn submit(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &CallOptions, done: OnComplete) {
-        match self.new_call(op, replicas, options) {
-            Ok(call) => self.run(self.new_work(call, options, done)),
+    pub unsafe fn submit(&self, op: Op, replicas: Vec<Vec<Tensor>>, mut options: CallOptions, done: OnComplete) {
+        match self.new_call(op, replicas, &mut options) {
+            Ok(call) => self.run(self.new_work(call, &options, done)),
             Err(error) => done(Err(error)),
         }
     }
@@ -96,8 +96,8 @@ impl Group {
         self.shared.recorder.small_call_wait()
     }
 
-    /// Validates and lays out a call without submitting it.
-    pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &CallOptions) -> Result<Call> {
+    /// Validates and lays out a call without submitting it. The call takes the names of the tensors out of `options`.
+    pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &mut CallOptions) -> Result<Call> {
         if let Some(error) = self.shared.failure() {
             return Err(error);
         }
@@ -106,7 +106,7 @@ impl Group {
             return Err(Error::State(text.into()));
         }
         let CallOptions { name, instance_id, tensor_names, device, .. } = options;
-        let call = Call::new(op, replicas, name, instance_id, tensor_names.clone(), self.config)?;
+        let call = Call::new(op, replicas, name, instance_id, std::mem::take(tensor_names), self.config)?;
         match device {
             None => Ok(call),
             Some(device) => self.on_device(call, *device),

@@ -56,7 +56,7 @@ impl Team {
     pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, options: StepOptions) {
         let StepOptions { call, done, .. } = options;
         // SAFETY: guaranteed by the caller.
-        unsafe { self.group.submit(op, towers, &call, Box::new(|result| done(result.map(|()| None)))) }
+        unsafe { self.group.submit(op, towers, call, Box::new(|result| done(result.map(|()| None)))) }
     }
 
     /// Starts the mean of `towers` over the ranks, according to the team's schedule; `schedule.rs` defines the
@@ -67,8 +67,8 @@ impl Team {
     /// `done`.
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, options: StepOptions) {
         let waiting_since = options.count_wait.then(Instant::now);
-        let StepOptions { call: options, done, results, owner, continues_step, return_weights, .. } = options;
-        let call = self.group.new_call(Op::Allreduce, towers, &options);
+        let StepOptions { call: mut options, done, results, owner, continues_step, return_weights, .. } = options;
+        let call = self.group.new_call(Op::Allreduce, towers, &mut options);
         let mut call = match call.and_then(|call| self.check_device(call, owner, return_weights && results.is_some())) {
             Ok(call) => call,
             Err(error) => return done(Err(error)),

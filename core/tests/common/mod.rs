@@ -136,7 +136,7 @@ impl Rank {
         let done = Box::new(move |result| sender.send(result).unwrap());
         let options = CallOptions { name: name.to_owned(), ..CallOptions::default() };
         // SAFETY: tests wait for the outcome before they drop the vectors.
-        unsafe { self.team.group().submit(op, towers, &options, done) };
+        unsafe { self.team.group().submit(op, towers, options, done) };
         receiver
     }
 
@@ -147,7 +147,7 @@ impl Rank {
         let options =
             CallOptions { name: name.to_owned(), timeout: Timeout::from_seconds(seconds), ..CallOptions::default() };
         // SAFETY: as above.
-        unsafe { self.team.group().submit(Op::Allreduce, towers, &options, done) };
+        unsafe { self.team.group().submit(Op::Allreduce, towers, options, done) };
         receiver
     }
 
@@ -157,7 +157,7 @@ impl Rank {
         let done = Box::new(move |result| sender.send(result).unwrap());
         let options = CallOptions { name: name.to_owned(), caller_blocks: true, ..CallOptions::default() };
         // SAFETY: waits for the outcome.
-        unsafe { self.team.group().submit(op, towers, &options, done) };
+        unsafe { self.team.group().submit(op, towers, options, done) };
         receiver.recv().unwrap()
     }
 
