@@ -175,22 +175,9 @@ impl GroupState {
         self.is_reconciling.load(Ordering::Acquire)
     }
 
-    pub fn joins_stalled_round(&self) -> bool {
-        self.joins_stalled.load(Ordering::Acquire)
-    }
-
     /// The round of channel 0 in which another rank is stalled, if it is the next round of this rank.
     pub fn stalled_seq(&self) -> Option<u32> {
         self.region.stalled().filter(|&step| step == self.region.step().wrapping_add(1))
-    }
-
-    /// Makes the lead join a round in which other ranks are stalled, once per round.
-    pub fn join_stalled(&self) {
-        let Some(step) = self.stalled_seq().map(|step| u64::from(step) + 1) else { return };
-        if self.joined_seq.swap(step, Ordering::AcqRel) != step {
-            // A group that is closing joins no more rounds.
-            let _refused = self.send(QueueItem::JoinStalled);
-        }
     }
 
     /// Counts a matched call and returns its index, from 1. Only for the thread that holds the executor.
@@ -216,7 +203,11 @@ impl GroupState {
 
 impl WaitingGroup for GroupState {
     fn join_stalled(&self) {
-        self.join_stalled();
+        let Some(step) = self.stalled_seq().map(|step| u64::from(step) + 1) else { return };
+        if self.joined_seq.swap(step, Ordering::AcqRel) != step {
+            // A group that is closing joins no more rounds.
+            let _refused = self.send(QueueItem::JoinStalled);
+        }
     }
 
     fn pending(&self) -> Vec<Arc<Record>> {
@@ -232,7 +223,7 @@ impl WaitingGroup for GroupState {
     }
 
     fn joins_stalled(&self) -> bool {
-        self.joins_stalled_round()
+        self.joins_stalled.load(Ordering::Acquire)
     }
 
     fn interrupt(&self, call: &Record) {
