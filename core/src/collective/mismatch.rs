@@ -1,6 +1,6 @@
 //! Mismatch reports: all ranks locate the difference between their calls together and build the same message.
 //!
-//! First, all-gathers ([`super::text_allgather`]) of hashes narrow down which tensors of long lists differ. Then the
+//! First, all-gathers ([`super::value_allgather`]) of hashes narrow down which tensors of long lists differ. Then the
 //! ranks exchange the descriptions of these tensors.
 
 use std::fmt::Write;
@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::call::Call;
 use super::channel::Channel;
-use super::text_allgather::{allgather_merge, max_value_bytes};
+use super::value_allgather::{allgather_merge, max_value_bytes};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
@@ -51,11 +51,13 @@ impl MismatchEntry<'_> {
     }
 }
 
-/// The mismatch as an error, or the error that prevented the report.
-pub(super) fn explain(channel: &mut Channel, entry: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
-    match locate_difference(channel, entry, wait_ctx) {
-        Ok(text) => Error::Mismatch(text),
-        Err(error) => error,
+impl Channel {
+    /// The mismatch as an error, the same on every rank, or the error that prevented the report.
+    pub fn explain(&mut self, entry: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
+        match locate_difference(self, entry, wait_ctx) {
+            Ok(text) => Error::Mismatch(text),
+            Err(error) => error,
+        }
     }
 }
 

@@ -21,7 +21,7 @@ mod operations;
 mod phases;
 mod reconcile;
 mod small_message;
-mod text_allgather;
+mod value_allgather;
 mod zero_copy;
 
 pub use call::{Call, CallConfig, Op};

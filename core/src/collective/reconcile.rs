@@ -4,8 +4,7 @@
 
 use super::channel::Channel;
 use super::matching::{self, PendingCalls, Reconciliation};
-use super::mismatch::{self, MismatchEntry};
-use super::text_allgather;
+use super::value_allgather;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
@@ -15,7 +14,7 @@ impl Channel {
     /// # Errors
     /// As for [`Channel::run_first_chunk`].
     pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
-        let max_bytes = text_allgather::max_value_bytes(self);
+        let max_bytes = value_allgather::max_value_bytes(self);
         let mut pages = list.pages(max_bytes);
         // By rank, on the ranks that decide.
         let mut lists: Vec<PendingCalls> = Vec::new();
@@ -32,7 +31,7 @@ impl Channel {
             let empty = || PendingCalls { calls: Vec::new(), outlook: list.outlook, quiet: list.quiet };
             let page = pages.next().unwrap_or_else(empty);
             let more = pages.len() > 0;
-            if let Some(decision) = text_allgather::allgather_merge(self, &(page, more), wait_ctx, &mut decide)? {
+            if let Some(decision) = value_allgather::allgather_merge(self, &(page, more), wait_ctx, &mut decide)? {
                 break decision;
             }
         };
@@ -42,10 +41,5 @@ impl Channel {
             }
             _ => Ok(decision),
         }
-    }
-
-    /// The error for calls that do not match; the same on every rank, from every rank's entry.
-    pub fn explain(&mut self, account: &MismatchEntry<'_>, wait_ctx: &WaitContext<'_>) -> Error {
-        mismatch::explain(self, account, wait_ctx)
     }
 }

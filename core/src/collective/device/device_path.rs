@@ -13,7 +13,7 @@ use super::settings::{DeviceSettings, Path, PathSetting, SyncMode};
 use super::streams::{DeviceResult, producer, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
-use crate::collective::text_allgather::allgather_merge;
+use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Context, Event, Stream, nccl_version};

@@ -15,7 +15,7 @@ use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
 use super::settings::SyncMode;
 use super::shm_allgather::allgather_u64;
 use crate::collective::channel::Channel;
-use crate::collective::text_allgather::allgather_merge;
+use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;

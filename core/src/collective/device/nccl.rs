@@ -17,7 +17,7 @@ use super::streams::{DeviceResult, signal_outputs, wait_inputs};
 use crate::buffer::{Buffer, Tensor};
 use crate::collective::call::{Call, Op, lengths};
 use crate::collective::channel::Channel;
-use crate::collective::text_allgather::allgather_merge;
+use crate::collective::value_allgather::allgather_merge;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
