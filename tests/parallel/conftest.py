@@ -14,7 +14,7 @@ for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_TH
     os.environ.setdefault(variable, "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("DL_COMM_TIMEOUT_S", "100")
-# Mismatches are told sooner than where it matters that they are certain.
+# Mismatches are reported earlier than by default, where they must be certain.
 os.environ.setdefault("DL_COMM_MATCH_TIMEOUT_S", "4")
 os.environ.setdefault("DL_COMM_DUMP_DIR", "none")
 

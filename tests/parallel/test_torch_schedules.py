@@ -190,7 +190,7 @@ def test_an_optimizer_that_goes_with_an_average_under_way(rank: int, size: int) 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_after_an_error_the_gradients_are_not_the_teams(set_to_none: bool, rank: int, size: int) -> None:
-    """A mistake in the script, the same on all ranks, is told, and costs no mean but the one that it spoiled."""
+    """An error in the script on all ranks is raised, and loses only the mean that it affects."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = cdl.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=1.0), nstep=9, warmup=0.0, verb=0, team=TEAM + 1

@@ -109,7 +109,7 @@ fn run(
     let (inputs, tensors): (Vec<TF_Output>, Vec<*mut TF_Tensor>) = feeds.iter().copied().unzip();
     let mut results = vec![ptr::null_mut(); fetches.len()];
     let count = |len: usize| i32::try_from(len).expect("few tensors");
-    // SAFETY: all lists live through the call and have the lengths told.
+    // SAFETY: all lists live through the call and have the lengths passed.
     unsafe {
         TF_SessionRun(
             session,
