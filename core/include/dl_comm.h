@@ -1,4 +1,4 @@
-/* dl_comm: collectives on tensors (mean, broadcast) over the processes of a data-parallel job.
+/* dl_comm: collectives on tensors over the processes of a data-parallel job.
  *
  * Every function returns 0 (or the requested number) on success and a negative DL_COMM_ERROR_* code on failure;
  * dl_comm_last_error() returns the message. Invalid arguments and calls that differ between the ranks write no data,
@@ -18,7 +18,8 @@
 extern "C" {
 #endif
 
-/* Element types. A mean of integers rounds toward zero; DL_COMM_BOOL has no mean, only a broadcast. */
+/* Element types. A mean of integers rounds toward zero; DL_COMM_BOOL (one byte, 0 or 1) has no mean, only a
+ * broadcast. A complex number is a pair of floating-point numbers, the real part first. */
 typedef enum dlDataType {
   DL_COMM_FLOAT16 = 0,
   DL_COMM_BFLOAT16 = 1,
@@ -28,7 +29,13 @@ typedef enum dlDataType {
   DL_COMM_UINT8 = 5,
   DL_COMM_INT32 = 6,
   DL_COMM_INT64 = 7,
-  DL_COMM_BOOL = 8
+  DL_COMM_BOOL = 8,
+  DL_COMM_UINT16 = 9,
+  DL_COMM_UINT32 = 10,
+  DL_COMM_UINT64 = 11,
+  DL_COMM_INT16 = 12,
+  DL_COMM_COMPLEX64 = 13, /* of two float32 */
+  DL_COMM_COMPLEX128 = 14 /* of two float64 */
 } dlDataType_t;
 
 /* Error codes. */
@@ -127,7 +134,7 @@ typedef enum dl_comm_cooldown {
  * - `trans_alg`: 0 changes between the phases at once, 1 over a twentieth of `max_steps`;
  * - `verbosity`: ranks that print the time that their callers have waited: 0 none, 1 rank 0, 2 every rank. A rank
  *   prints after every call whose number (from 0) is a multiple of `perf_freq` (0: never), and at dl_comm_finalize.
- * core/src/plugin/schedule.rs defines the rules in full. A missing team is created as by dl_comm_gradients;
+ * docs/schedules.md has the rules. A missing team is created as by dl_comm_gradients;
  * otherwise the call is local. All ranks must set the same schedule: calls with different schedules do not match. */
 int dl_comm_config_team(int team, int trans_alg, int ksteps, int max_steps, int verbosity, int perf_freq,
                         dl_comm_cooldown_t cooldown);
@@ -135,6 +142,115 @@ int dl_comm_config_team(int team, int trans_alg, int ksteps, int max_steps, int 
 /* As dl_comm_broadcast for one tower. `timeout` as for dl_comm_average_towers. Collective. */
 int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name,
                               double timeout);
+
+/* ---- Every collective, on a group ---------------------------------------------------------------------------------
+ * A group is an ordered set of ranks. Its calls are matched by collective, operator, root, name, element types and
+ * lengths. New functions return 0 or an error code, and their values through pointers. */
+
+/* The collectives, named as in MPI. The tensors of a call hold *blocks* of `length` elements:
+ * - one block in `src` and in `dst`: ALLREDUCE, BROADCAST, REDUCE;
+ * - one block in `src`, one for each rank in `dst`, in rank order: ALLGATHER, GATHER;
+ * - one block for each rank in `src`, one block in `dst`: SCATTER, REDUCE_SCATTER;
+ * - one block for each rank in both: ALLTOALL. Block r of `src` goes to rank r; block r of `dst` comes from rank r.
+ * Only the root reads `src` in BROADCAST and SCATTER (BROADCAST writes `dst` on the root too), and only the root writes
+ * `dst` in REDUCE and GATHER; the other pointer may be NULL there, but for BROADCAST. A list of tensors is one call,
+ * which sends them together. A rank's own block may be the same memory in `src` and `dst`; no other memory may be both
+ * read and written. */
+typedef enum dl_comm_collective {
+  DL_COMM_ALLREDUCE = 1,
+  DL_COMM_BROADCAST = 2,
+  DL_COMM_BARRIER = 3,
+  DL_COMM_REDUCE = 4,
+  DL_COMM_ALLGATHER = 5,
+  DL_COMM_GATHER = 6,
+  DL_COMM_SCATTER = 7,
+  DL_COMM_REDUCE_SCATTER = 8,
+  DL_COMM_ALLTOALL = 9
+} dl_comm_collective_t;
+
+/* The operators of ALLREDUCE, REDUCE and REDUCE_SCATTER. docs/collectives.md lists their element types.
+ * - SUM, PRODUCT: integers wrap around. MEAN: integers round toward zero.
+ * - MIN, MAX: the first NaN in rank order is the result; -0.0 is less than +0.0.
+ * - BITAND, BITOR, BITXOR: of integers; of bool, the logical operation.
+ * - SCALED_SUM: every input is multiplied by `prescale`, the sum by `postscale`; floating point. */
+typedef enum dl_comm_reduce {
+  DL_COMM_SUM = 0,
+  DL_COMM_MEAN = 1,
+  DL_COMM_MIN = 2,
+  DL_COMM_MAX = 3,
+  DL_COMM_PRODUCT = 4,
+  DL_COMM_BITAND = 5,
+  DL_COMM_BITOR = 6,
+  DL_COMM_BITXOR = 7,
+  DL_COMM_SCALED_SUM = 8
+} dl_comm_reduce_t;
+
+/* A group. */
+typedef struct dl_comm_group dl_comm_group_t;
+
+/* A started call. */
+typedef struct dl_comm_work dl_comm_work_t;
+
+struct dl_comm_device;
+
+/* A call. Set it to zero bytes and `size` to sizeof(dl_comm_call_t) first: later versions add fields at the end.
+ * - `send_counts`: the lengths of the blocks, if they differ; the list has one tensor, whose `length` is ignored. An
+ *   entry for each rank: of the block that the rank contributes (ALLGATHER, GATHER) or receives (SCATTER,
+ *   REDUCE_SCATTER), equal on all ranks. For ALLTOALL, of the blocks that this rank sends, and `receive_counts` of
+ * those that it receives; every pair of ranks must agree.
+ * - `name`: part of the signature and of messages; may be NULL.
+ * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
+ * - `device`: the GPU of the tensors; NULL for host memory. ALLREDUCE and BROADCAST only.
+ * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
+ *   thread of the group. It must not block, and may start calls. */
+typedef struct dl_comm_call {
+  size_t size;
+  int collective; /* dl_comm_collective_t */
+  int reduce;     /* dl_comm_reduce_t */
+  int root;
+  int flags; /* 0 */
+  const dl_comm_buffer_t* buffers;
+  size_t count;
+  const size_t* send_counts;
+  const size_t* receive_counts;
+  const char* name;
+  double timeout;
+  const struct dl_comm_device* device;
+  double prescale;
+  double postscale;
+  void (*done)(void* context, int code, const char* message);
+  void* context;
+} dl_comm_call_t;
+
+/* Stores a handle on the group of all ranks that runs the calls of team `team` (-1: the team of broadcast and barrier).
+ * Not collective. */
+int dl_comm_team_group(int team, dl_comm_group_t** group);
+
+/* Frees the handle; NULL is ignored. Calls that were started go on. */
+int dl_comm_group_free(dl_comm_group_t* group);
+
+/* Stores this process's rank in the group, and the number of the group's ranks. */
+int dl_comm_group_rank(const dl_comm_group_t* group, int* rank);
+int dl_comm_group_size(const dl_comm_group_t* group, int* size);
+
+/* Starts a call and stores a handle in `work`. Does not wait for other ranks. The tensors must stay valid, and be used
+ * by nobody else, until the call has ended; `call` and its arrays may be freed at once. Any number of calls may be in
+ * flight. An error here means that nothing was started and `done` is not called; errors of the call itself, such as
+ * invalid tensors, come from dl_comm_test, dl_comm_wait and `done`. Collective. */
+int dl_comm_start(const dl_comm_group_t* group, const dl_comm_call_t* call, dl_comm_work_t** work);
+
+/* Stores in `ended` whether the call has ended, and returns its error if it has. Does not block. */
+int dl_comm_test(const dl_comm_work_t* work, int* ended);
+
+/* Waits until the call has ended and returns its error. After `timeout` seconds returns DL_COMM_ERROR_TIMEOUT, and the
+ * call goes on; 0 or negative: waits until the call ends, which its own deadline bounds. Several threads may wait. */
+int dl_comm_wait(const dl_comm_work_t* work, double timeout);
+
+/* Frees the handle, also before the call has ended; NULL is ignored. */
+int dl_comm_work_free(dl_comm_work_t* work);
+
+/* As dl_comm_start and dl_comm_wait, and faster. `done` must be NULL. Collective. */
+int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
 
 /* ---- Tensors in GPU memory ----------------------------------------------------------------------------------------
  * The CUDA driver, NVRTC and NCCL are loaded by the first call that needs them; DL_COMM_ERROR_SYSTEM names a missing

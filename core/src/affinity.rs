@@ -6,9 +6,8 @@
 //! equal share of an unbound host, or the CPUs that the launcher bound. Group threads take one CPU each from the end of
 //! the share. A share that would leave the framework no CPU binds nothing.
 //!
+//! A failed system call is an [`Error::System`].
 //! Thread rule: plain data.
-
-use std::mem;
 
 use rustix::process::getpid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -112,9 +111,6 @@ pub fn assign_cpus(
 }
 
 /// The CPUs that this process may use, and the number of CPUs of the host.
-///
-/// # Errors
-/// [`Error::System`]
 pub fn allowed() -> Result<(Vec<usize>, usize)> {
     let set = sched_getaffinity(None).map_err(|error| Error::system("asking for the processors", error))?;
     let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect();
@@ -146,9 +142,6 @@ pub fn share<'a>(bounds: impl Iterator<Item = &'a CpuBounds> + Clone) -> usize {
 }
 
 /// Binds the calling thread to `cpu`.
-///
-/// # Errors
-/// [`Error::System`]
 pub fn bind(cpu: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu);
@@ -157,25 +150,9 @@ pub fn bind(cpu: usize) -> Result<()> {
 
 /// Gives the calling thread the CPU set of the process's main thread. A new thread inherits the set of its parent,
 /// which may be bound.
-///
-/// # Errors
-/// [`Error::System`]
 pub fn unbind() -> Result<()> {
     let set = sched_getaffinity(Some(getpid())).and_then(|set| sched_setaffinity(None, &set));
     set.map_err(|error| Error::system("letting a thread run where the process may", error))
-}
-
-/// `struct sched_attr` of sched_setattr(2), first version.
-#[repr(C)]
-struct SchedAttr {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
 }
 
 /// The minimum slice that Linux accepts.
@@ -191,25 +168,20 @@ pub fn request_short_slice() {
     if unsafe { libc::sched_getscheduler(0) } != libc::SCHED_OTHER {
         return; // keep a policy that the program has set
     }
-    let attr = SchedAttr {
-        size: mem::size_of::<SchedAttr>() as u32,
-        policy: libc::SCHED_OTHER as u32,
-        flags: 0,
-        nice: current_nice(),
-        priority: 0,
-        runtime: SLICE_NS,
-        deadline: 0,
-        period: 0,
+    let attr = libc::sched_attr {
+        size: size_of::<libc::sched_attr>() as u32,
+        sched_policy: libc::SCHED_OTHER as u32,
+        sched_flags: 0,
+        // SAFETY: passes integers only. The error value -1 is also a valid nice value, so it is harmless.
+        sched_nice: unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) },
+        sched_priority: 0,
+        sched_runtime: SLICE_NS,
+        sched_deadline: 0,
+        sched_period: 0,
     };
     // SAFETY: the kernel reads `size` bytes of the structure. An unsupported request fails or is ignored, without
     // effect.
     let _granted = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) };
-}
-
-/// The thread's current nice value, to keep it.
-fn current_nice() -> i32 {
-    // SAFETY: passes integers only. The error value -1 is also a valid nice value, so it is harmless.
-    unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }
 }
 
 #[cfg(test)]

@@ -52,31 +52,61 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Invalid`]
+    #[inline]
     pub fn check(&self) -> Result<()> {
         self.check_source()?;
-        self.check_pointer(self.dst.cast_const())
+        if self.is_in_place() { Ok(()) } else { self.check_pointer(self.dst.cast_const(), self.len) }
     }
 
     /// Checks the source address only, for a buffer that is never written.
     ///
     /// # Errors
     /// [`Error::Invalid`]
+    #[inline]
     pub fn check_source(&self) -> Result<()> {
-        let size = self.dtype.size();
-        if self.len.checked_mul(size).is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(Error::Invalid(format!("{} elements of {} are not addressable", self.len, self.dtype.name())));
-        }
-        self.check_pointer(self.src)
+        self.check_source_of(self.len)
     }
 
-    fn check_pointer(&self, pointer: *const u8) -> Result<()> {
-        if self.len > 0 && pointer.is_null() {
+    /// Checks that `len` elements are addressable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]
+    #[inline]
+    pub fn check_length(&self, len: usize) -> Result<()> {
+        if len.checked_mul(self.dtype.size()).is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return Err(Error::Invalid(format!("{len} elements of {} are not addressable", self.dtype.name())));
+        }
+        Ok(())
+    }
+
+    /// Checks the source address for `len` elements.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]
+    #[inline]
+    pub fn check_source_of(&self, len: usize) -> Result<()> {
+        self.check_length(len)?;
+        self.check_pointer(self.src, len)
+    }
+
+    /// Checks the destination address for `len` elements.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]
+    pub fn check_destination_of(&self, len: usize) -> Result<()> {
+        self.check_length(len)?;
+        self.check_pointer(self.dst.cast_const(), len)
+    }
+
+    #[inline]
+    fn check_pointer(&self, pointer: *const u8, len: usize) -> Result<()> {
+        if len > 0 && pointer.is_null() {
             return Err(Error::Invalid("the pointer is null".into()));
         }
-        if pointer.addr().checked_add(self.len * self.dtype.size()).is_none() {
-            return Err(Error::Invalid(format!("{} elements from there are beyond the address space", self.len)));
+        if pointer.addr().checked_add(len * self.dtype.size()).is_none() {
+            return Err(Error::Invalid(format!("{len} elements from there are beyond the address space")));
         }
-        if !pointer.addr().is_multiple_of(self.dtype.size()) {
+        if !pointer.addr().is_multiple_of(self.dtype.align()) {
             return Err(Error::Invalid(format!("the pointer is not aligned for {}", self.dtype.name())));
         }
         Ok(())
@@ -84,8 +114,19 @@ impl Buffer {
 
     /// The address ranges of source and destination.
     pub fn byte_ranges(&self) -> (Range<usize>, Range<usize>) {
-        let span = |start: usize| start..start + self.len * self.dtype.size();
-        (span(self.src.addr()), span(self.dst.addr()))
+        (self.source_bytes(0..self.len), self.destination_bytes(0..self.len))
+    }
+
+    /// The addresses of `elements` of the source.
+    pub fn source_bytes(&self, elements: Range<usize>) -> Range<usize> {
+        let address = |element: usize| self.src.addr() + element * self.dtype.size();
+        address(elements.start)..address(elements.end)
+    }
+
+    /// The addresses of `elements` of the destination.
+    pub fn destination_bytes(&self, elements: Range<usize>) -> Range<usize> {
+        let address = |element: usize| self.dst.addr() + element * self.dtype.size();
+        address(elements.start)..address(elements.end)
     }
 
     /// Whether source and destination are the same address.
@@ -101,6 +142,16 @@ impl Buffer {
     /// The destination address.
     pub fn dst(&self) -> *mut u8 {
         self.dst
+    }
+
+    /// The address of element `index` of the source, which may have more elements than [`Buffer::len`].
+    pub fn source_at(&self, index: usize) -> *const u8 {
+        self.src.wrapping_add(index * self.dtype.size())
+    }
+
+    /// The address of element `index` of the destination, as for [`Buffer::source_at`].
+    pub fn destination_at(&self, index: usize) -> *mut u8 {
+        self.dst.wrapping_add(index * self.dtype.size())
     }
 
     /// The address of element `start` in the source.

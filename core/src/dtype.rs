@@ -2,67 +2,86 @@
 
 use crate::error::{Error, Result};
 
-/// An element type; the discriminants are those of `dlDataType_t`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum DType {
+/// Defines [`DType`] from a table; the order is that of the codes.
+macro_rules! dtypes {
+    ($($(#[$doc:meta])* $dtype:ident = $code:literal, $name:literal, $size:literal, $align:literal;)*) => {
+        /// An element type; the discriminants are those of `dlDataType_t`.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[repr(u8)]
+        pub enum DType {
+            $($(#[$doc])* $dtype = $code,)*
+        }
+
+        impl DType {
+            /// All element types, ordered by code.
+            pub const ALL: [DType; [$($code),*].len()] = [$(DType::$dtype),*];
+
+            /// Size of one element in bytes.
+            pub fn size(self) -> usize {
+                match self {
+                    $(DType::$dtype => $size,)*
+                }
+            }
+
+            /// Alignment of an element in bytes.
+            pub fn align(self) -> usize {
+                match self {
+                    $(DType::$dtype => $align,)*
+                }
+            }
+
+            /// The name in error messages.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(DType::$dtype => $name,)*
+                }
+            }
+        }
+    };
+}
+
+dtypes! {
     /// IEEE binary16.
-    F16 = 0,
+    F16 = 0, "float16", 2, 2;
     /// bfloat16: the upper half of a binary32.
-    BF16 = 1,
+    BF16 = 1, "bfloat16", 2, 2;
     /// IEEE binary32.
-    F32 = 2,
+    F32 = 2, "float32", 4, 4;
     /// IEEE binary64.
-    F64 = 3,
+    F64 = 3, "float64", 8, 8;
     /// Signed, 8 bits.
-    I8 = 4,
+    I8 = 4, "int8", 1, 1;
     /// Unsigned, 8 bits.
-    U8 = 5,
+    U8 = 5, "uint8", 1, 1;
     /// Signed, 32 bits.
-    I32 = 6,
+    I32 = 6, "int32", 4, 4;
     /// Signed, 64 bits.
-    I64 = 7,
-    /// One byte, 0 or 1; has no mean.
-    Bool = 8,
+    I64 = 7, "int64", 8, 8;
+    /// One byte, 0 or 1; has bit operations only.
+    Bool = 8, "bool", 1, 1;
+    /// Unsigned, 16 bits.
+    U16 = 9, "uint16", 2, 2;
+    /// Unsigned, 32 bits.
+    U32 = 10, "uint32", 4, 4;
+    /// Unsigned, 64 bits.
+    U64 = 11, "uint64", 8, 8;
+    /// Signed, 16 bits.
+    I16 = 12, "int16", 2, 2;
+    /// Real and imaginary part, each an IEEE binary32.
+    Complex64 = 13, "complex64", 8, 4;
+    /// Real and imaginary part, each an IEEE binary64.
+    Complex128 = 14, "complex128", 16, 8;
 }
 
 impl DType {
-    /// All element types, ordered by code.
-    pub const ALL: [DType; 9] =
-        [DType::F16, DType::BF16, DType::F32, DType::F64, DType::I8, DType::U8, DType::I32, DType::I64, DType::Bool];
-
     /// The type with this `dlDataType_t` code.
     ///
     /// # Errors
     /// [`Error::DType`] for an unknown code.
     pub fn from_code(code: i32) -> Result<DType> {
         let found = usize::try_from(code).ok().and_then(|index| DType::ALL.get(index).copied());
-        found.ok_or_else(|| Error::DType(format!("no element type has the code {code}; dl_comm.h lists 0 to 8")))
-    }
-
-    /// Size of one element in bytes.
-    pub fn size(self) -> usize {
-        match self {
-            DType::I8 | DType::U8 | DType::Bool => 1,
-            DType::F16 | DType::BF16 => 2,
-            DType::F32 | DType::I32 => 4,
-            DType::F64 | DType::I64 => 8,
-        }
-    }
-
-    /// The name in error messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            DType::F16 => "float16",
-            DType::BF16 => "bfloat16",
-            DType::F32 => "float32",
-            DType::F64 => "float64",
-            DType::I8 => "int8",
-            DType::U8 => "uint8",
-            DType::I32 => "int32",
-            DType::I64 => "int64",
-            DType::Bool => "bool",
-        }
+        let last = DType::ALL.len() - 1;
+        found.ok_or_else(|| Error::DType(format!("no element type has the code {code}; dl_comm.h lists 0 to {last}")))
     }
 }
 
@@ -73,9 +92,17 @@ mod tests {
     #[test]
     fn codes_are_the_positions() {
         for (code, dtype) in (0..).zip(DType::ALL) {
+            assert_eq!(dtype as i32, code);
             assert_eq!(DType::from_code(code), Ok(dtype));
         }
-        assert!(DType::from_code(9).is_err());
+        assert!(matches!(DType::from_code(15), Err(Error::DType(text)) if text.contains("0 to 14")));
         assert!(DType::from_code(-1).is_err());
+    }
+
+    #[test]
+    fn elements_are_powers_of_two_and_aligned() {
+        for dtype in DType::ALL {
+            assert!(dtype.size().is_power_of_two() && dtype.size().is_multiple_of(dtype.align()), "{dtype:?}");
+        }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -17,6 +17,7 @@ use crate::config::DumpDir;
 use crate::error::{Error, Result};
 use crate::folder::{Folder, Found};
 use crate::group::Group;
+use crate::lock::lock;
 use crate::log::log_line;
 use crate::stacks;
 use crate::transport::bootstrap::RankInfo;
@@ -42,7 +43,7 @@ impl Dumper {
 
     /// Adds a group to the dumps.
     pub fn add(&self, team: &Arc<Group>) {
-        let mut teams = self.teams.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut teams = lock(&self.teams);
         teams.retain(|team| team.strong_count() > 0);
         teams.push(Arc::downgrade(team));
     }
@@ -63,7 +64,7 @@ impl Dumper {
     /// # Errors
     /// [`Error::System`]
     pub fn write(&self, reason: &str, folder: Option<&str>) -> Result<PathBuf> {
-        let _guard = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = lock(&self.writing);
         let name = format!("rank{}.json", self.rank);
         let opened = match (folder, &self.folder) {
             (Some(folder), _) => Folder::named(Path::new(folder)),
@@ -131,8 +132,7 @@ impl Dumper {
     }
 
     fn content(&self, reason: &str) -> Value {
-        let teams: Vec<Arc<Group>> =
-            self.teams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect();
+        let teams: Vec<Arc<Group>> = lock(&self.teams).iter().filter_map(Weak::upgrade).collect();
         let info = |(rank, info): (usize, &RankInfo)| json!({"rank": rank, "host": info.host, "pid": info.pid});
         json!({
             "format": "dl_comm dump 2",
@@ -189,7 +189,6 @@ impl Drop for SignalDumper {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fs;
@@ -197,15 +196,10 @@ mod tests {
 
     #[test]
     fn a_dump_is_private_and_written_on_a_signal() {
-        let folder = std::env::temp_dir().join(format!("dl_comm_dump_{}", std::process::id()));
+        let base = tempfile::tempdir().unwrap();
+        let folder = base.path().join("dumps");
         let here = DumpDir::Folder(folder.to_string_lossy().into_owned());
-        let info = |host: &str| RankInfo {
-            host: host.into(),
-            boot: String::new(),
-            device: String::new(),
-            pid: 1,
-            pid_namespace: String::new(),
-        };
+        let info = |host: &str| RankInfo { host: host.into(), ..RankInfo::default() };
         let dumper = Arc::new(Dumper::new(1, [info("a"), info("b")].into(), 0xabc, here));
         dumper.write_on_failure("because");
         let path = folder.join("rank1.json");
@@ -220,6 +214,5 @@ mod tests {
             thread::yield_now();
         }
         drop(signal_dumper);
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -5,6 +5,7 @@
 //! Thread rule: any thread; no function waits for a peer.
 
 use crate::buffer::{Buffer, Tensor};
+use crate::collective::Counts;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
@@ -28,6 +29,12 @@ mod bridge {
         Int32 = 6,
         Int64 = 7,
         Bool = 8,
+        UInt16 = 9,
+        UInt32 = 10,
+        UInt64 = 11,
+        Int16 = 12,
+        Complex64 = 13,
+        Complex128 = 14,
     }
 
     /// A tensor: reads `src` and writes `dst`, which may be equal. `length` counts elements. Its shape is the next
@@ -263,6 +270,7 @@ unsafe fn average(
                 caller_blocks: call.caller_blocks,
                 timeout: Timeout::from_seconds(call.timeout),
                 device: device(call.device, call.stream, call.block_host),
+                counts: Counts::Even,
             },
             done: on_result(completion),
             results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
@@ -311,6 +319,7 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
             caller_blocks: call.caller_blocks,
             timeout: Timeout::from_seconds(call.timeout),
             device: device(call.device, call.stream, call.block_host),
+            counts: Counts::Even,
         };
         runtime::broadcast(call.root, options, || translate(tensors, shapes));
     });

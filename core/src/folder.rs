@@ -1,6 +1,7 @@
 //! Safe file access in directories that other users can write to, such as `/tmp`. No file of ours follows a link or
 //! replaces a folder that another user put there. Every path is opened relative to an open directory.
 //!
+//! All functions also fail with system errors.
 //! Thread rule: a [`Folder`] may be used from any thread.
 
 use std::fs::{DirBuilder, File};
@@ -31,9 +32,6 @@ const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLO
 
 impl Folder {
     /// Opens a directory that the user named, with any owner. Creates it with mode 0700 if it is missing.
-    ///
-    /// # Errors
-    /// System errors.
     pub fn named(path: &Path) -> Result<(Folder, Found)> {
         if let Some(parent) = path.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
@@ -90,9 +88,6 @@ impl Folder {
     }
 
     /// Creates file `name`. Removes an existing entry of that name first, without following links.
-    ///
-    /// # Errors
-    /// System errors.
     pub fn create(&self, name: &str) -> Result<File> {
         match unlinkat(&self.fd, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
@@ -129,9 +124,6 @@ impl Folder {
     }
 
     /// Writes file `name` atomically, by a rename: other processes may read it meanwhile.
-    ///
-    /// # Errors
-    /// System errors.
     pub fn write(&self, name: &str, content: &[u8]) -> Result<()> {
         let partial = format!(".{name}.{}", std::process::id());
         self.create(&partial)?.write_all(content)?;
@@ -140,21 +132,16 @@ impl Folder {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fs;
     use std::os::unix::fs::{PermissionsExt, chown, symlink};
-
-    fn scratch(name: &str) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("dl_comm_folder_{name}_{}", std::process::id()));
-        let _none = fs::remove_dir_all(&path);
-        path
-    }
+    use tempfile::tempdir;
 
     #[test]
     fn entries_of_other_users_are_refused() {
-        let path = scratch("refused");
+        let base = tempdir().unwrap();
+        let path = base.path().join("named");
         let (folder, found) = Folder::named(&path).unwrap();
         assert_eq!(found, Found::New);
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -174,13 +161,13 @@ mod tests {
             let error = folder.private("mine").map(drop).unwrap_err().to_string();
             assert!(error.contains("another user"), "{error}");
         }
-        fs::remove_dir_all(&path).unwrap();
     }
 
     #[test]
     fn only_files_of_this_user_are_read() {
-        let path = scratch("read");
-        let (folder, _) = Folder::named(&path).unwrap();
+        let base = tempdir().unwrap();
+        let path = base.path();
+        let (folder, _) = Folder::named(path).unwrap();
         folder.write("file", b"content").unwrap();
         assert_eq!(folder.read("file").unwrap(), b"content");
         assert_eq!(folder.read("none").unwrap_err().kind(), ErrorKind::NotFound);
@@ -195,13 +182,13 @@ mod tests {
             chown(path.join("file"), Some(65534), None).unwrap();
             assert!(folder.read("file").unwrap_err().to_string().contains("another user"));
         }
-        fs::remove_dir_all(&path).unwrap();
     }
 
     #[test]
     fn links_are_replaced_and_not_followed() {
-        let path = scratch("links");
-        let (folder, _) = Folder::named(&path).unwrap();
+        let base = tempdir().unwrap();
+        let path = base.path();
+        let (folder, _) = Folder::named(path).unwrap();
         let precious = path.join("precious");
         fs::write(&precious, "kept").unwrap();
         symlink(&precious, path.join("rank0.json")).unwrap();
@@ -210,6 +197,5 @@ mod tests {
         assert_eq!(fs::read_to_string(&precious).unwrap(), "kept");
         assert_eq!(fs::read_to_string(path.join("rank0.json")).unwrap(), "new");
         assert!(fs::symlink_metadata(path.join("rank0.json")).unwrap().is_file());
-        fs::remove_dir_all(&path).unwrap();
     }
 }

@@ -6,7 +6,7 @@
 use std::fs;
 use std::time::Duration;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::affinity::Affinity;
 use crate::collective::CallConfig;
@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::plugin::Cooldown;
 use crate::runtime::{self, ProcessInfo};
 use crate::transport::NetworkModel;
-use crate::transport::bootstrap::{LibraryInfo, NAME, RankInfo, library_info};
+use crate::transport::bootstrap::{NAME, RankInfo, library_info};
 use crate::variables;
 
 /// The JSON object that `dl_comm.h` describes.
@@ -32,14 +32,15 @@ pub fn process_info() -> Result<String> {
     let mut info = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "library": file_at(&maps, process_info as *const () as usize),
-        NAME: library(&bootstrap, file_at(&maps, bootstrap.symbol_address)),
+        NAME: bootstrap,
         "state": overview.state,
     });
+    info[NAME]["library"] = json!(file_at(&maps, bootstrap.symbol_address));
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     info["variables"] = json!(variables::KNOWN);
     info["unknown_variables"] = variables::unknown(names).into_iter().collect();
     match settings {
-        Ok(settings) => info["settings"] = Value::Object(by_variable(&settings)),
+        Ok(settings) => info["settings"] = by_variable(&settings),
         Err(error) => info["settings_error"] = Value::String(error.to_string()),
     }
     if let Some(topology) = &overview.topology {
@@ -58,31 +59,15 @@ pub fn process_info() -> Result<String> {
     Ok(info.to_string())
 }
 
-fn library(library: &LibraryInfo, path: Option<&str>) -> Value {
-    json!({
-        "library_version": library.library_version.trim(),
-        "standard": library.standard,
-        "library": path,
-        "initialized": library.initialized,
-        "finalized": library.finalized,
-        "thread_level": library.thread_level,
-    })
-}
-
 /// Every rank's host and process; empty after the world has ended.
 fn ranks(overview: &ProcessInfo) -> Value {
     let entry = |(rank, entry): (usize, &RankInfo)| {
-        let position = overview.topology.as_ref().and_then(|topology| topology.host_and_local_rank(rank));
-        json!({
-            "rank": rank,
-            "host": entry.host,
-            "host_index": position.map(|(host, _)| host),
-            "local_rank": position.map(|(_, local)| local),
-            "pid": entry.pid,
-            "pid_namespace": entry.pid_namespace,
-            "boot_id": entry.boot,
-            "shm_device": entry.device,
-        })
+        let position = overview.topology.as_ref().and_then(|topology| topology.position(rank));
+        let mut entry = json!(entry);
+        entry["rank"] = json!(rank);
+        entry["host_index"] = json!(position.map(|position| position.host));
+        entry["local_rank"] = json!(position.map(|position| position.local_rank));
+        entry
     };
     overview.rank_info.iter().enumerate().map(entry).collect()
 }
@@ -100,7 +85,7 @@ fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
 
 /// The settings by the names and in the units of their environment variables. The destructuring makes a forgotten new
 /// field a compile error.
-fn by_variable(config: &Config) -> Map<String, Value> {
+fn by_variable(config: &Config) -> Value {
     let Config {
         default_nthreads,
         default_prec_level,
@@ -133,26 +118,25 @@ fn by_variable(config: &Config) -> Map<String, Value> {
         DumpDir::Folder(folder) => folder,
         DumpDir::Disabled => "none",
     };
-    let settings = [
-        ("DL_COMM_DEFAULT_NTHREADS", json!(default_nthreads)),
-        ("DL_COMM_DEFAULT_PREC_LEVEL", json!(default_prec_level)),
-        ("DL_COMM_TIMEOUT_S", seconds(timeout)),
-        ("DL_COMM_STALL_WARN_S", seconds(stall_warn)),
-        ("DL_COMM_MATCH_TIMEOUT_S", json!(match_within.as_secs_f64())),
-        ("DL_COMM_CHUNK_KB", json!(chunk_bytes >> 10)),
-        ("DL_COMM_ALGORITHM", json!(algorithm.name())),
-        ("DL_COMM_AFFINITY", json!(affinity)),
-        ("DL_COMM_COOLDOWN", json!(cooldown)),
-        ("DL_COMM_ALONE", json!(i32::from(*alone))),
-        ("DL_COMM_SHM_DIR", json!(shm_dir)),
-        ("DL_COMM_SOCKET_IFNAME", json!(network)),
-        ("DL_COMM_DUMP_DIR", json!(dump_dir)),
-        ("DL_COMM_TIMELINE", json!(timeline)),
-        ("DL_COMM_GPU_PATH", json!(path.name())),
-        ("DL_COMM_PIPELINE_CHUNK_KB", json!(chunk >> 10)),
-        ("DL_COMM_NUM_CUDA_STREAMS", json!(streams)),
-    ];
-    settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    json!({
+        "DL_COMM_DEFAULT_NTHREADS": default_nthreads,
+        "DL_COMM_DEFAULT_PREC_LEVEL": default_prec_level,
+        "DL_COMM_TIMEOUT_S": seconds(timeout),
+        "DL_COMM_STALL_WARN_S": seconds(stall_warn),
+        "DL_COMM_MATCH_TIMEOUT_S": match_within.as_secs_f64(),
+        "DL_COMM_CHUNK_KB": chunk_bytes >> 10,
+        "DL_COMM_ALGORITHM": algorithm.name(),
+        "DL_COMM_AFFINITY": affinity,
+        "DL_COMM_COOLDOWN": cooldown,
+        "DL_COMM_ALONE": i32::from(*alone),
+        "DL_COMM_SHM_DIR": shm_dir,
+        "DL_COMM_SOCKET_IFNAME": network,
+        "DL_COMM_DUMP_DIR": dump_dir,
+        "DL_COMM_TIMELINE": timeline,
+        "DL_COMM_GPU_PATH": path.name(),
+        "DL_COMM_PIPELINE_CHUNK_KB": chunk >> 10,
+        "DL_COMM_NUM_CUDA_STREAMS": streams,
+    })
 }
 
 /// The file mapped at `address`, from the text of `/proc/self/maps` (proc_pid_maps(5)).

@@ -9,7 +9,9 @@ use std::mem::{ManuallyDrop, MaybeUninit};
 use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use crate::lock::lock;
 
 /// The size limit of the text, in bytes.
 const MAX_TEXT_BYTES: usize = 1 << 18;
@@ -19,12 +21,12 @@ static SOURCE: Mutex<Option<(i32, i32)>> = Mutex::new(None);
 
 /// Registers `signal`, whose handler writes the stacks to `fd`. The caller keeps `fd` open.
 pub fn come_from(signal: i32, fd: i32) {
-    *SOURCE.lock().unwrap_or_else(PoisonError::into_inner) = Some((signal, fd));
+    *lock(&SOURCE) = Some((signal, fd));
 }
 
 /// The lines of the stacks; empty without a handler.
 pub fn take() -> Vec<String> {
-    let source = SOURCE.lock().unwrap_or_else(PoisonError::into_inner);
+    let source = lock(&SOURCE);
     let Some((signal, fd)) = *source else { return Vec::new() };
     // SAFETY: `fd` is open in this process, and `ManuallyDrop` keeps it open.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
@@ -68,7 +70,6 @@ fn raise(signal: i32) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::os::fd::AsRawFd;

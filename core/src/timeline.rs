@@ -12,8 +12,8 @@ use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 use crate::clock::monotonic;
 use crate::error::{Error, Result};
 use crate::folder::Folder;
+use crate::lock::lock;
 use crate::log::log_line;
 
 static ON: AtomicBool = AtomicBool::new(false);
@@ -46,10 +47,6 @@ struct Writer {
     flushed: Instant,
 }
 
-fn writer() -> MutexGuard<'static, Option<Writer>> {
-    WRITER.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Sets the clock of rank 0's host minus this host's clock.
 pub fn set_offset(nanos: i64) {
     OFFSET.store(nanos, Ordering::Relaxed);
@@ -67,7 +64,7 @@ pub fn is_on() -> bool {
 /// [`Error::System`]; [`Error::State`] when a timeline is being recorded.
 pub fn start(folder: &str, rank: usize, title: &str, job: &str) -> Result<()> {
     static NUMBER: AtomicU64 = AtomicU64::new(1);
-    let mut slot = writer();
+    let mut slot = lock(&WRITER);
     if slot.is_some() {
         return Err(Error::State("a timeline is being recorded already; stop it first".into()));
     }
@@ -107,7 +104,7 @@ fn is_of_another(path: &Path, job: &str) -> bool {
 /// Completes the file; does nothing without a timeline.
 pub fn stop() {
     ON.store(false, Ordering::Relaxed);
-    if let Some(mut writer) = writer().take() {
+    if let Some(mut writer) = lock(&WRITER).take() {
         let end = json!({"ph": "M", "name": "process_labels", "pid": writer.rank, "args": {"labels": "complete"}});
         let ended = writeln!(writer.file, "{end}\n]").and_then(|()| writer.file.flush());
         if let Err(error) = ended {
@@ -118,7 +115,7 @@ pub fn stop() {
 
 /// Writes a span `name` of this thread in `category`.
 pub fn span(category: &str, name: &str, from: Instant, to: Instant, args: &[(&str, Value)]) {
-    let mut slot = writer();
+    let mut slot = lock(&WRITER);
     let Some(writer) = &mut *slot else { return };
     let micros = |moment: Instant| (monotonic(moment) + OFFSET.load(Ordering::Relaxed)) as f64 * 1e-3;
     let args: serde_json::Map<String, Value> =
@@ -161,31 +158,30 @@ impl Writer {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
     /// The only test that records: the timeline is global to the process.
     #[test]
     fn a_file_has_the_recorded_spans() {
-        let folder = std::env::temp_dir().join(format!("dl_comm_timeline_{}", std::process::id()));
-        let text = folder.to_string_lossy().into_owned();
+        let base = tempfile::tempdir().unwrap();
+        let folder = base.path();
+        let text = folder.to_str().unwrap();
         assert!(matches!(start("/proc/nowhere", 0, "x", "a"), Err(Error::System(_))));
-        start(&text, 3, "rank 3", "b").unwrap();
+        start(text, 3, "rank 3", "b").unwrap();
         stop();
         let other = std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap();
-        start(&text, 3, "rank 3", "a").unwrap();
+        start(text, 3, "rank 3", "a").unwrap();
         stop();
         // The same job again: the same file is replaced.
-        start(&text, 3, "rank 3", "a").unwrap();
+        start(text, 3, "rank 3", "a").unwrap();
         assert_eq!(std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap(), other);
-        assert!(matches!(start(&text, 3, "rank 3", "a"), Err(Error::State(_))));
+        assert!(matches!(start(text, 3, "rank 3", "a"), Err(Error::State(_))));
         let from = Instant::now();
         span("phase", "odd \"name\"", from, from + Duration::from_millis(2), &[("target", "rank 1".into())]);
         stop();
         stop();
         let file = std::fs::read_to_string(folder.join("a/rank3.trace.json")).unwrap();
-        std::fs::remove_dir_all(&folder).unwrap();
         let events: Vec<Value> = serde_json::from_str(&file).unwrap();
         let span = events.iter().find(|event| event["name"] == "odd \"name\"").unwrap();
         assert!((span["dur"].as_f64().unwrap() - 2000.0).abs() < 1e-3 && span["pid"] == 3, "{span}");

@@ -3,10 +3,11 @@
 //!
 //! Thread rule: the threads that run a call share its [`CallTimings`]; all counters are atomics.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::lock::lock;
 use crate::timeline;
 
 /// Activity of a group thread in a call.
@@ -70,7 +71,8 @@ impl CallTimings {
 
     /// Adds a span of `activity`.
     pub fn add(&self, activity: Activity, from: Instant, to: Instant) {
-        self.nanos[activity as usize].fetch_add(nanos(to - from), Ordering::Relaxed);
+        let nanos = u64::try_from((to - from).as_nanos()).unwrap_or(u64::MAX);
+        self.nanos[activity as usize].fetch_add(nanos, Ordering::Relaxed);
         if timeline::is_on() {
             timeline::span("phase", activity.as_str(), from, to, &self.labels());
         }
@@ -84,26 +86,21 @@ impl CallTimings {
 
     /// Adds a wait for `target`, within a span of [`Activity::Wait`] or [`Activity::Network`].
     pub fn add_wait(&self, target: WaitTarget, from: Instant, to: Instant) {
-        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waits = lock(&self.waits);
         match waits.iter_mut().find(|(other, _)| *other == target) {
             Some((_, sum)) => *sum += to - from,
             None => waits.push((target, to - from)),
         }
         drop(waits);
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        lock(&self.waiting).clear();
         if timeline::is_on() {
             let name = match target {
                 WaitTarget::Rank(rank) => format!("rank {rank}"),
                 WaitTarget::Host(host) => format!("host {host}"),
             };
             let [team, call] = self.labels();
-            timeline::span(
-                "wait_for_rank",
-                &format!("wait for {name}"),
-                from,
-                to,
-                &[team, call, ("target", name.into())],
-            );
+            let args = [team, call, ("target", name.as_str().into())];
+            timeline::span("wait_for_rank", &format!("wait for {name}"), from, to, &args);
         }
     }
 
@@ -113,12 +110,12 @@ impl CallTimings {
 
     /// Sets the current targets of a long wait.
     pub fn set_waiting(&self, target: Vec<WaitTarget>) {
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = target;
+        *lock(&self.waiting) = target;
     }
 
     /// The current targets of a long wait.
     pub fn waiting(&self) -> Vec<WaitTarget> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.waiting).clone()
     }
 
     /// Counts a round through shared memory.
@@ -144,7 +141,7 @@ impl CallTimings {
 
     /// The total wait per target.
     pub fn waits(&self) -> Vec<(WaitTarget, Duration)> {
-        self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.waits).clone()
     }
 
     /// Counts: shared memory rounds, raised flags, messages, bytes of the messages.
@@ -184,10 +181,6 @@ impl PhaseTimer<'_> {
             *since = Instant::now();
         }
     }
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -2,7 +2,10 @@
 //!
 //! A host is a set of ranks that can share memory. The data of a host is cut into *shards*. The rank with local rank l
 //! owns shard l: it reduces that slice and exchanges it with the owners of shard l on the other hosts. The number of
-//! shards is the size of the smallest host, so every host has the same shards.
+//! shards is the size of the smallest host, so every host has the same shards. Data that belongs to one rank is in the
+//! shard l mod shards of its local rank l.
+
+use std::ops::Range;
 
 /// The ranks of a job, grouped by host, as seen by one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,6 +14,25 @@ pub struct Topology {
     hosts: Vec<Vec<usize>>,
     host: usize,
     local_rank: usize,
+    /// By rank.
+    positions: Vec<Position>,
+    /// The ranks of all shards: shard by shard, in each by host, then by local rank.
+    shard_order: Vec<usize>,
+    /// The first index of each shard in `shard_order`, and its length.
+    shard_starts: Vec<usize>,
+}
+
+/// The position of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Position {
+    /// Its host.
+    pub host: usize,
+    /// Its index among the ranks of the host.
+    pub local_rank: usize,
+    /// The shard of its data.
+    pub shard: usize,
+    /// Its index among the ranks of all shards, which are ordered by shard, host and local rank.
+    pub index: usize,
 }
 
 impl Topology {
@@ -31,9 +53,20 @@ impl Topology {
                 }
             }
         }
-        let host = leaders.iter().position(|&leader| keys[leader] == keys[rank]).unwrap_or(0);
-        let local_rank = hosts[host].iter().position(|&other| other == rank).unwrap_or(0);
-        Topology { rank, hosts, host, local_rank }
+        let num_shards = hosts.iter().map(Vec::len).min().unwrap_or(1);
+        let mut positions = vec![Position::default(); keys.len()];
+        let (mut shard_order, mut shard_starts) = (Vec::with_capacity(keys.len()), vec![0]);
+        for shard in 0..num_shards {
+            for (host, ranks) in hosts.iter().enumerate() {
+                for (local_rank, &rank) in ranks.iter().enumerate().skip(shard).step_by(num_shards) {
+                    positions[rank] = Position { host, local_rank, shard, index: shard_order.len() };
+                    shard_order.push(rank);
+                }
+            }
+            shard_starts.push(shard_order.len());
+        }
+        let Position { host, local_rank, .. } = positions[rank];
+        Topology { rank, hosts, host, local_rank, positions, shard_order, shard_starts }
     }
 
     /// This rank.
@@ -43,7 +76,7 @@ impl Topology {
 
     /// Number of ranks.
     pub fn size(&self) -> usize {
-        self.hosts.iter().map(Vec::len).sum()
+        self.positions.len()
     }
 
     /// Number of hosts.
@@ -76,17 +109,38 @@ impl Topology {
         &self.hosts[self.host]
     }
 
-    /// The host of `rank` and its local rank there.
-    pub fn host_and_local_rank(&self, rank: usize) -> Option<(usize, usize)> {
-        self.hosts.iter().enumerate().find_map(|(host, ranks)| {
-            let local = ranks.iter().position(|&other| other == rank)?;
-            Some((host, local))
-        })
+    /// The position of `rank`, if it is one.
+    pub fn position(&self, rank: usize) -> Option<Position> {
+        self.positions.get(rank).copied()
+    }
+
+    /// The local rank of `rank`, if it is on this host.
+    pub fn local_rank_of(&self, rank: usize) -> Option<usize> {
+        self.position(rank).filter(|position| position.host == self.host).map(|position| position.local_rank)
+    }
+
+    /// The ranks of all shards, by [`Position::index`].
+    pub fn shard_order(&self) -> &[usize] {
+        &self.shard_order
+    }
+
+    /// The indices of shard `shard` in [`Topology::shard_order`].
+    pub fn shard_indices(&self, shard: usize) -> Range<usize> {
+        self.shard_starts[shard]..self.shard_starts[shard + 1]
+    }
+
+    /// The indices of the ranks of `host` in shard `shard`.
+    pub fn shard_indices_of(&self, shard: usize, host: usize) -> Range<usize> {
+        let all = self.shard_indices(shard);
+        let ranks = &self.shard_order[all.clone()];
+        let before = ranks.partition_point(|&rank| self.positions[rank].host < host);
+        let end = ranks.partition_point(|&rank| self.positions[rank].host <= host);
+        all.start + before..all.start + end
     }
 
     /// The number of shards that the data of a host is cut into.
     pub fn num_shards(&self) -> usize {
-        self.hosts.iter().map(Vec::len).min().unwrap_or(1)
+        self.shard_starts.len() - 1
     }
 
     /// The shard that this rank owns, if any.
@@ -107,8 +161,11 @@ mod tests {
         assert_eq!((topology.host(), topology.local_rank(), topology.local_size()), (1, 1, 3));
         assert_eq!(topology.num_shards(), 2);
         assert_eq!(topology.shard(), Some(1));
-        assert_eq!(topology.host_and_local_rank(4), Some((1, 2)));
-        assert_eq!(topology.host_and_local_rank(5), None);
+        assert_eq!(topology.position(4), Some(Position { host: 1, local_rank: 2, shard: 0, index: 2 }));
+        assert_eq!(topology.position(5), None);
+        assert_eq!((topology.local_rank_of(4), topology.local_rank_of(2)), (Some(2), None));
+        assert_eq!(topology.shard_order(), [0, 1, 4, 2, 3]);
+        assert_eq!((topology.shard_indices(1), topology.shard_indices_of(0, 1)), (3..5, 1..3));
         assert_eq!(Topology::new(4, &["b", "a", "b", "a", "a"]).shard(), None);
     }
 

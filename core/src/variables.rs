@@ -1,5 +1,7 @@
 //! The list of all environment variables, and suggestions for misspelled names. Pure.
 
+use strsim::levenshtein;
+
 /// Variables that dl_comm and its Python package read or set for their own processes.
 pub const KNOWN: [&str; 22] = [
     "DL_COMM_AFFINITY",
@@ -37,9 +39,9 @@ pub fn unknown(names: impl IntoIterator<Item = String>) -> Vec<(String, Option<&
         .into_iter()
         .filter(|name| ours(name) && !KNOWN.contains(&name.as_str()))
         .map(|name| {
-            let nearest = KNOWN.into_iter().min_by_key(|known| edit_distance(&name, known));
+            let nearest = KNOWN.into_iter().min_by_key(|known| levenshtein(&name, known));
             let nearest =
-                nearest.filter(|known| edit_distance(&name, known) <= MAX_TYPOS.min(name.len().saturating_sub(8) / 2));
+                nearest.filter(|known| levenshtein(&name, known) <= MAX_TYPOS.min(name.len().saturating_sub(8) / 2));
             (name, nearest)
         })
         .collect();
@@ -55,21 +57,6 @@ pub fn warning(unknown: &[(String, Option<&str>)]) -> Option<String> {
     };
     let texts: Vec<String> = unknown.iter().map(describe).collect();
     (!texts.is_empty()).then(|| format!("no variable of this name is known, so it has no effect: {}", texts.join(", ")))
-}
-
-/// The Levenshtein distance: insertions, removals and replacements that turn `a` into `b`.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.bytes().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]
@@ -91,7 +78,6 @@ mod tests {
         for name in ["DL_COMM_TIMEOUT_S", "DL_COMM_TEST_ROUNDS", "PATH", "ML_COMM_X"] {
             assert_eq!(meant(name), None, "{name}");
         }
-        assert_eq!((edit_distance("", "abc"), edit_distance("kitten", "sitting"), edit_distance("a", "a")), (3, 3, 0));
         let text = warning(&unknown(["DL_COMM_TIMEOUT".into(), "DL_COMM_QUITE_ELSE_WHERE".into()]));
         assert!(text.is_some_and(|text| {
             text.ends_with("DL_COMM_QUITE_ELSE_WHERE, DL_COMM_TIMEOUT (is DL_COMM_TIMEOUT_S meant?)")

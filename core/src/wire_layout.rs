@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::dtype::DType;
+use crate::topology::Topology;
 
 /// Alignment of every cut in the wire layout, in bytes: a cache line; no element is larger.
 pub const ALIGN: usize = 64;
@@ -23,11 +24,21 @@ pub fn max_acc_bytes(wire: usize) -> usize {
     wire.next_multiple_of(ALIGN) * MAX_ACC_RATIO
 }
 
-/// Upper limit of the message bytes in one exchange between hosts, for slots of `slot` bytes: one shard as
-/// accumulators, split into one part per host, each with a header.
-pub fn exchange_buffer_bytes(slot: usize, shards: usize, hosts: usize) -> usize {
-    let slice_lines = slot.div_ceil(ALIGN).div_ceil(shards) + 1;
-    hosts * HEADER + max_acc_bytes((slice_lines + hosts) * ALIGN)
+/// Upper limit of the message bytes in one exchange between hosts, for slots of `slot` bytes: a part for each host with
+/// a header, of a whole slot, or of the accumulators of a shard's slice.
+pub fn exchange_buffer_bytes(slot: usize, topology: &Topology) -> usize {
+    let (hosts, shards) = (topology.hosts(), topology.num_shards());
+    let line = slot.div_ceil(ALIGN).div_ceil(shards) + 1;
+    // In a reduce-scatter a slot has a block for each rank: a shard sends the blocks of its ranks, and receives those of
+    // its ranks on one host from all others.
+    let indices = |shard: usize| {
+        let most = (0..hosts).map(|host| topology.shard_indices_of(shard, host).len()).max().unwrap_or(0);
+        topology.shard_indices(shard).len().max(most * (hosts - 1))
+    };
+    let blocks = (0..shards).map(indices).max().unwrap_or(0);
+    let block = slot / topology.size() / ALIGN;
+    let accumulators = max_acc_bytes((line.max(blocks * block) + hosts) * ALIGN);
+    hosts * (HEADER + ALIGN) + accumulators.max(slot)
 }
 
 /// The part of a tensor in a chunk.
@@ -116,6 +127,11 @@ impl WireLayout {
     /// The number of chunks; a call without data has one empty chunk.
     pub fn chunks(&self) -> usize {
         self.total.div_ceil(self.chunk).max(1)
+    }
+
+    /// The size of a full chunk in bytes.
+    pub fn chunk_size(&self) -> usize {
+        self.chunk
     }
 
     /// The size of chunk `index` in bytes.

@@ -95,6 +95,14 @@ fn every_dtype_is_averaged() {
             expect(rank, values().map(i32::from).collect(), &expected().map(|x| x as i32).collect::<Vec<_>>());
             expect(rank, values().map(i64::from).collect(), &expected().map(|x| x as i64).collect::<Vec<_>>());
             expect(rank, values().collect(), &expected().map(|x| x as u8).collect::<Vec<u8>>());
+            expect(rank, values().map(i16::from).collect(), &expected().map(|x| x as i16).collect::<Vec<_>>());
+            expect(rank, values().map(u16::from).collect(), &expected().map(|x| x as u16).collect::<Vec<_>>());
+            expect(rank, values().map(u32::from).collect(), &expected().map(|x| x as u32).collect::<Vec<_>>());
+            expect(rank, values().map(u64::from).collect(), &expected().map(|x| x as u64).collect::<Vec<_>>());
+            let complex = values().map(|value| [narrow(value), 1.0]).collect();
+            expect(rank, complex, &(0..100).map(|i| [sums(i), 1.0]).collect::<Vec<_>>());
+            let complex = values().map(|value| [f64::from(value), 1.0]).collect();
+            expect(rank, complex, &expected().map(|x| [x, 1.0]).collect::<Vec<_>>());
             let negative = |value: u8| -i8::try_from(value / 4).unwrap();
             let total = |i: u8| (0..size).map(|r| i32::from(negative(i + r))).sum::<i32>() / i32::from(size);
             let expected = (0..100).map(|i| i8::try_from(total(i)).unwrap()).collect::<Vec<_>>();
@@ -159,7 +167,7 @@ fn towers_are_averaged_and_all_get_the_result() {
                 })
                 .collect();
             let lists = towers.iter_mut().map(|(a, b, c)| vec![tensor(a), tensor(b), tensor(c)]).collect();
-            rank.call(Op::Allreduce, lists, "towers").unwrap();
+            rank.call(Op::MEAN, lists, "towers").unwrap();
             let mean = (3.0 * size - 1.0) / 2.0;
             for (a, b, c) in &towers {
                 assert!(a.iter().all(|&value| value == mean));
@@ -169,7 +177,7 @@ fn towers_are_averaged_and_all_get_the_result() {
             let mut towers: Vec<Vec<i32>> = (0..2).map(|tower| vec![(10 * rank.rank + tower) as i32; 9]).collect();
             let root = rank.size - 1;
             let lists = towers.iter_mut().map(|data| vec![tensor(data)]).collect();
-            rank.call(Op::Broadcast { root }, lists, "towers").unwrap();
+            rank.call(Op::broadcast(root), lists, "towers").unwrap();
             assert!(towers.iter().flatten().all(|&value| value == 10 * root as i32));
         });
     }
@@ -190,13 +198,13 @@ fn many_calls_in_flight_complete_in_order() {
         let calls: Vec<_> = data
             .iter_mut()
             .enumerate()
-            .map(|(i, data)| rank.start(Op::Allreduce, vec![vec![tensor(data)]], &i.to_string()))
+            .map(|(i, data)| rank.start(Op::MEAN, vec![vec![tensor(data)]], &i.to_string()))
             .collect();
         calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
         for (i, data) in data.iter().enumerate() {
             assert!(data.iter().all(|&value| value == i as f64 * 1.5));
         }
-        rank.call(Op::Barrier, Vec::new(), "").unwrap();
+        rank.call(Op::BARRIER, Vec::new(), "").unwrap();
     });
 }
 

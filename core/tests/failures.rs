@@ -21,9 +21,7 @@ fn invalid_arguments_are_refused_and_later_calls_work() {
             matches!(error(rank.broadcast(2, vec![tensor(&mut data)])), Error::Invalid(text) if text.contains("root 2"))
         );
         let uneven = vec![vec![tensor(&mut data)], vec![tensor(&mut [0f32; 3])]];
-        assert!(
-            matches!(error(rank.call(Op::Allreduce, uneven, "")), Error::Invalid(text) if text.contains("tower 1"))
-        );
+        assert!(matches!(error(rank.call(Op::MEAN, uneven, "")), Error::Invalid(text) if text.contains("tower 1")));
         rank.average(vec![tensor(&mut data)]).unwrap();
         assert_eq!(data, [0.5; 4]);
     });
@@ -48,13 +46,13 @@ fn mismatched_calls_are_named_on_every_rank() {
                 assert!(!text.contains("float64"), "{text}");
                 assert_eq!(data, before);
 
-                let op = if differs { Op::Barrier } else { Op::Broadcast { root: 0 } };
+                let op = if differs { Op::BARRIER } else { Op::broadcast(0) };
                 let towers = if differs { Vec::new() } else { vec![vec![tensor(&mut data)]] };
                 let text = rank.call(op, towers, "weights").unwrap_err().to_string();
                 assert!(text.contains("barrier") && text.contains("broadcast 'weights' from rank 0"), "{text}");
 
                 let name = if differs { "loss" } else { "accuracy" };
-                let text = rank.call(Op::Allreduce, vec![vec![tensor(&mut [0f32])]], name).unwrap_err().to_string();
+                let text = rank.call(Op::MEAN, vec![vec![tensor(&mut [0f32])]], name).unwrap_err().to_string();
                 assert!(text.contains("'loss'") && text.contains("'accuracy'"), "{text}");
 
                 let mut value = [rank.rank as f64];
@@ -78,7 +76,7 @@ fn waits_for_each_other_in_different_teams_are_a_mismatch() {
                 }
                 let mut data = [teams[0].rank as f32; 3];
                 let (team, name) = if differs { (&teams[1], "loss") } else { (&teams[0], "gradients") };
-                let error = team.call(Op::Allreduce, vec![vec![tensor(&mut data)]], name).unwrap_err();
+                let error = team.call(Op::MEAN, vec![vec![tensor(&mut data)]], name).unwrap_err();
                 let Error::Mismatch(text) = &error else { panic!("{error}") };
                 let expected = [
                     "average 'gradients' on team 0".to_owned(),
@@ -141,13 +139,13 @@ fn calls_match_when_a_late_rank_arrives() {
         for delay in (0..40).map(|step| 190 + 8 * step) {
             let mut data = [teams[0].rank as f32; 3];
             if teams[0].rank == 0 {
-                let pending = teams[0].start(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten");
+                let pending = teams[0].start(Op::MEAN, vec![vec![tensor(&mut data)]], "forgotten");
                 std::thread::sleep(Duration::from_millis(delay));
                 teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
                 pending.recv().unwrap().unwrap();
             } else {
                 teams[1].average(vec![tensor(&mut [1f32])]).unwrap();
-                teams[0].call(Op::Allreduce, vec![vec![tensor(&mut data)]], "forgotten").unwrap();
+                teams[0].call(Op::MEAN, vec![vec![tensor(&mut data)]], "forgotten").unwrap();
             }
             assert_eq!(data, [0.5; 3]);
         }
@@ -178,7 +176,7 @@ fn a_missing_rank_is_named_at_the_deadline() {
         world.run(|rank| {
             let mut data = [1f32];
             if rank.rank < 2 {
-                let error = rank.call(Op::Allreduce, vec![vec![tensor(&mut data)]], "late").unwrap_err();
+                let error = rank.call(Op::MEAN, vec![vec![tensor(&mut data)]], "late").unwrap_err();
                 let text = error.to_string();
                 assert!(matches!(error, Error::Timeout(_)), "{text}");
                 assert!(text.contains("average 'late'") && text.contains("DL_COMM_TIMEOUT_S"), "{text}");
@@ -232,7 +230,7 @@ fn overlapping_memory_is_refused() {
         assert!(matches!(&error, Error::Invalid(text) if text.contains("0 and 1 share memory")), "{error}");
         assert!(matches!(rank.average(vec![twice.clone(), part]), Err(Error::Invalid(_))));
         assert!(matches!(
-            rank.call(Op::Allreduce, vec![vec![twice.clone()], vec![twice.clone()]], ""),
+            rank.call(Op::MEAN, vec![vec![twice.clone()], vec![twice.clone()]], ""),
             Err(Error::Invalid(_))
         ));
         // A broadcast may write the same memory twice: the bytes are equal.

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::{Call, CallConfig, Channel, Op};
+use dl_comm_core::collective::{Call, CallConfig, Channel, Counts, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::timings::CallTimings;
@@ -77,9 +77,9 @@ fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) 
 fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
     let slot = FLOATS * size_of::<f32>();
-    let config =
-        CallConfig { team: 0, ranks, channels: 1, slot, small_max: slot, single_thread_max: 0, acc_f64: false };
-    Call::new(Op::Allreduce, vec![vec![Tensor::new(buffer, &[])]], name, "", String::new(), config).unwrap()
+    let topology = Topology::new(0, &vec![0; ranks]);
+    let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, 0, 1, slot) };
+    Call::new(Op::MEAN, vec![vec![Tensor::new(buffer, &[])]], Counts::Even, name, "", String::new(), config).unwrap()
 }
 
 /// Every rank averages `steps` slots of floats, with one chunk packed ahead as in the group's threads.
@@ -93,7 +93,7 @@ fn averages(ranks: usize, steps: usize) {
             assert_eq!(call.layout.chunks(), steps);
             with_wait_context(&region, |wait_ctx| {
                 assert!(channel.run_first_chunk(&call, wait_ctx).unwrap());
-                channel.run_chunks(&call, 1..steps, false, wait_ctx).unwrap();
+                channel.run_chunks(&call, 1..steps, channel.plan(), wait_ctx).unwrap();
             });
             let mean = |index| (0..ranks).map(|rank| value(rank, index)).sum::<f32>() / ranks as f32;
             assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
@@ -113,6 +113,43 @@ fn three_ranks_two_chunks() {
     explore(Some(1), || averages(3, 2));
 }
 
+/// Rounds in which ranks read each other's slots directly, before and after rounds in which shards reduce.
+#[test]
+fn direct_and_reducing_rounds_mix() {
+    explore(Some(2), || {
+        let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
+            spawn(move || {
+                let topology = Arc::new(Topology::new(rank, &[0, 0]));
+                let slot = FLOATS * size_of::<f32>();
+                let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, 0, 1, slot) };
+                let mut channel = Channel::new(topology, region.channel(0));
+                for (number, (op, chunks)) in
+                    [(Op::ALLGATHER, 2), (Op::MEAN, 2), (Op::ALLGATHER, 1)].into_iter().enumerate()
+                {
+                    let len = chunks * FLOATS;
+                    let value = |rank: usize| (10 * number + rank) as f32;
+                    let (mut src, mut dst) = (vec![value(rank); len], vec![0f32; 2 * len]);
+                    let buffer = Buffer::new(src.as_mut_ptr().cast(), dst.as_mut_ptr().cast(), len, DType::F32);
+                    let tensors = vec![vec![Tensor::new(buffer, &[])]];
+                    let call = Call::new(op, tensors, Counts::Even, "", "", String::new(), config).unwrap();
+                    assert_eq!(call.layout.chunks(), chunks);
+                    with_wait_context(&region, |wait_ctx| {
+                        assert!(channel.run_first_chunk(&call, wait_ctx).unwrap());
+                        channel.run_chunks(&call, 1..chunks, channel.plan(), wait_ctx).unwrap();
+                    });
+                    if op == Op::MEAN {
+                        assert!(dst[..len].iter().all(|&found| found == value(0) + 0.5));
+                    } else {
+                        assert!((0..2).all(|from| dst[from * len..][..len].iter().all(|&found| found == value(from))));
+                    }
+                }
+            })
+        };
+        let ranks: Vec<_> = regions(2).into_iter().enumerate().map(rank).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
 /// Two ranks make consecutive calls with the given numbers of chunks.
 fn calls(preemptions: usize, chunks: &'static [usize]) {
     explore(Some(preemptions), move || {
@@ -125,7 +162,7 @@ fn calls(preemptions: usize, chunks: &'static [usize]) {
                     assert_eq!(call.layout.chunks(), chunks);
                     with_wait_context(&region, |wait_ctx| {
                         assert!(channel.run_first_chunk(&call, wait_ctx).unwrap());
-                        channel.run_chunks(&call, 1..chunks, false, wait_ctx).unwrap();
+                        channel.run_chunks(&call, 1..chunks, channel.plan(), wait_ctx).unwrap();
                     });
                     assert!(data.iter().all(|&value| value == number as f32 + 0.5));
                 }

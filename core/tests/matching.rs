@@ -56,7 +56,7 @@ fn submit(rank: &Rank, calls: &[Call], pauses: &[u8]) -> Vec<Result<()>> {
                 1 => std::thread::sleep(Duration::from_micros(300)),
                 _ => {}
             }
-            let op = call.root.map_or(Op::Allreduce, |root| Op::Broadcast { root });
+            let op = call.root.map_or(Op::MEAN, Op::broadcast);
             rank.start(op, vec![vec![tensor(data)]], &call.name)
         })
         .collect();
@@ -185,7 +185,7 @@ fn threads_that_block_in_opposite_order_are_matched() {
             let run = |name: &'static str, length: usize, rounds: usize| {
                 for round in 0..rounds {
                     let mut data = vec![(rank.rank + round) as f32; length];
-                    rank.call(Op::Allreduce, vec![vec![tensor(&mut data)]], name).unwrap();
+                    rank.call(Op::MEAN, vec![vec![tensor(&mut data)]], name).unwrap();
                     let mean = (rank.size - 1) as f32 / 2.0 + round as f32;
                     assert!(data.iter().all(|&value| value == mean), "{name} {round}");
                 }
@@ -207,14 +207,14 @@ fn threads_that_block_in_opposite_order_are_matched() {
 fn a_missing_call_is_reported_and_later_calls_work() {
     World::new(&[3]).run(|rank| {
         if rank.rank != 1 {
-            let error = rank.call(Op::Allreduce, vec![vec![tensor(&mut [1f32])]], "skipped").unwrap_err().to_string();
+            let error = rank.call(Op::MEAN, vec![vec![tensor(&mut [1f32])]], "skipped").unwrap_err().to_string();
             assert!(error.contains("'skipped'") && error.contains("ranks 0, 2") && error.contains("'next'"), "{error}");
         }
         let mut data = [rank.rank as f32];
-        let result = rank.call(Op::Allreduce, vec![vec![tensor(&mut data)]], "next");
+        let result = rank.call(Op::MEAN, vec![vec![tensor(&mut data)]], "next");
         if rank.rank == 1 {
             assert!(matches!(result, Err(Error::Mismatch(_))), "{result:?}");
-            rank.call(Op::Allreduce, vec![vec![tensor(&mut data)]], "next").unwrap();
+            rank.call(Op::MEAN, vec![vec![tensor(&mut data)]], "next").unwrap();
         } else {
             result.unwrap();
         }
@@ -228,7 +228,7 @@ fn a_call_timeout_holds_behind_another_call() {
     World { timeout: Duration::from_secs(60), ..World::new(&[2]) }.run(|rank| {
         if rank.rank == 0 {
             let (mut first, mut second) = ([1f32], [1f32]);
-            let first = rank.start(Op::Allreduce, vec![vec![tensor(&mut first)]], "patient");
+            let first = rank.start(Op::MEAN, vec![vec![tensor(&mut first)]], "patient");
             let second = rank.start_within(0.3, vec![vec![tensor(&mut second)]], "hurried");
             let error = second.recv().unwrap().unwrap_err().to_string();
             assert!(error.contains("'hurried'") && error.contains("behind average 'patient'"), "{error}");

@@ -3,14 +3,23 @@
 
 use arbitrary::Arbitrary;
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::{Call, CallConfig, Op};
+use dl_comm_core::collective::{Bounds, Call, CallConfig, Counts, Op};
 use dl_comm_core::dtype::DType;
+use dl_comm_core::reduce::ReduceOp;
+use dl_comm_core::topology::Topology;
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
 struct Input {
     op: u8,
+    reduce: u8,
     root: u8,
+    /// This rank; the number of hosts.
+    me: u8,
+    hosts: u8,
+    /// Lengths of blocks.
+    counts: Option<Vec<usize>>,
+    receive: Option<Vec<usize>>,
     /// By tower, the address (from a small range, so that tensors overlap), type, length and shape of each tensor. The
     /// memory is never read.
     towers: Vec<Vec<(u16, u8, Length, Vec<i64>)>>,
@@ -42,21 +51,25 @@ fuzz_target!(|input: Input| {
         Tensor::new(Buffer::in_place(address, length, DType::ALL[usize::from(*code) % DType::ALL.len()]), shape)
     };
     let towers: Vec<Vec<Tensor>> = input.towers.iter().map(|tower| tower.iter().map(tensor).collect()).collect();
-    let op = match input.op % 3 {
-        0 => Op::Allreduce,
-        1 => Op::Broadcast { root: usize::from(input.root) },
-        _ => Op::Barrier,
-    };
+    let reduce = ReduceOp::ALL[usize::from(input.reduce) % ReduceOp::ALL.len()];
+    let Ok(op) = Op::from_code(i32::from(input.op % 10), reduce, usize::from(input.root)) else { return };
+    let hosts: Vec<u8> = (0..=input.ranks).map(|rank| rank % (input.hosts % 4 + 1)).collect();
+    let topology = Topology::new(usize::from(input.me) % hosts.len(), &hosts);
+    let slot = (usize::from(input.lines) + 1) * 64;
     let config = CallConfig {
-        team: i32::from(input.channels) - 1,
-        ranks: usize::from(input.ranks) + 1,
-        channels: usize::from(input.channels) + 1,
-        slot: (usize::from(input.lines) + 1) * 64,
-        small_max: 0,
         single_thread_max: usize::from(input.lines) * 32,
         acc_f64: input.acc_f64,
+        ..CallConfig::new(&topology, i32::from(input.channels) - 1, usize::from(input.channels) + 1, slot)
     };
-    let make = || Call::new(op, towers.clone(), &input.name, &input.instance, input.tensor_names.clone(), config);
+    let lengths = |lengths: &Vec<usize>| Bounds::new(lengths);
+    let counts = match (input.counts.as_ref().map(lengths), input.receive.as_ref().map(lengths)) {
+        (Some(Some(send)), Some(Some(receive))) => Counts::Pairs { send, receive },
+        (Some(Some(bounds)), None) => Counts::Ranks(bounds),
+        (None, _) => Counts::Even,
+        _ => return,
+    };
+    let labels = || input.tensor_names.clone();
+    let make = || Call::new(op, towers.clone(), counts.clone(), &input.name, &input.instance, labels(), config);
     let Ok(mut first) = make() else { return };
     let second = make().expect("what was a call is one again");
     assert_eq!((first.signature, first.list_hash, first.key()), (second.signature, second.list_hash, second.key()));

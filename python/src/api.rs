@@ -13,6 +13,7 @@ use pyo3::prelude::*;
     non_snake_case,
     non_upper_case_globals,
     dead_code,
+    unused_imports,
     clippy::undocumented_unsafe_blocks
 )]
 pub mod ffi {

@@ -12,6 +12,16 @@ fn the_nine_functions_and_more() {
     }
 }
 
+/// The same program as C99 and as C++11.
+#[test]
+fn every_collective() {
+    for ranks in 1..=3 {
+        for program in [env!("DL_COMM_TEST_COLLECTIVES"), env!("DL_COMM_TEST_COLLECTIVES_CXX")] {
+            launch(ranks, program, &[]);
+        }
+    }
+}
+
 /// `build.rs` builds the example with `find_package(dl_comm)`.
 #[test]
 fn the_example_runs() {

@@ -4,7 +4,7 @@
 use std::ffi::CString;
 
 use dl_comm_core::dtype::DType;
-use dl_comm_core::reduce::Reduction;
+use dl_comm_core::reduce::{ReduceOp, Reduction};
 use proptest::prelude::*;
 
 /// Offset of device addresses from host addresses, as in `kernels_shim.h`.
@@ -168,12 +168,17 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
     assert!(found, "there is no kernel {name:?}");
 }
 
+/// The mean of `dtype` in the core; with `precise`, sums are float64.
+fn mean_of(dtype: DType, precise: bool) -> Reduction {
+    Reduction { op: ReduceOp::Mean, dtype, acc_f64: precise, wire_is_acc: false, divisor: 1 }
+}
+
 /// The mean by the core's reduction.
 fn mean(reduction: Reduction, sources: &[Buffer], count: usize, divisor: u32) -> Vec<u8> {
     let sources: Vec<*const u8> = sources.iter().map(|source| source.content().as_ptr()).collect();
     let mut out = vec![0; count * reduction.dtype.size()];
     // SAFETY: all have `count` elements.
-    unsafe { reduction.mean(&sources, &[out.as_mut_ptr()], count, divisor) };
+    unsafe { Reduction { divisor, ..reduction }.combine(&sources, &[out.as_mut_ptr()], count) };
     out
 }
 
@@ -352,7 +357,7 @@ proptest! {
     #[test]
     fn kernels_give_the_same_bits_as_the_core(case in cases()) {
         for (name, dtype, precise) in KERNELS {
-            check(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
+            check(name, mean_of(dtype, precise), &case);
         }
     }
 
@@ -363,7 +368,7 @@ proptest! {
         for inside in [false, true] {
             let case = Case { cut: Cut { inside, ..cut.clone() }, ..case.clone() };
             prop_assert!(items(&pieces(&case, &mut Random(case.seed), DType::F32), &cut).len() * 2 + 3 * 13 <= TABLE);
-            check("average_f32", Reduction { dtype: DType::F32, acc_f64: false, wire_is_acc: false }, &case);
+            check("average_f32", mean_of(DType::F32, false), &case);
         }
     }
 
@@ -371,7 +376,7 @@ proptest! {
     #[test]
     fn bytes_are_copied(case in cases()) {
         let copy = Case { nsources: 1, divisor: 1, ..case };
-        check("copy_bytes", Reduction { dtype: DType::U8, acc_f64: false, wire_is_acc: false }, &copy);
+        check("copy_bytes", mean_of(DType::U8, false), &copy);
     }
 }
 
@@ -401,7 +406,7 @@ fn check_sums(name: &str, reduction: Reduction, case: &Case) {
         let sources: Vec<*const u8> = piece.sources.iter().map(|source| source.content().as_ptr()).collect();
         let mut wanted = vec![0; piece.count * size];
         // SAFETY: all have `count` elements, and the output has room for the sums.
-        unsafe { reduction.sum(&sources, wanted.as_mut_ptr(), piece.count) };
+        unsafe { reduction.partial(&sources, wanted.as_mut_ptr(), piece.count) };
         let got = piece.target(0);
         for (i, (got, wanted)) in got.content().chunks(size).zip(wanted.chunks(size)).enumerate() {
             let float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
@@ -419,7 +424,7 @@ proptest! {
     #[test]
     fn sums_have_the_same_bits_as_in_the_core(case in cases()) {
         for (name, dtype, precise) in SUMS {
-            check_sums(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
+            check_sums(name, mean_of(dtype, precise), &case);
         }
     }
 }
@@ -429,9 +434,7 @@ proptest! {
 fn set_stop_flag_prevents_all_writes() {
     let cut = Cut { items: vec![100], blocks: 2, threads: 32, inside: true };
     let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
-    let sums = SUMS.iter().map(|&(name, dtype, precise)| {
-        (name, dtype, Reduction { dtype, acc_f64: precise, wire_is_acc: false }.acc_size())
-    });
+    let sums = SUMS.iter().map(|&(name, dtype, precise)| (name, dtype, mean_of(dtype, precise).acc_size()));
     for (name, dtype, made) in all.chain(sums).chain([("copy_bytes", DType::U8, 1)]) {
         for word in [0u32, 1, 1 << 31] {
             let source = Buffer::new(&vec![1; 1000 * dtype.size()], 0);
@@ -459,7 +462,7 @@ fn full_items_are_averaged() {
                 alignment: 1,
                 cut: cut.clone(),
             };
-            check(name, Reduction { dtype, acc_f64: precise, wire_is_acc: false }, &case);
+            check(name, mean_of(dtype, precise), &case);
         }
     }
 }
@@ -471,7 +474,7 @@ fn every_two_byte_float_converts_both_ways() {
     let cut = Cut { items: vec![32768], blocks: 1, threads: 64, inside: true };
     for (name, dtype, precise) in KERNELS.into_iter().filter(|(_, dtype, _)| dtype.size() == 2) {
         let source = Buffer::new(&all, 0);
-        let reduction = Reduction { dtype, acc_f64: precise, wire_is_acc: false };
+        let reduction = mean_of(dtype, precise);
         let wanted = mean(reduction, std::slice::from_ref(&source), 1 << 16, 1);
         let target = Target::Apart(Buffer::new(&vec![0; all.len()], 0));
         let pieces = [Piece { sources: vec![source], targets: vec![target], count: 1 << 16 }];

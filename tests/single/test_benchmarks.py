@@ -71,6 +71,22 @@ def test_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
+def test_collectives(tmp_path: Path) -> None:
+    """Every available contender measures every collective that it has, with the right results."""
+    command = [sys.executable, "-m", "benchmarks.collectives", "--quick", "--out", str(tmp_path)]
+    finished = run(command, 200, {**QUIET, "PYTHONPATH": str(BENCHMARKS.parent)})
+    assert finished.returncode == 0, finished.output
+    assert not finished.left, finished.left
+    assert "openmpi is left out: no Open MPI was given" in finished.output
+    report = json.loads((tmp_path / "collectives.json").read_text())
+    names = ["allreduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "gather", "scatter", "reduce"]
+    for contender, count in {"dl_comm": 8, "mpich": 8, "gloo": 5}.items():
+        cases = [case for case in report["cases"] if case["contender"] == contender]
+        expected = {(name, size) for name in names[:count] for size in (64, 4096, 65536)}
+        assert {(case["collective"], case["bytes"]) for case in cases} == expected
+        assert all(0 < value < 1e7 for case in cases for value in case["rounds_us"])
+
+
 def test_allreduce_cuda_contenders_in_host_memory(tmp_path: Path) -> None:
     """The contenders of `--device cuda`, on tensors in host memory."""
     command = [sys.executable, "-m", "benchmarks.allreduce", "--quick", "--device", "cuda", "--sizes", "65540"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import dl_comm
 from hosts import Hosts, possible
 from launch import Finished, launch
 
@@ -32,6 +34,18 @@ def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None
     finished = hosts.launch(per_host, [sys.executable, "-m", "pytest", "-x", "-q", *files], 200)
     assert finished.returncode == 0, finished.output
     assert len(re.findall(r"\d+ passed", finished.output)) == 2 * per_host, finished.output
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_every_collective_of_the_c_interface(hosts: Hosts, tmp_path: Path, per_host: int) -> None:
+    program, package = tmp_path / "collectives", Path(dl_comm.__file__).parent
+    links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]
+    source = TESTS / "c" / "collectives.c"
+    subprocess.run(
+        ["cc", f"-I{dl_comm.get_include()}", str(source), "-o", str(program), *links], check=True, timeout=60
+    )
+    finished = hosts.launch(per_host, [str(program)], 100)
+    assert finished.returncode == 0, finished.output
 
 
 def test_training_ends_with_the_same_bits_as_on_one_host(

@@ -9,8 +9,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "core" / "src"
 # From the bottom up: a file imports from its own layer and from those before it.
 LAYERS = (
-    "affinity buffer clock codec config device dtype error folder fork log reduce signals stacks stream_copy timeline "
-    "timings topology variables wire_layout",
+    "affinity buffer clock codec config device dtype error folder fork group_config lock log reduce signals stacks "
+    "stream_copy timeline timings topology variables wire_layout",
     "transport",
     "helper",
     "collective",
@@ -22,7 +22,7 @@ LAYERS = (
     "capi ffi",
 )
 # The settings name what each layer lets the user choose.
-EXCEPTIONS = {("config", "collective"), ("config", "plugin")}
+EXCEPTIONS = {("config", "collective"), ("config", "plugin"), ("group_config", "collective")}
 
 Module = tuple[str, ...]
 

@@ -46,7 +46,7 @@ pub struct CDevice {
 ///
 /// # Safety
 /// `device` is NULL or valid.
-pub(super) unsafe fn device(device: *const CDevice) -> Option<Device> {
+pub(super) unsafe fn to_device(device: *const CDevice) -> Option<Device> {
     // SAFETY: the caller's promise.
     let device = unsafe { device.as_ref() }?;
     (device.device >= 0).then(|| Device {
@@ -111,7 +111,7 @@ pub(super) unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
 ///
 /// # Safety
 /// `data` is NULL or has `count` valid entries.
-unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
+pub(super) unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
     }

@@ -1,40 +1,126 @@
-//! C API functions, except those for device memory.
+//! The functions of `dl_comm.h`. An error becomes the return code, and the calling thread's last error.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::cell::RefCell;
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
 
-use super::arguments::{CBuffer, Views, copy_text, device_of, number, tensors, text, towers, views};
-use super::errors::{LAST_ERROR, catch, status};
-use crate::error::Error;
+use super::arguments::{
+    CBuffer, CDevice, Views, copy_text, device_of, number, tensors, text, to_device, towers, views,
+};
+use crate::error::{Error, Result, guard};
 use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
 use crate::process_info::process_info;
 use crate::runtime;
 use crate::signals;
 use crate::stacks;
+use crate::transport::gpu;
 
-/// `dl_comm_init_mpi` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_init_mpi() -> c_int {
-    status(runtime::start)
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// `dl_comm_init` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_init() -> c_int {
-    status(runtime::init)
+/// Runs `body`; an error becomes the return code and the thread's last error.
+fn catch(body: impl FnOnce() -> Result<c_int>) -> c_int {
+    guard(body).unwrap_or_else(|error| {
+        let text = error.to_string().replace('\0', " ");
+        // Thread-local storage may be gone at exit; the code still returns.
+        let _kept = LAST_ERROR.try_with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
+        error.code()
+    })
 }
 
-/// `dl_comm_init_teams` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_init_teams(nteams: c_int, nthreads: c_int) -> c_int {
-    status(|| runtime::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
+pub(super) fn status(body: impl FnOnce() -> Result<()>) -> c_int {
+    catch(|| body().map(|()| 0))
 }
 
-/// `dl_comm_finalize` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_finalize() -> c_int {
-    status(runtime::finalize)
+/// Defines functions that any arguments are safe for.
+macro_rules! safe_functions {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)? { $($body:tt)* })*) => {$(
+        #[doc = concat!("`", stringify!($name), "` of `dl_comm.h`.")]
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name($($argument: $type),*) $(-> $result)? { $($body)* }
+    )*};
+}
+
+safe_functions! {
+    fn dl_comm_init_mpi() -> c_int { status(runtime::start) }
+    fn dl_comm_init() -> c_int { status(runtime::init) }
+    fn dl_comm_init_teams(nteams: c_int, nthreads: c_int) -> c_int {
+        status(|| runtime::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
+    }
+    fn dl_comm_finalize() -> c_int { status(runtime::finalize) }
+    fn dl_comm_is_initialized() -> c_int { c_int::from(runtime::is_initialized()) }
+    fn dl_comm_is_helper() -> c_int { c_int::from(runtime::is_helper()) }
+
+    fn dl_comm_get_rank() -> c_int { catch(|| number(runtime::rank_info()?.rank)) }
+    fn dl_comm_localrank() -> c_int { catch(|| number(runtime::rank_info()?.local_rank)) }
+    fn dl_comm_get_nranks() -> c_int { catch(|| number(runtime::rank_info()?.size)) }
+    fn dl_comm_get_local_nranks() -> c_int { catch(|| number(runtime::rank_info()?.local_size)) }
+    fn dl_comm_get_nhosts() -> c_int { catch(|| number(runtime::rank_info()?.hosts)) }
+    fn dl_comm_get_nteams() -> c_int { catch(|| number(runtime::nteams()?)) }
+
+    fn dl_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
+        status(|| runtime::create_team(teamID, nthreads_in_team, prec_level))
+    }
+    fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
+        dl_create_team(teamID, nthreads_in_team, prec_level)
+    }
+    fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
+        status(|| runtime::ensure_team(id, (nthreads != 0).then_some(nthreads)))
+    }
+    fn dl_comm_config_team(team: c_int, trans_alg: c_int, ksteps: c_int, max_steps: c_int, verbosity: c_int,
+                           perf_freq: c_int, cooldown: c_int) -> c_int {
+        status(|| {
+            runtime::config_team(team, |default| {
+                let cooldown = Cooldown::from_code(cooldown, default)?;
+                Ok(Arguments { trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown })
+            })
+        })
+    }
+    fn dl_comm_release_owner(team: c_int, owner: u64) -> c_int {
+        status(|| {
+            runtime::release(team, owner);
+            Ok(())
+        })
+    }
+    fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
+        status(|| match Timeout::from_seconds(seconds) {
+            Timeout::Override(timeout) => runtime::set_timeout(team, timeout),
+            Timeout::GroupDefault => {
+                Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit")))
+            }
+        })
+    }
+    fn dl_comm_get_waited(team: c_int) -> f64 {
+        let mut seconds = 0.0;
+        let code = status(|| runtime::waited(team).map(|waited| seconds = waited));
+        if code == 0 { seconds } else { f64::from(code) }
+    }
+
+    fn dl_comm_barrier() -> c_int { dl_comm_barrier_timeout(-1.0) }
+    fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
+        status(|| runtime::wait("", |options| runtime::barrier(options.with_timeout(Timeout::from_seconds(timeout)))))
+    }
+
+    fn dl_comm_gpu_count() -> c_int { catch(|| number(gpu::count()?)) }
+    fn dl_comm_device_of_pointer(memory: *const c_void) -> c_int {
+        guard(|| Ok(gpu::device_of_pointer(memory.addr()))).ok().flatten().unwrap_or(-1)
+    }
+
+    fn dl_comm_stacks_from(signal: c_int, fd: c_int) -> c_int {
+        status(|| {
+            stacks::come_from(signal, fd);
+            Ok(())
+        })
+    }
+    fn dl_comm_timeline_stop() -> c_int { status(runtime::stop_timeline) }
+    fn dl_comm_set_signal_check(check: Option<signals::Check>) { signals::set_check(check); }
+    fn dl_comm_last_error() -> *const c_char {
+        LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+    }
+    fn dl_comm_core_id() -> usize { runtime::core_id() }
+    fn dl_comm_version() -> *const c_char { concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast() }
 }
 
 /// `dl_comm_abort` of `dl_comm.h`.
@@ -45,24 +131,6 @@ pub extern "C" fn dl_comm_finalize() -> c_int {
 pub unsafe extern "C" fn dl_comm_abort(why: *const c_char) -> c_int {
     // SAFETY: the caller's promise.
     status(|| runtime::abort(&unsafe { text(why) }))
-}
-
-/// `dl_create_team` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
-    status(|| runtime::create_team(teamID, nthreads_in_team, prec_level))
-}
-
-/// `dl_comm_create_team` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_create_team(teamID: c_int, nthreads_in_team: c_int, prec_level: c_int) -> c_int {
-    dl_create_team(teamID, nthreads_in_team, prec_level)
-}
-
-/// `dl_comm_ensure_team` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_ensure_team(id: c_int, nthreads: c_int) -> c_int {
-    status(|| runtime::ensure_team(id, (nthreads != 0).then_some(nthreads)))
 }
 
 /// `dl_comm_gradients` of `dl_comm.h`.
@@ -112,71 +180,6 @@ pub unsafe extern "C" fn dl_comm_broadcast(
     })
 }
 
-/// `dl_comm_get_rank` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_get_rank() -> c_int {
-    catch(|| number(runtime::rank_info()?.rank))
-}
-
-/// `dl_comm_localrank` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_localrank() -> c_int {
-    catch(|| number(runtime::rank_info()?.local_rank))
-}
-
-/// `dl_comm_get_nranks` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_get_nranks() -> c_int {
-    catch(|| number(runtime::rank_info()?.size))
-}
-
-/// `dl_comm_get_local_nranks` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_get_local_nranks() -> c_int {
-    catch(|| number(runtime::rank_info()?.local_size))
-}
-
-/// `dl_comm_get_nhosts` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_get_nhosts() -> c_int {
-    catch(|| number(runtime::rank_info()?.hosts))
-}
-
-/// `dl_comm_is_initialized` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_is_initialized() -> c_int {
-    c_int::from(runtime::is_initialized())
-}
-
-/// `dl_comm_is_helper` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_is_helper() -> c_int {
-    c_int::from(runtime::is_helper())
-}
-
-/// `dl_comm_get_nteams` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_get_nteams() -> c_int {
-    catch(|| number(runtime::nteams()?))
-}
-
-/// `dl_comm_release_owner` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_release_owner(team: c_int, owner: u64) -> c_int {
-    status(|| {
-        runtime::release(team, owner);
-        Ok(())
-    })
-}
-
-/// `dl_comm_get_waited` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_get_waited(team: c_int) -> f64 {
-    let mut seconds = 0.0;
-    let code = status(|| runtime::waited(team).map(|waited| seconds = waited));
-    if code == 0 { seconds } else { f64::from(code) }
-}
-
 /// `dl_comm_stats` of `dl_comm.h`.
 ///
 /// # Safety
@@ -202,15 +205,6 @@ pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, 
     })
 }
 
-/// `dl_comm_stacks_from` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_stacks_from(signal: c_int, fd: c_int) -> c_int {
-    status(|| {
-        stacks::come_from(signal, fd);
-        Ok(())
-    })
-}
-
 /// `dl_comm_timeline_start` of `dl_comm.h`.
 ///
 /// # Safety
@@ -222,36 +216,6 @@ pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int 
         folder if folder.is_empty() => Err(Error::Invalid("a timeline needs a folder".into())),
         folder => runtime::start_timeline(&folder),
     })
-}
-
-/// `dl_comm_timeline_stop` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_timeline_stop() -> c_int {
-    status(runtime::stop_timeline)
-}
-
-/// `dl_comm_set_signal_check` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_set_signal_check(check: Option<signals::Check>) {
-    signals::set_check(check);
-}
-
-/// `dl_comm_last_error` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_last_error() -> *const c_char {
-    LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
-}
-
-/// `dl_comm_core_id` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_core_id() -> usize {
-    runtime::core_id()
-}
-
-/// `dl_comm_version` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_version() -> *const c_char {
-    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
 /// `dl_comm_describe` of `dl_comm.h`.
@@ -317,25 +281,6 @@ pub unsafe extern "C" fn dl_comm_average_towers(
     })
 }
 
-/// `dl_comm_config_team` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_config_team(
-    team: c_int,
-    trans_alg: c_int,
-    ksteps: c_int,
-    max_steps: c_int,
-    verbosity: c_int,
-    perf_freq: c_int,
-    cooldown: c_int,
-) -> c_int {
-    status(|| {
-        runtime::config_team(team, |default| {
-            let cooldown = Cooldown::from_code(cooldown, default)?;
-            Ok(Arguments { trans_alg, ksteps, max_steps, verbosity, perf_freq, cooldown })
-        })
-    })
-}
-
 /// `dl_comm_check_buffers_match` of `dl_comm.h`.
 ///
 /// # Safety
@@ -375,26 +320,69 @@ pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
     status(|| unsafe { runtime::free(memory.cast()) })
 }
 
-/// `dl_comm_barrier` of `dl_comm.h`.
+/// `dl_comm_average_on` of `dl_comm.h`.
+///
+/// # Safety
+/// `device` is NULL or valid; the rest as for [`dl_comm_average`].
 #[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_barrier() -> c_int {
-    dl_comm_barrier_timeout(-1.0)
-}
-
-/// `dl_comm_barrier_timeout` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
-    status(|| runtime::wait("", |options| runtime::barrier(options.with_timeout(Timeout::from_seconds(timeout)))))
-}
-
-/// `dl_comm_set_timeout` of `dl_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn dl_comm_set_timeout(team: c_int, seconds: f64) -> c_int {
-    status(|| match Timeout::from_seconds(seconds) {
-        Timeout::Override(timeout) => runtime::set_timeout(team, timeout),
-        Timeout::GroupDefault => {
-            Err(Error::Invalid(format!("the timeout is {seconds}; it is in seconds, 0 for no limit")))
+pub unsafe extern "C" fn dl_comm_average_on(
+    device: *const CDevice,
+    buffers: *const CBuffer,
+    count: usize,
+    team: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let Some(device) = (unsafe { to_device(device) }) else {
+        // SAFETY: as above.
+        return unsafe { dl_comm_average_towers(buffers, count, 1, team, name, timeout) };
+    };
+    status(|| {
+        // SAFETY: as above.
+        unsafe {
+            let tensors = tensors(buffers, count)?;
+            runtime::average_on(device, team, &text(name), Timeout::from_seconds(timeout), tensors)
         }
+    })
+}
+
+/// `dl_comm_broadcast_buffers` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast_buffers(
+    buffers: *const CBuffer,
+    count: usize,
+    root: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { dl_comm_broadcast_on(ptr::null(), buffers, count, root, name, timeout) }
+}
+
+/// `dl_comm_broadcast_on` of `dl_comm.h`.
+///
+/// # Safety
+/// As for [`dl_comm_average_on`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_broadcast_on(
+    device: *const CDevice,
+    buffers: *const CBuffer,
+    count: usize,
+    root: c_int,
+    name: *const c_char,
+    timeout: f64,
+) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let (device, tensors, name) = unsafe { (to_device(device), tensors(buffers, count)?, text(name)) };
+        let timeout = Timeout::from_seconds(timeout);
+        runtime::wait(&name, |options| {
+            runtime::broadcast(root, options.with_timeout(timeout).with_device(device), || Ok(tensors))
+        })
     })
 }
 

@@ -6,26 +6,22 @@
 
 use std::mem;
 use std::ops::Range;
-use std::ptr;
 use std::sync::Arc;
 
 use super::call::Call;
 use super::inter_host::{InFlightSlice, InterHost, Slice};
-use super::phases::ShardView;
+use super::operation::Pattern;
+use super::partials::inter_host_ops;
+use super::shard::ShardView;
+use super::transfer;
+use super::wire::shard_range;
 use super::zero_copy;
-use crate::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::stream_copy::stream_copy;
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::arena::PeerMemory;
 use crate::transport::step::{REFRESH, START, reached};
-use crate::transport::sync;
 use crate::transport::{Phase, ShmChannel, WaitContext};
-use crate::wire_layout::slice;
-
-/// More than the caches of a processor hold for one process.
-const STREAM_COPY_MIN_BYTES: usize = 32 << 20;
 
 /// A channel; see the module's documentation.
 pub struct Channel {
@@ -41,8 +37,29 @@ pub struct Channel {
     pub(super) unpacked_seq: u32,
     /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
-    /// Whether all ranks can access the last call's tensors, and its slots hold addresses.
-    zero_copy: bool,
+    /// How the last call runs.
+    plan: Plan,
+}
+
+/// What the first chunk of a call has shown about the others; the same on all ranks of a host.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Whether all ranks can access the tensors, and the slots hold addresses.
+    pub zero_copy: bool,
+    /// Bytes of the longest block, or of the line; the same on all ranks.
+    pub total: usize,
+}
+
+impl Plan {
+    /// The number of chunks of `call`.
+    pub fn chunks(self, call: &Call) -> usize {
+        self.total.div_ceil(call.layout.chunk_size()).max(1)
+    }
+
+    /// Bytes of chunk `chunk` of the longest block.
+    fn chunk_len(self, call: &Call, chunk: usize) -> usize {
+        self.total.saturating_sub(chunk * call.layout.chunk_size()).min(call.layout.chunk_size())
+    }
 }
 
 /// The outcome of a round.
@@ -75,7 +92,7 @@ impl Channel {
             freed_seq: START,
             unpacked_seq: START,
             refreshed: START,
-            zero_copy: false,
+            plan: Plan::default(),
         }
     }
 
@@ -99,21 +116,21 @@ impl Channel {
     /// # Errors
     /// Those of the transports; the channel is then unusable.
     pub fn run_first_chunk(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        self.zero_copy = false;
+        self.plan = Plan { zero_copy: false, total: call.layout.total() };
         self.refresh();
         if call.is_small() {
             return self.exchange(call, wait_ctx);
         }
-        self.zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
+        self.plan.zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
         let mut step = self.pack(call, 0, wait_ctx)?;
         self.send_slice(call, &mut step, false, wait_ctx)?;
         let mut result = self.finish_chunk(call, step, wait_ctx)?;
         if result == ChunkResult::MixedMemory {
-            self.zero_copy = false;
+            self.plan.zero_copy = false;
             let step = self.pack(call, 0, wait_ctx)?;
             result = self.finish_chunk(call, step, wait_ctx)?;
         }
-        if result == ChunkResult::Matched && self.zero_copy && call.layout.chunks() == 1 {
+        if result == ChunkResult::Matched && self.plan.zero_copy && call.layout.chunks() == 1 {
             self.wait_reduced(wait_ctx)?;
         }
         Ok(result == ChunkResult::Matched)
@@ -124,13 +141,13 @@ impl Channel {
         if self.topology.hosts() == 1 { self.shm.region().peer_memory() } else { None }
     }
 
-    /// Whether the first chunk of the last call ran with zero copies; its other chunks then do too.
-    pub fn is_zero_copy(&self) -> bool {
-        self.zero_copy
+    /// How the other chunks of the last call run.
+    pub fn plan(&self) -> Plan {
+        self.plan
     }
 
-    /// Runs further chunks of `call`. Packs and sends each chunk before it completes the previous one. `zero_copy` is
-    /// the result of [`Channel::is_zero_copy`] after the first chunk.
+    /// Runs further chunks of `call`. Packs and sends each chunk before it completes the previous one. `plan` is that
+    /// of the channel that ran the first chunk.
     ///
     /// # Errors
     /// Those of the transports; the channel is then unusable.
@@ -138,11 +155,11 @@ impl Channel {
         &mut self,
         call: &Call,
         chunks: impl Iterator<Item = usize>,
-        zero_copy: bool,
+        plan: Plan,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        self.zero_copy = zero_copy;
-        if zero_copy {
+        self.plan = plan;
+        if plan.zero_copy {
             return self.run_chunks_zero_copy(call, chunks, wait_ctx);
         }
         let mut previous: Option<PackedChunk> = None;
@@ -231,18 +248,27 @@ impl Channel {
         self.shm.raise(Phase::Unpacked, seq);
     }
 
-    /// Copies `part` of a chunk into the slot of round `seq`.
-    pub(super) fn copy_in(&self, call: &Call, chunk: usize, part: Range<usize>, seq: u32) {
-        let slot = self.shm.slot(self.topology.local_rank(), seq);
-        sync::check_write(slot.wrapping_add(part.start), part.len());
+    /// Copies this rank's input of a chunk into the slots of round `seq`, but `own` of the line.
+    pub(super) fn copy_in(&self, call: &Call, chunk: usize, own: Range<usize>, seq: u32) {
+        let slots = self.shm.slots(seq);
+        if call.op.pattern() != Pattern::Line {
+            // SAFETY: `begin_round` waited until all ranks had unpacked, so this rank owns its compartments.
+            return unsafe { transfer::pack_blocks(call, &self.topology, chunk, slots) };
+        }
+        let slot = slots[self.topology.local_rank()];
         // SAFETY: `begin_round` waited until this rank owns the slot; a chunk fits a slot.
-        unsafe { call.op.collective().pack(call, &self.topology, chunk, part, slot) };
+        unsafe {
+            if own.start > 0 {
+                transfer::pack_line(call, &self.topology, chunk, 0..own.start, slot);
+            }
+            transfer::pack_line(call, &self.topology, chunk, own.end..call.layout.chunk_len(chunk), slot);
+        }
     }
 
     /// The slice of a chunk that only this rank's tensors hold, not its slot, before and after the reduction.
     fn own_range(&self, call: &Call, chunk: usize) -> Range<usize> {
         match self.topology.shard() {
-            Some(shard) if self.topology.hosts() == 1 && call.op.collective().reads_own_tensor(call) => {
+            Some(shard) if transfer::reads_own_tensor(call, &self.topology) => {
                 shard_range(&self.topology, call, chunk, shard)
             }
             _ => 0..0,
@@ -253,14 +279,13 @@ impl Channel {
         let seq = self.begin_round(wait_ctx)?;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        if let Some(shared) = self.peer_memory().filter(|_| self.zero_copy) {
+        if let Some(shared) = self.peer_memory().filter(|_| self.plan.zero_copy) {
             // SAFETY: `begin_round` waited until this rank owns the slot.
             unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), seq), shared) }?;
         } else {
-            let own = self.own_range(call, chunk);
-            [0..own.start, own.end..len].into_iter().for_each(|part| self.copy_in(call, chunk, part, seq));
+            self.copy_in(call, chunk, self.own_range(call, chunk), seq);
         }
-        self.shm.post_signature(seq, call.signature, self.zero_copy);
+        self.shm.post_signature(seq, call.signature, self.plan.zero_copy);
         self.shm.raise(Phase::Packed, seq);
         timer.end(Activity::Copy);
         wait_ctx.log().step();
@@ -277,11 +302,13 @@ impl Channel {
         matched: bool,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        let (Some(_), Some(shard)) = (&self.inter_host, self.topology.shard()) else { return Ok(()) };
+        if self.inter_host.is_none() {
+            return Ok(());
+        }
         self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
         let agreed = self.shm.same_signatures(step.seq);
         let slots = self.shm.slots(step.seq);
-        let slice = slice_of(&self.topology, call, step.seq, step.chunk, shard, slots);
+        let slice = slice_of(&self.topology, call, step.seq, step.chunk, self.plan, slots);
         let inter_host = self.inter_host.as_mut();
         step.in_flight =
             inter_host.map(|inter_host| inter_host.start(&slice, matched, agreed, wait_ctx)).transpose()?;
@@ -311,14 +338,24 @@ impl Channel {
             }
         }
         let PackedChunk { seq, chunk, in_flight } = step;
-        if let Some(shard) = self.topology.shard() {
+        if transfer::is_direct(call, &self.topology) {
+            self.take(call, chunk, seq);
+            // Nobody waits for this flag, but it must not lag so far that it looks newer.
+            self.shm.raise(Phase::Reduced, seq);
+            self.finish_round(seq);
+            log.flag();
+            timer.end(Activity::Copy);
+            return Ok(ChunkResult::Matched);
+        }
+        if self.topology.shard().is_some() {
             let slots = self.shm.slots(seq);
-            let slice = slice_of(&self.topology, call, seq, chunk, shard, slots);
+            let slice = slice_of(&self.topology, call, seq, chunk, self.plan, slots);
             let agreed = match (in_flight, &mut self.inter_host) {
                 (Some(in_flight), Some(inter_host)) => inter_host.finish(&slice, in_flight, wait_ctx)?,
                 _ => {
                     if agreed_here {
-                        combine(&slice);
+                        // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
+                        unsafe { transfer::reduce_slice(call, &slice.shard, slice.bytes.clone()) };
                     }
                     agreed_here
                 }
@@ -367,33 +404,29 @@ impl Channel {
         Ok(())
     }
 
+    /// Takes a chunk of a direct call once all ranks have packed.
+    pub(super) fn take(&self, call: &Call, chunk: usize, seq: u32) {
+        let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
+        // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have unpacked.
+        unsafe { transfer::take_direct(call, &shard) };
+    }
+
     /// Copies the results from the shards' slots to the tensors of every tower.
     fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
+        let slots = self.shm.slots(seq);
+        if call.op.pattern() != Pattern::Line {
+            // SAFETY: all shards have completed their blocks, so the slots are read-only; the call owns the tensors.
+            return unsafe { transfer::take_blocks(call, &self.topology, chunk, slots) };
+        }
+        if !call.op.has_output(self.topology.rank()) || call.op.is_barrier() {
+            return;
+        }
         let own = self.own_range(call, chunk);
-        // A large out-of-place result is not cached: store it non-temporally.
-        let use_stream_copy = |buffer: &Buffer| !buffer.is_in_place() && call.layout.total() > STREAM_COPY_MIN_BYTES;
-        for shard in 0..self.topology.num_shards() {
-            let slot = self.shm.slot(shard, seq).cast_const();
+        for (shard, &slot) in slots.iter().enumerate().take(self.topology.num_shards()) {
             let slice = shard_range(&self.topology, call, chunk, shard);
-            if slice == own {
-                continue;
-            }
-            sync::check_read(slot.wrapping_add(slice.start), slice.len());
-            for piece in call.layout.ranges(chunk, slice) {
-                for buffer in call.tower_buffers(piece.tensor) {
-                    // SAFETY: all shards have reduced, so the slots are read-only; the call owns the tensor's memory.
-                    unsafe {
-                        let from = slot.add(piece.offset);
-                        let to = buffer.bytes_mut(piece.first, piece.count);
-                        if call.wire_is_acc() {
-                            call.reduction(buffer.dtype()).narrow(from, to.as_mut_ptr(), piece.count);
-                        } else if use_stream_copy(buffer) {
-                            stream_copy(from, to.as_mut_ptr(), to.len());
-                        } else {
-                            ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
-                        }
-                    }
-                }
+            if slice != own {
+                // SAFETY: as above.
+                unsafe { transfer::take_line(call, chunk, slice, slot) };
             }
         }
     }
@@ -403,28 +436,16 @@ fn out_of_sync(call: &Call, chunk: usize) -> Error {
     Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name()))
 }
 
-/// The slice of a chunk that a shard reduces.
-pub(super) fn shard_range(topology: &Topology, call: &Call, chunk: usize, shard: usize) -> Range<usize> {
-    slice(0..call.layout.chunk_len(chunk), shard, topology.num_shards())
-}
-
-/// The slice of shard `shard` in round `step`, with these slots.
+/// The slice of this rank's shard in round `step`, with these slots.
 fn slice_of<'a>(
     topology: &'a Topology,
     call: &'a Call,
     step: u32,
     chunk: usize,
-    shard: usize,
+    plan: Plan,
     slots: &'a [*mut u8],
 ) -> Slice<'a> {
-    let bytes = shard_range(topology, call, chunk, shard);
-    Slice { collective: call.op.collective(), call, shard: ShardView { topology, chunk, slots }, bytes, step }
-}
-
-/// Reduces a shard's slice on a single host, after all ranks have packed.
-fn combine(Slice { call, shard, bytes, .. }: &Slice<'_>) {
-    shard.slots.iter().for_each(|&slot| sync::check_read(slot.wrapping_add(bytes.start), bytes.len()));
-    sync::check_write(shard.own().wrapping_add(bytes.start), bytes.len());
-    // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
-    unsafe { call.op.collective().combine(call, shard, bytes.clone()) };
+    let bytes = shard_range(topology, call, chunk, topology.local_rank());
+    let (ops, block_len) = (inter_host_ops(call), plan.chunk_len(call, chunk));
+    Slice { ops, call, shard: ShardView { topology, chunk, slots }, bytes, block_len, step }
 }

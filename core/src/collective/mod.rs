@@ -1,32 +1,41 @@
 //! Collectives on two levels: shared memory within a host, messages between hosts.
 //!
-//! Each collective is a `Collective`: it defines how a rank packs its slot and how a shard reduces its slice.
-//! [`Channel`] runs any of them. Algorithms do not depend on a transport.
+//! A collective is a row of a table ([`Collective`]): the [`Pattern`] of its data, whether it reduces, and the role of
+//! its root. [`Channel`] runs any of them. Algorithms do not depend on a transport.
 //!
-//! Within a host: reduce-scatter and all-gather by slices of shared memory, each owned by one rank. Between hosts each
-//! shard reduces its slice with an algorithm for its length and the number of hosts (`inter_host`). Those for long
-//! slices transfer 2 (n - 1) / n of the slice, the minimum (Patarasuk and Yuan, 2009).
+//! Within a host: reduce-scatter and all-gather by slices of shared memory, each owned by one rank; calls that only move
+//! data are read from the slots of the senders. Between hosts the owner of a shard exchanges its slice with the owners
+//! on the other hosts (`inter_host`). The algorithms for long slices transfer the minimum of bytes: for an allreduce
+//! 2 (n - 1) / n of the slice (Patarasuk and Yuan, 2009).
 //! The order of addition is fixed: the ranks of a host in order, then the hosts in the order of a tree.
 
-mod allreduce;
-mod barrier;
-mod broadcast;
+mod blocks;
 mod call;
+mod call_config;
 mod channel;
+mod check;
+mod describe;
 pub mod device;
 mod inter_host;
+mod length;
 pub mod matching;
 mod mismatch;
-mod operations;
-mod phases;
+mod operation;
+mod partials;
 mod reconcile;
+mod shard;
 mod small_message;
+mod transfer;
 mod value_allgather;
+mod wire;
 mod zero_copy;
 
-pub use call::{Call, CallConfig, Op};
-pub use channel::Channel;
+pub use blocks::{Bounds, Compartments, Counts};
+pub use call::Call;
+pub use call_config::CallConfig;
+pub use channel::{Channel, Plan};
 pub(crate) use inter_host::InterHost;
 pub use inter_host::{Algorithm, AlgorithmSetting};
 pub use mismatch::MismatchEntry;
+pub use operation::{Collective, Op, Pattern, Root, TABLE};
 pub use small_message::PostedCall;

@@ -1,13 +1,12 @@
-//! Small allreduces on one host in one round: every rank posts its input and computes the whole result.
+//! Small calls on one host in one round: every rank posts its input and takes or computes the whole result.
 //!
 //! Thread rule: that of [`Channel`].
 
 use super::call::Call;
 use super::channel::Channel;
-use super::phases::ShardView;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{Phase, WaitContext, sync};
+use crate::transport::{Phase, WaitContext};
 
 /// A small call in progress: this rank has posted its input.
 #[derive(Debug, Clone, Copy)]
@@ -25,7 +24,7 @@ impl Channel {
         let seq = self.next_seq(wait_ctx)?;
         let len = call.layout.chunk_len(0);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        self.copy_in(call, 0, 0..len, seq);
+        self.copy_in(call, 0, 0..0, seq);
         timer.end(Activity::Copy);
         let posted = self.post(call, seq);
         self.finish_posted(call, posted, wait_ctx)
@@ -38,7 +37,7 @@ impl Channel {
         let seq = self.seq.wrapping_add(1);
         self.is_free(seq).then(|| {
             self.seq = seq;
-            self.copy_in(call, 0, 0..call.layout.chunk_len(0), seq);
+            self.copy_in(call, 0, 0..0, seq);
             self.post(call, seq)
         })
     }
@@ -76,11 +75,7 @@ impl Channel {
         self.unpacked_seq = seq;
         let agreed = self.shm.same_signatures(seq);
         if agreed {
-            let slots = self.shm.slots(seq);
-            slots.iter().for_each(|&slot| sync::check_read(slot, call.layout.chunk_len(0)));
-            let shard = ShardView { topology: &self.topology, chunk: 0, slots };
-            // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have reached the next round.
-            unsafe { call.op.collective().reduce_to_tensor(call, &shard) };
+            self.take(call, 0, seq);
         }
         agreed
     }

@@ -7,15 +7,15 @@
 
 use std::ops::Range;
 
-use super::call::{Call, Op};
-use super::phases::{PerRank, ShardView};
+use super::call::Call;
+use super::shard::{PerRank, ShardView};
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
 
 /// Whether the other ranks can access the tensors of `call`, and a slot can hold all addresses.
 pub(super) fn is_possible(call: &Call, shared: &dyn PeerMemory) -> bool {
     let visible = |bytes: Range<usize>| bytes.is_empty() || shared.offset_of(bytes).is_some();
-    call.op == Op::Allreduce
+    call.op.is_allreduce()
         && !call.wire_is_acc()
         && call.layout.tensors().len() * size_of::<u64>() <= call.slot()
         && call.tensors(0).iter().all(|tensor| {
@@ -64,7 +64,7 @@ pub(super) unsafe fn combine(
         let tensors: PerRank<*mut u8> = shard.slots.iter().enumerate().map(tensor).collect::<Result<_>>()?;
         let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
         // SAFETY: the caller's promise; equal signatures mean equal tensors.
-        unsafe { call.reduction(dtype).mean(&sources, &tensors, piece.count, call.divisor()) };
+        unsafe { call.reduction(dtype).combine(&sources, &tensors, piece.count) };
     }
     Ok(())
 }

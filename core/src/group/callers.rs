@@ -4,8 +4,10 @@
 //! Thread rule: any thread.
 
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use crate::lock::lock;
 
 /// The kernel's thread id.
 pub(super) type ThreadId = i32;
@@ -24,7 +26,7 @@ impl CallerThreads {
         let caller = this_thread();
         if self.last.load(Ordering::Relaxed) != caller {
             self.last.store(caller, Ordering::Relaxed);
-            let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut threads = lock(&self.threads);
             if !threads.contains(&caller) {
                 // Removes exited threads before the list grows.
                 if threads.len() == threads.capacity() {
@@ -38,7 +40,7 @@ impl CallerThreads {
 
     /// Whether every live thread that has called is in `waiting`. Reads the system's list of threads.
     pub fn all_blocked(&self, waiting: &[ThreadId]) -> bool {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = lock(&self.threads);
         threads.retain(|&thread| is_alive(thread));
         threads.iter().all(|thread| waiting.contains(thread))
     }

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use super::worker::Worker;
 use crate::buffer::View;
 use crate::collective::{Call, Op, PostedCall};
 use crate::error::{Error, Result, guard};
+use crate::lock::lock;
 
 /// Runs the group's calls one after the other.
 pub(super) struct Executor {
@@ -190,7 +191,7 @@ impl Executor {
     }
 
     fn lock(&self) -> MutexGuard<'_, ExecutorState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 
@@ -299,7 +300,7 @@ impl ExecutorState {
     fn run_first_chunk(&mut self, work: &Arc<Work>, was_idle: bool) -> Result<bool> {
         work.record.start(was_idle);
         self.worker.run_checked(work, |channel, work, wait_ctx| match work.call.producer() {
-            None => channel.run_first_chunk(&work.call, wait_ctx),
+            None => channel.start_call(&work.call, wait_ctx),
             // No data moves before all ranks are known to have the same call.
             Some(_) => channel.run_first_chunk(&work.call.without_data(), wait_ctx),
         })
@@ -317,16 +318,20 @@ impl ExecutorState {
     fn run_matched(&mut self, work: &Arc<Work>) -> Result<()> {
         let ExecutorState { worker, helpers, device, .. } = self;
         work.record.matched(worker.shared.next_match_index());
-        if work.call.producer().is_some() {
-            if DeviceExecutor::run(device, worker, work)? {
-                return Ok(());
-            }
-        } else if work.call.layout.chunks() == 1 {
+        let chunks = if work.call.producer().is_none() {
+            let plan = worker.channel.plan();
+            work.set_plan(plan);
+            plan.chunks(&work.call)
+        } else if DeviceExecutor::run(device, worker, work)? {
+            return Ok(());
+        } else {
+            work.call.layout.chunks()
+        };
+        if chunks == 1 && work.call.producer().is_none() {
             return Ok(());
         }
-        work.zero_copy.store(worker.channel.is_zero_copy(), Ordering::Relaxed);
         // Helper h takes the chunks h, h + channels, ...
-        let num_helpers = (work.call.channels() - 1).min(work.call.layout.chunks() - 1);
+        let num_helpers = (work.call.channels() - 1).min(chunks - 1);
         work.add_parts(num_helpers);
         for helper in &helpers[..num_helpers] {
             if helper.send(Arc::clone(work)).is_err() {

@@ -2,19 +2,21 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{Builder, JoinHandle};
 
 use super::callers::CallerThreads;
 use super::executor::Executor;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
-use super::state::{GroupConfig, GroupState, OnFailure};
+use super::state::{GroupState, OnFailure};
 use super::submit::Group;
 use super::worker::Worker;
 use crate::affinity::{bind, request_short_slice};
 use crate::collective::{CallConfig, Channel, InterHost};
 use crate::error::{Error, Result};
+use crate::group_config::GroupConfig;
+use crate::lock::lock;
 use crate::log::log_line;
 use crate::topology::Topology;
 use crate::transport::GroupResources;
@@ -49,13 +51,10 @@ impl Group {
     ) -> Result<Group> {
         let GroupResources { topology, names, region, links, network, oversubscribed } = resources;
         let config = CallConfig {
-            team: settings.id,
-            ranks: topology.size(),
-            channels: links.len(),
-            slot: region.layout().slot,
             single_thread_max: if oversubscribed { SINGLE_THREAD_MAX_BYTES } else { 0 },
             small_max: if topology.hosts() == 1 { small_max(region.layout()) } else { 0 },
             acc_f64: settings.acc_f64,
+            ..CallConfig::new(&topology, settings.id, links.len(), region.layout().slot)
         };
         let rank = topology.rank();
         let (sender, receiver) = channel();
@@ -116,8 +115,8 @@ impl Group {
 
     /// Completes the enqueued calls and ends the threads. Later calls fail.
     pub fn stop(&self) {
-        drop(self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(lock(&self.shared.queue).take());
+        let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
             if thread.join().is_err() {
                 log_line(&format!("a thread of team {} panicked", self.config.team));

@@ -13,6 +13,7 @@ mod call_summary;
 mod callers;
 mod device;
 mod executor;
+mod handle;
 mod lifecycle;
 mod other_groups;
 mod process_groups;
@@ -25,8 +26,9 @@ mod submit;
 mod work;
 mod worker;
 
+pub use handle::CallHandle;
 pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use record::Totals;
-pub use state::{GroupConfig, OnFailure};
+pub use state::OnFailure;
 pub use submit::Group;
 pub use work::{CallOptions, OnComplete, Timeout, wait_for_result};

@@ -12,11 +12,13 @@
 //! [`Call::absent`]: crate::collective::Call::absent
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::callers::{ThreadId, this_thread};
 use super::record::Record;
+
+use crate::lock::lock;
 
 /// Maximum wait for reconciliations of other groups.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -157,8 +159,4 @@ impl Drop for BlockedCaller {
             blocked.swap_remove(position);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -16,6 +16,7 @@ use super::call_summary::{CallSummary, SmallCallStats};
 use super::callers::ThreadId;
 use crate::collective::Call;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::timeline;
 use crate::timings::{Activity, CallTimings};
 
@@ -262,7 +263,7 @@ impl Default for Recorder {
 
 impl Recorder {
     fn lock(&self) -> MutexGuard<'_, RecorderState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Assigns the number of a call that is submitted now.
@@ -390,22 +391,15 @@ impl Recorder {
 mod tests {
     use super::*;
     use crate::buffer::{Buffer, Tensor};
-    use crate::collective::{CallConfig, Op};
+    use crate::collective::{CallConfig, Counts, Op};
     use crate::dtype::DType;
     use crate::timings::PhaseTimer;
+    use crate::topology::Topology;
 
     fn call(data: &mut [f32], name: &str) -> Call {
-        let config = CallConfig {
-            team: 0,
-            ranks: 2,
-            channels: 1,
-            slot: 4096,
-            small_max: 0,
-            single_thread_max: 0,
-            acc_f64: false,
-        };
+        let config = CallConfig::new(&Topology::new(0, &[0, 0]), 0, 1, 4096);
         let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
-        Call::new(Op::Allreduce, vec![vec![tensor]], name, "", "weight".into(), config).unwrap()
+        Call::new(Op::MEAN, vec![vec![tensor]], Counts::Even, name, "", "weight".into(), config).unwrap()
     }
 
     #[test]

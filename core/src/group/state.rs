@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -13,30 +13,11 @@ use super::callers::{CallerThreads, ThreadId};
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::record::{Record, Recorder};
 use super::work::{QueueItem, Work};
-use crate::collective::AlgorithmSetting;
-use crate::collective::device::DeviceSettings;
 use crate::error::Error;
+use crate::group_config::GroupConfig;
+use crate::lock::lock;
 use crate::signals;
 use crate::transport::ShmRegion;
-
-/// The settings of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupConfig {
-    /// Its number; -1 is the control group.
-    pub id: i32,
-    /// Whether floating-point sums are float64.
-    pub acc_f64: bool,
-    /// Algorithm between hosts.
-    pub algorithm: AlgorithmSetting,
-    /// Deadline of a call.
-    pub timeout: Option<Duration>,
-    /// Wait after which a warning names the stragglers.
-    pub stall_warn: Option<Duration>,
-    /// How long differing calls wait for a counterpart; a thirtieth of it if every caller is already blocked.
-    pub match_timeout: Duration,
-    /// Settings for calls on device memory.
-    pub device: DeviceSettings,
-}
 
 /// Called with a message about a stall, and about the failure that ended the group.
 pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
@@ -161,14 +142,14 @@ impl GroupState {
 
     /// Sends the lead thread an item; returns the item if the group is closing.
     pub fn send(&self, item: QueueItem) -> Option<QueueItem> {
-        match &*self.queue.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*lock(&self.queue) {
             Some(queue) => queue.send(item).err().map(|unsent| unsent.0),
             None => Some(item),
         }
     }
 
     pub fn closing(&self) -> bool {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        lock(&self.queue).is_none()
     }
 
     pub fn reconciles(&self) -> bool {

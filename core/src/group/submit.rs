@@ -58,13 +58,14 @@ impl Group {
         }
     }
 
-    /// Runs an allreduce on this thread if it is small, a call like it is cached, and nothing is queued. `None`: no
-    /// effect. Otherwise the result, and the wait time if the statistics of small calls do not include it.
+    /// Runs `op` on this thread if it is small, a call like it is cached, and nothing is queued. `None`: no effect.
+    /// Otherwise the result, and the wait time if the statistics of small calls do not include it.
     ///
     /// # Safety
     /// The memory of `views` is valid and not used otherwise.
-    pub unsafe fn try_small_allreduce(
+    pub unsafe fn try_small(
         &self,
+        op: Op,
         name: &str,
         views: &[View<'_>],
         timeout: Timeout,
@@ -75,7 +76,7 @@ impl Group {
         self.shared.callers.record(true);
         let mut guard = self.executor.try_acquire()?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
-        let (call, posted) = match guard.start_small(Op::Allreduce, name, views, since)? {
+        let (call, posted) = match guard.start_small(op, name, views, since)? {
             Ok(None) => return Some((Ok(()), None)),
             Ok(Some(remainder)) => remainder,
             Err(error) => return Some((Err(error), None)),
@@ -105,8 +106,9 @@ impl Group {
             let text = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
             return Err(Error::State(text.into()));
         }
-        let CallOptions { name, instance_id, tensor_names, device, .. } = options;
-        let call = Call::new(op, replicas, name, instance_id, std::mem::take(tensor_names), self.config)?;
+        let CallOptions { name, instance_id, tensor_names, device, counts, .. } = options;
+        let (labels, counts) = (std::mem::take(tensor_names), std::mem::take(counts));
+        let call = Call::new(op, replicas, counts, name, instance_id, labels, self.config)?;
         match device {
             None => Ok(call),
             Some(device) => self.on_device(call, *device),

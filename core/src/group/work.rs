@@ -2,13 +2,14 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::record::{Record, Recorder};
-use crate::collective::Call;
+use crate::collective::{Call, Counts, Plan};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::signals;
 
 /// Called once with the result of a call: on the thread that completes the call, or on the submitting thread if the
@@ -16,7 +17,7 @@ use crate::signals;
 pub type OnComplete = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Interval at which a blocked caller checks for signals.
-const SIGNAL_POLL: Duration = Duration::from_millis(100);
+pub(super) const SIGNAL_POLL: Duration = Duration::from_millis(100);
 
 /// Calls `start` with a completion callback and waits for its result. If a signal should end the wait, calls
 /// `interrupt`, which must soon cause a result.
@@ -60,6 +61,8 @@ pub struct CallOptions {
     pub timeout: Timeout,
     /// The device of the tensors; `None`: host memory.
     pub device: Option<Device>,
+    /// The lengths of the blocks.
+    pub counts: Counts,
 }
 
 /// The deadline of a call.
@@ -88,8 +91,8 @@ pub(super) struct Work {
     pub call: Call,
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
-    /// The result of [`crate::collective::Channel::is_zero_copy`] after the first chunk.
-    pub zero_copy: AtomicBool,
+    /// Set after the first chunk.
+    plan: OnceLock<Plan>,
     pub record: Arc<Record>,
     unmatched_since: Mutex<Option<Instant>>,
     recorder: Arc<Recorder>,
@@ -109,7 +112,7 @@ impl Work {
             call,
             timeout,
             warned: AtomicBool::new(false),
-            zero_copy: AtomicBool::new(false),
+            plan: OnceLock::new(),
             record,
             unmatched_since: Mutex::default(),
             recorder,
@@ -131,12 +134,23 @@ impl Work {
 
     /// When the ranks first found this call unmatched with nothing runnable before it; now, if never.
     pub fn unmatched_since(&self) -> Instant {
-        *self.unmatched_since.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Instant::now)
+        *lock(&self.unmatched_since).get_or_insert_with(Instant::now)
     }
 
     /// An earlier call could run, so restart the time.
     pub fn reset_unmatched(&self) {
-        *self.unmatched_since.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.unmatched_since) = None;
+    }
+
+    /// Sets how the chunks after the first run; call it once, before other threads run them.
+    pub fn set_plan(&self, plan: Plan) {
+        // Only a matched call has a plan, and a call matches once.
+        let _first = self.plan.set(plan);
+    }
+
+    /// How the chunks after the first run.
+    pub fn plan(&self) -> Plan {
+        self.plan.get().copied().unwrap_or_default()
     }
 
     /// Adds `more` parts, to be finished by other threads; call it before they start.
@@ -146,7 +160,7 @@ impl Work {
 
     /// Finishes a part; the last one completes the call, with the first error if any.
     pub fn finish(&self, result: Result<()>) {
-        let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut outcome = lock(&self.outcome);
         if outcome.1.is_ok() {
             outcome.1 = result;
         }

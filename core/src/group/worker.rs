@@ -1,7 +1,6 @@
 //! A thread of a group, and its part of a call.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::Receiver;
 
 use super::state::GroupState;
@@ -40,8 +39,9 @@ impl Worker {
         }
         let (index, channels) = (self.index, work.call.channels());
         self.run_checked(work, |channel, work, wait_ctx| {
-            let chunks = (index..work.call.layout.chunks()).step_by(channels).filter(|&chunk| chunk > 0);
-            channel.run_chunks(&work.call, chunks, work.zero_copy.load(Ordering::Relaxed), wait_ctx)
+            let plan = work.plan();
+            let chunks = (index..plan.chunks(&work.call)).step_by(channels).filter(|&chunk| chunk > 0);
+            channel.run_chunks(&work.call, chunks, plan, wait_ctx)
         })
     }
 

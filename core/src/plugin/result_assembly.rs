@@ -2,7 +2,7 @@
 //!
 //! Thread rule: an assembly runs once, on the thread that completes the last mean, or on the submitting thread.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::options::OnResult;
@@ -11,6 +11,7 @@ use super::wait_time::WaitTime;
 use super::weighted_sum::{CarryWeights, weighted_sum};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result, guard};
+use crate::lock::lock;
 
 /// A call that waits for the means of its result.
 pub(super) struct ResultAssembly {
@@ -74,7 +75,7 @@ impl ResultAssembly {
     }
 
     fn replace(&self, replacement: Option<(Arc<InFlightMean>, f64)>) {
-        let mut schedule = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut schedule = lock(&self.schedule);
         schedule.replace_carried(self.list_hash, &self.own, replacement);
     }
 }

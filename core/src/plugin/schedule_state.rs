@@ -8,12 +8,13 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::schedule::{Schedule, Verbosity};
 use super::weighted_sum::CarryWeights;
 use crate::buffer::Buffer;
 use crate::error::Result;
+use crate::lock::lock;
 
 /// The memory of a scheduled call. The binding that made the call owns it, and keeps it until its mean has been
 /// returned. May be dropped on any thread.
@@ -55,7 +56,7 @@ impl InFlightMean {
 
     /// Completes the allreduce and calls the continuations.
     pub fn end(&self, result: &Result<()>) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let before = std::mem::replace(&mut *state, PendingState::Ended(result.clone()));
         drop(state);
         if let PendingState::Running(waiting) = before {
@@ -65,7 +66,7 @@ impl InFlightMean {
 
     /// Calls `next` with the outcome: immediately if complete, else on the thread that completes it.
     pub fn then(&self, next: Continuation) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let result = match &mut *state {
             PendingState::Running(waiting) => return waiting.push(next),
             PendingState::Ended(result) => result.clone(),

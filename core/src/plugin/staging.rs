@@ -5,12 +5,13 @@
 //! Thread rule: plain data, protected by the pool's lock.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::schedule_state::ResultBuffer;
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::transport::memory::Aligned;
 use crate::wire_layout::ALIGN;
 
@@ -23,7 +24,7 @@ pub struct StagingPool(Mutex<Vec<Aligned>>);
 
 impl StagingPool {
     fn take(&self, len: usize) -> Aligned {
-        let mut unused = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unused = lock(&self.0);
         match unused.iter().position(|memory| memory.len() == len) {
             Some(index) => unused.swap_remove(index),
             None => Aligned::new(len),
@@ -31,7 +32,7 @@ impl StagingPool {
     }
 
     fn give(&self, memory: Aligned) {
-        let mut unused = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unused = lock(&self.0);
         unused.push(memory);
         if unused.len() > MAX_UNUSED {
             unused.remove(0);

@@ -3,7 +3,7 @@
 //! Thread rule: a [`Team`] may be used from any thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use serde_json::Value;
@@ -19,6 +19,7 @@ use crate::buffer::{Tensor, View};
 use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
 use crate::group::{Group, Timeout};
+use crate::lock::lock;
 use crate::timeline;
 
 /// A group with a schedule; see the module text.
@@ -68,7 +69,7 @@ impl Team {
     pub unsafe fn gradients(&self, towers: Vec<Vec<Tensor>>, options: StepOptions) {
         let waiting_since = options.count_wait.then(Instant::now);
         let StepOptions { call: mut options, done, results, owner, continues_step, return_weights, .. } = options;
-        let call = self.group.new_call(Op::Allreduce, towers, &mut options);
+        let call = self.group.new_call(Op::MEAN, towers, &mut options);
         let mut call = match call.and_then(|call| self.check_device(call, owner, return_weights && results.is_some())) {
             Ok(call) => call,
             Err(error) => return done(Err(error)),
@@ -95,7 +96,7 @@ impl Team {
         ResultAssembly { schedule, wait_time, list_hash, plan, own, done, return_weights, waiting_since }.start();
     }
 
-    /// [`Group::try_small_allreduce`]; `None` if a schedule is set.
+    /// [`Group::try_small`] for a mean; `None` if a schedule is set.
     ///
     /// # Safety
     /// The memory of `views` is valid and not accessed by others until the call returns.
@@ -104,7 +105,7 @@ impl Team {
             return None;
         }
         // SAFETY: guaranteed by the caller.
-        let (result, waited) = unsafe { self.group.try_small_allreduce(name, views, timeout) }?;
+        let (result, waited) = unsafe { self.group.try_small(Op::MEAN, name, views, timeout) }?;
         if let Some(waited) = waited.filter(|_| self.counts_waits()) {
             self.wait_time.add(waited.as_secs_f64());
         }
@@ -130,7 +131,7 @@ impl Team {
     }
 
     fn schedule(&self) -> MutexGuard<'_, ScheduleState> {
-        self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.schedule)
     }
 
     /// Starts `schedule` with the next call of [`Team::gradients`].

@@ -3,9 +3,10 @@
 //! Thread rule: may be used from any thread.
 
 use std::io::Write;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use crate::lock::lock;
 use crate::timeline;
 
 /// The total wait of one team.
@@ -22,7 +23,7 @@ impl WaitTime {
 
     /// Adds a wait of a caller.
     pub fn add(&self, seconds: f64) {
-        *self.seconds.lock().unwrap_or_else(PoisonError::into_inner) += seconds;
+        *lock(&self.seconds) += seconds;
         if timeline::is_on() {
             let now = Instant::now();
             let from = now.checked_sub(Duration::from_secs_f64(seconds.max(0.0))).unwrap_or(now);
@@ -32,7 +33,7 @@ impl WaitTime {
 
     /// The total in seconds.
     pub fn total(&self) -> f64 {
-        *self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.seconds)
     }
 
     /// Prints the total after `calls` calls, in the format of the Cray PE DL Plugin.

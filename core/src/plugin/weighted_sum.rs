@@ -79,6 +79,14 @@ pub unsafe fn weighted_sum(
         DType::U8 | DType::Bool => integer!(u8),
         DType::I32 => integer!(i32),
         DType::I64 => integer!(i64),
+        DType::I16 => integer!(i16),
+        DType::U16 => integer!(u16),
+        DType::U32 => integer!(u32),
+        DType::U64 => integer!(u64),
+        // SAFETY: a complex number is two floating-point numbers.
+        DType::Complex64 => unsafe { weighted_sum(DType::F32, own, before, out, 2 * len, weights) },
+        // SAFETY: as above.
+        DType::Complex128 => unsafe { weighted_sum(DType::F64, own, before, out, 2 * len, weights) },
     }
 }
 
@@ -126,5 +134,15 @@ mod tests {
         assert_eq!(weighted(DType::I64, 5i64, 7, 0.5, 0.4), 0);
         assert_eq!(weighted(DType::U8, 5u8, 7, 0.6, 0.5), 7);
         assert_eq!(weighted(DType::I8, -5i8, 7, 0.0, 0.0), -5);
+        assert_eq!(weighted(DType::I16, -500i16, 7, 0.0, 1.0), -493);
+        assert_eq!(weighted(DType::U16, u16::MAX, 2, 0.0, 1.0), 1);
+        assert_eq!(weighted(DType::U32, 5u32, u32::MAX, 1.0, 1.0), u32::MAX);
+        assert_eq!(weighted(DType::U64, u64::MAX, 7, 0.4, 0.4), u64::MAX);
+    }
+
+    #[test]
+    fn both_parts_of_complex_numbers_are_weighted() {
+        assert_eq!(weighted(DType::Complex64, [4f32, 2.0], [8.0, -8.0], 0.25, 0.5), [7.0, -2.5]);
+        assert_eq!(weighted(DType::Complex128, [4f64, 2.0], [8.0, -8.0], 0.0, 1.0), [12.0, -6.0]);
     }
 }

@@ -1,64 +1,61 @@
-//! The operation on a sum before it is rounded.
+//! The operation on an accumulator before it is rounded.
 
-use super::types::ReduceType;
+use super::number::{Divisible, Float};
 
-/// The operation on a sum before it is rounded.
-pub(crate) trait Epilogue<S: ReduceType>: Copy {
+/// The operation on an accumulator before it is rounded.
+pub(crate) trait Epilogue<A>: Copy {
     /// Applies the operation.
-    fn apply(self, acc: S::Acc) -> S::Acc;
+    fn apply(self, acc: A) -> A;
 }
 
 /// No operation.
 #[derive(Clone, Copy)]
 pub(super) struct Identity;
-/// Division by a power of two.
-pub(super) struct DividePow2<S: ReduceType>(S::Acc);
+/// Division by a power of two; for floating point, multiplication by its reciprocal or any other factor.
+#[derive(Clone, Copy)]
+pub(super) struct DividePow2<A>(A);
 /// Division by any divisor.
-pub(super) struct Divide<S: ReduceType>(S::Acc);
+#[derive(Clone, Copy)]
+pub(super) struct Divide<A>(A);
 
-impl<S: ReduceType> DividePow2<S> {
+impl<A: Divisible> DividePow2<A> {
     /// Division by 2 to the power `log`.
-    pub fn new(log: u8) -> DividePow2<S> {
-        DividePow2(S::power(log))
+    pub fn new(log: u8) -> DividePow2<A> {
+        DividePow2(A::power(log))
+    }
+    /// Multiplication by `factor`, rounded to the accumulator's type.
+    pub fn factor(factor: f64) -> DividePow2<A>
+    where
+        A: Float,
+    {
+        DividePow2(A::factor(factor))
     }
 }
 
-impl<S: ReduceType> Divide<S> {
+impl<A: Divisible> Divide<A> {
     /// Division by `divisor`.
-    pub fn new(divisor: u32) -> Divide<S> {
-        Divide(S::divisor(divisor))
+    pub fn new(divisor: u32) -> Divide<A> {
+        Divide(A::divisor(divisor))
     }
 }
 
-impl<S: ReduceType> Epilogue<S> for Identity {
+impl<A> Epilogue<A> for Identity {
     #[inline(always)]
-    fn apply(self, acc: S::Acc) -> S::Acc {
+    fn apply(self, acc: A) -> A {
         acc
     }
 }
 
-impl<S: ReduceType> Clone for DividePow2<S> {
-    fn clone(&self) -> DividePow2<S> {
-        *self
-    }
-}
-impl<S: ReduceType> Copy for DividePow2<S> {}
-impl<S: ReduceType> Epilogue<S> for DividePow2<S> {
+impl<A: Divisible> Epilogue<A> for DividePow2<A> {
     #[inline(always)]
-    fn apply(self, acc: S::Acc) -> S::Acc {
-        S::divide_power(acc, self.0)
+    fn apply(self, acc: A) -> A {
+        acc.divide_power(self.0)
     }
 }
 
-impl<S: ReduceType> Clone for Divide<S> {
-    fn clone(&self) -> Divide<S> {
-        *self
-    }
-}
-impl<S: ReduceType> Copy for Divide<S> {}
-impl<S: ReduceType> Epilogue<S> for Divide<S> {
+impl<A: Divisible> Epilogue<A> for Divide<A> {
     #[inline(always)]
-    fn apply(self, acc: S::Acc) -> S::Acc {
-        S::divide(acc, self.0)
+    fn apply(self, acc: A) -> A {
+        acc.divide(self.0)
     }
 }

@@ -1,4 +1,5 @@
-//! Tests: every kernel gives the bits of a simple loop over elements with independent conversions.
+//! Tests: every kernel gives the bits of a simple loop over elements with independent arithmetic (`reference.rs`) and
+//! conversions.
 
 use std::fmt::Debug;
 
@@ -6,48 +7,28 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, f64_to_odd_f32};
-use super::{Kernel, KernelOp, Reduction};
+use super::reference::{OracleNumber, combine, finish, lift};
+use super::{Kernel, ReduceOp, Reduction, Step};
 use crate::dtype::DType;
 
-/// Equality of results: same bits, or both NaN.
-trait OracleNumber: Copy + Debug {
-    fn is_same(self, other: Self) -> bool;
-}
-macro_rules! number {
-    ($($float:ty)*; $($integer:ty)*) => {
-        $(impl OracleNumber for $float {
-            fn is_same(self, other: $float) -> bool {
-                self.to_bits() == other.to_bits() || self.is_nan() && other.is_nan()
-            }
-        })*
-        $(impl OracleNumber for $integer {
-            fn is_same(self, other: $integer) -> bool {
-                self == other
-            }
-        })*
-    };
-}
-number!(f16 bf16 f32 f64; i8 u8 i32 i64 i128);
-
-/// A simple implementation of one type, one element at a time.
+/// The element and accumulator types of some operators for an element type.
 trait OracleType {
-    const REDUCTION: Reduction;
+    const DTYPE: DType;
+    const ACC_F64: bool;
     type Element: OracleNumber;
     type Acc: OracleNumber;
     /// Random bits, or (one in four) a limit of the type.
     fn element(random: u64) -> Self::Element;
     fn widen(element: Self::Element) -> Self::Acc;
-    fn add(left: Self::Acc, right: Self::Acc) -> Self::Acc;
-    fn divide(acc: Self::Acc, divisor: u32) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self::Element;
 }
 
 macro_rules! oracle {
-    ($name:ident, $dtype:ident, $precise:expr, $element:ty, $acc:ty, $of_bits:expr, $limits:expr, $widen:expr, $narrow:expr,
-     $divisor:expr) => {
+    ($name:ident, $dtype:ident, $precise:expr, $element:ty, $acc:ty, $of_bits:expr, $limits:expr, $widen:expr, $narrow:expr) => {
         struct $name;
         impl OracleType for $name {
-            const REDUCTION: Reduction = Reduction { dtype: DType::$dtype, acc_f64: $precise, wire_is_acc: false };
+            const DTYPE: DType = DType::$dtype;
+            const ACC_F64: bool = $precise;
             type Element = $element;
             type Acc = $acc;
             fn element(random: u64) -> $element {
@@ -58,17 +39,55 @@ macro_rules! oracle {
             fn widen(element: $element) -> $acc {
                 ($widen)(element)
             }
-            fn add(left: $acc, right: $acc) -> $acc {
-                left + right
-            }
-            fn divide(acc: $acc, divisor: u32) -> $acc {
-                acc / ($divisor)(divisor)
-            }
             fn narrow(acc: $acc) -> $element {
                 ($narrow)(acc)
             }
         }
     };
+}
+
+/// The elements of `$wide`, which are their own accumulators.
+macro_rules! plain {
+    ($($name:ident: $wide:ident;)*) => { $(
+        struct $name;
+        impl OracleType for $name {
+            const DTYPE: DType = $wide::DTYPE;
+            const ACC_F64: bool = $wide::ACC_F64;
+            type Element = <$wide as OracleType>::Element;
+            type Acc = Self::Element;
+            fn element(random: u64) -> Self::Element {
+                $wide::element(random)
+            }
+            fn widen(element: Self::Element) -> Self::Element {
+                element
+            }
+            fn narrow(acc: Self::Element) -> Self::Element {
+                acc
+            }
+        }
+    )* };
+}
+
+/// Pairs of `$part`.
+macro_rules! complex {
+    ($($name:ident: $dtype:ident, $part:ident;)*) => { $(
+        struct $name;
+        impl OracleType for $name {
+            const DTYPE: DType = DType::$dtype;
+            const ACC_F64: bool = $part::ACC_F64;
+            type Element = [<$part as OracleType>::Element; 2];
+            type Acc = [<$part as OracleType>::Acc; 2];
+            fn element(random: u64) -> Self::Element {
+                [random, random.rotate_left(17)].map($part::element)
+            }
+            fn widen(element: Self::Element) -> Self::Acc {
+                element.map($part::widen)
+            }
+            fn narrow(acc: Self::Acc) -> Self::Element {
+                acc.map($part::narrow)
+            }
+        }
+    )* };
 }
 
 /// The limits of a floating-point type with smallest subnormal `$tiny`.
@@ -130,17 +149,34 @@ const TINY_BF16: bf16 = bf16::from_bits(1);
 const TINY_F32: f32 = f32::from_bits(1);
 const TINY_F64: f64 = f64::from_bits(1);
 
-oracle!(F16, F16, false, f16, f32, f16_bits, limits!(f16, TINY_F16), f16::to_f32, f16::from_f32, |n| n as f32);
-oracle!(F16P, F16, true, f16, f64, f16_bits, limits!(f16, TINY_F16), f16::to_f64, nearest_f16, f64::from);
-oracle!(BF16, BF16, false, bf16, f32, bf16_bits, limits!(bf16, TINY_BF16), bf16::to_f32, bf16::from_f32, |n| n as f32);
-oracle!(BF16P, BF16, true, bf16, f64, bf16_bits, limits!(bf16, TINY_BF16), bf16::to_f64, nearest_bf16, f64::from);
-oracle!(F32, F32, false, f32, f32, f32_bits, limits!(f32, TINY_F32), |e| e, |a| a, |n| n as f32);
-oracle!(F32P, F32, true, f32, f64, f32_bits, limits!(f32, TINY_F32), f64::from, |a| a as f32, f64::from);
-oracle!(F64, F64, false, f64, f64, f64::from_bits, limits!(f64, TINY_F64), |e| e, |a| a, f64::from);
-oracle!(I8, I8, false, i8, i32, |b| b as i8, [i8::MIN, i8::MAX, -1, 0], i32::from, |a| a as i8, |n| n as i32);
-oracle!(U8, U8, false, u8, i32, |b| b as u8, [u8::MIN, u8::MAX, 1], i32::from, |a| a as u8, |n| n as i32);
-oracle!(I32, I32, false, i32, i64, |b| b as i32, [i32::MIN, i32::MAX, -1, 0], i64::from, |a| a as i32, i64::from);
-oracle!(I64, I64, false, i64, i128, |b| b as i64, [i64::MIN, i64::MAX, -1, 0], i128::from, |a| a as i64, i128::from);
+oracle!(F16, F16, false, f16, f32, f16_bits, limits!(f16, TINY_F16), f16::to_f32, f16::from_f32);
+oracle!(F16P, F16, true, f16, f64, f16_bits, limits!(f16, TINY_F16), f16::to_f64, nearest_f16);
+oracle!(BF16, BF16, false, bf16, f32, bf16_bits, limits!(bf16, TINY_BF16), bf16::to_f32, bf16::from_f32);
+oracle!(BF16P, BF16, true, bf16, f64, bf16_bits, limits!(bf16, TINY_BF16), bf16::to_f64, nearest_bf16);
+oracle!(F32, F32, false, f32, f32, f32_bits, limits!(f32, TINY_F32), |e| e, |a| a);
+oracle!(F32P, F32, true, f32, f64, f32_bits, limits!(f32, TINY_F32), f64::from, |a| a as f32);
+oracle!(F64, F64, false, f64, f64, f64::from_bits, limits!(f64, TINY_F64), |e| e, |a| a);
+oracle!(F64P, F64, true, f64, f64, f64::from_bits, limits!(f64, TINY_F64), |e| e, |a| a);
+oracle!(I8, I8, false, i8, i32, |b| b as i8, [i8::MIN, i8::MAX, -1, 0], i32::from, |a| a as i8);
+oracle!(U8, U8, false, u8, i32, |b| b as u8, [u8::MIN, u8::MAX, 1], i32::from, |a| a as u8);
+oracle!(I16, I16, false, i16, i32, |b| b as i16, [i16::MIN, i16::MAX, -1, 0], i32::from, |a| a as i16);
+oracle!(U16, U16, false, u16, u32, |b| b as u16, [u16::MIN, u16::MAX, 1], u32::from, |a| a as u16);
+oracle!(I32, I32, false, i32, i64, |b| b as i32, [i32::MIN, i32::MAX, -1, 0], i64::from, |a| a as i32);
+oracle!(U32, U32, false, u32, u64, |b| b as u32, [u32::MIN, u32::MAX, 1], u64::from, |a| a as u32);
+oracle!(I64, I64, false, i64, i128, |b| b as i64, [i64::MIN, i64::MAX, -1, 0], i128::from, |a| a as i64);
+oracle!(U64, U64, false, u64, u128, |b| b, [u64::MIN, u64::MAX, 1], u128::from, |a| a as u64);
+oracle!(Bool, Bool, false, bool, bool, |b| b % 2 == 1, [true], |e| e, |a| a);
+plain! {
+    PlainF16: F16; PlainF16P: F16P; PlainBF16: BF16; PlainBF16P: BF16P; PlainF32P: F32P;
+    PlainI8: I8; PlainU8: U8; PlainI16: I16; PlainU16: U16;
+    PlainI32: I32; PlainU32: U32; PlainI64: I64; PlainU64: U64;
+}
+complex! {
+    Complex64: Complex64, F32;
+    Complex64P: Complex64, F32P;
+    Complex128: Complex128, F64;
+    Complex128P: Complex128, F64P;
+}
 
 /// Numbers at an unaligned address.
 struct Memory {
@@ -168,7 +204,7 @@ impl Memory {
 /// Runs an operation on unaligned copies of `sources` and returns every out. With `in_place`, the first out is that
 /// source.
 fn run<In: Copy, Out: Copy>(
-    (reduction, kernel, op): (Reduction, Kernel, KernelOp),
+    (reduction, kernel, step): (Reduction, Kernel, Step),
     sources: &[Vec<In>],
     initial: Out,
     (offset, in_place, outs): (usize, Option<usize>, usize),
@@ -184,17 +220,19 @@ fn run<In: Copy, Out: Copy>(
     }
     let pointers: Vec<*const u8> = pointers.into_iter().map(<*mut u8>::cast_const).collect();
     // SAFETY: the buffers have `count` elements each; the kernel is available.
-    unsafe { reduction.run(kernel, op, &pointers, &targets, count) };
+    unsafe { reduction.run(kernel, step, &pointers, &targets, count) };
     if let Some(index) = in_place {
         results[0] = inputs.swap_remove(index);
     }
     results.iter().map(Memory::read).collect()
 }
 
-fn assert_same<T: OracleNumber>(label: impl Debug, found: &[T], expected: &[T]) {
+/// With `exact`, the bits of NaN are compared too.
+fn assert_same<T: OracleNumber>(label: impl Debug, exact: bool, found: &[T], expected: &[T]) {
     assert_eq!(found.len(), expected.len(), "{label:?}");
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!(found.is_same(*expected), "{label:?}: element {index} is {found:?}, not {expected:?}");
+        let same = if exact { found.is_identical(*expected) } else { found.is_same(*expected) };
+        assert!(same, "{label:?}: element {index} is {found:?}, not {expected:?}");
     }
 }
 
@@ -203,87 +241,120 @@ fn assert_same<T: OracleNumber>(label: impl Debug, found: &[T], expected: &[T]) 
 struct Case {
     random: Vec<Vec<u64>>,
     divisor: u32,
+    /// The factors of [`ReduceOp::Scaled`].
+    factors: (f64, f64),
     offset: usize,
     in_place: usize,
     outs: usize,
 }
 
-fn check<P: OracleType>(case: &Case) {
+fn check<P: OracleType>(op: ReduceOp, case: &Case) {
     let Case { divisor, offset, in_place, outs, .. } = *case;
+    let reduction = Reduction { op, dtype: P::DTYPE, acc_f64: P::ACC_F64, wire_is_acc: false, divisor };
+    assert_eq!(op.check(P::DTYPE), Ok(()));
+    assert_eq!(reduction.acc_size(), size_of::<P::Acc>());
     let sources: Vec<Vec<P::Element>> =
         case.random.iter().map(|random| random.iter().map(|random| P::element(*random)).collect()).collect();
     let count = sources[0].len();
-    let sum = |sources: &[Vec<P::Element>]| -> Vec<P::Acc> {
-        let sum = |index: usize| sources.iter().map(|source| P::widen(source[index])).reduce(P::add);
-        (0..count).map(|index| sum(index).expect("a source")).collect()
+    let combine = |left, right| combine::<P::Acc>(op, left, right);
+    let partial = |sources: &[Vec<P::Element>]| -> Vec<P::Acc> {
+        let lifted = |index: usize| sources.iter().map(move |source| lift(op, P::widen(source[index])));
+        (0..count).map(|index| lifted(index).reduce(combine).expect("a source")).collect()
     };
-    let finish = |accs: Vec<P::Acc>| -> Vec<P::Element> {
-        accs.into_iter().map(|acc| P::narrow(P::divide(acc, divisor))).collect()
-    };
-    let sums = sum(&sources);
-    let means = finish(sums.clone());
+    let finish =
+        |accs: &[P::Acc]| -> Vec<P::Element> { accs.iter().map(|acc| P::narrow(finish(op, *acc, divisor))).collect() };
+    let direct = partial(&sources);
+    let results = finish(&direct);
+    // Two levels: partial results of the first two sources, then of each other source, and their combination.
+    let (first, others) = sources.split_at(2.min(sources.len()));
+    let mut partials = vec![partial(first)];
+    partials.extend(others.iter().map(|source| partial(std::slice::from_ref(source))));
+    let two_level: Vec<P::Acc> = (0..count)
+        .map(|index| partials.iter().map(|partial| partial[index]).reduce(combine).expect("a part"))
+        .collect();
+    let finished = finish(&two_level);
+    let rounded: Vec<P::Acc> = finished.iter().map(|element| P::widen(*element)).collect();
     let initial = (P::element(1), P::widen(P::element(1)));
-    let wide = Reduction { wire_is_acc: true, ..P::REDUCTION };
+    let wide = Reduction { wire_is_acc: true, ..reduction };
     let in_place = Some(in_place).filter(|in_place| *in_place < sources.len());
+    let exact = matches!(op, ReduceOp::Min | ReduceOp::Max);
     for kernel in Kernel::available() {
-        let label = |op: &str| format!("{:?}, {kernel:?}, {op}", P::REDUCTION);
+        let label = |step: &str| format!("{reduction:?}, {kernel:?}, {step}");
 
-        for out in run((P::REDUCTION, kernel, KernelOp::Mean(divisor)), &sources, initial.0, (offset, in_place, outs)) {
-            assert_same(label("mean"), &out, &means);
+        for out in run((reduction, kernel, Step::Combine), &sources, initial.0, (offset, in_place, outs)) {
+            assert_same(label("combine"), exact, &out, &results);
         }
-        let out = run((P::REDUCTION, kernel, KernelOp::Sum), &sources, initial.1, (offset, None, 1));
-        assert_same(label("sum"), &out[0], &sums);
+        let out = run((reduction, kernel, Step::Partial), &sources, initial.1, (offset, None, 1));
+        assert_same(label("partial"), exact, &out[0], &direct);
 
-        // Two levels: partial sums (the first two sources, then each other source), and their sum.
-        let (first, others) = sources.split_at(2.min(sources.len()));
-        let mut partials = vec![sum(first)];
-        partials.extend(others.iter().map(|source| sum(std::slice::from_ref(source))));
-        let add = |index: usize| partials.iter().map(|partial| partial[index]).reduce(P::add).expect("a part");
-        let two_level: Vec<P::Acc> = (0..count).map(add).collect();
-        for out in run((P::REDUCTION, kernel, KernelOp::Finish(divisor)), &partials, initial.0, (offset, None, outs)) {
-            assert_same(label("finish"), &out, &finish(two_level.clone()));
+        for out in run((reduction, kernel, Step::Finish), &partials, initial.0, (offset, None, outs)) {
+            assert_same(label("finish"), exact, &out, &finished);
         }
-        let out = run((wide, kernel, KernelOp::Sum), &partials, initial.1, (offset, None, 1));
-        assert_same(label("wide sum"), &out[0], &two_level);
-        let rounded: Vec<P::Acc> = finish(two_level).into_iter().map(P::widen).collect();
+        let out = run((wide, kernel, Step::Partial), &partials, initial.1, (offset, None, 1));
+        assert_same(label("wide partial"), exact, &out[0], &two_level);
         let in_place = in_place.filter(|in_place| *in_place < partials.len());
-        for op in [KernelOp::Mean(divisor), KernelOp::Finish(divisor)] {
-            for out in run((wide, kernel, op), &partials, initial.1, (offset, in_place, outs)) {
-                assert_same(label("wide mean"), &out, &rounded);
+        for step in [Step::Combine, Step::Finish] {
+            for out in run((wide, kernel, step), &partials, initial.1, (offset, in_place, outs)) {
+                assert_same(label("wide combine"), exact, &out, &rounded);
             }
         }
-        let out = run((wide, kernel, KernelOp::Narrow), std::slice::from_ref(&rounded), initial.0, (offset, None, 1));
-        let narrowed: Vec<P::Element> = rounded.into_iter().map(P::narrow).collect();
-        assert_same(label("narrow"), &out[0], &narrowed);
+        let out = run((wide, kernel, Step::Narrow), std::slice::from_ref(&rounded), initial.0, (offset, None, 1));
+        assert_same(label("narrow"), exact, &out[0], &finished);
+    }
+    if exact || P::DTYPE.name().contains("int") {
+        assert_same("both levels at once", exact, &two_level, &direct);
     }
 }
 
 fn cases() -> impl Strategy<Value = Case> {
     let divisor = prop::sample::select(vec![1, 2, 3, 4, 6, 7, 8, 12, 64, 1000, 1 << 20]);
+    let factor = || prop::sample::select(vec![1.0, 0.5, 1.0 / 3.0, -2.5, 0.0, 1e3, 1e-30, f64::INFINITY]);
     let places = (0usize..11, 0usize..9, 1usize..4);
-    (1usize..8, 0usize..1200, divisor, places).prop_flat_map(|(sources, count, divisor, (offset, in_place, outs))| {
-        let random = prop::collection::vec(prop::collection::vec(any::<u64>(), count), sources);
-        random.prop_map(move |random| Case { random, divisor, offset, in_place, outs })
-    })
+    let numbers = (divisor, (factor(), factor()));
+    (1usize..8, 0usize..1200, numbers, places).prop_flat_map(
+        |(sources, count, (divisor, factors), (offset, in_place, outs))| {
+            let random = prop::collection::vec(prop::collection::vec(any::<u64>(), count), sources);
+            random.prop_map(move |random| Case { random, divisor, factors, offset, in_place, outs })
+        },
+    )
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+/// Tests of these operators and types.
+macro_rules! every_kernel_matches_the_oracle {
+    ($($test:ident, $cases:literal, |$case:ident| $ops:expr, $($type:ident)*;)*) => { $(
+        proptest! {
+            #![proptest_config(ProptestConfig::with_cases($cases))]
+            #[test]
+            fn $test($case in cases()) {
+                for op in $ops {
+                    $(check::<$type>(op, &$case);)*
+                }
+            }
+        }
+    )* };
+}
+every_kernel_matches_the_oracle! {
+    means, 30, |case| [ReduceOp::Mean],
+        F16 F16P BF16 BF16P F32 F32P F64 F64P I8 U8 I16 U16 I32 U32 I64 U64
+        Complex64 Complex64P Complex128 Complex128P;
+    sums, 30, |case| [ReduceOp::Sum],
+        F16 F16P BF16 BF16P F32 F32P F64 F64P
+        PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64
+        Complex64 Complex64P Complex128 Complex128P;
+    products, 30, |case| [ReduceOp::Product],
+        F16 F16P BF16 BF16P F32 F32P F64 F64P
+        PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64;
+    extrema, 30, |case| [ReduceOp::Min, ReduceOp::Max],
+        PlainF16 PlainF16P PlainBF16 PlainBF16P F32 PlainF32P F64 F64P
+        PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64;
+    bit_operations, 20, |case| [ReduceOp::BitAnd, ReduceOp::BitOr, ReduceOp::BitXor],
+        PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64 Bool;
+    scaled_sums, 30, |case| [ReduceOp::Scaled { pre: case.factors.0, post: case.factors.1 }],
+        F16 F16P BF16 BF16P F32 F32P F64 F64P;
+}
 
-    #[test]
-    fn every_kernel_matches_the_oracle(case in cases()) {
-        check::<F16>(&case);
-        check::<F16P>(&case);
-        check::<BF16>(&case);
-        check::<BF16P>(&case);
-        check::<F32>(&case);
-        check::<F32P>(&case);
-        check::<F64>(&case);
-        check::<I8>(&case);
-        check::<U8>(&case);
-        check::<I32>(&case);
-        check::<I64>(&case);
-    }
+fn sum_of(dtype: DType) -> Reduction {
+    Reduction { op: ReduceOp::Sum, dtype, acc_f64: false, wire_is_acc: false, divisor: 1 }
 }
 
 #[test]
@@ -295,8 +366,8 @@ fn sixteen_bit_floats_are_widened_exactly() {
     }
     let expected: Vec<f32> = all_bits.iter().map(|bits| f16::from_bits(*bits).to_f32()).collect();
     for kernel in Kernel::available() {
-        let out = run((F16::REDUCTION, kernel, KernelOp::Sum), std::slice::from_ref(&all_bits), 0f32, (0, None, 1));
-        assert_same(kernel, &out[0], &expected);
+        let out = run((sum_of(DType::F16), kernel, Step::Partial), std::slice::from_ref(&all_bits), 0f32, (0, None, 1));
+        assert_same(kernel, false, &out[0], &expected);
     }
 }
 
@@ -327,11 +398,11 @@ fn float32_is_rounded_to_nearest() {
         singles.iter().map(|single| (f16::from_f32(*single), bf16::from_f32(*single))).unzip();
     for kernel in Kernel::available() {
         let out =
-            run((F16::REDUCTION, kernel, KernelOp::Narrow), std::slice::from_ref(&singles), f16::ZERO, (0, None, 1));
-        assert_same(kernel, &out[0], &halves);
+            run((sum_of(DType::F16), kernel, Step::Narrow), std::slice::from_ref(&singles), f16::ZERO, (0, None, 1));
+        assert_same(kernel, false, &out[0], &halves);
         let out =
-            run((BF16::REDUCTION, kernel, KernelOp::Narrow), std::slice::from_ref(&singles), bf16::ZERO, (0, None, 1));
-        assert_same(kernel, &out[0], &bfloats);
+            run((sum_of(DType::BF16), kernel, Step::Narrow), std::slice::from_ref(&singles), bf16::ZERO, (0, None, 1));
+        assert_same(kernel, false, &out[0], &bfloats);
     }
 }
 

@@ -1,13 +1,13 @@
-//! Two adjacent bfloat16 as one element, for means of bfloat16 without float64 accumulation: the gradients of most
+//! Two adjacent bfloat16 as one element, for sums of bfloat16 without float64 accumulation: the gradients of most
 //! large models.
 //!
 //! A single bfloat16 must move to another vector lane when it is widened to float32 and back, because the size doubles.
 //! In a 32-bit pair, each half becomes a float32 in place, by a shift or a mask.
 
 use super::convert::rounded_to_bf16;
-use super::types::{BF16, ReduceType};
+use super::types::ReduceType;
 
-/// A pair of [`BF16`].
+/// A pair of [`super::types::BF16`].
 pub(super) struct BF16Pair;
 
 const UPPER: u32 = 0xffff_0000;
@@ -16,6 +16,7 @@ impl ReduceType for BF16Pair {
     type Element = u32;
     /// The lower and the upper element.
     type Acc = [f32; 2];
+    const IS_PAIR: bool = true;
     #[inline(always)]
     fn widen(pair: u32) -> [f32; 2] {
         [f32::from_bits(pair << 16), f32::from_bits(pair & UPPER)]
@@ -23,23 +24,5 @@ impl ReduceType for BF16Pair {
     #[inline(always)]
     fn narrow([lower, upper]: [f32; 2]) -> u32 {
         rounded_to_bf16(lower) >> 16 | rounded_to_bf16(upper) & UPPER
-    }
-    #[inline(always)]
-    fn add(left: [f32; 2], right: [f32; 2]) -> [f32; 2] {
-        [left[0] + right[0], left[1] + right[1]]
-    }
-    fn divisor(count: u32) -> [f32; 2] {
-        [BF16::divisor(count); 2]
-    }
-    #[inline(always)]
-    fn divide(acc: [f32; 2], divisor: [f32; 2]) -> [f32; 2] {
-        [BF16::divide(acc[0], divisor[0]), BF16::divide(acc[1], divisor[1])]
-    }
-    fn power(log: u8) -> [f32; 2] {
-        [BF16::power(log); 2]
-    }
-    #[inline(always)]
-    fn divide_power(acc: [f32; 2], power: [f32; 2]) -> [f32; 2] {
-        [BF16::divide_power(acc[0], power[0]), BF16::divide_power(acc[1], power[1])]
     }
 }

@@ -6,7 +6,7 @@ use super::types::ReduceType;
 pub(crate) trait StorageFormat<S: ReduceType> {
     /// The stored type.
     type Stored: Copy;
-    /// Whether the stored type is the element type.
+    /// Whether it stores elements, not accumulators.
     const NATIVE: bool;
     /// Whether storing rounds to the element type.
     const ROUNDS: bool;

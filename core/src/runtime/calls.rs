@@ -1,15 +1,19 @@
-//! Calls of the bindings, which name groups by team number.
+//! Calls of the bindings, which name groups by team number. A function that blocks returns the call's error.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::state::{CONTROL, check_fork, started, team};
-use crate::buffer::{Tensor, View};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::state::{CONTROL, check_fork, started, team, topology};
+use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::Op;
 use crate::device::Device;
+use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::group::{self, BlockedCaller, Timeout};
+use crate::log::log_line;
 use crate::plugin::{ResultBuffer, StagingBuffer, StepOptions, Team};
 use crate::signals;
 
@@ -17,7 +21,7 @@ fn submit(op: Op, id: i32, options: StepOptions, towers: impl FnOnce() -> Result
     // The bindings require valid memory of their callers.
     match guard(|| Ok((team(id)?, towers()?))) {
         // SAFETY: the contracts of the bindings: dl_comm.h, completion.h.
-        Ok((team, towers)) if op == Op::Allreduce && id != CONTROL => unsafe { team.gradients(towers, options) },
+        Ok((team, towers)) if op == Op::MEAN && id != CONTROL => unsafe { team.gradients(towers, options) },
         // SAFETY: as above.
         Ok((team, towers)) => unsafe { team.submit(op, towers, options) },
         Err(error) => options.fail(error),
@@ -27,7 +31,7 @@ fn submit(op: Op, id: i32, options: StepOptions, towers: impl FnOnce() -> Result
 /// Starts an allreduce (mean) of several replicas of a list of tensors on team `id`, by the team's schedule. `towers`
 /// makes the lists; its errors reach `options` too.
 pub fn average(id: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    submit(Op::Allreduce, id, options, towers);
+    submit(Op::MEAN, id, options, towers);
 }
 
 /// Number of ended sessions; their teams must not be used any more.
@@ -69,9 +73,6 @@ fn with_team<T>(id: i32, body: impl FnOnce(&Team) -> T) -> Result<T> {
 
 /// Runs an allreduce of one list in place like [`average_and_wait`], by the fast path if possible.
 ///
-/// # Errors
-/// The result.
-///
 /// # Safety
 /// The memory of `views` is valid and not used otherwise.
 pub unsafe fn average_list(id: i32, name: &str, timeout: Timeout, views: &[View<'_>]) -> Result<()> {
@@ -85,9 +86,6 @@ pub unsafe fn average_list(id: i32, name: &str, timeout: Timeout, views: &[View<
 
 /// Runs an allreduce of `towers` in place by the schedule of team `id`, and blocks. If the schedule lets calls return
 /// early, it works on copies of the tensors.
-///
-/// # Errors
-/// The result.
 ///
 /// # Safety
 /// The memory of `towers` is valid and not used otherwise.
@@ -110,9 +108,6 @@ pub unsafe fn average_and_wait(id: i32, name: &str, timeout: Timeout, towers: Ve
 
 /// Runs an allreduce of tensors in device memory. Returns once the device's stream waits for the result.
 ///
-/// # Errors
-/// The result.
-///
 /// # Safety
 /// The memory of `tensors` is valid and used only by work on the stream before and after the call.
 pub unsafe fn average_on(device: Device, id: i32, name: &str, timeout: Timeout, tensors: Vec<Tensor>) -> Result<()> {
@@ -127,26 +122,23 @@ pub fn broadcast(root: i32, options: StepOptions, tensors: impl FnOnce() -> Resu
 /// Starts a broadcast of the root's first tower to all towers of all ranks.
 pub fn broadcast_towers(root: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
     match usize::try_from(root) {
-        Ok(root) => submit(Op::Broadcast { root }, CONTROL, options, towers),
+        Ok(root) => submit(Op::broadcast(root), CONTROL, options, towers),
         Err(_) => options.fail(Error::Invalid(format!("root {root} is not a rank"))),
     }
 }
 
 /// Starts a barrier.
 pub fn barrier(options: StepOptions) {
-    submit(Op::Barrier, CONTROL, options, || Ok(Vec::new()));
+    submit(Op::BARRIER, CONTROL, options, || Ok(Vec::new()));
 }
 
 /// Calls `start` with new options and waits for the result.
-///
-/// # Errors
-/// The result.
 pub fn wait(name: &str, start: impl FnOnce(StepOptions)) -> Result<()> {
     wait_for_result(name, start).map(drop)
 }
 
 /// Fails the groups with pending calls of this process: a signal has interrupted the caller.
-fn interrupt() {
+pub(super) fn interrupt() {
     // Without a session there are no calls.
     let _ended = started(|runtime| {
         runtime.process_groups.interrupt();
@@ -180,4 +172,41 @@ fn wait_for_result(name: &str, start: impl FnOnce(StepOptions)) -> Result<Option
 /// If there is no such team.
 pub fn may_return_early(id: i32, owner: u64) -> Result<bool> {
     team(id).map(|team| id != CONTROL && team.may_return_early(owner))
+}
+
+/// Whether all ranks have the same bytes: compares hashes with those of rank 0, then combines the results of all ranks.
+/// If they differ and `verbose` is set, this rank logs which of its tensors differ. Collective.
+///
+/// # Errors
+/// [`Error::Invalid`] for invalid memory; those of a broadcast and an allreduce, such as
+/// [`Error::Mismatch`] if the ranks' lists differ.
+///
+/// # Safety
+/// The memory of `tensors` is valid, and nobody writes to it during the call.
+pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
+    let rank = topology()?.rank();
+    let hash = |tensor: &Tensor| {
+        // SAFETY: the caller's promise.
+        xxh3_64(unsafe { tensor.buffer.bytes(0, tensor.buffer.len()) })
+    };
+    tensors.iter().try_for_each(|tensor| tensor.buffer.check_source())?;
+    // The descriptions of the tensors must match too: they go into the call's name and so into its signature.
+    let list = tensors.iter().map(Tensor::describe).collect::<Vec<_>>().join(", ");
+    let shortened = &list[..list.floor_char_boundary(200)];
+    let name = format!("check_buffers_match of {shortened}{}", if shortened == list { "" } else { " ..." });
+    let name = if shortened == list { name } else { format!("{name} (hash {:016x})", xxh3_64(list.as_bytes())) };
+    let local: Vec<u64> = tensors.iter().map(hash).collect();
+    let mut root_hashes = local.clone();
+    let hashes = Buffer::in_place(root_hashes.as_mut_ptr().cast(), root_hashes.len(), DType::I64);
+    wait(&name, |options| broadcast(0, options, || Ok(vec![Tensor::new(hashes, &[])])))?;
+    let differing: Vec<usize> = (0..local.len()).filter(|&index| local[index] != root_hashes[index]).collect();
+    if verbose {
+        for &index in &differing {
+            log_line(&format!("tensor {index} ({}) of rank {rank} differs from rank 0's", tensors[index].describe()));
+        }
+    }
+    let mut mismatch = [if differing.is_empty() { 0f64 } else { 1.0 }];
+    let flag = Buffer::in_place(mismatch.as_mut_ptr().cast(), 1, DType::F64);
+    wait(&name, |options| average(CONTROL, options, || Ok(vec![vec![Tensor::new(flag, &[])]])))?;
+    Ok(mismatch[0] == 0.0)
 }

@@ -57,7 +57,7 @@ pub fn stats() -> Result<serde_json::Value> {
 }
 
 /// The state of this process, for [`crate::process_info`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct ProcessInfo {
     /// `not_started`, `started` or `finalized`.
     pub state: &'static str,
@@ -79,24 +79,19 @@ pub struct ProcessInfo {
 /// [`crate::error::Error::State`] in a forked child.
 pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
-        let (rank_info, teams) = (Arc::new([]), Vec::new());
-        let mut info =
-            ProcessInfo { state: "not_started", config: None, topology: None, rank_info, network: None, teams };
-        match state {
-            RuntimeState::NotStarted => {}
+        Ok(match state {
+            RuntimeState::NotStarted => ProcessInfo { state: "not_started", ..ProcessInfo::default() },
             RuntimeState::Finalized(topology) => {
-                (info.state, info.topology) = ("finalized", Some(Arc::clone(topology)))
+                ProcessInfo { state: "finalized", topology: Some(Arc::clone(topology)), ..ProcessInfo::default() }
             }
-            RuntimeState::Started(runtime) => {
-                info.network = runtime.network;
-                info.state = "started";
-                info.config = Some(runtime.config.clone());
-                info.topology = Some(Arc::clone(&runtime.topology));
-                info.rank_info = Arc::clone(&runtime.rank_info);
-                info.teams =
-                    runtime.teams.values().map(|team| (team.group().call_config(), team.group().gpus())).collect();
-            }
-        }
-        Ok(info)
+            RuntimeState::Started(runtime) => ProcessInfo {
+                state: "started",
+                config: Some(runtime.config.clone()),
+                topology: Some(Arc::clone(&runtime.topology)),
+                rank_info: Arc::clone(&runtime.rank_info),
+                network: runtime.network,
+                teams: runtime.teams.values().map(|team| (team.group().call_config(), team.group().gpus())).collect(),
+            },
+        })
     })
 }

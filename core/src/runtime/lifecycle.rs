@@ -3,18 +3,20 @@
 //! Thread rule: any thread; collective functions that create teams run one at a time.
 
 use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
 use std::process;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
 use super::team_creation::make_team;
-use super::{calls, exit, memory};
+use super::{calls, memory};
 use crate::config::Config;
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::group::ProcessGroups;
 use crate::helper;
+use crate::lock::lock;
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
@@ -147,7 +149,7 @@ fn end(reason: Option<Error>) -> Result<()> {
     timeline::stop();
     report(&teams, topology.rank());
     let gathered = {
-        let world = world.lock().unwrap_or_else(PoisonError::into_inner);
+        let world = lock(&world);
         match &reason {
             Some(_) => {
                 world.leave();
@@ -158,7 +160,7 @@ fn end(reason: Option<Error>) -> Result<()> {
     };
     if let Err(error) = gathered {
         log_line(&format!("{error}; this process ends with a status other than 0"));
-        exit::fail();
+        fail_at_exit();
     }
     // Links between hosts close before the job ends. A team is freed when the last thread drops it from its cache.
     calls::forget_teams();
@@ -167,4 +169,29 @@ fn end(reason: Option<Error>) -> Result<()> {
     drop(world);
     bootstrap::end();
     Ok(())
+}
+
+unsafe extern "C" {
+    /// on_exit(3) of glibc: like atexit(3), but the handler gets the status.
+    fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+}
+
+/// Replaces status 0 by 1, after the exit handlers that were registered later.
+extern "C" fn replace(status: c_int, _argument: *mut c_void) {
+    if status == 0 {
+        // SAFETY: flushes all streams of the C library, then ends the process.
+        unsafe {
+            libc::fflush(std::ptr::null_mut());
+            libc::_exit(1);
+        }
+    }
+}
+
+/// Makes the process exit with a status other than 0, so that the launcher sees a failure.
+fn fail_at_exit() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the handler uses only the C library. Registration fails only without memory; the logged line remains.
+        let _registered = unsafe { on_exit(replace, std::ptr::null_mut()) };
+    });
 }

@@ -3,8 +3,7 @@
 //! Thread rule: any thread; collective functions that create teams run one at a time.
 
 mod calls;
-mod compare;
-mod exit;
+pub mod collectives;
 mod introspect;
 mod lifecycle;
 mod memory;
@@ -13,10 +12,10 @@ mod team_creation;
 mod teams;
 
 pub use calls::{
-    average, average_and_wait, average_list, average_on, barrier, blocked, broadcast, broadcast_towers,
+    average, average_and_wait, average_list, average_on, barrier, blocked, broadcast, broadcast_towers, buffers_match,
     look_for_signals, may_return_early, wait,
 };
-pub use compare::buffers_match;
+pub use collectives::group_of_team;
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
 pub use lifecycle::{abort, finalize, init, start};
 pub use memory::{alloc, free};

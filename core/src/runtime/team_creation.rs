@@ -2,7 +2,7 @@
 //!
 //! Thread rule: one team at a time, in the same order on all ranks.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::calls::{barrier, wait};
 use super::state::{RuntimeState, config, find_team, not_started, started, topology, write};
@@ -10,9 +10,10 @@ use crate::affinity::{self, GroupPlacement};
 use crate::collective::device::DeviceSettings;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::group::{Group, GroupConfig};
+use crate::group::Group;
+use crate::group_config::GroupConfig;
+use crate::lock::lock;
 use crate::plugin::Team;
-use crate::transport::bootstrap::TeamShape;
 use crate::wire_layout::ALIGN;
 
 /// Held while a team is created, so that all ranks create teams in the order of their calls.
@@ -20,7 +21,7 @@ static CREATE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Creates team `id`. With `call`, a description of the caller's request, the ranks first agree on it.
 pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&str>) -> Result<()> {
-    let _guard = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = lock(&CREATE_LOCK);
     if find_team(id)?.is_some() {
         return Ok(());
     }
@@ -34,23 +35,23 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     })?;
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
-    let algorithm = config.algorithm;
     // Between hosts a slice of a chunk is sent in messages of at most a slot.
     let max_chunk = if topology()?.hosts() > 1 { slot } else { usize::MAX };
     let chunk = config.device.chunk.min(max_chunk).next_multiple_of(ALIGN);
-    let device = DeviceSettings { chunk, ..config.device };
-    let agreement = format!(
-        "team {id} with {threads} threads, prec_level {prec_level}, slots of {slot} bytes, the algorithm {} between hosts, the \
-         path {} and chunks of {chunk} bytes for GPUs",
-        algorithm.name(),
-        device.path.name()
-    );
-    let shape = TeamShape { id, threads, slot, agreement };
-    let world = world.lock().unwrap_or_else(PoisonError::into_inner);
-    let resources = world.endpoint(&shape, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let settings = GroupConfig {
+        id,
+        threads,
+        slot,
+        acc_f64: prec_level == 1,
+        algorithm: config.algorithm,
+        device: DeviceSettings { chunk, ..config.device },
+        timeout: config.timeout,
+        stall_warn: config.stall_warn,
+        match_timeout: config.match_timeout,
+    };
+    let world = lock(&world);
+    let resources = world.endpoint(&settings, cpus.as_ref().map(drop).map_err(Error::clone))?;
     let cpus = cpus?;
-    let Config { timeout, stall_warn, match_timeout, .. } = config;
-    let settings = GroupConfig { id, acc_f64: prec_level == 1, algorithm, timeout, stall_warn, match_timeout, device };
     let failure_dumper = Arc::clone(&dumper);
     let on_failure = Arc::new(move |text: &str| failure_dumper.write_on_failure(text));
     let group = Group::start(resources, settings, cpus.as_deref(), on_failure, &process_groups);

@@ -9,8 +9,8 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memmap2::{Advice, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -18,6 +18,7 @@ use rustix::io::retry_on_intr;
 
 use super::range_allocator::{Allocation, RangeAllocator, SLAB, SMALL};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::log::log_line;
 
 /// Shared memory of the local ranks, addressed by offset.
@@ -31,10 +32,11 @@ pub trait PeerMemory: Send + Sync {
     /// After a failure, peers may still write to shared memory: never reuse freed memory.
     fn quarantine(&self) {}
 
-    /// Allocates `len` zero bytes of shared memory; more than 2048 bytes are aligned to a page.
+    /// Allocates `len` zero bytes that all ranks of the host can access. Alignment: 64 bytes; 4096 for more than 2048
+    /// bytes; 2 MiB for 2 MiB or more.
     ///
     /// # Errors
-    /// [`Error::System`] when no memory is available.
+    /// [`Error::System`] when there is no shared memory or the file system is full.
     fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
         Err(Error::System(format!("there are no {len} bytes of shared memory")))
     }
@@ -67,24 +69,6 @@ impl Arenas {
         Arenas { maps, me, file, ranges, quarantined: AtomicBool::new(false) }
     }
 
-    /// Allocates `len` zero bytes that all ranks of the host can access. Alignment: 64 bytes; 4096 for more than 2048
-    /// bytes; 2 MiB for 2 MiB or more.
-    ///
-    /// # Errors
-    /// [`Error::System`] when the file system is full.
-    pub fn alloc(&self, len: usize) -> Result<*mut u8> {
-        let mut ranges = self.ranges();
-        let offset = if len > SMALL {
-            self.reserve(&mut ranges, len)?
-        } else if let Some(offset) = ranges.alloc_slot(len) {
-            offset
-        } else {
-            let slab = self.reserve(&mut ranges, SLAB)?;
-            ranges.split_slab(slab, len)
-        };
-        Ok(self.maps[self.me].as_mut_ptr().wrapping_add(offset))
-    }
-
     /// Allocates a range of pages and reserves them in the file system.
     fn reserve(&self, ranges: &mut RangeAllocator, len: usize) -> Result<usize> {
         let full = |why: &str| {
@@ -105,7 +89,7 @@ impl Arenas {
         Ok(range.start)
     }
 
-    /// Frees memory from [`Arenas::alloc`].
+    /// Frees memory from [`PeerMemory::alloc_zeroed`].
     ///
     /// # Errors
     /// [`Error::Invalid`] for any other address.
@@ -115,7 +99,7 @@ impl Arenas {
     pub unsafe fn free(&self, memory: *mut u8) -> Result<()> {
         let offset = memory.addr().wrapping_sub(self.maps[self.me].as_ptr().addr());
         let unknown = || Error::Invalid("this memory is not from dl_comm_alloc, or was given back before".into());
-        let mut ranges = self.ranges();
+        let mut ranges = lock(&self.ranges);
         let allocation = ranges.find(offset).ok_or_else(unknown)?;
         if self.quarantined.load(Ordering::Relaxed) {
             return Ok(());
@@ -135,10 +119,6 @@ impl Arenas {
         }
         ranges.free(offset);
         Ok(())
-    }
-
-    fn ranges(&self) -> MutexGuard<'_, RangeAllocator> {
-        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -160,7 +140,16 @@ impl PeerMemory for Arenas {
     }
 
     fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
-        self.alloc(len)
+        let mut ranges = lock(&self.ranges);
+        let offset = if len > SMALL {
+            self.reserve(&mut ranges, len)?
+        } else if let Some(offset) = ranges.alloc_slot(len) {
+            offset
+        } else {
+            let slab = self.reserve(&mut ranges, SLAB)?;
+            ranges.split_slab(slab, len)
+        };
+        Ok(self.maps[self.me].as_mut_ptr().wrapping_add(offset))
     }
 
     unsafe fn free_zeroed(&self, memory: *mut u8) {

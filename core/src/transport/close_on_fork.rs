@@ -61,7 +61,6 @@ impl Drop for CloseOnForkStream {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::io::Read;

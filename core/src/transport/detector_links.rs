@@ -110,8 +110,7 @@ pub(super) struct HostConnection {
 pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> Vec<HostConnection> {
     let until = Instant::now() + CONNECT_TIMEOUT;
     let (below, above): (Vec<usize>, Vec<usize>) = neighbours(me, hosts.len()).into_iter().partition(|&host| host < me);
-    let mut peers = Vec::new();
-    let mut dialed = Vec::new();
+    let (mut dialed, mut answered) = (Vec::new(), Vec::new());
     for host in above {
         match dial(&hosts[host], me, key, until) {
             Ok(stream) => dialed.push((host, stream)),
@@ -122,7 +121,7 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     let mut pending = PendingConnections::default();
     while !missing.is_empty() {
         match pending.next(&listener.sockets, key, until) {
-            Ok((host, stream)) if missing.remove(&host) => peers.extend(configure(stream, &hosts[host].name)),
+            Ok((host, stream)) if missing.remove(&host) => answered.push((host, configure(stream, &hosts[host].name))),
             // Not a neighbour, or a duplicate connection.
             Ok(_) => {}
             Err(error) => {
@@ -133,12 +132,13 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     }
     // Read the answers last, when no host waits for this one.
     for (host, mut stream) in dialed {
-        match verify_key(&mut stream, key, until) {
-            Ok(()) => peers.extend(configure(stream, &hosts[host].name)),
-            Err(error) => warn_unmonitored(&hosts[host].name, &error),
-        }
+        let verified = verify_key(&mut stream, key, until);
+        answered.push((host, verified.and_then(|()| configure(stream, &hosts[host].name))));
     }
-    peers
+    let warn = |(host, peer): (usize, std::io::Result<HostConnection>)| {
+        peer.inspect_err(|error| warn_unmonitored(&hosts[host].name, error)).ok()
+    };
+    answered.into_iter().filter_map(warn).collect()
 }
 
 /// Checks that the other end knows the key: another program may listen at that address.
@@ -178,33 +178,19 @@ fn dial(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Re
 }
 
 /// Sets the socket options: non-blocking, no delay, keepalive.
-fn configure(stream: TcpStream, name: &str) -> Option<HostConnection> {
-    let set_options = || -> std::io::Result<()> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
-        sockopt::set_socket_keepalive(&stream, true)?;
-        sockopt::set_tcp_keepidle(&stream, Duration::from_secs(2))?;
-        sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
-        sockopt::set_tcp_keepcnt(&stream, 3)?;
-        sockopt::set_tcp_user_timeout(&stream, 5000)?;
-        Ok(())
-    };
-    match set_options() {
-        Ok(()) => Some(HostConnection {
-            name: name.to_owned(),
-            stream: CloseOnForkStream::new(stream),
-            partial: Vec::new(),
-            unsent: Vec::new(),
-        }),
-        Err(error) => {
-            warn_unmonitored(name, &error);
-            None
-        }
-    }
+fn configure(stream: TcpStream, name: &str) -> std::io::Result<HostConnection> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(&stream, true)?;
+    sockopt::set_tcp_keepidle(&stream, Duration::from_secs(2))?;
+    sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
+    sockopt::set_tcp_keepcnt(&stream, 3)?;
+    sockopt::set_tcp_user_timeout(&stream, 5000)?;
+    let (name, stream) = (name.to_owned(), CloseOnForkStream::new(stream));
+    Ok(HostConnection { name, stream, partial: Vec::new(), unsent: Vec::new() })
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -11,18 +11,19 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 use super::detector_links::{HostAddress, HostConnection, Listener, connect};
 use super::process::Process;
 use super::shm_region::ShmRegion;
 use super::step::reached;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::log::log_line;
 
 /// Interval at which the thread checks the groups of its host for failures.
@@ -51,9 +52,15 @@ struct MonitoredGroups {
 }
 
 impl MonitoredGroups {
+    /// The regions of group `team`.
+    fn regions_of(&self, team: i32) -> impl Iterator<Item = &ShmRegion> {
+        self.regions.iter().filter(move |(id, _)| *id == team).map(|(_, region)| &**region)
+    }
+
     fn fail(&mut self, team: Option<i32>, error: &Error) {
-        for (_, region) in self.regions.iter().filter(|(id, _)| team.is_none_or(|team| team == *id)) {
-            region.set_failure(error);
+        match team {
+            Some(team) => self.regions_of(team).for_each(|region| region.set_failure(error)),
+            None => self.regions.iter().for_each(|(_, region)| region.set_failure(error)),
         }
         if team.is_none() && self.lost.is_none() {
             self.lost = Some(error.clone());
@@ -65,22 +72,35 @@ impl MonitoredGroups {
         self.regions.iter().filter_map(|(team, region)| Some((*team, region.stalled()?))).collect()
     }
 
-    /// The ranks of this host that have left a group, with their last sequence number.
-    fn departed_ranks(&self) -> Vec<(i32, usize, u32)> {
-        let departed = |(team, region): &(i32, Arc<ShmRegion>)| {
-            region.departed_ranks().into_iter().map(|(rank, step)| (*team, rank, step)).collect::<Vec<_>>()
-        };
-        self.regions.iter().flat_map(departed).collect()
-    }
-
-    fn failures(&self) -> Vec<(i32, Error)> {
-        let failure = |(team, region): &(i32, Arc<ShmRegion>)| Some((*team, region.failure()?));
-        self.regions.iter().filter_map(failure).collect()
+    /// The departures of ranks of this host and the failures, for the other hosts.
+    fn messages(&self) -> Vec<Message> {
+        let mut messages = Vec::new();
+        for &(team, ref region) in &self.regions {
+            let departed = region.departed_ranks().into_iter();
+            messages.extend(departed.map(|(rank, step)| Message::Departed { team, rank, step }));
+            messages.extend(region.failure().map(|error| Message::failed(Some(team), &error)));
+        }
+        messages
     }
 }
 
-fn lock(teams: &Mutex<MonitoredGroups>) -> std::sync::MutexGuard<'_, MonitoredGroups> {
-    teams.lock().unwrap_or_else(PoisonError::into_inner)
+/// A message to the other hosts, as a line of JSON.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+enum Message {
+    /// A group has failed, or, without a group, a process was lost.
+    Failed { team: Option<i32>, code: i32, text: String },
+    /// A rank has left a group, with its last sequence number.
+    Departed { team: i32, rank: usize, step: u32 },
+    /// A rank waits long in round `step` of a group.
+    Stalled { team: i32, step: u32 },
+    /// The host has ended as planned.
+    Shutdown,
+}
+
+impl Message {
+    fn failed(team: Option<i32>, error: &Error) -> Message {
+        Message::Failed { team, code: error.code(), text: error.detail().to_owned() }
+    }
 }
 
 impl FailureDetector {
@@ -122,9 +142,7 @@ impl FailureDetector {
             region.set_failure(error);
         }
     }
-}
 
-impl FailureDetector {
     /// The loss of a process on any host, as reported to all groups.
     pub fn lost(&self) -> Option<Error> {
         lock(&self.teams).lost.clone()
@@ -153,7 +171,7 @@ struct DetectorThread {
     peers: Vec<HostConnection>,
     processes: Vec<(String, Arc<Process>)>,
     /// Messages already forwarded.
-    forwarded: HashSet<String>,
+    forwarded: HashSet<Message>,
     /// By group, the latest stalled sequence number that was forwarded.
     stalled: HashMap<i32, u32>,
 }
@@ -174,14 +192,8 @@ impl DetectorThread {
             lost.into_iter().for_each(|lost| self.lost(lost));
             let stalled = lock(&self.teams).stalled();
             stalled.into_iter().for_each(|(team, step)| self.forward_stall(team, step));
-            let departed = lock(&self.teams).departed_ranks();
-            for (team, rank, step) in departed {
-                self.forward(&json!({"team": team, "left": rank, "step": step}));
-            }
-            let failures = lock(&self.teams).failures();
-            for (team, error) in failures {
-                self.forward(&json!({"team": team, "code": error.code(), "text": error.detail()}));
-            }
+            let messages = lock(&self.teams).messages();
+            messages.into_iter().for_each(|message| self.forward(message));
             self.peers.iter_mut().for_each(flush);
             let mut index = 0;
             while index < self.peers.len() {
@@ -198,7 +210,7 @@ impl DetectorThread {
             if last {
                 let mut signal = [0; 1];
                 if self.stopped.read_exact(&mut signal).is_ok() && signal == SHUTDOWN {
-                    self.send(&json!({"bye": true}));
+                    self.send(&Message::Shutdown);
                 }
                 return;
             }
@@ -222,7 +234,7 @@ impl DetectorThread {
     fn lost(&mut self, lost: String) {
         let error = Error::PeerLost(lost);
         lock(&self.teams).fail(None, &error);
-        self.forward(&json!({"team": null, "code": error.code(), "text": error.detail()}));
+        self.forward(Message::failed(None, &error));
     }
 
     /// Reports a long wait in round `step` of a group to all ranks of all hosts, unless it was reported for a later
@@ -232,19 +244,21 @@ impl DetectorThread {
             return;
         }
         self.stalled.insert(team, step);
-        lock(&self.teams).regions.iter().filter(|(id, _)| *id == team).for_each(|(_, region)| region.stall(step));
-        self.send(&json!({"team": team, "stalled": step}));
+        lock(&self.teams).regions_of(team).for_each(|region| region.stall(step));
+        self.send(&Message::Stalled { team, step });
     }
 
     /// Sends a message to the other hosts, once.
-    fn forward(&mut self, message: &Value) {
-        if self.forwarded.insert(message.to_string()) {
-            self.send(message);
+    fn forward(&mut self, message: Message) {
+        if !self.forwarded.contains(&message) {
+            self.send(&message);
+            self.forwarded.insert(message);
         }
     }
 
-    fn send(&mut self, message: &Value) {
-        let line = format!("{message}\n");
+    fn send(&mut self, message: &Message) {
+        // Numbers and text are always valid JSON.
+        let line = format!("{}\n", serde_json::to_string(message).unwrap_or_default());
         for peer in &mut self.peers {
             peer.unsent.extend_from_slice(line.as_bytes());
             flush(peer);
@@ -266,11 +280,11 @@ impl DetectorThread {
             // Parse each line: one read may return many.
             while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
-                let Ok(message) = serde_json::from_slice::<Value>(&line) else { return PeerEvent::End };
-                if message["bye"] == true {
-                    return PeerEvent::Shutdown;
+                match serde_json::from_slice(&line) {
+                    Ok(Message::Shutdown) => return PeerEvent::Shutdown,
+                    Ok(message) => self.apply(message),
+                    Err(_) => return PeerEvent::End,
                 }
-                self.apply(&message);
             }
             if self.peers[index].partial.len() > MAX_LINE_BYTES {
                 return PeerEvent::End;
@@ -279,23 +293,17 @@ impl DetectorThread {
     }
 
     /// Handles a message of another host.
-    fn apply(&mut self, message: &Value) {
-        let team = message["team"].as_i64().and_then(|team| i32::try_from(team).ok());
-        let stalled = message["stalled"].as_u64().and_then(|step| u32::try_from(step).ok());
-        if let (Some(team), Some(step)) = (team, stalled) {
-            return self.forward_stall(team, step);
+    fn apply(&mut self, message: Message) {
+        match &message {
+            Message::Stalled { team, step } => return self.forward_stall(*team, *step),
+            Message::Departed { team, rank, step } => {
+                lock(&self.teams).regions_of(*team).for_each(|region| region.depart(*rank, *step));
+            }
+            Message::Failed { team, code, text } => {
+                lock(&self.teams).fail(*team, &Error::from_code(*code, text.clone()));
+            }
+            Message::Shutdown => {}
         }
-        let number = |name: &str| message[name].as_u64();
-        if let (Some(rank), Some(step)) = (number("left"), number("step").and_then(|step| u32::try_from(step).ok())) {
-            let rank = usize::try_from(rank).unwrap_or(usize::MAX);
-            let teams = lock(&self.teams);
-            teams.regions.iter().filter(|(id, _)| Some(*id) == team).for_each(|(_, region)| region.depart(rank, step));
-            drop(teams);
-            return self.forward(message);
-        }
-        let code = message["code"].as_i64().and_then(|code| i32::try_from(code).ok()).unwrap_or(-9);
-        let text = message["text"].as_str().unwrap_or("another host failed").to_owned();
-        lock(&self.teams).fail(team, &Error::from_code(code, text));
         self.forward(message);
     }
 }
@@ -323,7 +331,6 @@ enum PeerEvent {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::net::TcpListener;
@@ -354,6 +361,11 @@ mod tests {
         })
     }
 
+    /// The region of a group of one rank.
+    fn region() -> Arc<ShmRegion> {
+        in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region
+    }
+
     fn wait_for(region: &ShmRegion) -> Error {
         let until = Instant::now() + Duration::from_secs(20);
         while Instant::now() < until {
@@ -377,7 +389,7 @@ mod tests {
         }
         // Host 4 shuts down: no loss. Then a loss in group 4 of host 1 reaches group 4 of host 0.
         drop(hosts.remove(4));
-        let [fourth, other] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
+        let (fourth, other) = (region(), region());
         hosts[0].0.watch(4, &fourth);
         hosts[1].0.watch(4, &other);
         std::thread::sleep(3 * POLL_INTERVAL);
@@ -389,16 +401,14 @@ mod tests {
     #[test]
     fn many_failures_at_once_do_not_fail_another_group() {
         let hosts = start(2);
-        let others: Vec<_> =
-            (0..40).map(|_| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region).collect();
-        let bystander = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
+        let others: Vec<_> = (0..40).map(|_| region()).collect();
+        let (bystander, seen) = (region(), region());
         hosts[1].0.watch(99, &bystander);
         // All are found in one check and sent in one burst.
         for (team, region) in (0..).zip(&others) {
             region.set_failure(&Error::Timeout("\u{1}".repeat(1000)));
             hosts[0].0.watch(team, region);
         }
-        let seen = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
         hosts[1].0.watch(39, &seen);
         wait_for(&seen);
         std::thread::sleep(3 * POLL_INTERVAL);
@@ -444,7 +454,7 @@ mod tests {
         });
         let detector = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         let stream = accept.join().unwrap();
-        let [early, late] = [(); 2].map(|()| in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region);
+        let (early, late) = (region(), region());
         detector.watch(0, &early);
         drop(stream);
         let lost = Error::PeerLost("rank 3 has ended, or its host is out of reach".into());
@@ -464,9 +474,9 @@ mod tests {
         let stranger_thread = std::thread::spawn(move || drop(stranger.accept().unwrap()));
         let detector = FailureDetector::start(listener, 0, &hosts, 7, Vec::new()).unwrap();
         stranger_thread.join().unwrap();
-        let region = in_process::world(&[1], 1, 4096, false).unwrap().remove(0).region;
-        detector.watch(0, &region);
+        let alone = region();
+        detector.watch(0, &alone);
         std::thread::sleep(3 * POLL_INTERVAL);
-        assert_eq!(region.failure(), None);
+        assert_eq!(alone.failure(), None);
     }
 }

@@ -89,7 +89,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
 /// The links of every rank and channel.
 fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn HostLink>>>> {
     let mut links: Vec<Vec<Option<Box<dyn HostLink>>>> = (0..topology.size()).map(|_| Vec::new()).collect();
-    let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
+    let capacity = exchange_buffer_bytes(slot, topology);
     let shards = if topology.hosts() > 1 { topology.num_shards() } else { 0 };
     for shard in 0..shards {
         for _channel in 0..channels {

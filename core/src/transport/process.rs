@@ -66,32 +66,27 @@ fn exit_text(fd: &OwnedFd, pid: i32) -> String {
     String::new()
 }
 
-/// The wait status of a zombie (proc_pid_stat(5)).
-fn zombie_status(pid: i32) -> Option<i32> {
+/// The fields of `/proc/PID/stat` from field 3, the state (proc_pid_stat(5)).
+pub fn stat_fields(pid: i32) -> Option<Vec<String>> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name (field 2) may contain any character; it ends at the last parenthesis.
-    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
-    // Field 3 is the state, field 52 the exit status.
-    if *fields.first()? == "Z" { fields.get(49)?.parse().ok() } else { None }
+    Some(text.rsplit_once(')')?.1.split_whitespace().map(str::to_owned).collect())
+}
+
+/// The wait status of a zombie: field 52.
+fn zombie_status(pid: i32) -> Option<i32> {
+    let fields = stat_fields(pid).filter(|fields| fields.first().is_some_and(|state| state == "Z"))?;
+    fields.get(49)?.parse().ok()
 }
 
 /// The wait status of a reaped process, from Linux 6.15.
 fn exit_code(fd: &OwnedFd) -> Option<i32> {
-    /// The first version of `struct pidfd_info` in linux/pidfd.h.
-    #[repr(C)]
-    struct Info {
-        mask: u64,
-        tgid: u64,
-        ids: [u32; 11],
-        exit_code: i32,
-    }
-    const EXIT: u64 = 1 << 3;
-    /// `_IOWR(0xFF, 11, struct pidfd_info)`.
-    const GET_INFO: libc::c_ulong = (3 << 30) | ((size_of::<Info>() as libc::c_ulong) << 16) | (0xff << 8) | 11;
-    let mut info = Info { mask: EXIT, tgid: 0, ids: [0; 11], exit_code: 0 };
+    // SAFETY: plain integers.
+    let mut info: libc::pidfd_info = unsafe { std::mem::zeroed() };
+    info.mask = libc::PIDFD_INFO_EXIT.into();
     // SAFETY: the kernel writes at most the size encoded in the request, which is that of `info`.
-    let done = unsafe { libc::ioctl(fd.as_raw_fd(), GET_INFO as _, &raw mut info) } == 0;
-    (done && info.mask & EXIT != 0).then_some(info.exit_code)
+    let done = unsafe { libc::ioctl(fd.as_raw_fd(), libc::PIDFD_GET_INFO, &raw mut info) } == 0;
+    (done && info.mask & u64::from(libc::PIDFD_INFO_EXIT) != 0).then_some(info.exit_code)
 }
 
 /// Monitors the processes of a host's ranks for all groups, with one descriptor per process. The default monitors none.
@@ -130,7 +125,6 @@ impl Liveness for Arc<ProcessLiveness> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::process::Command;

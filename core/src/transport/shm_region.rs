@@ -115,7 +115,7 @@ impl ShmRegion {
         self.peer_memory.as_deref()
     }
 
-    /// As [`ShmRegion::shared`], with shared ownership.
+    /// As [`ShmRegion::peer_memory`], with shared ownership.
     pub fn shared_peer_memory(&self) -> Option<Arc<dyn PeerMemory>> {
         self.peer_memory.clone()
     }

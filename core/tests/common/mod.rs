@@ -12,7 +12,8 @@ use dl_comm_core::collective::device::DeviceSettings;
 use dl_comm_core::collective::{AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
-use dl_comm_core::group::{CallOptions, Group, GroupConfig, OnFailure, ProcessGroups, Timeout};
+use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups, Timeout};
+use dl_comm_core::group_config::GroupConfig;
 use dl_comm_core::plugin::{StagingBuffer, StepOptions, Team};
 use dl_comm_core::transport::{GroupResources, in_process};
 
@@ -80,6 +81,8 @@ impl World {
         }
         let settings = |id: i32| GroupConfig {
             id,
+            threads: self.threads,
+            slot: self.slot,
             acc_f64: self.acc_f64,
             algorithm: self.algorithm,
             timeout: Some(self.timeout),
@@ -122,7 +125,8 @@ pub trait Element: Copy + Default + Send + PartialEq + std::fmt::Debug {
 macro_rules! element {
     ($($rust:ty => $dtype:ident),*) => { $(impl Element for $rust { const DTYPE: DType = DType::$dtype; })* };
 }
-element!(f32 => F32, f64 => F64, i8 => I8, u8 => U8, i32 => I32, i64 => I64, half::f16 => F16, half::bf16 => BF16, bool => Bool);
+element!(f32 => F32, f64 => F64, i8 => I8, u8 => U8, i32 => I32, i64 => I64, half::f16 => F16, half::bf16 => BF16, bool => Bool,
+    i16 => I16, u16 => U16, u32 => U32, u64 => U64, [f32; 2] => Complex64, [f64; 2] => Complex128);
 
 /// An in-place tensor of the vector's elements.
 pub fn tensor<T: Element>(data: &mut [T]) -> Tensor {
@@ -147,7 +151,7 @@ impl Rank {
         let options =
             CallOptions { name: name.to_owned(), timeout: Timeout::from_seconds(seconds), ..CallOptions::default() };
         // SAFETY: as above.
-        unsafe { self.team.group().submit(Op::Allreduce, towers, options, done) };
+        unsafe { self.team.group().submit(Op::MEAN, towers, options, done) };
         receiver
     }
 
@@ -163,12 +167,12 @@ impl Rank {
 
     /// Averages a list in place.
     pub fn average(&self, tensors: Vec<Tensor>) -> Result<()> {
-        self.call(Op::Allreduce, vec![tensors], "")
+        self.call(Op::MEAN, vec![tensors], "")
     }
 
     /// Broadcasts a list in place.
     pub fn broadcast(&self, root: usize, tensors: Vec<Tensor>) -> Result<()> {
-        self.call(Op::Broadcast { root }, vec![tensors], "")
+        self.call(Op::broadcast(root), vec![tensors], "")
     }
 }
 

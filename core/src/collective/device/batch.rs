@@ -6,12 +6,14 @@
 
 use std::sync::Arc;
 
-use super::poll::wait_event;
+use super::streams::wait_taken;
 use crate::buffer::Tensor;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{
+    Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, Kernels, PinnedHostBuffer, Stream,
+};
 use crate::wire_layout::TensorRange;
 
 /// Items of one element type, for one kernel launch.
@@ -20,7 +22,7 @@ struct LaunchGroup {
     items: std::ops::Range<usize>,
 }
 
-/// Work for kernels; all tensor ranges have equally many sources and targets.
+/// Work for kernels, run by a [`Launcher`]; all tensor ranges have equally many sources and targets.
 #[derive(Default)]
 pub(super) struct Batch {
     items: Vec<BlockRange>,
@@ -175,33 +177,24 @@ struct UploadBuffer {
     free: Option<Event>,
 }
 
-/// Upload buffers for batches, used in turn.
-pub(super) struct UploadRing {
+/// A batch, and the buffers that upload it, used in turn.
+pub(super) struct Launcher {
     context: Arc<Context>,
+    pub batch: Batch,
     buffers: Vec<UploadBuffer>,
     next: usize,
-    /// See [`UploadRing::stopped_by`]; 0 if unset.
-    stop: Address,
-    /// See [`UploadRing::limited_to`]; 0 if unset.
-    blocks: u32,
+    /// Device address of a 32-bit stop flag in pinned host memory that outlives the kernels; 0: none. Once it is set,
+    /// kernels end after their current items, and new ones access no tensor.
+    pub stop: Address,
+    /// Maximum blocks of a kernel; 0: as many as the GPU runs at a time.
+    pub blocks: u32,
 }
 
-impl UploadRing {
-    /// An empty ring; buffers are allocated at first use.
-    pub fn new(context: &Arc<Context>) -> UploadRing {
-        UploadRing { context: Arc::clone(context), buffers: Vec::new(), next: 0, stop: 0, blocks: 0 }
-    }
-
-    /// Sets a stop flag for later kernels: once the 32-bit word at `word` is not 0, they end after their current items,
-    /// and new ones access no tensor. `word` is the device address of pinned host memory that outlives the kernels.
-    pub fn stopped_by(&mut self, word: Address) {
-        self.stop = word;
-    }
-
-    /// Limits later kernels to `blocks` blocks. Between GPUs the links are the bottleneck, and more blocks would only
-    /// occupy multiprocessors.
-    pub fn limited_to(&mut self, blocks: u32) {
-        self.blocks = blocks;
+impl Launcher {
+    /// An empty batch; buffers are allocated at first use.
+    pub fn new(context: &Arc<Context>) -> Launcher {
+        let (context, batch) = (Arc::clone(context), Batch::default());
+        Launcher { context, batch, buffers: Vec::new(), next: 0, stop: 0, blocks: 0 }
     }
 
     /// Bytes of device memory in use.
@@ -209,61 +202,54 @@ impl UploadRing {
         self.buffers.iter().map(|buffer| buffer.device.bytes()).sum()
     }
 
-    /// Uploads `batch`, unless it fits the parameters, and calls `launch` for each kernel.
-    ///
-    /// # Errors
-    /// Those of the driver and of `launch`, and if the wait context ends.
+    /// Uploads the batch, unless it fits the parameters, and calls `launch` for each kernel.
     pub fn run(
         &mut self,
-        batch: &Batch,
         divisor: u32,
         stream: &Stream,
         wait_ctx: &WaitContext<'_>,
-        mut launch: impl FnMut(DType, &KernelArgs) -> Result<()>,
+        mut launch: impl FnMut(&Kernels, DType, &KernelArgs) -> Result<()>,
     ) -> Result<()> {
-        if batch.is_empty() {
+        if self.batch.is_empty() {
             return Ok(());
         }
-        let mut args = batch.args(divisor, self.stop, self.blocks)?;
-        let buffer = if batch.fits() { None } else { Some(self.buffer(batch.bytes(), wait_ctx)?) };
-        if let Some(buffer) = &buffer {
+        let mut args = self.batch.args(divisor, self.stop, self.blocks)?;
+        let index = if self.batch.fits() { None } else { Some(self.free_buffer(wait_ctx)?) };
+        if let Some(UploadBuffer { host, device, .. }) = index.map(|index| &self.buffers[index]) {
             // SAFETY: the buffer has room for all lists, and no kernel reads it.
-            unsafe { batch.write(buffer.host.memory()) };
+            unsafe { self.batch.write(host.memory()) };
             // SAFETY: both have room for these bytes and live until the event below completes.
-            unsafe { stream.upload(buffer.device.address(), buffer.host.memory(), batch.bytes()) }?;
-            args.lists = buffer.device.address();
+            unsafe { stream.upload(device.address(), host.memory(), self.batch.bytes()) }?;
+            args.lists = device.address();
         }
-        for group in &batch.groups {
+        let kernels = self.context.kernels()?;
+        for group in &self.batch.groups {
             // Both fit 32 bits, as `args` has checked.
             args.items = (group.items.start * size_of::<BlockRange>()) as u32;
             args.nitems = group.items.len() as u32;
-            launch(group.dtype, &args)?;
+            launch(kernels, group.dtype, &args)?;
         }
-        if let Some(buffer) = buffer {
-            buffer.free = Some(stream.record()?);
+        if let Some(index) = index {
+            self.buffers[index].free = Some(stream.record()?);
         }
         Ok(())
     }
 
     /// Runs a batch of copies.
     ///
-    /// # Errors
-    /// Those of the driver, and if the wait context ends.
-    ///
     /// # Safety
     /// The memory is valid and not used otherwise until the copies have completed.
-    pub unsafe fn copy(&mut self, batch: &Batch, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let context = Arc::clone(&self.context);
-        let kernels = context.kernels()?;
+    pub unsafe fn copy(&mut self, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // SAFETY: the caller's promise.
-        self.run(batch, 1, stream, wait_ctx, |_, args| unsafe { kernels.copy(args, stream.raw()) })
+        self.run(1, stream, wait_ctx, |kernels, _, args| unsafe { kernels.copy(args, stream.raw()) })
     }
 
-    fn buffer(&mut self, bytes: usize, wait_ctx: &WaitContext<'_>) -> Result<&mut UploadBuffer> {
-        let index = self.next % NUM_BUFFERS;
+    /// The index of a buffer for the batch that no kernel reads.
+    fn free_buffer(&mut self, wait_ctx: &WaitContext<'_>) -> Result<usize> {
+        let (index, bytes) = (self.next % NUM_BUFFERS, self.batch.bytes());
         self.next = index + 1;
-        if let Some(event) = self.buffers.get_mut(index).and_then(|buffer| buffer.free.take()) {
-            wait_event(&event, wait_ctx)?;
+        if let Some(buffer) = self.buffers.get_mut(index) {
+            wait_taken(&mut buffer.free, wait_ctx)?;
         }
         if self.buffers.get(index).is_none_or(|buffer| buffer.host.bytes() < bytes) {
             let len = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();
@@ -275,12 +261,11 @@ impl UploadRing {
                 self.buffers.push(buffer);
             }
         }
-        Ok(&mut self.buffers[index])
+        Ok(index)
     }
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

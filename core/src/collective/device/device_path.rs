@@ -9,14 +9,14 @@ use super::ipc_multi_host::{MultiHostIpc, NUM_BUFFERS, ShardOwner};
 use super::ipc_peers::IpcPeers;
 use super::nccl::NcclPath;
 use super::path::{GpuCapabilities, choose_path};
-use super::settings::{DeviceSettings, Path, PathSetting, SyncMode};
+use super::settings::{DeviceSettings, Path, PathSetting};
 use super::streams::{DeviceResult, producer, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
 use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Context, Event, Stream, nccl_version};
+use crate::transport::gpu::{Address, Context, Event, Stream, has_kernel, nccl_version};
 
 /// The resources of a group for calls on device memory, created by its first such call.
 pub struct DevicePath {
@@ -53,10 +53,10 @@ impl DevicePath {
             let choose = |capabilities: Vec<GpuCapabilities>| choose_path(&capabilities, settings.path, &topology);
             let choice = allgather_merge(channel, &capabilities, wait_ctx, choose)?.checked()?;
             let state = match choice.path {
-                Path::SingleRank => Ok(PathState::SingleRank(Stream::new(&context)?)),
-                Path::Staged => Ok(PathState::Staged),
+                Path::SingleRank => Ok((choice.path, PathState::SingleRank(Stream::new(&context)?))),
+                Path::Staged => Ok((choice.path, PathState::Staged)),
                 Path::Nccl => match NcclPath::new(channel, &context, wait_ctx)? {
-                    Ok(path) => Ok(PathState::Nccl(Box::new(path))),
+                    Ok(path) => Ok((choice.path, PathState::Nccl(Box::new(path)))),
                     Err(reason) => {
                         // At least one rank lacks NCCL: choose again without it.
                         if let Some(reason) = reason {
@@ -65,24 +65,26 @@ impl DevicePath {
                         continue;
                     }
                 },
-                Path::Ipc(sync) => IpcPeers::new(channel, &context, sync, BOUNCE_BYTES, Ok(()), wait_ctx)?
-                    .map(|(peers, ())| PathState::Ipc(Box::new(IpcPath::new(peers, choice.own_gpus)))),
+                Path::Ipc(sync) => {
+                    let opened = IpcPeers::new(channel, &context, sync, BOUNCE_BYTES, Ok(()), wait_ctx)?;
+                    opened.map(|(peers, ())| {
+                        (Path::Ipc(peers.sync), PathState::Ipc(Box::new(IpcPath::new(peers, choice.own_gpus))))
+                    })
+                }
                 Path::IpcStaged(sync) => {
                     let shard_owner = ShardOwner::new(&context, &topology, settings.chunk);
                     let bounce = (NUM_BUFFERS * settings.chunk).max(BOUNCE_BYTES);
-                    IpcPeers::new(channel, &context, sync, bounce, shard_owner, wait_ctx)?.map(
-                        |(peers, shard_owner)| {
-                            PathState::IpcStaged(Box::new(MultiHostIpc::new(peers, shard_owner, settings.chunk)))
-                        },
-                    )
+                    let opened = IpcPeers::new(channel, &context, sync, bounce, shard_owner, wait_ctx)?;
+                    opened.map(|(peers, shard_owner)| {
+                        let (sync, path) = (peers.sync, MultiHostIpc::new(peers, shard_owner, settings.chunk));
+                        (Path::IpcStaged(sync), PathState::IpcStaged(Box::new(path)))
+                    })
                 }
             };
             break (choice, state);
         };
         let (path, reason, state) = match state {
-            Ok(PathState::Ipc(path)) => (Path::Ipc(path.sync()), choice.reason, PathState::Ipc(path)),
-            Ok(PathState::IpcStaged(path)) => (Path::IpcStaged(path.sync()), choice.reason, PathState::IpcStaged(path)),
-            Ok(state) => (choice.path, choice.reason, state),
+            Ok((path, state)) => (path, choice.reason, state),
             // All ranks have this error.
             Err(reason) if settings.path == PathSetting::Auto => (Path::Staged, reason, PathState::Staged),
             Err(reason) => return Err(Error::Invalid(format!("DL_COMM_GPU_PATH is ipc, but {reason}"))),
@@ -92,17 +94,13 @@ impl DevicePath {
 
     /// The JSON for `dl_comm_describe`.
     pub fn describe(&self) -> Value {
-        let sync = self.path.sync().map(|sync| match sync {
-            SyncMode::Stream => "stream",
-            SyncMode::Host => "host",
-        });
         json!({
             "path": self.path.name(),
             "reason": self.reason,
-            "sync": sync,
-            "gpu": self.context.ordinal(),
-            "gpu_name": self.context.name(),
-            "gpu_uuid": self.context.uuid(),
+            "sync": self.path.sync(),
+            "gpu": self.context.ordinal,
+            "gpu_name": self.context.name,
+            "gpu_uuid": self.context.uuid,
             "mps": mps(),
             "nccl": nccl_version().ok().filter(|_| self.path == Path::Nccl),
         })
@@ -121,19 +119,22 @@ impl DevicePath {
     /// The number of calls that ran in chunks because a rank's memory could not be opened with GPU IPC.
     pub fn in_chunks(&self) -> usize {
         match &self.state {
-            PathState::Ipc(path) => path.in_chunks(),
+            PathState::Ipc(path) => path.calls_in_chunks,
             PathState::IpcStaged(_) | PathState::Nccl(_) | PathState::SingleRank(_) | PathState::Staged => 0,
         }
     }
 
     /// Runs `call`, on which the ranks agree, as far as this thread alone can.
-    ///
-    /// # Errors
-    /// Those of the driver and of the transports; the ranks are then out of sync.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let _guard = self.context.push()?;
         match &mut self.state {
+            PathState::SingleRank(_) if !call.reductions().all(|reduction| reduction.op.keeps_single_input()) => {
+                Ok(DeviceResult::FallBackToHost)
+            }
             PathState::SingleRank(stream) => run_single_rank(call, stream).map(DeviceResult::Enqueued),
+            PathState::Ipc(_) | PathState::IpcStaged(_) if !call.reductions().all(has_kernel) => {
+                Ok(DeviceResult::FallBackToHost)
+            }
             PathState::Nccl(path) => path.run(call, wait_ctx),
             PathState::Ipc(path) => path.run(channel, call, wait_ctx),
             PathState::IpcStaged(path) => path.run(channel, call, wait_ctx),
@@ -146,9 +147,9 @@ impl DevicePath {
     pub fn signal_outputs(&self, call: &Call) -> Option<Event> {
         let stream = match &self.state {
             PathState::SingleRank(stream) => stream,
-            PathState::Nccl(path) => path.stream(),
-            PathState::Ipc(path) => path.stream(),
-            PathState::IpcStaged(path) => path.stream(),
+            PathState::Nccl(path) => &path.stream,
+            PathState::Ipc(path) => &path.peers.stream,
+            PathState::IpcStaged(path) => &path.peers.stream,
             PathState::Staged => return None,
         };
         let _guard = self.context.push().ok()?;
@@ -159,8 +160,8 @@ impl DevicePath {
     pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
         match &self.state {
             PathState::Nccl(path) => path.release_streams(),
-            PathState::Ipc(path) => path.release_streams(),
-            PathState::IpcStaged(path) => path.release_streams(),
+            PathState::Ipc(path) => path.peers.release_streams(),
+            PathState::IpcStaged(path) => path.peers.release_streams(),
             PathState::SingleRank(_) | PathState::Staged => Arc::new(|| {}),
         }
     }

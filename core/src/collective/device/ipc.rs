@@ -7,24 +7,23 @@
 //! group's own memory, and each rank reduces its slice of a chunk for all.
 //! [Stream barriers](super::ipc_peers) separate the phases. The order of addition is that of the host path, by rank:
 //! same bits.
-//! Thread rule: used by one thread; the closure of [`IpcPath::release_streams`] may run on any.
+//! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::batch::{Batch, UploadRing};
+use super::batch::Launcher;
 use super::ipc_flags::{EXPORT_WORDS, IpcUpdate, TensorAddresses};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
-use super::settings::SyncMode;
 use super::shm_allgather::{allgather_u64, max_words};
 use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
-use crate::collective::call::{Call, Op};
+use crate::collective::call::Call;
 use crate::collective::channel::Channel;
+use crate::collective::operation::Op;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Event, ExportUpdates, KernelArgs, ReportedExports, Stream};
+use crate::transport::gpu::{Address, Event, ExportUpdates, ReportedExports};
 use crate::wire_layout::{TensorRange, slice};
 
 /// Largest one-shot call, in bytes.
@@ -42,14 +41,13 @@ const NUM_CHUNK_BUFFERS: usize = 2;
 
 /// The resources of a rank for the IPC path.
 pub(super) struct IpcPath {
-    peers: IpcPeers,
+    pub peers: IpcPeers,
     num_one_shots: usize,
     reported: ReportedExports,
     chunks: Chunks,
-    /// The number of calls that ran in chunks.
-    chunked: usize,
-    batch: Batch,
-    upload_ring: UploadRing,
+    /// The number of large calls that ran in chunks because GPU IPC cannot open a rank's tensors.
+    pub calls_in_chunks: usize,
+    launcher: Launcher,
 }
 
 /// The memory for calls in chunks.
@@ -65,53 +63,21 @@ impl IpcPath {
     /// For ranks with open IPC memory and bounce buffers of [`BOUNCE_BYTES`] bytes. `own_gpus`: no two ranks share a
     /// GPU.
     pub fn new(peers: IpcPeers, own_gpus: bool) -> IpcPath {
-        let mut upload_ring = UploadRing::new(&peers.context);
-        upload_ring.stopped_by(peers.stop_address());
+        let mut launcher = peers.launcher();
         if own_gpus {
-            upload_ring.limited_to(LINK_BLOCKS);
+            launcher.blocks = LINK_BLOCKS;
         }
-        let reported = ReportedExports::default();
-        IpcPath {
-            peers,
-            num_one_shots: 0,
-            reported,
-            chunks: Chunks::NotRequested,
-            chunked: 0,
-            batch: Batch::default(),
-            upload_ring,
-        }
-    }
-
-    /// Whether the stream or the host waits for the other ranks.
-    pub fn sync(&self) -> SyncMode {
-        self.peers.sync()
-    }
-
-    /// The number of large calls that ran in chunks because GPU IPC cannot open a rank's tensors.
-    pub fn in_chunks(&self) -> usize {
-        self.chunked
-    }
-
-    /// The stream of all work.
-    pub fn stream(&self) -> &Stream {
-        &self.peers.stream
+        let (reported, chunks) = (ReportedExports::default(), Chunks::NotRequested);
+        IpcPath { peers, num_one_shots: 0, reported, chunks, calls_in_chunks: 0, launcher }
     }
 
     /// Bytes of device memory in use on this rank.
     pub fn device_bytes(&self) -> usize {
-        let chunks = if let Chunks::Open(window) = &self.chunks { window.device_bytes() } else { 0 };
-        self.peers.device_bytes() + chunks + self.upload_ring.device_bytes()
-    }
-
-    /// Unblocks the streams of all ranks after one was lost.
-    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
-        self.peers.release_streams()
+        let chunks = if let Chunks::Open(window) = &self.chunks { window.own.bytes() } else { 0 };
+        self.peers.bounce.bytes() + chunks + self.launcher.device_bytes()
     }
 
     /// Runs a call on which all ranks agree.
-    ///
-    /// # Errors
-    /// Those of the driver and of the transports; the ranks are then out of sync.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let total = call.layout.total();
         if total == 0 {
@@ -138,9 +104,9 @@ impl IpcPath {
         wait_inputs(call, &self.peers.stream)?;
         if has_input {
             let pieces = call.layout.all_ranges(0..total);
-            self.batch.copies(pieces, call.tensors(0), total, self.peers.bounces[self.peers.me] + at, false);
+            self.launcher.batch.copies(pieces, call.tensors(0), total, self.peers.bounces[self.peers.me] + at, false);
             // SAFETY: the call owns the tensors; the bounce buffer is free, as described above.
-            unsafe { self.upload_ring.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
+            unsafe { self.launcher.copy(&self.peers.stream, wait_ctx) }?;
         }
         self.peers.stream_barrier(channel, wait_ctx)?;
         if root != Some(self.peers.me) || !call.is_in_place() {
@@ -148,12 +114,13 @@ impl IpcPath {
                 Some(root) => &self.peers.bounces[root..=root],
                 None => &self.peers.bounces[..],
             };
-            self.batch.start(bounces.len(), 1, total);
+            self.launcher.batch.start(bounces.len(), 1, total);
             for piece in call.layout.all_ranges(0..total) {
                 let buffer = &call.tensors(0)[piece.tensor].buffer;
                 let sources = bounces.iter().map(|bounce| bounce + at + piece.offset as u64);
                 let to = buffer.byte_ranges().1.start as u64;
-                add(&mut self.batch, call.op, buffer.dtype(), piece.count, sources, [to]);
+                let (dtype, count) = elements(call.op, buffer.dtype(), piece.count);
+                self.launcher.batch.add(dtype, count, sources, [to]);
             }
             self.launch(call, wait_ctx)?;
         }
@@ -231,7 +198,7 @@ impl IpcPath {
             Some(_) => 0..total,
         };
         let (sources, targets) = if root.is_some() { (1, 1) } else { (ranks, ranks) };
-        self.batch.start(sources, targets, part.len());
+        self.launcher.batch.start(sources, targets, part.len());
         for piece in call.layout.all_ranges(part) {
             let buffer = &call.tensors(0)[piece.tensor].buffer;
             let skip = (piece.first * buffer.dtype().size()) as u64;
@@ -248,15 +215,11 @@ impl IpcPath {
                 };
                 Ok(start + skip)
             };
-            let sources = match root {
-                Some(root) => vec![at(root, 0)?],
-                None => (0..ranks).map(|rank| at(rank, 0)).collect::<Result<_>>()?,
-            };
-            let targets = match root {
-                Some(_) => vec![at(me, 1)?],
-                None => (0..ranks).map(|rank| at(rank, 1)).collect::<Result<_>>()?,
-            };
-            add(&mut self.batch, call.op, buffer.dtype(), piece.count, sources, targets);
+            let (from, to) = root.map_or((0..ranks, 0..ranks), |root| (root..root + 1, me..me + 1));
+            let sources = from.map(|rank| at(rank, 0)).collect::<Result<Vec<_>>>()?;
+            let targets = to.map(|rank| at(rank, 1)).collect::<Result<Vec<_>>>()?;
+            let (dtype, count) = elements(call.op, buffer.dtype(), piece.count);
+            self.launcher.batch.add(dtype, count, sources, targets);
         }
         wait_inputs(call, &self.peers.stream)?;
         self.peers.stream_barrier(channel, wait_ctx)?;
@@ -280,40 +243,23 @@ impl IpcPath {
         }
         let Chunks::Open(window) = &self.chunks else { return Ok(DeviceResult::FallBackToHost) };
         let at = window.at.clone();
-        self.chunked += 1;
-        let total = call.layout.total();
-        let (me, ranks) = (self.peers.me, at.len());
-        let root = root(call, &channel.topology);
-        let chunks = total.div_ceil(CHUNK_BYTES);
-        let range = |chunk: usize| chunk * CHUNK_BYTES..total.min((chunk + 1) * CHUNK_BYTES);
-        // The ranges of a chunk, with offsets into its buffer.
-        let pieces = |chunk: usize, bytes: Range<usize>| {
-            let buffer_offset = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
-            let within = move |piece: TensorRange| TensorRange {
-                offset: piece.offset - chunk * CHUNK_BYTES + buffer_offset,
-                ..piece
-            };
-            call.layout.all_ranges(bytes).map(within)
-        };
+        self.calls_in_chunks += 1;
+        let (me, root) = (self.peers.me, root(call, &channel.topology));
+        let chunks = call.layout.total().div_ceil(CHUNK_BYTES);
         wait_inputs(call, &self.peers.stream)?;
         for round in 0..=chunks {
             let incoming = (round < chunks).then_some(round);
             if let Some(chunk) = incoming.filter(|_| root.is_none_or(|root| root == me)) {
-                let bytes = range(chunk);
-                let len = bytes.len();
-                self.batch.copies(pieces(chunk, bytes), call.tensors(0), len, at[me], false);
-                // SAFETY: the call owns the tensors; the buffer is free, because all ranks have passed a barrier since
-                // its last use.
-                unsafe { self.upload_ring.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
+                self.copy_chunk(call, chunk, at[me], false, wait_ctx)?;
             }
             self.peers.stream_barrier(channel, wait_ctx)?;
             if let (Some(chunk), None) = (incoming, root) {
-                let part = slice(range(chunk), me, ranks);
-                self.batch.start(ranks, ranks, part.len());
-                for piece in pieces(chunk, part) {
+                let part = slice(chunk_bytes(call, chunk), me, at.len());
+                self.launcher.batch.start(at.len(), at.len(), part.len());
+                for piece in chunk_pieces(call, chunk, part) {
                     let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
                     let addresses = || at.iter().map(|start| start + piece.offset as Address);
-                    self.batch.add(dtype, piece.count, addresses(), addresses());
+                    self.launcher.batch.add(dtype, piece.count, addresses(), addresses());
                 }
                 self.launch(call, wait_ctx)?;
             }
@@ -322,39 +268,59 @@ impl IpcPath {
                 Some(root) => (incoming, root),
             };
             if let Some(chunk) = outgoing.filter(|_| root != Some(me) || !call.is_in_place()) {
-                let bytes = range(chunk);
-                let len = bytes.len();
-                self.batch.copies(pieces(chunk, bytes), call.tensors(0), len, at[from], true);
-                // SAFETY: as above; the data was written before the last barrier.
-                unsafe { self.upload_ring.copy(&self.batch, &self.peers.stream, wait_ctx) }?;
+                self.copy_chunk(call, chunk, at[from], true, wait_ctx)?;
             }
         }
         signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
+    /// Packs a chunk of the tensors into its buffer of the window at `memory`, or, with `unpack`, from there.
+    fn copy_chunk(
+        &mut self,
+        call: &Call,
+        chunk: usize,
+        memory: Address,
+        unpack: bool,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<()> {
+        let bytes = chunk_bytes(call, chunk);
+        let len = bytes.len();
+        self.launcher.batch.copies(chunk_pieces(call, chunk, bytes), call.tensors(0), len, memory, unpack);
+        // SAFETY: the call owns the tensors. All ranks have passed a barrier since the last use of a buffer that is
+        // packed, and since the last write to one that is unpacked.
+        unsafe { self.launcher.copy(&self.peers.stream, wait_ctx) }
+    }
+
     /// Launches the kernels of the batch for `call`.
     fn launch(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let (kernels, stream) = (self.peers.context.kernels()?, &self.peers.stream);
-        let (acc_f64, copies) = (call.accumulates_f64(), matches!(call.op, Op::Broadcast { .. }));
-        // SAFETY: the call owns all ranks' tensors; between barriers each slice belongs to one rank.
-        let start = |dtype, args: &KernelArgs| unsafe {
-            if copies { kernels.copy(args, stream.raw()) } else { kernels.average(dtype, acc_f64, args, stream.raw()) }
-        };
-        self.upload_ring.run(&self.batch, call.divisor(), stream, wait_ctx, start)
+        let stream = &self.peers.stream;
+        let (acc_f64, copies) = (call.accumulates_f64(), call.op.is_broadcast());
+        self.launcher.run(call.divisor(), stream, wait_ctx, |kernels, dtype, args| {
+            // SAFETY: the call owns all ranks' tensors; between barriers each slice belongs to one rank.
+            unsafe {
+                if copies {
+                    kernels.copy(args, stream.raw())
+                } else {
+                    kernels.average(dtype, acc_f64, args, stream.raw())
+                }
+            }
+        })
     }
 }
 
-/// Adds a range to a batch; a broadcast copies bytes.
-fn add(
-    batch: &mut Batch,
-    op: Op,
-    dtype: DType,
-    count: usize,
-    sources: impl IntoIterator<Item = Address>,
-    targets: impl IntoIterator<Item = Address>,
-) {
-    match op {
-        Op::Allreduce => batch.add(dtype, count, sources, targets),
-        Op::Broadcast { .. } | Op::Barrier => batch.add(DType::U8, count * dtype.size(), sources, targets),
-    }
+/// The bytes of `call` in a chunk of [`CHUNK_BYTES`].
+fn chunk_bytes(call: &Call, chunk: usize) -> Range<usize> {
+    chunk * CHUNK_BYTES..call.layout.total().min((chunk + 1) * CHUNK_BYTES)
+}
+
+/// The tensor ranges of `bytes` of a chunk, with offsets in a window.
+fn chunk_pieces(call: &Call, chunk: usize, bytes: Range<usize>) -> impl Iterator<Item = TensorRange> {
+    let in_window = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
+    let offset = move |piece: &TensorRange| piece.offset - chunk * CHUNK_BYTES + in_window;
+    call.layout.all_ranges(bytes).map(move |piece| TensorRange { offset: offset(&piece), ..piece })
+}
+
+/// What the kernels of `op` process for `count` elements of `dtype`: a broadcast copies bytes.
+fn elements(op: Op, dtype: DType, count: usize) -> (DType, usize) {
+    if op.is_broadcast() { (DType::U8, count * dtype.size()) } else { (dtype, count) }
 }

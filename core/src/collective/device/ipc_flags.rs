@@ -5,36 +5,29 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use super::poll::{TEARDOWN_TIMEOUT, poll_until};
 use super::settings::SyncMode;
+use super::streams::{TEARDOWN_TIMEOUT, poll_until};
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
-use crate::transport::gpu::{
-    Address, Context, DeviceBuffer, ExportedAllocation, HostRegistration, PinnedHostBuffer, Stream,
-};
+use crate::transport::gpu::{Address, Context, DeviceBuffer, ExportedAllocation, Handle, PinnedHostBuffer, Stream};
 
 /// Size of the page with a rank's flag.
 pub(super) const PAGE: usize = 4096;
 
 /// The flag page of a rank, in memory shared by all ranks of the host.
 pub(super) struct Page {
-    memory: *mut u8,
+    memory: Handle<u8>,
     /// `None` if the file system's pages cannot be pinned; the GPU cannot access the page then.
-    pinned: Option<HostRegistration>,
+    pinned: Option<PinnedHostBuffer>,
 }
-
-// SAFETY: an address of memory that any thread may use.
-unsafe impl Send for Page {}
-// SAFETY: as above.
-unsafe impl Sync for Page {}
 
 impl Page {
     /// # Safety
     /// `memory` is a whole page of [`PAGE`] bytes that outlives this.
     pub unsafe fn new(context: &Arc<Context>, memory: *mut u8) -> Page {
         // SAFETY: the caller's promise.
-        Page { memory, pinned: unsafe { HostRegistration::new(context, memory, PAGE) }.ok() }
+        Page { memory: Handle(memory), pinned: unsafe { PinnedHostBuffer::register(context, memory, PAGE) }.ok() }
     }
 
     /// The GPU's address of the page.
@@ -43,7 +36,7 @@ impl Page {
     /// [`Error::System`] if the page is not pinned.
     pub fn address(&self) -> Result<Address> {
         let not_pinned = || Error::System("the GPU does not see the host memory that the ranks share".into());
-        self.pinned.as_ref().map(HostRegistration::address).ok_or_else(not_pinned)
+        self.pinned.as_ref().map(PinnedHostBuffer::address).ok_or_else(not_pinned)
     }
 }
 
@@ -69,7 +62,7 @@ impl StreamFlags {
 
     fn number(&self, rank: usize) -> &AtomicU32 {
         // SAFETY: the page is mapped while this lives, and holds only the counter.
-        unsafe { &*self.pages[rank].memory.cast::<AtomicU32>() }
+        unsafe { &*self.pages[rank].memory.0.cast::<AtomicU32>() }
     }
 
     /// The GPU's address of the stop flag.
@@ -115,11 +108,19 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
     let stream = Stream::new(context)?;
     let flag = PinnedHostBuffer::new(context, PAGE)?;
     // SAFETY: the flag is in pinned memory that lives until the stream has ended.
-    let waited =
-        unsafe { stream.write_value32(flag.address(), 1).and_then(|()| stream.wait_value32_ge(flag.address(), 1)) };
-    let done = waited.and_then(|()| stream.record());
-    let completed = done.is_ok_and(|event| poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(false)));
-    Ok(if completed { SyncMode::Stream } else { SyncMode::Host })
+    let can_wait = unsafe { can_wait_on(&stream, flag.address(), 1) }.unwrap_or(false);
+    Ok(if can_wait { SyncMode::Stream } else { SyncMode::Host })
+}
+
+/// Whether the stream can write `value` to a flag and wait for it.
+///
+/// # Safety
+/// `flag` is the device address of an aligned 32-bit flag that outlives the stream.
+pub(super) unsafe fn can_wait_on(stream: &Stream, flag: Address, value: u32) -> Result<bool> {
+    // SAFETY: the caller's promise.
+    unsafe { stream.write_value32(flag, value).and_then(|()| stream.wait_value32_ge(flag, value)) }?;
+    let event = stream.record()?;
+    Ok(poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(false)))
 }
 
 /// Number of words of an export.
@@ -259,7 +260,6 @@ impl IpcUpdate {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

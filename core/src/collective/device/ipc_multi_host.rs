@@ -6,40 +6,33 @@
 //! hosts, as for calls on host memory. Then it copies the means to the bounce buffers of all ranks, which unpack them.
 //! Several chunks are in flight: the GPU sums the next ones while the network transfers one. The order of addition is
 //! that of the host path: same bits.
-//! Thread rule: used by one thread; the closure of [`MultiHostIpc::release_streams`] may run on any.
+//! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::smallvec;
 
-use super::batch::{Batch, UploadRing};
+use super::batch::Launcher;
 use super::ipc_peers::IpcPeers;
-use super::poll::wait_event;
-use super::settings::SyncMode;
-use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
-use crate::collective::allreduce::{Allreduce, parts};
-use crate::collective::call::{Call, Op};
-use crate::collective::channel::{Channel, shard_range};
+use super::streams::{DeviceResult, root, signal_outputs, wait_inputs, wait_taken};
+use crate::collective::call::Call;
+use crate::collective::channel::Channel;
 use crate::collective::inter_host::{InFlightSlice, Slice};
-use crate::collective::phases::{InterHostOps, Partial, PerRank, ShardView};
+use crate::collective::partials::{InterHostOps, Partial, Piece, Reducing, inter_host_ops, parts};
+use crate::collective::shard::{PerRank, ShardView};
+use crate::collective::wire::shard_range;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Context, Event, KernelArgs, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{Address, Context, Event, Handle, KernelArgs, Kernels, PinnedHostBuffer};
 use crate::wire_layout::{max_acc_bytes, slice};
 
 /// Maximum number of chunks that are summed ahead of the network.
 const PREFETCH_CHUNKS: usize = 3;
 /// Number of chunk buffers; a buffer is free once its chunk is unpacked.
 pub(super) const NUM_BUFFERS: usize = PREFETCH_CHUNKS + 1;
-
-/// The batch of one phase.
-struct KernelBatch {
-    batch: Batch,
-    upload_ring: UploadRing,
-}
 
 /// The resources of a shard owner.
 pub(super) struct ShardOwner {
@@ -60,54 +53,30 @@ pub(super) struct ShardOwner {
 
 /// The resources of a rank for this path.
 pub(super) struct MultiHostIpc {
-    peers: IpcPeers,
+    pub peers: IpcPeers,
     shard_owner: Option<ShardOwner>,
     /// Bytes of a chunk buffer.
     chunk: usize,
-    pack: KernelBatch,
-    add: KernelBatch,
-    all_gather: KernelBatch,
-    unpack: KernelBatch,
+    pack: Launcher,
+    add: Launcher,
+    all_gather: Launcher,
+    unpack: Launcher,
 }
 
 impl MultiHostIpc {
     /// For ranks with open IPC memory and bounce buffers of [`NUM_BUFFERS`] chunks of `chunk` bytes.
     pub fn new(peers: IpcPeers, shard_owner: Option<ShardOwner>, chunk: usize) -> MultiHostIpc {
-        let kernel_batch = || {
-            let mut upload_ring = UploadRing::new(&peers.context);
-            upload_ring.stopped_by(peers.stop_address());
-            KernelBatch { batch: Batch::default(), upload_ring }
-        };
-        let [pack, add, all_gather, unpack] = [(); 4].map(|()| kernel_batch());
+        let [pack, add, all_gather, unpack] = [(); 4].map(|()| peers.launcher());
         MultiHostIpc { peers, shard_owner, chunk, pack, add, all_gather, unpack }
-    }
-
-    /// Whether the stream or the host waits for the other ranks of the host.
-    pub fn sync(&self) -> SyncMode {
-        self.peers.sync()
-    }
-
-    /// The stream of all work.
-    pub fn stream(&self) -> &Stream {
-        &self.peers.stream
     }
 
     /// Bytes of device memory in use on this rank.
     pub fn device_bytes(&self) -> usize {
-        let batches = [&self.pack, &self.add, &self.all_gather, &self.unpack];
-        self.peers.device_bytes()
-            + batches.map(|kernel_batch| kernel_batch.upload_ring.device_bytes()).iter().sum::<usize>()
-    }
-
-    /// Unblocks the streams of all ranks of the host after one was lost.
-    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
-        self.peers.release_streams()
+        let launchers = [&self.pack, &self.add, &self.all_gather, &self.unpack];
+        self.peers.bounce.bytes() + launchers.into_iter().map(Launcher::device_bytes).sum::<usize>()
     }
 
     /// Runs a call on which all ranks agree.
-    ///
-    /// # Errors
-    /// Those of the driver and of the transports; the ranks are then out of sync.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         wait_inputs(call, &self.peers.stream)?;
         if call.layout.total() > 0 {
@@ -133,14 +102,14 @@ impl MultiHostIpc {
                 self.all_gather(&call, chunk, wait_ctx)?;
             }
             if let Some(chunk) = incoming {
-                self.pack(&call, chunk, wait_ctx)?;
+                self.copy(&call, chunk, false, wait_ctx)?;
             }
             self.peers.stream_barrier(channel, wait_ctx)?;
             if let Some(chunk) = incoming {
                 self.sum_slice(&call, chunk, wait_ctx)?;
             }
             if let Some(chunk) = outgoing {
-                self.unpack(&call, chunk, wait_ctx)?;
+                self.copy(&call, chunk, true, wait_ctx)?;
             }
         }
         Ok(())
@@ -152,26 +121,19 @@ impl MultiHostIpc {
         self.peers.bounces.iter().map(|bounce| bounce + at).collect()
     }
 
-    /// Copies the tensors to this rank's bounce buffer.
-    fn pack(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        if !call.has_input(self.peers.me) {
+    /// Packs the tensors into this rank's bounce buffer, or, with `unpack`, from there; only what the call needs.
+    fn copy(&mut self, call: &DeviceCall<'_>, chunk: usize, unpack: bool, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let me = self.peers.me;
+        let is_needed = if unpack { !call.is_root(me) || !call.call.is_in_place() } else { call.has_input(me) };
+        if !is_needed {
             return Ok(());
         }
-        let buffer = self.addresses(chunk)[self.peers.me];
-        self.pack.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, buffer, false);
-        // SAFETY: the call owns the tensors; this rank owns the buffer until the next barrier.
-        unsafe { self.pack.upload_ring.copy(&self.pack.batch, &self.peers.stream, wait_ctx) }
-    }
-
-    /// Copies this rank's bounce buffer to the tensors.
-    fn unpack(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        if call.is_root(self.peers.me) && call.call.is_in_place() {
-            return Ok(());
-        }
-        let buffer = self.addresses(chunk)[self.peers.me];
-        self.unpack.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, buffer, true);
-        // SAFETY: as for `pack`; all shards wrote the buffer before the last barrier.
-        unsafe { self.unpack.upload_ring.copy(&self.unpack.batch, &self.peers.stream, wait_ctx) }
+        let buffer = self.addresses(chunk)[me];
+        let launcher = if unpack { &mut self.unpack } else { &mut self.pack };
+        launcher.batch.copies(call.pieces(chunk), call.call.tensors(0), self.chunk, buffer, unpack);
+        // SAFETY: the call owns the tensors. Before the barrier this rank owns the buffer; after it, the shards have
+        // written the chunk that is unpacked.
+        unsafe { launcher.copy(&self.peers.stream, wait_ctx) }
     }
 
     /// Sums this shard's slice of all bounce buffers to host memory.
@@ -179,31 +141,28 @@ impl MultiHostIpc {
         let addresses = self.addresses(chunk);
         let Some(shard_owner) = &mut self.shard_owner else { return Ok(()) };
         let (slice, stream) = (call.slice(chunk, shard_owner.shard), &self.peers.stream);
-        let KernelBatch { batch, upload_ring } = &mut self.add;
-        match call.call.op {
-            Op::Allreduce => {
-                let to = shard_owner.sums_address(chunk);
-                batch.start(self.peers.bounces.len(), 1, slice.len());
-                for part in parts(call.call, chunk, slice) {
-                    let sources = addresses.iter().map(|buffer| buffer + part.wire as Address);
-                    batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
-                }
-                let kernels = self.peers.context.kernels()?;
-                let acc_f64 = call.call.accumulates_f64();
-                // SAFETY: all ranks have packed, and nobody writes this slice of the bounce buffers before the next
-                // barrier; the host has finished with the sums buffer.
-                let add = |dtype, work: &KernelArgs| unsafe { kernels.sum(dtype, acc_f64, work, stream.raw()) };
-                upload_ring.run(batch, 1, stream, wait_ctx, add)?;
+        if call.call.op.is_broadcast() {
+            let Some(root) = call.root else { return Ok(()) };
+            let to = shard_owner.means_address(chunk);
+            let start = slice.start as Address;
+            self.add.batch.start(1, 1, slice.len());
+            self.add.batch.add(DType::U8, slice.len(), [addresses[root] + start], [to + start]);
+            // SAFETY: all ranks have packed; this stream has read the former contents of the means buffer.
+            unsafe { self.add.copy(stream, wait_ctx) }?;
+        } else {
+            let to = shard_owner.sums_address(chunk);
+            self.add.batch.start(self.peers.bounces.len(), 1, slice.len());
+            for part in parts(call.call, call.topology, chunk, slice) {
+                let sources = addresses.iter().map(|buffer| buffer + part.wire as Address);
+                self.add.batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
             }
-            Op::Broadcast { .. } | Op::Barrier => {
-                let Some(root) = call.root else { return Ok(()) };
-                let to = shard_owner.means_address(chunk);
-                let start = slice.start as Address;
-                batch.start(1, 1, slice.len());
-                batch.add(DType::U8, slice.len(), [addresses[root] + start], [to + start]);
-                // SAFETY: as above; this stream has read the former contents of the means buffer.
-                unsafe { upload_ring.copy(batch, stream, wait_ctx) }?;
-            }
+            let acc_f64 = call.call.accumulates_f64();
+            // SAFETY: all ranks have packed, and nobody writes this slice of the bounce buffers before the next barrier;
+            // the host has finished with the sums buffer.
+            let sum = |kernels: &Kernels, dtype, args: &KernelArgs| unsafe {
+                kernels.sum(dtype, acc_f64, args, stream.raw())
+            };
+            self.add.run(1, stream, wait_ctx, sum)?;
         }
         shard_owner.summed[chunk % NUM_BUFFERS] = Some(stream.record()?);
         Ok(())
@@ -225,9 +184,8 @@ impl MultiHostIpc {
             if shard_owner.in_flight[buffer].is_some() {
                 continue;
             }
-            for event in [shard_owner.summed[buffer].take(), shard_owner.free[buffer].take()].into_iter().flatten() {
-                wait_event(&event, wait_ctx)?;
-            }
+            wait_taken(&mut shard_owner.summed[buffer], wait_ctx)?;
+            wait_taken(&mut shard_owner.free[buffer], wait_ctx)?;
             let in_flight =
                 shard_owner.with_slice(call, next, |slice| inter_host.start(slice, true, true, wait_ctx))?;
             shard_owner.in_flight[buffer] = Some(in_flight);
@@ -246,11 +204,15 @@ impl MultiHostIpc {
         let slice = call.slice(chunk, shard_owner.shard);
         let start = slice.start as Address;
         let from = shard_owner.means_address(chunk);
-        let KernelBatch { batch, upload_ring } = &mut self.all_gather;
-        batch.start(1, self.peers.bounces.len(), slice.len());
-        batch.add(DType::U8, slice.len(), [from + start], addresses.iter().map(|buffer| buffer + start));
+        self.all_gather.batch.start(1, self.peers.bounces.len(), slice.len());
+        self.all_gather.batch.add(
+            DType::U8,
+            slice.len(),
+            [from + start],
+            addresses.iter().map(|buffer| buffer + start),
+        );
         // SAFETY: this shard owns this slice of the bounce buffers between the barriers.
-        unsafe { upload_ring.copy(batch, &self.peers.stream, wait_ctx) }?;
+        unsafe { self.all_gather.copy(&self.peers.stream, wait_ctx) }?;
         shard_owner.free[chunk % NUM_BUFFERS] = Some(self.peers.stream.record()?);
         Ok(())
     }
@@ -258,9 +220,6 @@ impl MultiHostIpc {
 
 impl ShardOwner {
     /// For calls in chunks of `chunk` bytes, with allreduces of all types; `None` for a rank that owns no shard.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn new(context: &Arc<Context>, topology: &Topology, chunk: usize) -> Result<Option<ShardOwner>> {
         let Some(shard) = topology.shard() else { return Ok(None) };
         let _guard = context.push()?;
@@ -296,14 +255,11 @@ impl ShardOwner {
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
         let shard = ShardView { topology: call.topology, chunk, slots: &slots };
         let sums = self.sums.memory().wrapping_add(buffer * self.sums_bytes);
-        let summed = HostSums { sums, slice: bytes.clone() };
-        let collective: &dyn InterHostOps = match call.call.op {
-            Op::Allreduce => &summed,
-            op => op.collective(),
-        };
+        let summed = HostSums { sums: Handle(sums), slice: bytes.clone() };
+        let ops: &dyn InterHostOps = if call.call.op.is_broadcast() { inter_host_ops(call.call) } else { &summed };
         // The same on all hosts, and different for each chunk in flight.
         let step = call.first_step.wrapping_add(chunk as u32);
-        work(&Slice { collective, call: call.call, shard, bytes, step })
+        work(&Slice { ops, call: call.call, shard, bytes, block_len: 0, step })
     }
 }
 
@@ -331,55 +287,40 @@ impl DeviceCall<'_> {
     }
 
     fn has_input(&self, me: usize) -> bool {
-        self.call.op == Op::Allreduce || self.is_root(me)
+        !self.call.op.is_broadcast() || self.is_root(me)
     }
 }
 
 /// An allreduce whose sums over the ranks of this host are complete.
 struct HostSums {
     /// Sums of the slice, in the layout of [`parts`].
-    sums: *const u8,
+    sums: Handle<u8>,
     slice: Range<usize>,
 }
 
-// SAFETY: an address of memory that any thread may use.
-unsafe impl Sync for HostSums {}
-
 impl InterHostOps for HostSums {
-    fn partial_bytes(&self, call: &Call, chunk: usize, piece: Range<usize>) -> usize {
-        Allreduce.partial_bytes(call, chunk, piece)
+    fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
+        Reducing.partial_bytes(piece)
     }
 
-    unsafe fn contribute(&self, call: &Call, shard: &ShardView<'_>, piece: Range<usize>, out: &mut [u8]) -> bool {
-        let skipped = Allreduce.partial_bytes(call, shard.chunk, self.slice.start..piece.start);
-        let out = &mut out[..Allreduce.partial_bytes(call, shard.chunk, piece)];
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool {
+        let before = Piece { bytes: self.slice.start..piece.bytes.start, ..*piece };
+        let out = &mut out[..Reducing.partial_bytes(piece)];
         // SAFETY: the sums of the whole slice are complete and read-only; sums of adjacent pieces are adjacent.
-        unsafe { self.sums.add(skipped).copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+        unsafe {
+            let sums = self.sums.0.add(Reducing.partial_bytes(&before));
+            sums.copy_to_nonoverlapping(out.as_mut_ptr(), out.len());
+        }
         true
     }
 
-    unsafe fn add_partials(
-        &self,
-        call: &Call,
-        shard: &ShardView<'_>,
-        piece: Range<usize>,
-        low: Partial,
-        high: Partial,
-        out: *mut u8,
-    ) {
+    unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
         // SAFETY: the caller's promise.
-        unsafe { Allreduce.add_partials(call, shard, piece, low, high, out) };
+        unsafe { Reducing.add_partials(piece, low, high, out) };
     }
 
-    unsafe fn finish_shard(
-        &self,
-        call: &Call,
-        shard: &ShardView<'_>,
-        piece: Range<usize>,
-        low: Partial,
-        high: Partial,
-    ) {
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
         // SAFETY: the caller's promise; the means buffer is this shard's slot.
-        unsafe { Allreduce.finish_shard(call, shard, piece, low, high) };
+        unsafe { Reducing.finish_shard(piece, low, high) };
     }
 }

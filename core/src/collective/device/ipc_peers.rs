@@ -10,10 +10,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::ipc_flags::{LocalIpc, PAGE, Page, StreamFlags, export, export_words, exported};
-use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use super::batch::Launcher;
+use super::ipc_flags::{LocalIpc, PAGE, Page, StreamFlags, can_wait_on, export, export_words, exported};
+use super::path::common_sync;
 use super::settings::SyncMode;
 use super::shm_allgather::allgather_u64;
+use super::streams::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
 use crate::collective::channel::Channel;
 use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
@@ -24,37 +26,28 @@ use crate::transport::gpu::{Address, Context, DeviceBuffer, PeerImports, Stream}
 pub(super) struct IpcPeers {
     pub context: Arc<Context>,
     pub stream: Stream,
-    sync: SyncMode,
+    /// Whether the stream or the host waits for the other ranks.
+    pub sync: SyncMode,
     /// This rank's local rank.
     pub me: usize,
     flags: Arc<StreamFlags>,
     /// By local rank; empty for this rank.
     pub imports: Vec<PeerImports>,
-    bounce: DeviceBuffer,
+    pub bounce: DeviceBuffer,
     /// Addresses of the bounce buffers, by local rank.
     pub bounces: Vec<Address>,
 }
 
 /// Device memory of each rank that all ranks of the host can access.
 pub(super) struct Window {
-    own: DeviceBuffer,
+    pub own: DeviceBuffer,
     /// By local rank.
     pub at: Vec<Address>,
-}
-
-impl Window {
-    /// Bytes of device memory in use on this rank.
-    pub fn device_bytes(&self) -> usize {
-        self.own.bytes()
-    }
 }
 
 impl IpcPeers {
     /// Opens the ranks' memory to each other, with bounce buffers of `bytes`, and returns `more` with it. If any rank
     /// on any host fails in that or in `more`, all ranks get the reason.
-    ///
-    /// # Errors
-    /// Those of the transports.
     pub fn new<M>(
         channel: &mut Channel,
         context: &Arc<Context>,
@@ -73,22 +66,8 @@ impl IpcPeers {
         let opened = allgather_u64(channel, &local, wait_ctx, |words_by_rank| {
             Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, sync, &topology, own, words_by_rank)?, more))))
         })?;
-        let local = match &opened {
-            Ok((peers, _)) => Ok(peers.sync),
-            Err(error) => Err(error.detail().to_owned()),
-        };
-        // The first error, or whether some host must wait.
-        let all = allgather_merge(channel, &local, wait_ctx, |ranks| {
-            let mut sync = SyncMode::Stream;
-            for (rank, local) in ranks.into_iter().enumerate() {
-                match local {
-                    Ok(SyncMode::Stream) => {}
-                    Ok(SyncMode::Host) => sync = SyncMode::Host,
-                    Err(error) => return Err(format!("rank {rank}: {error}")),
-                }
-            }
-            Ok(sync)
-        })?;
+        let local = opened.as_ref().map(|(peers, _)| peers.sync).map_err(|error| error.detail().to_owned());
+        let all = allgather_merge(channel, &local, wait_ctx, common_sync)?;
         Ok(match (opened, all) {
             (Ok((mut peers, more)), Ok(sync)) => {
                 peers.sync = sync;
@@ -144,9 +123,6 @@ impl IpcPeers {
     }
 
     /// Allocates `bytes` on each rank, accessible to all ranks; `None` on all of them if one fails.
-    ///
-    /// # Errors
-    /// Those of the transports.
     pub fn window(
         &mut self,
         channel: &mut Channel,
@@ -165,19 +141,11 @@ impl IpcPeers {
         Ok(opened.filter(|_| all))
     }
 
-    /// Whether the stream or the host waits for the other ranks.
-    pub fn sync(&self) -> SyncMode {
-        self.sync
-    }
-
-    /// The GPU's address of the flag that ends kernels after a rank was lost.
-    pub fn stop_address(&self) -> Address {
-        self.flags.stop_address()
-    }
-
-    /// Bytes of device memory in use on this rank.
-    pub fn device_bytes(&self) -> usize {
-        self.bounce.bytes()
+    /// A launcher whose kernels end after a rank was lost.
+    pub fn launcher(&self) -> Launcher {
+        let mut launcher = Launcher::new(&self.context);
+        launcher.stop = self.flags.stop_address();
+        launcher
     }
 
     /// Unblocks the streams of all ranks after one was lost.
@@ -187,9 +155,6 @@ impl IpcPeers {
     }
 
     /// Orders all work that any rank has enqueued before all later work of this rank.
-    ///
-    /// # Errors
-    /// Those of the driver and of the transports, and if the wait context ends.
     pub fn stream_barrier(&mut self, channel: &mut Channel, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let seq = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
         self.flags.seq.store(seq, Ordering::Relaxed);
@@ -220,11 +185,8 @@ fn can_wait_on_pages(stream: &Stream, flags: &StreamFlags, me: usize) -> Result<
     if flags.pages.iter().any(|page| page.address().is_err()) {
         return Ok(false);
     }
-    let address = flags.pages[me].address()?;
     // SAFETY: the page is pinned as long as the stream lives.
-    unsafe { stream.write_value32(address, 0).and_then(|()| stream.wait_value32_ge(address, 0)) }?;
-    let event = stream.record()?;
-    Ok(poll_until(TEARDOWN_TIMEOUT, || event.is_complete().unwrap_or(false)))
+    unsafe { can_wait_on(stream, flags.pages[me].address()?, 0) }
 }
 
 /// The addresses in this process of each rank's memory: `own`, and the peers' exports.
@@ -241,9 +203,6 @@ fn addresses(imports: &mut [PeerImports], me: usize, own: Address, words_by_rank
 }
 
 /// Whether `local` is true on all ranks of the host.
-///
-/// # Errors
-/// Those of the transports.
 pub(super) fn all_agree(channel: &mut Channel, local: bool, wait_ctx: &WaitContext<'_>) -> Result<bool> {
     allgather_u64(channel, &[u64::from(local)], wait_ctx, |words_by_rank| {
         Ok(words_by_rank.iter().all(|words| words == &[1]))

@@ -7,6 +7,8 @@
 //! - ranks on several hosts: GPU IPC within a host, slices through host memory between hosts (`ipc_multi_host`);
 //! - otherwise through host memory, in chunks, by the collectives of the host (`staged`).
 //!
+//! Functions fail with the errors of the driver, of NCCL and of the transports, and when their wait context ends. An error
+//! in a call leaves the ranks out of sync.
 //! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the
 //! result. `ipc_multi_host` and `staged` wait for the GPU in each chunk.
 //! Thread rule: the lead thread uses [`DevicePath`]; a [`StagingPipeline`] belongs to one thread.
@@ -19,14 +21,13 @@ mod ipc_multi_host;
 mod ipc_peers;
 mod nccl;
 mod path;
-mod poll;
 mod settings;
 mod shm_allgather;
 mod staged;
 mod streams;
 
 pub use device_path::DevicePath;
-pub(crate) use poll::TEARDOWN_TIMEOUT;
 pub use settings::{DeviceSettings, PathSetting};
 pub use staged::StagingPipeline;
 pub use streams::DeviceResult;
+pub(crate) use streams::TEARDOWN_TIMEOUT;

@@ -11,15 +11,16 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::batch::{Batch, UploadRing};
-use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll, poll_until};
-use super::streams::{DeviceResult, signal_outputs, wait_inputs};
+use super::batch::Launcher;
+use super::streams::{DeviceResult, TEARDOWN_TIMEOUT, is_idle, poll, poll_until, signal_outputs, wait_inputs};
 use crate::buffer::{Buffer, Tensor};
-use crate::collective::call::{Call, Op, lengths};
+use crate::collective::call::{Call, lengths};
 use crate::collective::channel::Channel;
+use crate::collective::operation::Op;
 use crate::collective::value_allgather::allgather_merge;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::reduce::{ReduceOp, Reduction};
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Communicator, Context, DeviceBuffer, Stream, UniqueId};
 use crate::wire_layout::{DtypeRun, WireLayout};
@@ -44,20 +45,16 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 
 /// The resources of a rank for the NCCL path.
 pub(super) struct NcclPath {
-    stream: Stream,
+    pub stream: Stream,
     communicator: Arc<Communicator>,
     /// Allocated by the first fusion.
     bucket: Option<DeviceBuffer>,
-    batch: Batch,
-    upload_ring: UploadRing,
+    launcher: Launcher,
 }
 
 impl NcclPath {
     /// Creates the communicator of a group with an id from rank 0. If NCCL fails on a rank (MIG slices of one GPU, a
     /// small /dev/shm), no rank has a communicator. The inner error is the reason on this rank, if it failed here.
-    ///
-    /// # Errors
-    /// Those of the transports, and if the wait context ends.
     pub fn new(
         channel: &mut Channel,
         context: &Arc<Context>,
@@ -87,8 +84,8 @@ impl NcclPath {
             match (all.unwrap_or(Start::Failed), started) {
                 (Start::Ready, Ok((communicator, stream))) => {
                     let communicator = Arc::new(communicator);
-                    let (batch, upload_ring) = (Batch::default(), UploadRing::new(context));
-                    return Ok(Ok(NcclPath { stream, communicator, bucket: None, batch, upload_ring }));
+                    let launcher = Launcher::new(context);
+                    return Ok(Ok(NcclPath { stream, communicator, bucket: None, launcher }));
                 }
                 // Some rank has no communicator: drop this one.
                 (Start::Failed | Start::Ready, _) => {
@@ -103,13 +100,12 @@ impl NcclPath {
     }
 
     /// Runs a call on which all ranks agree.
-    ///
-    /// # Errors
-    /// Those of NCCL, and if the wait context ends.
     pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let float = |dtype| matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-        let fits = |dtype| float(dtype) && (!call.accumulates_f64() || dtype == DType::F64);
-        if call.op == Op::Allreduce && !call.tensors(0).iter().all(|tensor| fits(tensor.buffer.dtype())) {
+        let fits = |Reduction { op, dtype, acc_f64, .. }: Reduction| {
+            op == ReduceOp::Mean && float(dtype) && (!acc_f64 || dtype == DType::F64)
+        };
+        if !call.reductions().all(fits) {
             return Ok(DeviceResult::FallBackToHost);
         }
         let size = |index: usize| call.tensors(0)[index].buffer.byte_ranges().0.len();
@@ -125,14 +121,9 @@ impl NcclPath {
         signal_outputs(call, &self.stream).map(DeviceResult::Enqueued)
     }
 
-    /// The stream of all work.
-    pub fn stream(&self) -> &Stream {
-        &self.stream
-    }
-
     /// Bytes of device memory in use.
     pub fn device_bytes(&self) -> usize {
-        self.upload_ring.device_bytes() + self.bucket.as_ref().map_or(0, DeviceBuffer::bytes)
+        self.launcher.device_bytes() + self.bucket.as_ref().map_or(0, DeviceBuffer::bytes)
     }
 
     /// Runs the tensors `small` through the bucket, in as many chunks as necessary.
@@ -148,18 +139,18 @@ impl NcclPath {
         let bucket = self.bucket.as_ref().map_or(0, DeviceBuffer::address);
         for chunk in 0..layout.chunks() {
             let all = 0..layout.chunk_len(chunk);
-            self.batch.copies(layout.ranges(chunk, all.clone()), &tensors, all.len(), bucket, false);
+            self.launcher.batch.copies(layout.ranges(chunk, all.clone()), &tensors, all.len(), bucket, false);
             // SAFETY: the call owns the tensors, and the stream owns the bucket.
-            unsafe { self.upload_ring.copy(&self.batch, &self.stream, wait_ctx) }?;
+            unsafe { self.launcher.copy(&self.stream, wait_ctx) }?;
             let part = |run: DtypeRun| {
                 let at = bucket + run.bytes.start as Address;
                 NcclBuffer { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
             };
             self.group(call.op, layout.runs(chunk, all.clone()).map(part), wait_ctx)?;
             let bytes = all.len();
-            self.batch.copies(layout.ranges(chunk, all), &tensors, bytes, bucket, true);
+            self.launcher.batch.copies(layout.ranges(chunk, all), &tensors, bytes, bucket, true);
             // SAFETY: as above.
-            unsafe { self.upload_ring.copy(&self.batch, &self.stream, wait_ctx) }?;
+            unsafe { self.launcher.copy(&self.stream, wait_ctx) }?;
         }
         Ok(())
     }
@@ -171,10 +162,10 @@ impl NcclPath {
             for NcclBuffer { from, to, count, dtype } in parts {
                 // SAFETY: the memory belongs to the call or the bucket until the stream has passed.
                 unsafe {
-                    match op {
-                        Op::Allreduce => group.average(from, to, count, dtype, stream),
-                        Op::Broadcast { root } => group.broadcast(from, to, count * dtype.size(), root, stream),
-                        Op::Barrier => Ok(()),
+                    if op.is_broadcast() {
+                        group.broadcast(from, to, count * dtype.size(), op.root, stream)
+                    } else {
+                        group.average(from, to, count, dtype, stream)
                     }
                 }?;
             }

@@ -28,7 +28,7 @@ impl GpuCapabilities {
     pub fn gather(context: &Arc<Context>) -> GpuCapabilities {
         let short_text = |error: Error| truncated(error.detail());
         GpuCapabilities {
-            uuid: context.uuid(),
+            uuid: context.uuid.clone(),
             nccl: nccl_version().map_err(short_text),
             ipc: probe(context).map_err(short_text),
         }
@@ -125,22 +125,25 @@ fn ipc_blocker(capabilities: &[GpuCapabilities], topology: &Topology) -> std::re
     if topology.hosts() > 1 && topology.hosts() == topology.size() {
         return Err("every rank is on a host of its own".into());
     }
-    let mut all = SyncMode::Stream;
-    for (rank, rank_capabilities) in capabilities.iter().enumerate() {
-        match &rank_capabilities.ipc {
-            Ok(SyncMode::Stream) => {}
-            Ok(SyncMode::Host) => all = SyncMode::Host,
-            Err(reason) => return Err(format!("rank {rank}: {reason}")),
-        }
-    }
-    Ok(all)
+    common_sync(capabilities.iter().map(|rank_capabilities| rank_capabilities.ipc.clone()))
+}
+
+/// Who waits on all ranks: the host, if it must on one. The first reason if a rank cannot use GPU IPC.
+pub(super) fn common_sync(
+    ranks: impl IntoIterator<Item = std::result::Result<SyncMode, String>>,
+) -> std::result::Result<SyncMode, String> {
+    ranks.into_iter().enumerate().try_fold(SyncMode::Stream, |all, (rank, sync)| match sync {
+        Ok(SyncMode::Stream) => Ok(all),
+        Ok(SyncMode::Host) => Ok(SyncMode::Host),
+        Err(reason) => Err(format!("rank {rank}: {reason}")),
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn rank_capabilities(uuid: &str) -> GpuCapabilities {
+    fn gpu(uuid: &str) -> GpuCapabilities {
         GpuCapabilities { uuid: uuid.into(), nccl: Ok(22809), ipc: Ok(SyncMode::Stream) }
     }
 
@@ -151,55 +154,52 @@ mod tests {
 
     #[test]
     fn own_gpus_select_nccl_and_shared_ones_ipc() {
-        let separate = [rank_capabilities("a"), rank_capabilities("b")];
+        let separate = [gpu("a"), gpu("b")];
         assert_eq!(choose(&separate, &[0, 0], PathSetting::Auto).path, Path::Nccl);
         assert_eq!(choose(&separate, &[0, 1], PathSetting::Auto).path, Path::Nccl);
         assert_eq!(choose(&separate, &[0, 0], PathSetting::Ipc).path, Path::Ipc(SyncMode::Stream));
         assert_eq!(choose(&separate, &[0, 0], PathSetting::Staged).path, Path::Staged);
-        let shared = choose(&[rank_capabilities("a"), rank_capabilities("a")], &[0, 0], PathSetting::Auto);
+        let shared = choose(&[gpu("a"), gpu("a")], &[0, 0], PathSetting::Auto);
         assert_eq!(shared.path, Path::Ipc(SyncMode::Stream));
         assert!(shared.reason.contains("ranks 0 and 1 share a GPU"), "{}", shared.reason);
-        assert_eq!(choose(&[rank_capabilities("a")], &[0], PathSetting::Nccl).path, Path::SingleRank);
+        assert_eq!(choose(&[gpu("a")], &[0], PathSetting::Nccl).path, Path::SingleRank);
     }
 
     #[test]
     fn several_hosts_with_several_ranks_select_ipc_staged() {
-        let shared = [rank_capabilities("a"), rank_capabilities("a"), rank_capabilities("b")];
+        let shared = [gpu("a"), gpu("a"), gpu("b")];
         assert_eq!(choose(&shared, &[0, 0, 1], PathSetting::Auto).path, Path::IpcStaged(SyncMode::Stream));
         assert_eq!(choose(&shared, &[0, 0, 1], PathSetting::Ipc).path, Path::IpcStaged(SyncMode::Stream));
         assert_eq!(choose(&shared, &[0, 0, 1], PathSetting::Staged).path, Path::Staged);
-        let host = GpuCapabilities { ipc: Ok(SyncMode::Host), ..rank_capabilities("b") };
+        let host = GpuCapabilities { ipc: Ok(SyncMode::Host), ..gpu("b") };
         assert_eq!(
-            choose(&[rank_capabilities("a"), rank_capabilities("a"), host], &[0, 0, 1], PathSetting::Auto).path,
+            choose(&[gpu("a"), gpu("a"), host], &[0, 0, 1], PathSetting::Auto).path,
             Path::IpcStaged(SyncMode::Host)
         );
-        let alone = choose(&[rank_capabilities("a"), rank_capabilities("b")], &[0, 1], PathSetting::Auto);
+        let alone = choose(&[gpu("a"), gpu("b")], &[0, 1], PathSetting::Auto);
         assert_eq!(alone.path, Path::Nccl);
     }
 
     #[test]
     fn path_unsupported_on_one_rank_is_not_chosen() {
-        let lacking = GpuCapabilities { nccl: Err("no library".into()), ..rank_capabilities("b") };
-        let choice = choose(&[rank_capabilities("a"), lacking.clone()], &[0, 0], PathSetting::Auto);
+        let lacking = GpuCapabilities { nccl: Err("no library".into()), ..gpu("b") };
+        let choice = choose(&[gpu("a"), lacking.clone()], &[0, 0], PathSetting::Auto);
         assert_eq!(choice.path, Path::Ipc(SyncMode::Stream));
         assert!(choice.reason.contains("rank 1: no library"), "{}", choice.reason);
-        assert_eq!(choose(&[rank_capabilities("a"), lacking.clone()], &[0, 1], PathSetting::Auto).path, Path::Staged);
-        let older = GpuCapabilities { nccl: Ok(22000), ..rank_capabilities("b") };
-        assert_eq!(
-            choose(&[rank_capabilities("a"), older], &[0, 0], PathSetting::Auto).path,
-            Path::Ipc(SyncMode::Stream)
-        );
-        let host = GpuCapabilities { ipc: Ok(SyncMode::Host), ..rank_capabilities("a") };
-        assert_eq!(choose(&[rank_capabilities("a"), host], &[0, 0], PathSetting::Auto).path, Path::Ipc(SyncMode::Host));
-        let blind = GpuCapabilities { ipc: Err("a container".into()), ..rank_capabilities("a") };
-        let staged = choose(&[rank_capabilities("a"), blind], &[0, 0], PathSetting::Auto);
+        assert_eq!(choose(&[gpu("a"), lacking.clone()], &[0, 1], PathSetting::Auto).path, Path::Staged);
+        let older = GpuCapabilities { nccl: Ok(22000), ..gpu("b") };
+        assert_eq!(choose(&[gpu("a"), older], &[0, 0], PathSetting::Auto).path, Path::Ipc(SyncMode::Stream));
+        let host = GpuCapabilities { ipc: Ok(SyncMode::Host), ..gpu("a") };
+        assert_eq!(choose(&[gpu("a"), host], &[0, 0], PathSetting::Auto).path, Path::Ipc(SyncMode::Host));
+        let blind = GpuCapabilities { ipc: Err("a container".into()), ..gpu("a") };
+        let staged = choose(&[gpu("a"), blind], &[0, 0], PathSetting::Auto);
         assert_eq!(staged.path, Path::Staged);
         assert!(staged.reason.contains("not ipc: rank 1: a container"), "{}", staged.reason);
     }
 
     #[test]
     fn unavailable_path_settings_are_errors_with_the_reason() {
-        let shared = [rank_capabilities("a"), rank_capabilities("a")];
+        let shared = [gpu("a"), gpu("a")];
         let error = choose(&shared, &[0, 0], PathSetting::Nccl).checked().unwrap_err();
         assert!(error.to_string().contains("DL_COMM_GPU_PATH is nccl, but ranks 0 and 1 share a GPU"), "{error}");
         let error = choose(&shared, &[0, 1], PathSetting::Ipc).checked().unwrap_err();

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 
 /// Whether the stream or the host waits for the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum SyncMode {
     /// The stream waits for flags in host memory.
     Stream,

@@ -7,16 +7,17 @@
 
 use std::sync::Arc;
 
-use super::batch::{Batch, UploadRing};
-use super::poll::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
+use super::batch::Launcher;
 use super::settings::DeviceSettings;
-use super::streams::{producer, signal_outputs, wait_inputs};
-use crate::collective::call::{Call, Op};
+use super::streams::{
+    TEARDOWN_TIMEOUT, is_idle, poll_until, producer, signal_outputs, wait_event, wait_inputs, wait_taken,
+};
+use crate::collective::call::Call;
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::arena::PeerMemory;
-use crate::transport::gpu::{Address, Context, DeviceBuffer, Event, HostRegistration, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{Address, Context, DeviceBuffer, Event, Handle, PinnedHostBuffer, Stream};
 
 /// Number of chunks that are downloaded ahead.
 const PREFETCH_CHUNKS: usize = 2;
@@ -36,56 +37,45 @@ enum Direction {
 /// Packs a thread's chunks in device memory.
 struct Packer {
     memory: DeviceBuffer,
-    batch: Batch,
-    upload_ring: UploadRing,
+    launcher: Launcher,
 }
 
-/// Pinned host memory: shared with the other ranks, or else private.
-enum PinnedBuffer {
-    Shared { pinned: Option<HostRegistration>, memory: *mut u8, shared: Arc<dyn PeerMemory> },
-    Own(PinnedHostBuffer),
+/// Pinned host memory, shared with the other ranks if possible. The order of the fields unpins it before it is freed.
+struct PinnedBuffer {
+    pinned: PinnedHostBuffer,
+    _shared: Option<SharedAllocation>,
 }
 
-// SAFETY: addresses of memory that any thread may use.
-unsafe impl Send for PinnedBuffer {}
+/// Memory of the rank's arena, freed on drop.
+struct SharedAllocation {
+    arena: Arc<dyn PeerMemory>,
+    memory: Handle<u8>,
+}
 
 impl PinnedBuffer {
     fn new(channel: &Channel, context: &Arc<Context>, len: usize) -> Result<PinnedBuffer> {
-        match PinnedBuffer::shared(channel, context, len) {
-            Some(shared) => Ok(shared),
-            None => PinnedHostBuffer::new(context, len).map(PinnedBuffer::Own),
-        }
+        let own = || Ok(PinnedBuffer { pinned: PinnedHostBuffer::new(context, len)?, _shared: None });
+        PinnedBuffer::shared(channel, context, len).map_or_else(own, Ok)
     }
 
     /// `None` if there is no shared memory or it cannot be pinned, as in files outside tmpfs. The collective then
     /// copies.
     fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<PinnedBuffer> {
-        let shared = channel.shm.region().shared_peer_memory()?;
+        let arena = channel.shm.region().shared_peer_memory()?;
         // Whole pages: smaller allocations would share one.
         let len = len.max(4096);
-        let memory = shared.alloc_zeroed(len).ok()?;
+        let memory = arena.alloc_zeroed(len).ok()?;
+        let shared = SharedAllocation { arena, memory: Handle(memory) };
         // SAFETY: freed only after it is unpinned.
-        let pinned = unsafe { HostRegistration::new(context, memory, len) }.ok();
-        let is_pinned = pinned.is_some();
-        // Dropping it here frees the memory if it is not pinned.
-        Some(PinnedBuffer::Shared { pinned, memory, shared }).filter(|_| is_pinned)
-    }
-
-    fn start(&self) -> *mut u8 {
-        match self {
-            PinnedBuffer::Shared { memory, .. } => *memory,
-            PinnedBuffer::Own(own) => own.memory(),
-        }
+        let pinned = unsafe { PinnedHostBuffer::register(context, memory, len) }.ok()?;
+        Some(PinnedBuffer { pinned, _shared: Some(shared) })
     }
 }
 
-impl Drop for PinnedBuffer {
+impl Drop for SharedAllocation {
     fn drop(&mut self) {
-        if let PinnedBuffer::Shared { pinned, memory, shared } = self {
-            *pinned = None;
-            // SAFETY: allocated by `shared`, and not used again.
-            unsafe { shared.free_zeroed(*memory) };
-        }
+        // SAFETY: allocated by `arena`, and not used again.
+        unsafe { self.arena.free_zeroed(self.memory.0) };
     }
 }
 
@@ -104,9 +94,6 @@ pub struct StagingPipeline {
 
 impl StagingPipeline {
     /// A pipeline for calls on the GPU of `context`, over `channel`.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn new(channel: &Channel, context: &Arc<Context>, settings: DeviceSettings) -> Result<StagingPipeline> {
         let _guard = context.push()?;
         let streams = || (0..settings.streams).map(|_| Stream::new(context)).collect::<Result<Vec<_>>>();
@@ -122,9 +109,6 @@ impl StagingPipeline {
     }
 
     /// Runs these chunks of a call on which all ranks agree.
-    ///
-    /// # Errors
-    /// Those of the driver and of the transports; the ranks are then out of sync.
     pub fn run(
         &mut self,
         channel: &mut Channel,
@@ -165,18 +149,14 @@ impl StagingPipeline {
         // Uploads overwrite tensors that earlier kernels may still read.
         self.download_streams.iter().chain(&self.upload_streams).try_for_each(|stream| wait_inputs(call, stream))?;
         let rank = channel.topology.rank();
-        let (has_input, needs_result) = match call.op {
-            Op::Broadcast { root } => (root == rank, root != rank || !call.is_in_place()),
-            Op::Allreduce | Op::Barrier => (true, true),
-        };
+        let has_input = call.op.has_input(rank);
+        let needs_result = !call.op.is_broadcast() || !has_input || !call.is_in_place();
         let mut downloaded: [Option<Event>; NUM_BUFFERS] = Default::default();
         let mut started = 0;
         for (index, &chunk) in chunks.iter().enumerate() {
             while started < chunks.len() && started < index + PREFETCH_CHUNKS {
                 let buffer = started % NUM_BUFFERS;
-                if let Some(event) = self.busy_until[buffer].take() {
-                    wait_event(&event, wait_ctx)?;
-                }
+                wait_taken(&mut self.busy_until[buffer], wait_ctx)?;
                 if has_input {
                     downloaded[buffer] =
                         Some(self.start_copy(call, chunks[started], started, Direction::DeviceToHost, wait_ctx)?);
@@ -184,16 +164,14 @@ impl StagingPipeline {
                 started += 1;
             }
             let buffer = index % NUM_BUFFERS;
-            if let Some(event) = downloaded[buffer].take() {
-                wait_event(&event, wait_ctx)?;
-            }
+            wait_taken(&mut downloaded[buffer], wait_ctx)?;
             let host_call = call.chunk_call(chunk, self.buffer(index));
             if !channel.run_first_chunk(&host_call, wait_ctx)? {
                 return Err(Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name())));
             }
             if host_call.layout.chunks() > 1 {
                 // A chunk may be longer than a slot.
-                channel.run_chunks(&host_call, 1..host_call.layout.chunks(), channel.is_zero_copy(), wait_ctx)?;
+                channel.run_chunks(&host_call, 1..host_call.layout.chunks(), channel.plan(), wait_ctx)?;
             }
             if needs_result {
                 self.busy_until[buffer] =
@@ -204,14 +182,14 @@ impl StagingPipeline {
     }
 
     fn buffer(&self, index: usize) -> *mut u8 {
-        self.memory.start().wrapping_add(index % NUM_BUFFERS * self.settings.chunk)
+        self.memory.pinned.memory().wrapping_add(index % NUM_BUFFERS * self.settings.chunk)
     }
 
     /// Whether kernels for packing are available; allocates the memory for it.
     fn can_pack(&mut self) -> Result<bool> {
         if self.packer.is_none() && self.context.kernels().is_ok() {
             let memory = DeviceBuffer::new(&self.context, NUM_BUFFERS * self.settings.chunk)?;
-            self.packer = Some(Packer { memory, batch: Batch::default(), upload_ring: UploadRing::new(&self.context) });
+            self.packer = Some(Packer { memory, launcher: Launcher::new(&self.context) });
         }
         Ok(self.packer.is_some())
     }
@@ -242,14 +220,14 @@ impl StagingPipeline {
             }
         };
         match &mut self.packer {
-            Some(Packer { memory, batch, upload_ring }) if use_packer => {
+            Some(Packer { memory, launcher }) if use_packer => {
                 let packed = memory.address() + (index % NUM_BUFFERS * self.settings.chunk) as Address;
-                batch.copies(pieces(), call.tensors(0), len, packed, direction == Direction::HostToDevice);
+                launcher.batch.copies(pieces(), call.tensors(0), len, packed, direction == Direction::HostToDevice);
                 // SAFETY: as above; the packed chunk belongs to this chunk, as its buffer does.
-                let pack = |upload_ring: &mut UploadRing| unsafe { upload_ring.copy(batch, stream, wait_ctx) };
+                let mut pack = || unsafe { launcher.copy(stream, wait_ctx) };
                 match direction {
-                    Direction::DeviceToHost => pack(upload_ring).and_then(|()| copy(0, packed, len))?,
-                    Direction::HostToDevice => copy(0, packed, len).and_then(|()| pack(upload_ring))?,
+                    Direction::DeviceToHost => pack().and_then(|()| copy(0, packed, len))?,
+                    Direction::HostToDevice => copy(0, packed, len).and_then(|()| pack())?,
                 }
             }
             _ => {

@@ -9,13 +9,16 @@ use super::handshake_state::{HandshakeState, Payload};
 use super::header::{self, Header};
 use super::tree::ReductionTree;
 use crate::collective::call::Call;
-use crate::collective::phases::{InterHostOps, Partial, ShardView};
+use crate::collective::operation::Pattern;
+use crate::collective::partials::{InterHostOps, Partial, Piece};
+use crate::collective::shard::ShardView;
+use crate::collective::wire::{host_piece, runs};
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::{HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
-use crate::wire_layout::{HEADER, slice};
+use crate::wire_layout::HEADER;
 
 /// The links of one shard to the other hosts.
 pub(crate) struct InterHost {
@@ -37,16 +40,25 @@ pub(in crate::collective) struct InFlightSlice {
 
 /// A slice to reduce between hosts.
 pub(in crate::collective) struct Slice<'a> {
-    /// The collective of the call.
-    pub collective: &'a dyn InterHostOps,
+    /// What the hosts do with their data.
+    pub ops: &'a dyn InterHostOps,
     /// The call.
     pub call: &'a Call,
     /// The shard, on this host.
     pub shard: ShardView<'a>,
-    /// The slice, in bytes of the chunk.
+    /// The slice, in bytes of the slot; empty in an exchange of blocks.
     pub bytes: Range<usize>,
+    /// Bytes of a chunk of the longest block, in an exchange of blocks.
+    pub block_len: usize,
     /// The number of the round.
     pub step: u32,
+}
+
+impl Slice<'_> {
+    /// The bytes `bytes` of the slice.
+    pub fn part(&self, bytes: Range<usize>) -> Piece<'_> {
+        Piece { call: self.call, shard: &self.shard, bytes }
+    }
 }
 
 impl InterHost {
@@ -74,6 +86,7 @@ impl InterHost {
         let (setting, network) = (self.setting, self.network);
         let mut exchange = self.exchange(slice, wait_ctx);
         let algorithm = match setting {
+            _ if slice.call.op.pattern() != Pattern::Line => Algorithm::Pairwise,
             AlgorithmSetting::Always(algorithm) => algorithm,
             AlgorithmSetting::Auto => cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched),
         };
@@ -141,7 +154,7 @@ pub(super) struct SliceExchange<'a> {
 }
 
 impl SliceExchange<'_> {
-    /// Sends the first messages of a pairwise or ring exchange.
+    /// Sends the first messages of a pairwise or ring exchange, after the handshake of a first chunk.
     pub fn start_data(&mut self, algorithm: Algorithm) -> Result<()> {
         match algorithm {
             Algorithm::Ring => self.start_ring(),
@@ -164,7 +177,13 @@ impl SliceExchange<'_> {
 
     /// The part of the slice that `host` completes; each host has one.
     pub fn piece(&self, host: usize) -> Range<usize> {
-        slice(self.slice.bytes.clone(), host, self.hosts())
+        let ShardView { topology, .. } = self.slice.shard;
+        host_piece(topology, self.slice.call, &self.slice.bytes, self.shard(), host)
+    }
+
+    /// The shard of this rank.
+    pub fn shard(&self) -> usize {
+        self.slice.shard.topology.local_rank()
     }
 
     pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
@@ -198,21 +217,21 @@ impl SliceExchange<'_> {
 
     /// Bytes of a host's partial sums of `piece`.
     pub fn partial_bytes(&self, piece: Range<usize>) -> usize {
-        self.slice.collective.partial_bytes(self.slice.call, self.slice.shard.chunk, piece)
+        self.slice.ops.partial_bytes(&self.slice.part(piece))
     }
 
     /// Writes this host's partial sums of `piece` at byte `at` of the send buffer; false if it has none.
     pub fn contribute_to_send_buffer(&mut self, at: usize, piece: Range<usize>) -> bool {
-        let Slice { collective, call, shard, .. } = self.slice;
+        let slice = self.slice;
         // SAFETY: all ranks of the host have packed, so this shard may read the slice in all slots.
-        unsafe { collective.contribute(call, shard, piece, &mut self.link.buffers(self.exchange_index).send[at..]) }
+        unsafe { slice.ops.contribute(&slice.part(piece), &mut self.link.buffers(self.exchange_index).send[at..]) }
     }
 
     /// As `contribute_to_send_buffer`, but at the start of the local buffer.
     pub fn contribute_to_local_buffer(&mut self, piece: Range<usize>) -> bool {
-        let Slice { collective, call, shard, .. } = self.slice;
+        let slice = self.slice;
         // SAFETY: as above.
-        unsafe { collective.contribute(call, shard, piece, self.host_partial.as_mut_slice()) }
+        unsafe { slice.ops.contribute(&slice.part(piece), self.host_partial.as_mut_slice()) }
     }
 
     /// Writes a message with this host's partial sums of `piece` at byte `at` of the send buffer.
@@ -222,22 +241,38 @@ impl SliceExchange<'_> {
         at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 }
     }
 
+    /// The bytes of `piece` in a message with results.
+    pub fn result_bytes(&self, piece: Range<usize>) -> usize {
+        runs(self.slice.call, self.slice.shard.topology, self.slice.shard.chunk, piece).map(|run| run.bytes.len()).sum()
+    }
+
     /// Writes a message with the completed `piece` at byte `at` of the send buffer.
     pub fn pack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
         self.header(kind, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
-        let end = at + HEADER + piece.len();
-        let body = &mut self.link.buffers(self.exchange_index).send[at + HEADER..end];
-        // SAFETY: this shard owns the slice of its slot and has completed it.
-        unsafe { ptr::copy_nonoverlapping(self.slice.shard.own().add(piece.start), body.as_mut_ptr(), piece.len()) };
+        let Slice { call, shard, .. } = self.slice;
+        let send = self.link.buffers(self.exchange_index).send;
+        let mut end = at + HEADER;
+        for run in runs(call, shard.topology, shard.chunk, piece) {
+            let body = &mut send[end..end + run.bytes.len()];
+            // SAFETY: this shard owns the slice of its slot and has completed it.
+            unsafe { ptr::copy_nonoverlapping(shard.own().add(run.bytes.start), body.as_mut_ptr(), body.len()) };
+            end += run.bytes.len();
+        }
         at..end
     }
 
     /// Copies a completed `piece` from the message at `at` in the receive buffer.
     pub fn unpack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<()> {
         self.read_matched(at, kind)?;
-        let body = &self.link.buffers(self.exchange_index).recv[at + HEADER..at + HEADER + piece.len()];
-        // SAFETY: as in `pack_result`.
-        unsafe { ptr::copy_nonoverlapping(body.as_ptr(), self.slice.shard.own().add(piece.start), piece.len()) };
+        let Slice { call, shard, .. } = self.slice;
+        let recv = self.link.buffers(self.exchange_index).recv;
+        let mut from = at + HEADER;
+        for run in runs(call, shard.topology, shard.chunk, piece) {
+            let body = &recv[from..from + run.bytes.len()];
+            // SAFETY: as in `pack_result`.
+            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), shard.own().add(run.bytes.start), body.len()) };
+            from += run.bytes.len();
+        }
         Ok(())
     }
 

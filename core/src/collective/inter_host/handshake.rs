@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::exchange::SliceExchange;
 use super::handshake_state::{HandshakeState, Payload};
 use super::tree::Role;
-use crate::collective::phases::Partial;
+use crate::collective::partials::Partial;
 use crate::error::Result;
 use crate::timings::Activity;
 use crate::transport::Message;
@@ -138,14 +138,14 @@ impl SliceExchange<'_> {
         };
         let own: Partial = state.has_data.then_some(out.cast_const());
         let (low, high) = if first { (own, received) } else { (received, own) };
-        let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
+        let slice = self.slice;
         // SAFETY: both operands are partial sums of this range, which this shard owns; buffers of different owners do
         // not overlap.
         unsafe {
             if last {
-                collective.finish_shard(call, shard, state.range.clone(), low, high);
+                slice.ops.finish_shard(&slice.part(state.range.clone()), low, high);
             } else {
-                collective.add_partials(call, shard, state.range.clone(), low, high, out);
+                slice.ops.add_partials(&slice.part(state.range.clone()), low, high, out);
                 state.has_data |= received.is_some();
             }
         }

@@ -1,37 +1,110 @@
-//! Pairwise exchange: each host receives its piece of the slice from every other host, completes it, and sends it to
-//! all.
+//! Pairwise exchange: every host sends a message to every other host at once. In a scatter phase each host receives its
+//! piece of the slice from all others and completes it; in a gather phase it sends its completed piece to all. An
+//! allreduce has both phases, an all-gather and a reduce-scatter have one of them, and an all-to-all exchanges blocks.
+
+use std::ops::Range;
+use std::ptr;
 
 use super::exchange::SliceExchange;
-use crate::collective::phases::Partial;
+use crate::collective::blocks::{received, scattered};
+use crate::collective::operation::{Pattern, Root};
+use crate::collective::partials::Partial;
 use crate::error::Result;
 use crate::timings::Activity;
 use crate::transport::Message;
-use crate::wire_layout::{ALIGN, HEADER, max_acc_bytes};
+use crate::wire_layout::{ALIGN, HEADER};
 
-const REDUCE_SCATTER: u32 = 1;
-const ALLGATHER: u32 = 2;
+const SCATTER: u32 = 1;
+const GATHER: u32 = 2;
+const BLOCKS: u32 = 3;
 
 impl SliceExchange<'_> {
-    /// Receive ranges for one message of `len` bytes from each of the other hosts.
-    fn recv_ranges(&self, len: usize) -> Vec<Message> {
-        let recv = (HEADER + len).next_multiple_of(ALIGN);
-        let out = |(out, host)| Message { host, bytes: out * recv..(out + 1) * recv };
-        self.other_hosts().enumerate().map(out).collect()
+    /// Receive ranges for a message from each of `hosts`, with this many bytes of data.
+    fn recv_ranges(hosts: impl Iterator<Item = usize>, len: impl Fn(usize) -> usize) -> Vec<Message> {
+        let mut at = 0;
+        let next = |host| {
+            let bytes = at..at + HEADER + len(host);
+            at = bytes.end.next_multiple_of(ALIGN);
+            Message { host, bytes }
+        };
+        hosts.map(next).collect()
+    }
+
+    /// The messages of the scatter phase: each host sends parts of this host's piece.
+    fn scatter_receives(&self) -> Vec<Message> {
+        let len = self.partial_bytes(self.piece(self.host()));
+        Self::recv_ranges(self.other_hosts(), |_| len)
+    }
+
+    /// The messages of the gather phase: each host sends its completed piece, to the root's host only if there is a
+    /// root.
+    fn gather_receives(&self) -> Vec<Message> {
+        let hosts = self.other_hosts().filter(|_| self.is_target(self.host()));
+        Self::recv_ranges(hosts, |host| self.result_bytes(self.piece(host)))
+    }
+
+    /// Whether `host` needs the completed pieces of the others.
+    fn is_target(&self, host: usize) -> bool {
+        let op = self.slice.call.op;
+        let root_host = || self.slice.shard.topology.position(op.root).map(|position| position.host);
+        op.collective.root != Root::Target || root_host() == Some(host)
+    }
+
+    /// The messages of an exchange of blocks, from the shard's ranks on each host to all ranks of this host.
+    fn block_receives(&self) -> Vec<Message> {
+        let len = |host| self.blocks(host, self.host()).count() * self.slice.block_len;
+        Self::recv_ranges(self.other_hosts(), len)
+    }
+
+    /// The blocks that the shard's ranks on host `from` send to the ranks of host `to`: sender, and index of the
+    /// receiver on its host.
+    fn blocks(&self, from: usize, to: usize) -> impl Iterator<Item = (usize, usize)> + use<'_> {
+        let topology = self.slice.shard.topology;
+        let senders = &topology.shard_order()[topology.shard_indices_of(self.shard(), from)];
+        let receivers = topology.ranks_of(to).len();
+        senders.iter().flat_map(move |&sender| (0..receivers).map(move |receiver| (sender, receiver)))
     }
 
     pub fn start_pairwise(&mut self) -> Result<()> {
-        let mut at = 0;
         let mut sends = Vec::with_capacity(self.hosts());
-        for host in self.other_hosts() {
-            let bytes = self.pack_partial(at, self.piece(host), REDUCE_SCATTER);
-            at = bytes.end.next_multiple_of(ALIGN);
-            sends.push(Message { host, bytes });
-        }
-        let receives = self.recv_ranges(max_acc_bytes(self.piece(self.host()).len()));
+        let mut at = 0;
+        let receives = match self.slice.call.op.pattern() {
+            Pattern::Gather => return self.start_gather(),
+            Pattern::Exchange => {
+                for host in self.other_hosts() {
+                    let bytes = self.pack_block_message(at, host);
+                    at = bytes.end.next_multiple_of(ALIGN);
+                    sends.push(Message { host, bytes });
+                }
+                self.block_receives()
+            }
+            Pattern::Line | Pattern::Scatter => {
+                for host in self.other_hosts() {
+                    let bytes = self.pack_partial(at, self.piece(host), SCATTER);
+                    at = bytes.end.next_multiple_of(ALIGN);
+                    sends.push(Message { host, bytes });
+                }
+                self.scatter_receives()
+            }
+        };
         self.start(&sends, &receives)
     }
 
     pub fn finish_pairwise(&mut self) -> Result<()> {
+        match self.slice.call.op.pattern() {
+            Pattern::Gather => self.finish_gather(),
+            Pattern::Scatter => self.finish_scatter(),
+            Pattern::Exchange => self.finish_blocks(),
+            Pattern::Line => {
+                self.finish_scatter()?;
+                self.start_gather()?;
+                self.finish_gather()
+            }
+        }
+    }
+
+    /// Completes this host's piece from the parts of all hosts.
+    fn finish_scatter(&mut self) -> Result<()> {
         let me = self.host();
         let own_piece = self.piece(me);
         // Overlaps with the messages in flight.
@@ -41,33 +114,79 @@ impl SliceExchange<'_> {
         self.finish()?;
         let mut parts = vec![None; self.hosts()];
         parts[me] = own;
-        for recv in self.recv_ranges(max_acc_bytes(own_piece.len())) {
-            parts[recv.host] = self.read_matched(recv.bytes.start, REDUCE_SCATTER)?;
+        for recv in self.scatter_receives() {
+            parts[recv.host] = self.read_matched(recv.bytes.start, SCATTER)?;
         }
         let add_order = self.tree.add_order();
-        let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
+        let slice = self.slice;
         for (number, &(low, high)) in add_order.iter().enumerate() {
             let (first, second) = (parts[low], parts[high]);
-            // SAFETY: all parts are partial sums of this piece; this host owns the receive buffer and the local buffer.
+            // SAFETY: all parts are partial results of this piece; this host owns the receive buffer and the local
+            // buffer.
             unsafe {
                 if number + 1 == add_order.len() {
-                    collective.finish_shard(call, shard, own_piece.clone(), first, second);
+                    slice.ops.finish_shard(&slice.part(own_piece.clone()), first, second);
                 } else if let Some(out) = first.or(second) {
-                    collective.add_partials(call, shard, own_piece.clone(), first, second, out.cast_mut());
+                    slice.ops.add_partials(&slice.part(own_piece.clone()), first, second, out.cast_mut());
                     parts[low] = Some(out);
                 }
             }
         }
+        Ok(())
+    }
 
-        let message = self.pack_result(0, own_piece, ALLGATHER);
-        let sends: Vec<Message> = self.other_hosts().map(|host| Message { host, bytes: message.clone() }).collect();
-        // Pieces differ by at most one cache line.
-        let max_piece = self.other_hosts().map(|host| self.piece(host).len()).max().unwrap_or(0);
-        let receives = self.recv_ranges(max_piece);
-        self.start(&sends, &receives)?;
+    /// Sends this host's completed piece.
+    fn start_gather(&mut self) -> Result<()> {
+        let message = self.pack_result(0, self.piece(self.host()), GATHER);
+        let targets = self.other_hosts().filter(|&host| self.is_target(host));
+        let sends: Vec<Message> = targets.map(|host| Message { host, bytes: message.clone() }).collect();
+        let receives = self.gather_receives();
+        self.start(&sends, &receives)
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
         self.finish()?;
-        for recv in receives {
-            self.unpack_result(recv.bytes.start, self.piece(recv.host), ALLGATHER)?;
+        for recv in self.gather_receives() {
+            self.unpack_result(recv.bytes.start, self.piece(recv.host), GATHER)?;
+        }
+        Ok(())
+    }
+
+    /// Writes a message with the blocks for `host` at byte `at` of the send buffer.
+    fn pack_block_message(&mut self, at: usize, host: usize) -> Range<usize> {
+        self.header(BLOCKS, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
+        let blocks: Vec<(usize, usize)> = self.blocks(self.host(), host).collect();
+        let (topology, stride, len) = (self.slice.shard.topology, self.slice.call.compartment(), self.slice.block_len);
+        let send = self.link.buffers(self.exchange_index).send;
+        let mut end = at + HEADER;
+        for (sender, receiver) in blocks {
+            let slot = self.slice.shard.slots[topology.local_rank_of(sender).unwrap_or(0)];
+            let compartment = scattered(topology, topology.ranks_of(host)[receiver]);
+            let body = &mut send[end..end + len];
+            // SAFETY: all ranks of this host have packed; only this shard reads these blocks.
+            unsafe { ptr::copy_nonoverlapping(slot.add(compartment * stride), body.as_mut_ptr(), len) };
+            end += len;
+        }
+        at..end
+    }
+
+    /// Copies the received blocks to this shard's slot.
+    fn finish_blocks(&mut self) -> Result<()> {
+        self.finish()?;
+        for recv in self.block_receives() {
+            self.read_matched(recv.bytes.start, BLOCKS)?;
+            let blocks: Vec<(usize, usize)> = self.blocks(recv.host, self.host()).collect();
+            let (topology, len) = (self.slice.shard.topology, self.slice.block_len);
+            let message = self.link.buffers(self.exchange_index).recv;
+            let mut from = recv.bytes.start + HEADER;
+            for (sender, receiver) in blocks {
+                let (_, compartment) = received(topology, sender, receiver);
+                let to = self.slice.shard.own().wrapping_add(compartment * self.slice.call.compartment());
+                let body = &message[from..from + len];
+                // SAFETY: this shard owns these compartments of its slot until it raises `Reduced`.
+                unsafe { ptr::copy_nonoverlapping(body.as_ptr(), to, len) };
+                from += len;
+            }
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::exchange::SliceExchange;
-use crate::collective::phases::Partial;
+use crate::collective::partials::Partial;
 use crate::error::Result;
 use crate::timings::Activity;
 use crate::transport::Message;
@@ -49,14 +49,14 @@ impl SliceExchange<'_> {
             self.timer.end(Activity::Reduce);
             self.finish()?;
             let received = self.read_matched(0, round_kind(round - 1))?;
-            let (collective, call, shard) = (self.slice.collective, self.slice.call, &self.slice.shard);
+            let slice = self.slice;
             let out = self.link.buffers(self.exchange_index).send[HEADER..].as_mut_ptr();
             // SAFETY: both operands are partial sums of this piece; the three buffers do not overlap.
             unsafe {
                 if round == last {
-                    collective.finish_shard(call, shard, piece, received, own);
+                    slice.ops.finish_shard(&slice.part(piece), received, own);
                 } else {
-                    collective.add_partials(call, shard, piece.clone(), received, own, out);
+                    slice.ops.add_partials(&slice.part(piece.clone()), received, own, out);
                     let has_data = received.is_some() || own.is_some();
                     self.header(round_kind(round), true, has_data).write(self.link.buffers(self.exchange_index).send);
                     let len = if has_data { self.partial_bytes(piece) } else { 0 };

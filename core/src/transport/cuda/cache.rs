@@ -1,7 +1,7 @@
 //! Cache of compiled kernels on disk, shared by processes.
 //!
 //! The folder `DL_COMM_CACHE`, where python/dl_comm/_build.py keeps its builds too, has a folder `kernels` that only
-//! this user can write. It has one file for each compiled image.
+//! this user can write. It has one file for each compiled image: the image's hash, and the image.
 //! No function returns an error: a missing or damaged file is a miss, and a failed write is ignored.
 //! Thread rule: any thread. If several processes write one file, one of their versions remains.
 
@@ -11,9 +11,6 @@ use std::path::PathBuf;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::folder::Folder;
-
-/// Length and hash, in front of each image.
-const HEADER_BYTES: usize = 24;
 
 /// Images by name; without a folder, always empty.
 pub struct Cache(Option<Folder>);
@@ -31,19 +28,16 @@ impl Cache {
 
     /// The image stored under `name`, if it is intact.
     pub fn get(&self, name: &str) -> Option<Vec<u8>> {
-        let mut content = self.0.as_ref()?.read(name).ok()?;
-        if content.len() < HEADER_BYTES {
-            return None;
-        }
-        let image = content.split_off(HEADER_BYTES);
-        (content == head(&image)).then_some(image)
+        let content = self.0.as_ref()?.read(name).ok()?;
+        let (hash, image) = content.split_first_chunk()?;
+        (xxh3_128(image).to_le_bytes() == *hash).then(|| image.to_vec())
     }
 
     /// Stores `image` under `name`.
     pub fn put(&self, name: &str, image: &[u8]) {
         if let Some(folder) = &self.0 {
             // On failure the next process compiles again.
-            let _kept = folder.write(name, &[&head(image), image].concat());
+            let _kept = folder.write(name, &[&xxh3_128(image).to_le_bytes(), image].concat());
         }
     }
 }
@@ -58,13 +52,6 @@ pub fn name<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     format!("{:032x}", hash.digest128())
 }
 
-fn head(image: &[u8]) -> [u8; HEADER_BYTES] {
-    let mut head = [0; HEADER_BYTES];
-    head[..8].copy_from_slice(&(image.len() as u64).to_le_bytes());
-    head[8..].copy_from_slice(&xxh3_128(image).to_le_bytes());
-    head
-}
-
 /// `DL_COMM_CACHE`, else `dl_comm` in the user's cache folder, as in python/dl_comm/_build.py.
 fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -75,18 +62,12 @@ fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
     use std::path::Path;
-
-    fn scratch(name: &str) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("dl_comm_kernels_{name}_{}", std::process::id()));
-        let _none = fs::remove_dir_all(&path);
-        path
-    }
+    use tempfile::tempdir;
 
     fn cache(path: &Path) -> Cache {
         Cache::within(Some(path.to_owned()))
@@ -94,57 +75,57 @@ mod tests {
 
     #[test]
     fn stored_images_are_found_by_the_next_process() {
-        let path = scratch("kept");
-        assert_eq!(cache(&path).get("a"), None);
-        cache(&path).put("a", b"image");
-        assert_eq!(cache(&path).get("a").unwrap(), b"image");
-        cache(&path).put("a", b"another");
-        assert_eq!(cache(&path).get("a").unwrap(), b"another");
-        assert_eq!(cache(&path).get("b"), None);
+        let folder = tempdir().unwrap();
+        let path = folder.path();
+        assert_eq!(cache(path).get("a"), None);
+        cache(path).put("a", b"image");
+        assert_eq!(cache(path).get("a").unwrap(), b"image");
+        cache(path).put("a", b"another");
+        assert_eq!(cache(path).get("a").unwrap(), b"another");
+        assert_eq!(cache(path).get("b"), None);
         // No temporary file remains.
         assert_eq!(fs::read_dir(path.join("kernels")).unwrap().count(), 1);
-        fs::remove_dir_all(&path).unwrap();
     }
 
     #[test]
     fn damaged_images_are_not_returned() {
-        let path = scratch("damaged");
-        cache(&path).put("a", &[7; 100]);
+        let folder = tempdir().unwrap();
+        let path = folder.path();
+        cache(path).put("a", &[7; 100]);
         let file = path.join("kernels/a");
         let whole = fs::read(&file).unwrap();
         let longer = [&whole[..], &[0]].concat();
         let mut flipped = whole.clone();
         flipped[60] ^= 1;
-        for content in [&[], &whole[..10], &whole[..HEADER_BYTES], &whole[..whole.len() - 1], &longer, &flipped] {
+        for content in [&[], &whole[..10], &whole[..16], &whole[..whole.len() - 1], &longer, &flipped] {
             fs::write(&file, content).unwrap();
-            assert_eq!(cache(&path).get("a"), None, "{} bytes", content.len());
+            assert_eq!(cache(path).get("a"), None, "{} bytes", content.len());
         }
         fs::write(&file, &whole).unwrap();
-        assert_eq!(cache(&path).get("a").unwrap(), [7; 100]);
-        fs::remove_dir_all(&path).unwrap();
+        assert_eq!(cache(path).get("a").unwrap(), [7; 100]);
     }
 
     #[test]
     fn files_that_other_users_could_have_written_are_ignored() {
-        let path = scratch("others");
-        cache(&path).put("a", b"image");
+        let base = tempdir().unwrap();
+        let path = base.path();
+        cache(path).put("a", b"image");
         let folder = path.join("kernels");
         symlink("a", folder.join("link")).unwrap();
-        assert_eq!(cache(&path).get("link"), None);
+        assert_eq!(cache(path).get("link"), None);
         fs::create_dir(folder.join("folder")).unwrap();
-        assert_eq!(cache(&path).get("folder"), None);
-        cache(&path).put("folder", b"cannot be");
+        assert_eq!(cache(path).get("folder"), None);
+        cache(path).put("folder", b"cannot be");
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o770)).unwrap();
-        assert_eq!(cache(&path).get("a"), None);
-        cache(&path).put("b", b"image");
+        assert_eq!(cache(path).get("a"), None);
+        cache(path).put("b", b"image");
         assert!(!folder.join("b").exists());
-        fs::remove_dir_all(&path).unwrap();
         // The path of the folder is a file; no folder at all.
-        fs::write(&path, "").unwrap();
-        cache(&path).put("a", b"image");
-        assert_eq!(cache(&path).get("a"), None);
+        let file = &path.join("file");
+        fs::write(file, "").unwrap();
+        cache(file).put("a", b"image");
+        assert_eq!(cache(file).get("a"), None);
         assert_eq!(Cache::within(None).get("a"), None);
-        fs::remove_file(&path).unwrap();
     }
 
     #[test]

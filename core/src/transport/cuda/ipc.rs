@@ -107,15 +107,14 @@ impl IpcExports {
         let (mut start, mut len) = (0, 0);
         // SAFETY: the out pointers are valid.
         let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut start, &raw mut len, address) };
-        check("asking for the extent of memory", code)?;
+        check("asking for the extent of memory", code.result())?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the out pointer is valid.
-        let exported = unsafe { sys::cuIpcGetMemHandle(&raw mut handle, start) } == sys::CUresult::CUDA_SUCCESS;
-        let len = len as u64;
-        if !exported {
+        if unsafe { sys::cuIpcGetMemHandle(&raw mut handle, start) }.result().is_err() {
             return Ok(None);
         }
-        let export = ExportedAllocation { id, start, len, handle: handle.reserved.map(|byte| byte as u8) };
+        let handle = handle.reserved.map(|byte| byte as u8);
+        let export = ExportedAllocation { id, start, len: len as u64, handle };
         self.known.insert(start, export);
         Ok(Some(export))
     }
@@ -125,7 +124,7 @@ impl IpcExports {
 fn id_of(address: Address) -> Result<u64> {
     // SAFETY: the attribute is a `u64`.
     let id = unsafe { attribute_of(address, sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID) };
-    id.or_else(|code| check("asking whose memory a tensor is in", code).map(|()| 0))
+    check("asking whose memory a tensor is in", id)
 }
 
 /// Ids of exports that the other ranks of a group know.
@@ -190,7 +189,7 @@ impl IpcImports {
                 let mut address = 0;
                 // SAFETY: the handle is of another process on this host; the out pointer is valid.
                 let code = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) };
-                check("opening the memory of another process", code)?;
+                check("opening the memory of another process", code.result())?;
                 slot.insert(Open { address, range: export.range(), groups: 1 });
                 Ok(address)
             }
@@ -201,7 +200,7 @@ impl IpcImports {
     pub fn close(&mut self, rank: usize, id: u64) -> Result<()> {
         let Some(open) = self.open.remove(&(rank, id)) else { return Ok(()) };
         // SAFETY: `open` opened it, and it is no longer in the table.
-        check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(open.address) })
+        check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(open.address) }.result())
     }
 
     /// Whether the export `id` of `rank` is open.

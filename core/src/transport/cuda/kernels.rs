@@ -7,13 +7,15 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 
+use cudarc::driver::result::{launch_kernel, module};
 use cudarc::driver::sys;
 use cudarc::nvrtc::sys as nvrtc;
 
 use super::cache::{self, Cache};
-use super::driver::{Address, check};
+use super::driver::{Address, Handle, check};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::reduce::{ReduceOp, Reduction};
 
 /// Headers that the sources include.
 const HEADERS: [(&CStr, &str); 3] = [
@@ -30,9 +32,9 @@ const REDUCE_SUM: &str = include_str!("kernels/reduce_sum.cu");
 const TYPES: [&str; 11] =
     ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"];
 
-/// Index in [`TYPES`] for `dtype`; with `precise`, sums are float64.
-fn type_index(dtype: DType, precise: bool) -> Result<usize> {
-    Ok(match (dtype, precise) {
+/// Index in [`TYPES`] for `dtype`; with `precise`, sums are float64. `None` for a type without kernels.
+fn type_index(dtype: DType, precise: bool) -> Option<usize> {
+    Some(match (dtype, precise) {
         (DType::F32, false) => 0,
         (DType::F64, _) => 1,
         (DType::F16, false) => 2,
@@ -44,8 +46,20 @@ fn type_index(dtype: DType, precise: bool) -> Result<usize> {
         (DType::F32, true) => 8,
         (DType::F16, true) => 9,
         (DType::BF16, true) => 10,
-        (DType::Bool, _) => return Err(Error::Internal("bool has no mean".into())),
+        (DType::Bool | DType::I16 | DType::U16 | DType::U32 | DType::U64, _) => return None,
+        (DType::Complex64 | DType::Complex128, _) => return None,
     })
+}
+
+/// Whether there are kernels for `reduction`. Without them, it must run on the host.
+pub fn has_kernel(reduction: Reduction) -> bool {
+    reduction.op == ReduceOp::Mean && type_index(reduction.dtype, reduction.acc_f64).is_some()
+}
+
+/// The function for `dtype`.
+fn of_type(functions: &[Function], dtype: DType, precise: bool) -> Result<Function> {
+    let function = type_index(dtype, precise).and_then(|index| functions.get(index).copied());
+    function.ok_or_else(|| Error::Internal(format!("there is no GPU kernel for {}", dtype.name())))
 }
 
 /// Threads per block; `memory.cuh` allows no more.
@@ -115,12 +129,7 @@ pub struct Kernels {
     sums: OnceLock<Result<Vec<Function>>>,
 }
 
-type Function = sys::CUfunction;
-
-// SAFETY: any thread may use the driver's handles.
-unsafe impl Send for Kernels {}
-// SAFETY: as above.
-unsafe impl Sync for Kernels {}
+type Function = Handle<sys::CUfunc_st>;
 
 impl Kernels {
     /// Compiles the kernels for `capability` and loads them into the current context.
@@ -134,13 +143,13 @@ impl Kernels {
     /// Writes the mean of the sources of `args` to its targets. With `precise`, sums are float64.
     ///
     /// # Errors
-    /// [`Error::System`]; [`Error::Internal`] for bool, which has no mean.
+    /// [`Error::System`]; [`Error::Internal`] for an element type without kernels; see [`has_kernel`].
     ///
     /// # Safety
     /// The memory of `args` is valid and not used otherwise until the kernel has finished.
     pub unsafe fn average(&self, dtype: DType, precise: bool, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.means[type_index(dtype, precise)?], args, stream) }
+        unsafe { self.launch(of_type(&self.means, dtype, precise)?, args, stream) }
     }
 
     /// Writes the undivided sums of the sources of `args` to its one target, with
@@ -152,15 +161,12 @@ impl Kernels {
     /// # Safety
     /// As for [`Kernels::average`]; the stream's context is current.
     pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
-        let function = self.sums()?[type_index(dtype, precise)?];
+        let function = of_type(self.sums()?, dtype, precise)?;
         // SAFETY: the caller's promise.
         unsafe { self.launch(function, args, stream) }
     }
 
     /// Compiles the sum kernels and loads them into the current context, unless that was done before.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn load_sums(&self) -> Result<()> {
         self.sums().map(|_| ())
     }
@@ -171,9 +177,6 @@ impl Kernels {
     }
 
     /// Copies bytes: `args` counts bytes and has one source.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     ///
     /// # Safety
     /// As for [`Kernels::average`].
@@ -192,42 +195,25 @@ impl Kernels {
         let blocks = args.nitems.min(max_blocks).min(self.blocks);
         let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: the caller's promise; the driver copies the parameter before it returns.
-        let code = unsafe {
-            sys::cuLaunchKernel(
-                function,
-                blocks,
-                1,
-                1,
-                THREADS,
-                1,
-                1,
-                0,
-                stream,
-                parameters.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        };
-        check("starting a kernel", code)
+        let started = unsafe { launch_kernel(function.0, (blocks, 1, 1), (THREADS, 1, 1), 0, stream, &mut parameters) };
+        check("starting a kernel", started)
     }
 }
 
 /// Compiles `source` for GPUs of `capability` and loads it into the current context. Returns the kernels `what`_type
 /// for each type, then those named in `more`.
 fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> Result<Vec<Function>> {
-    let module = module(source, major * 10 + minor)?;
+    let module = load_module(source, major * 10 + minor)?;
     let find = |name: String| {
-        let name = c_string(&name)?;
-        let mut function = ptr::null_mut();
         // SAFETY: the module is loaded and is never unloaded.
-        let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
-        check("finding a kernel", code).map(|()| function)
+        check("finding a kernel", unsafe { module::get_function(module, c_string(&name)?) }).map(Handle)
     };
     let names = TYPES.iter().map(|dtype| format!("{what}_{dtype}"));
     names.chain(more.iter().map(|&name| name.to_owned())).map(find).collect()
 }
 
 /// The module of `source` for `architecture`, from the cache or compiled, loaded into the current context.
-fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
+fn load_module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
     // SAFETY: only looks for the library.
     if !unsafe { nvrtc::is_culib_present() } {
         return Err(Error::System(
@@ -237,10 +223,8 @@ fn module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
         ));
     }
     let load = |image: &[u8]| {
-        let mut module = ptr::null_mut();
         // SAFETY: an image by NVRTC; PTX ends with NUL.
-        let code = unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
-        check("loading the kernels", code).map(|()| module)
+        check("loading the kernels", unsafe { module::load_data(image.as_ptr().cast()) })
     };
     let target = Target::of(architecture)?;
     let name = target.name_of(source)?;
@@ -299,8 +283,6 @@ struct Program(nvrtc::nvrtcProgram);
 
 impl Program {
     fn new(source: &str) -> Result<Program> {
-        let c_string =
-            |text: &str| CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()));
         let source = c_string(source)?;
         let texts: Vec<CString> = HEADERS.iter().map(|(_, text)| c_string(text)).collect::<Result<_>>()?;
         let headers: Vec<*const c_char> = texts.iter().map(|text| text.as_ptr()).collect();
@@ -379,4 +361,27 @@ fn compiled(what: &str, code: nvrtc::nvrtcResult) -> Result<()> {
         return Ok(());
     }
     Err(Error::System(format!("NVRTC: {what}: {code:?}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reductions_without_a_kernel_are_known() {
+        let mut names = Vec::new();
+        for dtype in DType::ALL {
+            for acc_f64 in [false, true] {
+                let mean = Reduction { op: ReduceOp::Mean, dtype, acc_f64, wire_is_acc: false, divisor: 2 };
+                let index = type_index(dtype, acc_f64);
+                assert_eq!(has_kernel(mean), index.is_some(), "{mean:?}");
+                names.extend(index.map(|index| TYPES[index]));
+                assert!(!has_kernel(Reduction { op: ReduceOp::Max, ..mean }), "{dtype:?}");
+            }
+        }
+        assert!(TYPES.iter().all(|name| names.contains(name)), "{names:?}");
+        assert_eq!(type_index(DType::U16, false).or(type_index(DType::Complex64, true)), None);
+        let error = of_type(&[], DType::U32, false).unwrap_err();
+        assert!(matches!(error, Error::Internal(text) if text.contains("no GPU kernel for uint32")));
+    }
 }

@@ -4,6 +4,7 @@
 //! library is an error that names it.
 //! Nothing here synchronizes a device. Events on streams order the work, and so do 32-bit flags in host memory that
 //! streams write and wait for.
+//! Functions fail with [`Error::System`](crate::error::Error::System), if they do not say otherwise.
 //! Thread rule: as each type documents; any thread may use the driver's handles.
 
 mod cache;
@@ -17,10 +18,10 @@ mod pinned;
 mod stream;
 
 pub use context::{Context, ContextGuard};
-pub use driver::{Address, count};
+pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
-pub use kernels::{BlockRange, KernelArgs, Kernels};
+pub use kernels::{BlockRange, KernelArgs, Kernels, has_kernel};
 pub use nccl::{Communicator, UniqueId, version as nccl_version};
 pub use peer_imports::PeerImports;
-pub use pinned::{DeviceBuffer, HostRegistration, PinnedHostBuffer, device_of_pointer, is_loaded};
+pub use pinned::{DeviceBuffer, PinnedHostBuffer, device_of_pointer, is_loaded};
 pub use stream::{CallerStream, Event, RawStream, Stream, order_streams};

@@ -4,15 +4,16 @@
 //! The caller's stream waits for an event after the call's work on the core's stream. The host waits for neither.
 //! Thread rule: any thread, with the context current ([`Context::push`]).
 
-use std::ptr;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
+use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUresult};
 
 use super::context::Context;
-use super::driver::{Address, check};
+use super::driver::{Address, Handle, check};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// A framework's stream as the driver's handle; 0 is the default stream of the context.
 pub type RawStream = usize;
@@ -23,26 +24,16 @@ const PER_THREAD: RawStream = 2;
 /// A stream of the core. It does not synchronize with the default stream.
 pub struct Stream {
     context: Arc<Context>,
-    raw: sys::CUstream,
+    raw: Handle<sys::CUstream_st>,
 }
-
-// SAFETY: any thread may use the driver's handles.
-unsafe impl Send for Stream {}
-// SAFETY: as above.
-unsafe impl Sync for Stream {}
 
 impl Stream {
     /// A high-priority stream: a late collective delays every rank.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn new(context: &Arc<Context>) -> Result<Stream> {
         let _guard = context.push()?;
-        let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        let mut raw = ptr::null_mut();
-        // SAFETY: the out pointer is valid; the driver clamps the priority.
-        check("making a stream", unsafe { sys::cuStreamCreateWithPriority(&raw mut raw, non_blocking, -5) })?;
-        Ok(Stream { context: Arc::clone(context), raw })
+        // The driver clamps the priority.
+        let raw = check("making a stream", stream::create_with_priority(stream::StreamKind::NonBlocking, -5))?;
+        Ok(Stream { context: Arc::clone(context), raw: Handle(raw) })
     }
 
     /// Its context.
@@ -52,59 +43,44 @@ impl Stream {
 
     /// The driver's handle.
     pub fn raw(&self) -> sys::CUstream {
-        self.raw
+        self.raw.0
     }
 
     /// An event that completes with the work enqueued so far.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn record(&self) -> Result<Event> {
-        record(&self.context, self.raw)
+        record(&self.context, self.raw.0)
     }
 
     /// Makes later work on this stream wait for `event`.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn wait(&self, event: &Event) -> Result<()> {
-        wait(self.raw, event)
+        wait(self.raw.0, event)
     }
 
     /// Copies `len` bytes of device memory to the host.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     ///
     /// # Safety
     /// Both ranges are valid for `len` bytes, and nothing else uses `to`, until the copy has completed.
     pub unsafe fn download(&self, to: *mut u8, from: Address, len: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        check("copying from a GPU", unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, len, self.raw) })
+        check("copying from a GPU", unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, len, self.raw.0) }.result())
     }
 
     /// Copies `len` bytes of host memory to the device.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     ///
     /// # Safety
     /// As for [`Stream::download`].
     pub unsafe fn upload(&self, to: Address, from: *const u8, len: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        check("copying to a GPU", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.raw) })
+        check("copying to a GPU", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.raw.0) }.result())
     }
 
     /// Copies `len` bytes within device memory.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     ///
     /// # Safety
     /// As for [`Stream::download`].
     pub unsafe fn copy(&self, to: Address, from: Address, len: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        check("copying on a GPU", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, len, self.raw) })
+        check("copying on a GPU", unsafe { result::memcpy_dtod_async(to, from, len, self.raw.0) })
     }
 
     /// Writes `value` to a 32-bit flag in pinned host memory after the earlier work; its results are visible by then.
@@ -116,8 +92,8 @@ impl Stream {
     /// `at` is the device address of an aligned flag that stays valid until the write.
     pub unsafe fn write_value32(&self, at: Address, value: u32) -> Result<()> {
         // SAFETY: the caller's promise.
-        let code = unsafe { sys::cuStreamWriteValue32_v2(self.raw, at, value, 0) };
-        check("writing a flag from a stream", code)
+        let code = unsafe { sys::cuStreamWriteValue32_v2(self.raw.0, at, value, 0) };
+        check("writing a flag from a stream", code.result())
     }
 
     /// Makes later work wait until the 32-bit flag at `at`, in pinned host memory, is `value` or more.
@@ -130,8 +106,8 @@ impl Stream {
     pub unsafe fn wait_value32_ge(&self, at: Address, value: u32) -> Result<()> {
         let reached = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the caller's promise.
-        let code = unsafe { sys::cuStreamWaitValue32_v2(self.raw, at, value, reached) };
-        check("waiting for a flag on a stream", code)
+        let code = unsafe { sys::cuStreamWaitValue32_v2(self.raw.0, at, value, reached) };
+        check("waiting for a flag on a stream", code.result())
     }
 }
 
@@ -139,7 +115,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         if let Ok(_guard) = self.context.push() {
             // SAFETY: the driver frees a stream after its work; nobody else has the handle.
-            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+            unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
         }
     }
 }
@@ -147,28 +123,14 @@ impl Drop for Stream {
 /// A point on a stream. Dropping it returns the event to the context's pool; existing waits keep the recorded point.
 pub struct Event {
     context: Arc<Context>,
-    raw: sys::CUevent,
+    raw: Handle<sys::CUevent_st>,
 }
-
-// SAFETY: any thread may use the driver's handles.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
 
 impl Event {
     fn new(context: &Arc<Context>) -> Result<Event> {
-        let spare = context.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let raw = match spare {
-            Some(raw) => raw,
-            None => {
-                let mut raw = ptr::null_mut();
-                let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-                // SAFETY: the out pointer is valid.
-                check("making an event", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
-                raw
-            }
-        };
-        Ok(Event { context: Arc::clone(context), raw })
+        let spare = lock(&context.events).pop();
+        let new = || check("making an event", event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)).map(Handle);
+        Ok(Event { context: Arc::clone(context), raw: spare.map_or_else(new, Ok)? })
     }
 
     /// Its context.
@@ -182,30 +144,29 @@ impl Event {
     /// [`Error::System`] if earlier work failed.
     pub fn is_complete(&self) -> Result<bool> {
         // SAFETY: the event is alive.
-        match unsafe { sys::cuEventQuery(self.raw) } {
-            CUresult::CUDA_SUCCESS => Ok(true),
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            code => check("what was enqueued on a GPU", code).map(|()| true),
+        match unsafe { event::query(self.raw.0) } {
+            Err(error) if error.0 == CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            done => check("what was enqueued on a GPU", done).map(|()| true),
         }
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        self.context.events.lock().unwrap_or_else(PoisonError::into_inner).push(self.raw);
+        lock(&self.context.events).push(self.raw);
     }
 }
 
 fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Event> {
     let event = Event::new(context)?;
     // SAFETY: both are alive and belong to one context, as the caller promises of its stream.
-    check("recording an event on a stream", unsafe { sys::cuEventRecord(event.raw, stream) })?;
+    check("recording an event on a stream", unsafe { event::record(event.raw.0, stream) })?;
     Ok(event)
 }
 
 fn wait(stream: sys::CUstream, event: &Event) -> Result<()> {
     // SAFETY: both are alive.
-    check("letting a stream wait", unsafe { sys::cuStreamWaitEvent(stream, event.raw, 0) })
+    check("letting a stream wait", unsafe { sys::cuStreamWaitEvent(stream, event.raw.0, 0) }.result())
 }
 
 /// The stream that produces and consumes a call's tensors, and the point on it at the time of the call.
@@ -234,7 +195,7 @@ impl CallerStream {
         }
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the out pointer is valid; the stream is the caller's.
-        check("asking about a stream", unsafe { sys::cuStreamIsCapturing(raw, &raw mut status) })?;
+        check("asking about a stream", unsafe { sys::cuStreamIsCapturing(raw, &raw mut status) }.result())?;
         if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Err(Error::State(
                 "the stream is being captured into a CUDA graph; every rank must take part in each collective, so end the capture \
@@ -242,13 +203,9 @@ impl CallerStream {
                     .into(),
             ));
         }
-        let ready = record(&context, raw)?;
-        Ok(CallerStream {
-            context: Arc::clone(&context),
-            stream: device.stream,
-            blocks_host: device.block_host,
-            ready_event: ready,
-        })
+        let ready_event = record(&context, raw)?;
+        let context = Arc::clone(&context);
+        Ok(CallerStream { context, stream: device.stream, blocks_host: device.block_host, ready_event })
     }
 
     /// The context.
@@ -268,9 +225,6 @@ impl CallerStream {
 
     /// Makes the caller's stream wait for `event`, which completes with the result. Does nothing for a call that blocks
     /// the host.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn make_caller_wait(&self, event: &Event) -> Result<()> {
         if self.blocks_host {
             return Ok(());
@@ -280,9 +234,6 @@ impl CallerStream {
 }
 
 /// Makes stream `later` of GPU `ordinal` wait for the work enqueued on `stream` so far.
-///
-/// # Errors
-/// [`Error::System`]
 pub fn order_streams(ordinal: i32, stream: RawStream, later: RawStream) -> Result<()> {
     if stream == later {
         return Ok(());

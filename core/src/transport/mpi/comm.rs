@@ -1,7 +1,7 @@
 //! An MPI communicator: non-blocking operations, polled under a deadline. The only file that calls MPI functions.
 
 use std::ffi::{CStr, c_char, c_int};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use mpi::environment::{is_finalized, threading_support};
 use mpi::ffi;
 
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::WaitContext;
 
@@ -40,11 +41,17 @@ impl Comm {
     }
 
     fn call(&self, function: impl FnOnce() -> c_int) -> Result<()> {
-        let guard: Option<MutexGuard<'_, ()>> =
-            self.serialized.then(|| MPI_LOCK.lock().unwrap_or_else(PoisonError::into_inner));
+        let guard = self.serialized.then(|| lock(&MPI_LOCK));
         let code = function();
         drop(guard);
         if code == 0 { Ok(()) } else { Err(Error::Network(error_text(code))) }
+    }
+
+    /// Starts an operation.
+    fn start(&self, function: impl FnOnce(&mut Request) -> c_int) -> Result<Request> {
+        // SAFETY: reads a constant of the library.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        self.call(|| function(&mut request)).map(|()| request)
     }
 
     pub fn rank(&self) -> Result<usize> {
@@ -65,9 +72,8 @@ impl Comm {
     pub fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Comm> {
         // SAFETY: reads a constant of the library.
         let mut raw = Box::new(unsafe { ffi::RSMPI_COMM_NULL });
-        let mut request = null_request();
-        // SAFETY: `raw` and `request` live until the request completes; `raw` is leaked if it never does.
-        self.call(|| unsafe { ffi::MPI_Comm_idup(self.raw, &mut *raw, &mut request) })?;
+        // SAFETY: `raw` lives until the request completes, and is leaked if it never does.
+        let request = self.start(|request| unsafe { ffi::MPI_Comm_idup(self.raw, &mut *raw, request) })?;
         if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
             Box::leak(raw);
             return Err(error);
@@ -83,12 +89,11 @@ impl Comm {
         let count = int(record.len())?;
         let send = record.to_vec();
         let mut recv = vec![0u8; record.len() * self.size()?];
-        let mut request = null_request();
         // SAFETY: both buffers live until the request completes, and are leaked if it never does.
-        self.call(|| unsafe {
+        let request = self.start(|request| unsafe {
             let byte = ffi::RSMPI_UINT8_T;
             let (from, to) = (send.as_ptr().cast(), recv.as_mut_ptr().cast());
-            ffi::MPI_Iallgather(from, count, byte, to, count, byte, self.raw, &mut request)
+            ffi::MPI_Iallgather(from, count, byte, to, count, byte, self.raw, request)
         })?;
         if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
             send.leak();
@@ -100,9 +105,8 @@ impl Comm {
 
     /// Waits until every rank has called it. Collective.
     pub fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let mut request = null_request();
         // SAFETY: the operation has no buffers.
-        self.call(|| unsafe { ffi::MPI_Ibarrier(self.raw, &mut request) })?;
+        let request = self.start(|request| unsafe { ffi::MPI_Ibarrier(self.raw, request) })?;
         self.wait(&mut [request], wait_ctx, "the other ranks")
     }
 
@@ -111,13 +115,11 @@ impl Comm {
     /// # Safety
     /// The bytes stay valid and unchanged until the request completes.
     pub unsafe fn send(&self, bytes: &[u8], to: usize, tag: usize) -> Result<Request> {
-        let mut request = null_request();
         let (count, to, tag) = (int(bytes.len())?, int(to)?, int(tag)?);
         // SAFETY: guaranteed by the caller.
-        self.call(|| unsafe {
-            ffi::MPI_Isend(bytes.as_ptr().cast(), count, ffi::RSMPI_UINT8_T, to, tag, self.raw, &mut request)
-        })?;
-        Ok(request)
+        self.start(|request| unsafe {
+            ffi::MPI_Isend(bytes.as_ptr().cast(), count, ffi::RSMPI_UINT8_T, to, tag, self.raw, request)
+        })
     }
 
     /// Starts receiving at most `bytes.len()` bytes from rank `from`.
@@ -125,13 +127,11 @@ impl Comm {
     /// # Safety
     /// The bytes stay valid and are not accessed until the request completes.
     pub unsafe fn receive(&self, bytes: &mut [u8], from: usize, tag: usize) -> Result<Request> {
-        let mut request = null_request();
         let (count, from, tag) = (int(bytes.len())?, int(from)?, int(tag)?);
         // SAFETY: guaranteed by the caller.
-        self.call(|| unsafe {
-            ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, from, tag, self.raw, &mut request)
-        })?;
-        Ok(request)
+        self.start(|request| unsafe {
+            ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, from, tag, self.raw, request)
+        })
     }
 
     /// Waits until all requests complete; `awaited` names the awaited ranks.
@@ -204,11 +204,6 @@ impl Drop for Comm {
 
 fn int(value: usize) -> Result<c_int> {
     c_int::try_from(value).map_err(|_| Error::Internal(format!("{value} is too large for MPI's int")))
-}
-
-fn null_request() -> Request {
-    // SAFETY: reads a constant of the library.
-    unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
 fn error_text(code: c_int) -> String {

@@ -91,15 +91,11 @@ impl HostLink for MpiLink {
     }
 
     fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
-        let result = self.post(exchange, sends, receives);
-        self.broken |= result.is_err();
-        result
+        self.post(exchange, sends, receives).inspect_err(|_| self.broken = true)
     }
 
     fn finish(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let result = self.wait(exchange, wait_ctx);
-        self.broken |= result.is_err();
-        result
+        self.wait(exchange, wait_ctx).inspect_err(|_| self.broken = true)
     }
 }
 

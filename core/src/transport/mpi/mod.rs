@@ -9,7 +9,6 @@ pub const NAME: &str = "mpi";
 
 mod comm;
 mod launcher;
-mod library_info;
 mod lifetime;
 mod link;
 mod probe;
@@ -18,7 +17,6 @@ mod startup;
 mod world;
 
 pub use launcher::{identity, launched, leave_launcher};
-pub use library_info::{LibraryInfo, library_info};
-pub use lifetime::end;
+pub use lifetime::{LibraryInfo, end, library_info};
 pub use rank_info::RankInfo;
-pub use world::{TeamShape, World};
+pub use world::World;

@@ -22,13 +22,15 @@ const CLOCK_SAMPLES: usize = 8;
 const CLOCK_TAG: usize = 1;
 
 /// Host and process of a rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankInfo {
     /// Host name.
     pub host: String,
     /// The kernel's boot id: equal in all containers of a machine.
+    #[serde(rename = "boot_id")]
     pub boot: String,
     /// The device number of the file system of `DL_COMM_SHM_DIR`.
+    #[serde(rename = "shm_device")]
     pub device: String,
     /// Process id.
     pub pid: i32,

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::log::log_line;
+use crate::transport::process::stat_fields;
 
 /// The name of the thread.
 const NAME: &str = "dlcomm-start";
@@ -104,10 +105,7 @@ fn missing_ranks() -> String {
             (0..size).filter(|rank| !ranks.contains_key(rank)).map(|rank| format!("rank {rank}, which has ended")),
         );
     }
-    match missing.is_empty() {
-        true => "ranks of other hosts".to_owned(),
-        false => missing.join(", "),
-    }
+    if missing.is_empty() { "ranks of other hosts".to_owned() } else { missing.join(", ") }
 }
 
 /// The processes of this job on this host and their descendants, by rank.
@@ -138,10 +136,8 @@ fn pids_by_rank(processes: &[Process]) -> BTreeMap<usize, Vec<i32>> {
 fn processes() -> Vec<Process> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let process = |pid: i32| {
-        let status = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name (field 2) may contain any character; it ends at the last parenthesis.
-        let mut fields = status.rsplit_once(')')?.1.split_whitespace();
-        let (state, parent) = (fields.next()?, fields.next()?.parse().ok()?);
+        let fields = stat_fields(pid)?;
+        let (state, parent) = (fields.first()?, fields.get(1)?.parse().ok()?);
         let rank = variables(pid).get("PMI_RANK").and_then(|rank| rank.parse().ok());
         (state != "Z").then_some(Process { pid, parent, rank })
     };
@@ -163,7 +159,6 @@ fn has_started(pid: i32) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -22,6 +22,7 @@ use crate::affinity::{self, CpuBounds};
 use crate::codec::decode;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::group_config::GroupConfig;
 use crate::log::log_line;
 use crate::signals;
 use crate::timeline;
@@ -40,19 +41,6 @@ use crate::wire_layout::exchange_buffer_bytes;
 
 /// Grace period for messages from an exited process.
 const DRAIN_GRACE: Duration = Duration::from_secs(1);
-
-/// The parameters of a group that must be equal on all ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TeamShape {
-    /// The group's id; -1 is the control group.
-    pub id: i32,
-    /// Number of threads, each with its own channel.
-    pub threads: usize,
-    /// Size of a slot in bytes.
-    pub slot: usize,
-    /// All settings on which the ranks must agree, as text.
-    pub agreement: String,
-}
 
 /// The processes of the job.
 pub struct World {
@@ -306,11 +294,11 @@ impl World {
     /// Collective: a rank that is not `ready` takes part too, and all ranks get its error.
     ///
     /// # Errors
-    /// Equal on all ranks: the shapes differ, or a rank is not ready or out of memory. After a passed deadline the
+    /// Equal on all ranks: the settings differ, or a rank is not ready or out of memory. After a passed deadline the
     /// ranks are out of sync, and no further group can be created.
-    pub fn endpoint(&self, shape: &TeamShape, ready: Result<()>) -> Result<GroupResources> {
-        let what = format!("the creation of team {}", shape.id);
-        self.in_step(&what, |wait_ctx| self.make_endpoint(shape, ready, wait_ctx))
+    pub fn endpoint(&self, config: &GroupConfig, ready: Result<()>) -> Result<GroupResources> {
+        let what = format!("the creation of team {}", config.id);
+        self.in_step(&what, |wait_ctx| self.make_endpoint(config, ready, wait_ctx))
     }
 
     /// Returns `outcome` if it is `Ok` on all ranks, else the same error on every rank. `what` names the step in
@@ -339,7 +327,7 @@ impl World {
 
     fn make_endpoint(
         &self,
-        shape: &TeamShape,
+        config: &GroupConfig,
         ready: Result<()>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<GroupResources> {
@@ -347,14 +335,14 @@ impl World {
         let comm = Arc::new(comm.duplicate(wait_ctx)?);
         let topology = &self.topology;
         let ranks = topology.local_size();
-        let layout = RegionLayout { ranks, channels: shape.threads, slot: shape.slot };
+        let layout = RegionLayout { ranks, channels: config.threads, slot: config.slot };
         let is_leader = topology.local_rank() == 0;
         let created = ready.and_then(|()| match is_leader && ranks > 1 {
             true => Segment::create(&self.config.shm_dir, layout.bytes()).map(Some),
             false => Ok(None),
         });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let paths = self.agree_or_fail(&comm, &shape.agreement, path.map_err(Error::clone), wait_ctx)?;
+        let paths = self.agree_or_fail(&comm, &config.agreement(), path.map_err(Error::clone), wait_ctx)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn RegionMemory>), Some(name)),
@@ -374,12 +362,12 @@ impl World {
         let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn PeerMemory>);
         let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, liveness, spins(ranks))?
             .with_peer_memory(shared);
-        let links = (0..shape.threads).map(|channel| self.link(&comm, channel, shape.slot)).collect();
+        let links = (0..config.threads).map(|channel| self.link(&comm, channel, config.slot)).collect();
         let region = Arc::new(region);
         if let Some(detector) = &self.detector {
-            detector.watch(shape.id, &region);
+            detector.watch(config.id, &region);
         }
-        let oversubscribed = shape.threads > self.processors;
+        let oversubscribed = config.threads > self.processors;
         let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
         Ok(GroupResources { topology, names, region, links, network: self.network, oversubscribed })
     }
@@ -389,7 +377,7 @@ impl World {
         let topology = &self.topology;
         let shard = topology.shard().filter(|_| topology.hosts() > 1)?;
         let owners: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[shard]).collect();
-        let capacity = exchange_buffer_bytes(slot, topology.num_shards(), topology.hosts());
+        let capacity = exchange_buffer_bytes(slot, topology);
         Some(Box::new(MpiLink::new(Arc::clone(comm), channel, owners, self.hosts.clone(), capacity)))
     }
 

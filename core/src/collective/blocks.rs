@@ -1,0 +1,205 @@
+//! Where the blocks of a call lie in the slots, and in the tensors. Pure.
+//!
+//! In a [`Pattern::Line`] call every slot has the same bytes of the wire. In the others a slot is cut into compartments
+//! of equal size, and a compartment holds one chunk of one block:
+//! - gather: the slot of a shard's owner holds the blocks of the shard's ranks;
+//! - scatter: every slot holds a block for each rank;
+//! - exchange: every slot holds a block for each rank; between hosts the slot of a shard's owner also holds the blocks
+//!   that the shard's ranks on other hosts send to the ranks of this host.
+//!
+//! So between hosts the blocks of a shard that go to or come from one host are adjacent.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::operation::Pattern;
+use crate::topology::Topology;
+use crate::wire_layout::ALIGN;
+
+/// The numbers of compartments in a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Compartments {
+    gather: usize,
+    scatter: usize,
+    exchange: usize,
+}
+
+impl Compartments {
+    /// The numbers for a group; the same on every rank.
+    pub fn new(topology: &Topology) -> Compartments {
+        let shards = 0..topology.num_shards();
+        let ranks = topology.size();
+        // Blocks that a shard of a host sends and receives.
+        let crossing = |host: usize, shard: usize| {
+            let local = topology.ranks_of(host).len();
+            let own = topology.shard_indices_of(shard, host).len();
+            let remote = topology.shard_indices(shard).len() - own;
+            (own * (ranks - local), remote * local)
+        };
+        let in_shard = |(host, shard): (usize, usize)| {
+            let (sent, received) = crossing(host, shard);
+            sent.max(ranks + received)
+        };
+        let all = (0..topology.hosts()).flat_map(|host| shards.clone().map(move |shard| (host, shard)));
+        Compartments {
+            gather: shards.clone().map(|shard| topology.shard_indices(shard).len()).max().unwrap_or(1),
+            scatter: ranks,
+            exchange: all.map(in_shard).max().unwrap_or(1),
+        }
+    }
+
+    /// Size of a compartment in a slot of `slot` bytes: a multiple of [`ALIGN`], 0 if the slot is too small.
+    pub fn size(self, pattern: Pattern, slot: usize) -> usize {
+        let number = match pattern {
+            Pattern::Line => return slot,
+            Pattern::Gather => self.gather,
+            Pattern::Scatter => self.scatter,
+            Pattern::Exchange => self.exchange,
+        };
+        slot / number / ALIGN * ALIGN
+    }
+}
+
+/// The slot (as a local rank) and the compartment with the block of `rank` in a gather.
+pub(super) fn gathered(topology: &Topology, rank: usize) -> (usize, usize) {
+    let Some(position) = topology.position(rank) else { return (0, 0) };
+    (position.shard, position.index - topology.shard_indices(position.shard).start)
+}
+
+/// The compartment with the block for `rank` in a scatter or an exchange.
+pub(super) fn scattered(topology: &Topology, rank: usize) -> usize {
+    topology.position(rank).map_or(0, |position| position.index)
+}
+
+/// The slot and the compartment with the block that `rank`, on another host, sends to local rank `to` in an exchange.
+pub(super) fn received(topology: &Topology, rank: usize, to: usize) -> (usize, usize) {
+    let Some(position) = topology.position(rank) else { return (0, 0) };
+    let own = topology.shard_indices_of(position.shard, topology.host());
+    let before = position.index - topology.shard_indices(position.shard).start;
+    let sender = if position.index < own.start { before } else { before - own.len() };
+    (position.shard, topology.size() + sender * topology.local_size() + to)
+}
+
+/// Consecutive blocks of different lengths.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bounds(Arc<[usize]>);
+
+impl Bounds {
+    /// Blocks with these lengths; `None` if they are longer than memory can be.
+    pub fn new(lengths: &[usize]) -> Option<Bounds> {
+        let mut bounds = vec![0; lengths.len() + 1];
+        for (index, length) in lengths.iter().enumerate() {
+            bounds[index + 1] = length.checked_add(bounds[index])?;
+        }
+        Some(Bounds(bounds.into()))
+    }
+
+    /// The number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.0.len() - 1
+    }
+
+    /// The elements of block `index`.
+    fn block(&self, index: usize) -> Range<usize> {
+        self.0[index]..self.0[index + 1]
+    }
+
+    fn longest(&self) -> usize {
+        (0..self.blocks()).map(|index| self.block(index).len()).max().unwrap_or(0)
+    }
+
+    /// The ends of the blocks, for signatures.
+    pub(super) fn ends(&self) -> &[usize] {
+        &self.0[1..]
+    }
+}
+
+/// The number of elements of each rank's block.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Counts {
+    /// All blocks of a tensor are equally long.
+    #[default]
+    Even,
+    /// Block r belongs to rank r; the same on all ranks.
+    Ranks(Bounds),
+    /// This rank's blocks for, and from, each rank.
+    Pairs {
+        /// By receiver.
+        send: Bounds,
+        /// By sender.
+        receive: Bounds,
+    },
+}
+
+impl Counts {
+    /// The elements of the block for `peer` in an input of rank `me`. `len` is the length of an even block.
+    pub(super) fn sent(&self, pattern: Pattern, me: usize, peer: usize, len: usize) -> Range<usize> {
+        match self {
+            Counts::Pairs { send, .. } => send.block(peer),
+            _ => self.block(matches!(pattern, Pattern::Scatter | Pattern::Exchange), me, peer, len),
+        }
+    }
+
+    /// The elements of the block from `peer` in an output of rank `me`.
+    pub(super) fn received(&self, pattern: Pattern, me: usize, peer: usize, len: usize) -> Range<usize> {
+        match self {
+            Counts::Pairs { receive, .. } => receive.block(peer),
+            _ => self.block(matches!(pattern, Pattern::Gather | Pattern::Exchange), me, peer, len),
+        }
+    }
+
+    /// The block of `peer` in a tensor with a block for each rank (`split`), or the only block, that of `me`.
+    fn block(&self, split: bool, me: usize, peer: usize, len: usize) -> Range<usize> {
+        match self {
+            Counts::Ranks(bounds) if split => bounds.block(peer),
+            Counts::Ranks(bounds) => 0..bounds.block(me).len(),
+            _ if split => peer * len..(peer + 1) * len,
+            _ => 0..len,
+        }
+    }
+
+    /// The length of the longest block that this rank sends or receives.
+    pub(super) fn longest(&self, len: usize) -> usize {
+        match self {
+            Counts::Even => len,
+            Counts::Ranks(bounds) => bounds.longest(),
+            Counts::Pairs { send, receive } => send.longest().max(receive.longest()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// No two blocks share a compartment of a slot, and all are inside.
+        #[test]
+        fn blocks_do_not_overlap(keys in prop::collection::vec(0usize..4, 1..12)) {
+            for rank in 0..keys.len() {
+                let topology = Topology::new(rank, &keys);
+                let Compartments { gather, scatter, exchange } = Compartments::new(&topology);
+                let mut places = BTreeSet::new();
+                for other in 0..keys.len() {
+                    let (slot, compartment) = gathered(&topology, other);
+                    prop_assert!(slot < topology.num_shards() && compartment < gather);
+                    prop_assert!(places.insert((slot, compartment)));
+                }
+                let outgoing: BTreeSet<usize> = (0..keys.len()).map(|other| scattered(&topology, other)).collect();
+                prop_assert_eq!(outgoing.len(), scatter);
+                prop_assert!(outgoing.last() < Some(&scatter));
+                let mut incoming = BTreeSet::new();
+                for other in (0..keys.len()).filter(|&other| keys[other] != keys[rank]) {
+                    for to in 0..topology.local_size() {
+                        let (slot, compartment) = received(&topology, other, to);
+                        prop_assert!(slot < topology.num_shards() && (scatter..exchange).contains(&compartment));
+                        prop_assert!(incoming.insert((slot, compartment)));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Settings of a group's calls. Plain data.
+
+use super::blocks::Compartments;
+use crate::topology::Topology;
+
+/// Settings of a group's calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CallConfig {
+    /// The group's number.
+    pub team: i32,
+    /// This rank.
+    pub rank: usize,
+    /// The number of ranks.
+    pub ranks: usize,
+    /// The number of channels.
+    pub channels: usize,
+    /// Size of a slot in bytes.
+    pub slot: usize,
+    /// How blocks share a slot.
+    pub compartments: Compartments,
+    /// Largest call, in bytes, that runs in one round; 0 with several hosts.
+    pub small_max: usize,
+    /// Largest call, in bytes, that one thread runs alone.
+    pub single_thread_max: usize,
+    /// Whether floating-point sums are float64.
+    pub acc_f64: bool,
+}
+
+impl CallConfig {
+    /// The settings of group `team`, with `channels` channels and slots of `slot` bytes. No call is small, and sums of
+    /// float32 are float32.
+    pub fn new(topology: &Topology, team: i32, channels: usize, slot: usize) -> CallConfig {
+        CallConfig {
+            team,
+            rank: topology.rank(),
+            ranks: topology.size(),
+            channels,
+            slot,
+            compartments: Compartments::new(topology),
+            small_max: 0,
+            single_thread_max: 0,
+            acc_f64: false,
+        }
+    }
+
+    /// The number of channels for a call of `total` bytes.
+    pub(super) fn channels_for(&self, total: usize) -> usize {
+        if total <= self.single_thread_max { 1 } else { self.channels }
+    }
+}

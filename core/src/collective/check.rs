@@ -1,0 +1,144 @@
+//! Validation of a call's arguments. Pure: does not read the tensors.
+
+use smallvec::SmallVec;
+
+use super::blocks::{Bounds, Counts};
+use super::call_config::CallConfig;
+use super::operation::{Op, Pattern, Root};
+use crate::buffer::{Buffer, Tensor};
+use crate::error::{Error, Result};
+
+/// Position and name of a tensor.
+pub(super) fn tensor_title(index: usize, label: &str) -> String {
+    if label.is_empty() { format!("tensor {index}") } else { format!("tensor {index} '{label}'") }
+}
+
+/// Checks a call; the errors name the tensor.
+pub(super) fn check(
+    op: Op,
+    replicas: &[Vec<Tensor>],
+    counts: &Counts,
+    labels: &str,
+    config: &CallConfig,
+) -> Result<()> {
+    if op.is_barrier() {
+        return Ok(());
+    }
+    let ranks = config.ranks;
+    if op.collective.root != Root::None && op.root >= ranks {
+        return Err(Error::Invalid(format!("root {} is not a rank; ranks go from 0 to {}", op.root, ranks - 1)));
+    }
+    let what = op.title();
+    let Some(first) = replicas.first().filter(|tower| !tower.is_empty()) else {
+        return Err(Error::Invalid(format!("the list of tensors is empty; {what} needs at least one")));
+    };
+    if replicas.len() > 1 && !op.is_allreduce() && !op.is_broadcast() {
+        return Err(Error::Invalid(format!("{what} takes one list of tensors, not {} towers", replicas.len())));
+    }
+    check_counts(op, counts, first.len(), ranks)?;
+    for (tower, tensors) in replicas.iter().enumerate() {
+        if tensors.len() != first.len() {
+            return Err(Error::Invalid(format!(
+                "tower {tower} has {} tensors and tower 0 has {}; all towers need the same list",
+                tensors.len(),
+                first.len()
+            )));
+        }
+        for (index, (tensor, expected)) in tensors.iter().zip(first).enumerate() {
+            let title = || tensor_title(index, labels.lines().nth(index).unwrap_or(""));
+            check_memory(op, &tensor.buffer, counts, config)
+                .map_err(|error| Error::Invalid(format!("{}: {error}", title())))?;
+            if op.collective.reduces {
+                let known = op.reduce.check(tensor.buffer.dtype());
+                known.map_err(|error| Error::DType(format!("{}: {error}", title())))?;
+            }
+            if tensor.shape() != expected.shape() || tensor.buffer.dtype() != expected.buffer.dtype() {
+                return Err(Error::Invalid(format!(
+                    "{} is {} in tower {tower} and {} in tower 0; all towers need the same list",
+                    title(),
+                    tensor.describe(),
+                    expected.describe()
+                )));
+            }
+        }
+    }
+    // A broadcast writes equal values.
+    if op.is_broadcast() { Ok(()) } else { check_overlap(op, replicas, counts, config) }
+}
+
+/// Rejects counts that do not fit the collective.
+fn check_counts(op: Op, counts: &Counts, tensors: usize, ranks: usize) -> Result<()> {
+    let bounds: &[&Bounds] = match (counts, op.pattern()) {
+        (Counts::Even, _) => return Ok(()),
+        (Counts::Ranks(bounds), Pattern::Gather | Pattern::Scatter) => &[bounds],
+        (Counts::Pairs { send, receive }, Pattern::Exchange) => &[send, receive],
+        _ => return Err(Error::Invalid(format!("{} has no such counts of elements", op.title()))),
+    };
+    if tensors != 1 {
+        return Err(Error::Invalid(format!("counts of elements need a list of one tensor, not {tensors}")));
+    }
+    match bounds.iter().find(|bounds| bounds.blocks() != ranks) {
+        None => Ok(()),
+        Some(bounds) => Err(Error::Invalid(format!("there are {} counts for {ranks} ranks", bounds.blocks()))),
+    }
+}
+
+/// The numbers of elements of the source and the destination.
+fn extents(op: Op, buffer: &Buffer, counts: &Counts, config: &CallConfig) -> (usize, usize) {
+    let (pattern, me, last) = (op.pattern(), config.rank, config.ranks - 1);
+    let sent = counts.sent(pattern, me, last, buffer.len()).end;
+    let received = counts.received(pattern, me, last, buffer.len()).end;
+    (if op.has_input(me) { sent } else { 0 }, if op.has_output(me) { received } else { 0 })
+}
+
+/// Checks the addresses of a tensor for what this rank reads and writes.
+#[inline]
+pub(super) fn check_memory(op: Op, buffer: &Buffer, counts: &Counts, config: &CallConfig) -> Result<()> {
+    if op.pattern() == Pattern::Line && op.has_output(config.rank) {
+        return buffer.check();
+    }
+    buffer.check_length(buffer.len().saturating_mul(config.ranks))?;
+    let (read, written) = extents(op, buffer, counts, config);
+    buffer.check_source_of(read)?;
+    buffer.check_destination_of(written)
+}
+
+/// Rejects a call that would read memory that it has written: several threads run its chunks in no fixed order. The
+/// block of this rank may be the same memory in the input and in the output.
+pub(super) fn check_overlap(op: Op, replicas: &[Vec<Tensor>], counts: &Counts, config: &CallConfig) -> Result<()> {
+    let (pattern, me) = (op.pattern(), config.rank);
+    let mut spans = SmallVec::<[_; 8]>::new();
+    for (index, tensor) in replicas.iter().flat_map(|tower| tower.iter().enumerate()) {
+        let buffer = &tensor.buffer;
+        let (read, written) = extents(op, buffer, counts, config);
+        let (read, written) = (buffer.source_bytes(0..read), buffer.destination_bytes(0..written));
+        let own_read = buffer.source_bytes(counts.sent(pattern, me, me, buffer.len()));
+        let own_written = buffer.destination_bytes(counts.received(pattern, me, me, buffer.len()));
+        let in_place = own_read == own_written && !read.is_empty() && !written.is_empty();
+        match pattern {
+            // The output contains the input, or the input the output.
+            Pattern::Line | Pattern::Gather if in_place => spans.push((written.start, written.end, true, index)),
+            Pattern::Scatter if in_place => spans.push((read.start, read.end, true, index)),
+            _ => {
+                spans.push((read.start, read.end, false, index));
+                spans.push((written.start, written.end, true, index));
+            }
+        }
+    }
+    spans.retain(|&mut (start, end, ..)| start < end);
+    spans.sort_unstable();
+    // The largest ends so far of read and of written ranges.
+    let mut max_ends = [(0, 0); 2];
+    for (start, end, written, index) in spans {
+        for (other_written, (other_end, other)) in [false, true].into_iter().zip(max_ends) {
+            if start < other_end && (written || other_written) {
+                return Err(Error::Invalid(format!(
+                    "tensors {other} and {index} share memory; pass it once, or the results to separate memory"
+                )));
+            }
+        }
+        let slot = &mut max_ends[usize::from(written)];
+        *slot = (*slot).max((end, index));
+    }
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! The length of an all-to-all whose ranks know only their own pairs: before they move data they agree on the number of
+//! chunks, and check that each pair expects what it is sent.
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::call::Call;
+use super::channel::{Channel, Plan};
+use super::value_allgather::{allgather_merge, max_value_bytes};
+use crate::error::{Error, Result};
+use crate::transport::WaitContext;
+
+/// A rank's blocks.
+#[derive(Serialize, Deserialize)]
+struct Lengths {
+    /// Bytes of its longest block.
+    longest: u64,
+    /// The sum of a hash of (sender, receiver, elements) over its sends, minus that over its receives. These sums add
+    /// up to 0 if each pair agrees.
+    balance: u64,
+}
+
+impl Channel {
+    /// Runs the first chunk of `call`, which checks that the calls match, as [`Channel::run_first_chunk`]. Before it, the
+    /// ranks agree on the length if they must.
+    ///
+    /// # Errors
+    /// As for [`Channel::run_first_chunk`]; [`Error::Mismatch`] if a rank is sent another number of elements than it
+    /// expects.
+    pub fn start_call(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+        if !call.agrees_on_length() {
+            return self.run_first_chunk(call, wait_ctx);
+        }
+        if !self.run_first_chunk(&call.without_data(), wait_ctx)? {
+            return Ok(false);
+        }
+        let plan = Plan { zero_copy: false, total: agree_on_length(self, call, wait_ctx)? };
+        self.run_chunks(call, 0..1, plan, wait_ctx).map(|()| true)
+    }
+}
+
+/// Bytes of the longest block of a matched call with [`super::Counts::Pairs`]; the same on all ranks.
+///
+/// # Errors
+/// [`Error::Mismatch`] on all ranks if a rank is sent another number of elements than it expects; those of the
+/// transports.
+fn agree_on_length(channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<usize> {
+    let (me, ranks) = (channel.topology.rank(), channel.topology.size());
+    let own = Lengths { longest: call.layout.total() as u64, balance: balance(call, me, ranks) };
+    let merge = |all: Vec<Lengths>| Lengths {
+        longest: all.iter().map(|lengths| lengths.longest).max().unwrap_or(0),
+        balance: all.iter().fold(0, |sum, lengths| sum.wrapping_add(lengths.balance)),
+    };
+    let all = allgather_merge(channel, &own, wait_ctx, merge)?;
+    if all.balance != 0 {
+        let pairs = find_difference(channel, call, wait_ctx)?;
+        return Err(Error::Mismatch(format!("{}: {pairs}; nothing was written", call.full_name())));
+    }
+    usize::try_from(all.longest).map_err(|_| Error::Internal("a block is longer than memory can be".into()))
+}
+
+fn balance(call: &Call, me: usize, ranks: usize) -> u64 {
+    let hash = |sender: usize, receiver: usize, elements: usize| {
+        xxh3_64(&[sender, receiver, elements].map(|number| (number as u64).to_le_bytes()).concat())
+    };
+    (0..ranks).fold(0u64, |sum, peer| {
+        sum.wrapping_add(hash(me, peer, call.sent(0, me, peer).len())).wrapping_sub(hash(
+            peer,
+            me,
+            call.received(0, me, peer).len(),
+        ))
+    })
+}
+
+/// The first pair that differs, in words; without numbers if there are too many ranks to exchange all counts.
+fn find_difference(channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<String> {
+    /// Bytes of a count in an exchanged value, at most.
+    const COUNT_BYTES: usize = 10;
+    let (me, ranks) = (channel.topology.rank(), channel.topology.size());
+    let fits = 2 * ranks * COUNT_BYTES < max_value_bytes(channel);
+    let rows: Vec<(usize, usize)> = (0..if fits { ranks } else { 0 })
+        .map(|peer| (call.sent(0, me, peer).len(), call.received(0, me, peer).len()))
+        .collect();
+    let merge = |rows: Vec<Vec<(usize, usize)>>| {
+        let pairs = (0..rows.len()).flat_map(|sender| (0..rows[sender].len()).map(move |receiver| (sender, receiver)));
+        let sizes = |(sender, receiver): (usize, usize)| (rows[sender][receiver].0, rows[receiver][sender].1);
+        let different = pairs.map(|pair| (pair, sizes(pair))).find(|(_, (sent, expected))| sent != expected);
+        match different {
+            Some(((sender, receiver), (sent, expected))) => {
+                format!("rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}")
+            }
+            None => "a rank sends another number of elements than its peer expects".to_owned(),
+        }
+    };
+    allgather_merge(channel, &rows, wait_ctx, merge)
+}

@@ -1,0 +1,181 @@
+//! What shard owners send each other: partial results of a reduction, or the bytes of the root.
+//!
+//! All ranges are bytes of a slot: of the wire's chunk, or of the compartments.
+
+use std::ops::Range;
+use std::ptr;
+
+use super::call::Call;
+use super::shard::{PerRank, ShardView};
+use super::wire::runs;
+use crate::reduce::Reduction;
+use crate::topology::Topology;
+use crate::wire_layout::{ALIGN, DtypeRun};
+
+/// Partial results of a piece, if the hosts have data.
+pub(crate) type Partial = Option<*const u8>;
+
+/// A piece of a shard's slice.
+pub(crate) struct Piece<'a> {
+    /// The call.
+    pub call: &'a Call,
+    /// The shard, on this host.
+    pub shard: &'a ShardView<'a>,
+    /// The piece, in bytes of a slot.
+    pub bytes: Range<usize>,
+}
+
+impl Piece<'_> {
+    fn runs(&self) -> impl Iterator<Item = DtypeRun> + '_ {
+        runs(self.call, self.shard.topology, self.shard.chunk, self.bytes.clone())
+    }
+
+    fn parts(&self) -> impl Iterator<Item = PartialRange> + '_ {
+        parts(self.call, self.shard.topology, self.shard.chunk, self.bytes.clone())
+    }
+}
+
+/// The operations of a collective between hosts.
+pub(crate) trait InterHostOps: Sync {
+    /// Bytes of a host's partial results of `piece`; additive over adjacent pieces.
+    fn partial_bytes(&self, piece: &Piece<'_>) -> usize;
+
+    /// Writes this host's partial results of `piece`; false if it has none.
+    ///
+    /// # Safety
+    /// This shard owns the slice of all slots that contains `piece`.
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool;
+
+    /// Adds two partial results of `piece`, in the order `low`, `high`; does nothing if both are absent.
+    ///
+    /// # Safety
+    /// The operands are valid for their lengths, and so is `out`, which equals one of them or overlaps neither.
+    unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8);
+
+    /// Completes `piece` in this shard's slot from the last two partial results.
+    ///
+    /// # Safety
+    /// As for `contribute` and `add_partials`.
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial);
+}
+
+/// The operations of `call` on tensors in host memory.
+pub(super) fn inter_host_ops(call: &Call) -> &'static dyn InterHostOps {
+    if call.op.collective.reduces { &Reducing } else { &Moving }
+}
+
+/// Elements of one type in a host's partial results.
+pub(super) struct PartialRange {
+    pub reduction: Reduction,
+    pub count: usize,
+    /// Offset of the elements in the slot.
+    pub wire: usize,
+    /// Offset of their accumulators in the partial results.
+    pub at: usize,
+}
+
+impl PartialRange {
+    /// Offset of the next accumulators.
+    pub fn end(&self) -> usize {
+        self.at + (self.count * self.reduction.acc_size()).next_multiple_of(ALIGN)
+    }
+}
+
+/// The contents of a host's partial results of `piece`.
+pub(super) fn parts<'a>(
+    call: &'a Call,
+    topology: &'a Topology,
+    chunk: usize,
+    piece: Range<usize>,
+) -> impl Iterator<Item = PartialRange> + 'a {
+    let mut at = 0;
+    runs(call, topology, chunk, piece).map(move |run| {
+        let reduction = call.reduction(run.dtype);
+        let elements =
+            PartialRange { reduction, count: run.bytes.len() / reduction.wire_size(), wire: run.bytes.start, at };
+        at = elements.end();
+        elements
+    })
+}
+
+/// Reduces the ranks of a host, then the hosts.
+pub(super) struct Reducing;
+
+impl InterHostOps for Reducing {
+    fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
+        piece.parts().last().map_or(0, |part| part.end())
+    }
+
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool {
+        for part in piece.parts() {
+            let acc = out[part.at..part.end()].as_mut_ptr();
+            // SAFETY: this shard owns the piece of all slots; slicing checks that the accumulators fit.
+            unsafe { part.reduction.partial(&piece.shard.sources(part.wire), acc, part.count) };
+        }
+        true
+    }
+
+    unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
+        let (Some(low), Some(high)) = (low, high) else { return };
+        for part in piece.parts() {
+            // The operands are accumulators.
+            let reduction = Reduction { wire_is_acc: true, ..part.reduction };
+            // SAFETY: the caller's promise; both operands are partial results of this piece.
+            unsafe { reduction.partial(&[low.add(part.at), high.add(part.at)], out.add(part.at), part.count) };
+        }
+    }
+
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
+        let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
+        for part in piece.parts() {
+            let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
+            // SAFETY: as in `add_partials`; this shard owns the piece of its slot.
+            unsafe { part.reduction.finish(&accs, &[piece.shard.own().add(part.wire)], part.count) };
+        }
+    }
+}
+
+/// Sends the bytes of the root.
+struct Moving;
+
+impl InterHostOps for Moving {
+    fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
+        piece.runs().map(|run| run.bytes.len()).sum()
+    }
+
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool {
+        let op = piece.call.op;
+        let Some(root) = piece.shard.topology.local_rank_of(op.root).filter(|_| !op.is_barrier()) else {
+            return false;
+        };
+        let mut at = 0;
+        for run in piece.runs() {
+            let len = run.bytes.len();
+            // SAFETY: this shard owns the piece of all slots; slicing checks that it fits.
+            unsafe {
+                let from = piece.shard.slots[root].add(run.bytes.start);
+                ptr::copy_nonoverlapping(from, out[at..at + len].as_mut_ptr(), len);
+            }
+            at += len;
+        }
+        true
+    }
+
+    unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
+        if let Some(part) = low.or(high).filter(|&part| !ptr::eq(part, out)) {
+            // SAFETY: the caller promises that they do not overlap.
+            unsafe { ptr::copy_nonoverlapping(part, out, self.partial_bytes(piece)) };
+        }
+    }
+
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
+        let Some(part) = low.or(high) else { return };
+        let mut at = 0;
+        for run in piece.runs() {
+            let len = run.bytes.len();
+            // SAFETY: this shard owns the piece of its slot.
+            unsafe { ptr::copy_nonoverlapping(part.add(at), piece.shard.own().add(run.bytes.start), len) };
+            at += len;
+        }
+    }
+}

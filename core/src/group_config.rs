@@ -1,0 +1,46 @@
+//! The settings of a group. Plain data.
+
+use std::time::Duration;
+
+use crate::collective::AlgorithmSetting;
+use crate::collective::device::DeviceSettings;
+
+/// The settings of a group. The ranks must agree on all but the times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupConfig {
+    /// Its number; -1 is the control group.
+    pub id: i32,
+    /// Number of threads, each with its own channel.
+    pub threads: usize,
+    /// Size of a slot in bytes, a multiple of [`crate::wire_layout::ALIGN`].
+    pub slot: usize,
+    /// Whether floating-point sums are float64.
+    pub acc_f64: bool,
+    /// Algorithm between hosts.
+    pub algorithm: AlgorithmSetting,
+    /// Settings for calls on device memory.
+    pub device: DeviceSettings,
+    /// Deadline of a call.
+    pub timeout: Option<Duration>,
+    /// Wait after which a warning names the stragglers.
+    pub stall_warn: Option<Duration>,
+    /// How long differing calls wait for a counterpart; a thirtieth of it if every caller is already blocked.
+    pub match_timeout: Duration,
+}
+
+impl GroupConfig {
+    /// All settings on which the ranks must agree, as text.
+    pub fn agreement(&self) -> String {
+        format!(
+            "team {} with {} threads, prec_level {}, slots of {} bytes, the algorithm {} between hosts, the path {} and \
+             chunks of {} bytes for GPUs",
+            self.id,
+            self.threads,
+            u8::from(self.acc_f64),
+            self.slot,
+            self.algorithm.name(),
+            self.device.path.name(),
+            self.device.chunk
+        )
+    }
+}

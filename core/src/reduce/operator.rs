@@ -1,0 +1,93 @@
+//! The operations that combine two accumulators.
+
+use super::number::{Float, Number};
+use super::ordered::Ordered;
+
+/// Combines accumulators of type `A`.
+pub(crate) trait Operator<A>: Copy {
+    /// Whether speed matters more than code size: the loop is compiled for up to four sources instead of two, and for
+    /// AVX-512.
+    const IS_HOT: bool = false;
+    /// Makes an accumulator of an element that was widened.
+    #[inline(always)]
+    fn lift(self, element: A) -> A {
+        element
+    }
+    /// Combines two accumulators.
+    fn combine(left: A, right: A) -> A;
+}
+
+/// Sums.
+#[derive(Clone, Copy)]
+pub(super) struct Add;
+
+impl<A: Number> Operator<A> for Add {
+    const IS_HOT: bool = A::FLOAT;
+    #[inline(always)]
+    fn combine(left: A, right: A) -> A {
+        left.add(right)
+    }
+}
+
+/// Sums of products with a factor.
+#[derive(Clone, Copy)]
+pub(super) struct AddScaled<A>(A);
+
+impl<A: Float> AddScaled<A> {
+    /// Every element is multiplied by `factor`, rounded to the accumulator's type.
+    pub fn new(factor: f64) -> AddScaled<A> {
+        AddScaled(A::factor(factor))
+    }
+}
+
+impl<A: Float> Operator<A> for AddScaled<A> {
+    const IS_HOT: bool = A::SINGLE;
+    #[inline(always)]
+    fn lift(self, element: A) -> A {
+        element.multiply(self.0)
+    }
+    #[inline(always)]
+    fn combine(left: A, right: A) -> A {
+        left.add(right)
+    }
+}
+
+macro_rules! operator {
+    ($(#[$doc:meta])* $operator:ident, ($($generics:tt)*) $acc:ty, $is_hot:expr, $combine:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $operator;
+
+        impl<$($generics)*> Operator<$acc> for $operator {
+            const IS_HOT: bool = $is_hot;
+            #[inline(always)]
+            fn combine(left: $acc, right: $acc) -> $acc {
+                ($combine)(left, right)
+            }
+        }
+    };
+}
+operator!(
+    /// Products.
+    Multiply, (A: Number) A, A::SINGLE, A::multiply
+);
+operator!(
+    /// Minima.
+    Lesser, (A: Ordered) A, A::SINGLE, A::lesser
+);
+operator!(
+    /// Maxima.
+    Greater, (A: Ordered) A, A::SINGLE, A::greater
+);
+operator!(
+    /// Bitwise and.
+    And, () u8, false, |left, right| left & right
+);
+operator!(
+    /// Bitwise or.
+    Or, () u8, false, |left, right| left | right
+);
+operator!(
+    /// Bitwise exclusive or.
+    Xor, () u8, false, |left, right| left ^ right
+);

@@ -1,0 +1,264 @@
+/* Every collective of the C API on any number of ranks: blocking and started, blocks of different lengths, callbacks,
+ * errors. Exits with 1 at the first difference, which it prints. Compiles as C99 and C++11. */
+#include "expect.h"
+
+static int size = -1;
+static dl_comm_group_t* group;
+
+enum { MOST = 64, LONGEST = 100000 };
+
+/* A call on one tensor. */
+static dl_comm_call_t call_on(dl_comm_collective_t collective, dl_comm_buffer_t* buffer) {
+  dl_comm_call_t call;
+  memset(&call, 0, sizeof call);
+  call.size = sizeof call;
+  call.collective = collective;
+  call.reduce = DL_COMM_SUM;
+  call.buffers = buffer;
+  call.count = 1;
+  return call;
+}
+
+static dl_comm_buffer_t buffer_of(const int32_t* src, int32_t* dst, size_t length) {
+  dl_comm_buffer_t buffer;
+  memset(&buffer, 0, sizeof buffer);
+  buffer.src = src;
+  buffer.dst = dst;
+  buffer.length = length;
+  buffer.dtype = DL_COMM_INT32;
+  return buffer;
+}
+
+/* Element `index` of the block that `from` sends to `to`. */
+static int32_t element(int from, int to, size_t index) { return (int32_t)index + 1000 * from + 7 * to; }
+
+static int32_t sum(int to, size_t index) {
+  int32_t total = 0;
+  for (int from = 0; from < size; ++from) total += element(from, to, index);
+  return total;
+}
+
+static void every_collective(size_t length, int started) {
+  size_t all = length * (size_t)size;
+  int32_t* src = (int32_t*)malloc((all + 1) * sizeof *src);
+  int32_t* dst = (int32_t*)malloc((all + 1) * sizeof *dst);
+  for (int root = 0; root < size; ++root) {
+    for (int collective = DL_COMM_ALLREDUCE; collective <= DL_COMM_ALLTOALL; ++collective) {
+      dl_comm_buffer_t buffer = buffer_of(src, dst, length);
+      dl_comm_call_t call = call_on((dl_comm_collective_t)collective, &buffer);
+      int blocks =
+          collective == DL_COMM_SCATTER || collective == DL_COMM_REDUCE_SCATTER || collective == DL_COMM_ALLTOALL;
+      call.root = root;
+      for (size_t i = 0; i < all; ++i) {
+        src[i] = element(rank, blocks ? (int)(i / (length ? length : 1)) : rank, length ? i % length : 0);
+        dst[i] = -1;
+      }
+      if (started) {
+        dl_comm_work_t* work = NULL;
+        int ended = 0;
+        EXPECT(dl_comm_start(group, &call, &work) == 0 && work != NULL);
+        while (!ended) EXPECT(dl_comm_test(work, &ended) == 0);
+        EXPECT(dl_comm_wait(work, 0) == 0 && dl_comm_work_free(work) == 0);
+      } else {
+        EXPECT(dl_comm_run(group, &call) == 0);
+      }
+      for (size_t i = 0; i < length; ++i) {
+        int32_t expected[MOST];
+        int results = 1;
+        switch (collective) {
+          case DL_COMM_ALLREDUCE:
+          case DL_COMM_REDUCE:
+            expected[0] = 0;
+            for (int from = 0; from < size; ++from) expected[0] += element(from, from, i);
+            if (collective == DL_COMM_REDUCE && rank != root) expected[0] = -1;
+            break;
+          case DL_COMM_BROADCAST:
+            expected[0] = element(root, root, i);
+            break;
+          case DL_COMM_ALLGATHER:
+          case DL_COMM_GATHER:
+            results = size;
+            for (int from = 0; from < size; ++from) {
+              expected[from] = collective == DL_COMM_GATHER && rank != root ? -1 : element(from, from, i);
+            }
+            break;
+          case DL_COMM_SCATTER:
+            expected[0] = element(root, rank, i);
+            break;
+          case DL_COMM_REDUCE_SCATTER:
+            expected[0] = sum(rank, i);
+            break;
+          case DL_COMM_ALLTOALL:
+            results = size;
+            for (int from = 0; from < size; ++from) expected[from] = element(from, rank, i);
+            break;
+          default:
+            results = 0;
+        }
+        for (int block = 0; block < results; ++block) EXPECT(dst[(size_t)block * length + i] == expected[block]);
+      }
+    }
+  }
+  free(src);
+  free(dst);
+}
+
+/* Rank r sends r + peer + 1 elements to each peer. */
+static void blocks_of_different_lengths(void) {
+  size_t send[MOST], receive[MOST], own[MOST], sent = 0, received = 0, position;
+  int32_t src[4096], dst[4096];
+  for (int peer = 0; peer < size; ++peer) {
+    send[peer] = receive[peer] = (size_t)(rank + peer + 1);
+    own[peer] = (size_t)(3 * peer);
+    for (size_t i = 0; i < send[peer]; ++i) src[sent++] = element(rank, peer, i);
+    received += receive[peer];
+  }
+  dl_comm_buffer_t buffer = buffer_of(src, dst, 0);
+  dl_comm_call_t call = call_on(DL_COMM_ALLTOALL, &buffer);
+  call.send_counts = send;
+  call.receive_counts = receive;
+  EXPECT(dl_comm_run(group, &call) == 0);
+  position = 0;
+  for (int from = 0; from < size; ++from) {
+    for (size_t i = 0; i < receive[from]; ++i) EXPECT(dst[position++] == element(from, rank, i));
+  }
+  EXPECT(position == received);
+
+  for (size_t i = 0; i < own[rank]; ++i) src[i] = element(rank, 0, i);
+  call = call_on(DL_COMM_ALLGATHER, &buffer);
+  call.send_counts = own;
+  EXPECT(dl_comm_run(group, &call) == 0);
+  position = 0;
+  for (int from = 0; from < size; ++from) {
+    for (size_t i = 0; i < own[from]; ++i) EXPECT(dst[position++] == element(from, 0, i));
+  }
+}
+
+static void count_call(void* context, int code, const char* message) {
+  if (code == 0 && message[0] == '\0') __atomic_add_fetch((int*)context, 1, __ATOMIC_RELAXED);
+}
+
+/* Handles are waited for in another order than they were started, or not at all. */
+static void many_in_flight(void) {
+  enum { CALLS = 50, LENGTH = 1000 };
+  static int32_t src[CALLS][LENGTH], dst[CALLS][LENGTH];
+  dl_comm_buffer_t buffers[CALLS];
+  dl_comm_work_t* works[CALLS];
+  char names[CALLS][8];
+  int ended = 0;
+  for (int c = 0; c < CALLS; ++c) {
+    for (int i = 0; i < LENGTH; ++i) src[c][i] = rank + c;
+    buffers[c] = buffer_of(src[c], dst[c], LENGTH);
+    dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, &buffers[c]);
+    snprintf(names[c], sizeof names[c], "c%d", c);
+    call.name = names[c];
+    call.reduce = DL_COMM_MAX;
+    call.done = count_call;
+    call.context = &ended;
+    EXPECT(dl_comm_start(group, &call, &works[c]) == 0);
+    if (c % 5 == 4) EXPECT(dl_comm_work_free(works[c]) == 0);
+  }
+  for (int c = CALLS - 1; c >= 0; --c) {
+    if (c % 5 != 4) EXPECT(dl_comm_wait(works[c], 60) == 0 && dl_comm_work_free(works[c]) == 0);
+  }
+  dl_comm_call_t barrier = call_on(DL_COMM_BARRIER, NULL);
+  barrier.count = 0;
+  EXPECT(dl_comm_run(group, &barrier) == 0);
+  EXPECT(__atomic_load_n(&ended, __ATOMIC_RELAXED) == CALLS);
+  for (int c = 0; c < CALLS; ++c) {
+    for (int i = 0; i < LENGTH; ++i) EXPECT(dst[c][i] == size - 1 + c);
+  }
+}
+
+static void operators(void) {
+  double src = rank + 1.0, dst = 0;
+  dl_comm_buffer_t buffer;
+  memset(&buffer, 0, sizeof buffer);
+  buffer.src = &src;
+  buffer.dst = &dst;
+  buffer.length = 1;
+  buffer.dtype = DL_COMM_FLOAT64;
+  dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, &buffer);
+  double product = 1;
+  for (int r = 1; r <= size; ++r) product *= r;
+  double results[] = {size * (size + 1) / 2.0, (size + 1) / 2.0, 1.0, (double)size, product};
+  for (int reduce = DL_COMM_SUM; reduce <= DL_COMM_PRODUCT; ++reduce) {
+    call.reduce = reduce;
+    EXPECT(dl_comm_run(group, &call) == 0 && dst == results[reduce]);
+  }
+  call.reduce = DL_COMM_SCALED_SUM;
+  call.prescale = 2;
+  call.postscale = 0.25;
+  EXPECT(dl_comm_run(group, &call) == 0 && dst == results[0] / 2);
+  call.reduce = DL_COMM_BITOR;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_DTYPE, "bit_or");
+}
+
+static void errors(void) {
+  int32_t data[2 * MOST] = {0};
+  dl_comm_buffer_t buffer = buffer_of(data, data + MOST, 1);
+  dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, &buffer);
+  dl_comm_work_t* work = (dl_comm_work_t*)data;
+  dl_comm_group_t* none = (dl_comm_group_t*)data;
+  REFUSED(dl_comm_run(NULL, &call), DL_COMM_ERROR_INVALID, "group is NULL");
+  REFUSED(dl_comm_start(group, NULL, &work), DL_COMM_ERROR_INVALID, "call is NULL");
+  EXPECT(work == NULL);
+  REFUSED(dl_comm_start(group, &call, NULL), DL_COMM_ERROR_INVALID, "work is NULL");
+  REFUSED(dl_comm_team_group(63, &none), DL_COMM_ERROR_INVALID, "team 63");
+  EXPECT(none == NULL && dl_comm_group_free(NULL) == 0 && dl_comm_work_free(NULL) == 0);
+  call.size = 8;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "sizeof(dl_comm_call_t)");
+  call = call_on((dl_comm_collective_t)99, &buffer);
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "99");
+  call = call_on(DL_COMM_GATHER, &buffer);
+  call.root = size;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "is not a rank");
+  call.root = -1;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "negative");
+  call = call_on(DL_COMM_ALLTOALL, &buffer);
+  size_t counts[MOST] = {0};
+  call.send_counts = counts;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "receive_counts");
+  call = call_on(DL_COMM_ALLREDUCE, &buffer);
+  call.done = count_call;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "done");
+
+  /* The errors of a started call are in its handle. */
+  buffer.src = NULL;
+  call = call_on(DL_COMM_ALLREDUCE, &buffer);
+  int ended = 0;
+  EXPECT(dl_comm_start(group, &call, &work) == 0);
+  REFUSED(dl_comm_test(work, &ended), DL_COMM_ERROR_INVALID, "null");
+  EXPECT(ended == 1 && dl_comm_wait(work, 1) == DL_COMM_ERROR_INVALID && dl_comm_work_free(work) == 0);
+
+  if (size > 1) {
+    buffer = buffer_of(data, data + MOST, 1);
+    call = call_on(rank == 0 ? DL_COMM_ALLGATHER : DL_COMM_ALLTOALL, &buffer);
+    REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_MISMATCH, "all-gather");
+    EXPECT(strstr(dl_comm_last_error(), "all-to-all") != NULL);
+  }
+}
+
+int main(void) {
+  EXPECT(dl_comm_init_teams(1, 2) == 0);
+  EXPECT(dl_comm_team_group(0, &group) == 0);
+  EXPECT(dl_comm_group_rank(group, &rank) == 0 && dl_comm_group_size(group, &size) == 0);
+  EXPECT(rank == dl_comm_get_rank() && size == dl_comm_get_nranks());
+  for (int started = 0; started < 2; ++started) {
+    for (int repeat = 0; repeat < 3; ++repeat) every_collective(5, started);
+    every_collective(0, started);
+    every_collective(LONGEST, started);
+  }
+  blocks_of_different_lengths();
+  many_in_flight();
+  operators();
+  errors();
+  every_collective(17, 0);
+  dl_comm_group_t* late = NULL;
+  EXPECT(dl_comm_team_group(0, &late) == 0 && dl_comm_group_free(group) == 0);
+  EXPECT(dl_comm_finalize() == 0);
+  dl_comm_call_t call = call_on(DL_COMM_BARRIER, NULL);
+  call.count = 0;
+  EXPECT(dl_comm_run(late, &call) == DL_COMM_ERROR_STATE && dl_comm_group_free(late) == 0);
+  return 0;
+}
