@@ -3,7 +3,7 @@
 //! One rank creates a file with a random name and mode 0600, and reserves its pages: a full `/dev/shm` is an error
 //! here, not a bus error later. The other ranks map the file. Then its name is removed, so nothing remains after a
 //! crash. The creator holds a lock on the file while the name exists. A name without a lock was left by a crash in that
-//! moment; creating the next segment removes it.
+//! moment; creating the next segment removes it. All failures are an [`Error::System`].
 
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
@@ -43,9 +43,9 @@ fn reclaim(folder: &Path) {
         }
         let opened = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(entry.path());
         let Ok(file) = opened else { continue };
-        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() && std::fs::remove_file(entry.path()).is_ok()
-        {
-            log_line(&format!("removed {}, which a process that is gone has left", entry.path().display()));
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            // Another process may have removed it already.
+            let _removed = std::fs::remove_file(entry.path());
         }
     }
 }
@@ -106,14 +106,11 @@ impl Segment {
                 error,
             )
         })?;
-        let map = map(&file).map_err(|error| failed("mapping", name.path(), error))?;
+        let map = MmapRaw::map_raw(&file).map_err(|error| failed("mapping", name.path(), error))?;
         Ok((Segment { map }, name))
     }
 
     /// Maps a segment that another process created.
-    ///
-    /// # Errors
-    /// [`Error::System`]
     pub fn open(path: &Path) -> Result<Segment> {
         Ok(Segment { map: open(path)? })
     }
@@ -121,9 +118,6 @@ impl Segment {
 
 /// Creates and maps the file of an arena ([`super::arena`]) for one of `ranks` ranks. The file is sparse and as large
 /// as the file system.
-///
-/// # Errors
-/// [`Error::System`]
 pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)> {
     let (file, name) = create_file(folder)?;
     let statvfs_failed = |error| Error::system(format!("asking about {folder}"), error);
@@ -131,14 +125,11 @@ pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)
     let max_len = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
     let len = (system.f_blocks * system.f_frsize).min(max_len).min(MAX_ADDRESS_BYTES / ranks as u64);
     file.set_len(len).map_err(|error| failed("growing the shared memory", name.path(), error))?;
-    let map = map(&file).map_err(|error| failed("mapping", name.path(), error))?;
+    let map = MmapRaw::map_raw(&file).map_err(|error| failed("mapping", name.path(), error))?;
     Ok((map, file, name))
 }
 
 /// Maps a file that another process created.
-///
-/// # Errors
-/// [`Error::System`]
 pub fn open(path: &Path) -> Result<MmapRaw> {
     let open = || {
         let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
@@ -146,7 +137,7 @@ pub fn open(path: &Path) -> Result<MmapRaw> {
         if file.metadata()?.uid() != rustix::process::geteuid().as_raw() {
             return Err(std::io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user"));
         }
-        map(&file)
+        MmapRaw::map_raw(&file)
     };
     open().map_err(|error| failed("opening the shared memory", path, error))
 }
@@ -164,10 +155,6 @@ fn create_file(folder: &str) -> Result<(File, Name)> {
     let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
     let lock_file = file.try_clone().map_err(|error| failed("keeping the shared memory", &path, error))?;
     Ok((file, Name { path, _file: lock_file }))
-}
-
-fn map(file: &File) -> std::io::Result<MmapRaw> {
-    MmapRaw::map_raw(file)
 }
 
 fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
@@ -198,8 +185,8 @@ mod tests {
 
     #[test]
     fn stale_names_are_removed_and_others_stay() {
-        let folder = std::env::temp_dir().join(format!("dl_comm_shm_{}", std::process::id()));
-        std::fs::create_dir(&folder).unwrap();
+        let base = tempfile::tempdir().unwrap();
+        let folder = base.path();
         let text = folder.to_str().unwrap();
         let (_segment, in_use) = Segment::create(text, 4096).unwrap();
         let stale = folder.join(format!("dl_comm.{:032x}", 7));
@@ -215,7 +202,6 @@ mod tests {
         let (_second, second) = Segment::create(text, 4096).unwrap();
         let exist = [stale.exists(), recent.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
         assert_eq!(exist, [false, true, true, true, true]);
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
@@ -232,11 +218,11 @@ mod tests {
     #[test]
     fn a_link_is_not_followed() {
         let (_segment, name) = Segment::create("/dev/shm", 4096).unwrap();
-        let link = std::env::temp_dir().join(format!("dl_comm_shm_link_{}", std::process::id()));
+        let base = tempfile::tempdir().unwrap();
+        let link = base.path().join("link");
         std::os::unix::fs::symlink(name.path(), &link).unwrap();
         assert!(Segment::open(name.path()).is_ok());
         assert!(Segment::open(&link).is_err());
-        std::fs::remove_file(&link).unwrap();
     }
 
     #[test]

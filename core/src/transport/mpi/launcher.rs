@@ -30,46 +30,12 @@ const STALE_AGE: Duration = Duration::from_secs(3600);
 /// Slurm uses step ids from here on for batch scripts and shells of `salloc`, which are not parallel steps.
 const SLURM_NO_STEP: u64 = 0xffff_fff0;
 /// Variables that identify the launcher's job and rank. Their values differ in processes of another launcher.
-const IDENTITY: [&str; 19] = [
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PMI_FD",
-    "PMI_PORT",
-    "PMIX_RANK",
-    "PMIX_NAMESPACE",
-    "OMPI_COMM_WORLD_RANK",
-    "PALS_APID",
-    "PALS_RANKID",
-    "MV2_COMM_WORLD_RANK",
-    "JSM_NAMESPACE_RANK",
-    "FLUX_JOB_ID",
-    "FLUX_TASK_RANK",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "TORCHELASTIC_RUN_ID",
-];
+const IDENTITY: &str = "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMIX_RANK PMIX_NAMESPACE OMPI_COMM_WORLD_RANK PALS_APID
+    PALS_RANKID MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_JOB_ID FLUX_TASK_RANK SLURM_JOB_ID SLURM_STEP_ID
+    SLURM_PROCID PBS_JOBID LSB_JOBID TORCHELASTIC_RUN_ID";
 /// Variables with the connection to the launcher's process manager; valid in one process only.
-const CONNECTION: [&str; 16] = [
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PMI_FD",
-    "PMI_PORT",
-    "PMI_ID",
-    "PMI_JOBID",
-    "PMI_KVS",
-    "PMI_DOMAIN",
-    "PMI_SPAWNED",
-    "PMI_HOSTNAME",
-    "PMI_CONTROL_PORT",
-    "PMI_CONTROL_FD",
-    "PMI_SHARED_SECRET",
-    "PMI2_FD",
-    "PMI2_RANK",
-    "HYDI_CONTROL_FD",
-];
+const CONNECTION: &str = "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_JOBID PMI_KVS PMI_DOMAIN PMI_SPAWNED
+    PMI_HOSTNAME PMI_CONTROL_PORT PMI_CONTROL_FD PMI_SHARED_SECRET PMI2_FD PMI2_RANK HYDI_CONTROL_FD";
 
 /// Fails when MPI sees one process but the launcher started several: each would train alone. `lookup` reads the
 /// environment.
@@ -124,7 +90,7 @@ pub fn launched(lookup: impl Fn(&str) -> Option<String>) -> bool {
 
 /// A hash of the launcher's variables; differs between launchers.
 pub fn identity(lookup: impl Fn(&str) -> Option<String>) -> u64 {
-    let values: Vec<String> = IDENTITY.iter().map(|name| lookup(name).unwrap_or_default()).collect();
+    let values: Vec<String> = IDENTITY.split_whitespace().map(|name| lookup(name).unwrap_or_default()).collect();
     xxh3_64(values.join("\n").as_bytes())
 }
 
@@ -132,7 +98,8 @@ pub fn identity(lookup: impl Fn(&str) -> Option<String>) -> u64 {
 pub fn connection() -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     let ours = |name: &String| {
-        CONNECTION.contains(&name.as_str()) || (name.starts_with("PMIX_") && !name.starts_with("PMIX_MCA_"))
+        CONNECTION.split_whitespace().any(|known| known == name)
+            || (name.starts_with("PMIX_") && !name.starts_with("PMIX_MCA_"))
     };
     names.filter(ours).collect()
 }
@@ -183,8 +150,9 @@ pub fn reclaim_segments(folder: &Path) {
         processes.filter_map(|process| fs::read_to_string(process.path().join("maps")).ok()).collect();
     for path in stale_paths {
         let name = path.to_string_lossy();
-        if !maps.iter().any(|maps| maps.contains(&*name)) && fs::remove_file(&path).is_ok() {
-            log_line(&format!("removed {name}, which a process of MPI that is gone has left"));
+        if !maps.iter().any(|maps| maps.contains(&*name)) {
+            // Another process may have removed it already.
+            let _removed = fs::remove_file(&path);
         }
     }
 }
@@ -200,7 +168,6 @@ pub fn remove_segments() {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -245,24 +212,25 @@ mod tests {
 
     #[test]
     fn unmapped_stale_segments_are_removed() {
-        let folder = std::env::temp_dir().join(format!("dl_comm_mpich_{}", std::process::id()));
-        fs::create_dir(&folder).unwrap();
+        let base = tempfile::tempdir().unwrap();
+        let folder = base.path();
         let old = std::time::SystemTime::now() - STALE_AGE * 2;
-        for name in ["mpich_shm_left", "mpich_shm_mapped", "mpich_shm_young", "other"] {
+        let create = |name: &str| {
             let file = fs::File::options().create_new(true).read(true).write(true).open(folder.join(name)).unwrap();
             file.set_len(4096).unwrap();
-            if name != "mpich_shm_young" {
-                file.set_modified(old).unwrap();
-            }
+            file
+        };
+        let mapped = create("mpich_shm_mapped");
+        create("mpich_shm_young");
+        for file in [&mapped, &create("mpich_shm_left"), &create("other")] {
+            file.set_modified(old).unwrap();
         }
-        let file = fs::File::options().read(true).write(true).open(folder.join("mpich_shm_mapped")).unwrap();
-        let map = memmap2::MmapRaw::map_raw(&file).unwrap();
-        reclaim_segments(&folder);
+        let map = memmap2::MmapRaw::map_raw(&mapped).unwrap();
+        reclaim_segments(folder);
         let exists = |name: &str| folder.join(name).exists();
         assert!(!exists("mpich_shm_left"));
         assert!(["mpich_shm_mapped", "mpich_shm_young", "other"].into_iter().all(exists));
         drop(map);
-        fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
