@@ -21,6 +21,7 @@ mod region_layout;
 pub mod shm;
 pub mod shm_region;
 pub mod step;
+pub mod store;
 #[cfg_attr(loom, path = "loom_sync.rs")]
 pub mod sync;
 pub mod wait_context;
