@@ -48,6 +48,9 @@ pub trait PeerMemory: Send + Sync {
     unsafe fn free_zeroed(&self, _memory: *mut u8) {}
 }
 
+/// Bytes at the start of each arena that are not allocated: what its rank shows to all ranks of the host. Zero at first.
+pub const HEADER_BYTES: usize = 64 << 10;
+
 /// The arenas of all ranks of a host, mapped by one rank.
 pub struct Arenas {
     /// By local rank.
@@ -60,13 +63,27 @@ pub struct Arenas {
 
 impl Arenas {
     /// Wraps `maps` (by local rank); `file` is the file of rank `me`.
-    pub fn new(maps: Vec<MmapRaw>, me: usize, file: File) -> Arenas {
+    ///
+    /// # Errors
+    /// [`Error::System`] when the file system is full.
+    pub fn new(maps: Vec<MmapRaw>, me: usize, file: File) -> Result<Arenas> {
         let ranges = Mutex::new(RangeAllocator::new(maps[me].len()));
         // Only a hint: enables transparent huge pages where the system supports them.
         for map in &maps {
             let _hint = map.advise(Advice::HugePage);
         }
-        Arenas { maps, me, file, ranges, quarantined: AtomicBool::new(false) }
+        let arenas = Arenas { maps, me, file, ranges, quarantined: AtomicBool::new(false) };
+        // The first range of an empty allocator starts at 0.
+        arenas.reserve(&mut lock(&arenas.ranges), HEADER_BYTES)?;
+        Ok(arenas)
+    }
+
+    /// The first [`HEADER_BYTES`] of the arena of `local_rank`.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn header(&self, local_rank: usize) -> *mut u8 {
+        self.maps[local_rank].as_mut_ptr()
     }
 
     /// Allocates a range of pages and reserves them in the file system.

@@ -195,10 +195,11 @@ impl World {
             None => shm::open(Path::new(&paths[rank])),
         };
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
-        let mapped = maps.as_ref().map(|_| ()).map_err(Error::clone);
+        let arenas = maps.and_then(|maps| Arenas::new(maps, me, file));
+        let mapped = arenas.as_ref().map(|_| ()).map_err(Error::clone);
         self.agree_or_fail(comm, "", mapped, wait_ctx)?;
         drop::<Name>(name);
-        Ok(Arc::new(Arenas::new(maps?, me, file)))
+        arenas.map(Arc::new)
     }
 
     /// The shared memory of this host's ranks, or the reason why there is none.
