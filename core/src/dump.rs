@@ -20,7 +20,7 @@ use crate::group::Group;
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::stacks;
-use crate::transport::bootstrap::RankInfo;
+use crate::transport::rank_info::RankInfo;
 
 /// Dumps older than this are deleted.
 const MAX_AGE: Duration = Duration::from_secs(7 * 24 * 3600);

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::fork;
 use crate::topology::Topology;
-use crate::transport::bootstrap::{identity, launched, leave_launcher};
+use crate::transport::launcher::{identity, launched, leave_launcher};
 
 /// The environment variable that marks helpers.
 pub const MARK: &str = "DL_COMM_HELPER_OF";

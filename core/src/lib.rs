@@ -6,7 +6,7 @@
 //! - [`runtime`]: process-wide state (start, groups, shutdown), reported by [`process_info`] and [`dump`];
 //! - [`group`]: queue, threads, matching, the life of a call and its record;
 //! - [`collective`]: one file per collective; algorithms in shared memory, between hosts and on GPUs;
-//! - [`transport`]: shared memory, network, [`transport::bootstrap`], [`transport::gpu`], ranks as threads
+//! - [`transport`]: shared memory, network, [`transport::job`], [`transport::gpu`], ranks as threads
 //!   for tests;
 //! - base: [`dtype`], [`buffer`], [`device`], [`wire_layout`], [`reduce`], [`stream_copy`], [`topology`], [`affinity`],
 //!   [`config`], [`variables`], [`error`], [`timings`], [`timeline`], [`helper`], [`signals`], [`stacks`].

@@ -16,7 +16,8 @@ use crate::error::Result;
 use crate::plugin::Cooldown;
 use crate::runtime::{self, ProcessInfo};
 use crate::transport::NetworkModel;
-use crate::transport::bootstrap::{NAME, RankInfo, library_info};
+use crate::transport::launcher::{NAME, library_info};
+use crate::transport::rank_info::RankInfo;
 use crate::variables;
 
 /// The JSON object that `dl_comm.h` describes.
@@ -26,16 +27,16 @@ use crate::variables;
 pub fn process_info() -> Result<String> {
     let overview = runtime::overview()?;
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let bootstrap = library_info();
+    let library = library_info();
     // Before init: the settings that init would read now.
     let settings = overview.config.clone().map_or_else(Config::from_env, Ok);
     let mut info = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "library": file_at(&maps, process_info as *const () as usize),
-        NAME: bootstrap,
+        NAME: library,
         "state": overview.state,
     });
-    info[NAME]["library"] = json!(file_at(&maps, bootstrap.symbol_address));
+    info[NAME]["library"] = json!(file_at(&maps, library.symbol_address));
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     info["variables"] = json!(variables::KNOWN);
     info["unknown_variables"] = variables::unknown(names).into_iter().collect();

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::NetworkModel;
-use crate::transport::bootstrap::RankInfo;
+use crate::transport::rank_info::RankInfo;
 
 /// Writes this rank's last calls to a file in `folder`, by default in `DL_COMM_DUMP_DIR`, and returns the path.
 ///

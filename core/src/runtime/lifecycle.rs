@@ -20,13 +20,14 @@ use crate::lock::lock;
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
-use crate::transport::bootstrap::{self, World};
+use crate::transport::job::Job;
+use crate::transport::launcher;
 use crate::variables;
 
 /// Makes this process a rank. Does nothing if it already is one, and in a helper process of a rank. Collective.
 ///
 /// # Errors
-/// Those of [`Config::from_env`] and [`World::start`]; [`Error::State`] after [`finalize`].
+/// Those of [`Config::from_env`] and [`Job::start`]; [`Error::State`] after [`finalize`].
 pub fn start() -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
@@ -37,21 +38,21 @@ pub fn start() -> Result<()> {
         RuntimeState::Started(_) => Ok(()),
         RuntimeState::Finalized(_) => Err(finalized()),
         RuntimeState::NotStarted => {
-            let world = World::start(Config::from_env())?;
-            let config = world.config().clone();
-            if config.timeout.is_none() && world.topology().rank() == 0 {
+            let job = Job::start(Config::from_env(), launcher::connect)?;
+            let config = job.config().clone();
+            if config.timeout.is_none() && job.topology().rank() == 0 {
                 log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
-            helper::mark(world.topology());
-            if world.topology().rank() == 0 {
+            helper::mark(job.topology());
+            if job.topology().rank() == 0 {
                 let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
                 variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
             }
-            let (topology, rank_info) = (Arc::clone(world.topology()), Arc::clone(world.rank_info()));
-            let network = world.network();
-            memory::keep(world.arenas());
+            let (topology, rank_info) = (Arc::clone(job.topology()), Arc::clone(job.rank_info()));
+            let network = job.network();
+            memory::keep(job.arenas());
             let rank = topology.rank();
-            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), world.key(), config.dump_dir.clone()));
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), job.key(), config.dump_dir.clone()));
             if topology.local_rank() == 0 {
                 dumper.clean();
             }
@@ -62,11 +63,11 @@ pub fn start() -> Result<()> {
                 }
                 SignalDumper::start(Arc::clone(&dumper))
             };
-            let _on_signal = world.confirm("init_mpi", start_services()).inspect_err(|_| world.leave())?;
-            let world = Arc::new(Mutex::new(world));
+            let _on_signal = job.confirm("init_mpi", start_services()).inspect_err(|_| job.leave())?;
+            let job = Arc::new(Mutex::new(job));
             let (teams, process_groups) = (BTreeMap::new(), Arc::new(ProcessGroups::of_process()));
             let runtime =
-                Runtime { world, topology, rank_info, network, config, teams, process_groups, dumper, _on_signal };
+                Runtime { job, topology, rank_info, network, config, teams, process_groups, dumper, _on_signal };
             *state = RuntimeState::Started(Box::new(runtime));
             Ok(())
         }
@@ -133,15 +134,15 @@ fn end(reason: Option<Error>) -> Result<()> {
     let previous = {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
         let RuntimeState::Started(runtime) = &*state else {
-            // A world without a session remains if the start failed.
-            bootstrap::end();
+            // The launcher's library remains started if the start failed.
+            launcher::end();
             return Ok(());
         };
         let next = RuntimeState::Finalized(Arc::clone(&runtime.topology));
         std::mem::replace(&mut *state, next)
     };
     let RuntimeState::Started(runtime) = previous else { return Ok(()) };
-    let Runtime { world, teams, topology, .. } = *runtime;
+    let Runtime { job, teams, topology, .. } = *runtime;
     if let Some(error) = &reason {
         teams.values().for_each(|team| team.group().fail(error));
     }
@@ -149,13 +150,13 @@ fn end(reason: Option<Error>) -> Result<()> {
     timeline::stop();
     report(&teams, topology.rank());
     let gathered = {
-        let world = lock(&world);
+        let job = lock(&job);
         match &reason {
             Some(_) => {
-                world.leave();
+                job.leave();
                 Ok(())
             }
-            None => world.final_barrier(teams.values().find_map(|team| team.group().failure()).as_ref()),
+            None => job.final_barrier(teams.values().find_map(|team| team.group().failure()).as_ref()),
         }
     };
     if let Err(error) = gathered {
@@ -166,8 +167,8 @@ fn end(reason: Option<Error>) -> Result<()> {
     calls::forget_teams();
     teams.values().for_each(|team| team.group().release_resources());
     drop(teams);
-    drop(world);
-    bootstrap::end();
+    drop(job);
+    launcher::end();
     Ok(())
 }
 

@@ -14,7 +14,8 @@ use crate::helper::{self, RankPosition};
 use crate::plugin::Team;
 use crate::topology::Topology;
 use crate::transport::NetworkModel;
-use crate::transport::bootstrap::{RankInfo, World};
+use crate::transport::job::Job;
+use crate::transport::rank_info::RankInfo;
 
 /// The team for broadcasts, barriers and allreduces outside of training.
 pub const CONTROL: i32 = -1;
@@ -24,7 +25,7 @@ pub const MAX_TEAMS: i32 = 64;
 
 /// The resources of a started process.
 pub(super) struct Runtime {
-    pub world: Arc<Mutex<World>>,
+    pub job: Arc<Mutex<Job>>,
     pub topology: Arc<Topology>,
     pub rank_info: Arc<[RankInfo]>,
     pub network: Option<NetworkModel>,

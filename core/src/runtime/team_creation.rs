@@ -30,8 +30,8 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
         wait(call, barrier)?;
     }
     let config = config()?;
-    let (world, dumper, process_groups) = started(|runtime| {
-        Ok((Arc::clone(&runtime.world), Arc::clone(&runtime.dumper), Arc::clone(&runtime.process_groups)))
+    let (job, dumper, process_groups) = started(|runtime| {
+        Ok((Arc::clone(&runtime.job), Arc::clone(&runtime.dumper), Arc::clone(&runtime.process_groups)))
     })?;
     let cpus = processors(&config, id, threads);
     let slot = config.chunk_bytes.next_multiple_of(ALIGN);
@@ -49,15 +49,15 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
         stall_warn: config.stall_warn,
         match_timeout: config.match_timeout,
     };
-    let world = lock(&world);
-    let resources = world.endpoint(&settings, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let job = lock(&job);
+    let resources = job.endpoint(&settings, cpus.as_ref().map(drop).map_err(Error::clone))?;
     let cpus = cpus?;
     let failure_dumper = Arc::clone(&dumper);
     let on_failure = Arc::new(move |text: &str| failure_dumper.write_on_failure(text));
     let group = Group::start(resources, settings, cpus.as_deref(), on_failure, &process_groups);
     let team = group.map(|group| Arc::new(Team::new(group)));
-    let team = world.confirm(&format!("the creation of team {id}"), team)?;
-    drop(world);
+    let team = job.confirm(&format!("the creation of team {id}"), team)?;
+    drop(job);
     dumper.add(team.group());
     write(|state| match state {
         RuntimeState::Started(runtime) => {

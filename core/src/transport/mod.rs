@@ -1,10 +1,12 @@
 //! Transports: shared memory of a host ([`shm_region`], created by [`shm`] or [`in_process`]), messages between hosts
-//! ([`HostLink`], by [`bootstrap`] or [`in_process`]), and GPUs ([`gpu`]). Collectives do not depend on the transport
+//! ([`HostLink`], by [`launcher`] or [`in_process`]), and GPUs ([`gpu`]). A
+//! [`job::Job`] is made of them. Collectives do not depend on the transport
 //! of host memory.
 //!
 //! Every wait spins briefly, then sleeps, and regularly checks its [`WaitContext`] for a deadline or an abort.
 
 pub mod arena;
+pub mod bootstrap;
 pub mod close_on_fork;
 mod cuda;
 pub mod detector_links;
@@ -12,11 +14,13 @@ pub mod failure_detector;
 pub mod flag;
 pub mod hello;
 pub mod in_process;
+pub mod job;
 pub mod memory;
 mod mpi;
 pub mod network_model;
 pub mod process;
 mod range_allocator;
+pub mod rank_info;
 mod region_layout;
 pub mod shm;
 pub mod shm_region;
@@ -30,8 +34,8 @@ pub use network_model::NetworkModel;
 pub use shm_region::{Phase, ShmChannel, ShmRegion};
 pub use wait_context::WaitContext;
 
-/// How the processes of a job become ranks, and messages between hosts.
-pub mod bootstrap {
+/// The launcher of the job's processes and its library: a [`bootstrap`], and what only it knows.
+pub mod launcher {
     pub use super::mpi::*;
 }
 

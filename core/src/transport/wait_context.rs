@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::log::log_line;
 use crate::timings::CallTimings;
 
 /// The limits of the waits of one call. A wait checks them only after it has slept, so they cost nothing while data
@@ -77,4 +78,20 @@ impl<'a> WaitContext<'a> {
         }
         Ok(())
     }
+}
+
+/// Runs `work` with these limits, from now on; `what` names the work in messages.
+///
+/// # Errors
+/// Those of `work`.
+pub fn with_limits<T>(
+    what: &str,
+    timeout: Option<Duration>,
+    warn: Option<Duration>,
+    abort_reason: &dyn Fn() -> Option<Error>,
+    work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
+) -> Result<T> {
+    let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
+    let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
+    work(&WaitContext::new(Instant::now(), timeout, warn, &warned, &timings, &callbacks))
 }

@@ -1,51 +1,44 @@
-//! The job: initializes or adopts MPI, gathers rank information, and creates the resources of groups.
+//! The job: gathers rank information through a [`Bootstrap`], and creates the resources of groups.
 
 use std::cell::Cell;
-use std::mem;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mpi::Threading;
-
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::comm::Comm;
-use super::launcher;
-use super::link::MpiLink;
-use super::rank_info::{self, RankInfo, all_records, shortened};
-use super::{lifetime, probe};
+use super::arena::{Arenas, PeerMemory};
+use super::bootstrap::{Bootstrap, Network, all_records, shortened};
+use super::detector_links::{HostAddress, Listener};
+use super::failure_detector::FailureDetector;
+use super::memory::Aligned;
+use super::process::ProcessLiveness;
+use super::rank_info::{RankInfo, exchange_rank_info};
+use super::shm::{self, Name, Segment};
+use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
+use super::wait_context::{WaitContext, with_limits};
+use super::{GroupResources, HostLink, NetworkModel};
 use crate::affinity::{self, CpuBounds};
 use crate::codec::decode;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::group_config::GroupConfig;
-use crate::log::log_line;
 use crate::signals;
 use crate::timeline;
-use crate::timings::CallTimings;
 use crate::topology::Topology;
-use crate::transport::arena::{Arenas, PeerMemory};
-use crate::transport::detector_links::{HostAddress, Listener};
-use crate::transport::failure_detector::FailureDetector;
-use crate::transport::memory::Aligned;
-use crate::transport::process::ProcessLiveness;
-use crate::transport::shm::{self, Name, Segment};
-use crate::transport::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
-use crate::transport::wait_context::WaitCallbacks;
-use crate::transport::{GroupResources, HostLink, NetworkModel, WaitContext};
 use crate::wire_layout::exchange_buffer_bytes;
 
 /// Grace period for messages from an exited process.
 const DRAIN_GRACE: Duration = Duration::from_secs(1);
 
 /// The processes of the job.
-pub struct World {
-    /// A duplicate, separate from the program's messages. Dropped first.
-    comm: Option<Comm>,
+pub struct Job {
+    bootstrap: Arc<dyn Bootstrap>,
+    /// The messages between hosts; `None` on one host.
+    network: Option<Arc<dyn Network>>,
     topology: Arc<Topology>,
     names: Arc<[String]>,
     hosts: Vec<String>,
@@ -56,60 +49,37 @@ pub struct World {
     key: u128,
     config: Config,
     detector: Option<FailureDetector>,
-    /// The network between the hosts, measured at start; shared by all groups.
-    network: NetworkModel,
+    /// That network, measured at start.
+    network_model: NetworkModel,
     /// CPUs per rank: the minimum over all hosts.
     processors: usize,
     /// The shared memory of this host's ranks, or the reason why there is none.
     arenas: Result<Arc<Arenas>>,
     /// An error that left the ranks out of sync while a group was created: no further group can be created.
     poisoned: OnceLock<Error>,
-    leaves_mpi: AtomicBool,
+    left: AtomicBool,
 }
 
-impl World {
-    /// Initializes MPI, or adopts an initialized one, and gathers rank information. Collective: a rank with invalid
-    /// settings takes part too, and all ranks get its error.
+impl Job {
+    /// Gathers rank information and creates what the ranks share. Collective: a rank with invalid settings takes part
+    /// too, and all ranks get its error. `connect` makes the bootstrap, with the settings or the defaults.
     ///
     /// # Errors
-    /// Invalid settings of any rank; MPI is already finalized; the thread level is too low for a job on several hosts.
-    pub fn start(settings: Result<Config>) -> Result<World> {
+    /// Those of `connect`; invalid settings of any rank; several hosts without a network between them.
+    pub fn start(settings: Result<Config>, connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Result<Job> {
         let config = &settings.clone().unwrap_or_default();
-        if config.alone {
-            launcher::leave_launcher();
-        }
-        launcher::check_connection(|name| std::env::var(name).ok())?;
-        let threading = lifetime::start(config)?;
-        let adopted = !lifetime::is_owned();
-        let found = with_deadline(config, "init_mpi", &|| None, |wait_ctx| {
-            let comm = Comm::world().duplicate(wait_ctx)?;
-            let rank_info = rank_info::exchange_rank_info(&comm, &config.shm_dir, wait_ctx)?;
-            Ok((comm, rank_info))
+        let bootstrap = connect(config)?;
+        let found = with_limits("init_mpi", config.timeout, config.stall_warn, &|| None, |wait_ctx| {
+            exchange_rank_info(&*bootstrap, &config.shm_dir, wait_ctx)
         });
-        let (comm, (rank_info, key)) = found.inspect_err(|_| lifetime::leak())?;
-        if !adopted {
-            // All ranks have left MPI_Init.
-            launcher::remove_segments();
-            launcher::reclaim_segments(Path::new("/dev/shm"));
-        }
-        let rank = comm.rank()?;
-        if rank_info.len() == 1 && !config.alone {
-            launcher::check_single_rank(|name| std::env::var(name).ok())?;
-        }
+        let (rank_info, key) = found.inspect_err(|_| bootstrap.leave())?;
+        let rank = bootstrap.rank();
         if rank_info.len() == 1 {
             settings.clone()?;
         }
         let host_keys: Vec<_> = rank_info.iter().map(RankInfo::host_key).collect();
         let topology = Topology::new(rank, &host_keys);
-        // An adopted MPI may be called by its owner at any time, so serializing our own threads is not enough.
-        let needed = if adopted { Threading::Multiple } else { Threading::Serialized };
-        if topology.hosts() > 1 && threading < needed {
-            return Err(Error::Network(format!(
-                "MPI was started with {threading:?} threads, but a job on {} hosts needs {needed:?}; call \
-                 dl_comm.init_mpi() before whoever starts MPI, or ask that one for MPI_THREAD_MULTIPLE",
-                topology.hosts()
-            )));
-        }
+        let network = (topology.hosts() > 1).then(|| bootstrap.network()).transpose()?;
         let host_name = |host: usize| {
             let ranks: Vec<String> = topology.ranks_of(host).iter().map(usize::to_string).collect();
             format!("{} (ranks {})", rank_info[topology.ranks_of(host)[0]].host, ranks.join(", "))
@@ -124,8 +94,9 @@ impl World {
         let others: Vec<Option<i32>> =
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
         let liveness = ProcessLiveness::new(&others).map(Arc::new);
-        let mut world = World {
-            comm: Some(comm),
+        let mut job = Job {
+            bootstrap,
+            network,
             topology: Arc::new(topology),
             names,
             hosts,
@@ -134,47 +105,45 @@ impl World {
             key,
             config: config.clone(),
             detector: None,
-            network: NetworkModel::UNKNOWN,
+            network_model: NetworkModel::UNKNOWN,
             processors: 1,
             arenas: Err(Error::State("there is no shared memory yet".into())),
             poisoned: OnceLock::new(),
-            leaves_mpi: AtomicBool::new(false),
+            left: AtomicBool::new(false),
         };
         let ready = settings.and(liveness);
-        let cpus_per_rank =
-            world.with_deadline("init_mpi", |wait_ctx| world.count_processors(ready.map(drop), wait_ctx));
-        world.processors = cpus_per_rank.inspect_err(|error| {
+        let cpus_per_rank = job.with_deadline("init_mpi", |wait_ctx| job.count_processors(ready.map(drop), wait_ctx));
+        job.processors = cpus_per_rank.inspect_err(|error| {
             // A recoverable error is equal on all ranks; they may retry.
             if !error.is_recoverable() {
-                world.leave();
+                job.leave();
             }
         })?;
-        if world.topology.hosts() > 1 {
-            let joined = world.with_deadline("init_mpi", |wait_ctx| {
-                Ok((world.start_detector(wait_ctx)?, world.measure_network(wait_ctx)?))
+        if let Some(network) = &job.network {
+            let joined = job.with_deadline("init_mpi", |wait_ctx| {
+                Ok((job.start_detector(&**network, wait_ctx)?, job.measure_network(&**network, wait_ctx)?))
             });
             match joined {
-                Ok((detector, network)) => (world.detector, world.network) = (detector, network),
+                Ok((detector, network_model)) => (job.detector, job.network_model) = (detector, network_model),
                 Err(error) => {
-                    world.leave();
+                    job.leave();
                     return Err(error);
                 }
             }
         }
-        let arenas = world.with_deadline("init_mpi", |wait_ctx| Ok(world.make_arenas(wait_ctx)))?;
+        let arenas = job.with_deadline("init_mpi", |wait_ctx| Ok(job.make_arenas(wait_ctx)))?;
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = arenas {
-            world.leave();
+            job.leave();
             return Err(error);
         }
-        world.arenas = arenas;
-        Ok(world)
+        job.arenas = arenas;
+        Ok(job)
     }
 
     /// CPUs per rank: the minimum over all hosts. Fails on all ranks unless all are `ready`.
     fn count_processors(&self, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<usize> {
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed));
-        let bounds = self.agree_or_fail(comm, "", mine, wait_ctx)?;
+        let bounds = self.agree_or_fail("", mine, wait_ctx)?;
         let share_on_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
         Ok((0..self.topology.hosts()).map(share_on_host).min().unwrap_or(1))
@@ -182,11 +151,10 @@ impl World {
 
     /// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none.
     fn make_arenas(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>> {
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let topology = &self.topology;
         let created = shm::create_sparse(&self.config.shm_dir, topology.local_size());
         let path = created.as_ref().map(|(.., name)| text_of(name.path())).map_err(Error::clone);
-        let paths = self.agree_or_fail(comm, "", path, wait_ctx)?;
+        let paths = self.agree_or_fail("", path, wait_ctx)?;
         let (mine, file, name) = created?;
         let me = topology.local_rank();
         let mut mine = Some(mine);
@@ -197,7 +165,7 @@ impl World {
         let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
         let arenas = maps.and_then(|maps| Arenas::new(maps, me, file));
         let mapped = arenas.as_ref().map(|_| ()).map_err(Error::clone);
-        self.agree_or_fail(comm, "", mapped, wait_ctx)?;
+        self.agree_or_fail("", mapped, wait_ctx)?;
         drop::<Name>(name);
         arenas.map(Arc::new)
     }
@@ -208,16 +176,15 @@ impl World {
     }
 
     /// Measures the clock offset, and starts the failure detector on the first rank of each host.
-    fn start_detector(&self, wait_ctx: &WaitContext<'_>) -> Result<Option<FailureDetector>> {
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+    fn start_detector(&self, network: &dyn Network, wait_ctx: &WaitContext<'_>) -> Result<Option<FailureDetector>> {
         let topology = &self.topology;
         let is_leader = topology.local_rank() == 0;
         let listener = if is_leader { Listener::open(&self.config.interface).map(Some) } else { Ok(None) };
         let address = listener.as_ref().map(|found| found.as_ref().map_or(String::new(), Listener::address));
         let leaders: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[0]).collect();
-        let offset = if is_leader { rank_info::clock_offset(comm, &leaders, topology.host(), wait_ctx)? } else { 0 };
+        let offset = if is_leader { network.clock_offset(&leaders, topology.host(), wait_ctx)? } else { 0 };
         let mine = address.map(|text| (offset, text)).map_err(Error::clone);
-        let all = self.agree_or_fail(comm, "", mine, wait_ctx)?;
+        let all = self.agree_or_fail("", mine, wait_ctx)?;
         timeline::set_offset(all[leaders[topology.host()]].0);
         let Some(listener) = listener? else { return Ok(None) };
         let host = |&leader: &usize| HostAddress {
@@ -232,22 +199,21 @@ impl World {
     }
 
     /// Measures the network between neighbouring hosts. Returns the slowest values on all ranks.
-    fn measure_network(&self, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
+    fn measure_network(&self, network: &dyn Network, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {
         let topology = &self.topology;
         let neighbour = topology.host() ^ 1;
         let measured = if topology.local_rank() == 0 && neighbour < topology.hosts() {
-            Some(probe::measure(comm, topology.ranks_of(neighbour)[0], wait_ctx)?)
+            Some(network.measure(topology.ranks_of(neighbour)[0], wait_ctx)?)
         } else {
             None
         };
-        let measured = self.agree_or_fail(comm, "", Ok(measured), wait_ctx)?;
+        let measured = self.agree_or_fail("", Ok(measured), wait_ctx)?;
         Ok(NetworkModel::slowest(measured.into_iter().flatten()))
     }
 
     /// The measured network between the hosts; `None` on one host.
     pub fn network(&self) -> Option<NetworkModel> {
-        (self.topology.hosts() > 1).then_some(self.network)
+        (self.topology.hosts() > 1).then_some(self.network_model)
     }
 
     /// Host and process of every rank.
@@ -278,7 +244,7 @@ impl World {
             seen.set(Some(since));
             (since.elapsed() > DRAIN_GRACE).then(|| Error::PeerLost(format!("{description}, in {what}")))
         };
-        with_deadline(&self.config, what, &lost, work)
+        with_limits(what, self.config.timeout, self.config.stall_warn, &lost, work)
     }
 
     /// Settings of this process.
@@ -306,11 +272,10 @@ impl World {
     /// messages. Collective.
     ///
     /// # Errors
-    /// As for [`World::endpoint`].
+    /// As for [`Job::endpoint`].
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
         let mine = outcome.as_ref().map(|_| ()).map_err(Error::clone);
-        self.in_step(what, |wait_ctx| self.agree_or_fail(comm, "", mine, wait_ctx))?;
+        self.in_step(what, |wait_ctx| self.agree_or_fail("", mine, wait_ctx))?;
         outcome
     }
 
@@ -332,8 +297,7 @@ impl World {
         ready: Result<()>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<GroupResources> {
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal("MPI is gone".into()))?;
-        let comm = Arc::new(comm.duplicate(wait_ctx)?);
+        let network = self.network.as_ref().map(|network| network.duplicate(wait_ctx)).transpose()?;
         let topology = &self.topology;
         let ranks = topology.local_size();
         let layout = RegionLayout { ranks, channels: config.threads, slot: config.slot };
@@ -343,7 +307,7 @@ impl World {
             false => Ok(None),
         });
         let path = created.as_ref().map(|made| made.as_ref().map_or(String::new(), |(_, name)| text_of(name.path())));
-        let paths = self.agree_or_fail(&comm, &config.agreement(), path.map_err(Error::clone), wait_ctx)?;
+        let paths = self.agree_or_fail(&config.agreement(), path.map_err(Error::clone), wait_ctx)?;
 
         let (memory, name) = match created? {
             Some((segment, name)) => (Ok(Box::new(segment) as Box<dyn RegionMemory>), Some(name)),
@@ -354,7 +318,7 @@ impl World {
             }
         };
         let mapped = memory.as_ref().map(|_| ()).map_err(Error::clone);
-        self.agree_or_fail(&comm, "", mapped, wait_ctx)?;
+        self.agree_or_fail("", mapped, wait_ctx)?;
         drop::<Option<Name>>(name);
 
         let peer = |&rank: &usize| LocalPeer { rank, name: self.names[rank].clone() };
@@ -363,36 +327,35 @@ impl World {
         let shared = self.arenas.as_ref().ok().map(|arenas| Arc::clone(arenas) as Arc<dyn PeerMemory>);
         let region = ShmRegion::new(memory?, layout, topology.local_rank(), peers, liveness, spins(ranks))?
             .with_peer_memory(shared);
-        let links = (0..config.threads).map(|channel| self.link(&comm, channel, config.slot)).collect();
+        let links = (0..config.threads).map(|channel| self.link(network.as_deref(), channel, config.slot)).collect();
         let region = Arc::new(region);
         if let Some(detector) = &self.detector {
             detector.watch(config.id, &region);
         }
         let oversubscribed = config.threads > self.processors;
         let (topology, names) = (Arc::clone(topology), Arc::clone(&self.names));
-        Ok(GroupResources { topology, names, region, links, network: self.network, oversubscribed })
+        Ok(GroupResources { topology, names, region, links, network: self.network_model, oversubscribed })
     }
 
     /// The link of this rank in `channel`, if there are several hosts and the rank owns a shard.
-    fn link(&self, comm: &Arc<Comm>, channel: usize, slot: usize) -> Option<Box<dyn HostLink>> {
+    fn link(&self, network: Option<&dyn Network>, channel: usize, slot: usize) -> Option<Box<dyn HostLink>> {
         let topology = &self.topology;
-        let shard = topology.shard().filter(|_| topology.hosts() > 1)?;
+        let (network, shard) = (network?, topology.shard()?);
         let owners: Vec<usize> = (0..topology.hosts()).map(|host| topology.ranks_of(host)[shard]).collect();
         let capacity = exchange_buffer_bytes(slot, topology);
-        Some(Box::new(MpiLink::new(Arc::clone(comm), channel, owners, self.hosts.clone(), capacity)))
+        Some(network.link(channel, owners, self.hosts.clone(), capacity))
     }
 
     /// Gathers `shape` and this rank's outcome from all ranks. Returns all outcomes if they are `Ok` and the shapes are
     /// equal.
     fn agree_or_fail<T: Serialize + DeserializeOwned>(
         &self,
-        comm: &Comm,
         shape: &str,
         outcome: Result<T>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<Vec<T>> {
         let outcome = outcome.map_err(|error| (error.code(), shortened(error.detail())));
-        let records = all_records(comm, &(shape, outcome), wait_ctx)?;
+        let records = all_records(&*self.bootstrap, &(shape, outcome), wait_ctx)?;
         let mut values = Vec::with_capacity(records.len());
         let mut shapes = Vec::with_capacity(records.len());
         for (rank, bytes) in records.iter().enumerate() {
@@ -412,50 +375,36 @@ impl World {
         }
     }
 
-    /// Leaves MPI unfinalized on drop, because other ranks may never call MPI_Finalize.
+    /// Ends without the other ranks, which may never come.
     pub fn leave(&self) {
-        self.leaves_mpi.store(true, Ordering::Relaxed);
+        self.left.store(true, Ordering::Relaxed);
+        self.bootstrap.leave();
     }
 
-    /// Waits for all ranks before MPI_Finalize, up to the deadline, if dl_comm initialized MPI. A launcher treats a
-    /// rank that exits without MPI_Finalize as a failed job and kills the others. `failure` is that of a group.
+    /// Waits for all ranks, up to the deadline, if the bootstrap needs that. `failure` is that of a group.
     ///
     /// # Errors
-    /// A rank was lost, or did not come before the deadline; MPI is then left unfinalized.
+    /// A rank was lost, or did not come before the deadline; the job is then left.
     pub fn final_barrier(&self, failure: Option<&Error>) -> Result<()> {
-        let Some(comm) = self.comm.as_ref().filter(|_| lifetime::is_owned()) else { return Ok(()) };
-        // MPICH crashes when it sends to a host with an exited rank.
-        let lost = failure.filter(|error| self.topology.hosts() > 1 && matches!(error, Error::PeerLost(_)));
+        if !self.bootstrap.ends_together() {
+            return Ok(());
+        }
+        // A network may not survive messages to a host with an exited rank.
+        let lost = failure.filter(|error| self.network.is_some() && matches!(error, Error::PeerLost(_)));
         let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.with_deadline("finalize", |wait_ctx| comm.barrier(wait_ctx)),
+            None => self.with_deadline("finalize", |wait_ctx| self.bootstrap.barrier(wait_ctx)),
         };
         outcome.inspect_err(|_| self.leave())
     }
 }
 
-/// Leaves MPI to [`lifetime::end`], or unfinalized.
-impl Drop for World {
+impl Drop for Job {
     fn drop(&mut self) {
-        if self.leaves_mpi.load(Ordering::Relaxed) {
-            lifetime::leak();
-            mem::forget(self.comm.take());
+        if self.left.load(Ordering::Relaxed) {
             self.detector.iter_mut().for_each(FailureDetector::mark_aborted);
         }
-        drop(self.comm.take());
     }
-}
-
-/// Runs `work` with the deadline of `config`; `what` names the work in messages.
-fn with_deadline<T>(
-    config: &Config,
-    what: &str,
-    abort_reason: &dyn Fn() -> Option<Error>,
-    work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
-) -> Result<T> {
-    let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
-    let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
-    work(&WaitContext::new(Instant::now(), config.timeout, config.stall_warn, &warned, &timings, &callbacks))
 }
 
 /// Spins before sleeping; few when ranks outnumber processors.

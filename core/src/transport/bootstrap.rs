@@ -1,0 +1,116 @@
+//! How the processes of a job become ranks, and what only their launcher can give them. A job ([`super::job`]) is built
+//! on this seam. No call on tensors asks it.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::store::Store;
+use super::wait_context::WaitContext;
+use super::{HostLink, NetworkModel};
+use crate::codec::encode;
+use crate::error::Result;
+
+/// The most bytes of a record in [`Bootstrap::allgather`].
+pub const MAX_RECORD: usize = 2048;
+/// The most bytes of a text in a record, which has two at most.
+const MAX_TEXT_BYTES: usize = 1000;
+
+/// The connection of this process with the other ranks of its job.
+/// Thread rule: any thread; collective functions run one at a time, in the same order on all ranks.
+pub trait Bootstrap: Send + Sync {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks.
+    fn size(&self) -> usize;
+
+    /// Gathers a record of at most [`MAX_RECORD`] bytes from every rank, ordered by rank. Collective.
+    ///
+    /// # Errors
+    /// Those of the wait context, and [`crate::error::Error::Network`]. The ranks are out of step then.
+    fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>>;
+
+    /// Waits until all ranks have called it. Collective.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()>;
+
+    /// The key-value store of all ranks, if there is one already. Otherwise the job serves one.
+    fn store(&self) -> Option<Arc<dyn Store>>;
+
+    /// The network between hosts; asked for only by jobs on several hosts.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Network`] if the ranks cannot use one.
+    fn network(&self) -> Result<Arc<dyn Network>>;
+
+    /// Whether this process must wait for all ranks before it ends.
+    fn ends_together(&self) -> bool;
+
+    /// Ends without the other ranks, which may never come.
+    fn leave(&self);
+}
+
+/// Messages between hosts.
+/// Thread rule: any thread.
+pub trait Network: Send + Sync {
+    /// The same network with messages of its own. Collective over all ranks of the job.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>>;
+
+    /// A link between the ranks `owners` (by host), with `capacity` bytes per exchange and direction. `number`
+    /// distinguishes the links of one network; `hosts` are display names.
+    fn link(&self, number: usize, owners: Vec<usize>, hosts: Vec<String>, capacity: usize) -> Box<dyn HostLink>;
+
+    /// Measures the network to rank `other`, which calls it at the same time.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn measure(&self, other: usize, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel>;
+
+    /// The clock of the first host minus this host's clock, in nanoseconds. Called by the first ranks of all hosts,
+    /// `leaders`; `me` is the index of this host.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn clock_offset(&self, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64>;
+}
+
+/// Every rank's `record`, encoded. Collective.
+///
+/// # Errors
+/// Those of [`Bootstrap::allgather`].
+pub(super) fn all_records<T: Serialize>(
+    bootstrap: &dyn Bootstrap,
+    record: &T,
+    wait_ctx: &WaitContext<'_>,
+) -> Result<Vec<Vec<u8>>> {
+    let mut bytes = encode(record).unwrap_or_default();
+    if bytes.len() > MAX_RECORD {
+        // No rank can decode an empty record: all fail.
+        bytes.clear();
+    }
+    bootstrap.allgather(&bytes, wait_ctx)
+}
+
+/// The first characters of a text that goes into a record.
+pub(super) fn shortened(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_fits() {
+        let text = shortened(&"ä".repeat(MAX_RECORD));
+        assert_eq!(text.len(), MAX_TEXT_BYTES);
+        let record = (text, Err::<(), _>((-8, shortened(&"x".repeat(MAX_RECORD)))));
+        assert!(encode(&record).is_ok_and(|bytes| bytes.len() <= MAX_RECORD));
+    }
+}

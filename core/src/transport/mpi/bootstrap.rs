@@ -1,0 +1,137 @@
+//! The bootstrap of a job that an MPI launcher has started, and its network between hosts.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use mpi::Threading;
+
+use super::comm::Comm;
+use super::link::MpiLink;
+use super::{clock_offset, launcher, lifetime, probe};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::transport::bootstrap::{Bootstrap, MAX_RECORD, Network};
+use crate::transport::store::Store;
+use crate::transport::wait_context::with_limits;
+use crate::transport::{HostLink, NetworkModel, WaitContext};
+
+/// All ranks of an MPI job.
+struct MpiBootstrap {
+    /// A duplicate, separate from the program's messages.
+    comm: Arc<Comm>,
+    rank: usize,
+    size: usize,
+    threading: Threading,
+    /// Whether another component has initialized MPI.
+    adopted: bool,
+    left: AtomicBool,
+}
+
+/// Initializes MPI, or adopts an initialized one. Collective.
+///
+/// # Errors
+/// MPI is already finalized, or sees one process where the launcher started several.
+pub fn connect(config: &Config) -> Result<Arc<dyn Bootstrap>> {
+    if config.alone {
+        launcher::leave_launcher();
+    }
+    let lookup = |name: &str| std::env::var(name).ok();
+    launcher::check_connection(lookup)?;
+    let threading = lifetime::start(config)?;
+    let adopted = !lifetime::is_owned();
+    let duplicated =
+        with_limits("init_mpi", config.timeout, config.stall_warn, &|| None, |ctx| Comm::world().duplicate(ctx));
+    let comm = duplicated.inspect_err(|_| lifetime::leak())?;
+    if !adopted {
+        // All ranks have left MPI_Init.
+        launcher::remove_segments();
+        launcher::reclaim_segments(Path::new("/dev/shm"));
+    }
+    let (rank, size) = (comm.rank()?, comm.size()?);
+    if size == 1 && !config.alone {
+        launcher::check_single_rank(lookup)?;
+    }
+    let (comm, left) = (Arc::new(comm), AtomicBool::new(false));
+    Ok(Arc::new(MpiBootstrap { comm, rank, size, threading, adopted, left }))
+}
+
+impl Bootstrap for MpiBootstrap {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
+        // All records have one length; whoever decodes one ignores the padding, which alone is no record.
+        let mut bytes = record.to_vec();
+        bytes.resize(MAX_RECORD, 0xff);
+        self.comm.allgather(&bytes, wait_ctx)
+    }
+
+    fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.comm.barrier(wait_ctx)
+    }
+
+    fn store(&self) -> Option<Arc<dyn Store>> {
+        None
+    }
+
+    fn network(&self) -> Result<Arc<dyn Network>> {
+        // An adopted MPI may be called by its owner at any time, so serializing our own threads is not enough.
+        let needed = if self.adopted { Threading::Multiple } else { Threading::Serialized };
+        if self.threading < needed {
+            return Err(Error::Network(format!(
+                "MPI was started with {:?} threads, but a job on several hosts needs {needed:?}; call \
+                 dl_comm.init_mpi() before whoever starts MPI, or ask that one for MPI_THREAD_MULTIPLE",
+                self.threading
+            )));
+        }
+        Ok(Arc::new(MpiNetwork { comm: Arc::clone(&self.comm) }))
+    }
+
+    fn ends_together(&self) -> bool {
+        // A launcher treats a rank that exits without MPI_Finalize as a failed job and kills the others.
+        lifetime::is_owned()
+    }
+
+    /// Leaves MPI unfinalized, because other ranks may never call MPI_Finalize.
+    fn leave(&self) {
+        self.left.store(true, Ordering::Relaxed);
+        lifetime::leak();
+    }
+}
+
+impl Drop for MpiBootstrap {
+    fn drop(&mut self) {
+        if self.left.load(Ordering::Relaxed) {
+            // Messages may still be under way.
+            std::mem::forget(Arc::clone(&self.comm));
+        }
+    }
+}
+
+struct MpiNetwork {
+    comm: Arc<Comm>,
+}
+
+impl Network for MpiNetwork {
+    fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>> {
+        Ok(Arc::new(MpiNetwork { comm: Arc::new(self.comm.duplicate(wait_ctx)?) }))
+    }
+
+    fn link(&self, number: usize, owners: Vec<usize>, hosts: Vec<String>, capacity: usize) -> Box<dyn HostLink> {
+        Box::new(MpiLink::new(Arc::clone(&self.comm), number, owners, hosts, capacity))
+    }
+
+    fn measure(&self, other: usize, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {
+        probe::measure(&self.comm, other, wait_ctx)
+    }
+
+    fn clock_offset(&self, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> {
+        clock_offset::clock_offset(&self.comm, leaders, me, wait_ctx)
+    }
+}
