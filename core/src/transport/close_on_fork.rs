@@ -1,7 +1,7 @@
 //! Sockets that are closed in forked children. A child that outlives its parent (a data loader worker) would keep the
 //! connection open, and peers would not see the parent's exit. Linux has close-on-exec but no close-on-fork.
 //!
-//! Thread rule: a [`CloseOnForkStream`] may be used from any thread.
+//! Thread rule: a [`CloseOnFork`] may be used from any thread.
 
 use std::net::TcpStream;
 use std::ops::Deref;
@@ -9,8 +9,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The open sockets; -1 is free. 64 is the maximum number of detector connections for 2^32 hosts.
-static OPEN: [AtomicI32; 64] = [const { AtomicI32::new(-1) }; 64];
+/// The open sockets; -1 is free. The failure detector has at most 64 for 2^32 hosts, the server of a store one a rank.
+static OPEN: [AtomicI32; 1024] = [const { AtomicI32::new(-1) }; 1024];
 
 /// The handler runs in the forked child; only async-signal-safe calls are allowed there.
 extern "C" fn close_all() {
@@ -24,11 +24,14 @@ extern "C" fn close_all() {
 }
 
 /// A TCP connection that is closed in forked children.
-pub struct CloseOnForkStream(TcpStream);
+pub type CloseOnForkStream = CloseOnFork<TcpStream>;
 
-impl CloseOnForkStream {
+/// A socket that is closed in forked children.
+pub struct CloseOnFork<T: AsRawFd>(T);
+
+impl<T: AsRawFd> CloseOnFork<T> {
     /// Registers `stream` for closing.
-    pub fn new(stream: TcpStream) -> CloseOnForkStream {
+    pub fn new(stream: T) -> CloseOnFork<T> {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
             // SAFETY: the handler only calls close(). Registration fails when memory is exhausted; then children
@@ -38,19 +41,19 @@ impl CloseOnForkStream {
         let store =
             |slot: &AtomicI32| slot.compare_exchange(-1, stream.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed);
         let _stored = OPEN.iter().any(|slot| store(slot).is_ok());
-        CloseOnForkStream(stream)
+        CloseOnFork(stream)
     }
 }
 
-impl Deref for CloseOnForkStream {
-    type Target = TcpStream;
+impl<T: AsRawFd> Deref for CloseOnFork<T> {
+    type Target = T;
 
-    fn deref(&self) -> &TcpStream {
+    fn deref(&self) -> &T {
         &self.0
     }
 }
 
-impl Drop for CloseOnForkStream {
+impl<T: AsRawFd> Drop for CloseOnFork<T> {
     fn drop(&mut self) {
         let fd = self.0.as_raw_fd();
         // Unregister before the close: afterwards the descriptor number may be reused.

@@ -4,14 +4,12 @@
 //! Thread rule: used by the thread that starts the job.
 
 use std::collections::HashSet;
-use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::io::{ErrorKind, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt;
-
 use super::close_on_fork::CloseOnForkStream;
-use super::hello::{PendingConnections, hello};
+use super::hello::{PendingConnections, configure, hello, verify_key};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
@@ -76,6 +74,16 @@ impl Listener {
         }
     }
 
+    /// Listens on an address that only processes of this host reach.
+    ///
+    /// # Errors
+    /// [`Error::System`]
+    pub fn loopback() -> Result<Listener> {
+        let socket = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+        let socket = socket.map_err(|error| Error::system("listening for other processes of this host", error))?;
+        Ok(Listener { sockets: vec![socket] })
+    }
+
     /// The addresses, separated by commas.
     pub fn address(&self) -> String {
         let texts = self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string()));
@@ -121,7 +129,7 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     let mut pending = PendingConnections::default();
     while !missing.is_empty() {
         match pending.next(&listener.sockets, key, until) {
-            Ok((host, stream)) if missing.remove(&host) => answered.push((host, configure(stream, &hosts[host].name))),
+            Ok((host, stream)) if missing.remove(&host) => answered.push((host, connection(stream, &hosts[host].name))),
             // Not a neighbour, or a duplicate connection.
             Ok(_) => {}
             Err(error) => {
@@ -133,21 +141,12 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     // Read the answers last, when no host waits for this one.
     for (host, mut stream) in dialed {
         let verified = verify_key(&mut stream, key, until);
-        answered.push((host, verified.and_then(|()| configure(stream, &hosts[host].name))));
+        answered.push((host, verified.and_then(|()| connection(stream, &hosts[host].name))));
     }
     let warn = |(host, peer): (usize, std::io::Result<HostConnection>)| {
         peer.inspect_err(|error| warn_unmonitored(&hosts[host].name, error)).ok()
     };
     answered.into_iter().filter_map(warn).collect()
-}
-
-/// Checks that the other end knows the key: another program may listen at that address.
-fn verify_key(stream: &mut TcpStream, key: u128, until: Instant) -> std::io::Result<()> {
-    let remaining = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(remaining))?;
-    let mut answer = [0; 16];
-    stream.read_exact(&mut answer)?;
-    if answer == (!key).to_le_bytes() { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }
 }
 
 fn warn_unmonitored(name: &str, error: &std::io::Error) {
@@ -177,15 +176,8 @@ fn dial(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Re
     }
 }
 
-/// Sets the socket options: non-blocking, no delay, keepalive.
-fn configure(stream: TcpStream, name: &str) -> std::io::Result<HostConnection> {
-    stream.set_nonblocking(true)?;
-    stream.set_nodelay(true)?;
-    sockopt::set_socket_keepalive(&stream, true)?;
-    sockopt::set_tcp_keepidle(&stream, Duration::from_secs(2))?;
-    sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
-    sockopt::set_tcp_keepcnt(&stream, 3)?;
-    sockopt::set_tcp_user_timeout(&stream, 5000)?;
+fn connection(stream: TcpStream, name: &str) -> std::io::Result<HostConnection> {
+    configure(&stream)?;
     let (name, stream) = (name.to_owned(), CloseOnForkStream::new(stream));
     Ok(HostConnection { name, stream, partial: Vec::new(), unsent: Vec::new() })
 }

@@ -1,15 +1,17 @@
-//! The handshake of a connection between hosts: the job's key and the number of the calling host. Any program may
-//! connect, so unauthenticated connections are read concurrently, limited in number, and closed after a timeout.
+//! The handshake of a connection between processes of a job: the job's key and the number of the calling host or rank.
+//! Any program may connect, so unauthenticated connections are read concurrently, limited in number, and closed after a timeout.
 //!
 //! Thread rule: used by one thread.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::ops::Deref;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt;
 use rustix::time::Timespec;
 
 /// Time limit for the handshake of a connection; hosts of the job send it at once.
@@ -87,50 +89,69 @@ impl PendingConnections {
     /// # Errors
     /// [`ErrorKind::TimedOut`]; system errors.
     pub fn next(&mut self, listeners: &[TcpListener], key: u128, until: Instant) -> io::Result<(usize, TcpStream)> {
-        for socket in listeners {
-            socket.set_nonblocking(true)?;
-        }
+        let listeners: Vec<&TcpListener> = listeners.iter().collect();
+        listeners.iter().try_for_each(|socket| socket.set_nonblocking(true))?;
         loop {
             let now = Instant::now();
             if now >= until {
                 return Err(ErrorKind::TimedOut.into());
             }
-            self.0.retain(|connection| now.duration_since(connection.since) < MAX_HELLO_AGE);
-            let (new, ready) = self.poll(listeners, until.duration_since(now).min(MAX_HELLO_AGE))?;
-            // Read old connections first: accepting a new one may close an old one.
-            let mut index = 0;
-            for ready in ready {
-                match if ready { self.read(index, key) } else { Caller::Unknown } {
-                    Caller::Unknown => index += 1,
-                    Caller::Stranger => drop(self.0.remove(index)),
-                    Caller::Host(host) => {
-                        let mut stream = self.0.remove(index).stream;
-                        stream.set_nonblocking(false)?;
-                        if stream.write_all(&(!key).to_le_bytes()).is_ok() {
-                            return Ok((host, stream));
-                        }
-                    }
-                }
-            }
-            for (socket, _) in listeners.iter().zip(new).filter(|(_, new)| *new) {
-                self.accept(socket);
+            let limit = until.duration_since(now).min(MAX_HELLO_AGE);
+            let mut polled: Vec<PollFd<'_>> = self.sockets(&listeners).collect();
+            poll_until(&mut polled, Some(limit))?;
+            let ready = readiness(&polled);
+            if let Some(found) = self.advance(&listeners, &ready, key)? {
+                return Ok(found);
             }
         }
     }
 
-    /// The listening sockets with a new connection, and the connections with data, within `left`.
-    fn poll(&self, listeners: &[TcpListener], left: Duration) -> io::Result<(Vec<bool>, Vec<bool>)> {
-        let timeout = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
-        let mut polled: Vec<PollFd<'_>> = listeners.iter().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
-        polled.extend(self.0.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
-        match poll(&mut polled, Some(&timeout)) {
-            // After a signal, the caller polls again.
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+    /// The sockets to poll: the listening ones, then the connections.
+    pub fn sockets<'a, L: Deref<Target = TcpListener>>(
+        &'a self,
+        listeners: &'a [L],
+    ) -> impl Iterator<Item = PollFd<'a>> {
+        let connections = self.0.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN));
+        listeners.iter().map(|socket| PollFd::new(&**socket, PollFlags::IN)).chain(connections)
+    }
+
+    /// How long a poll may last, because connections become too old; `None` without any.
+    pub fn poll_limit(&self) -> Option<Duration> {
+        (!self.0.is_empty()).then_some(MAX_HELLO_AGE)
+    }
+
+    /// Accepts and reads what is `ready`, a flag for each of [`PendingConnections::sockets`]. Returns a connection of
+    /// this job and its host.
+    ///
+    /// # Errors
+    /// System errors.
+    pub fn advance<L: Deref<Target = TcpListener>>(
+        &mut self,
+        listeners: &[L],
+        ready: &[bool],
+        key: u128,
+    ) -> io::Result<Option<(usize, TcpStream)>> {
+        let (new, ready) = ready.split_at(listeners.len());
+        // Read old connections first: accepting a new one may close an old one.
+        let mut index = 0;
+        for &ready in ready {
+            match if ready { self.read(index, key) } else { Caller::Unknown } {
+                Caller::Unknown => index += 1,
+                Caller::Stranger => drop(self.0.remove(index)),
+                Caller::Host(host) => {
+                    let mut stream = self.0.remove(index).stream;
+                    stream.set_nonblocking(false)?;
+                    if stream.write_all(&(!key).to_le_bytes()).is_ok() {
+                        return Ok(Some((host, stream)));
+                    }
+                }
+            }
         }
-        let mut ready: Vec<bool> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
-        let connections = ready.split_off(listeners.len());
-        Ok((ready, connections))
+        self.0.retain(|connection| connection.since.elapsed() < MAX_HELLO_AGE);
+        for (socket, _) in listeners.iter().zip(new).filter(|(_, new)| **new) {
+            self.accept(socket);
+        }
+        Ok(None)
     }
 
     fn accept(&mut self, socket: &TcpListener) {
@@ -159,6 +180,51 @@ impl PendingConnections {
             Err(_) => Caller::Stranger,
         }
     }
+}
+
+/// As poll(2), for at most `limit`. A signal ends the wait.
+///
+/// # Errors
+/// System errors.
+pub fn poll_until(polled: &mut [PollFd<'_>], limit: Option<Duration>) -> io::Result<()> {
+    let limit =
+        limit.map(|limit| Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: limit.subsec_nanos().into() });
+    match poll(polled, limit.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether each socket has an event.
+pub fn readiness(polled: &[PollFd<'_>]) -> Vec<bool> {
+    polled.iter().map(|polled| !polled.revents().is_empty()).collect()
+}
+
+/// Checks that the other end knows the key: another program may listen at that address.
+///
+/// # Errors
+/// [`ErrorKind::InvalidData`]; system errors; [`ErrorKind::WouldBlock`] after `until`.
+pub fn verify_key(stream: &mut TcpStream, key: u128, until: Instant) -> io::Result<()> {
+    let remaining = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(remaining))?;
+    let mut answer = [0; 16];
+    stream.read_exact(&mut answer)?;
+    if answer == (!key).to_le_bytes() { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }
+}
+
+/// Sets the options of a connection that stays: non-blocking, no delay, keepalive.
+///
+/// # Errors
+/// System errors.
+pub fn configure(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(2))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(1))?;
+    sockopt::set_tcp_keepcnt(stream, 3)?;
+    sockopt::set_tcp_user_timeout(stream, 5000)?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -28,6 +28,7 @@ pub mod step;
 pub mod store;
 #[cfg_attr(loom, path = "loom_sync.rs")]
 pub mod sync;
+pub mod tcp_store;
 pub mod wait_context;
 
 pub use network_model::NetworkModel;

@@ -2,15 +2,19 @@
 //! no call asks it.
 
 use std::collections::HashMap;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::WaitContext;
+use super::wait_context::{WaitContext, with_limits};
+use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
 /// Interval at which a wait for a key checks its limits.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Time for a look into the store for a message about a failure.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A key-value store that all ranks of a job can use.
 /// Thread rule: any thread; a wait for a key does not block other calls.
@@ -18,14 +22,28 @@ pub trait Store: Send + Sync {
     /// Stores `value`, and replaces an earlier value.
     ///
     /// # Errors
-    /// Those of the wait context, and [`Error::Network`] when the store cannot be reached.
+    /// Those of the wait context; [`Error::Network`] or [`Error::PeerLost`] when the store cannot be reached.
     fn set(&self, key: &str, value: &[u8], wait_ctx: &WaitContext<'_>) -> Result<()>;
 
-    /// The value of `key`. Waits until it is there.
+    /// The value of `key`, if it is there now.
     ///
     /// # Errors
     /// As for [`Store::set`].
-    fn get(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<Vec<u8>>;
+    fn try_get(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<u8>>>;
+
+    /// The value of `key`. Waits until it is there. `awaited` names those who set it, and may use the store.
+    ///
+    /// # Errors
+    /// As for [`Store::set`].
+    fn wait_for(&self, key: &str, wait_ctx: &WaitContext<'_>, awaited: &dyn Fn() -> String) -> Result<Vec<u8>>;
+
+    /// As [`Store::wait_for`], and names the key in messages.
+    ///
+    /// # Errors
+    /// As for [`Store::set`].
+    fn get(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<Vec<u8>> {
+        self.wait_for(key, wait_ctx, &|| format!("'{key}'"))
+    }
 
     /// Adds `by` to the number at `key`, which starts at 0, and returns the sum. A key of a number is used by `add`
     /// only.
@@ -42,10 +60,10 @@ pub trait Store: Send + Sync {
 }
 
 /// Gathers `record` from `size` callers, of which this one has number `me`, ordered by number. Collective over the
-/// callers. `prefix` is used for one exchange only.
+/// callers. `prefix` is used for one exchange only. An error of caller 0 reaches all callers.
 ///
 /// # Errors
-/// Those of the store.
+/// Those of the store; they name the missing callers.
 pub fn allgather(
     store: &dyn Store,
     prefix: &str,
@@ -54,27 +72,77 @@ pub fn allgather(
     record: &[u8],
     wait_ctx: &WaitContext<'_>,
 ) -> Result<Vec<Vec<u8>>> {
+    if size == 1 {
+        return Ok(vec![record.to_vec()]);
+    }
     let all = format!("{prefix}/all");
     let of = |number: usize| format!("{prefix}/{number}");
+    let awaited = || missing_ranks(store, size, of);
+    store.set(&of(me), record, wait_ctx)?;
     if me != 0 {
-        store.set(&of(me), record, wait_ctx)?;
-        let records = crate::codec::decode(&store.get(&all, wait_ctx)?)?;
-        // The last reader removes the records.
-        if store.add(&format!("{prefix}/readers"), 1, wait_ctx)? == size as i64 - 1 {
-            store.delete(&all, wait_ctx)?;
-            store.delete(&format!("{prefix}/readers"), wait_ctx)?;
+        let records: Gathered = decode(&store.wait_for(&all, wait_ctx, &awaited)?)?;
+        // The last reader removes the records. A store that is gone needs no cleaning.
+        let readers = format!("{prefix}/readers");
+        if store.add(&readers, 1, wait_ctx) == Ok(size as i64 - 1) {
+            let _removed = store.delete(&all, wait_ctx).and_then(|()| store.delete(&readers, wait_ctx));
         }
-        return Ok(records);
+        return records.map_err(|(code, text)| Error::from_code(code, text));
     }
-    let mut records = vec![record.to_vec()];
-    for number in 1..size {
-        records.push(store.get(&of(number), wait_ctx)?);
-        store.delete(&of(number), wait_ctx)?;
+    let records = (0..size).map(|number| store.wait_for(&of(number), wait_ctx, &awaited)).collect::<Result<Vec<_>>>();
+    let gathered: Gathered = records.clone().map_err(|error| (error.code(), error.detail().to_owned()));
+    store.set(&all, &encode(&gathered)?, wait_ctx)?;
+    (0..size).try_for_each(|number| store.delete(&of(number), wait_ctx))?;
+    records
+}
+
+/// The records of all callers, or the code and text of caller 0's error.
+type Gathered = std::result::Result<Vec<Vec<u8>>, (i32, String)>;
+
+/// Names the ranks below `size` without a key, for messages.
+pub(super) fn missing_ranks(store: &dyn Store, size: usize, key: impl Fn(usize) -> String) -> String {
+    let here = |rank: usize| with_limits("", Some(LOOK), None, &|| None, |ctx| store.try_get(&key(rank), ctx));
+    let missing: Vec<String> =
+        (0..size).filter(|&rank| here(rank) == Ok(None)).map(|rank| format!("rank {rank}")).collect();
+    if missing.is_empty() { "rank 0".to_owned() } else { missing.join(", ") }
+}
+
+/// A part of a store: keys with a prefix.
+pub struct PrefixStore {
+    store: Arc<dyn Store>,
+    prefix: String,
+}
+
+impl PrefixStore {
+    /// The keys of `store` that start with `prefix` and a slash.
+    pub fn new(store: Arc<dyn Store>, prefix: String) -> PrefixStore {
+        PrefixStore { store, prefix }
     }
-    if size > 1 {
-        store.set(&all, &crate::codec::encode(&records)?, wait_ctx)?;
+
+    fn key(&self, key: &str) -> String {
+        format!("{}/{key}", self.prefix)
     }
-    Ok(records)
+}
+
+impl Store for PrefixStore {
+    fn set(&self, key: &str, value: &[u8], wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.store.set(&self.key(key), value, wait_ctx)
+    }
+
+    fn try_get(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<u8>>> {
+        self.store.try_get(&self.key(key), wait_ctx)
+    }
+
+    fn wait_for(&self, key: &str, wait_ctx: &WaitContext<'_>, awaited: &dyn Fn() -> String) -> Result<Vec<u8>> {
+        self.store.wait_for(&self.key(key), wait_ctx, awaited)
+    }
+
+    fn add(&self, key: &str, by: i64, wait_ctx: &WaitContext<'_>) -> Result<i64> {
+        self.store.add(&self.key(key), by, wait_ctx)
+    }
+
+    fn delete(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.store.delete(&self.key(key), wait_ctx)
+    }
 }
 
 /// A store in the memory of this process, for ranks that are threads, and behind the server of other stores.
@@ -86,8 +154,16 @@ pub struct MemoryStore {
 
 impl MemoryStore {
     /// The value of `key` now.
-    pub fn try_get(&self, key: &str) -> Option<Vec<u8>> {
+    pub fn value(&self, key: &str) -> Option<Vec<u8>> {
         lock(&self.values).get(key).cloned()
+    }
+
+    /// The keys, in order.
+    #[cfg(test)]
+    pub fn keys(&self) -> Vec<String> {
+        let mut keys: Vec<String> = lock(&self.values).keys().cloned().collect();
+        keys.sort_unstable();
+        keys
     }
 
     /// As [`Store::set`], without limits.
@@ -123,14 +199,18 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn get(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<Vec<u8>> {
+    fn try_get(&self, key: &str, _wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<u8>>> {
+        Ok(self.value(key))
+    }
+
+    fn wait_for(&self, key: &str, wait_ctx: &WaitContext<'_>, awaited: &dyn Fn() -> String) -> Result<Vec<u8>> {
         let mut values = lock(&self.values);
         loop {
             if let Some(value) = values.get(key) {
                 return Ok(value.clone());
             }
             drop(values);
-            wait_ctx.check(Duration::ZERO, &|| format!("'{key}'"))?;
+            wait_ctx.check(Duration::ZERO, awaited)?;
             values = lock(&self.values);
             if !values.contains_key(key) {
                 values = self.changed.wait_timeout(values, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
