@@ -51,15 +51,16 @@ typedef enum dlDataType {
 
 /* ---- The nine functions of the Cray PE DL Plugin --------------------------------------------------------------- */
 
-/* Initializes MPI, or adopts an initialized MPI. A process without a launcher is rank 0 of 1. Collective. */
+/* Makes this process a rank. Initializes MPI, or adopts an initialized MPI. A process without a launcher is the rank
+ * that DL_COMM_RANK, DL_COMM_SIZE and DL_COMM_ADDR name, without MPI; else rank 0 of 1. Collective. */
 int dl_comm_init_mpi(void);
 
-/* Initializes MPI if necessary, and everything that the other functions need. Collective. */
+/* Calls dl_comm_init_mpi if necessary, and initializes everything that the other functions need. Collective. */
 int dl_comm_init(void);
 
 /* Destroys all teams, and finalizes MPI if dl_comm initialized it. May be called twice. Collective: waits for the
  * other ranks until the deadline of DL_COMM_TIMEOUT_S. After that it leaves MPI unfinalized, and the process exits
- * with a status other than 0. */
+ * with a status other than 0. Ranks without a launcher may start again. */
 int dl_comm_finalize(void);
 
 /* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1). `prec_level` 0 accumulates float16,
@@ -142,6 +143,38 @@ int dl_comm_config_team(int team, int trans_alg, int ksteps, int max_steps, int 
 /* As dl_comm_broadcast for one tower. `timeout` as for dl_comm_average_towers. Collective. */
 int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int root, const char* name,
                               double timeout);
+
+/* ---- Ranks without a launcher -------------------------------------------------------------------------------------
+ * Processes of one host become ranks by a key-value store that all of them can use, such as torch's. MPI is not used.
+ * After dl_comm_finalize, such a process may start again, as another rank too. */
+
+/* Returned by `get` of a store when the time has passed and the key is not there. */
+#define DL_COMM_STORE_NOT_YET 1
+
+/* A store. Set it to zero bytes and `size` to sizeof(dl_comm_store_t) first: later versions add fields at the end. The
+ * functions get `context` and a key, a C string. They return 0 on success and a negative number on failure, which ends
+ * the start or the creation of a group with an error. They may be called from any thread, several at once.
+ * - `set` stores `length` bytes, and replaces an earlier value.
+ * - `get` waits up to `timeout` seconds (0: not at all) for the key, and returns DL_COMM_STORE_NOT_YET if it is not
+ *   there. If it is, stores the value's length in `length`, and the value in `buffer` if it has at most `capacity`
+ *   bytes; if it is longer, `get` is called again with a larger buffer.
+ * - `add` adds `by` to the number at the key, which is 0 at first, and stores the sum. Other functions do not use the
+ *   key of a number.
+ * - `remove` removes a key, which need not be there. May be NULL: then all keys stay. */
+typedef struct dl_comm_store {
+  size_t size;
+  void* context;
+  int (*set)(void* context, const char* key, const void* value, size_t length);
+  int (*get)(void* context, const char* key, double timeout, void* buffer, size_t capacity, size_t* length);
+  int (*add)(void* context, const char* key, int64_t by, int64_t* sum);
+  int (*remove)(void* context, const char* key);
+} dl_comm_store_t;
+
+/* As dl_comm_init_mpi: makes this process rank `rank` (from 0) of `nranks` on this host, by `store`. The structure is
+ * copied; its functions and its context must stay valid until dl_comm_finalize or a failure of this function. Keys
+ * begin with "dl_comm/". Waits for the other ranks until the deadline of DL_COMM_TIMEOUT_S; the error names those that
+ * are missing. Collective. */
+int dl_comm_init_store(const dl_comm_store_t* store, int rank, int nranks);
 
 /* ---- Every collective, on a group ---------------------------------------------------------------------------------
  * A group is an ordered set of ranks. Its calls are matched by collective, operator, root, name, element types and

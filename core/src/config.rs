@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use xxhash_rust::xxh3::xxh3_128;
+
 use crate::affinity::Affinity;
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::{DeviceSettings, PathSetting};
@@ -53,6 +55,55 @@ pub enum DumpDir {
     Folder(String),
     /// No dumps, except on request of the program.
     Disabled,
+}
+
+/// How plain processes find each other without a launcher.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendezvous {
+    /// `DL_COMM_RANK`: this process's rank.
+    pub rank: usize,
+    /// `DL_COMM_SIZE`: the number of ranks.
+    pub size: usize,
+    /// `DL_COMM_ADDR`: host and port on which rank 0 listens.
+    pub address: String,
+    /// A hash of `DL_COMM_JOB_KEY`, the secret of the job.
+    pub key: Option<u128>,
+}
+
+impl Rendezvous {
+    /// Parses the variables returned by `lookup`; `None` if none is set.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if only some are set, or one is invalid.
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Rendezvous>> {
+        let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
+        let names = ["DL_COMM_RANK", "DL_COMM_SIZE", "DL_COMM_ADDR"];
+        let [Some(rank), Some(size), Some(address)] = names.map(get) else {
+            let missing: Vec<&str> = names.into_iter().filter(|name| get(name).is_none()).collect();
+            let key_only = missing.len() == names.len() && get("DL_COMM_JOB_KEY").is_none();
+            let why = format!("{} are set together; not set: {}", names.join(", "), missing.join(", "));
+            return if key_only { Ok(None) } else { Err(Error::Invalid(why)) };
+        };
+        let number = |name: &str, text: &str, what: &str| {
+            text.trim().parse::<u32>().map_err(|_| Error::Invalid(format!("{name} is '{text}'; set it to {what}")))
+        };
+        let rank = number("DL_COMM_RANK", &rank, "the rank of this process, from 0")? as usize;
+        let size = number("DL_COMM_SIZE", &size, "the number of ranks")? as usize;
+        if rank >= size {
+            return Err(Error::Invalid(format!(
+                "DL_COMM_RANK is {rank}; it is from 0 to DL_COMM_SIZE - 1 ({size} - 1)"
+            )));
+        }
+        let address = address.trim().to_owned();
+        if address
+            .rsplit_once(':')
+            .is_none_or(|(host, port)| host.is_empty() || !port.parse().is_ok_and(|port: u16| port > 0))
+        {
+            return Err(Error::Invalid(format!("DL_COMM_ADDR is '{address}'; set it to host:port of rank 0")));
+        }
+        let key = get("DL_COMM_JOB_KEY").map(|secret| xxh3_128(secret.as_bytes()));
+        Ok(Some(Rendezvous { rank, size, address, key }))
+    }
 }
 
 impl Default for Config {
@@ -176,6 +227,32 @@ mod tests {
         assert_eq!(with("DL_COMM_NUM_CUDA_STREAMS", "3").unwrap().device.streams, 3);
         assert_eq!(with("DL_COMM_DUMP_DIR", "none").unwrap().dump_dir, DumpDir::Disabled);
         assert_eq!(with("DL_COMM_DUMP_DIR", "/x").unwrap().dump_dir, DumpDir::Folder("/x".into()));
+    }
+
+    #[test]
+    fn plain_processes_need_rank_size_and_address() {
+        let from = |set: &[(&str, &str)]| {
+            Rendezvous::from_lookup(|asked| {
+                set.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned())
+            })
+        };
+        let (rank, size, address) = (("DL_COMM_RANK", "1"), ("DL_COMM_SIZE", "2"), ("DL_COMM_ADDR", "localhost:7000"));
+        assert_eq!(from(&[]), Ok(None));
+        let found = from(&[rank, size, address]).unwrap().unwrap();
+        assert_eq!(found, Rendezvous { rank: 1, size: 2, address: "localhost:7000".into(), key: None });
+        let key = |secret| from(&[rank, size, address, ("DL_COMM_JOB_KEY", secret)]).unwrap().unwrap().key.unwrap();
+        assert_ne!(key("a"), key("b"));
+        for (set, named) in [
+            (&[rank][..], "not set: DL_COMM_SIZE, DL_COMM_ADDR"),
+            (&[("DL_COMM_JOB_KEY", "a")], "not set: DL_COMM_RANK"),
+            (&[("DL_COMM_RANK", "2"), size, address], "DL_COMM_RANK is 2"),
+            (&[("DL_COMM_RANK", "x"), size, address], "DL_COMM_RANK is 'x'"),
+            (&[rank, ("DL_COMM_SIZE", "-1"), address], "DL_COMM_SIZE is '-1'"),
+            (&[rank, size, ("DL_COMM_ADDR", "host")], "DL_COMM_ADDR is 'host'"),
+            (&[rank, size, ("DL_COMM_ADDR", "host:0")], "DL_COMM_ADDR is 'host:0'"),
+        ] {
+            assert!(matches!(from(set), Err(Error::Invalid(text)) if text.contains(named)), "{set:?}");
+        }
     }
 
     #[test]

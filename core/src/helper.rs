@@ -5,7 +5,8 @@
 //! variables: a process started by another launcher is a rank of its own.
 //! Thread rule: all functions may be called from any thread.
 
-use std::sync::OnceLock;
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -34,9 +35,14 @@ pub struct RankPosition {
     pub pid: u32,
 }
 
-/// Position of this process, set once it is a rank. Forked children inherit it. No mutex: a child may inherit it
-/// locked.
-static POSITION: OnceLock<RankPosition> = OnceLock::new();
+/// Position of this process, set when it becomes a rank. Forked children inherit it. No mutex: a child may inherit it
+/// locked. A value is never freed.
+static POSITION: AtomicPtr<RankPosition> = AtomicPtr::new(ptr::null_mut());
+
+fn position() -> Option<RankPosition> {
+    // SAFETY: null, or a value that lives for ever and is not changed.
+    unsafe { POSITION.load(Ordering::Acquire).as_ref() }.copied()
+}
 
 fn lookup(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -47,23 +53,29 @@ fn runs_alone() -> bool {
     lookup("DL_COMM_ALONE").is_some_and(|value| value.trim() == "1")
 }
 
-/// Records that this process is a rank. If a launcher started it, also marks its future child processes and removes the
-/// launcher's connection from their environment: a child could act as this rank through it.
-pub fn mark(topology: &Topology) {
+/// Records that this process is a rank. If others are too, or a launcher started it, also marks its future child
+/// processes. With `uses_launcher`, removes the launcher's connection from their environment: a child could act as this
+/// rank through it.
+pub fn mark(topology: &Topology, uses_launcher: bool) {
     let (rank, size, hosts) = (topology.rank(), topology.size(), topology.hosts());
     let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
     let info = RankPosition { rank, size, local_rank, local_size, hosts, pid: std::process::id() };
-    let _first = POSITION.set(info);
-    if size > 1 || (launched(lookup) && !runs_alone()) {
-        leave_launcher();
-        // SAFETY: as in `leave_launcher`.
-        unsafe { std::env::set_var(MARK, encode(&info, identity(lookup))) };
+    POSITION.store(Box::into_raw(Box::new(info)), Ordering::Release);
+    if size > 1 || (uses_launcher && launched(lookup) && !runs_alone()) {
+        if uses_launcher {
+            leave_launcher();
+        }
+        let mark = encode(&info, identity(lookup));
+        if lookup(MARK).as_ref() != Some(&mark) {
+            // SAFETY: no other thread accesses the environment: this is a part of the process's start.
+            unsafe { std::env::set_var(MARK, mark) };
+        }
     }
 }
 
 /// The position of this rank, or of the rank that this helper belongs to.
 pub fn info() -> Option<RankPosition> {
-    POSITION.get().copied().or_else(marked)
+    position().or_else(marked)
 }
 
 fn marked() -> Option<RankPosition> {
@@ -74,13 +86,13 @@ fn marked() -> Option<RankPosition> {
 /// The error that a helper gets when it tries to communicate.
 pub fn refusal() -> Option<Error> {
     if fork::is_child() {
-        let owner = POSITION.get().map_or(0, |info| info.pid);
+        let owner = position().map_or(0, |info| info.pid);
         return Some(Error::State(format!(
             "this process was forked from process {owner}, which uses dl_comm; a forked child knows rank and size and cannot \
              communicate: do that in the rank itself"
         )));
     }
-    let RankPosition { rank, pid, .. } = marked().filter(|_| POSITION.get().is_none())?;
+    let RankPosition { rank, pid, .. } = marked().filter(|_| position().is_none())?;
     Some(Error::State(format!(
         "this process is a helper of rank {rank} (pid {pid}), which has started it: it knows rank and size and cannot \
          communicate; do that in the rank itself, or start it with a launcher, or with DL_COMM_ALONE=1, for a job of its own"

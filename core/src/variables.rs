@@ -3,7 +3,8 @@
 use strsim::levenshtein;
 
 /// Variables that dl_comm and its Python package read or set for their own processes.
-pub const KNOWN: [&str; 22] = [
+pub const KNOWN: [&str; 26] = [
+    "DL_COMM_ADDR",
     "DL_COMM_AFFINITY",
     "DL_COMM_ALGORITHM",
     "DL_COMM_ALONE",
@@ -16,11 +17,14 @@ pub const KNOWN: [&str; 22] = [
     "DL_COMM_DUMP_DIR",
     "DL_COMM_GPU_PATH",
     "DL_COMM_HELPER_OF",
+    "DL_COMM_JOB_KEY",
     "DL_COMM_MATCH_TIMEOUT_S",
     "DL_COMM_NUM_CUDA_STREAMS",
     "DL_COMM_PIPELINE_CHUNK_KB",
+    "DL_COMM_RANK",
     "DL_COMM_RUN_CONFIG",
     "DL_COMM_SHM_DIR",
+    "DL_COMM_SIZE",
     "DL_COMM_SOCKET_IFNAME",
     "DL_COMM_STALL_WARN_S",
     "DL_COMM_TIMELINE",

@@ -28,7 +28,8 @@ _FRAMEWORKS = (None, "numpy", "tensorflow", "keras", "torch")
 def init_mpi() -> None:
     """Initializes MPI, or uses an MPI that mpi4py or another library has initialized. Collective.
 
-    Afterwards ranks and sizes are known. ``init`` calls it if needed.
+    A process without a launcher that has ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR`` becomes a rank without
+    MPI (``docs/run.md``). Afterwards ranks and sizes are known. ``init`` calls it if needed.
 
     Does nothing in a process that a rank has started or forked, such as a data loader worker. Such a process is a
     helper of the rank: it knows the rank's numbers, and communication in it raises StateError. Programs that this

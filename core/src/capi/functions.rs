@@ -7,6 +7,7 @@ use std::ptr;
 use super::arguments::{
     CBuffer, CDevice, Views, copy_text, device_of, number, tensors, text, to_device, towers, views,
 };
+use super::store::{CStore, to_store};
 use crate::error::{Error, Result, guard};
 use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
@@ -121,6 +122,22 @@ safe_functions! {
     }
     fn dl_comm_core_id() -> usize { runtime::core_id() }
     fn dl_comm_version() -> *const c_char { concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast() }
+}
+
+/// `dl_comm_init_store` of `dl_comm.h`.
+///
+/// # Safety
+/// `store` is NULL or valid, as the header documents; its functions may be called until dl_comm_finalize has returned.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_init_store(store: *const CStore, rank: c_int, nranks: c_int) -> c_int {
+    status(|| {
+        if !(0..nranks).contains(&rank) {
+            return Err(Error::Invalid(format!("rank {rank} of {nranks} ranks; ranks go from 0 to nranks - 1")));
+        }
+        let (rank, size) = (rank.unsigned_abs() as usize, nranks.unsigned_abs() as usize);
+        // SAFETY: the caller's promise.
+        runtime::start_by_store(rank, size, &unsafe { to_store(store) }?)
+    })
 }
 
 /// `dl_comm_abort` of `dl_comm.h`.

@@ -5,7 +5,9 @@
 mod arguments;
 mod collectives;
 mod functions;
+mod store;
 
 pub use arguments::{CBuffer, CDevice};
 pub use collectives::*;
 pub use functions::*;
+pub use store::CStore;

@@ -81,7 +81,7 @@ pub fn overview() -> Result<ProcessInfo> {
     read(|state| {
         Ok(match state {
             RuntimeState::NotStarted => ProcessInfo { state: "not_started", ..ProcessInfo::default() },
-            RuntimeState::Finalized(topology) => {
+            RuntimeState::Finalized { topology, .. } => {
                 ProcessInfo { state: "finalized", topology: Some(Arc::clone(topology)), ..ProcessInfo::default() }
             }
             RuntimeState::Started(runtime) => ProcessInfo {

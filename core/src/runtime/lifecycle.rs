@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
 use super::team_creation::make_team;
 use super::{calls, memory};
-use crate::config::Config;
+use crate::config::{Config, Rendezvous};
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
 use crate::fork;
@@ -20,15 +20,42 @@ use crate::lock::lock;
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
+use crate::transport::bootstrap::Bootstrap;
 use crate::transport::job::Job;
 use crate::transport::launcher;
+use crate::transport::store::Store;
+use crate::transport::store_bootstrap::{connect_by_address, connect_by_store};
 use crate::variables;
 
-/// Makes this process a rank. Does nothing if it already is one, and in a helper process of a rank. Collective.
+/// Makes this process a rank: by the variables of plain processes if they are set and no launcher has started it, else
+/// by the launcher's library. Does nothing if it already is one, and in a helper process of a rank. Collective.
 ///
 /// # Errors
-/// Those of [`Config::from_env`] and [`Job::start`]; [`Error::State`] after [`finalize`].
+/// Those of [`Config::from_env`] and [`Job::start`]; [`Error::State`] after [`finalize`] of a launcher's job.
 pub fn start() -> Result<()> {
+    start_by(|config| {
+        let lookup = |name: &str| std::env::var(name).ok();
+        match Rendezvous::from_lookup(lookup)? {
+            Some(rendezvous) if !config.alone && !launcher::launched(lookup) && !launcher::is_started() => {
+                connect_by_address(&rendezvous, config)
+            }
+            _ => launcher::connect(config),
+        }
+    })
+}
+
+/// Makes this process rank `rank` of `size` by `store`. Collective.
+///
+/// # Errors
+/// As for [`start`]; [`Error::State`] if the process is a rank.
+pub fn start_by_store(rank: usize, size: usize, store: &Arc<dyn Store>) -> Result<()> {
+    if topology().is_ok() && config().is_ok() {
+        return Err(Error::State("dl_comm is initialised already; call finalize() first".into()));
+    }
+    start_by(|config| connect_by_store(rank, size, store, config))
+}
+
+fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
     }
@@ -36,14 +63,14 @@ pub fn start() -> Result<()> {
     fork::install_handler();
     write(|state| match state {
         RuntimeState::Started(_) => Ok(()),
-        RuntimeState::Finalized(_) => Err(finalized()),
-        RuntimeState::NotStarted => {
-            let job = Job::start(Config::from_env(), launcher::connect)?;
+        RuntimeState::Finalized { can_start: false, .. } => Err(finalized()),
+        RuntimeState::Finalized { .. } | RuntimeState::NotStarted => {
+            let job = Job::start(Config::from_env(), connect)?;
             let config = job.config().clone();
             if config.timeout.is_none() && job.topology().rank() == 0 {
                 log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
-            helper::mark(job.topology());
+            helper::mark(job.topology(), job.uses_launcher());
             if job.topology().rank() == 0 {
                 let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
                 variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
@@ -138,7 +165,7 @@ fn end(reason: Option<Error>) -> Result<()> {
             launcher::end();
             return Ok(());
         };
-        let next = RuntimeState::Finalized(Arc::clone(&runtime.topology));
+        let next = RuntimeState::Finalized { topology: Arc::clone(&runtime.topology), can_start: false };
         std::mem::replace(&mut *state, next)
     };
     let RuntimeState::Started(runtime) = previous else { return Ok(()) };
@@ -167,8 +194,12 @@ fn end(reason: Option<Error>) -> Result<()> {
     calls::forget_teams();
     teams.values().for_each(|team| team.group().release_resources());
     drop(teams);
+    let can_start = !lock(&job).uses_launcher();
     drop(job);
+    memory::drop_unused();
     launcher::end();
+    // Only now: a new start must not meet a part of the old job.
+    *STATE.write().unwrap_or_else(PoisonError::into_inner) = RuntimeState::Finalized { topology, can_start };
     Ok(())
 }
 

@@ -1,17 +1,24 @@
 //! Shared memory of the local ranks.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex};
 
 use super::state::{check_fork, not_started, started};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::transport::arena::{Arenas, PeerMemory};
 
-/// The arenas of this host, or the reason why there are none. Never freed, because callers may hold memory in them.
-static ARENAS: OnceLock<Result<Arc<Arenas>>> = OnceLock::new();
+/// The arenas of this host, or the reason why there are none: of the jobs of this process, the current one last. Those of
+/// an ended job stay while callers hold memory in them.
+static ARENAS: Mutex<Vec<Result<Arc<Arenas>>>> = Mutex::new(Vec::new());
 
 /// Stores the arenas of this host, or the reason why there are none.
 pub(super) fn keep(arenas: &Result<Arc<Arenas>>) {
-    let _first = ARENAS.set(arenas.clone());
+    lock(&ARENAS).push(arenas.clone());
+}
+
+/// Drops the arenas of ended jobs in which nobody holds memory.
+pub(super) fn drop_unused() {
+    lock(&ARENAS).retain(|arenas| arenas.as_ref().is_ok_and(|arenas| arenas.is_in_use()));
 }
 
 /// Allocates `len` zeroed bytes of memory shared by the local ranks; see [`PeerMemory::alloc_zeroed`].
@@ -20,7 +27,9 @@ pub(super) fn keep(arenas: &Result<Arc<Arenas>>) {
 /// [`Error::System`] if the memory is exhausted; the reason why there is no shared memory; [`Error::State`] before
 /// [`start`](super::start).
 pub fn alloc(len: usize) -> Result<*mut u8> {
-    started(|_| arenas()?.alloc_zeroed(len))
+    started(|_| Ok(()))?;
+    let arenas = lock(&ARENAS).last().cloned().ok_or_else(not_started)??;
+    arenas.alloc_zeroed(len)
 }
 
 /// Frees memory from [`alloc`], also after [`finalize`](super::finalize). Does nothing for null.
@@ -35,10 +44,16 @@ pub unsafe fn free(memory: *mut u8) -> Result<()> {
     if memory.is_null() {
         return Ok(());
     }
+    let mut all = lock(&ARENAS);
+    let index = all.iter().position(|arenas| arenas.as_ref().is_ok_and(|arenas| arenas.contains(memory)));
+    let Some((index, Ok(arenas))) = index.and_then(|index| Some((index, all.get(index)?))) else {
+        let reason = all.last().and_then(|arenas| arenas.as_ref().err().cloned());
+        return Err(reason.unwrap_or_else(|| Error::Invalid("this memory is not from dl_comm_alloc".into())));
+    };
     // SAFETY: the caller's promise.
-    unsafe { arenas()?.free(memory) }
-}
-
-fn arenas() -> Result<&'static Arc<Arenas>> {
-    ARENAS.get().ok_or_else(not_started)?.as_ref().map_err(Error::clone)
+    unsafe { arenas.free(memory) }?;
+    if index + 1 < all.len() && !arenas.is_in_use() {
+        drop(all.remove(index));
+    }
+    Ok(())
 }

@@ -40,8 +40,11 @@ pub(super) struct Runtime {
 pub(super) enum RuntimeState {
     NotStarted,
     Started(Box<Runtime>),
-    /// The topology remains available.
-    Finalized(Arc<Topology>),
+    /// The topology remains available. A new start is possible once the end is complete, if no launcher's library was used.
+    Finalized {
+        topology: Arc<Topology>,
+        can_start: bool,
+    },
 }
 
 pub(super) static STATE: RwLock<RuntimeState> = RwLock::new(RuntimeState::NotStarted);
@@ -73,7 +76,7 @@ pub(super) fn started<T>(view: impl FnOnce(&Runtime) -> Result<T>) -> Result<T> 
     read(|state| match state {
         RuntimeState::Started(runtime) => view(runtime),
         RuntimeState::NotStarted => Err(not_started()),
-        RuntimeState::Finalized(_) => Err(finalized()),
+        RuntimeState::Finalized { .. } => Err(finalized()),
     })
 }
 
@@ -116,7 +119,7 @@ pub fn is_helper() -> bool {
 pub fn topology() -> Result<Arc<Topology>> {
     read(|state| match state {
         RuntimeState::Started(runtime) => Ok(Arc::clone(&runtime.topology)),
-        RuntimeState::Finalized(topology) => Ok(Arc::clone(topology)),
+        RuntimeState::Finalized { topology, .. } => Ok(Arc::clone(topology)),
         RuntimeState::NotStarted => Err(not_started()),
     })
 }

@@ -86,6 +86,16 @@ impl Arenas {
         self.maps[local_rank].as_mut_ptr()
     }
 
+    /// Whether anything but the header is allocated.
+    pub fn is_in_use(&self) -> bool {
+        lock(&self.ranges).num_allocations() > 1
+    }
+
+    /// Whether `memory` is in the arena of this rank.
+    pub fn contains(&self, memory: *const u8) -> bool {
+        self.offset_of(memory.addr()..memory.addr()).is_some()
+    }
+
     /// Allocates a range of pages and reserves them in the file system.
     fn reserve(&self, ranges: &mut RangeAllocator, len: usize) -> Result<usize> {
         let full = |why: &str| {

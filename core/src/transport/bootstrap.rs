@@ -31,12 +31,6 @@ pub trait Bootstrap: Send + Sync {
     /// Those of the wait context, and [`crate::error::Error::Network`]. The ranks are out of step then.
     fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>>;
 
-    /// Waits until all ranks have called it. Collective.
-    ///
-    /// # Errors
-    /// As for [`Bootstrap::allgather`].
-    fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()>;
-
     /// The key-value store of all ranks, if there is one already. Otherwise the job serves one.
     fn store(&self) -> Option<Arc<dyn Store>>;
 
@@ -46,8 +40,18 @@ pub trait Bootstrap: Send + Sync {
     /// [`crate::error::Error::Network`] if the ranks cannot use one.
     fn network(&self) -> Result<Arc<dyn Network>>;
 
-    /// Whether this process must wait for all ranks before it ends.
+    /// Whether the library of a launcher is behind it: it cannot be started again in this process, and child processes
+    /// must not inherit its connection.
+    fn uses_launcher(&self) -> bool;
+
+    /// Whether this process must call [`Bootstrap::finish`] before it ends.
     fn ends_together(&self) -> bool;
+
+    /// Waits until all ranks have called it; no other function may be called afterwards. Collective.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn finish(&self, wait_ctx: &WaitContext<'_>) -> Result<()>;
 
     /// Ends without the other ranks, which may never come.
     fn leave(&self);

@@ -1,6 +1,7 @@
 //! The job: gathers rank information through a [`Bootstrap`], and creates the resources of groups.
 
 use std::cell::Cell;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -19,6 +20,8 @@ use super::process::ProcessLiveness;
 use super::rank_info::{RankInfo, exchange_rank_info};
 use super::shm::{self, Name, Segment};
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
+use super::store::{MemoryStore, Store};
+use super::tcp_store::{ServedStore, TcpStore};
 use super::wait_context::{WaitContext, with_limits};
 use super::{GroupResources, HostLink, NetworkModel};
 use crate::affinity::{self, CpuBounds};
@@ -37,6 +40,8 @@ const DRAIN_GRACE: Duration = Duration::from_secs(1);
 /// The processes of the job.
 pub struct Job {
     bootstrap: Arc<dyn Bootstrap>,
+    /// Where ranks find each other later on.
+    store: Arc<dyn Store>,
     /// The messages between hosts; `None` on one host.
     network: Option<Arc<dyn Network>>,
     topology: Arc<Topology>,
@@ -95,6 +100,7 @@ impl Job {
             topology.local_ranks().iter().map(|&other| pids[other].filter(|_| other != rank)).collect();
         let liveness = ProcessLiveness::new(&others).map(Arc::new);
         let mut job = Job {
+            store: bootstrap.store().unwrap_or_else(|| Arc::new(MemoryStore::default())),
             bootstrap,
             network,
             topology: Arc::new(topology),
@@ -111,14 +117,20 @@ impl Job {
             poisoned: OnceLock::new(),
             left: AtomicBool::new(false),
         };
-        let ready = settings.and(liveness);
-        let cpus_per_rank = job.with_deadline("init_mpi", |wait_ctx| job.count_processors(ready.map(drop), wait_ctx));
-        job.processors = cpus_per_rank.inspect_err(|error| {
+        let served = settings.and(liveness).and_then(|_| job.serve_store());
+        let agreed = job.with_deadline("init_mpi", |wait_ctx| job.agree_on_start(&served, wait_ctx));
+        let (processors, addresses) = agreed.inspect_err(|error| {
             // A recoverable error is equal on all ranks; they may retry.
             if !error.is_recoverable() {
                 job.leave();
             }
         })?;
+        job.processors = processors;
+        if let Some((store, _)) = served? {
+            job.store = store;
+        } else if !addresses.is_empty() {
+            job.store = Arc::new(TcpStore::new(addresses, key, rank));
+        }
         if let Some(network) = &job.network {
             let joined = job.with_deadline("init_mpi", |wait_ctx| {
                 Ok((job.start_detector(&**network, wait_ctx)?, job.measure_network(&**network, wait_ctx)?))
@@ -140,13 +152,33 @@ impl Job {
         Ok(job)
     }
 
-    /// CPUs per rank: the minimum over all hosts. Fails on all ranks unless all are `ready`.
-    fn count_processors(&self, ready: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<usize> {
-        let mine = ready.and_then(|()| affinity::allowed()).map(|(allowed, _)| CpuBounds::of(&allowed));
-        let bounds = self.agree_or_fail("", mine, wait_ctx)?;
+    /// Rank 0 serves a store, unless there is one. Returns the store and its addresses.
+    fn serve_store(&self) -> Result<Option<(Arc<dyn Store>, String)>> {
+        if self.topology.rank() != 0 || self.topology.size() == 1 || self.bootstrap.store().is_some() {
+            return Ok(None);
+        }
+        let listener =
+            if self.topology.hosts() > 1 { Listener::open(&self.config.interface)? } else { Listener::loopback()? };
+        let address = listener.address();
+        Ok(Some((Arc::new(ServedStore::start(listener.sockets, self.key)?), address)))
+    }
+
+    /// CPUs per rank, the minimum over all hosts; and the addresses of the store that rank 0 has `served`. Fails on all
+    /// ranks unless all have succeeded.
+    fn agree_on_start(
+        &self,
+        served: &Result<Option<(Arc<dyn Store>, String)>>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<(usize, Vec<SocketAddr>)> {
+        let address = served.as_ref().map_err(Error::clone).map(|served| served.as_ref().map(|(_, address)| address));
+        let mine = address.and_then(|address| Ok((CpuBounds::of(&affinity::allowed()?.0), address)));
+        let mine = mine.map(|(bounds, address)| (bounds, address.cloned().unwrap_or_default()));
+        let (bounds, addresses): (Vec<CpuBounds>, Vec<String>) =
+            self.agree_or_fail("", mine, wait_ctx)?.into_iter().unzip();
         let share_on_host =
             |host: usize| affinity::share(self.topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
-        Ok((0..self.topology.hosts()).map(share_on_host).min().unwrap_or(1))
+        let processors = (0..self.topology.hosts()).map(share_on_host).min().unwrap_or(1);
+        Ok((processors, addresses[0].split(',').filter_map(|address| address.parse().ok()).collect()))
     }
 
     /// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none.
@@ -245,6 +277,16 @@ impl Job {
             (since.elapsed() > DRAIN_GRACE).then(|| Error::PeerLost(format!("{description}, in {what}")))
         };
         with_limits(what, self.config.timeout, self.config.stall_warn, &lost, work)
+    }
+
+    /// The store of all ranks, in which ranks find each other: to create groups, for example.
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// Whether the library of a launcher is behind the job ([`Bootstrap::uses_launcher`]).
+    pub fn uses_launcher(&self) -> bool {
+        self.bootstrap.uses_launcher()
     }
 
     /// Settings of this process.
@@ -393,7 +435,7 @@ impl Job {
         let lost = failure.filter(|error| self.network.is_some() && matches!(error, Error::PeerLost(_)));
         let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.with_deadline("finalize", |wait_ctx| self.bootstrap.barrier(wait_ctx)),
+            None => self.with_deadline("finalize", |wait_ctx| self.bootstrap.finish(wait_ctx)),
         };
         outcome.inspect_err(|_| self.leave())
     }

@@ -26,6 +26,7 @@ pub mod shm;
 pub mod shm_region;
 pub mod step;
 pub mod store;
+pub mod store_bootstrap;
 #[cfg_attr(loom, path = "loom_sync.rs")]
 pub mod sync;
 pub mod tcp_store;

@@ -72,10 +72,6 @@ impl Bootstrap for MpiBootstrap {
         self.comm.allgather(&bytes, wait_ctx)
     }
 
-    fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.comm.barrier(wait_ctx)
-    }
-
     fn store(&self) -> Option<Arc<dyn Store>> {
         None
     }
@@ -93,9 +89,17 @@ impl Bootstrap for MpiBootstrap {
         Ok(Arc::new(MpiNetwork { comm: Arc::clone(&self.comm) }))
     }
 
+    fn uses_launcher(&self) -> bool {
+        true
+    }
+
     fn ends_together(&self) -> bool {
         // A launcher treats a rank that exits without MPI_Finalize as a failed job and kills the others.
         lifetime::is_owned()
+    }
+
+    fn finish(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.comm.barrier(wait_ctx)
     }
 
     /// Leaves MPI unfinalized, because other ranks may never call MPI_Finalize.

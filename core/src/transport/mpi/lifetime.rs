@@ -50,6 +50,11 @@ pub fn start(config: &Config) -> Result<Threading> {
     }
 }
 
+/// Whether MPI has been initialized, by any component of the process.
+pub fn is_started() -> bool {
+    is_initialized()
+}
+
 /// Whether dl_comm initialized MPI and must finalize it.
 pub fn is_owned() -> bool {
     lock(&OWNED).is_some()

@@ -18,4 +18,4 @@ mod startup;
 
 pub use bootstrap::connect;
 pub use launcher::{identity, launched, leave_launcher};
-pub use lifetime::{LibraryInfo, end, library_info};
+pub use lifetime::{LibraryInfo, end, is_started, library_info};

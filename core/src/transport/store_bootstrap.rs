@@ -1,0 +1,381 @@
+//! The bootstrap of a job whose processes only share a [`Store`]: no launcher, no library. One host.
+//!
+//! Rank 0 names the job by a random number, under which all its keys are, so that jobs that use one store one after the
+//! other do not see each other's keys. The others find that name, and say that they are there.
+//! Thread rule: that of [`Bootstrap`].
+
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use super::bootstrap::{Bootstrap, Network};
+use super::store::{MemoryStore, POLL_INTERVAL, PrefixStore, Store, allgather, missing_ranks};
+use super::tcp_store::{ServedStore, TcpStore};
+use super::wait_context::{WaitContext, with_limits};
+use crate::codec::{decode, encode};
+use crate::config::{Config, Rendezvous};
+use crate::error::{Error, Result};
+use crate::signals;
+
+/// The key of the job's name.
+const JOB: &str = "dl_comm/job";
+/// How often a rank that waits for the others checks whether rank 0 has started another job.
+const STALE_CHECK: Duration = Duration::from_millis(200);
+/// Time limit of removing the job's name after a failure.
+const CLEAN_UP: Duration = Duration::from_secs(1);
+
+/// A code and a text of an error, as other ranks see it.
+type Outcome = std::result::Result<(), (i32, String)>;
+
+/// The ranks that share a store.
+struct StoreBootstrap {
+    rank: usize,
+    size: usize,
+    /// The store of all jobs.
+    root: Arc<dyn Store>,
+    /// The keys of this job.
+    store: Arc<dyn Store>,
+    num_exchanges: AtomicU64,
+    finished: AtomicBool,
+}
+
+/// Makes this process rank `rank` of `size` by `store`. Collective.
+///
+/// # Errors
+/// [`Error::Timeout`] with the missing ranks; those of the store; [`Error::Invalid`] if the ranks disagree.
+pub fn connect_by_store(
+    rank: usize,
+    size: usize,
+    store: &Arc<dyn Store>,
+    config: &Config,
+) -> Result<Arc<dyn Bootstrap>> {
+    limited(config, |wait_ctx| join(rank, size, &|_| Ok(Arc::clone(store)), wait_ctx))
+}
+
+/// Makes this process a rank by a store that rank 0 serves at the address of `rendezvous`. Collective.
+///
+/// # Errors
+/// As for [`connect_by_store`]; [`Error::Invalid`] for an address that cannot be used.
+pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Arc<dyn Bootstrap>> {
+    let &Rendezvous { rank, size, ref address, key } = rendezvous;
+    if size == 1 {
+        return limited(config, |wait_ctx| join(0, 1, &|_| Ok(Arc::new(MemoryStore::default())), wait_ctx));
+    }
+    let unusable = |why: &dyn std::fmt::Display| Error::Invalid(format!("DL_COMM_ADDR is '{address}': {why}"));
+    let addresses: Vec<SocketAddr> = address.to_socket_addrs().map_err(|error| unusable(&error))?.collect();
+    if key.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
+        return Err(unusable(
+            &"other hosts can reach it, so DL_COMM_JOB_KEY must be set, to the same secret on all ranks",
+        ));
+    }
+    let key = key.unwrap_or_default();
+    if rank == 0 {
+        let bound: Vec<_> = addresses.iter().map(TcpListener::bind).collect();
+        let refused = bound.iter().find_map(|socket| socket.as_ref().err().map(ToString::to_string));
+        let sockets: Vec<TcpListener> = bound.into_iter().flatten().collect();
+        if sockets.is_empty() {
+            return Err(unusable(&format_args!("rank 0 cannot listen there: {}", refused.unwrap_or_default())));
+        }
+        let store: Arc<dyn Store> = Arc::new(ServedStore::start(sockets, key)?);
+        return limited(config, |wait_ctx| join(rank, size, &|_| Ok(Arc::clone(&store)), wait_ctx));
+    }
+    let dial = |wait_ctx: &WaitContext<'_>| {
+        let store = TcpStore::new(addresses.clone(), key, rank);
+        store.connect(wait_ctx)?;
+        Ok(Arc::new(store) as Arc<dyn Store>)
+    };
+    limited(config, |wait_ctx| join(rank, size, &dial, wait_ctx))
+}
+
+/// Runs `work` with the deadline of `config`; a signal ends it.
+fn limited(
+    config: &Config,
+    work: impl FnOnce(&WaitContext<'_>) -> Result<StoreBootstrap>,
+) -> Result<Arc<dyn Bootstrap>> {
+    let interrupted = || signals::interrupted().then(|| Error::PeerLost("init_mpi was interrupted by a signal".into()));
+    let joined = with_limits("init_mpi", config.timeout, config.stall_warn, &interrupted, work)?;
+    Ok(Arc::new(joined))
+}
+
+fn here(rank: usize) -> String {
+    format!("here/{rank}")
+}
+
+/// Finds the other ranks in the store that `connect` returns.
+fn join(
+    rank: usize,
+    size: usize,
+    connect: &dyn Fn(&WaitContext<'_>) -> Result<Arc<dyn Store>>,
+    wait_ctx: &WaitContext<'_>,
+) -> Result<StoreBootstrap> {
+    loop {
+        let root = connect(wait_ctx)?;
+        let name = match rank {
+            0 => random_name()?,
+            _ => match find_job(&*root, rank, wait_ctx) {
+                // The server of an earlier job, which has ended now.
+                Err(Error::PeerLost(_)) => {
+                    wait_ctx.check(Duration::ZERO, &|| "rank 0".into())?;
+                    thread::sleep(POLL_INTERVAL);
+                    continue;
+                }
+                found => found?,
+            },
+        };
+        let store: Arc<dyn Store> = Arc::new(PrefixStore::new(Arc::clone(&root), prefix(&name)));
+        let (num_exchanges, finished) = (AtomicU64::new(0), AtomicBool::new(false));
+        let bootstrap = StoreBootstrap { rank, size, root, store, num_exchanges, finished };
+        if rank == 0 {
+            bootstrap.assemble(&name, wait_ctx)?;
+        } else if !bootstrap.announce(&name, wait_ctx)? {
+            continue;
+        }
+        return Ok(bootstrap);
+    }
+}
+
+fn prefix(name: &str) -> String {
+    format!("dl_comm/{name}")
+}
+
+fn random_name() -> Result<String> {
+    let mut bytes = [0; 8];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::system("drawing a random number", error))?;
+    Ok(format!("{:016x}", u64::from_ne_bytes(bytes)))
+}
+
+/// Waits for the name of a job that this rank has not joined yet, and joins it.
+fn find_job(root: &dyn Store, rank: usize, wait_ctx: &WaitContext<'_>) -> Result<String> {
+    let twice = || format!("rank 0, or another process has joined as rank {rank} already");
+    loop {
+        let name = root.wait_for(JOB, wait_ctx, &|| "rank 0".into())?;
+        let name = String::from_utf8_lossy(&name).into_owned();
+        if root.add(&format!("{}/joined/{rank}", prefix(&name)), 1, wait_ctx)? == 1 {
+            return Ok(name);
+        }
+        // The name of a job that has ended.
+        while root.try_get(JOB, wait_ctx)?.as_deref() == Some(name.as_bytes()) {
+            wait_ctx.check(Duration::ZERO, &twice)?;
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+}
+
+impl StoreBootstrap {
+    /// Rank 0: names the job, and waits for the others.
+    fn assemble(&self, name: &str, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let (store, size) = (&*self.store, self.size);
+        let size_bytes = encode(&size)?;
+        store.set(&here(0), &size_bytes, wait_ctx)?;
+        self.root.set(JOB, name.as_bytes(), wait_ctx)?;
+        let awaited = || missing_ranks(store, size, here);
+        let arrives = |rank: usize| {
+            let theirs: usize = decode(&store.wait_for(&here(rank), wait_ctx, &awaited)?)?;
+            if theirs == size {
+                return Ok(());
+            }
+            Err(Error::Invalid(format!("rank {rank} was started as one of {theirs} ranks, rank 0 as one of {size}")))
+        };
+        let outcome = (1..size).try_for_each(arrives);
+        let told: Outcome = outcome.clone().map_err(|error| (error.code(), error.detail().to_owned()));
+        store.set("go", &encode(&told)?, wait_ctx)?;
+        outcome
+    }
+
+    /// Another rank: says that it is there, and waits for rank 0. Returns whether job `name` has started; else rank 0
+    /// has started another one.
+    fn announce(&self, name: &str, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+        let store = &*self.store;
+        store.set(&here(self.rank), &encode(&self.size)?, wait_ctx)?;
+        let awaited = || missing_ranks(store, self.size, here);
+        loop {
+            let slice = with_limits("", Some(STALE_CHECK), None, &|| None, |ctx| store.get("go", ctx));
+            match slice {
+                Ok(go) => {
+                    let told: Outcome = decode(&go)?;
+                    return told.map(|()| true).map_err(|(code, text)| Error::from_code(code, text));
+                }
+                Err(Error::Timeout(_)) => {}
+                Err(error) => return Err(error),
+            }
+            wait_ctx.check(Duration::ZERO, &awaited)?;
+            if self.root.try_get(JOB, wait_ctx)?.as_deref() != Some(name.as_bytes()) {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Rank 0: removes what the start has stored.
+    fn clean_up(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.store.delete("go", wait_ctx)?;
+        for rank in 0..self.size {
+            self.store.delete(&here(rank), wait_ctx)?;
+            self.store.delete(&format!("joined/{rank}"), wait_ctx)?;
+        }
+        Ok(())
+    }
+}
+
+impl Bootstrap for StoreBootstrap {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
+        let number = self.num_exchanges.fetch_add(1, Ordering::Relaxed);
+        allgather(&*self.store, &format!("exchange/{number}"), self.rank, self.size, record, wait_ctx)
+    }
+
+    fn store(&self) -> Option<Arc<dyn Store>> {
+        Some(Arc::clone(&self.store))
+    }
+
+    fn network(&self) -> Result<Arc<dyn Network>> {
+        Err(Error::Network(
+            "the ranks are on several hosts, and dl_comm sends between hosts only if the launcher of its message library \
+             has started them: use dl-comm-run, mpiexec or srun"
+                .into(),
+        ))
+    }
+
+    fn uses_launcher(&self) -> bool {
+        false
+    }
+
+    fn ends_together(&self) -> bool {
+        true
+    }
+
+    fn finish(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let (store, size) = (&*self.store, self.size);
+        let [end, gone] = ["end", "gone"].map(|step| move |rank: usize| format!("{step}/{rank}"));
+        self.finished.store(true, Ordering::Relaxed);
+        store.set(&end(self.rank), &[], wait_ctx)?;
+        if self.rank != 0 {
+            store.wait_for("ended", wait_ctx, &|| missing_ranks(store, size, end))?;
+            return store.set(&gone(self.rank), &[], wait_ctx);
+        }
+        (1..size)
+            .try_for_each(|rank| store.wait_for(&end(rank), wait_ctx, &|| missing_ranks(store, size, end)).map(drop))?;
+        // Before the others go on: a next start must not find this job.
+        self.root.delete(JOB, wait_ctx)?;
+        self.clean_up(wait_ctx)?;
+        store.set("ended", &[], wait_ctx)?;
+        // The store may end with this process, so wait until nobody needs it.
+        store.set(&gone(0), &[], wait_ctx)?;
+        (1..size).try_for_each(|rank| {
+            store.wait_for(&gone(rank), wait_ctx, &|| missing_ranks(store, size, gone)).map(drop)
+        })?;
+        let keys = (0..size).flat_map(|rank| [end(rank), gone(rank)]).chain(["ended".to_owned()]);
+        keys.into_iter().try_for_each(|key| store.delete(&key, wait_ctx))
+    }
+
+    fn leave(&self) {}
+}
+
+impl Drop for StoreBootstrap {
+    fn drop(&mut self) {
+        if self.rank == 0 && !self.finished.load(Ordering::Relaxed) {
+            // The other keys may still tell the other ranks of the failure. A store that is gone needs no cleaning.
+            let _removed = with_limits("", Some(CLEAN_UP), None, &|| None, |ctx| self.root.delete(JOB, ctx));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn within(seconds: f64) -> Config {
+        Config { timeout: Some(Duration::from_secs_f64(seconds)), ..Config::default() }
+    }
+
+    fn memory() -> Arc<dyn Store> {
+        Arc::new(MemoryStore::default())
+    }
+
+    fn limits<T>(work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
+        with_limits("the test", Some(Duration::from_secs(60)), None, &|| None, work)
+    }
+
+    /// Runs `work` on a thread for each rank.
+    fn on_ranks<T: Send>(size: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
+        thread::scope(|scope| {
+            let work = &work;
+            let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || work(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn jobs_follow_each_other_in_one_store_and_leave_nothing() {
+        for size in 1..=7 {
+            let store = Arc::new(MemoryStore::default());
+            let shared: Arc<dyn Store> = Arc::clone(&store) as Arc<dyn Store>;
+            on_ranks(size, |number| {
+                for start in 0..4 {
+                    let rank = (number + start) % size;
+                    let job = connect_by_store(rank, size, &shared, &within(60.0)).unwrap();
+                    assert_eq!((job.rank(), job.size()), (rank, size));
+                    for round in 0..3 {
+                        let records = limits(|ctx| job.allgather(&[rank as u8, round], ctx)).unwrap();
+                        assert_eq!(records, (0..size as u8).map(|rank| vec![rank, round]).collect::<Vec<_>>());
+                    }
+                    limits(|ctx| job.finish(ctx)).unwrap();
+                }
+            });
+            assert_eq!(store.keys(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_job_that_was_left_does_not_disturb_the_next() {
+        let store = memory();
+        let left = on_ranks(3, |rank| connect_by_store(rank, 3, &store, &within(60.0)).unwrap());
+        // As after a kill: nothing is cleaned up.
+        std::mem::forget(left);
+        let jobs = on_ranks(3, |rank| {
+            // The others find the old name first.
+            thread::sleep(Duration::from_millis(if rank == 0 { 50 } else { 0 }));
+            connect_by_store(rank, 3, &store, &within(60.0)).unwrap()
+        });
+        on_ranks(3, |rank| limits(|ctx| jobs[rank].finish(ctx)).unwrap());
+    }
+
+    #[test]
+    fn missing_ranks_are_named_by_all_others() {
+        let store = memory();
+        let errors = on_ranks(3, |rank| connect_by_store(rank, 5, &store, &within(1.0)).map(drop).unwrap_err());
+        assert!(
+            errors.iter().all(|error| matches!(error, Error::Timeout(text) if text.ends_with("for rank 3, rank 4"))),
+            "{errors:?}"
+        );
+        let error = connect_by_store(1, 2, &memory(), &within(0.1)).map(drop).unwrap_err();
+        assert!(matches!(&error, Error::Timeout(text) if text.ends_with("for rank 0")), "{error}");
+    }
+
+    #[test]
+    fn different_sizes_are_an_error_on_both_ranks() {
+        let store = memory();
+        let errors = on_ranks(2, |rank| connect_by_store(rank, 2 + rank, &store, &within(60.0)).map(drop).unwrap_err());
+        assert_eq!(errors[0], errors[1]);
+        assert!(matches!(&errors[0], Error::Invalid(text) if text.contains("rank 1 was started as one of 3 ranks")));
+    }
+
+    #[test]
+    fn a_rank_that_does_not_come_to_the_end_is_named() {
+        let store = memory();
+        let jobs = on_ranks(3, |rank| connect_by_store(rank, 3, &store, &within(60.0)).unwrap());
+        let soon = Some(Duration::from_millis(300));
+        let errors =
+            on_ranks(2, |rank| with_limits("the end", soon, None, &|| None, |ctx| jobs[rank].finish(ctx)).unwrap_err());
+        assert!(errors.iter().all(|error| error.to_string().ends_with("for rank 2")), "{errors:?}");
+    }
+}

@@ -1,0 +1,339 @@
+"""Plain processes become ranks by DL_COMM_RANK, DL_COMM_SIZE and DL_COMM_ADDR, or by a store of the program: no MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import QUIET, launch
+
+HEAD = """
+import json, os, signal, subprocess, sys, threading, time
+import numpy as np
+import dl_comm
+from dl_comm import _dl_comm
+rank, size = int(os.environ["DL_COMM_RANK"]), int(os.environ["DL_COMM_SIZE"])
+def check_mean():
+    (mean,) = dl_comm.gradients([np.full(5000, rank, np.float32)])
+    assert (mean == (size - 1) / 2).all(), mean
+def start_fails(*names):
+    try: dl_comm.init()
+    except (dl_comm.CommError, ValueError) as error: caught = str(error)
+    else: raise SystemExit("no error")
+    print(caught, flush=True)
+    assert all(name in caught for name in names)
+"""
+
+
+class Ranks:
+    """Plain processes that run one script."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = []
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{found.getsockname()[1]}"
+
+    def start(self, rank: int, size: int, text: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        script = self._folder / f"script{len(self._processes)}.py"
+        script.write_text(HEAD + text)
+        variables = {"DL_COMM_RANK": str(rank), "DL_COMM_SIZE": str(size), "DL_COMM_ADDR": self.address}
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **QUIET, "DL_COMM_TIMEOUT_S": "60", **variables, **(env or {})},
+        )
+        self._processes.append(process)
+        return process
+
+    def run(self, size: int, text: str, env: dict[str, str] | None = None) -> None:
+        """All ranks run ``text`` and succeed."""
+        for process in [self.start(rank, size, text, env) for rank in range(size)]:
+            self.succeeds(process)
+
+    @staticmethod
+    def succeeds(process: subprocess.Popen[str]) -> str:
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, output
+        return output
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    before = _segments()
+    made = Ranks(tmp_path)
+    try:
+        yield made
+    finally:
+        made.end()
+    # Another job on this machine may have names there during its start.
+    until = time.monotonic() + 10
+    while _segments() - before and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _segments() - before
+
+
+def _segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("dl_comm")}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_averages_and_starts_again(ranks: Ranks, size: int) -> None:
+    ranks.run(
+        size,
+        """
+def counts():  # without the threads of the interpreter's libraries
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+before = None
+for start in range(6):
+    dl_comm.init_mpi()
+    assert (dl_comm.get_rank(), dl_comm.get_nranks(), dl_comm.num_hosts()) == (rank, size, 1)
+    dl_comm.init()
+    check_mean()
+    kept = dl_comm.shared_zeros(3 if start % 2 else 100_000, np.float32) if start < 3 else None
+    dl_comm.barrier()
+    assert not json.loads(_dl_comm.describe())["mpi"]["initialized"]
+    dl_comm.finalize()
+    assert dl_comm.get_rank() == rank, "still known"
+    if kept is not None:
+        kept += 1  # memory of an ended job
+    del kept
+    before = before or counts()
+    assert counts() == before, start
+""",
+    )
+
+
+def test_ranks_may_come_late_and_in_any_order(ranks: Ranks) -> None:
+    text = "dl_comm.init()\ncheck_mean()\ndl_comm.finalize()"
+    processes = []
+    for rank in (2, 1, 0):
+        processes.append(ranks.start(rank, 3, text))
+        time.sleep(0.5)
+    for process in processes:
+        ranks.succeeds(process)
+
+
+def test_a_rank_that_never_comes_is_named_by_all(ranks: Ranks) -> None:
+    short = {"DL_COMM_TIMEOUT_S": "3"}
+    others = [ranks.start(rank, 4, "start_fails('rank 2, rank 3')", short) for rank in (0, 1)]
+    for process in others:
+        assert "rank 0" not in ranks.succeeds(process).split("waiting for")[1]
+    alone = ranks.start(1, 2, "start_fails('waiting for rank 0')", short)
+    ranks.succeeds(alone)
+
+
+def test_a_rank_killed_during_the_start_is_named(ranks: Ranks) -> None:
+    """Rank 0: the others lose its store. Another: it is missing at the deadline."""
+    zero = ranks.start(0, 3, "dl_comm.init()")
+    one = ranks.start(1, 3, "start_fails('rank 0')", {"DL_COMM_TIMEOUT_S": "20"})
+    time.sleep(3)
+    zero.send_signal(signal.SIGKILL)
+    ranks.succeeds(one)
+
+
+def test_a_lost_rank_is_noticed(ranks: Ranks) -> None:
+    text = """
+dl_comm.init()
+check_mean()
+if rank == LOST:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    for _ in range(3): check_mean()
+except dl_comm.PeerLostError as error:
+    assert f"rank {LOST}" in str(error), error
+    print("noticed", flush=True)
+os._exit(0)
+"""
+    for lost in (0, 1):
+        processes = [ranks.start(rank, 3, f"LOST = {lost}\n{text}") for rank in range(3)]
+        for rank, process in enumerate(processes):
+            if rank != lost:
+                assert "noticed" in ranks.succeeds(process)
+        processes[lost].wait(60)
+
+
+def test_a_job_after_a_failed_one_in_the_same_processes(ranks: Ranks) -> None:
+    """The second start of rank 0 and rank 1 meets a rank 2 of its own."""
+    text = """
+os.environ["DL_COMM_TIMEOUT_S"] = "2"
+start_fails("rank 2")
+os.environ["DL_COMM_TIMEOUT_S"] = "60"
+dl_comm.init()
+check_mean()
+dl_comm.finalize()
+"""
+    processes = [ranks.start(rank, 3, text) for rank in (0, 1)]
+    time.sleep(6)
+    processes.append(ranks.start(2, 3, "dl_comm.init()\ncheck_mean()\ndl_comm.finalize()"))
+    for process in processes:
+        ranks.succeeds(process)
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"DL_COMM_ADDR": ""}, "not set: DL_COMM_ADDR"),
+        ({"DL_COMM_RANK": "7"}, "DL_COMM_RANK is 7"),
+        ({"DL_COMM_ADDR": "nowhere"}, "host:port"),
+        ({"DL_COMM_ADDR": "192.0.2.1:7000"}, "DL_COMM_JOB_KEY"),
+        ({"DL_COMM_ADDR": "192.0.2.1:7000", "DL_COMM_JOB_KEY": "x"}, "cannot listen there"),
+    ],
+)
+def test_wrong_variables_are_named(ranks: Ranks, env: dict[str, str], text: str) -> None:
+    ranks.succeeds(ranks.start(0, 2, f"start_fails({text!r})", env))
+
+
+def test_disagreements_end_the_start_on_all_ranks(ranks: Ranks) -> None:
+    for env, text in (
+        ({"DL_COMM_SIZE": "3"}, "rank 1 was started as one of 3 ranks"),
+        ({"DL_COMM_CHUNK_KB": "-1"}, "DL_COMM_CHUNK_KB is '-1'"),
+        ({"DL_COMM_SHM_DIR": "/tmp"}, "on several hosts"),
+    ):
+        processes = [ranks.start(rank, 2, f"start_fails({text!r})", env if rank else None) for rank in (0, 1)]
+        for process in processes:
+            ranks.succeeds(process)
+
+
+def test_a_wrong_key_is_refused(ranks: Ranks) -> None:
+    zero = ranks.start(0, 2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"})
+    wrong = {"DL_COMM_JOB_KEY": "other", "DL_COMM_TIMEOUT_S": "4"}
+    ranks.succeeds(ranks.start(1, 2, "start_fails('key of the job')", wrong))
+    ranks.succeeds(ranks.start(1, 2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"}))
+    ranks.succeeds(zero)
+
+
+def test_a_key_lets_ranks_use_any_address(ranks: Ranks) -> None:
+    ranks.run(2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"})
+
+
+def test_a_child_of_a_rank_is_a_helper(ranks: Ranks) -> None:
+    ranks.run(
+        2,
+        """
+dl_comm.init()
+child = "import dl_comm; dl_comm.init(); print(dl_comm.get_rank(), dl_comm.get_nranks())"
+output = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+assert output.split() == [str(rank), "2"], output
+check_mean()
+""",
+    )
+
+
+def test_a_launcher_comes_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import dl_comm\ndl_comm.init()\nassert dl_comm.get_nranks() == 2\nprint('fine')")
+    env = {"DL_COMM_RANK": "0", "DL_COMM_SIZE": "5", "DL_COMM_ADDR": "127.0.0.1:1"}
+    finished = launch(2, [sys.executable, str(script)], 60, env)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("fine") == 2
+
+
+STORE = """
+import ctypes, fcntl
+from pathlib import Path
+core = ctypes.CDLL(str(Path(dl_comm.__file__).parent / "libdl_comm.so.0"))
+core.dl_comm_last_error.restype = ctypes.c_char_p
+folder = Path(FOLDER)
+void, text, double, big = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double, ctypes.c_size_t
+SET = ctypes.CFUNCTYPE(ctypes.c_int, void, text, void, big)
+GET = ctypes.CFUNCTYPE(ctypes.c_int, void, text, double, void, big, ctypes.POINTER(big))
+ADD = ctypes.CFUNCTYPE(ctypes.c_int, void, text, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
+REMOVE = ctypes.CFUNCTYPE(ctypes.c_int, void, text)
+class Store(ctypes.Structure):
+    _fields_ = [("size", big), ("context", void), ("set", SET), ("get", GET), ("add", ADD), ("remove", REMOVE)]
+def path(key): return folder / key.decode().replace("/", "_")
+def put(key, value):
+    part = path(key + b".%d.%d" % (os.getpid(), threading.get_ident()))
+    part.write_bytes(value)
+    part.rename(path(key))
+    return 0
+@SET
+def set_value(_, key, value, length): return put(key, ctypes.string_at(value, length))
+@GET
+def get_value(_, key, timeout, buffer, capacity, length):
+    until = time.monotonic() + timeout
+    while True:
+        try: value = path(key).read_bytes()
+        except FileNotFoundError:
+            if time.monotonic() >= until: return 1
+            time.sleep(0.001)
+            continue
+        length[0] = len(value)
+        if len(value) <= capacity: ctypes.memmove(buffer, value, len(value))
+        return 0
+@ADD
+def add_value(_, key, by, total):
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        number = path(key)
+        total[0] = (int(number.read_bytes()) if number.exists() else 0) + by
+        return put(key, b"%d" % total[0])
+@REMOVE
+def remove_key(_, key):
+    path(key).unlink(missing_ok=True)
+    return 0
+store = Store(ctypes.sizeof(Store), None, set_value, get_value, add_value, remove_key)
+def init_store(rank, size):
+    code = core.dl_comm_init_store(ctypes.byref(store), rank, size)
+    return code, core.dl_comm_last_error().decode()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_store_of_the_program(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    """Ranks may change from start to start, also after a job that left its keys in the store."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    text = """
+me = rank
+for start in range(4):
+    rank = (me + start) % size
+    assert init_store(rank, size)[0] == 0, init_store(rank, size)
+    assert dl_comm.get_rank() == rank
+    assert "initialised already" in init_store(rank, size)[1]
+    dl_comm.init()
+    check_mean()
+    dl_comm.finalize()
+"""
+    prepared = STORE.replace("FOLDER", repr(str(keys)))
+    ranks.run(size, prepared + text)
+    assert [file.name for file in keys.iterdir() if file.name != "lock"] == []
+    killed = prepared + "assert init_store(rank, size)[0] == 0\ndl_comm.init()\ncheck_mean()\nos._exit(0)"
+    ranks.run(size, killed)
+    ranks.run(size, prepared + text)
+
+
+def test_a_broken_store_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    prepared = STORE.replace("FOLDER", repr(str(tmp_path)))
+    ranks.succeeds(
+        ranks.start(
+            0,
+            2,
+            prepared
+            + """
+assert "ranks go from 0" in init_store(2, 2)[1]
+store.set = SET(lambda *_: -7)
+code, message = init_store(0, 2)
+assert code == -8 and "failed with -7" in message, message
+store.size = 3
+assert "sizeof" in init_store(0, 2)[1]
+""",
+        )
+    )
