@@ -36,7 +36,7 @@ pub struct Config {
     pub alone: bool,
     /// `DL_COMM_SHM_DIR`: directory of the shared memory segments.
     pub shm_dir: String,
-    /// `DL_COMM_SOCKET_IFNAME`: network interface of the failure detector; empty for any.
+    /// `DL_COMM_SOCKET_IFNAME`: network interface of the failure detector and of the store; empty for any.
     pub interface: String,
     /// `DL_COMM_DUMP_DIR`: directory of the dumps that ranks write after a failure.
     pub dump_dir: DumpDir,

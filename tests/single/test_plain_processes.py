@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import dl_comm
 from launch import QUIET, launch
 
 HEAD = """
@@ -221,6 +222,17 @@ def test_a_wrong_key_is_refused(ranks: Ranks) -> None:
 
 def test_a_key_lets_ranks_use_any_address(ranks: Ranks) -> None:
     ranks.run(2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_collective_of_the_c_interface(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    program, package = tmp_path / "collectives", Path(dl_comm.__file__).parent
+    links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]
+    source = Path(__file__).parent.parent / "c" / "collectives.c"
+    subprocess.run(
+        ["cc", f"-I{dl_comm.get_include()}", str(source), "-o", str(program), *links], check=True, timeout=60
+    )
+    ranks.run(size, f"os.execv({str(program)!r}, ['collectives'])")
 
 
 def test_a_child_of_a_rank_is_a_helper(ranks: Ranks) -> None:

@@ -49,7 +49,7 @@ pub fn start() -> Result<()> {
 /// # Errors
 /// As for [`start`]; [`Error::State`] if the process is a rank.
 pub fn start_by_store(rank: usize, size: usize, store: &Arc<dyn Store>) -> Result<()> {
-    if topology().is_ok() && config().is_ok() {
+    if config().is_ok() {
         return Err(Error::State("dl_comm is initialised already; call finalize() first".into()));
     }
     start_by(|config| connect_by_store(rank, size, store, config))
@@ -63,7 +63,7 @@ fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Resu
     fork::install_handler();
     write(|state| match state {
         RuntimeState::Started(_) => Ok(()),
-        RuntimeState::Finalized { can_start: false, .. } => Err(finalized()),
+        RuntimeState::Finalized { can_start: false, .. } => Err(finalized(false)),
         RuntimeState::Finalized { .. } | RuntimeState::NotStarted => {
             let job = Job::start(Config::from_env(), connect)?;
             let config = job.config().clone();

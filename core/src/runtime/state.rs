@@ -62,8 +62,9 @@ pub(super) fn not_started() -> Error {
     helper::refusal().unwrap_or_else(|| Error::State("dl_comm is not initialised; call init() first".into()))
 }
 
-pub(super) fn finalized() -> Error {
-    Error::State("dl_comm was finalised and cannot be used again in this process".into())
+pub(super) fn finalized(can_start: bool) -> Error {
+    let then = if can_start { "init() starts it again" } else { "it cannot be used again in this process" };
+    Error::State(format!("dl_comm was finalised; {then}"))
 }
 
 pub(super) fn read<T>(view: impl FnOnce(&RuntimeState) -> Result<T>) -> Result<T> {
@@ -76,7 +77,7 @@ pub(super) fn started<T>(view: impl FnOnce(&Runtime) -> Result<T>) -> Result<T> 
     read(|state| match state {
         RuntimeState::Started(runtime) => view(runtime),
         RuntimeState::NotStarted => Err(not_started()),
-        RuntimeState::Finalized { .. } => Err(finalized()),
+        RuntimeState::Finalized { can_start, .. } => Err(finalized(*can_start)),
     })
 }
 

@@ -152,7 +152,8 @@ impl Job {
         Ok(job)
     }
 
-    /// Rank 0 serves a store, unless there is one. Returns the store and its addresses.
+    /// Rank 0 serves a store, unless there is one. Returns the store and its addresses. It starts now, because later on
+    /// not all ranks need it at the same time; it costs a thread that sleeps, and the others connect when they need it.
     fn serve_store(&self) -> Result<Option<(Arc<dyn Store>, String)>> {
         if self.topology.rank() != 0 || self.topology.size() == 1 || self.bootstrap.store().is_some() {
             return Ok(None);
@@ -160,7 +161,7 @@ impl Job {
         let listener =
             if self.topology.hosts() > 1 { Listener::open(&self.config.interface)? } else { Listener::loopback()? };
         let address = listener.address();
-        Ok(Some((Arc::new(ServedStore::start(listener.sockets, self.key)?), address)))
+        Ok(Some((Arc::new(ServedStore::start(listener.sockets, self.topology.size(), self.key)?), address)))
     }
 
     /// CPUs per rank, the minimum over all hosts; and the addresses of the store that rank 0 has `served`. Fails on all
@@ -340,6 +341,10 @@ impl Job {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<GroupResources> {
         let network = self.network.as_ref().map(|network| network.duplicate(wait_ctx)).transpose()?;
+        if network.is_none() {
+            // All ranks are here before there is a name that the kill of a rank would leave behind.
+            self.agree_or_fail("", Ok(()), wait_ctx)?;
+        }
         let topology = &self.topology;
         let ranks = topology.local_size();
         let layout = RegionLayout { ranks, channels: config.threads, slot: config.slot };

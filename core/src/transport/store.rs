@@ -100,9 +100,11 @@ type Gathered = std::result::Result<Vec<Vec<u8>>, (i32, String)>;
 
 /// Names the ranks below `size` without a key, for messages.
 pub(super) fn missing_ranks(store: &dyn Store, size: usize, key: impl Fn(usize) -> String) -> String {
-    let here = |rank: usize| with_limits("", Some(LOOK), None, &|| None, |ctx| store.try_get(&key(rank), ctx));
-    let missing: Vec<String> =
-        (0..size).filter(|&rank| here(rank) == Ok(None)).map(|rank| format!("rank {rank}")).collect();
+    let found = with_limits("", Some(LOOK), None, &|| None, |ctx| {
+        let is_missing = |rank: usize| Ok(store.try_get(&key(rank), ctx)?.is_none().then(|| format!("rank {rank}")));
+        (0..size).filter_map(|rank| is_missing(rank).transpose()).collect::<Result<Vec<String>>>()
+    });
+    let missing = found.unwrap_or_default();
     if missing.is_empty() { "rank 0".to_owned() } else { missing.join(", ") }
 }
 

@@ -78,7 +78,7 @@ pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Ar
         if sockets.is_empty() {
             return Err(unusable(&format_args!("rank 0 cannot listen there: {}", refused.unwrap_or_default())));
         }
-        let store: Arc<dyn Store> = Arc::new(ServedStore::start(sockets, key)?);
+        let store: Arc<dyn Store> = Arc::new(ServedStore::start(sockets, size, key)?);
         return limited(config, |wait_ctx| join(rank, size, &|_| Ok(Arc::clone(&store)), wait_ctx));
     }
     let dial = |wait_ctx: &WaitContext<'_>| {

@@ -33,12 +33,12 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 pub struct ServedStore(Server);
 
 impl ServedStore {
-    /// Serves clients that know `key` on `listeners`.
+    /// Serves up to `clients` clients that know `key` on `listeners`.
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn start(listeners: Vec<TcpListener>, key: u128) -> Result<ServedStore> {
-        Server::start(listeners, key).map(ServedStore)
+    pub fn start(listeners: Vec<TcpListener>, clients: usize, key: u128) -> Result<ServedStore> {
+        Server::start(listeners, clients, key).map(ServedStore)
     }
 }
 
@@ -105,14 +105,28 @@ impl TcpStore {
         let mut delay = RETRY.0;
         loop {
             let Err(error) = self.dial() else { return Ok(()) };
-            wait_ctx.check(Duration::ZERO, &|| format!("rank 0 ({error})"))?;
+            wait_ctx.check(Duration::ZERO, &|| format!("rank 0 ({})", self.describe(&error)))?;
             thread::sleep(delay);
             delay = (delay * 2).min(RETRY.1);
         }
     }
 
+    /// The connection of a store that is known to be there.
+    fn connected(&self, wait_ctx: &WaitContext<'_>) -> Result<MutexGuard<'_, State>> {
+        loop {
+            match self.dial() {
+                Ok(state) => return Ok(state),
+                // Many connect at once.
+                Err(error) if matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock) => {
+                    wait_ctx.check(Duration::ZERO, &server)?;
+                }
+                Err(error) => return Err(Error::Network(self.describe(&error))),
+            }
+        }
+    }
+
     /// Connects, unless that is done.
-    fn dial(&self) -> Result<MutexGuard<'_, State>> {
+    fn dial(&self) -> io::Result<MutexGuard<'_, State>> {
         let mut state = lock(&self.state);
         if state.stream.is_some() {
             return Ok(state);
@@ -127,12 +141,17 @@ impl TcpStore {
                 Err(error) => refused = error,
             }
         }
-        let why = match refused.kind() {
+        Err(refused)
+    }
+
+    /// Why there is no connection.
+    fn describe(&self, error: &io::Error) -> String {
+        let why = match error.kind() {
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => "it does not accept the key of the job".to_owned(),
             ErrorKind::InvalidData => "another program listens there".to_owned(),
-            _ => refused.to_string(),
+            _ => error.to_string(),
         };
-        Err(Error::Network(format!("the store of rank 0 at {}: {why}", self.address())))
+        format!("the store of rank 0 at {}: {why}", self.address())
     }
 
     fn dial_address(&self, address: &SocketAddr) -> io::Result<TcpStream> {
@@ -150,7 +169,7 @@ impl TcpStore {
 
     /// Sends a request and waits for the answer.
     fn request(&self, request: Request, wait_ctx: &WaitContext<'_>, awaited: &dyn Fn() -> String) -> Result<Reply> {
-        let mut state = self.dial()?;
+        let mut state = self.connected(wait_ctx)?;
         let id = state.num_requests;
         state.num_requests += 1;
         self.send(&mut state, &(id, request));

@@ -14,6 +14,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::wire::{Frames, MAX_FRAME, Reply, Request};
 use crate::error::{Error, Result};
@@ -24,6 +25,8 @@ use crate::transport::store::MemoryStore;
 
 /// The most requests of one client that wait for a key.
 const MAX_WAITS: usize = 4096;
+/// Open files that the rest of the process may need.
+const OTHER_FILES: u64 = 512;
 /// How long the end of the server waits for the end of its clients.
 const MAX_END: Duration = Duration::from_secs(1);
 
@@ -41,11 +44,12 @@ struct Shared {
 }
 
 impl Server {
-    /// Serves clients that know `key` on `listeners`.
+    /// Serves up to `clients` clients that know `key` on `listeners`.
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn start(listeners: Vec<TcpListener>, key: u128) -> Result<Server> {
+    pub fn start(listeners: Vec<TcpListener>, clients: usize, key: u128) -> Result<Server> {
+        allow_descriptors(clients);
         let failed = |error: io::Error| Error::system("starting the job's store", error);
         listeners.iter().try_for_each(|socket| socket.set_nonblocking(true)).map_err(failed)?;
         let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
@@ -87,6 +91,17 @@ impl Drop for Server {
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             log_line("the thread of the job's store panicked");
         }
+    }
+}
+
+/// Raises this process's limit of open files, if `clients` connections need that and it may.
+fn allow_descriptors(clients: usize) {
+    let limit = getrlimit(Resource::Nofile);
+    let needed = Some(clients as u64 + OTHER_FILES).filter(|&needed| limit.current.is_some_and(|soft| soft < needed));
+    if let Some(needed) = needed {
+        let current = Some(limit.maximum.map_or(needed, |hard| hard.min(needed)));
+        // Without it, clients beyond the limit get an error.
+        let _raised = setrlimit(Resource::Nofile, Rlimit { current, ..limit });
     }
 }
 

@@ -14,7 +14,7 @@ fn within<T>(limit: Option<Duration>, work: impl FnOnce(&WaitContext<'_>) -> Res
 fn serve() -> (ServedStore, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    (ServedStore::start(vec![listener], KEY).unwrap(), address)
+    (ServedStore::start(vec![listener], 7, KEY).unwrap(), address)
 }
 
 fn client(address: SocketAddr) -> TcpStore {
@@ -133,7 +133,7 @@ fn a_client_waits_for_the_server_to_start() {
         let connected = scope.spawn(|| within(None, |ctx| absent.connect(ctx)));
         thread::sleep(Duration::from_millis(20));
         let listener = TcpListener::bind(address).unwrap();
-        let _served = ServedStore::start(vec![listener], KEY).unwrap();
+        let _served = ServedStore::start(vec![listener], 7, KEY).unwrap();
         assert_eq!(connected.join().unwrap(), Ok(()));
     });
 }
