@@ -149,6 +149,15 @@ def test_a_rank_killed_during_the_start_is_named(ranks: Ranks) -> None:
     ranks.succeeds(one)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_the_wait_for_other_ranks(ranks: Ranks, rank: int) -> None:
+    text = "try: dl_comm.init()\nexcept KeyboardInterrupt: print('interrupted')\nelse: raise SystemExit('no error')"
+    process = ranks.start(rank, 2, text)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted" in ranks.succeeds(process)
+
+
 def test_a_lost_rank_is_noticed(ranks: Ranks) -> None:
     text = """
 dl_comm.init()

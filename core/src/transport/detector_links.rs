@@ -16,6 +16,9 @@ use crate::log::log_line;
 /// Time limit for all hosts to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// The most bytes of the addresses of a host.
+const MAX_ADDRESS_BYTES: usize = 1000;
+
 /// The failure detector's address on a host.
 #[derive(Debug, Clone)]
 pub struct HostAddress {
@@ -84,10 +87,16 @@ impl Listener {
         Ok(Listener { sockets: vec![socket] })
     }
 
-    /// The addresses, separated by commas.
+    /// The addresses, separated by commas: as many as fit into a record of the start.
     pub fn address(&self) -> String {
-        let texts = self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string()));
-        texts.collect::<Vec<_>>().join(",")
+        let mut addresses = String::new();
+        for text in self.sockets.iter().filter_map(|socket| Some(socket.local_addr().ok()?.to_string())) {
+            if addresses.len() + text.len() < MAX_ADDRESS_BYTES {
+                addresses += if addresses.is_empty() { "" } else { "," };
+                addresses += &text;
+            }
+        }
+        addresses
     }
 }
 

@@ -171,9 +171,10 @@ impl Job {
         served: &Result<Option<(Arc<dyn Store>, String)>>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<(usize, Vec<SocketAddr>)> {
-        let address = served.as_ref().map_err(Error::clone).map(|served| served.as_ref().map(|(_, address)| address));
-        let mine = address.and_then(|address| Ok((CpuBounds::of(&affinity::allowed()?.0), address)));
-        let mine = mine.map(|(bounds, address)| (bounds, address.cloned().unwrap_or_default()));
+        let mine = served.as_ref().map_err(Error::clone).and_then(|served| {
+            let address = served.as_ref().map_or(String::new(), |(_, address)| address.clone());
+            Ok((CpuBounds::of(&affinity::allowed()?.0), address))
+        });
         let (bounds, addresses): (Vec<CpuBounds>, Vec<String>) =
             self.agree_or_fail("", mine, wait_ctx)?.into_iter().unzip();
         let share_on_host =

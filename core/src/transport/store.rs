@@ -63,8 +63,24 @@ pub trait Store: Send + Sync {
 /// callers. `prefix` is used for one exchange only. An error of caller 0 reaches all callers.
 ///
 /// # Errors
-/// Those of the store; they name the missing callers.
+/// Those of the store; they name the missing callers as ranks.
 pub fn allgather(
+    store: &dyn Store,
+    prefix: &str,
+    me: usize,
+    size: usize,
+    record: &[u8],
+    wait_ctx: &WaitContext<'_>,
+) -> Result<Vec<Vec<u8>>> {
+    allgather_among(&|number| format!("rank {number}"), store, prefix, me, size, record, wait_ctx)
+}
+
+/// As [`allgather`]; `name` names a caller in messages.
+///
+/// # Errors
+/// As for [`allgather`].
+pub fn allgather_among(
+    name: &dyn Fn(usize) -> String,
     store: &dyn Store,
     prefix: &str,
     me: usize,
@@ -77,7 +93,7 @@ pub fn allgather(
     }
     let all = format!("{prefix}/all");
     let of = |number: usize| format!("{prefix}/{number}");
-    let awaited = || missing_ranks(store, size, of);
+    let awaited = || missing(store, size, of, name);
     store.set(&of(me), record, wait_ctx)?;
     if me != 0 {
         let records: Gathered = decode(&store.wait_for(&all, wait_ctx, &awaited)?)?;
@@ -100,12 +116,16 @@ type Gathered = std::result::Result<Vec<Vec<u8>>, (i32, String)>;
 
 /// Names the ranks below `size` without a key, for messages.
 pub(super) fn missing_ranks(store: &dyn Store, size: usize, key: impl Fn(usize) -> String) -> String {
+    missing(store, size, key, &|rank| format!("rank {rank}"))
+}
+
+fn missing(store: &dyn Store, size: usize, key: impl Fn(usize) -> String, name: &dyn Fn(usize) -> String) -> String {
     let found = with_limits("", Some(LOOK), None, &|| None, |ctx| {
-        let is_missing = |rank: usize| Ok(store.try_get(&key(rank), ctx)?.is_none().then(|| format!("rank {rank}")));
-        (0..size).filter_map(|rank| is_missing(rank).transpose()).collect::<Result<Vec<String>>>()
+        let is_missing = |number: usize| Ok(store.try_get(&key(number), ctx)?.is_none().then(|| name(number)));
+        (0..size).filter_map(|number| is_missing(number).transpose()).collect::<Result<Vec<String>>>()
     });
-    let missing = found.unwrap_or_default();
-    if missing.is_empty() { "rank 0".to_owned() } else { missing.join(", ") }
+    // Otherwise number 0 has not answered yet.
+    found.ok().filter(|missing| !missing.is_empty()).map_or_else(|| name(0), |missing| missing.join(", "))
 }
 
 /// A part of a store: keys with a prefix.

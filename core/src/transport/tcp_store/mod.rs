@@ -149,6 +149,7 @@ impl TcpStore {
         let why = match error.kind() {
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => "it does not accept the key of the job".to_owned(),
             ErrorKind::InvalidData => "another program listens there".to_owned(),
+            ErrorKind::TimedOut | ErrorKind::WouldBlock => "it does not answer".to_owned(),
             _ => error.to_string(),
         };
         format!("the store of rank 0 at {}: {why}", self.address())
