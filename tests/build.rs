@@ -58,6 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("FAKE_CUDA", format!("{}/fake_cuda", install_dir.display())),
         ("NINE_FUNCTIONS", format!("{}/nine_functions", install_dir.display())),
         ("COLLECTIVES", format!("{}/collectives", install_dir.display())),
+        ("GROUPS", format!("{}/groups", install_dir.display())),
         ("COLLECTIVES_CXX", format!("{}/collectives_cxx", install_dir.display())),
         ("C_AVERAGE", format!("{}/build/average", example.display())),
         ("PKG_CONFIG_DIR", format!("{package}/pkgconfig")),

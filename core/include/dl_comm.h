@@ -259,7 +259,16 @@ typedef struct dl_comm_call {
  * Not collective. */
 int dl_comm_team_group(int team, dl_comm_group_t** group);
 
-/* Frees the handle; NULL is ignored. Calls that were started go on. */
+/* Makes a group of the ranks `ranks` of the job and stores a handle: rank i of the group is ranks[i]. NULL and 0 mean all
+ * ranks. Called by these ranks only, with the same arguments, on any thread; other groups may be made at the same time.
+ * Groups with the same name and the same ranks are made in the same order by their members. `name` stands in messages;
+ * NULL is "". The group's memory and threads are made by the first call that needs them, and its threads end when it has
+ * had no calls for a second. It has the settings of DL_COMM_DEFAULT_NTHREADS and so on. A group is as safe as a team, and
+ * apart from it: a failure ends this group, and a lost rank ends the groups that it is a member of. */
+int dl_comm_group_create(const int* ranks, int nranks, const char* name, dl_comm_group_t** group);
+
+/* Frees the handle; NULL is ignored. A group that dl_comm_group_create has made ends on this rank: started calls are
+ * completed first. Other members that still call it get DL_COMM_ERROR_PEER_LOST. Not collective. */
 int dl_comm_group_free(dl_comm_group_t* group);
 
 /* Stores this process's rank in the group, and the number of the group's ranks. */

@@ -8,10 +8,10 @@ use crate::collective::device::DeviceSettings;
 /// The settings of a group. The ranks must agree on all but the times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
-    /// Its number; -1 is the control group.
-    pub id: i32,
     /// Number of threads, each with its own channel.
     pub threads: usize,
+    /// How long a thread without calls stays; `None`: until the group ends.
+    pub idle_timeout: Option<Duration>,
     /// Size of a slot in bytes, a multiple of [`crate::wire_layout::ALIGN`].
     pub slot: usize,
     /// Whether floating-point sums are float64.
@@ -32,9 +32,8 @@ impl GroupConfig {
     /// All settings on which the ranks must agree, as text.
     pub fn agreement(&self) -> String {
         format!(
-            "team {} with {} threads, prec_level {}, slots of {} bytes, the algorithm {} between hosts, the path {} and \
+            "{} threads, prec_level {}, slots of {} bytes, the algorithm {} between hosts, the path {} and \
              chunks of {} bytes for GPUs",
-            self.id,
             self.threads,
             u8::from(self.acc_f64),
             self.slot,

@@ -32,6 +32,7 @@ mod folder;
 mod fork;
 pub mod group;
 pub mod group_config;
+pub mod group_key;
 pub mod helper;
 mod lock;
 mod log;

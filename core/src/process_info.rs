@@ -75,7 +75,7 @@ fn ranks(overview: &ProcessInfo) -> Value {
 
 fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
     json!({
-        "id": config.team,
+        "id": config.key.number(),
         "threads": config.channels,
         "prec_level": i32::from(config.acc_f64),
         "slot_bytes": config.slot,

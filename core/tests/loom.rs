@@ -12,26 +12,17 @@ use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::{Call, CallConfig, Channel, Counts, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
+use dl_comm_core::group_key::GroupKey;
 use dl_comm_core::timings::CallTimings;
 use dl_comm_core::topology::Topology;
 use dl_comm_core::transport::flag::Flag;
-use dl_comm_core::transport::memory::Aligned;
-use dl_comm_core::transport::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
 use dl_comm_core::transport::step::START;
 use dl_comm_core::transport::wait_context::WaitCallbacks;
-use dl_comm_core::transport::{Phase, ShmChannel, WaitContext};
+use dl_comm_core::transport::{Phase, ShmChannel, ShmRegion, WaitContext, in_process};
 use loom::thread::{Builder, JoinHandle};
 
 /// Number of floats in a slot.
 const FLOATS: usize = 32;
-
-struct AlwaysAlive;
-
-impl Liveness for AlwaysAlive {
-    fn lost(&self, _local_rank: usize) -> Option<String> {
-        None
-    }
-}
 
 /// Explores `body`. `preemptions` is the maximum number of preemptions of a thread; `None` for no bound.
 fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) {
@@ -48,16 +39,12 @@ fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) 
     println!("{runs:?} executions, preemptions {preemptions:?}, {:.1} s", from.elapsed().as_secs_f64());
 }
 
-/// The regions of `ranks` ranks in new memory, with one channel.
+/// The regions of `ranks` ranks in new memory, with one channel and slots that are made.
 fn regions(ranks: usize) -> Vec<Arc<ShmRegion>> {
-    let layout = RegionLayout { ranks, channels: 1, slot: FLOATS * size_of::<f32>() };
-    let memory = Arc::new(Aligned::new(layout.bytes()));
-    layout.prepare(&memory);
-    let peers: Vec<LocalPeer> = (0..ranks).map(|rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
-    let region = |me| {
-        ShmRegion::new(Box::new(Arc::clone(&memory)), layout, me, peers.clone(), Box::new(AlwaysAlive), 0).unwrap()
-    };
-    (0..ranks).map(|me| Arc::new(region(me))).collect()
+    let resources = in_process::world(&[ranks], 1, FLOATS * size_of::<f32>(), false).unwrap();
+    let regions: Vec<_> = resources.into_iter().map(|resources| resources.region).collect();
+    regions.iter().for_each(|region| region.open().unwrap());
+    regions
 }
 
 /// Runs a rank with a larger stack than Loom's default.
@@ -68,7 +55,7 @@ fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
 /// Calls `body` with a wait context that only the region's failure aborts.
 fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
     let (warned, timings) = (AtomicBool::new(false), CallTimings::new(0, 0));
-    let abort_reason = || region.failure();
+    let abort_reason = || region.control().failure();
     let callbacks = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
     body(&WaitContext::new(Instant::now(), None, None, &warned, &timings, &callbacks))
 }
@@ -78,7 +65,7 @@ fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
     let slot = FLOATS * size_of::<f32>();
     let topology = Topology::new(0, &vec![0; ranks]);
-    let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, 0, 1, slot) };
+    let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, GroupKey::team(0), 1, slot) };
     Call::new(Op::MEAN, vec![vec![Tensor::new(buffer, &[])]], Counts::Even, name, "", String::new(), config).unwrap()
 }
 
@@ -121,7 +108,7 @@ fn direct_and_reducing_rounds_mix() {
             spawn(move || {
                 let topology = Arc::new(Topology::new(rank, &[0, 0]));
                 let slot = FLOATS * size_of::<f32>();
-                let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, 0, 1, slot) };
+                let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, GroupKey::team(0), 1, slot) };
                 let mut channel = Channel::new(topology, region.channel(0));
                 for (number, (op, chunks)) in
                     [(Op::ALLGATHER, 2), (Op::MEAN, 2), (Op::ALLGATHER, 1)].into_iter().enumerate()
@@ -131,6 +118,7 @@ fn direct_and_reducing_rounds_mix() {
                     let (mut src, mut dst) = (vec![value(rank); len], vec![0f32; 2 * len]);
                     let buffer = Buffer::new(src.as_mut_ptr().cast(), dst.as_mut_ptr().cast(), len, DType::F32);
                     let tensors = vec![vec![Tensor::new(buffer, &[])]];
+                    let config = config.clone();
                     let call = Call::new(op, tensors, Counts::Even, "", "", String::new(), config).unwrap();
                     assert_eq!(call.layout.chunks(), chunks);
                     with_wait_context(&region, |wait_ctx| {
@@ -253,7 +241,7 @@ fn waiters_get_one_complete_failure() {
         let regions = regions(2);
         let fail = |rank: usize, error: Error| {
             let region = Arc::clone(&regions[rank]);
-            spawn(move || region.set_failure(&error))
+            spawn(move || region.control().set_failure(&error))
         };
         let failing = [fail(0, Error::PeerLost("one".into())), fail(1, Error::Timeout("two".into()))];
         let channel = regions[0].channel(0);

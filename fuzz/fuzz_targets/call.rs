@@ -5,6 +5,7 @@ use arbitrary::Arbitrary;
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::{Bounds, Call, CallConfig, Counts, Op};
 use dl_comm_core::dtype::DType;
+use dl_comm_core::group_key::GroupKey;
 use dl_comm_core::reduce::ReduceOp;
 use dl_comm_core::topology::Topology;
 use libfuzzer_sys::fuzz_target;
@@ -59,7 +60,12 @@ fuzz_target!(|input: Input| {
     let config = CallConfig {
         single_thread_max: usize::from(input.lines) * 32,
         acc_f64: input.acc_f64,
-        ..CallConfig::new(&topology, i32::from(input.channels) - 1, usize::from(input.channels) + 1, slot)
+        ..CallConfig::new(
+            &topology,
+            GroupKey::team(i32::from(input.channels) - 1),
+            usize::from(input.channels) + 1,
+            slot,
+        )
     };
     let lengths = |lengths: &Vec<usize>| Bounds::new(lengths);
     let counts = match (input.counts.as_ref().map(lengths), input.receive.as_ref().map(lengths)) {
@@ -69,7 +75,7 @@ fuzz_target!(|input: Input| {
         _ => return,
     };
     let labels = || input.tensor_names.clone();
-    let make = || Call::new(op, towers.clone(), counts.clone(), &input.name, &input.instance, labels(), config);
+    let make = || Call::new(op, towers.clone(), counts.clone(), &input.name, &input.instance, labels(), config.clone());
     let Ok(mut first) = make() else { return };
     let second = make().expect("what was a call is one again");
     assert_eq!((first.signature, first.list_hash, first.key()), (second.signature, second.list_hash, second.key()));

@@ -4,7 +4,7 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 
 use arbitrary::Arbitrary;
-use dl_comm_core::capi::{self, CBuffer};
+use dl_comm_core::capi::{self, CBuffer, CCall, CGroup};
 
 /// `DL_COMM_ERROR_INTERNAL`.
 const INTERNAL: c_int = -9;
@@ -70,6 +70,79 @@ pub enum Call {
     Dump(u16),
     Numbers,
     Init,
+    /// A call of `dl_comm_run` or `dl_comm_start`.
+    Collective(Collective),
+    /// Making a group; sometimes it is kept for a while.
+    Group(Option<Vec<c_int>>, Option<String>, Option<Collective>),
+}
+
+#[derive(Debug, Arbitrary)]
+pub struct Collective {
+    team: Team,
+    buffers: Vec<TestBuffer>,
+    collective: i8,
+    reduce: i8,
+    root: i8,
+    flags: bool,
+    /// Lengths of this rank's only block.
+    send: Option<u16>,
+    receive: Option<u16>,
+    name: Option<String>,
+    timeout: f64,
+    factors: (f64, f64),
+    /// Bytes of the structure that the caller knows, in words; `None`: all.
+    words: Option<u8>,
+    /// By `dl_comm_start`, then whether it is tested before the wait; `None`: by `dl_comm_run`.
+    started: Option<bool>,
+}
+
+impl Collective {
+    /// # Safety
+    /// `group` is NULL or valid.
+    unsafe fn make(&self, group: *const CGroup) -> c_int {
+        let (list, text) = (lists(&self.buffers), name(&self.name));
+        // A block fits the memory of the only tensor.
+        let length = list.buffers.first().map_or(0, |buffer| buffer.length).min(ARENA * 8) % (ARENA * 8);
+        let counts = |count: Option<u16>| count.map(|count| usize::from(count).min(length));
+        let (send, receive) = (counts(self.send), counts(self.receive));
+        let pointer_of = |count: &Option<usize>| count.as_ref().map_or(ptr::null(), ptr::from_ref);
+        let size = self.words.map_or(size_of::<CCall>(), |words| usize::from(words % 40) * 8);
+        let call = CCall {
+            // No byte after the structure is read.
+            size: size.min(size_of::<CCall>()),
+            collective: c_int::from(self.collective % 13),
+            reduce: c_int::from(self.reduce % 12),
+            root: c_int::from(self.root % 3),
+            flags: c_int::from(self.flags),
+            buffers: list.buffers.as_ptr(),
+            count: list.buffers.len(),
+            send_counts: pointer_of(&send),
+            receive_counts: pointer_of(&receive),
+            name: pointer(&text),
+            timeout: self.timeout,
+            device: ptr::null(),
+            prescale: self.factors.0,
+            postscale: self.factors.1,
+            done: None,
+            context: ptr::null_mut(),
+        };
+        // SAFETY: the arguments follow dl_comm.h; the memory lives until the call has ended.
+        unsafe {
+            let Some(tests) = self.started else { return capi::dl_comm_run(group, &call) };
+            let mut work = ptr::null_mut();
+            let code = capi::dl_comm_start(group, &call, &mut work);
+            if code < 0 {
+                assert!(work.is_null());
+                return code;
+            }
+            let mut ended = 0;
+            let tested = if tests { capi::dl_comm_test(work, &mut ended) } else { 0 };
+            let waited = capi::dl_comm_wait(work, 0.0);
+            assert!(ended == 0 || tested == waited);
+            assert_eq!(capi::dl_comm_work_free(work), 0);
+            waited
+        }
+    }
 }
 
 struct Lists {
@@ -236,6 +309,25 @@ impl Call {
                     numbers.into_iter().chain(more).min().unwrap_or(0)
                 }
                 Call::Init => capi::dl_comm_init(),
+                Call::Collective(collective) => {
+                    let mut group = ptr::null_mut();
+                    let code = capi::dl_comm_team_group(collective.team.number(), &mut group);
+                    assert_eq!(code == 0, !group.is_null());
+                    let code = if code == 0 { collective.make(group) } else { code };
+                    capi::dl_comm_group_free(group);
+                    code
+                }
+                Call::Group(ranks, text, collective) => {
+                    let (mut group, text) = (ptr::null_mut(), name(text));
+                    let list = ranks.as_ref().map_or(ptr::null(), |ranks| ranks.as_ptr());
+                    let count = ranks.as_ref().map_or(0, |ranks| ranks.len() as c_int);
+                    let code = capi::dl_comm_group_create(list, count, pointer(&text), &mut group);
+                    assert_eq!(code == 0, !group.is_null());
+                    let made = collective.as_ref().filter(|_| code == 0);
+                    let code = made.map_or(code, |collective| collective.make(group));
+                    capi::dl_comm_group_free(group);
+                    code
+                }
             }
         }
     }

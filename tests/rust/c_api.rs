@@ -22,6 +22,13 @@ fn every_collective() {
     }
 }
 
+#[test]
+fn groups_of_some_ranks() {
+    for ranks in 1..=4 {
+        launch(ranks, env!("DL_COMM_TEST_GROUPS"), &[]);
+    }
+}
+
 /// `build.rs` builds the example with `find_package(dl_comm)`.
 #[test]
 fn the_example_runs() {

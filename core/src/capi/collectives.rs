@@ -193,6 +193,33 @@ pub unsafe extern "C" fn dl_comm_team_group(team: c_int, group: *mut *mut CGroup
     })
 }
 
+/// `dl_comm_group_create` of `dl_comm.h`.
+///
+/// # Safety
+/// `ranks` is NULL or has `nranks` entries; `name` and `group` are NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_group_create(
+    ranks: *const c_int,
+    nranks: c_int,
+    name: *const c_char,
+    group: *mut *mut CGroup,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe {
+        store(group, ptr::null_mut(), "group")?;
+        let listed = usize::try_from(nranks).map_err(|_| Error::Invalid(format!("nranks {nranks} is negative")))?;
+        let ranks: Vec<usize> = if ranks.is_null() && listed == 0 {
+            (0..runtime::topology()?.size()).collect()
+        } else {
+            let rank =
+                |&rank: &c_int| usize::try_from(rank).map_err(|_| Error::Invalid(format!("rank {rank} is negative")));
+            array(ranks, listed, "ranks")?.iter().map(rank).collect::<Result<_>>()?
+        };
+        let created = runtime::create_group(&text(name), &ranks)?;
+        store(group, Box::into_raw(Box::new(CGroup(created))), "group")
+    })
+}
+
 /// `dl_comm_group_free` of `dl_comm.h`.
 ///
 /// # Safety

@@ -12,6 +12,7 @@ use super::operation::{Op, Pattern, Root};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::group_key::GroupKey;
 use crate::reduce::{ReduceOp, Reduction};
 use crate::transport::gpu::CallerStream;
 use crate::wire_layout::{ALIGN, DtypeRun, WireLayout};
@@ -132,9 +133,9 @@ impl Call {
         self.name == ABSENT
     }
 
-    /// The number of its group.
-    pub fn team(&self) -> i32 {
-        self.config.team
+    /// The key of its group.
+    pub fn group(&self) -> &GroupKey {
+        &self.config.key
     }
 
     /// Assigns a schedule position, on which the ranks must agree: the weight of the mean that carries over to the next
@@ -183,7 +184,7 @@ impl Call {
             replicas: Vec::new(),
             counts: Counts::Even,
             channels: self.channels,
-            config: self.config,
+            config: self.config.clone(),
             name: self.name.clone(),
             labels: String::new(),
             schedule_position: self.schedule_position.clone(),
@@ -209,7 +210,7 @@ impl Call {
             replicas: vec![tensors],
             counts: Counts::Even,
             channels: 1,
-            config: self.config,
+            config: self.config.clone(),
             name: self.name.clone(),
             labels: String::new(),
             schedule_position: String::new(),
@@ -372,7 +373,7 @@ impl Call {
     fn hash_call(&self) -> u64 {
         let mut hash = Xxh3::new();
         let mut number = |value: i64| hash.update(&value.to_le_bytes());
-        number(i64::from(self.config.team));
+        number(self.config.key.hash().cast_signed());
         number(self.op.collective.code.into());
         if self.op.collective.reduces {
             number(self.op.reduce.code().into());
@@ -415,7 +416,8 @@ mod tests {
     /// Each tower's tensor fits the address space, but the accumulators do not.
     #[test]
     fn sizes_beyond_the_address_space_are_rejected() {
-        let config = CallConfig { acc_f64: true, ..CallConfig::new(&Topology::new(0, &[0, 0]), 0, 1, 4096) };
+        let config =
+            CallConfig { acc_f64: true, ..CallConfig::new(&Topology::new(0, &[0, 0]), GroupKey::team(0), 1, 4096) };
         let tower = |address: usize| {
             let address = std::ptr::without_provenance_mut(address);
             vec![Tensor::new(Buffer::in_place(address, isize::MAX as usize, DType::U8), &[])]

@@ -1,13 +1,14 @@
 //! Settings of a group's calls. Plain data.
 
 use super::blocks::Compartments;
+use crate::group_key::GroupKey;
 use crate::topology::Topology;
 
 /// Settings of a group's calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallConfig {
-    /// The group's number.
-    pub team: i32,
+    /// The group's key.
+    pub key: GroupKey,
     /// This rank.
     pub rank: usize,
     /// The number of ranks.
@@ -27,11 +28,11 @@ pub struct CallConfig {
 }
 
 impl CallConfig {
-    /// The settings of group `team`, with `channels` channels and slots of `slot` bytes. No call is small, and sums of
+    /// The settings of group `key`, with `channels` channels and slots of `slot` bytes. No call is small, and sums of
     /// float32 are float32.
-    pub fn new(topology: &Topology, team: i32, channels: usize, slot: usize) -> CallConfig {
+    pub fn new(topology: &Topology, key: GroupKey, channels: usize, slot: usize) -> CallConfig {
         CallConfig {
-            team,
+            key,
             rank: topology.rank(),
             ranks: topology.size(),
             channels,

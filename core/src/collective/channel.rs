@@ -4,7 +4,6 @@
 //! signatures, and can report the mismatch.
 //! Thread rule: used by one thread.
 
-use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -101,13 +100,17 @@ impl Channel {
         Channel { inter_host, ..self }
     }
 
-    /// Closes the links to other hosts; no calls may follow. After a failure the links are leaked: freeing a
-    /// communicator needs all ranks, and some may be lost.
-    pub(crate) fn close_links(&mut self, failed: bool) {
-        let inter_host = self.inter_host.take();
-        if failed {
-            mem::forget(inter_host);
-        }
+    /// Closes the links to other hosts; no calls may follow.
+    pub(crate) fn close_links(&mut self) {
+        drop(self.inter_host.take());
+    }
+
+    /// Makes the memory of this rank, if needed, and waits for that of the other ranks. Before the first round.
+    ///
+    /// # Errors
+    /// [`Error::System`] when there is not enough memory; those of the wait context.
+    pub(crate) fn open(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.shm.open(wait_ctx)
     }
 
     /// Runs the first chunk of `call`, which checks that the calls match. Returns false on every rank, with nothing

@@ -20,11 +20,8 @@ impl Call {
     pub fn name_line(&self) -> String {
         let name = self.name();
         let name = if name.is_empty() { String::new() } else { format!(" '{name}'") };
-        let team = match self.team() {
-            -1 => String::new(),
-            id => format!(" on team {id}"),
-        };
-        let team = if self.producer().is_some() { team + " on a GPU" } else { team };
+        let group = self.group().name().suffix();
+        let group = if self.producer().is_some() { group + " on a GPU" } else { group };
         let what = self.op.title();
         let root = match self.op.collective.root {
             Root::None => String::new(),
@@ -35,7 +32,7 @@ impl Call {
             towers if towers > 1 && self.op.collective.reduces => format!(" over {towers} towers"),
             _ => String::new(),
         };
-        format!("{what}{name}{root}{team}{towers}")
+        format!("{what}{name}{root}{group}{towers}")
     }
 
     /// The title of the call and a line for each existing tensor of `range`, in at most `limit` bytes.

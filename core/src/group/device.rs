@@ -99,7 +99,7 @@ impl DeviceExecutor {
         let _first = worker.shared.gpu_info.set(path.describe());
         let (sender, receiver) = channel();
         let (shared, release_streams) = (Arc::clone(&worker.shared), path.release_streams());
-        let builder = Builder::new().name(format!("dlcomm-{}.gpu", worker.shared.settings.id));
+        let builder = Builder::new().name(format!("{}.gpu", worker.shared.config.key.name().thread_label()));
         let monitor = worker.run_checked(work, |_, _, _| {
             let spawned = builder.spawn(move || {
                 if let Err(error) = unbind() {

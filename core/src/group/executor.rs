@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use super::device::DeviceExecutor;
 use super::other_groups::OtherGroups;
 use super::small_calls::{CachedCalls, SmallCall};
+use super::thread::{GroupThread, Inbox, Received};
 use super::work::{QueueItem, Work};
 use super::worker::Worker;
 use crate::buffer::View;
 use crate::collective::{Call, Op, PostedCall};
-use crate::error::{Error, Result, guard};
+use crate::error::{Result, guard};
 use crate::lock::lock;
 
 /// Runs the group's calls one after the other.
@@ -30,7 +31,8 @@ pub(super) struct Executor {
 /// The state of the lead thread.
 struct ExecutorState {
     worker: Worker,
-    helpers: Vec<Sender<Arc<Work>>>,
+    /// The threads of the other channels.
+    helpers: Vec<GroupThread<Arc<Work>>>,
     /// A call that its caller could not run, because the ranks' calls differ. It precedes all others.
     handed_back: Option<Arc<Work>>,
     cached_calls: CachedCalls,
@@ -50,7 +52,7 @@ pub(super) type SmallCallRemainder = (Box<Call>, PostedCall);
 
 /// Calls that the lead has received and not run.
 pub(super) struct Queue<'a> {
-    receiver: &'a Receiver<QueueItem>,
+    inbox: &'a Inbox<QueueItem>,
     pub calls: VecDeque<Arc<Work>>,
     /// When the last item came.
     pub arrived: Instant,
@@ -62,17 +64,17 @@ pub(super) struct Queue<'a> {
 }
 
 impl Queue<'_> {
-    /// Waits for an item if there is no call; false if the queue is closed.
+    /// Waits for an item if there is no call; false if none comes.
     fn wait(&mut self) -> bool {
         self.idle = false;
         if self.calls.is_empty() {
-            let item = self.receiver.try_recv().or_else(|_| {
+            let item = self.inbox.try_receive().map(Received::Item).unwrap_or_else(|_| {
                 self.idle = true;
-                self.receiver.recv()
+                self.inbox.wait()
             });
             match item {
-                Ok(item) => self.push(item),
-                Err(_) => return false,
+                Received::Item(item) => self.push(item),
+                Received::Idle | Received::Closed => return false,
             }
         }
         true
@@ -81,7 +83,7 @@ impl Queue<'_> {
     /// Receives all submitted items.
     pub fn drain(&mut self) {
         loop {
-            match self.receiver.try_recv() {
+            match self.inbox.try_receive() {
                 Ok(item) => self.push(item),
                 Err(TryRecvError::Empty) => return,
                 Err(TryRecvError::Disconnected) => {
@@ -94,7 +96,7 @@ impl Queue<'_> {
 
     /// Waits up to `timeout` for an item; returns whether one came.
     pub fn wait_for_more(&mut self, timeout: Duration) -> bool {
-        match self.receiver.recv_timeout(timeout) {
+        match self.inbox.wait_timeout(timeout) {
             Ok(item) => self.push(item),
             Err(RecvTimeoutError::Timeout) => return false,
             Err(RecvTimeoutError::Disconnected) => {
@@ -130,7 +132,7 @@ impl Queue<'_> {
 
 impl Executor {
     /// An executor with channel 0 and the helper threads.
-    pub fn new(worker: Worker, helpers: Vec<Sender<Arc<Work>>>) -> Executor {
+    pub fn new(worker: Worker, helpers: Vec<GroupThread<Arc<Work>>>) -> Executor {
         let state = ExecutorState {
             worker,
             helpers,
@@ -160,10 +162,10 @@ impl Executor {
         self.queued.fetch_add(1, Ordering::Release);
     }
 
-    /// Runs the calls from `receiver` until it closes, then closes the executor.
-    pub fn run_loop(&self, receiver: &Receiver<QueueItem>) {
+    /// Runs the calls from `inbox` until none comes.
+    pub fn run_loop(&self, inbox: &Inbox<QueueItem>) {
         let (calls, arrived) = (VecDeque::new(), Instant::now());
-        let mut queue = Queue { receiver, calls, arrived, idle: true, joins_stalled: false, closed: false };
+        let mut queue = Queue { inbox, calls, arrived, idle: true, joins_stalled: false, closed: false };
         while queue.wait() {
             let ended = self.lock().run_next(&mut queue);
             // The next caller can then find the executor free.
@@ -172,20 +174,38 @@ impl Executor {
                 work.finish(result);
             }
         }
+    }
+
+    /// Starts the helper threads.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the system refuses a thread.
+    pub fn start_helpers(&self) -> Result<()> {
+        self.lock().helpers.iter().try_for_each(GroupThread::start)
+    }
+
+    /// Whether the calling thread is a helper.
+    pub fn is_helper(&self) -> bool {
+        self.lock().helpers.iter().any(GroupThread::is_current)
+    }
+
+    /// Ends the helper threads, and lets no caller run calls any more. After the lead thread has ended.
+    pub fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
-        state.helpers.clear(); // which ends their threads
-        let handed_back = state.handed_back.take();
+        let helpers = std::mem::take(&mut state.helpers);
+        let (handed_back, ended) = (state.handed_back.take(), state.worker.shared.ended());
         drop(state);
+        helpers.iter().for_each(GroupThread::close);
         if let Some(work) = handed_back {
-            work.finish(Err(Error::State("the team has ended".into())));
+            work.finish(Err(ended));
         }
     }
 
     /// Closes channel 0's links to other hosts and releases GPU resources; helpers release theirs at exit.
-    pub fn release_resources(&self, failed: bool) {
+    pub fn release_resources(&self) {
         let mut state = self.lock();
-        state.worker.channel.close_links(failed);
+        state.worker.channel.close_links();
         state.worker.staging = None;
         state.device = None;
     }
@@ -285,7 +305,7 @@ impl ExecutorState {
         // Before the other ranks see this one, so that later changes in other groups are noticed.
         shared.joins_stalled.store(true, Ordering::Release);
         let other_groups = OtherGroups::new(&shared);
-        let call = Call::absent(self.worker.config);
+        let call = Call::absent(shared.config.clone());
         let absent = call.map(|call| Arc::new(Work::absent(call, Arc::clone(&shared.recorder))));
         let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
             Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), other_groups),
@@ -334,8 +354,11 @@ impl ExecutorState {
         let num_helpers = (work.call.channels() - 1).min(chunks - 1);
         work.add_parts(num_helpers);
         for helper in &helpers[..num_helpers] {
-            if helper.send(Arc::clone(work)).is_err() {
-                work.finish(Err(Error::Internal("a thread of the team has ended".into())));
+            if let Err((work, reason)) = helper.send(Arc::clone(work)) {
+                let error = reason.unwrap_or_else(|| worker.shared.ended());
+                // The other ranks wait for this part.
+                worker.shared.fail(&error);
+                work.finish(Err(error));
             }
         }
         worker.run_own_chunks(work)

@@ -1,9 +1,7 @@
 //! Start and end of a group: its resources and threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
-use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::thread::{Builder, JoinHandle};
 
 use super::callers::CallerThreads;
 use super::executor::Executor;
@@ -11,14 +9,13 @@ use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
 use super::state::{GroupState, OnFailure};
 use super::submit::Group;
+use super::thread::{GroupThread, ThreadSettings};
 use super::worker::Worker;
-use crate::affinity::{bind, request_short_slice};
 use crate::collective::{CallConfig, Channel, InterHost};
 use crate::error::{Error, Result};
 use crate::group_config::GroupConfig;
 use crate::lock::lock;
 use crate::log::log_line;
-use crate::topology::Topology;
 use crate::transport::GroupResources;
 use crate::transport::shm_region::RegionLayout;
 
@@ -37,11 +34,12 @@ fn small_max(layout: RegionLayout) -> usize {
 }
 
 impl Group {
-    /// Starts a group with one thread for each channel of `resources`, thread i on processor `cpus[i]` if given. Adds
-    /// the group to `process_groups`.
+    /// A group with one thread for each channel of `resources`, thread i on processor `cpus[i]` if given. Its memory
+    /// and its threads are made by the first call that needs them, or by [`Group::prepare`]. Adds the group to
+    /// `process_groups`.
     ///
     /// # Errors
-    /// [`Error::System`] if the system refuses a thread.
+    /// [`Error::Invalid`] without channels.
     pub fn start(
         resources: GroupResources,
         settings: GroupConfig,
@@ -49,16 +47,23 @@ impl Group {
         on_failure: OnFailure,
         process_groups: &Arc<ProcessGroups>,
     ) -> Result<Group> {
-        let GroupResources { topology, names, region, links, network, oversubscribed } = resources;
+        let GroupResources { key, topology, names, region, links, network, oversubscribed } = resources;
         let config = CallConfig {
             single_thread_max: if oversubscribed { SINGLE_THREAD_MAX_BYTES } else { 0 },
             small_max: if topology.hosts() == 1 { small_max(region.layout()) } else { 0 },
             acc_f64: settings.acc_f64,
-            ..CallConfig::new(&topology, settings.id, links.len(), region.layout().slot)
+            ..CallConfig::new(&topology, key, links.len(), region.layout().slot)
         };
         let rank = topology.rank();
-        let (sender, receiver) = channel();
+        let thread = |index: usize| ThreadSettings {
+            name: format!("{}.{index}", config.key.name().thread_label()),
+            cpu: cpus.and_then(|cpus| cpus.get(index).copied()),
+            idle_timeout: settings.idle_timeout,
+        };
+        let lead_settings = thread(0);
+        let helper_settings: Vec<ThreadSettings> = (1..links.len()).map(thread).collect();
         let shared = Arc::new(GroupState {
+            config,
             settings,
             region: Arc::clone(&region),
             several_hosts: topology.hosts() > 1,
@@ -69,7 +74,7 @@ impl Group {
             recorder: Arc::default(),
             callers: CallerThreads::default(),
             process_groups: Arc::clone(process_groups),
-            queue: Mutex::new(Some(sender)),
+            lead: OnceLock::new(),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             is_reconciling: AtomicBool::new(false),
             joins_stalled: AtomicBool::new(false),
@@ -81,74 +86,70 @@ impl Group {
             calls_in_chunks: AtomicUsize::new(0),
         });
         shared.set_timeout(settings.timeout);
-        let mut threads = Vec::new();
-        let mut helpers = Vec::new();
-        let mut state = None;
-        for (index, link) in links.into_iter().enumerate() {
-            let topology: Arc<Topology> = Arc::clone(&topology);
+        let mut workers = links.into_iter().enumerate().map(|(index, link)| {
             let inter_host = link.map(|link| InterHost::new(link, &topology, network, settings.algorithm));
-            let worker = Worker {
+            Worker {
                 shared: Arc::clone(&shared),
                 index,
                 rank,
-                config,
-                channel: Channel::new(topology, region.channel(index)).with(inter_host),
+                channel: Channel::new(Arc::clone(&topology), region.channel(index)).with(inter_host),
                 staging: None,
-            };
-            if index == 0 {
-                state = Some(worker);
-            } else {
-                let (sender, receiver) = channel();
-                helpers.push(sender);
-                threads.push(spawn(&settings, index, cpus, move || worker.run_helper(&receiver))?);
             }
-        }
-        let Some(worker) = state else {
-            return Err(Error::Invalid("a team needs at least one thread".into()));
+        });
+        let Some(first) = workers.next() else {
+            return Err(Error::Invalid("a group needs at least one thread".into()));
         };
-        let executor = Arc::new(Executor::new(worker, helpers));
+        let helper = |(worker, settings): (Worker, ThreadSettings)| {
+            let worker = Mutex::new(worker);
+            GroupThread::new(settings, move |inbox| lock(&worker).run_helper(inbox))
+        };
+        let helpers = workers.zip(helper_settings).map(helper).collect();
+        let executor = Arc::new(Executor::new(first, helpers));
         let lead = Arc::clone(&executor);
-        threads.push(spawn(&settings, 0, cpus, move || lead.run_loop(&receiver))?);
+        // Set once: the state is new.
+        let _set = shared.lead.set(GroupThread::new(lead_settings, move |inbox| lead.run_loop(inbox)));
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
-        Ok(Group { shared, topology, config, executor, threads: Mutex::new(threads) })
+        Ok(Group { shared, topology, executor })
+    }
+
+    /// Makes the memory of this rank and starts the threads now, not by the first call.
+    ///
+    /// # Errors
+    /// [`Error::System`] when there is not enough memory, or the system refuses a thread.
+    pub fn prepare(&self) -> Result<()> {
+        self.shared.region.open()?;
+        self.shared.lead.get().map_or(Ok(()), GroupThread::start)?;
+        self.executor.start_helpers()
     }
 
     /// Completes the enqueued calls and ends the threads. Later calls fail.
     pub fn stop(&self) {
-        drop(lock(&self.shared.queue).take());
-        let threads = std::mem::take(&mut *lock(&self.threads));
-        for thread in threads {
-            if thread.join().is_err() {
-                log_line(&format!("a thread of team {} panicked", self.config.team));
-            }
-        }
-        self.shared.region.set_departed();
+        stop(&self.shared, &self.executor);
     }
 
     /// Closes links to other hosts and releases GPU resources, after [`Group::stop`].
     pub fn release_resources(&self) {
-        self.executor.release_resources(self.shared.known_failure().is_some());
+        self.executor.release_resources();
     }
 }
 
-/// Starts a thread; its name fits the 15 characters that Linux keeps.
-fn spawn(
-    settings: &GroupConfig,
-    index: usize,
-    cpus: Option<&[usize]>,
-    body: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>> {
-    let team = if settings.id < 0 { "c".to_owned() } else { settings.id.to_string() };
-    let cpu = cpus.and_then(|cpus| cpus.get(index).copied());
-    let run = move || {
-        request_short_slice();
-        if let Some(Err(error)) = cpu.map(bind) {
-            log_line(&format!("{error}; the thread runs where the process may"));
+/// A callback may drop the last handle of its group.
+impl Drop for Group {
+    fn drop(&mut self) {
+        let on_own_thread = self.shared.lead.get().is_some_and(GroupThread::is_current) || self.executor.is_helper();
+        if !on_own_thread {
+            return self.stop();
         }
-        body();
-    };
-    Builder::new()
-        .name(format!("dlcomm-{team}.{index}"))
-        .spawn(run)
-        .map_err(|error| Error::system("starting a thread", error))
+        let (shared, executor) = (Arc::clone(&self.shared), Arc::clone(&self.executor));
+        let stopped = std::thread::Builder::new().name("dlcomm-end".into()).spawn(move || stop(&shared, &executor));
+        if let Err(error) = stopped {
+            log_line(&format!("the threads of {} stay: {error}", self.shared.config.key.name()));
+        }
+    }
+}
+
+fn stop(shared: &GroupState, executor: &Executor) {
+    shared.lead.get().into_iter().for_each(GroupThread::close);
+    executor.close();
+    shared.region.set_departed();
 }

@@ -23,6 +23,7 @@ mod small_calls;
 mod state;
 mod stats;
 mod submit;
+mod thread;
 mod work;
 mod worker;
 

@@ -72,17 +72,14 @@ impl OtherGroups {
 
     /// The status of this rank for messages of other ranks.
     pub fn describe(&self, group: &GroupState, closed: bool) -> String {
-        let name = match group.settings.id {
-            -1 => "the control team".to_owned(),
-            id => format!("team {id}"),
-        };
+        let name = group.config.key.name();
         let calls = match group.matched() {
             0 => format!("has made no call on {name}"),
             1 => format!("has made 1 call on {name}"),
             count => format!("has made {count} calls on {name}"),
         };
         match &self.pending {
-            _ if closed => format!("{calls}, and has called finalize"),
+            _ if closed => format!("{calls}, and {}", name.departure()),
             Some(pending) => format!("{calls}, and waits in {pending}"),
             None => calls,
         }

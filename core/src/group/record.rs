@@ -68,7 +68,7 @@ impl Record {
 
     /// A record that is neither in the ring nor in the totals.
     pub fn detached(call: &Call) -> Record {
-        Record::new(call.team(), 0, Arc::new(CallSummary::new(call)), call.signature, None, None)
+        Record::new(call.group().number(), 0, Arc::new(CallSummary::new(call)), call.signature, None, None)
     }
 
     /// The record of call `number`, submitted now.
@@ -307,7 +307,7 @@ impl Recorder {
         }
         let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
         let summary = Arc::clone(summary);
-        let new_record = Record::new(call.team(), self.number(), summary, call.signature, timeout, thread);
+        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, timeout, thread);
         // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
@@ -393,11 +393,12 @@ mod tests {
     use crate::buffer::{Buffer, Tensor};
     use crate::collective::{CallConfig, Counts, Op};
     use crate::dtype::DType;
+    use crate::group_key::GroupKey;
     use crate::timings::PhaseTimer;
     use crate::topology::Topology;
 
     fn call(data: &mut [f32], name: &str) -> Call {
-        let config = CallConfig::new(&Topology::new(0, &[0, 0]), 0, 1, 4096);
+        let config = CallConfig::new(&Topology::new(0, &[0, 0]), GroupKey::team(0), 1, 4096);
         let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
         Call::new(Op::MEAN, vec![vec![tensor]], Counts::Even, name, "", "weight".into(), config).unwrap()
     }

@@ -3,8 +3,7 @@
 //! Thread rule: any thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -12,10 +11,11 @@ use serde_json::Value;
 use super::callers::{CallerThreads, ThreadId};
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::record::{Record, Recorder};
+use super::thread::GroupThread;
 use super::work::{QueueItem, Work};
+use crate::collective::CallConfig;
 use crate::error::Error;
 use crate::group_config::GroupConfig;
-use crate::lock::lock;
 use crate::signals;
 use crate::transport::ShmRegion;
 
@@ -24,6 +24,7 @@ pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// See the module's documentation.
 pub(super) struct GroupState {
+    pub config: CallConfig,
     pub settings: GroupConfig,
     pub region: Arc<ShmRegion>,
     /// With several hosts, threads also wait where the region does not check for lost ranks.
@@ -36,8 +37,8 @@ pub(super) struct GroupState {
     pub recorder: Arc<Recorder>,
     pub callers: CallerThreads,
     pub process_groups: Arc<ProcessGroups>,
-    /// Items for the lead thread; `None` once the group is closing.
-    pub queue: Mutex<Option<Sender<QueueItem>>>,
+    /// Runs the queued calls. Set once.
+    pub lead: OnceLock<GroupThread<QueueItem>>,
     /// Wait of a call after which its thread checks for deadlocks across groups.
     pub stall_check_after: Duration,
     /// Whether the lead is reconciling calls.
@@ -64,7 +65,7 @@ impl GroupState {
         if let Some(error) = self.failure.get() {
             return Some(error.clone());
         }
-        let error = self.region.failure()?;
+        let error = self.region.control().failure()?;
         self.fail(&error);
         Some(error)
     }
@@ -72,7 +73,7 @@ impl GroupState {
     /// As [`GroupState::failure`], but without calling `on_failure` for a failure of another rank. For dumps, which
     /// `on_failure` writes.
     pub fn known_failure(&self) -> Option<Error> {
-        self.failure.get().cloned().or_else(|| self.region.failure())
+        self.failure.get().cloned().or_else(|| self.region.control().failure())
     }
 
     /// Ends the group with `error`, on this rank and the others of the host.
@@ -90,7 +91,7 @@ impl GroupState {
         }
         let first = self.failure.set(error.clone()).is_ok();
         if first {
-            self.region.set_failure(error);
+            self.region.control().set_failure(error);
         }
         first
     }
@@ -107,10 +108,10 @@ impl GroupState {
         }
         if head.is_absent() {
             if self.closing() && !self.reconciles() {
-                return Some(Error::State("the team has ended".into()));
+                return Some(self.ended());
             }
         } else if head.record.submitted.elapsed() > self.stall_check_after {
-            self.region.stall(self.region.step());
+            self.region.control().stall(self.region.waiting_step());
             self.process_groups.check_deadlock(self);
         }
         let other_groups = || if self.several_hosts { self.lost_rank() } else { None };
@@ -125,6 +126,11 @@ impl GroupState {
         })
     }
 
+    /// The error of calls after the end of the group.
+    pub fn ended(&self) -> Error {
+        Error::State(format!("{} has ended", self.config.key.name()))
+    }
+
     /// The name of this rank.
     pub fn rank_name(&self) -> &str {
         &self.names[self.rank]
@@ -135,21 +141,24 @@ impl GroupState {
         let departed = || {
             let rank = self.region.departed()?;
             let name = self.names.get(rank).cloned().unwrap_or_else(|| format!("rank {rank}"));
-            Some(Error::PeerLost(format!("{name} has called finalize")))
+            Some(Error::PeerLost(format!("{name} {}", self.config.key.name().departure())))
         };
         self.region.lost_rank().or_else(departed)
     }
 
-    /// Sends the lead thread an item; returns the item if the group is closing.
+    /// Sends the lead thread an item; returns the item if the group is closing. If the system refuses a thread, the
+    /// group fails, because other ranks wait.
     pub fn send(&self, item: QueueItem) -> Option<QueueItem> {
-        match &*lock(&self.queue) {
-            Some(queue) => queue.send(item).err().map(|unsent| unsent.0),
-            None => Some(item),
-        }
+        let (item, reason) = match self.lead.get() {
+            Some(lead) => lead.send(item).err()?,
+            None => (item, None),
+        };
+        reason.iter().for_each(|error| self.fail(error));
+        Some(item)
     }
 
     pub fn closing(&self) -> bool {
-        lock(&self.queue).is_none()
+        self.lead.get().is_none_or(GroupThread::is_closed)
     }
 
     pub fn reconciles(&self) -> bool {
@@ -158,7 +167,7 @@ impl GroupState {
 
     /// The round of channel 0 in which another rank is stalled, if it is the next round of this rank.
     pub fn stalled_seq(&self) -> Option<u32> {
-        self.region.stalled().filter(|&step| step == self.region.step().wrapping_add(1))
+        self.region.control().stalled().filter(|&step| step == self.region.step().wrapping_add(1))
     }
 
     /// Counts a matched call and returns its index, from 1. Only for the thread that holds the executor.

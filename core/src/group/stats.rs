@@ -26,11 +26,11 @@ impl Group {
 
     /// The last calls, oldest first, with the ranks that the group waits for.
     pub fn dump(&self) -> Value {
-        let records = self.shared.recorder.last(self.config.team);
+        let records = self.shared.recorder.last(self.shared.config.key.number());
         let calls: Vec<Value> = records.iter().map(|record| call(record, &self.topology)).collect();
         let failure = self.shared.known_failure().map(|error| error.to_string());
         json!({
-            "team": self.config.team, "threads": self.config.channels,
+            "team": self.shared.config.key.name().json(), "threads": self.shared.config.channels,
             "matched": self.shared.matched(), "failure": failure, "calls": calls,
         })
     }

@@ -2,9 +2,8 @@
 //!
 //! Thread rule: any thread may use a [`Group`].
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -26,9 +25,7 @@ use crate::transport::gpu::CallerStream;
 pub struct Group {
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
-    pub(super) config: CallConfig,
     pub(super) executor: Arc<Executor>,
-    pub(super) threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].
@@ -42,8 +39,8 @@ impl Group {
     }
 
     /// The common settings of its calls.
-    pub fn call_config(&self) -> CallConfig {
-        self.config
+    pub fn call_config(&self) -> &CallConfig {
+        &self.shared.config
     }
 
     /// Enqueues `op` on `replicas` (lists of the same tensors) and returns. Calls `done` once, immediately if the call
@@ -108,7 +105,7 @@ impl Group {
         }
         let CallOptions { name, instance_id, tensor_names, device, counts, .. } = options;
         let (labels, counts) = (std::mem::take(tensor_names), std::mem::take(counts));
-        let call = Call::new(op, replicas, counts, name, instance_id, labels, self.config)?;
+        let call = Call::new(op, replicas, counts, name, instance_id, labels, self.shared.config.clone())?;
         match device {
             None => Ok(call),
             Some(device) => self.on_device(call, *device),
@@ -126,7 +123,7 @@ impl Group {
         }
         self.executor.enqueue();
         if let Some(QueueItem::Call(work)) = self.shared.send(QueueItem::Call(work)) {
-            work.finish(Err(Error::State("the team has ended".into())));
+            work.finish(Err(self.shared.ended()));
         }
         Submitted(None)
     }
@@ -178,8 +175,9 @@ impl Group {
             && ordinal != i64::from(device.ordinal)
         {
             return Err(Error::Invalid(format!(
-                "the tensors are on GPU {}, and team {} of this rank works on GPU {ordinal}; a team has one GPU on each rank",
-                device.ordinal, self.config.team
+                "the tensors are on GPU {}, and {} of this rank works on GPU {ordinal}; a group has one GPU on each rank",
+                device.ordinal,
+                self.shared.config.key.name()
             )));
         }
         let producer = guard(|| CallerStream::new(device))?;
@@ -192,11 +190,5 @@ impl Group {
         gpus["device_bytes"] = self.shared.device_bytes.load(Ordering::Relaxed).into();
         gpus["calls_in_chunks"] = self.shared.calls_in_chunks.load(Ordering::Relaxed).into();
         Some(gpus)
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        self.stop();
     }
 }

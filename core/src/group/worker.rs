@@ -1,12 +1,12 @@
 //! A thread of a group, and its part of a call.
 
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
 
 use super::state::GroupState;
+use super::thread::{Inbox, Received};
 use super::work::Work;
+use crate::collective::Channel;
 use crate::collective::device::StagingPipeline;
-use crate::collective::{CallConfig, Channel};
 use crate::error::{Result, guard};
 use crate::log::log_line;
 use crate::transport::WaitContext;
@@ -17,16 +17,15 @@ pub(super) struct Worker {
     pub shared: Arc<GroupState>,
     pub index: usize,
     pub rank: usize,
-    pub config: CallConfig,
     pub channel: Channel,
     /// For calls on device memory that go through the host; created by the first.
     pub staging: Option<StagingPipeline>,
 }
 
 impl Worker {
-    /// Runs this thread's chunks of the calls from `queue` until it closes.
-    pub fn run_helper(mut self, queue: &Receiver<Arc<Work>>) {
-        while let Ok(work) = queue.recv() {
+    /// Runs this thread's chunks of the calls from `inbox`.
+    pub fn run_helper(&mut self, inbox: &Inbox<Arc<Work>>) {
+        while let Received::Item(work) = inbox.wait() {
             let result = self.run_own_chunks(&work);
             work.finish(result);
         }
@@ -67,7 +66,10 @@ impl Worker {
         let (timings, warn) = (&work.record.timings, shared.settings.stall_warn);
         let wait_ctx = WaitContext::new(work.record.submitted, work.timeout, warn, &work.warned, timings, &callbacks);
         let channel = &mut self.channel;
-        let result = guard(|| body(channel, work, &wait_ctx));
+        let result = guard(|| {
+            channel.open(&wait_ctx)?;
+            body(channel, work, &wait_ctx)
+        });
         if let Err(error) = &result
             && !error.is_recoverable()
         {

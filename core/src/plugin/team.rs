@@ -35,7 +35,7 @@ pub struct Team {
 impl Team {
     /// Creates a team of `group` without a schedule: every call blocks.
     pub fn new(group: Group) -> Team {
-        let wait_time = WaitTime::new(group.call_config().team, group.rank());
+        let wait_time = WaitTime::new(group.call_config().key.number(), group.rank());
         Team {
             schedule: Arc::new(Mutex::new(ScheduleState::new(group.rank()))),
             group: Arc::new(group),
@@ -80,7 +80,7 @@ impl Team {
         call.schedule(plan.weights.left, plan.position.clone());
         if timeline::is_on() && !continues_step {
             let now = Instant::now();
-            let args = [("team", self.group.call_config().team.into()), ("call", plan.index.into())];
+            let args = [("team", self.group.call_config().key.number().into()), ("call", plan.index.into())];
             timeline::span("step", "gradients", now, now, &args);
         }
         // Only a call that uses or carries a mean reads its own mean later.
@@ -119,7 +119,7 @@ impl Team {
             return Err(Error::Invalid(format!(
                 "team {} is on a schedule with non-blocking calls, which GPU tensors have in dl_comm.torch's optimizer only; \
                  use another team, or host tensors",
-                self.group.call_config().team
+                self.group.call_config().key.number()
             )));
         }
         Ok(call)
@@ -127,7 +127,7 @@ impl Team {
 
     /// The control group (broadcasts, metrics) does not count waits.
     fn counts_waits(&self) -> bool {
-        self.group.call_config().team >= 0
+        self.group.call_config().key.number() >= 0
     }
 
     fn schedule(&self) -> MutexGuard<'_, ScheduleState> {

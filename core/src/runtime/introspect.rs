@@ -90,7 +90,11 @@ pub fn overview() -> Result<ProcessInfo> {
                 topology: Some(Arc::clone(&runtime.topology)),
                 rank_info: Arc::clone(&runtime.rank_info),
                 network: runtime.network,
-                teams: runtime.teams.values().map(|team| (team.group().call_config(), team.group().gpus())).collect(),
+                teams: runtime
+                    .teams
+                    .values()
+                    .map(|team| (team.group().call_config().clone(), team.group().gpus()))
+                    .collect(),
             },
         })
     })

@@ -5,18 +5,17 @@
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::process;
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Once, PoisonError, Weak};
 
+use super::group_creation::make_team;
 use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
-use super::team_creation::make_team;
 use super::{calls, memory};
 use crate::config::{Config, Rendezvous};
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
 use crate::fork;
-use crate::group::ProcessGroups;
+use crate::group::{Group, ProcessGroups};
 use crate::helper;
-use crate::lock::lock;
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
@@ -66,20 +65,20 @@ fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Resu
         RuntimeState::Finalized { can_start: false, .. } => Err(finalized(false)),
         RuntimeState::Finalized { .. } | RuntimeState::NotStarted => {
             let job = Job::start(Config::from_env(), connect)?;
-            let config = job.config().clone();
-            if config.timeout.is_none() && job.topology().rank() == 0 {
+            let config = job.ranks().config.clone();
+            if config.timeout.is_none() && job.ranks().topology.rank() == 0 {
                 log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
-            helper::mark(job.topology(), job.uses_launcher());
-            if job.topology().rank() == 0 {
+            helper::mark(&job.ranks().topology, job.uses_launcher());
+            if job.ranks().topology.rank() == 0 {
                 let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
                 variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
             }
-            let (topology, rank_info) = (Arc::clone(job.topology()), Arc::clone(job.rank_info()));
+            let (topology, rank_info) = (Arc::clone(&job.ranks().topology), Arc::clone(&job.ranks().rank_info));
             let network = job.network();
             memory::keep(job.arenas());
             let rank = topology.rank();
-            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), job.key(), config.dump_dir.clone()));
+            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), job.ranks().key, config.dump_dir.clone()));
             if topology.local_rank() == 0 {
                 dumper.clean();
             }
@@ -91,10 +90,20 @@ fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Resu
                 SignalDumper::start(Arc::clone(&dumper))
             };
             let _on_signal = job.confirm("init_mpi", start_services()).inspect_err(|_| job.leave())?;
-            let job = Arc::new(Mutex::new(job));
-            let (teams, process_groups) = (BTreeMap::new(), Arc::new(ProcessGroups::of_process()));
-            let runtime =
-                Runtime { job, topology, rank_info, network, config, teams, process_groups, dumper, _on_signal };
+            let (job, teams, groups) = (Arc::new(job), BTreeMap::new(), Vec::new());
+            let process_groups = Arc::new(ProcessGroups::of_process());
+            let runtime = Runtime {
+                job,
+                topology,
+                rank_info,
+                network,
+                config,
+                teams,
+                groups,
+                process_groups,
+                dumper,
+                _on_signal,
+            };
             *state = RuntimeState::Started(Box::new(runtime));
             Ok(())
         }
@@ -169,22 +178,21 @@ fn end(reason: Option<Error>) -> Result<()> {
         std::mem::replace(&mut *state, next)
     };
     let RuntimeState::Started(runtime) = previous else { return Ok(()) };
-    let Runtime { job, teams, topology, .. } = *runtime;
+    let Runtime { job, teams, groups, topology, .. } = *runtime;
+    let groups: Vec<Arc<Group>> = groups.iter().filter_map(Weak::upgrade).collect();
+    let all_groups = || teams.values().map(|team| team.group()).chain(&groups);
     if let Some(error) = &reason {
-        teams.values().for_each(|team| team.group().fail(error));
+        all_groups().for_each(|group| group.fail(error));
     }
-    teams.values().for_each(|team| team.group().stop());
+    all_groups().for_each(|group| group.stop());
     timeline::stop();
     report(&teams, topology.rank());
-    let gathered = {
-        let job = lock(&job);
-        match &reason {
-            Some(_) => {
-                job.leave();
-                Ok(())
-            }
-            None => job.final_barrier(teams.values().find_map(|team| team.group().failure()).as_ref()),
+    let gathered = match &reason {
+        Some(_) => {
+            job.leave();
+            Ok(())
         }
+        None => job.final_barrier(all_groups().find_map(|group| group.failure()).as_ref()),
     };
     if let Err(error) = gathered {
         log_line(&format!("{error}; this process ends with a status other than 0"));
@@ -192,9 +200,9 @@ fn end(reason: Option<Error>) -> Result<()> {
     }
     // Links between hosts close before the job ends. A team is freed when the last thread drops it from its cache.
     calls::forget_teams();
-    teams.values().for_each(|team| team.group().release_resources());
-    drop(teams);
-    let can_start = !lock(&job).uses_launcher();
+    all_groups().for_each(|group| group.release_resources());
+    drop((teams, groups));
+    let can_start = !job.uses_launcher();
     drop(job);
     memory::drop_unused();
     launcher::end();

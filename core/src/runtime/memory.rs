@@ -7,28 +7,28 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::transport::arena::{Arenas, PeerMemory};
 
-/// The arenas of this host, or the reason why there are none: of the jobs of this process, the current one last. Those of
-/// an ended job stay while callers hold memory in them.
-static ARENAS: Mutex<Vec<Result<Arc<Arenas>>>> = Mutex::new(Vec::new());
+/// The arenas of this host: of the jobs of this process, the current one last. Those of an ended job stay while callers
+/// hold memory in them.
+static ARENAS: Mutex<Vec<Arc<Arenas>>> = Mutex::new(Vec::new());
 
-/// Stores the arenas of this host, or the reason why there are none.
-pub(super) fn keep(arenas: &Result<Arc<Arenas>>) {
-    lock(&ARENAS).push(arenas.clone());
+/// Stores the arenas of this host.
+pub(super) fn keep(arenas: &Arc<Arenas>) {
+    lock(&ARENAS).push(Arc::clone(arenas));
 }
 
 /// Drops the arenas of ended jobs in which nobody holds memory.
 pub(super) fn drop_unused() {
-    lock(&ARENAS).retain(|arenas| arenas.as_ref().is_ok_and(|arenas| arenas.is_in_use()));
+    lock(&ARENAS).retain(|arenas| arenas.is_in_use());
 }
 
 /// Allocates `len` zeroed bytes of memory shared by the local ranks; see [`PeerMemory::alloc_zeroed`].
 ///
 /// # Errors
-/// [`Error::System`] if the memory is exhausted; the reason why there is no shared memory; [`Error::State`] before
+/// [`Error::System`] if the memory is exhausted; [`Error::State`] before
 /// [`start`](super::start).
 pub fn alloc(len: usize) -> Result<*mut u8> {
     started(|_| Ok(()))?;
-    let arenas = lock(&ARENAS).last().cloned().ok_or_else(not_started)??;
+    let arenas = lock(&ARENAS).last().cloned().ok_or_else(not_started)?;
     arenas.alloc_zeroed(len)
 }
 
@@ -45,10 +45,9 @@ pub unsafe fn free(memory: *mut u8) -> Result<()> {
         return Ok(());
     }
     let mut all = lock(&ARENAS);
-    let index = all.iter().position(|arenas| arenas.as_ref().is_ok_and(|arenas| arenas.contains(memory)));
-    let Some((index, Ok(arenas))) = index.and_then(|index| Some((index, all.get(index)?))) else {
-        let reason = all.last().and_then(|arenas| arenas.as_ref().err().cloned());
-        return Err(reason.unwrap_or_else(|| Error::Invalid("this memory is not from dl_comm_alloc".into())));
+    let index = all.iter().position(|arenas| arenas.contains(memory));
+    let Some((index, arenas)) = index.and_then(|index| Some((index, all.get(index)?))) else {
+        return Err(Error::Invalid("this memory is not from dl_comm_alloc".into()));
     };
     // SAFETY: the caller's promise.
     unsafe { arenas.free(memory) }?;

@@ -4,11 +4,11 @@
 
 mod calls;
 pub mod collectives;
+mod group_creation;
 mod introspect;
 mod lifecycle;
 mod memory;
 mod state;
-mod team_creation;
 mod teams;
 
 pub use calls::{
@@ -16,6 +16,7 @@ pub use calls::{
     look_for_signals, may_return_early, wait,
 };
 pub use collectives::group_of_team;
+pub use group_creation::create_group;
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
 pub use lifecycle::{abort, finalize, init, start, start_by_store};
 pub use memory::{alloc, free};

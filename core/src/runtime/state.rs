@@ -3,13 +3,13 @@
 //! Thread rule: any thread.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use crate::config::Config;
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
 use crate::fork;
-use crate::group::ProcessGroups;
+use crate::group::{Group, ProcessGroups};
 use crate::helper::{self, RankPosition};
 use crate::plugin::Team;
 use crate::topology::Topology;
@@ -25,12 +25,14 @@ pub const MAX_TEAMS: i32 = 64;
 
 /// The resources of a started process.
 pub(super) struct Runtime {
-    pub job: Arc<Mutex<Job>>,
+    pub job: Arc<Job>,
     pub topology: Arc<Topology>,
     pub rank_info: Arc<[RankInfo]>,
     pub network: Option<NetworkModel>,
     pub config: Config,
     pub teams: BTreeMap<i32, Arc<Team>>,
+    /// Groups that some ranks have made.
+    pub groups: Vec<Weak<Group>>,
     pub process_groups: Arc<ProcessGroups>,
     pub dumper: Arc<Dumper>,
     /// Writes dumps on a signal while it lives.

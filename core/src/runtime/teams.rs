@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use super::group_creation::make_team;
 use super::lifecycle;
 use super::state::{MAX_TEAMS, config, find_team, is_initialized, not_started, started, team};
-use super::team_creation::make_team;
 use crate::error::{Error, Result};
 use crate::plugin::{Arguments, Cooldown, Schedule};
 

@@ -86,6 +86,12 @@ impl Arenas {
         self.maps[local_rank].as_mut_ptr()
     }
 
+    /// Bytes of the file that have memory.
+    #[cfg(test)]
+    pub fn used_bytes(&self) -> u64 {
+        rustix::fs::fstat(&self.file).map_or(0, |stat| stat.st_blocks.cast_unsigned() * 512)
+    }
+
     /// Whether anything but the header is allocated.
     pub fn is_in_use(&self) -> bool {
         lock(&self.ranges).num_allocations() > 1

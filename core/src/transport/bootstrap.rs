@@ -60,14 +60,11 @@ pub trait Bootstrap: Send + Sync {
 /// Messages between hosts.
 /// Thread rule: any thread.
 pub trait Network: Send + Sync {
-    /// The same network with messages of its own. Collective over all ranks of the job.
-    ///
-    /// # Errors
-    /// As for [`Bootstrap::allgather`].
-    fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>>;
+    /// The number of links that the network can tell apart.
+    fn max_links(&self) -> usize;
 
     /// A link between the ranks `owners` (by host), with `capacity` bytes per exchange and direction. `number`
-    /// distinguishes the links of one network; `hosts` are display names.
+    /// is below [`Network::max_links`], and other links of these ranks have others; `hosts` are display names.
     fn link(&self, number: usize, owners: Vec<usize>, hosts: Vec<String>, capacity: usize) -> Box<dyn HostLink>;
 
     /// Measures the network to rank `other`, which calls it at the same time.
@@ -84,21 +81,9 @@ pub trait Network: Send + Sync {
     fn clock_offset(&self, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64>;
 }
 
-/// Every rank's `record`, encoded. Collective.
-///
-/// # Errors
-/// Those of [`Bootstrap::allgather`].
-pub(super) fn all_records<T: Serialize>(
-    bootstrap: &dyn Bootstrap,
-    record: &T,
-    wait_ctx: &WaitContext<'_>,
-) -> Result<Vec<Vec<u8>>> {
-    let mut bytes = encode(record).unwrap_or_default();
-    if bytes.len() > MAX_RECORD {
-        // No rank can decode an empty record: all fail.
-        bytes.clear();
-    }
-    bootstrap.allgather(&bytes, wait_ctx)
+/// The bytes of a record. A record that is too long becomes an empty one, which no rank can decode: all fail.
+pub(super) fn encode_record<T: Serialize>(record: &T) -> Vec<u8> {
+    encode(record).ok().filter(|bytes| bytes.len() <= MAX_RECORD).unwrap_or_default()
 }
 
 /// The first characters of a text that goes into a record.

@@ -24,6 +24,8 @@ const MAX_ADDRESS_BYTES: usize = 1000;
 pub struct HostAddress {
     /// The name of the host's first rank, for messages.
     pub name: String,
+    /// Its ranks in the job.
+    pub ranks: Vec<usize>,
     /// The addresses that it listens on.
     pub addresses: Vec<SocketAddr>,
 }
@@ -114,8 +116,10 @@ fn neighbours(me: usize, count: usize) -> Vec<usize> {
 }
 
 pub(super) struct HostConnection {
-    /// The name of the rank on that host, for messages.
+    /// The name of the first rank on that host, for messages.
     pub name: String,
+    /// The ranks of that host in the job.
+    pub ranks: Vec<usize>,
     pub stream: CloseOnForkStream,
     /// The received part of an incomplete line.
     pub partial: Vec<u8>,
@@ -138,7 +142,7 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     let mut pending = PendingConnections::default();
     while !missing.is_empty() {
         match pending.next(&listener.sockets, key, until) {
-            Ok((host, stream)) if missing.remove(&host) => answered.push((host, connection(stream, &hosts[host].name))),
+            Ok((host, stream)) if missing.remove(&host) => answered.push((host, connection(stream, &hosts[host]))),
             // Not a neighbour, or a duplicate connection.
             Ok(_) => {}
             Err(error) => {
@@ -150,7 +154,7 @@ pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key
     // Read the answers last, when no host waits for this one.
     for (host, mut stream) in dialed {
         let verified = verify_key(&mut stream, key, until);
-        answered.push((host, verified.and_then(|()| connection(stream, &hosts[host].name))));
+        answered.push((host, verified.and_then(|()| connection(stream, &hosts[host]))));
     }
     let warn = |(host, peer): (usize, std::io::Result<HostConnection>)| {
         peer.inspect_err(|error| warn_unmonitored(&hosts[host].name, error)).ok()
@@ -185,10 +189,15 @@ fn dial(host: &HostAddress, me: usize, key: u128, until: Instant) -> std::io::Re
     }
 }
 
-fn connection(stream: TcpStream, name: &str) -> std::io::Result<HostConnection> {
+fn connection(stream: TcpStream, host: &HostAddress) -> std::io::Result<HostConnection> {
     configure(&stream)?;
-    let (name, stream) = (name.to_owned(), CloseOnForkStream::new(stream));
-    Ok(HostConnection { name, stream, partial: Vec::new(), unsent: Vec::new() })
+    Ok(HostConnection {
+        name: host.name.clone(),
+        ranks: host.ranks.clone(),
+        stream: CloseOnForkStream::new(stream),
+        partial: Vec::new(),
+        unsent: Vec::new(),
+    })
 }
 
 #[cfg(test)]

@@ -8,19 +8,52 @@ use std::time::{Duration, Instant};
 
 use super::arena::PeerMemory;
 use super::memory::Aligned;
+use super::region_control::RegionControl;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
 use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
 use crate::error::{Error, Result};
+use crate::group_key::GroupKey;
 use crate::timings::WaitTarget;
 use crate::topology::Topology;
 use crate::wire_layout::exchange_buffer_bytes;
 
-impl RegionMemory for Arc<Aligned> {
-    fn base(&self) -> *mut u8 {
-        self.as_ptr()
+/// A region in the heap: the control block, then the slots of all ranks.
+#[derive(Clone)]
+pub struct HeapRegion {
+    memory: Arc<Aligned>,
+    control: usize,
+}
+
+impl HeapRegion {
+    /// Zeroed memory for a region.
+    pub fn new(layout: RegionLayout) -> HeapRegion {
+        HeapRegion::with_members(layout, None)
     }
-    fn len(&self) -> usize {
-        Aligned::len(self)
+
+    fn with_members(layout: RegionLayout, members: Option<&[u32]>) -> HeapRegion {
+        let control = layout.control_bytes(members.map_or(0, <[u32]>::len));
+        let memory = Arc::new(Aligned::new(control + layout.ranks * layout.slots_bytes()));
+        let region = HeapRegion { memory, control };
+        #[cfg(loom)]
+        layout.prepare(region.control());
+        // SAFETY: new memory of this layout, which the region keeps.
+        unsafe { RegionControl::create(region.control(), layout, members) };
+        region
+    }
+}
+
+impl RegionMemory for HeapRegion {
+    fn control(&self) -> *mut u8 {
+        self.memory.as_ptr()
+    }
+
+    fn make_slots(&self, me: usize, len: usize) -> Result<u64> {
+        Ok((self.control + me * len) as u64)
+    }
+
+    fn slots(&self, _rank: usize, place: u64, len: usize) -> Option<*mut u8> {
+        let place = usize::try_from(place).ok().filter(|place| place + len <= self.memory.len())?;
+        Some(self.memory.as_ptr().wrapping_add(place))
     }
 }
 
@@ -44,38 +77,57 @@ impl PeerMemory for AllMemory {
     }
 }
 
+/// The region of a group with one rank on this host; with `members`, of these ranks of the job.
+#[cfg(test)]
+pub(super) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
+    let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096 };
+    let memory = Box::new(HeapRegion::with_members(layout, members));
+    let peers = vec![LocalPeer { rank: 0, name: "rank 0".into() }];
+    ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), 100).map(Arc::new)
+}
+
 /// The resources of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes. With `shares`, the ranks of a
 /// host can access each other's tensors.
 ///
 /// # Errors
 /// Errors of [`ShmRegion::new`].
 pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Result<Vec<GroupResources>> {
-    let keys: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
-    let memories: Vec<(RegionLayout, Arc<Aligned>)> = sizes
-        .iter()
-        .map(|&ranks| {
-            let layout = RegionLayout { ranks, channels, slot };
-            (layout, Arc::new(Aligned::new(layout.bytes())))
-        })
-        .collect();
-    let mut links = all_links(&Topology::new(0, &keys), channels, slot);
+    let hosts: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
+    group(&GroupKey::team(0), &hosts, channels, slot, shares)
+}
+
+/// As [`world`], for the group `key`, whose rank r is on host `hosts[r]`.
+///
+/// # Errors
+/// As for [`world`].
+pub fn group(
+    key: &GroupKey,
+    hosts: &[usize],
+    channels: usize,
+    slot: usize,
+    shares: bool,
+) -> Result<Vec<GroupResources>> {
+    let topology = Topology::new(0, hosts);
+    let region = |host: usize| {
+        let layout = RegionLayout { ranks: topology.ranks_of(host).len(), channels, slot };
+        (layout, HeapRegion::new(layout))
+    };
+    let regions: Vec<(RegionLayout, HeapRegion)> = (0..topology.hosts()).map(region).collect();
+    let mut links = all_links(&topology, channels, slot);
     let endpoint = |rank: usize| {
-        let topology = Topology::new(rank, &keys);
-        let (layout, memory) = &memories[topology.host()];
+        let topology = Topology::new(rank, hosts);
+        let (layout, memory) = &regions[topology.host()];
         let peers =
             topology.local_ranks().iter().map(|&rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
-        let region = ShmRegion::new(
-            Box::new(Arc::clone(memory)),
-            *layout,
-            topology.local_rank(),
-            peers,
-            Box::new(AlwaysAlive),
-            100,
-        )?;
-        let region = region.with_peer_memory(shares.then(|| Arc::new(AllMemory) as Arc<dyn PeerMemory>));
+        let (memory, liveness) = (Box::new(memory.clone()), Box::new(AlwaysAlive));
+        let region = ShmRegion::new(memory, *layout, topology.local_rank(), peers, liveness, 100)?;
+        let region = region
+            .with_departure(key.name().departure())
+            .with_peer_memory(shares.then(|| Arc::new(AllMemory) as Arc<dyn PeerMemory>));
         let links = std::mem::take(&mut links[rank]);
         Ok(GroupResources {
-            names: (0..keys.len()).map(|rank| format!("rank {rank}")).collect(),
+            key: key.clone(),
+            names: (0..hosts.len()).map(|rank| format!("rank {rank}")).collect(),
             topology: Arc::new(topology),
             region: Arc::new(region),
             links,
@@ -83,7 +135,7 @@ pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Res
             oversubscribed: false,
         })
     };
-    (0..keys.len()).map(endpoint).collect()
+    (0..hosts.len()).map(endpoint).collect()
 }
 
 /// The links of every rank and channel.

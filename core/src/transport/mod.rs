@@ -12,6 +12,8 @@ mod cuda;
 pub mod detector_links;
 pub mod failure_detector;
 pub mod flag;
+mod group_creation;
+pub mod group_memory;
 pub mod hello;
 pub mod in_process;
 pub mod job;
@@ -21,6 +23,8 @@ pub mod network_model;
 pub mod process;
 mod range_allocator;
 pub mod rank_info;
+pub mod ranks;
+pub mod region_control;
 mod region_layout;
 pub mod shm;
 pub mod shm_region;
@@ -50,10 +54,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::Result;
+use crate::group_key::GroupKey;
 use crate::topology::Topology;
 
 /// The resources from which a rank creates a group.
 pub struct GroupResources {
+    /// The key of the group.
+    pub key: GroupKey,
     /// The rank's position.
     pub topology: Arc<Topology>,
     /// Display names of all ranks of the job, for messages.

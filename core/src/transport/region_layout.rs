@@ -1,32 +1,31 @@
-//! The memory layout of a [`super::shm_region`]: failure block, flags and payloads of the ranks, slots.
+//! The memory layout of a [`super::shm_region`]: the control block (header, flags and payloads of the ranks, members)
+//! and the slots of each rank.
 //!
 //! Thread rule: the fields are atomics; [`super::shm_region`] defines who may access a slot when.
 
 use super::flag::Flag;
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
+use crate::error::Result;
+use crate::wire_layout::ALIGN;
 
 /// Maximum length of an error text sent to the other ranks.
 pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 
-/// The memory of a region. It is valid as long as this object lives.
+/// The memory of a region: the control block, and the slots of each rank, which that rank makes. All of it is valid as
+/// long as this object lives.
 pub trait RegionMemory: Send + Sync {
-    /// The address of the first byte, a multiple of 64.
-    fn base(&self) -> *mut u8;
-    /// Length in bytes.
-    fn len(&self) -> usize;
-    /// Whether the length is 0.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
+    /// The control block, [`RegionLayout::control_bytes`] long, at a multiple of 64.
+    fn control(&self) -> *mut u8;
 
-impl RegionMemory for super::memory::Aligned {
-    fn base(&self) -> *mut u8 {
-        self.as_ptr()
-    }
-    fn len(&self) -> usize {
-        self.len()
-    }
+    /// Makes `len` zero bytes for the slots of this rank, local rank `me`. Returns the place that the other ranks
+    /// [find](RegionMemory::slots) them by.
+    ///
+    /// # Errors
+    /// [`Error::System`](crate::error::Error::System) when there is not enough memory.
+    fn make_slots(&self, me: usize, len: usize) -> Result<u64>;
+
+    /// The address in this process of the slots of local rank `rank`, which returned `place` for them.
+    fn slots(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8>;
 }
 
 /// The sizes that determine the layout of a region.
@@ -41,21 +40,27 @@ pub struct RegionLayout {
 }
 
 impl RegionLayout {
-    /// Size of the whole region in bytes.
-    pub fn bytes(self) -> usize {
-        self.slots_offset() + self.channels * self.ranks * 2 * self.slot
+    /// Size of the control block of a group with a list of `listed` members, in bytes.
+    pub fn control_bytes(self, listed: usize) -> usize {
+        (self.members_offset() + listed * size_of::<AtomicU32>()).next_multiple_of(ALIGN)
+    }
+
+    /// Size of the slots of a rank in bytes.
+    pub fn slots_bytes(self) -> usize {
+        self.channels * 2 * self.slot
     }
 
     pub(super) fn flags_offset(self, channel: usize, rank: usize) -> usize {
         size_of::<RegionHeader>() + (channel * self.ranks + rank) * size_of::<RankFlags>()
     }
 
-    pub(super) fn slots_offset(self) -> usize {
-        self.flags_offset(self.channels, 0).next_multiple_of(4096)
+    pub(super) fn members_offset(self) -> usize {
+        self.flags_offset(self.channels, 0)
     }
 
-    pub(super) fn slot_offset(self, channel: usize, rank: usize, parity: usize) -> usize {
-        self.slots_offset() + ((channel * self.ranks + rank) * 2 + parity) * self.slot
+    /// The offset of a slot in the slots of its rank.
+    pub(super) fn slot_offset(self, channel: usize, parity: usize) -> usize {
+        (channel * 2 + parity) * self.slot
     }
 }
 
@@ -69,6 +74,18 @@ pub(super) struct RankFlags {
     pub reduced: CacheLine<[AtomicU32; 2]>,
     /// Whether the rank has departed: it takes part in no further round.
     pub unpacked: CacheLine<AtomicU32>,
+    /// Only in channel 0.
+    pub opened: CacheLine<Opened>,
+}
+
+/// The payload of `Opened`.
+#[repr(C)]
+#[derive(Default)]
+pub(super) struct Opened {
+    /// Where the slots of the rank are ([`RegionMemory::make_slots`]).
+    pub slots: AtomicU64,
+    /// The rank in the group.
+    pub rank: AtomicU32,
 }
 
 /// A flag and its payload, which the owner writes before it raises the flag.
@@ -80,8 +97,8 @@ pub(super) struct CacheLine<T> {
 }
 
 impl RankFlags {
-    pub fn flags(&self) -> [&Flag; 3] {
-        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag]
+    pub fn flags(&self) -> [&Flag; 4] {
+        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag, &self.opened.flag]
     }
 }
 
@@ -103,6 +120,15 @@ pub(super) struct RegionHeader {
     pub stalled: AtomicU64,
     /// A departed rank of another host and its last round, below a bit that marks the value as set.
     pub departed: AtomicU64,
+    /// The number of ranks on the host, and of channels.
+    pub ranks: AtomicU32,
+    pub channels: AtomicU32,
+    /// The number of members in the list after the flags; 0 if all ranks of the job are members.
+    pub listed: AtomicU32,
+    /// Ranks that no longer use the memory of others.
+    pub left: AtomicU32,
+    /// Ranks that no longer use the control block.
+    pub released: AtomicU32,
 }
 
 /// The first failure of the group on this host. State: 0 none, 1 being written, 2 complete.
@@ -116,11 +142,10 @@ pub(super) struct Failure {
 
 #[cfg(loom)]
 impl RegionLayout {
-    /// Initializes the control blocks of a new region, because Loom's atomics are invalid when zero, and tracks the
-    /// slots.
-    pub fn prepare(self, region: &dyn RegionMemory) {
-        let base = region.base();
-        // SAFETY: the region is new and `bytes` long; the blocks need no drop.
+    /// Initializes the control block of a region in one piece, because Loom's atomics are invalid when zero, and tracks
+    /// the slots after it.
+    pub(super) fn prepare(self, base: *mut u8) {
+        // SAFETY: the memory is new and has this layout; the blocks need no drop.
         unsafe {
             base.cast::<RegionHeader>().write(RegionHeader {
                 failure: Failure {
@@ -131,39 +156,39 @@ impl RegionLayout {
                 },
                 stalled: AtomicU64::new(0),
                 departed: AtomicU64::new(0),
+                ranks: AtomicU32::new(0),
+                channels: AtomicU32::new(0),
+                listed: AtomicU32::new(0),
+                left: AtomicU32::new(0),
+                released: AtomicU32::new(0),
             });
             for block in 0..self.channels * self.ranks {
                 base.add(self.flags_offset(0, block)).cast::<RankFlags>().write(RankFlags::default());
             }
         }
         let base = base.addr();
-        super::sync::track(base + self.slots_offset()..base + self.bytes());
+        let slots = base + self.control_bytes(0);
+        super::sync::track(slots..slots + self.ranks * self.slots_bytes());
     }
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::wire_layout::ALIGN;
 
     #[test]
     fn parts_do_not_overlap() {
         let layout = RegionLayout { ranks: 3, channels: 2, slot: 128 };
         let mut ranges = vec![(0, size_of::<RegionHeader>())];
-        for channel in 0..2 {
-            for rank in 0..3 {
-                let offset = layout.flags_offset(channel, rank);
-                ranges.push((offset, offset + size_of::<RankFlags>()));
-                for parity in 0..2 {
-                    let offset = layout.slot_offset(channel, rank, parity);
-                    ranges.push((offset, offset + layout.slot));
-                }
-            }
+        for (channel, rank) in (0..2).flat_map(|channel| (0..3).map(move |rank| (channel, rank))) {
+            let offset = layout.flags_offset(channel, rank);
+            ranges.push((offset, offset + size_of::<RankFlags>()));
         }
-        ranges.sort_unstable();
+        ranges.push((layout.members_offset(), layout.control_bytes(5)));
         assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
-        assert_eq!(ranges.last().unwrap().1, layout.bytes());
         assert!(ranges.iter().all(|range| range.0.is_multiple_of(ALIGN)));
+        assert!(layout.control_bytes(5) >= layout.members_offset() + 5 * size_of::<AtomicU32>());
+        let slots = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(channel, parity)| layout.slot_offset(channel, parity));
+        assert_eq!((slots, layout.slots_bytes()), ([0, 128, 256, 384], 512));
     }
 }

@@ -12,11 +12,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use memmap2::MmapRaw;
-use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
-use rustix::io::retry_on_intr;
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Resource, getrlimit};
 
-use super::shm_region::RegionMemory;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
@@ -50,20 +48,6 @@ fn reclaim(folder: &Path) {
     }
 }
 
-/// A mapped segment, unmapped on drop.
-pub struct Segment {
-    map: MmapRaw,
-}
-
-impl RegionMemory for Segment {
-    fn base(&self) -> *mut u8 {
-        self.map.as_mut_ptr()
-    }
-    fn len(&self) -> usize {
-        self.map.len()
-    }
-}
-
 /// The name of a segment in the file system, removed on drop.
 #[derive(Debug)]
 pub struct Name {
@@ -86,33 +70,6 @@ impl Drop for Name {
         {
             log_line(&format!("{} stays behind: {error}", self.path.display()));
         }
-    }
-}
-
-impl Segment {
-    /// Creates a segment of `len` zero bytes in `folder`.
-    ///
-    /// # Errors
-    /// [`Error::System`], with the required size when the folder is full.
-    pub fn create(folder: &str, len: usize) -> Result<(Segment, Name)> {
-        let (file, name) = create_file(folder)?;
-        retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64)).map_err(|error| {
-            Error::system(
-                format!(
-                    "reserving {} KiB of shared memory in {folder} (make it larger, point DL_COMM_SHM_DIR elsewhere, or set \
-                     DL_COMM_CHUNK_KB or the number of threads lower)",
-                    len.div_ceil(1024)
-                ),
-                error,
-            )
-        })?;
-        let map = MmapRaw::map_raw(&file).map_err(|error| failed("mapping", name.path(), error))?;
-        Ok((Segment { map }, name))
-    }
-
-    /// Maps a segment that another process created.
-    pub fn open(path: &Path) -> Result<Segment> {
-        Ok(Segment { map: open(path)? })
     }
 }
 
@@ -168,18 +125,23 @@ mod tests {
     use std::os::unix::process::CommandExt;
     use std::process::Command;
 
+    fn file(folder: &str) -> (MmapRaw, Name) {
+        let (map, _file, name) = create_sparse(folder, 1000).unwrap();
+        (map, name)
+    }
+
     #[test]
     fn two_maps_share_memory_and_the_name_is_removed() {
-        let (first, name) = Segment::create("/dev/shm", 8192).unwrap();
+        let (first, name) = file("/dev/shm");
         let path = name.path().to_owned();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        let second = Segment::open(&path).unwrap();
+        let second = open(&path).unwrap();
         drop(name);
         assert!(!path.exists());
         // SAFETY: both maps have at least 8192 bytes, and no other code uses them.
         unsafe {
-            first.base().add(8191).write_volatile(7);
-            assert_eq!(second.base().add(8191).read_volatile(), 7);
+            first.as_mut_ptr().add(8191).write_volatile(7);
+            assert_eq!(second.as_mut_ptr().add(8191).read_volatile(), 7);
         }
     }
 
@@ -188,7 +150,7 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let folder = base.path();
         let text = folder.to_str().unwrap();
-        let (_segment, in_use) = Segment::create(text, 4096).unwrap();
+        let (_map, in_use) = file(text);
         let stale = folder.join(format!("dl_comm.{:032x}", 7));
         let recent = folder.join(format!("dl_comm.{:032x}", 8));
         let other = folder.join("dl_comm.log");
@@ -199,37 +161,35 @@ mod tests {
         for path in [&stale, &other, in_use.path()] {
             File::options().write(true).open(path).unwrap().set_modified(hour_ago).unwrap();
         }
-        let (_second, second) = Segment::create(text, 4096).unwrap();
+        let (_second_map, second) = file(text);
         let exist = [stale.exists(), recent.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
         assert_eq!(exist, [false, true, true, true, true]);
     }
 
     #[test]
-    fn another_user_cannot_open_a_segment() {
+    fn another_user_cannot_open_a_file() {
         if !rustix::process::geteuid().is_root() {
             return; // only root can run a process as another user
         }
-        let (_segment, name) = Segment::create("/dev/shm", 4096).unwrap();
-        let mut cat = Command::new("cat");
-        let output = cat.arg(name.path()).uid(65534).gid(65534).output().unwrap();
+        let (_map, name) = file("/dev/shm");
+        let mut cat = Command::new("head");
+        let output = cat.args(["-c", "1"]).arg(name.path()).uid(65534).gid(65534).output().unwrap();
         assert!(String::from_utf8_lossy(&output.stderr).contains("Permission denied"), "{output:?}");
     }
 
     #[test]
     fn a_link_is_not_followed() {
-        let (_segment, name) = Segment::create("/dev/shm", 4096).unwrap();
+        let (_map, name) = file("/dev/shm");
         let base = tempfile::tempdir().unwrap();
         let link = base.path().join("link");
         std::os::unix::fs::symlink(name.path(), &link).unwrap();
-        assert!(Segment::open(name.path()).is_ok());
-        assert!(Segment::open(&link).is_err());
+        assert!(open(name.path()).is_ok());
+        assert!(open(&link).is_err());
     }
 
     #[test]
-    fn a_full_or_missing_folder_is_named_in_the_error() {
-        let huge = Segment::create("/dev/shm", 1 << 50).map(drop).unwrap_err().to_string();
-        assert!(huge.contains("KiB") && huge.contains("DL_COMM_CHUNK_KB"), "{huge}");
-        let absent = Segment::create("/nonexistent", 64).map(drop).unwrap_err().to_string();
+    fn a_missing_folder_is_named_in_the_error() {
+        let absent = create_sparse("/nonexistent", 1).map(drop).unwrap_err().to_string();
         assert!(absent.contains("/nonexistent") && absent.contains("DL_COMM_SHM_DIR"), "{absent}");
     }
 }

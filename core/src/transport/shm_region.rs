@@ -7,37 +7,35 @@
 //! unpacked round s - 2.
 //! Ownership: a rank owns its slot from its own `Unpacked` of round s - 2 to its `Packed` of round s. From all `Packed`
 //! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
-//! The memory is `/dev/shm` (processes) or the heap (threads); zeroed memory is a valid region.
+//! The memory is `/dev/shm` (processes) or the heap (threads). The slots are made by the first call; each rank makes its
+//! own, so that they lie in memory near it.
 //! Thread rule: the group's threads share a `ShmRegion`; each channel is used by one thread.
 
-use std::cell::Cell;
-use std::sync::Arc;
+use std::cell::{Cell, OnceCell};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::arena::PeerMemory;
 use super::flag::Flag;
-use super::region_layout::{CallHeader, FAILURE_TEXT, Failure, RankFlags, RegionHeader};
-use super::step::reached;
+use super::region_control::RegionControl;
+use super::region_layout::{CallHeader, RankFlags};
+use super::step::START;
 use super::sync::AtomicU32;
 use super::wait_context::WaitContext;
 use crate::error::{Error, Result};
 use crate::timings::WaitTarget;
-use crate::wire_layout::ALIGN;
 
 pub use super::region_layout::{RegionLayout, RegionMemory};
 
 /// A rank waits this much longer for a shard owner than the owner waits for others.
 const OWNER_GRACE: Duration = Duration::from_millis(200);
 
-/// Marks the departed rank as set.
-const DEPARTED: u64 = 1 << 63;
-/// Marks the stalled round as set.
-const STALLED: u64 = 1 << 32;
-
-/// Progress of a rank in a round.
+/// Progress of a rank: before the first round, and in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
+    /// Its slots are made.
+    Opened,
     /// Its data is in its slot.
     Packed,
     /// Its shard is reduced.
@@ -55,40 +53,34 @@ pub trait Liveness: Send + Sync {
 /// A rank of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalPeer {
-    /// World rank.
+    /// Its rank in the group.
     pub rank: usize,
     /// Display name for messages.
     pub name: String,
 }
 
-/// Caches the base address: a virtual call would slow small messages.
-struct MappedRegion {
-    base: *mut u8,
-    memory: Box<dyn RegionMemory>,
-}
-
-// SAFETY: the address belongs to `memory`, which may be used from any thread.
-unsafe impl Send for MappedRegion {}
-// SAFETY: as above.
-unsafe impl Sync for MappedRegion {}
-
 /// The view of one rank on the shared memory of a group on its host.
 pub struct ShmRegion {
-    region: MappedRegion,
+    /// The address is kept here: a virtual call would slow small messages.
+    control: RegionControl,
+    memory: Box<dyn RegionMemory>,
     layout: RegionLayout,
     me: usize,
     peers: Vec<LocalPeer>,
     liveness: Box<dyn Liveness>,
     spins: u32,
     peer_memory: Option<Arc<dyn PeerMemory>>,
+    departure: &'static str,
+    /// The slots of this rank: an error or their place.
+    opened: OnceLock<Result<()>>,
 }
 
 impl ShmRegion {
-    /// Wraps `memory`, which is zero when the first rank gets here. `peers` are the host's ranks by local rank; `spins`
-    /// is the maximum number of checks before a wait sleeps.
+    /// Wraps `memory`, whose control block is initialized for `layout`. `peers` are the host's ranks by local rank;
+    /// `spins` is the maximum number of checks before a wait sleeps.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the memory is too small for the layout.
+    /// [`Error::Internal`] when the block is of another layout.
     pub fn new(
         memory: Box<dyn RegionMemory>,
         layout: RegionLayout,
@@ -97,17 +89,66 @@ impl ShmRegion {
         liveness: Box<dyn Liveness>,
         spins: u32,
     ) -> Result<ShmRegion> {
-        let region = MappedRegion { base: memory.base(), memory };
-        let fits = region.memory.len() >= layout.bytes() && region.base.addr().is_multiple_of(ALIGN);
-        if !fits || peers.len() != layout.ranks || me >= layout.ranks {
-            return Err(Error::Internal("the shared memory does not fit the team".into()));
+        // SAFETY: the memory lives as long as the region.
+        let control = unsafe { RegionControl::attach(memory.control()) };
+        if !control.fits(layout) || peers.len() != layout.ranks || me >= layout.ranks {
+            return Err(Error::Internal("the shared memory does not fit the group".into()));
         }
-        Ok(ShmRegion { region, layout, me, peers, liveness, spins, peer_memory: None })
+        control.flags(0, me).opened.payload.rank.store(u32::try_from(peers[me].rank).unwrap_or(0), Ordering::Relaxed);
+        Ok(ShmRegion {
+            control,
+            memory,
+            layout,
+            me,
+            peers,
+            liveness,
+            spins,
+            peer_memory: None,
+            departure: "has left",
+            opened: OnceLock::new(),
+        })
+    }
+
+    /// Makes the slots of this rank, once, and shows them to the other ranks of the host. A failure is that of the
+    /// group.
+    ///
+    /// # Errors
+    /// [`Error::System`] when there is not enough shared memory.
+    pub fn open(&self) -> Result<()> {
+        let open = || {
+            let place = self.memory.make_slots(self.me, self.layout.slots_bytes())?;
+            let opened = &self.control.flags(0, self.me).opened;
+            opened.payload.slots.store(place, Ordering::Relaxed);
+            opened.flag.raise(OPENED);
+            Ok(())
+        };
+        self.opened.get_or_init(|| open().inspect_err(|error| self.control.set_failure(error))).clone()
+    }
+
+    /// The slots of all ranks in `channel`, if all have opened theirs.
+    fn all_slots(&self, channel: usize) -> Option<Slots> {
+        let len = self.layout.slots_bytes();
+        let slots = |rank: usize| {
+            let opened = &self.control.flags(0, rank).opened;
+            let place = opened.flag.reached(OPENED).then(|| opened.payload.slots.load(Ordering::Relaxed))?;
+            self.memory.slots(rank, place, len)
+        };
+        let bases: Vec<*mut u8> = (0..self.layout.ranks).map(slots).collect::<Option<_>>()?;
+        let by_parity = |parity: usize| {
+            let offset = self.layout.slot_offset(channel, parity);
+            bases.iter().map(|base| base.wrapping_add(offset)).collect()
+        };
+        Some(Slots([by_parity(0), by_parity(1)]))
     }
 
     /// Adds memory that the ranks of the host share outside of this region.
     pub fn with_peer_memory(self, shared: Option<Arc<dyn PeerMemory>>) -> ShmRegion {
         ShmRegion { peer_memory: shared, ..self }
+    }
+
+    /// Sets what is said of a rank that has departed.
+    pub fn with_departure(self, departure: &'static str) -> ShmRegion {
+        ShmRegion { departure, ..self }
     }
 
     /// Memory that the ranks of the host share outside of this region.
@@ -123,12 +164,8 @@ impl ShmRegion {
     /// Channel `channel` of this region.
     pub fn channel(self: &Arc<ShmRegion>, channel: usize) -> ShmChannel {
         assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
-        let slot = |rank, parity| {
-            // SAFETY: inside the region, as checked in `ShmRegion::new`.
-            unsafe { self.region.base.add(self.layout.slot_offset(channel, rank, parity)) }
-        };
-        let slots = [0, 1].map(|parity| (0..self.layout.ranks).map(|rank| slot(rank, parity)).collect());
-        ShmChannel { region: Arc::clone(self), channel, slots: Slots(slots), spins: Cell::new(self.spins) }
+        let slots = self.all_slots(channel).map_or_else(OnceCell::new, OnceCell::from);
+        ShmChannel { region: Arc::clone(self), channel, slots, spins: Cell::new(self.spins) }
     }
 
     /// The loss of another rank of this host, for waits on other hosts or GPUs.
@@ -143,43 +180,12 @@ impl ShmRegion {
     }
 
     fn flags(&self, channel: usize, rank: usize) -> &RankFlags {
-        debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
-        // SAFETY: inside the region (checked in `new`), aligned, valid when zero, and all fields are atomics.
-        unsafe { &*self.region.base.add(self.layout.flags_offset(channel, rank)).cast::<RankFlags>() }
+        self.control.flags(channel, rank)
     }
 
-    fn region_header(&self) -> &RegionHeader {
-        // SAFETY: as in `flags`; the header is at the start.
-        unsafe { &*self.region.base.cast::<RegionHeader>() }
-    }
-
-    fn failure_block(&self) -> &Failure {
-        &self.region_header().failure
-    }
-
-    /// The departed ranks of this host (world ranks), each with its last round.
-    pub fn departed_ranks(&self) -> Vec<(usize, u32)> {
-        let departed = |&local: &usize| self.flags(0, local).unpacked.payload.load(Ordering::Acquire) == 1;
-        let last = |local: usize| (self.peers[local].rank, self.flags(0, local).packed.flag.raised());
-        (0..self.layout.ranks).filter(departed).map(last).collect()
-    }
-
-    /// Reports to this host's ranks that rank `rank` of another host departs after round `step`; the earliest round
-    /// wins. Used by one process of the host.
-    pub fn depart(&self, rank: usize, step: u32) {
-        let departed = &self.region_header().departed;
-        let before = departed.load(Ordering::Relaxed);
-        if before & DEPARTED == 0 || !reached(step, before as u32) {
-            let rank = (rank as u64 & 0x7fff_ffff) << 32;
-            departed.store(DEPARTED | rank | u64::from(step), Ordering::Relaxed);
-        }
-    }
-
-    /// A departed rank of another host that the current round waits for: its last round is earlier.
-    pub fn departed(&self) -> Option<usize> {
-        let value = self.region_header().departed.load(Ordering::Relaxed);
-        let (rank, last) = ((value & !DEPARTED) >> 32, value as u32);
-        (value & DEPARTED != 0 && !reached(last, self.step())).then_some(rank as usize)
+    /// The control block, which the failure detector uses too.
+    pub fn control(&self) -> &RegionControl {
+        &self.control
     }
 
     /// The last round of channel 0 that this rank has packed.
@@ -187,69 +193,26 @@ impl ShmRegion {
         self.flags(0, self.me).packed.flag.raised()
     }
 
-    /// Reports to this host's ranks a long wait in round `step` of channel 0.
-    pub fn stall(&self, step: u32) {
-        self.region_header().stalled.store(STALLED | u64::from(step), Ordering::Relaxed);
+    /// The round that this rank waits in: before the slots of all ranks are made, the first one.
+    pub fn waiting_step(&self) -> u32 {
+        let opened = (0..self.layout.ranks).all(|rank| self.flags(0, rank).opened.flag.reached(OPENED));
+        if opened { self.step() } else { START.wrapping_add(1) }
     }
 
-    /// The last round reported by [`ShmRegion::stall`].
-    pub fn stalled(&self) -> Option<u32> {
-        let value = self.region_header().stalled.load(Ordering::Relaxed);
-        (value & STALLED != 0).then_some((value & !STALLED) as u32)
-    }
-
-    /// Reports a failure of the group to this host's ranks. Only the first failure is kept.
-    pub fn set_failure(&self, error: &Error) {
-        let block = self.failure_block();
-        if block.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
-            return;
-        }
-        let text = error.detail();
-        let len = text.floor_char_boundary(FAILURE_TEXT);
-        for (cell, byte) in block.text.iter().zip(&text.as_bytes()[..len]) {
-            cell.store(*byte, Ordering::Relaxed);
-        }
-        block.code.store(error.code(), Ordering::Relaxed);
-        block.len.store(u32::try_from(len).unwrap_or(0), Ordering::Relaxed);
-        block.state.store(2, Ordering::Release);
-        for channel in 0..self.layout.channels {
-            for rank in 0..self.layout.ranks {
-                self.wake(channel, rank);
-            }
-        }
+    /// A departed rank of another host that the current round waits for: its last round is earlier.
+    pub fn departed(&self) -> Option<usize> {
+        self.control.departed(self.step())
     }
 
     /// Reports to this host's ranks that this rank takes part in no further round.
     pub fn set_departed(&self) {
-        for channel in 0..self.layout.channels {
-            self.flags(channel, self.me).unpacked.payload.store(1, Ordering::Release);
-            self.wake(channel, self.me);
-        }
-    }
-
-    fn wake(&self, channel: usize, rank: usize) {
-        self.flags(channel, rank).flags().into_iter().for_each(Flag::wake);
+        self.control.set_departed(self.me);
     }
 
     /// Ends the timed waits of all flags; Loom has no clock.
     #[cfg(loom)]
     pub fn end_waits(&self) {
-        for (channel, rank) in
-            (0..self.layout.channels).flat_map(|channel| (0..self.layout.ranks).map(move |rank| (channel, rank)))
-        {
-            self.flags(channel, rank).flags().into_iter().for_each(Flag::end_waits);
-        }
-    }
-
-    /// The failure of the group on this host, if any.
-    pub fn failure(&self) -> Option<Error> {
-        let block = self.failure_block();
-        if block.state.load(Ordering::Acquire) != 2 {
-            return None;
-        }
-        let len = (block.len.load(Ordering::Relaxed) as usize).min(FAILURE_TEXT);
-        let bytes: Vec<u8> = block.text[..len].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
-        Some(Error::from_code(block.code.load(Ordering::Relaxed), String::from_utf8_lossy(&bytes).into_owned()))
+        self.control.all_flags().for_each(Flag::end_waits);
     }
 }
 
@@ -257,6 +220,9 @@ impl ShmRegion {
 const SPIN_MAX: Duration = Duration::from_micros(50);
 /// Minimum number of spins, unless the region's maximum is smaller.
 const MIN_SPINS: u32 = 64;
+
+/// The value of the flag of a rank whose slots are made.
+const OPENED: u32 = START.wrapping_add(1);
 
 /// The slots of a channel, by parity of the round and local rank.
 struct Slots([Box<[*mut u8]>; 2]);
@@ -268,7 +234,8 @@ unsafe impl Send for Slots {}
 pub struct ShmChannel {
     region: Arc<ShmRegion>,
     channel: usize,
-    slots: Slots,
+    /// Set once the slots of all ranks are made.
+    slots: OnceCell<Slots>,
     /// Current number of spins before a sleep: adapted to recent waits, up to the region's maximum.
     spins: Cell<u32>,
 }
@@ -279,10 +246,38 @@ impl ShmChannel {
         &self.region
     }
 
+    /// Makes the slots of this rank, if needed, and waits for those of the other ranks. Before the first round.
+    ///
+    /// # Errors
+    /// As for [`ShmRegion::open`] and [`ShmChannel::wait`].
+    pub fn open(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        if self.slots.get().is_some() {
+            return Ok(());
+        }
+        self.region.open()?;
+        let region = &self.region;
+        (0..region.layout.ranks).try_for_each(|rank| {
+            let flag = &region.flags(0, rank).opened.flag;
+            if flag.reached(OPENED) {
+                return Ok(());
+            }
+            let from = Instant::now();
+            let result =
+                flag.sleep(OPENED, &mut || self.check_wait(Phase::Opened, OPENED, region.layout.ranks, wait_ctx));
+            wait_ctx.log().waited(region.peers[rank].rank, from, Instant::now());
+            result
+        })?;
+        let slots = region.all_slots(self.channel);
+        let slots = slots.ok_or_else(|| Error::Internal("the slots of a rank are not shared memory".into()))?;
+        // Nobody else sets it: a channel is used by one thread.
+        let _set = self.slots.set(slots);
+        Ok(())
+    }
+
     /// The slots of all ranks in round `step`, by local rank, [`RegionLayout::slot`] bytes each. The module text
     /// defines who may access them when.
     pub fn slots(&self, step: u32) -> &[*mut u8] {
-        &self.slots.0[parity(step)]
+        self.slots.get().map_or(&[], |slots| &slots.0[parity(step)])
     }
 
     /// The slot of local rank `rank` in round `step`.
@@ -379,6 +374,7 @@ impl ShmChannel {
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
         let flags = self.region.flags(self.channel, rank);
         match phase {
+            Phase::Opened => &self.region.flags(0, rank).opened.flag,
             Phase::Packed => &flags.packed.flag,
             Phase::Reduced => &flags.reduced.flag,
             Phase::Unpacked => &flags.unpacked.flag,
@@ -398,14 +394,14 @@ impl ShmChannel {
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
             let departed = self.region.flags(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
-            let how = if departed { Some("has called finalize".to_owned()) } else { self.region.liveness.lost(rank) };
+            let how = if departed { Some(self.region.departure.to_owned()) } else { self.region.liveness.lost(rank) };
             // It may have raised the flag before it departed.
             if let Some(how) = how
                 && is_pending(rank)
             {
                 // If it departed after a failure, it reported the failure first.
                 let lost = || Error::PeerLost(format!("{} {how}", self.region.peers[rank].name));
-                return Err(self.region.failure().unwrap_or_else(lost));
+                return Err(self.region.control.failure().unwrap_or_else(lost));
             }
         }
         let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
@@ -438,7 +434,7 @@ mod tests {
     fn spins_adapt_to_the_waits() {
         for (max, min) in [(2000, MIN_SPINS), (10, 10)] {
             let layout = RegionLayout { ranks: 1, channels: 1, slot: 64 };
-            let memory = Box::new(super::super::memory::Aligned::new(layout.bytes()));
+            let memory = Box::new(super::super::in_process::HeapRegion::new(layout));
             let peers = vec![LocalPeer { rank: 0, name: "rank 0".into() }];
             let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), max).unwrap());
             let channel = region.channel(0);

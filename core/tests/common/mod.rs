@@ -14,6 +14,7 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
 use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups, Timeout};
 use dl_comm_core::group_config::GroupConfig;
+use dl_comm_core::group_key::GroupKey;
 use dl_comm_core::plugin::{StagingBuffer, StepOptions, Team};
 use dl_comm_core::transport::{GroupResources, in_process};
 
@@ -79,9 +80,9 @@ impl World {
         for world in (0..count).map(world) {
             endpoints.iter_mut().zip(world).for_each(|(resources, endpoint)| resources.push(endpoint));
         }
-        let settings = |id: i32| GroupConfig {
-            id,
+        let settings = GroupConfig {
             threads: self.threads,
+            idle_timeout: None,
             slot: self.slot,
             acc_f64: self.acc_f64,
             algorithm: self.algorithm,
@@ -96,14 +97,14 @@ impl World {
                 .into_iter()
                 .enumerate()
                 .map(|(rank, endpoints)| {
-                    let (body, on_failure, settings) = (&body, &on_failure, &settings);
+                    let (body, on_failure) = (&body, &on_failure);
                     scope.spawn(move || {
                         let process_groups = Arc::new(ProcessGroups::default());
                         let team = |(id, endpoint): (i32, GroupResources)| {
-                            let endpoint = GroupResources { oversubscribed: self.oversubscribed, ..endpoint };
-                            let team =
-                                Group::start(endpoint, settings(id), None, Arc::clone(on_failure), &process_groups)
-                                    .unwrap();
+                            let (key, oversubscribed) = (GroupKey::team(id), self.oversubscribed);
+                            let endpoint = GroupResources { key, oversubscribed, ..endpoint };
+                            let team = Group::start(endpoint, settings, None, Arc::clone(on_failure), &process_groups)
+                                .unwrap();
                             Rank { rank, size, team: Team::new(team) }
                         };
                         let teams: Vec<Rank> = (0..).zip(endpoints).map(team).collect();

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::transport::bootstrap::{Bootstrap, MAX_RECORD, Network};
 use crate::transport::store::Store;
 use crate::transport::wait_context::with_limits;
-use crate::transport::{HostLink, NetworkModel, WaitContext};
+use crate::transport::{HostLink, MAX_EXCHANGES, NetworkModel, WaitContext};
 
 /// All ranks of an MPI job.
 struct MpiBootstrap {
@@ -86,7 +86,7 @@ impl Bootstrap for MpiBootstrap {
                 self.threading
             )));
         }
-        Ok(Arc::new(MpiNetwork { comm: Arc::clone(&self.comm) }))
+        Ok(Arc::new(MpiNetwork { comm: Arc::clone(&self.comm), max_tag: self.comm.max_tag()? }))
     }
 
     fn uses_launcher(&self) -> bool {
@@ -120,15 +120,16 @@ impl Drop for MpiBootstrap {
 
 struct MpiNetwork {
     comm: Arc<Comm>,
+    max_tag: usize,
 }
 
 impl Network for MpiNetwork {
-    fn duplicate(&self, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>> {
-        Ok(Arc::new(MpiNetwork { comm: Arc::new(self.comm.duplicate(wait_ctx)?) }))
+    fn max_links(&self) -> usize {
+        self.max_tag / MAX_EXCHANGES - 1
     }
 
     fn link(&self, number: usize, owners: Vec<usize>, hosts: Vec<String>, capacity: usize) -> Box<dyn HostLink> {
-        Box::new(MpiLink::new(Arc::clone(&self.comm), number, owners, hosts, capacity))
+        Box::new(MpiLink::new(Arc::clone(&self.comm), number + 1, owners, hosts, capacity))
     }
 
     fn measure(&self, other: usize, wait_ctx: &WaitContext<'_>) -> Result<NetworkModel> {

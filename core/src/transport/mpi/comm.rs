@@ -110,6 +110,20 @@ impl Comm {
         self.wait(&mut [request], wait_ctx, "the other ranks")
     }
 
+    /// The largest tag of a message.
+    pub fn max_tag(&self) -> Result<usize> {
+        let mut value: *mut c_int = std::ptr::null_mut();
+        let mut found = 0;
+        // SAFETY: the attribute of the world's communicator points to an int that lives as long as MPI.
+        self.call(|| unsafe {
+            let (key, place) = (ffi::MPI_TAG_UB as c_int, (&raw mut value).cast());
+            ffi::MPI_Comm_get_attr(ffi::RSMPI_COMM_WORLD, key, place, &mut found)
+        })?;
+        // SAFETY: as above. Every MPI allows tags up to 32767.
+        let tag = if found == 0 || value.is_null() { 32767 } else { unsafe { *value } };
+        Ok(usize::try_from(tag).unwrap_or(32767))
+    }
+
     /// Starts sending `bytes` to rank `to`.
     ///
     /// # Safety

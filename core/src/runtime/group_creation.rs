@@ -1,0 +1,126 @@
+//! Creation of teams and of groups of some ranks: what their members agree on, processors and threads.
+//!
+//! Thread rule: any thread. Teams are made one at a time, in the same order on all ranks.
+
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use super::calls::{barrier, wait};
+use super::state::{RuntimeState, config, find_team, not_started, started, topology, write};
+use crate::affinity::{self, GroupPlacement};
+use crate::collective::device::DeviceSettings;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::group::{Group, OnFailure};
+use crate::group_config::GroupConfig;
+use crate::group_key::{GroupKey, GroupName, Members};
+use crate::lock::lock;
+use crate::plugin::Team;
+use crate::wire_layout::ALIGN;
+
+/// Held while a team is created, so that all ranks create teams in the order of their calls.
+static CREATE_LOCK: Mutex<()> = Mutex::new(());
+
+/// How long the threads of a group of some ranks stay without calls.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Creates team `id`. With `call`, a description of the caller's request, the ranks first agree on it.
+pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&str>) -> Result<()> {
+    let _guard = lock(&CREATE_LOCK);
+    if find_team(id)?.is_some() {
+        return Ok(());
+    }
+    if let Some(call) = call {
+        // A barrier with this name detects ranks with other calls.
+        wait(call, barrier)?;
+    }
+    let config = config()?;
+    let cpus = processors(&config, id, threads);
+    let topology = topology()?;
+    let members = Members::World { size: topology.size(), me: topology.rank() };
+    let settings = GroupConfig { threads, acc_f64: prec_level == 1, ..group_config(&config, topology.hosts()) };
+    let name = GroupKey::team(id).name().clone();
+    let group = make_group(name, &members, settings, cpus)?;
+    // The threads of a team are there from the start, on their processors.
+    let team = group.prepare().map(|()| Arc::new(Team::new(group)));
+    let job = started(|runtime| Ok(Arc::clone(&runtime.job)))?;
+    let team = job.confirm(&format!("the creation of team {id}"), team)?;
+    drop(job);
+    write(|state| match state {
+        RuntimeState::Started(runtime) => {
+            runtime.dumper.add(team.group());
+            runtime.teams.insert(id, team);
+            Ok(())
+        }
+        _ => Err(not_started()),
+    })
+}
+
+/// Creates a group of the ranks `ranks` of the job, in this order; its rank i is `ranks[i]`. Called by these ranks only,
+/// with the same arguments: from any thread, and at the same time as other groups. All members must make groups with the
+/// same name and members in the same order. Its memory and threads are made by the first call that needs them.
+///
+/// # Errors
+/// [`Error::Invalid`] when this rank is no member, or a rank is not in the job or listed twice. Equal on all members:
+/// those of [`Job::create_group`](crate::transport::job::Job::create_group).
+pub fn create_group(name: &str, ranks: &[usize]) -> Result<Arc<Group>> {
+    let (config, topology) = (config()?, topology()?);
+    let members = Members::list(ranks, topology.rank(), topology.size())?;
+    let settings = GroupConfig { idle_timeout: Some(IDLE_TIMEOUT), ..group_config(&config, topology.hosts()) };
+    let group = Arc::new(make_group(GroupName::Named(name.into()), &members, settings, Ok(None))?);
+    write(|state| match state {
+        RuntimeState::Started(runtime) => {
+            runtime.dumper.add(&group);
+            runtime.groups.retain(|group| group.strong_count() > 0);
+            runtime.groups.push(Arc::downgrade(&group));
+            Ok(group)
+        }
+        _ => Err(not_started()),
+    })
+}
+
+/// Agrees with the other members on a group, and starts it on the processors `cpus`.
+fn make_group(
+    name: GroupName,
+    members: &Members,
+    settings: GroupConfig,
+    cpus: Result<Option<Vec<usize>>>,
+) -> Result<Group> {
+    let (job, dumper, process_groups) = started(|runtime| {
+        Ok((Arc::clone(&runtime.job), Arc::downgrade(&runtime.dumper), Arc::clone(&runtime.process_groups)))
+    })?;
+    let resources = job.create_group(name, members, &settings, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let on_failure: OnFailure = Arc::new(move |text: &str| {
+        Weak::upgrade(&dumper).into_iter().for_each(|dumper| dumper.write_on_failure(text));
+    });
+    Group::start(resources, settings, cpus?.as_deref(), on_failure, &process_groups)
+}
+
+/// The settings of a group in a job on `hosts` hosts.
+fn group_config(config: &Config, hosts: usize) -> GroupConfig {
+    let slot = config.chunk_bytes.next_multiple_of(ALIGN);
+    // Between hosts a slice of a chunk is sent in messages of at most a slot.
+    let max_chunk = if hosts > 1 { slot } else { usize::MAX };
+    let chunk = config.device.chunk.min(max_chunk).next_multiple_of(ALIGN);
+    GroupConfig {
+        threads: config.default_nthreads,
+        idle_timeout: None,
+        slot,
+        acc_f64: config.default_prec_level == 1,
+        algorithm: config.algorithm,
+        device: DeviceSettings { chunk, ..config.device },
+        timeout: config.timeout,
+        stall_warn: config.stall_warn,
+        match_timeout: config.match_timeout,
+    }
+}
+
+/// The processors for the team's threads, if they are pinned.
+fn processors(config: &Config, id: i32, threads: usize) -> Result<Option<Vec<usize>>> {
+    // The control team is not used in training, so its threads are not pinned.
+    let Ok(team) = usize::try_from(id) else { return Ok(None) };
+    let topology = topology()?;
+    let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
+    let (allowed, online) = affinity::allowed()?;
+    affinity::assign_cpus(&config.affinity, GroupPlacement { local_rank, local_size, team, threads }, &allowed, online)
+}

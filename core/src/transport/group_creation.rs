@@ -1,0 +1,219 @@
+//! The creation of a group by its members: they agree on it, and get its memory and its links between hosts.
+//!
+//! Groups of all ranks agree through the bootstrap, others through the store, so that only members take part.
+//! Thread rule: any thread; groups of all ranks one at a time, in the same order on all ranks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::arena::PeerMemory;
+use super::group_memory::{GroupArenas, NewControl};
+use super::job::Job;
+use super::process::ProcessLiveness;
+use super::ranks::{agreed, proposal};
+use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
+use super::wait_context::{WaitContext, with_limits};
+use super::{GroupResources, HostLink, store};
+use crate::error::{Error, Result};
+use crate::group_config::GroupConfig;
+use crate::group_key::{GroupKey, GroupName, Members};
+use crate::lock::lock;
+use crate::topology::Topology;
+use crate::wire_layout::exchange_buffer_bytes;
+
+/// The first member ends its wait this much earlier than the others, so that all get its error.
+const FIRST_MEMBER_MARGIN: Duration = Duration::from_millis(500);
+
+impl Job {
+    /// Creates the resources of the group `name`. Called by its members only: a rank that is not `ready` takes part
+    /// too, and all members get its error.
+    ///
+    /// # Errors
+    /// Equal on all members: the settings differ, or a rank is not ready, lost, or out of memory. After a passed
+    /// deadline in a group of all ranks they are out of sync, and no further such group can be created.
+    pub fn create_group(
+        &self,
+        name: GroupName,
+        members: &Members,
+        config: &GroupConfig,
+        ready: Result<()>,
+    ) -> Result<GroupResources> {
+        let key = self.next_key(name, members);
+        let what = format!("the creation of {}", key.name());
+        match members {
+            Members::World { .. } => {
+                self.in_step(&what, |wait_ctx| self.create(&key, members, config, ready, wait_ctx))
+            }
+            Members::List { .. } => {
+                let timeout = self.ranks.config.timeout.map(|timeout| match members.me() {
+                    0 => timeout,
+                    _ => timeout + FIRST_MEMBER_MARGIN,
+                });
+                let lost = || self.lost_member(members, &what);
+                with_limits(&what, timeout, self.ranks.config.stall_warn, &lost, |wait_ctx| {
+                    self.create(&key, members, config, ready, wait_ctx)
+                })
+            }
+        }
+    }
+
+    fn next_key(&self, name: GroupName, members: &Members) -> GroupKey {
+        let first = GroupKey::new(name.clone(), members, 0);
+        let mut generations = lock(&self.generations);
+        let generation = generations.entry(first.hash()).or_insert(0);
+        *generation += 1;
+        GroupKey::new(name, members, *generation)
+    }
+
+    /// A lost member, if one is known to be lost.
+    fn lost_member(&self, members: &Members, what: &str) -> Option<Error> {
+        let detected = |rank: usize| {
+            let is_lost = self.groups.lost_ranks().any(|lost| lost == rank);
+            is_lost.then(|| format!("{} is lost", self.ranks.names[rank]))
+        };
+        let lost = members.iter().find_map(|rank| self.ranks.describe_end(rank).or_else(|| detected(rank)))?;
+        Some(Error::PeerLost(format!("{lost}, in {what}")))
+    }
+
+    fn create(
+        &self,
+        key: &GroupKey,
+        members: &Members,
+        config: &GroupConfig,
+        ready: Result<()>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<GroupResources> {
+        let world = &self.ranks.topology;
+        let topology = match members {
+            Members::World { .. } => Arc::clone(world),
+            Members::List { .. } => {
+                let host_of = |rank: usize| world.position(rank).map(|position| position.host);
+                Arc::new(Topology::new(members.me(), &members.iter().map(host_of).collect::<Vec<_>>()))
+            }
+        };
+        let layout = RegionLayout { ranks: topology.local_size(), channels: config.threads, slot: config.slot };
+        let made = ready.and_then(|()| self.make_shares(&topology, members, layout, wait_ctx));
+        let shares = made.as_ref().map(|(control, links)| (control.as_ref().map_or(0, NewControl::offset), *links));
+        let shares = self.agree_among(key, members, &config.agreement(), shares.map_err(Error::clone), wait_ctx)?;
+        let (control, _) = made?;
+
+        let offset = shares[topology.local_ranks()[0]].0;
+        let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
+        let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();
+        let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), offset, control)?);
+        let names = self.member_names(members);
+        let peer = |&rank: &usize| LocalPeer { rank, name: names[rank].clone() };
+        let peers = topology.local_ranks().iter().map(peer).collect();
+        let processes = Arc::clone(&self.ranks.local_processes);
+        let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
+        let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks);
+        let region = ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, self.spins())?
+            .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
+            .with_departure(key.name().departure());
+        let link = |channel: usize| self.link(&topology, members, shares[0].1 + channel, config.slot);
+        Ok(GroupResources {
+            key: key.clone(),
+            names,
+            region: Arc::new(region),
+            links: (0..config.threads).map(link).collect(),
+            network: self.network_model,
+            oversubscribed: config.threads > self.processors,
+            topology,
+        })
+    }
+
+    /// What this rank makes for the others: the first on a host the control block; the first member the number of the
+    /// first link, if there are several hosts.
+    fn make_shares(
+        &self,
+        topology: &Topology,
+        members: &Members,
+        layout: RegionLayout,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<(Option<NewControl>, usize)> {
+        let listed: Option<Vec<u32>> = match members {
+            Members::World { .. } => None,
+            Members::List { .. } => Some(members.iter().filter_map(|rank| u32::try_from(rank).ok()).collect()),
+        };
+        let is_first_on_host = topology.local_rank() == 0;
+        let control = is_first_on_host.then(|| self.groups.create_control(layout, listed.as_deref())).transpose()?;
+        let links = match &self.network {
+            Some(network) if topology.hosts() > 1 && members.me() == 0 => {
+                let count = i64::try_from(layout.channels).unwrap_or(i64::MAX);
+                let end = usize::try_from(self.store.add("links", count, wait_ctx)?).unwrap_or(usize::MAX);
+                if end > network.max_links() {
+                    let text = "this job has made more groups between hosts than the network can tell apart";
+                    return Err(Error::Network(text.into()));
+                }
+                end - layout.channels
+            }
+            _ => 0,
+        };
+        Ok((control, links))
+    }
+
+    /// The names of the members in messages.
+    fn member_names(&self, members: &Members) -> Arc<[String]> {
+        match members {
+            Members::World { .. } => Arc::clone(&self.ranks.names),
+            Members::List { .. } => members
+                .iter()
+                .enumerate()
+                .map(|(rank, world)| format!("rank {rank} ({} of the job)", self.ranks.names[world]))
+                .collect(),
+        }
+    }
+
+    /// The link number `number`, if the group has several hosts and this rank owns a shard.
+    fn link(&self, topology: &Topology, members: &Members, number: usize, slot: usize) -> Option<Box<dyn HostLink>> {
+        let (network, shard) = (self.network.as_ref().filter(|_| topology.hosts() > 1)?, topology.shard()?);
+        let owner = |host: usize| members.to_world(topology.ranks_of(host)[shard]);
+        let owners: Vec<usize> = (0..topology.hosts()).map(owner).collect();
+        let host_name = |&owner: &usize| {
+            let host = self.ranks.topology.position(owner).map_or(0, |position| position.host);
+            let ranks = self.ranks.topology.ranks_of(host).iter().filter(|&&rank| members.of_world(rank).is_some());
+            let ranks: Vec<String> = ranks.map(usize::to_string).collect();
+            format!("{} (ranks {})", self.ranks.rank_info[owner].host, ranks.join(", "))
+        };
+        let hosts = owners.iter().map(host_name).collect();
+        Some(network.link(number, owners, hosts, exchange_buffer_bytes(slot, topology)))
+    }
+
+    /// As [`Ranks::agree`](super::ranks::Ranks::agree), of the members.
+    fn agree_among<T: Serialize + DeserializeOwned>(
+        &self,
+        key: &GroupKey,
+        members: &Members,
+        shape: &str,
+        outcome: Result<T>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<Vec<T>> {
+        match members {
+            Members::World { .. } => self.ranks.agree(shape, outcome, wait_ctx),
+            Members::List { .. } => {
+                let prefix = format!("group/{:016x}", key.hash());
+                let record = proposal(shape, outcome);
+                let (me, size) = (members.me(), members.size());
+                let name = |rank: usize| &*self.ranks.names[members.to_world(rank)];
+                let names = |rank: usize| name(rank).to_owned();
+                let records = store::allgather_among(&names, &*self.store, &prefix, me, size, &record, wait_ctx)?;
+                agreed(&records, name)
+            }
+        }
+    }
+}
+
+/// The processes of the members on this host, by local rank in the group.
+struct MemberLiveness {
+    processes: Arc<ProcessLiveness>,
+    local_ranks: Vec<usize>,
+}
+
+impl Liveness for MemberLiveness {
+    fn lost(&self, local_rank: usize) -> Option<String> {
+        self.processes.lost(self.local_ranks[local_rank])
+    }
+}
