@@ -205,7 +205,9 @@ typedef enum dl_comm_collective {
  * - SUM, PRODUCT: integers wrap around. MEAN: integers round toward zero.
  * - MIN, MAX: the first NaN in rank order is the result; -0.0 is less than +0.0.
  * - BITAND, BITOR, BITXOR: of integers; of bool, the logical operation.
- * - SCALED_SUM: every input is multiplied by `prescale`, the sum by `postscale`; floating point. */
+ * - SCALED_SUM: every input is multiplied by `prescale`, the sum by `postscale`; floating point.
+ * - ADASUM: of ALLREDUCE, host memory, floating point: gradients are added where they are orthogonal and averaged where
+ *   they are parallel, for each tensor (arXiv:2006.02924). */
 typedef enum dl_comm_reduce {
   DL_COMM_SUM = 0,
   DL_COMM_MEAN = 1,
@@ -215,7 +217,8 @@ typedef enum dl_comm_reduce {
   DL_COMM_BITAND = 5,
   DL_COMM_BITOR = 6,
   DL_COMM_BITXOR = 7,
-  DL_COMM_SCALED_SUM = 8
+  DL_COMM_SCALED_SUM = 8,
+  DL_COMM_ADASUM = 9
 } dl_comm_reduce_t;
 
 /* A group. */

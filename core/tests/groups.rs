@@ -8,50 +8,12 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::tensor;
-use dl_comm_core::collective::device::DeviceSettings;
-use dl_comm_core::collective::{AlgorithmSetting, Op};
+use common::{IDLE, groups, tensor};
+use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
-use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups};
-use dl_comm_core::group_config::GroupConfig;
-use dl_comm_core::group_key::{GroupKey, GroupName, Members};
+use dl_comm_core::group::{CallOptions, Group};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::in_process;
 use proptest::prelude::*;
-
-/// How long a thread without calls stays.
-const IDLE: Duration = Duration::from_millis(20);
-
-/// The groups with the members `members` (ranks of the job), for each rank of the job: with the rank in the group. Rank
-/// r is on host `hosts[r]`.
-fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec<Vec<Option<Group>>> {
-    let settings = GroupConfig {
-        threads: 2,
-        idle_timeout: Some(IDLE),
-        slot: 4096,
-        acc_f64: false,
-        algorithm: AlgorithmSetting::Auto,
-        timeout: Some(timeout),
-        stall_warn: None,
-        match_timeout: Duration::from_secs(1),
-        device: DeviceSettings::default(),
-    };
-    let on_failure: OnFailure = Arc::new(|_| {});
-    let processes: Vec<Arc<ProcessGroups>> = hosts.iter().map(|_| Arc::default()).collect();
-    let mut all: Vec<Vec<Option<Group>>> = hosts.iter().map(|_| Vec::new()).collect();
-    for (index, members) in members.iter().enumerate() {
-        all.iter_mut().for_each(|groups| groups.push(None));
-        let list = Members::List { world: members.as_slice().into(), me: 0 };
-        let key = GroupKey::new(GroupName::Named("test".into()), &list, index as u64);
-        let member_hosts: Vec<usize> = members.iter().map(|&rank| hosts[rank]).collect();
-        let resources = in_process::group(&key, &member_hosts, 2, 4096, false).unwrap();
-        for (&rank, resources) in members.iter().zip(resources) {
-            let group = Group::start(resources, settings, None, Arc::clone(&on_failure), &processes[rank]).unwrap();
-            all[rank][index] = Some(group);
-        }
-    }
-    all
-}
 
 /// Sums `values` over the ranks of `group`.
 fn sum(group: &Group, values: &mut [f32]) -> Result<()> {

@@ -194,6 +194,34 @@ static void operators(void) {
   REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_DTYPE, "bit_or");
 }
 
+/* Orthogonal vectors are added, equal ones averaged; each tensor by itself. */
+static void adasum(void) {
+  float orthogonal[MOST] = {0}, equal[3] = {1, 2, 3};
+  dl_comm_buffer_t buffers[2];
+  memset(buffers, 0, sizeof buffers);
+  buffers[0].src = buffers[0].dst = orthogonal;
+  buffers[0].length = (size_t)size;
+  buffers[1].src = buffers[1].dst = equal;
+  buffers[1].length = 3;
+  buffers[0].dtype = buffers[1].dtype = DL_COMM_FLOAT32;
+  dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, buffers);
+  call.count = 2;
+  call.reduce = DL_COMM_ADASUM;
+  for (int started = 0; started < 2; ++started) {
+    for (int i = 0; i < size; ++i) orthogonal[i] = i == rank ? 5.0f : 0.0f;
+    if (started) {
+      dl_comm_work_t* work = NULL;
+      EXPECT(dl_comm_start(group, &call, &work) == 0 && dl_comm_wait(work, 0) == 0 && dl_comm_work_free(work) == 0);
+    } else {
+      EXPECT(dl_comm_run(group, &call) == 0);
+    }
+    for (int i = 0; i < size; ++i) EXPECT(orthogonal[i] == 5.0f);
+    for (int i = 0; i < 3; ++i) EXPECT(equal[i] == (float)(i + 1));
+  }
+  call.collective = DL_COMM_REDUCE_SCATTER;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "adasum is an operator of allreduce");
+}
+
 static void errors(void) {
   int32_t data[2 * MOST] = {0};
   dl_comm_buffer_t buffer = buffer_of(data, data + MOST, 1);
@@ -252,6 +280,7 @@ int main(void) {
   blocks_of_different_lengths();
   many_in_flight();
   operators();
+  adasum();
   errors();
   every_collective(17, 0);
   dl_comm_group_t* late = NULL;

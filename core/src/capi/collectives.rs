@@ -58,6 +58,9 @@ pub struct CCall {
     pub context: *mut c_void,
 }
 
+/// The code of Adasum, which is no operator of single elements.
+const ADASUM: c_int = 9;
+
 /// The caller's callback.
 struct Callback {
     done: unsafe extern "C" fn(*mut c_void, c_int, *const c_char),
@@ -112,6 +115,18 @@ impl CCall {
         };
         let root = usize::try_from(self.root).map_err(|_| Error::Invalid(format!("root {} is negative", self.root)))?;
         Op::from_code(self.collective, reduce, root)
+    }
+
+    /// Whether it is an Adasum, which only an allreduce can be.
+    fn is_adasum(&self) -> Result<bool> {
+        if self.reduce != ADASUM || !Op::from_code(self.collective, ReduceOp::Sum, 0)?.collective.reduces {
+            return Ok(false);
+        }
+        let op = CCall { reduce: 0, ..*self }.op()?;
+        if !op.is_allreduce() || !self.send_counts.is_null() || !self.receive_counts.is_null() {
+            return Err(Error::Invalid(format!("adasum is an operator of allreduce, not of {}", op.title())));
+        }
+        Ok(true)
     }
 
     /// # Safety
@@ -260,12 +275,16 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
         let (group, call) = (&reference(group, "group")?.0, CCall::read(call)?);
-        let op = call.op()?;
-        let options = call.options(op, group.call_config().ranks)?;
-        let tensors = tensors(call.buffers, call.count)?;
         let callback = call.done.map(|done| Callback { done, context: call.context });
         let then = callback.map(|callback| -> OnComplete { Box::new(move |result| callback.call(&result)) });
-        let handle = runtime::collectives::start(group, op, tensors, options, then)?;
+        let tensors = tensors(call.buffers, call.count)?;
+        let handle = if call.is_adasum()? {
+            runtime::collectives::start_adasum(group, tensors, call.options(Op::MEAN, 0)?, then)?
+        } else {
+            let op = call.op()?;
+            let options = call.options(op, group.call_config().ranks)?;
+            runtime::collectives::start(group, op, tensors, options, then)?
+        };
         store(work, Box::into_raw(Box::new(CWork(handle))), "work")
     })
 }
@@ -281,6 +300,11 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
         let (group, call) = (&reference(group, "group")?.0, CCall::read(call)?);
         if call.done.is_some() {
             return Err(Error::Invalid("dl_comm_run calls no `done`; use dl_comm_start".into()));
+        }
+        if call.is_adasum()? {
+            let tensors = tensors(call.buffers, call.count)?;
+            let handle = runtime::collectives::start_adasum(group, tensors, call.options(Op::MEAN, 0)?, None)?;
+            return runtime::collectives::wait_for(&handle, None);
         }
         let op = call.op()?;
         let options = call.options(op, group.call_config().ranks)?;

@@ -9,6 +9,7 @@
 //! get that first error.
 //! Thread rule: any thread may use a [`Group`].
 
+mod adasum;
 mod call_summary;
 mod callers;
 mod device;
@@ -27,6 +28,7 @@ mod thread;
 mod work;
 mod worker;
 
+pub use adasum::start_adasum;
 pub use handle::CallHandle;
 pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use record::Totals;

@@ -16,6 +16,7 @@
 //! needs intrinsics there. On AArch64, NEON is part of the minimum, and float16 and bfloat16 conversions vectorize from
 //! integer operations (`convert.rs`).
 
+pub(crate) mod adasum;
 mod convert;
 mod epilogue;
 mod half_tiles;

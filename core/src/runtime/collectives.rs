@@ -7,7 +7,7 @@ use super::state::{check_fork, team};
 use crate::buffer::{Tensor, View};
 use crate::collective::{Counts, Op};
 use crate::error::Result;
-use crate::group::{CallHandle, CallOptions, Group, OnComplete, wait_for_result};
+use crate::group::{self, CallHandle, CallOptions, Group, OnComplete, wait_for_result};
 
 /// The group of team `id`.
 ///
@@ -58,6 +58,26 @@ pub unsafe fn run(group: &Group, op: Op, views: &[View<'_>], mut options: CallOp
     let tensors = views.iter().map(|view| view.to_tensor()).collect();
     // SAFETY: the caller's promise.
     wait_for_result(interrupt, |done| unsafe { group.submit(op, towers(op, tensors), options, done) })
+}
+
+/// As [`start`], of the Adasum of `tensors` ([`start_adasum`](group::start_adasum)).
+///
+/// # Errors
+/// As for [`start`].
+///
+/// # Safety
+/// As for [`start`].
+pub unsafe fn start_adasum(
+    group: &Arc<Group>,
+    tensors: Vec<Tensor>,
+    options: CallOptions,
+    then: Option<OnComplete>,
+) -> Result<CallHandle> {
+    check_fork()?;
+    let (handle, done) = CallHandle::new(then);
+    // SAFETY: the caller's promise.
+    unsafe { group::start_adasum(group, tensors, options, done) };
+    Ok(handle)
 }
 
 /// Waits for a call that another function has started, as [`CallHandle::wait`].

@@ -14,7 +14,7 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
 use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups, Timeout};
 use dl_comm_core::group_config::GroupConfig;
-use dl_comm_core::group_key::GroupKey;
+use dl_comm_core::group_key::{GroupKey, GroupName, Members};
 use dl_comm_core::plugin::{StagingBuffer, StepOptions, Team};
 use dl_comm_core::transport::{GroupResources, in_process};
 
@@ -115,6 +115,40 @@ impl World {
             ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         })
     }
+}
+
+/// How long a thread of [`groups`] stays without calls.
+pub const IDLE: Duration = Duration::from_millis(20);
+
+/// The groups with the members `members` (ranks of the job), for each rank of the job: with the rank in the group. Rank
+/// r is on host `hosts[r]`.
+pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec<Vec<Option<Group>>> {
+    let settings = GroupConfig {
+        threads: 2,
+        idle_timeout: Some(IDLE),
+        slot: 4096,
+        acc_f64: false,
+        algorithm: AlgorithmSetting::Auto,
+        timeout: Some(timeout),
+        stall_warn: None,
+        match_timeout: Duration::from_secs(1),
+        device: DeviceSettings::default(),
+    };
+    let on_failure: OnFailure = Arc::new(|_| {});
+    let processes: Vec<Arc<ProcessGroups>> = hosts.iter().map(|_| Arc::default()).collect();
+    let mut all: Vec<Vec<Option<Group>>> = hosts.iter().map(|_| Vec::new()).collect();
+    for (index, members) in members.iter().enumerate() {
+        all.iter_mut().for_each(|groups| groups.push(None));
+        let list = Members::List { world: members.as_slice().into(), me: 0 };
+        let key = GroupKey::new(GroupName::Named("test".into()), &list, index as u64);
+        let member_hosts: Vec<usize> = members.iter().map(|&rank| hosts[rank]).collect();
+        let resources = in_process::group(&key, &member_hosts, 2, 4096, false).unwrap();
+        for (&rank, resources) in members.iter().zip(resources) {
+            let group = Group::start(resources, settings, None, Arc::clone(&on_failure), &processes[rank]).unwrap();
+            all[rank][index] = Some(group);
+        }
+    }
+    all
 }
 
 /// An element type of a test.
