@@ -12,6 +12,7 @@ pub mod failure_detector;
 pub mod flag;
 pub mod hello;
 pub mod in_process;
+pub mod mailbox;
 pub mod memory;
 mod mpi;
 pub mod network_model;
