@@ -110,7 +110,7 @@ impl Group {
         let lead = Arc::clone(&executor);
         threads.push(spawn(&settings, 0, cpus, move || lead.run_loop(&receiver))?);
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
-        Ok(Group { shared, topology, config, executor, threads: Mutex::new(threads) })
+        Ok(Group { shared, topology, config, executor, threads: Mutex::new(threads), messenger: OnceLock::new() })
     }
 
     /// Completes the enqueued calls and ends the threads. Later calls fail.

@@ -15,7 +15,9 @@ mod device;
 mod executor;
 mod handle;
 mod lifecycle;
+mod messenger;
 mod other_groups;
+mod point_to_point;
 mod process_groups;
 mod reconcile;
 mod record;
@@ -27,6 +29,8 @@ mod work;
 mod worker;
 
 pub use handle::CallHandle;
+pub use messenger::Messenger;
+pub use point_to_point::MessageOptions;
 pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use record::Totals;
 pub use state::OnFailure;

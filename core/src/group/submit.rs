@@ -3,13 +3,14 @@
 //! Thread rule: any thread may use a [`Group`].
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use super::executor::{Executor, ExecutorGuard};
+use super::messenger::Messenger;
 use super::small_calls;
 use super::state::GroupState;
 use super::work::{CallOptions, OnComplete, QueueItem, Timeout, Work, wait_for_result};
@@ -29,6 +30,8 @@ pub struct Group {
     pub(super) config: CallConfig,
     pub(super) executor: Arc<Executor>,
     pub(super) threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Made by the first send or receive.
+    pub(super) messenger: OnceLock<Messenger>,
 }
 
 /// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
 use super::team_creation::make_team;
-use super::{calls, memory};
+use super::{calls, memory, point_to_point};
 use crate::config::Config;
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
@@ -144,6 +144,9 @@ fn end(reason: Option<Error>) -> Result<()> {
     let Runtime { world, teams, topology, .. } = *runtime;
     if let Some(error) = &reason {
         teams.values().for_each(|team| team.group().fail(error));
+    }
+    if let Err(error) = point_to_point::close() {
+        log_line(&error.to_string());
     }
     teams.values().for_each(|team| team.group().stop());
     timeline::stop();

@@ -39,6 +39,6 @@ pub unsafe fn free(memory: *mut u8) -> Result<()> {
     unsafe { arenas()?.free(memory) }
 }
 
-fn arenas() -> Result<&'static Arc<Arenas>> {
+pub(super) fn arenas() -> Result<&'static Arc<Arenas>> {
     ARENAS.get().ok_or_else(not_started)?.as_ref().map_err(Error::clone)
 }

@@ -7,6 +7,7 @@ pub mod collectives;
 mod introspect;
 mod lifecycle;
 mod memory;
+pub mod point_to_point;
 mod state;
 mod team_creation;
 mod teams;
