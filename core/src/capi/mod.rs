@@ -5,7 +5,9 @@
 mod arguments;
 mod collectives;
 mod functions;
+mod point_to_point;
 
 pub use arguments::{CBuffer, CDevice};
 pub use collectives::*;
 pub use functions::*;
+pub use point_to_point::*;
