@@ -288,6 +288,9 @@ fn a_lost_rank_fails_what_waits_for_it() {
     ranks[0].receive(Some(1), Some(0), &mut other).unwrap();
     let error = ranks[0].receive(Some(1), Some(0), &mut other).unwrap_err();
     assert_eq!(error, Error::PeerLost("rank 1 has ended, in the receive (tag 0) from rank 1 in group 7".into()));
+    let long = bytes(6, 200_001);
+    let error = ranks[0].wait(&ranks[0].start_send(1, 4, &long)).unwrap_err();
+    assert_eq!(error, Error::PeerLost("rank 1 has ended, in the send (tag 4) to rank 1 in group 7".into()));
     // Rank 2 may still send.
     let any = ranks[0].start_receive(None, None, &mut other);
     thread::sleep(Duration::from_millis(100));

@@ -1,7 +1,7 @@
 /* Times messages between ranks 0 and 1 of one host: `messages SECONDS LARGEST_BYTES`. With -DUSE_MPI the MPI's own
  * functions, else dl_comm's. Rank 0 prints a line per size: NAME BYTES MEDIAN_US. `ping-pong` is half of a round trip
- * from private memory, `exchange` a message in each direction at once, `ping-pong-shared` is from memory of dl_comm_alloc.
- * Every message is checked once. */
+ * from private memory, `exchange` a message in each direction at once, `exchange-started` the same with handles,
+ * `ping-pong-shared` is from memory of dl_comm_alloc. Every message is checked once. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,8 +12,8 @@ static dl_comm_group_t* group;
 #endif
 
 enum { SIZES = 7, MOST = 2000 };
-typedef enum { PING_PONG, EXCHANGE, SHARED, NAMES } name_t;
-static const char* const names[NAMES] = {"ping-pong", "exchange", "ping-pong-shared"};
+typedef enum { PING_PONG, EXCHANGE, STARTED, SHARED, NAMES } name_t;
+static const char* const names[NAMES] = {"ping-pong", "exchange", "exchange-started", "ping-pong-shared"};
 static const size_t sizes[SIZES] = {8, 1 << 10, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 64 << 20};
 static int rank;
 
@@ -30,6 +30,11 @@ static void run(name_t name, char* src, char* dst, size_t bytes) {
   MPI_Status* none = MPI_STATUS_IGNORE;
   if (name == EXCHANGE) {
     MPI_Sendrecv(src, n, MPI_CHAR, peer, 0, dst, n, MPI_CHAR, peer, 0, world, none);
+  } else if (name == STARTED) {
+    MPI_Request requests[2];
+    MPI_Irecv(dst, n, MPI_CHAR, peer, 0, world, &requests[0]);
+    MPI_Isend(src, n, MPI_CHAR, peer, 0, world, &requests[1]);
+    MPI_Waitall(2, requests, MPI_STATUSES_IGNORE);
   } else if (rank == 0) {
     MPI_Send(src, n, MPI_CHAR, peer, 0, world), MPI_Recv(dst, n, MPI_CHAR, peer, 0, world, none);
   } else {
@@ -46,6 +51,14 @@ static void run(name_t name, char* src, char* dst, size_t bytes) {
   int code;
   if (name == EXCHANGE) {
     code = dl_comm_sendrecv(group, &message, &message, NULL);
+  } else if (name == STARTED) {
+    dl_comm_work_t *received = NULL, *sent = NULL;
+    code = dl_comm_receive(group, &message, &received);
+    if (code == 0) code = dl_comm_send(group, &message, &sent);
+    if (code == 0) code = dl_comm_wait(received, 0);
+    if (code == 0) code = dl_comm_wait(sent, 0);
+    dl_comm_work_free(received);
+    dl_comm_work_free(sent);
   } else if (rank == 0) {
     code = dl_comm_sendrecv(group, &message, NULL, NULL);
     if (code == 0) code = dl_comm_sendrecv(group, NULL, &message, NULL);
@@ -82,7 +95,7 @@ static void measure(name_t name, size_t bytes, double seconds) {
     MPI_Barrier(MPI_COMM_WORLD);
     double begin = MPI_Wtime();
     for (int repeat = 0; repeat < batch; ++repeat) run(name, src, dst, bytes);
-    double took = (MPI_Wtime() - begin) / batch / (name == EXCHANGE ? 1 : 2), slowest;
+    double took = (MPI_Wtime() - begin) / batch / (name == EXCHANGE || name == STARTED ? 1 : 2), slowest;
     MPI_Allreduce(&took, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
     for (size_t j = 0; i == -3 && j < bytes; ++j) {
       if (dst[j] != (char)(j * 7 + 1 - (size_t)rank)) fail(names[name], "wrong data");

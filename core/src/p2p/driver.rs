@@ -175,7 +175,8 @@ impl Shared {
                 if idle == MIN_SPINS {
                     since = Some(Instant::now());
                 }
-                if idle % 64 == 63 { std::thread::yield_now() } else { std::hint::spin_loop() }
+                // No yield: it would cost a whole time slice where other programs want the processor.
+                std::hint::spin_loop();
             } else {
                 let from = *since.get_or_insert_with(Instant::now);
                 self.sleep(ended);
