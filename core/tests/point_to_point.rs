@@ -426,3 +426,30 @@ proptest! {
         });
     }
 }
+
+/// The deadline of a receive is checked although its rank always has other messages.
+#[test]
+fn traffic_does_not_hide_a_deadline() {
+    let ranks = world(2, false);
+    let (stop, stopped) = (AtomicBool::new(false), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let data = bytes(1, 8);
+            while !stop.load(Ordering::Relaxed) {
+                ranks[1].send(0, 1, &data);
+            }
+            stopped.store(true, Ordering::Relaxed);
+        });
+        let mut other = [0u8; 8];
+        let message = Message { timeout: Some(Duration::from_millis(100)), ..ranks[0].message(Some(1), Some(2)) };
+        // SAFETY: the memory lives until the receive has ended.
+        let receive = unsafe { ranks[0].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
+        assert!(matches!(ranks[0].wait(&receive), Err(Error::Timeout(_))));
+        stop.store(true, Ordering::Relaxed);
+        // The sender may wait for room.
+        let last = ranks[0].start_receive(Some(1), Some(3), &mut other);
+        while !stopped.load(Ordering::Relaxed) {
+            assert!(ranks[0].endpoint.test(&last).is_none());
+        }
+    });
+}

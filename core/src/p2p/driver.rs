@@ -28,6 +28,8 @@ const THREAD: u32 = 2;
 
 /// Interval at which deadlines and other ranks are checked.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
+/// A driver that always has something to do reads the clock after this many polls.
+const POLLS_PER_CHECK: u32 = 4096;
 /// The thread looks this often whether it is needed: most callers wait soon after a start, and then need no thread.
 const STANDBY: Duration = Duration::from_millis(1);
 /// It looks so often without work before it sleeps until it is woken, which costs the caller a system call.
@@ -159,7 +161,7 @@ impl Shared {
     /// Polls and sleeps until `ended`; calls `check` about every 20 ms. For the driver.
     fn drive(&self, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
         let mut last_check = None;
-        let mut idle = 0;
+        let (mut idle, mut polls) = (0, 0u32);
         let mut since = None;
         loop {
             if ended() {
@@ -167,6 +169,10 @@ impl Shared {
                     self.adapt(Instant::now().saturating_duration_since(since) < SPIN_MAX);
                 }
                 return;
+            }
+            polls = polls.wrapping_add(1);
+            if polls.is_multiple_of(POLLS_PER_CHECK) {
+                self.check(&mut last_check, check);
             }
             if self.poll() {
                 (idle, since) = (0, None);
@@ -182,16 +188,19 @@ impl Shared {
                 self.sleep(ended);
                 self.adapt(from.elapsed() < SPIN_MAX);
                 (idle, since) = (0, None);
-                let now = Instant::now();
-                if last_check.is_none_or(|last| now.saturating_duration_since(last) >= CHECK_EVERY) {
-                    // The first time would be too early to find anything.
-                    if last_check.is_some() {
-                        self.with(0, |state| state.check(now, None));
-                        check();
-                    }
-                    last_check = Some(now);
-                }
+                self.check(&mut last_check, check);
             }
+        }
+    }
+
+    /// Checks deadlines and other ranks if it is time, and then calls `check`.
+    fn check(&self, last: &mut Option<Instant>, check: &dyn Fn()) {
+        let now = Instant::now();
+        // The first time would be too early to find anything.
+        if now.saturating_duration_since(*last.get_or_insert(now)) >= CHECK_EVERY {
+            self.with(0, |state| state.check(now, None));
+            check();
+            *last = Some(now);
         }
     }
 
