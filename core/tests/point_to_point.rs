@@ -310,6 +310,10 @@ fn invalid_ranks_and_a_failed_group_are_refused() {
         Some(Error::Invalid("send to rank 2 of group 7, which has 2".into()))
     );
     assert!(refused(&ranks[0].message(None, Some(0))).is_some());
+    let larger: Arc<dyn Scope> = Arc::new(Group { context: 9, size: 3, failure: Mutex::default() });
+    let error = refused(&Message { scope: &larger, ..ranks[0].message(Some(2), Some(0)) });
+    let text = "send to rank 2 of group 9, which is on another host; messages reach the ranks of one host only";
+    assert_eq!(error, Some(Error::Invalid(text.into())));
     let mut other = [0; 4];
     let pending = ranks[0].start_receive(None, None, &mut other);
     let over = Error::Timeout("over".into());
