@@ -60,6 +60,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("COLLECTIVES", format!("{}/collectives", install_dir.display())),
         ("GROUPS", format!("{}/groups", install_dir.display())),
         ("COLLECTIVES_CXX", format!("{}/collectives_cxx", install_dir.display())),
+        ("P2P", format!("{}/p2p", install_dir.display())),
+        ("P2P_CXX", format!("{}/p2p_cxx", install_dir.display())),
         ("C_AVERAGE", format!("{}/build/average", example.display())),
         ("PKG_CONFIG_DIR", format!("{package}/pkgconfig")),
     ] {

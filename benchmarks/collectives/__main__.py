@@ -22,10 +22,11 @@ from benchmarks.common.tools import package as installed
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).parent / "c" / "collectives.c"
+MESSAGES = Path(__file__).parent / "c" / "messages.c"
 Times = dict[tuple[str, int], list[float]]
 
 
-def ours(tools: Tools, ranks: int) -> list[list[str]]:
+def ours(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     """dl_comm."""
     found = installed("dl_comm")
     flags = [
@@ -35,29 +36,32 @@ def ours(tools: Tools, ranks: int) -> list[list[str]]:
         f"-Wl,-rpath,{found}",
         "-Wl,--allow-shlib-undefined",
     ]
-    path = _compile(tools, mpich_program(tools, "mpicc"), "ours", flags)
+    path = _compile(tools, mpich_program(tools, "mpicc"), "ours", source, flags)
     return [[mpich_program(tools, "mpiexec"), "-n", str(ranks), path]]
 
 
-def mpich(tools: Tools, ranks: int) -> list[list[str]]:
+def mpich(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     """MPICH."""
-    path = _compile(tools, mpich_program(tools, "mpicc"), "mpich", ["-DUSE_MPI"])
+    path = _compile(tools, mpich_program(tools, "mpicc"), "mpich", source, ["-DUSE_MPI"])
     return [[mpich_program(tools, "mpiexec"), "-n", str(ranks), path]]
 
 
-def openmpi(tools: Tools, ranks: int) -> list[list[str]]:
+def openmpi(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     """Open MPI."""
     if tools.openmpi is None:
         raise Missing("no Open MPI was given (--openmpi PREFIX)")
-    path = _compile(tools, program(tools.openmpi / "bin/mpicc", "mpicc of the Open MPI"), "openmpi", ["-DUSE_MPI"])
+    compiler = program(tools.openmpi / "bin/mpicc", "mpicc of the Open MPI")
+    path = _compile(tools, compiler, "openmpi", source, ["-DUSE_MPI"])
     launcher = program(tools.openmpi / "bin/mpirun", "mpirun of the Open MPI")
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
     return [[launcher, *options, "-n", str(ranks), path]]
 
 
-def gloo(tools: Tools, ranks: int) -> list[list[str]]:
+def gloo(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     """torch.distributed with gloo."""
     installed("torch")
+    if source == MESSAGES:
+        return []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,10 +72,10 @@ def gloo(tools: Tools, ranks: int) -> list[list[str]]:
 CONTENDERS = {"dl_comm": ours, "mpich": mpich, "openmpi": openmpi, "gloo": gloo}
 
 
-def _compile(tools: Tools, compiler: str, name: str, flags: list[str]) -> str:
-    target = tools.folder / name
+def _compile(tools: Tools, compiler: str, name: str, source: Path, flags: list[str]) -> str:
+    target = tools.folder / f"{name}_{source.stem}"
     if not target.exists():
-        command = [compiler, "-std=gnu11", "-O3", "-march=native", str(SOURCE), "-o", str(target), *flags]
+        command = [compiler, "-std=gnu11", "-O3", "-march=native", str(source), "-o", str(target), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise Missing(f"{' '.join(command)} failed: {done.stderr.strip()[-600:]}")
@@ -82,10 +86,17 @@ def measure(
     name: str, tools: Tools, ranks: int, arguments: list[str], deadline_s: float
 ) -> dict[tuple[str, int], float]:
     """The times of one run of a contender, in microseconds, by collective and bytes."""
+    times = _run(name, CONTENDERS[name](tools, ranks, SOURCE), arguments, deadline_s)
+    if ranks == 2:
+        times |= _run(name, CONTENDERS[name](tools, ranks, MESSAGES), arguments, deadline_s)
+    return times
+
+
+def _run(name: str, commands: list[list[str]], arguments: list[str], deadline_s: float) -> dict[tuple[str, int], float]:
     environment = {**os.environ, "DL_COMM_DUMP_DIR": "none", "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-        for command in CONTENDERS[name](tools, ranks)
+        for command in commands
     ]
     try:
         output = [process.communicate(timeout=deadline_s)[0] for process in running]
@@ -93,7 +104,7 @@ def measure(
         for process in running:
             process.kill()
     if any(process.returncode != 0 for process in running):
-        raise RuntimeError(f"{name} on {ranks} ranks ended with {[process.returncode for process in running]}")
+        raise RuntimeError(f"{name} ended with {[process.returncode for process in running]}")
     rows = (line.split() for line in "".join(output).splitlines())
     return {(row[0], int(row[1])): float(row[2]) for row in rows if len(row) == 3}
 

@@ -297,6 +297,60 @@ int dl_comm_work_free(dl_comm_work_t* work);
 /* As dl_comm_start and dl_comm_wait, and faster. `done` must be NULL. Collective. */
 int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
 
+/* ---- Send and receive ---------------------------------------------------------------------------------------------
+ * A message goes from one rank of a group to another, of this host, or to itself. A receive takes the first message that
+ * has its source and tag; messages of one rank are taken in the order of their sends, and receives are served in the order
+ * in which they were started. Messages of different groups do not mix. Nobody waits for the other rank to start: a send of
+ * up to 4096 bytes has usually ended when it returns; a longer one ends when the receiver has the data. */
+
+/* For `peer` and `tag` of a receive. */
+#define DL_COMM_ANY_SOURCE (-1)
+#define DL_COMM_ANY_TAG (-1)
+
+/* A message. Set it to zero bytes and `size` to sizeof(dl_comm_message_t) first: later versions add fields at the end.
+ * - `buffers`: tensors in host memory, of any element types, sent one after the other: the `src` of a send, the `dst` of
+ *   a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one is an error of the
+ *   receive, which writes nothing; the message is dropped, and the send succeeds.
+ * - `peer`: the other rank of the group. `tag`: from 0.
+ * - `name`: for error messages; may be NULL.
+ * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has passed
+ *   ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
+ * - `done`: called once when the send or receive has ended, with 0 or an error code and its message, on the thread that
+ *   completes it, which may be the caller's. It must not block, and may start others. */
+typedef struct dl_comm_message {
+  size_t size;
+  const dl_comm_buffer_t* buffers;
+  size_t count;
+  int peer;
+  int tag;
+  const char* name;
+  double timeout;
+  void (*done)(void* context, int code, const char* message);
+  void* context;
+} dl_comm_message_t;
+
+/* What a receive has received; of a send, what it has sent. `source` is the rank that has sent the message. */
+typedef struct dl_comm_status {
+  int source;
+  int tag;
+  size_t bytes;
+} dl_comm_status_t;
+
+/* Starts to send, or to receive, and stores a handle in `work` for dl_comm_test, dl_comm_wait and dl_comm_work_free.
+ * Does not block. The tensors must stay valid until the send or receive has ended, those of a receive unused by
+ * everybody else; `message` and its arrays may be freed at once. An error here means that nothing was started and `done`
+ * is not called. */
+int dl_comm_send(const dl_comm_group_t* group, const dl_comm_message_t* message, dl_comm_work_t** work);
+int dl_comm_receive(const dl_comm_group_t* group, const dl_comm_message_t* message, dl_comm_work_t** work);
+
+/* Stores the status of a send or receive that has ended, or returns its error. */
+int dl_comm_work_status(const dl_comm_work_t* work, dl_comm_status_t* status);
+
+/* Sends and receives at once, and waits for both. `send` or `receive` may be NULL, `status` (of the receive) too.
+ * Faster than the functions above. `done` must be NULL. */
+int dl_comm_sendrecv(const dl_comm_group_t* group, const dl_comm_message_t* send, const dl_comm_message_t* receive,
+                     dl_comm_status_t* status);
+
 /* ---- Tensors in GPU memory ----------------------------------------------------------------------------------------
  * The CUDA driver, NVRTC and NCCL are loaded by the first call that needs them; DL_COMM_ERROR_SYSTEM names a missing
  * library. docs/gpu.md describes the data paths. */

@@ -5,6 +5,7 @@
 //! - [`plugin`]: the Cray plugin's schedules, a client of [`group`];
 //! - [`runtime`]: process-wide state (start, groups, shutdown), reported by [`process_info`] and [`dump`];
 //! - [`group`]: queue, threads, matching, the life of a call and its record;
+//! - [`p2p`]: send and receive;
 //! - [`collective`]: one file per collective; algorithms in shared memory, between hosts and on GPUs;
 //! - [`transport`]: shared memory, network, [`transport::job`], [`transport::gpu`], ranks as threads
 //!   for tests;
@@ -36,6 +37,7 @@ pub mod group_key;
 pub mod helper;
 mod lock;
 mod log;
+pub mod p2p;
 pub mod plugin;
 pub mod process_info;
 pub mod reduce;

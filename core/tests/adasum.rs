@@ -85,7 +85,7 @@ proptest! {
     ) {
         check(&hosts, &lens, |value| value as f32, f64::from, 1e-5);
         check(&hosts, &lens, |value| value, |value| value, 1e-12);
-        check(&hosts, &lens, |value| half::bf16::from_f64(value), |value| value.to_f64(), 1e-2);
+        check(&hosts, &lens, half::bf16::from_f64, |value| value.to_f64(), 1e-2);
     }
 }
 

@@ -29,6 +29,16 @@ fn groups_of_some_ranks() {
     }
 }
 
+/// The same program as C99 and as C++11.
+#[test]
+fn send_and_receive() {
+    for ranks in 1..=3 {
+        for program in [env!("DL_COMM_TEST_P2P"), env!("DL_COMM_TEST_P2P_CXX")] {
+            launch(ranks, program, &[]);
+        }
+    }
+}
+
 /// `build.rs` builds the example with `find_package(dl_comm)`.
 #[test]
 fn the_example_runs() {

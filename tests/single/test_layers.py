@@ -13,6 +13,7 @@ LAYERS = (
     "stacks stream_copy timeline timings topology variables wire_layout",
     "transport",
     "helper",
+    "p2p",
     "collective",
     "group",
     "plugin",

@@ -13,12 +13,18 @@ use crate::error::{Error, Result};
 use crate::group::{CallHandle, CallOptions, Group, OnComplete, Timeout};
 use crate::reduce::ReduceOp;
 use crate::runtime;
+use crate::runtime::point_to_point::Transfer;
 
 /// `dl_comm_group_t` of `dl_comm.h`.
-pub struct CGroup(Arc<Group>);
+pub struct CGroup(pub(super) Arc<Group>);
 
 /// `dl_comm_work_t` of `dl_comm.h`.
-pub struct CWork(CallHandle);
+pub enum CWork {
+    /// A collective.
+    Call(CallHandle),
+    /// A send or receive.
+    Message(Transfer),
+}
 
 /// `dl_comm_call_t`; see `dl_comm.h` for the contract.
 #[repr(C)]
@@ -62,16 +68,16 @@ pub struct CCall {
 const ADASUM: c_int = 9;
 
 /// The caller's callback.
-struct Callback {
-    done: unsafe extern "C" fn(*mut c_void, c_int, *const c_char),
-    context: *mut c_void,
+pub(super) struct Callback {
+    pub done: unsafe extern "C" fn(*mut c_void, c_int, *const c_char),
+    pub context: *mut c_void,
 }
 
 // SAFETY: by contract (dl_comm.h), any thread may call it.
 unsafe impl Send for Callback {}
 
 impl Callback {
-    fn call(self, result: &Result<()>) {
+    pub fn call(self, result: &Result<()>) {
         let (code, message) = match result {
             Ok(()) => (0, String::new()),
             Err(error) => (error.code(), error.to_string().replace('\0', " ")),
@@ -165,14 +171,14 @@ impl CCall {
 
 /// # Safety
 /// `pointer` is NULL or valid.
-unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
+pub(super) unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
     // SAFETY: the caller's promise.
     unsafe { pointer.as_ref() }.ok_or_else(|| Error::Invalid(format!("{what} is NULL")))
 }
 
 /// # Safety
 /// `place` is NULL or valid.
-unsafe fn store<T>(place: *mut T, value: T, what: &str) -> Result<()> {
+pub(super) unsafe fn store<T>(place: *mut T, value: T, what: &str) -> Result<()> {
     if place.is_null() {
         return Err(Error::Invalid(format!("{what} is NULL")));
     }
@@ -285,7 +291,7 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
             let options = call.options(op, group.call_config().ranks)?;
             runtime::collectives::start(group, op, tensors, options, then)?
         };
-        store(work, Box::into_raw(Box::new(CWork(handle))), "work")
+        store(work, Box::into_raw(Box::new(CWork::Call(handle))), "work")
     })
 }
 
@@ -322,7 +328,10 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
 pub unsafe extern "C" fn dl_comm_test(work: *const CWork, ended: *mut c_int) -> c_int {
     // SAFETY: the caller's promise.
     status(|| unsafe {
-        let result = reference(work, "work")?.0.test();
+        let result = match reference(work, "work")? {
+            CWork::Call(handle) => handle.test(),
+            CWork::Message(transfer) => transfer.test()?.map(|result| result.map(drop)),
+        };
         store(ended, c_int::from(result.is_some()), "ended")?;
         result.unwrap_or(Ok(()))
     })
@@ -336,7 +345,10 @@ pub unsafe extern "C" fn dl_comm_test(work: *const CWork, ended: *mut c_int) -> 
 pub unsafe extern "C" fn dl_comm_wait(work: *const CWork, timeout: f64) -> c_int {
     let timeout = (timeout > 0.0).then(|| Duration::from_secs_f64(timeout.min(1e9)));
     // SAFETY: the caller's promise.
-    status(|| runtime::collectives::wait_for(&unsafe { reference(work, "work") }?.0, timeout))
+    status(|| match unsafe { reference(work, "work") }? {
+        CWork::Call(handle) => runtime::collectives::wait_for(handle, timeout),
+        CWork::Message(transfer) => transfer.wait(timeout).map(drop),
+    })
 }
 
 /// `dl_comm_work_free` of `dl_comm.h`.

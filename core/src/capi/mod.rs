@@ -5,9 +5,11 @@
 mod arguments;
 mod collectives;
 mod functions;
+mod point_to_point;
 mod store;
 
 pub use arguments::{CBuffer, CDevice};
 pub use collectives::*;
 pub use functions::*;
+pub use point_to_point::*;
 pub use store::CStore;

@@ -47,7 +47,7 @@ impl Group {
         on_failure: OnFailure,
         process_groups: &Arc<ProcessGroups>,
     ) -> Result<Group> {
-        let GroupResources { key, topology, names, region, links, network, oversubscribed } = resources;
+        let GroupResources { key, members, topology, names, region, links, network, oversubscribed } = resources;
         let config = CallConfig {
             single_thread_max: if oversubscribed { SINGLE_THREAD_MAX_BYTES } else { 0 },
             small_max: if topology.hosts() == 1 { small_max(region.layout()) } else { 0 },
@@ -64,6 +64,7 @@ impl Group {
         let helper_settings: Vec<ThreadSettings> = (1..links.len()).map(thread).collect();
         let shared = Arc::new(GroupState {
             config,
+            members,
             settings,
             region: Arc::clone(&region),
             several_hosts: topology.hosts() > 1,
@@ -109,7 +110,7 @@ impl Group {
         // Set once: the state is new.
         let _set = shared.lead.set(GroupThread::new(lead_settings, move |inbox| lead.run_loop(inbox)));
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
-        Ok(Group { shared, topology, executor })
+        Ok(Group { shared, topology, executor, messenger: OnceLock::new() })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.

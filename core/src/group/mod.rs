@@ -16,7 +16,9 @@ mod device;
 mod executor;
 mod handle;
 mod lifecycle;
+mod messenger;
 mod other_groups;
+mod point_to_point;
 mod process_groups;
 mod reconcile;
 mod record;
@@ -30,6 +32,8 @@ mod worker;
 
 pub use adasum::start_adasum;
 pub use handle::CallHandle;
+pub use messenger::Messenger;
+pub use point_to_point::MessageOptions;
 pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use record::Totals;
 pub use state::OnFailure;

@@ -16,6 +16,7 @@ use super::work::{QueueItem, Work};
 use crate::collective::CallConfig;
 use crate::error::Error;
 use crate::group_config::GroupConfig;
+use crate::group_key::Members;
 use crate::signals;
 use crate::transport::ShmRegion;
 
@@ -25,6 +26,7 @@ pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 /// See the module's documentation.
 pub(super) struct GroupState {
     pub config: CallConfig,
+    pub members: Members,
     pub settings: GroupConfig,
     pub region: Arc<ShmRegion>,
     /// With several hosts, threads also wait where the region does not check for lost ranks.

@@ -2,13 +2,14 @@
 //!
 //! Thread rule: any thread may use a [`Group`].
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use super::executor::{Executor, ExecutorGuard};
+use super::messenger::Messenger;
 use super::small_calls;
 use super::state::GroupState;
 use super::work::{CallOptions, OnComplete, QueueItem, Timeout, Work, wait_for_result};
@@ -26,6 +27,8 @@ pub struct Group {
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
     pub(super) executor: Arc<Executor>,
+    /// Made by the first send or receive.
+    pub(super) messenger: OnceLock<Messenger>,
 }
 
 /// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].

@@ -9,7 +9,7 @@ use std::sync::{Arc, Once, PoisonError, Weak};
 
 use super::group_creation::make_team;
 use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
-use super::{calls, memory};
+use super::{calls, memory, point_to_point};
 use crate::config::{Config, Rendezvous};
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
@@ -183,6 +183,9 @@ fn end(reason: Option<Error>) -> Result<()> {
     let all_groups = || teams.values().map(|team| team.group()).chain(&groups);
     if let Some(error) = &reason {
         all_groups().for_each(|group| group.fail(error));
+    }
+    if let Err(error) = point_to_point::close() {
+        log_line(&error.to_string());
     }
     all_groups().for_each(|group| group.stop());
     timeline::stop();

@@ -8,6 +8,7 @@ mod group_creation;
 mod introspect;
 mod lifecycle;
 mod memory;
+pub mod point_to_point;
 mod state;
 mod teams;
 

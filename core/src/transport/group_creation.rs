@@ -116,6 +116,7 @@ impl Job {
         let link = |channel: usize| self.link(&topology, members, shares[0].1 + channel, config.slot);
         Ok(GroupResources {
             key: key.clone(),
+            members: members.clone(),
             names,
             region: Arc::new(region),
             links: (0..config.threads).map(link).collect(),

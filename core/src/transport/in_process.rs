@@ -12,7 +12,7 @@ use super::region_control::RegionControl;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
 use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
 use crate::error::{Error, Result};
-use crate::group_key::GroupKey;
+use crate::group_key::{GroupKey, Members};
 use crate::timings::WaitTarget;
 use crate::topology::Topology;
 use crate::wire_layout::exchange_buffer_bytes;
@@ -127,6 +127,7 @@ pub fn group(
         let links = std::mem::take(&mut links[rank]);
         Ok(GroupResources {
             key: key.clone(),
+            members: Members::World { size: hosts.len(), me: rank },
             names: (0..hosts.len()).map(|rank| format!("rank {rank}")).collect(),
             topology: Arc::new(topology),
             region: Arc::new(region),

@@ -37,6 +37,11 @@ impl FutexWord {
         self.value.store(value, order);
     }
 
+    /// As `AtomicU32::fetch_add`.
+    pub fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+        self.value.fetch_add(value, order)
+    }
+
     /// Sleeps while the value is `seen`, until a wake or [`FutexWord::end_waits`].
     ///
     /// # Errors

@@ -17,6 +17,7 @@ pub mod group_memory;
 pub mod hello;
 pub mod in_process;
 pub mod job;
+pub mod mailbox;
 pub mod memory;
 mod mpi;
 pub mod network_model;
@@ -54,13 +55,15 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::group_key::GroupKey;
+use crate::group_key::{GroupKey, Members};
 use crate::topology::Topology;
 
 /// The resources from which a rank creates a group.
 pub struct GroupResources {
     /// The key of the group.
     pub key: GroupKey,
+    /// Its members.
+    pub members: Members,
     /// The rank's position.
     pub topology: Arc<Topology>,
     /// Display names of all ranks of the job, for messages.

@@ -30,6 +30,11 @@ impl FutexWord {
         self.0.store(value, order);
     }
 
+    /// As [`AtomicU32::fetch_add`].
+    pub fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+        self.0.fetch_add(value, order)
+    }
+
     /// Sleeps while the value is `seen`: until a wake, a signal or a timeout of 50 ms.
     ///
     /// # Errors

@@ -1,0 +1,205 @@
+//! C API of send and receive.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::mem::{offset_of, size_of};
+use std::ptr;
+
+use super::arguments::{CBuffer, Views, number, text, views};
+use super::collectives::{CGroup, CWork, Callback, reference, store};
+use super::functions::status;
+use crate::error::{Error, Result};
+use crate::group::{MessageOptions, Timeout};
+use crate::p2p::{Status, Then};
+use crate::runtime::point_to_point;
+
+/// `DL_COMM_ANY_SOURCE` and `DL_COMM_ANY_TAG`.
+const ANY: c_int = -1;
+
+/// `dl_comm_message_t`; see `dl_comm.h` for the contract.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CMessage {
+    /// Bytes of the structure that the caller knows.
+    pub size: usize,
+    /// The tensors.
+    pub buffers: *const CBuffer,
+    /// The number of tensors.
+    pub count: usize,
+    /// The other rank, or [`ANY`].
+    pub peer: c_int,
+    /// The tag, or [`ANY`].
+    pub tag: c_int,
+    /// The name, or null.
+    pub name: *const c_char,
+    /// The deadline in seconds; 0 for the group's, negative for none.
+    pub timeout: f64,
+    /// Called with the result, or null.
+    pub done: Option<unsafe extern "C" fn(*mut c_void, c_int, *const c_char)>,
+    /// The first argument of `done`.
+    pub context: *mut c_void,
+}
+
+/// `dl_comm_status_t`; see `dl_comm.h`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CStatus {
+    /// The rank that has sent the message.
+    pub source: c_int,
+    /// Its tag.
+    pub tag: c_int,
+    /// Its length.
+    pub bytes: usize,
+}
+
+impl CStatus {
+    fn of(status: Status) -> Result<CStatus> {
+        Ok(CStatus { source: number(status.source)?, tag: number(status.tag as usize)?, bytes: status.bytes })
+    }
+}
+
+impl CMessage {
+    /// Reads the fields that the caller's version of the structure has; the others are 0.
+    ///
+    /// # Safety
+    /// `message` has the bytes that its `size` says.
+    unsafe fn read(message: *const CMessage) -> Result<CMessage> {
+        if message.is_null() {
+            return Err(Error::Invalid("the message is NULL".into()));
+        }
+        // SAFETY: the caller's promise; a zeroed structure is valid.
+        unsafe {
+            let size = ptr::read(message.cast::<usize>());
+            if size < offset_of!(CMessage, done) {
+                return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_message_t)")));
+            }
+            let mut copy = std::mem::zeroed::<CMessage>();
+            ptr::copy_nonoverlapping(message.cast::<u8>(), (&raw mut copy).cast(), size.min(size_of::<CMessage>()));
+            Ok(copy)
+        }
+    }
+
+    /// Calls `body` with the tensors and options.
+    ///
+    /// # Safety
+    /// The pointers are valid.
+    unsafe fn with<T>(&self, sends: bool, body: impl FnOnce(&Views<'_>, MessageOptions<'_>) -> Result<T>) -> Result<T> {
+        let or_any = |value: c_int, name: &str| match usize::try_from(value) {
+            Ok(value) => Ok(Some(value)),
+            Err(_) if value == ANY && !sends => Ok(None),
+            Err(_) => Err(Error::Invalid(format!("{name} {value} is negative"))),
+        };
+        let timeout = match self.timeout {
+            0.0 => Timeout::GroupDefault,
+            seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
+            _ => Timeout::Override(None),
+        };
+        let mut list = Views::new();
+        // SAFETY: the caller's promise.
+        let name = unsafe {
+            views(self.buffers, self.count, &mut list)?;
+            text(self.name)
+        };
+        let tag = or_any(self.tag, "tag")?.and_then(|tag| u32::try_from(tag).ok());
+        body(&list, MessageOptions { peer: or_any(self.peer, "rank")?, tag, name: &name, timeout })
+    }
+
+    fn then(&self) -> Option<Then> {
+        let callback = Callback { done: self.done?, context: self.context };
+        Some(Box::new(move |result| callback.call(&result.map(drop))))
+    }
+}
+
+/// `dl_comm_send` of `dl_comm.h`.
+///
+/// # Safety
+/// The pointers are valid as the header says; the tensors stay valid until the send has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_send(group: *const CGroup, message: *const CMessage, work: *mut *mut CWork) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe {
+        store(work, ptr::null_mut(), "work")?;
+        let (group, message) = (&reference(group, "group")?.0, CMessage::read(message)?);
+        let sent = message.with(true, |views, options| point_to_point::send(group, views, options, message.then()))?;
+        store(work, Box::into_raw(Box::new(CWork::Message(sent))), "work")
+    })
+}
+
+/// `dl_comm_receive` of `dl_comm.h`.
+///
+/// # Safety
+/// The pointers are valid as the header says; the tensors stay valid until the receive has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_receive(
+    group: *const CGroup,
+    message: *const CMessage,
+    work: *mut *mut CWork,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe {
+        store(work, ptr::null_mut(), "work")?;
+        let (group, message) = (&reference(group, "group")?.0, CMessage::read(message)?);
+        let then = message.then();
+        let received = message.with(false, |views, options| point_to_point::receive(group, views, options, then))?;
+        store(work, Box::into_raw(Box::new(CWork::Message(received))), "work")
+    })
+}
+
+/// `dl_comm_work_status` of `dl_comm.h`.
+///
+/// # Safety
+/// The pointers are NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_work_status(work: *const CWork, result: *mut CStatus) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe {
+        let CWork::Message(transfer) = reference(work, "work")? else {
+            return Err(Error::Invalid("only a send or receive has a status".into()));
+        };
+        let ended = transfer.test()?.ok_or_else(|| Error::State("the send or receive has not ended".into()))?;
+        store(result, CStatus::of(ended?)?, "status")
+    })
+}
+
+/// `dl_comm_sendrecv` of `dl_comm.h`.
+///
+/// # Safety
+/// The pointers are valid as the header says, or NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_sendrecv(
+    group: *const CGroup,
+    send: *const CMessage,
+    receive: *const CMessage,
+    result: *mut CStatus,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe {
+        let group = &reference(group, "group")?.0;
+        let read = |message: *const CMessage| {
+            let message = (!message.is_null()).then(|| CMessage::read(message)).transpose()?;
+            match message {
+                Some(CMessage { done: Some(_), .. }) => {
+                    Err(Error::Invalid("dl_comm_sendrecv calls no `done`; use dl_comm_send and dl_comm_receive".into()))
+                }
+                message => Ok(message),
+            }
+        };
+        let (send, receive) = (read(send)?, read(receive)?);
+        let run = |send: Option<(&Views<'_>, MessageOptions<'_>)>| {
+            let send = send.map(|(views, options)| (&views[..], options));
+            match &receive {
+                None => point_to_point::send_receive(group, send, None),
+                Some(receive) => receive.with(false, |views, options| {
+                    point_to_point::send_receive(group, send, Some((&views[..], options)))
+                }),
+            }
+        };
+        let received = match &send {
+            None => run(None),
+            Some(send) => send.with(true, |views, options| run(Some((views, options)))),
+        }?;
+        match received {
+            Some(received) if !result.is_null() => store(result, CStatus::of(received)?, "status"),
+            _ => Ok(()),
+        }
+    })
+}

@@ -1,0 +1,130 @@
+//! Send and receive between the ranks of a group.
+//!
+//! Thread rule: any thread.
+
+use std::sync::Arc;
+
+use super::messenger::Messenger;
+use super::submit::Group;
+use super::work::Timeout;
+use crate::buffer::View;
+use crate::error::Result;
+use crate::p2p::{Endpoint, Message, Request, Spans, Status, Then};
+
+/// A send or receive, beside its tensors.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MessageOptions<'a> {
+    /// The other rank of the group; `None` for any (receives only).
+    pub peer: Option<usize>,
+    /// The tag; `None` for any (receives only).
+    pub tag: Option<u32>,
+    /// For error messages; may be empty.
+    pub name: &'a str,
+    /// The deadline.
+    pub timeout: Timeout,
+}
+
+impl Group {
+    /// The group's way to send and receive; `endpoint` gives the end of this process's mailboxes at the first use.
+    ///
+    /// # Errors
+    /// Those of `endpoint`.
+    pub fn messenger(&self, endpoint: impl FnOnce() -> Result<Arc<Endpoint>>) -> Result<&Messenger> {
+        if let Some(messenger) = self.messenger.get() {
+            return Ok(messenger);
+        }
+        let made = Messenger::new(endpoint()?, &self.shared);
+        Ok(self.messenger.get_or_init(|| made))
+    }
+
+    /// Starts to send the sources of `views`, one after the other, as one message. Does not block.
+    ///
+    /// # Errors
+    /// Invalid arguments, or the failure of the group; nothing was started then.
+    ///
+    /// # Safety
+    /// The memory is valid and not written until the send has ended.
+    pub unsafe fn send(
+        &self,
+        messenger: &Messenger,
+        views: &[View<'_>],
+        options: MessageOptions<'_>,
+        then: Option<Then>,
+    ) -> Result<Arc<Request>> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { messenger.endpoint().send(&self.message(messenger, options), sources(views)?, then) }
+    }
+
+    /// Starts to receive a message into the destinations of `views`, one after the other. The message may be shorter.
+    /// Does not block.
+    ///
+    /// # Errors
+    /// As for [`Group::send`].
+    ///
+    /// # Safety
+    /// The memory is valid and used by nobody else until the receive has ended.
+    pub unsafe fn receive(
+        &self,
+        messenger: &Messenger,
+        views: &[View<'_>],
+        options: MessageOptions<'_>,
+        then: Option<Then>,
+    ) -> Result<Arc<Request>> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { messenger.endpoint().receive(&self.message(messenger, options), destinations(views)?, then) }
+    }
+
+    /// Sends and receives, and waits for both; either may be missing. Returns what was received.
+    ///
+    /// # Errors
+    /// Those of the two.
+    ///
+    /// # Safety
+    /// As for [`Group::send`] and [`Group::receive`].
+    pub unsafe fn send_receive(
+        &self,
+        messenger: &Messenger,
+        send: Option<(&[View<'_>], MessageOptions<'_>)>,
+        receive: Option<(&[View<'_>], MessageOptions<'_>)>,
+    ) -> Result<Option<Status>> {
+        let send = match send {
+            Some((views, options)) => Some((self.message(messenger, options), sources(views)?)),
+            None => None,
+        };
+        let receive = match receive {
+            Some((views, options)) => Some((self.message(messenger, options), destinations(views)?)),
+            None => None,
+        };
+        let (send, from) = send.unzip();
+        let (receive, into) = receive.unzip();
+        // SAFETY: guaranteed by the caller.
+        unsafe { messenger.endpoint().exchange(send.as_ref().zip(from), receive.as_ref().zip(into)) }
+    }
+
+    fn message<'a>(&self, messenger: &'a Messenger, options: MessageOptions<'a>) -> Message<'a> {
+        let MessageOptions { peer, tag, name, timeout } = options;
+        let timeout = match timeout {
+            Timeout::GroupDefault => self.shared.timeout(),
+            Timeout::Override(timeout) => timeout,
+        };
+        Message { scope: messenger.scope(), peer, tag, name, timeout }
+    }
+}
+
+fn sources(views: &[View<'_>]) -> Result<Spans> {
+    let mut spans = Spans::default();
+    for View { buffer, .. } in views {
+        buffer.check_source()?;
+        spans.add(buffer.source_at(0).cast_mut(), buffer.len() * buffer.dtype().size())?;
+    }
+    Ok(spans)
+}
+
+fn destinations(views: &[View<'_>]) -> Result<Spans> {
+    let mut spans = Spans::default();
+    for View { buffer, .. } in views {
+        buffer.check_destination_of(buffer.len())?;
+        spans.add(buffer.dst(), buffer.len() * buffer.dtype().size())?;
+    }
+    Ok(spans)
+}

@@ -1,0 +1,340 @@
+//! Who makes progress: one thread at a time, the *driver*. It polls, then sleeps on the bell of this rank.
+//!
+//! A thread that waits for a send or receive drives if nobody does; else it waits for its result, or for the driver to
+//! leave. If sends or receives are under way and no caller drives, the thread `dlcomm-p2p` does. It leaves as soon as a
+//! caller wants to drive, and ends after a second without work.
+//! Thread rule: any thread.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::outgoing::Finished;
+use super::progress::State;
+use crate::error::{Error, Result};
+use crate::lock::lock;
+use crate::log::log_line;
+use crate::transport::mailbox::header;
+use crate::transport::mailbox::memory::MailboxMemory;
+use crate::transport::mailbox::notice::MailboxHeader;
+
+/// Nobody drives.
+const NOBODY: u32 = 0;
+/// A caller drives.
+const CALLER: u32 = 1;
+/// The thread drives.
+const THREAD: u32 = 2;
+
+/// Interval at which deadlines and other ranks are checked.
+const CHECK_EVERY: Duration = Duration::from_millis(20);
+/// A driver that always has something to do reads the clock after this many polls.
+const POLLS_PER_CHECK: u32 = 4096;
+/// The thread looks this often whether it is needed: most callers wait soon after a start, and then need no thread.
+const STANDBY: Duration = Duration::from_millis(1);
+/// It looks so often without work before it sleeps until it is woken, which costs the caller a system call.
+const LOOKS: u32 = 50;
+/// The thread ends after this time without work.
+const IDLE: Duration = Duration::from_secs(1);
+/// Below this, spinning is cheaper than a futex sleep.
+const SPIN_MAX: Duration = Duration::from_micros(50);
+/// Minimum number of spins, unless the maximum is smaller.
+const MIN_SPINS: u32 = 64;
+
+/// What the threads share.
+pub struct Shared {
+    state: Mutex<State>,
+    memory: Arc<dyn MailboxMemory>,
+    /// Sends and receives under way.
+    pub pending: AtomicUsize,
+    /// Threads that want the state; the driver lets them have it.
+    wanting: AtomicUsize,
+    driver: AtomicU32,
+    /// Callers that wait while another thread drives.
+    waiters: AtomicUsize,
+    gate: Mutex<Gate>,
+    changed: Condvar,
+    thread_changed: Condvar,
+    /// Current number of polls before a sleep, and its maximum.
+    spins: AtomicU32,
+    max_spins: u32,
+    pub closed: AtomicBool,
+}
+
+#[derive(Default)]
+struct Gate {
+    thread: Option<JoinHandle<()>>,
+    /// Whether the thread sleeps until it is woken.
+    idle: bool,
+}
+
+impl Shared {
+    pub fn new(state: State, max_spins: u32) -> Shared {
+        Shared {
+            memory: Arc::clone(state.mailbox.memory()),
+            state: Mutex::new(state),
+            pending: AtomicUsize::new(0),
+            wanting: AtomicUsize::new(0),
+            driver: AtomicU32::new(NOBODY),
+            waiters: AtomicUsize::new(0),
+            gate: Mutex::default(),
+            changed: Condvar::new(),
+            thread_changed: Condvar::new(),
+            spins: AtomicU32::new(max_spins),
+            max_spins,
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    fn header(&self) -> &MailboxHeader {
+        header(&*self.memory, self.memory.me())
+    }
+
+    /// Changes the state, then gives out the results. `new`: sends and receives that `change` starts.
+    pub fn with<T>(&self, new: usize, change: impl FnOnce(&mut State) -> T) -> T {
+        if new > 0 {
+            self.pending.fetch_add(new, Ordering::Relaxed);
+        }
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(_) => {
+                self.wanting.fetch_add(1, Ordering::Relaxed);
+                let state = lock(&self.state);
+                self.wanting.fetch_sub(1, Ordering::Relaxed);
+                state
+            }
+        };
+        let result = change(&mut state);
+        if self.give_out(state) && self.driver.load(Ordering::Relaxed) != NOBODY {
+            // The driver may wait for one of the results.
+            self.header().ring_bell();
+        }
+        result
+    }
+
+    /// Unlocks the state and gives out the results, if there are any.
+    fn give_out(&self, mut state: MutexGuard<'_, State>) -> bool {
+        if state.finished.is_empty() {
+            return false;
+        }
+        let mut finished: Finished = std::mem::take(&mut state.finished);
+        drop(state);
+        self.pending.fetch_sub(finished.len(), Ordering::Relaxed);
+        finished.drain(..).for_each(|(request, result)| request.finish(result));
+        self.wake_waiters();
+        // Saves an allocation.
+        if let Ok(mut state) = self.state.try_lock()
+            && state.finished.is_empty()
+        {
+            state.finished = finished;
+        }
+        true
+    }
+
+    fn wake_waiters(&self) {
+        // Either this load sees the waiter, or the waiter sees the result, or that nobody drives.
+        fence(Ordering::SeqCst);
+        if self.waiters.load(Ordering::Relaxed) > 0 {
+            drop(lock(&self.gate));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Looks once at what has come; returns whether that was anything. For the driver.
+    fn poll(&self) -> bool {
+        if self.wanting.load(Ordering::Relaxed) > 0 {
+            std::thread::yield_now();
+        }
+        let mut state = lock(&self.state);
+        let moved = state.look();
+        self.give_out(state) || moved
+    }
+
+    /// Looks once, unless another thread drives.
+    pub fn test(&self) {
+        if self.driver.compare_exchange(NOBODY, CALLER, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            self.poll();
+            self.leave();
+        }
+    }
+
+    /// Polls and sleeps until `ended`; calls `check` about every 20 ms. For the driver.
+    fn drive(&self, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
+        let mut last_check = None;
+        let (mut idle, mut polls) = (0, 0u32);
+        let mut since = None;
+        loop {
+            if ended() {
+                if let Some(since) = since {
+                    self.adapt(Instant::now().saturating_duration_since(since) < SPIN_MAX);
+                }
+                return;
+            }
+            polls = polls.wrapping_add(1);
+            if polls.is_multiple_of(POLLS_PER_CHECK) {
+                self.check(&mut last_check, check);
+            }
+            if self.poll() {
+                (idle, since) = (0, None);
+            } else if idle < self.spins.load(Ordering::Relaxed) {
+                idle += 1;
+                if idle == MIN_SPINS {
+                    since = Some(Instant::now());
+                }
+                // No yield: it would cost a whole time slice where other programs want the processor.
+                std::hint::spin_loop();
+            } else {
+                let from = *since.get_or_insert_with(Instant::now);
+                self.sleep(ended);
+                self.adapt(from.elapsed() < SPIN_MAX);
+                (idle, since) = (0, None);
+                self.check(&mut last_check, check);
+            }
+        }
+    }
+
+    /// Checks deadlines and other ranks if it is time, and then calls `check`.
+    fn check(&self, last: &mut Option<Instant>, check: &dyn Fn()) {
+        let now = Instant::now();
+        // The first time would be too early to find anything.
+        if now.saturating_duration_since(*last.get_or_insert(now)) >= CHECK_EVERY {
+            self.with(0, |state| state.check(now, None));
+            check();
+            *last = Some(now);
+        }
+    }
+
+    /// Doubles the polls before a sleep if the last wait was short enough, else halves them.
+    fn adapt(&self, pays: bool) {
+        let spins = self.spins.load(Ordering::Relaxed);
+        let next = if pays { spins.saturating_mul(2) } else { spins / 2 };
+        self.spins.store(next.clamp(MIN_SPINS.min(self.max_spins), self.max_spins), Ordering::Relaxed);
+    }
+
+    /// Sleeps until the bell rings, unless there is something to do.
+    fn sleep(&self, ended: &dyn Fn() -> bool) {
+        let header = self.header();
+        let (bell, cleared) = header.before_sleep(self.memory.ranks());
+        let mut state = lock(&self.state);
+        let mut moved = state.look();
+        for &rank in &cleared {
+            moved |= state.look_at(rank);
+        }
+        moved |= self.give_out(state);
+        if moved {
+            cleared.into_iter().for_each(|rank| header.keep_notice(rank));
+        } else if !ended()
+            && let Err(error) = header.sleep(bell)
+        {
+            log_line(&error.to_string());
+            std::thread::sleep(CHECK_EVERY);
+        }
+        header.after_sleep();
+    }
+
+    /// Ends this thread's time as the driver.
+    fn leave(self: &Shared) {
+        self.driver.store(NOBODY, Ordering::Release);
+        self.wake_waiters();
+    }
+
+    /// Waits until `ended`, and makes progress meanwhile if nobody else does. Calls `check` from time to time.
+    pub fn wait(self: &Arc<Shared>, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
+        while !ended() {
+            if self.driver.compare_exchange(NOBODY, CALLER, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+                self.drive(ended, check);
+                self.leave();
+                if self.waiters.load(Ordering::Relaxed) == 0 {
+                    self.ensure_thread();
+                }
+                return;
+            }
+            self.waiters.fetch_add(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if self.driver.load(Ordering::Relaxed) == THREAD {
+                self.header().ring_bell();
+            }
+            let gate = lock(&self.gate);
+            if !ended() && self.driver.load(Ordering::Relaxed) != NOBODY {
+                drop(self.changed.wait_timeout(gate, CHECK_EVERY).unwrap_or_else(PoisonError::into_inner));
+            } else {
+                drop(gate);
+            }
+            self.waiters.fetch_sub(1, Ordering::Relaxed);
+            check();
+        }
+    }
+
+    /// Makes sure that somebody makes progress while sends or receives are under way.
+    pub fn ensure_thread(self: &Arc<Shared>) {
+        if self.pending.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut gate = lock(&self.gate);
+        if gate.thread.is_some() {
+            if std::mem::take(&mut gate.idle) {
+                self.thread_changed.notify_all();
+            }
+        } else if !self.closed.load(Ordering::Relaxed) {
+            let shared = Arc::clone(self);
+            match Builder::new().name("dlcomm-p2p".to_owned()).spawn(move || shared.run_thread()) {
+                Ok(thread) => gate.thread = Some(thread),
+                // Callers that wait make progress themselves.
+                Err(error) => log_line(&Error::system("starting a thread", error).to_string()),
+            }
+        }
+    }
+
+    fn run_thread(&self) {
+        let mut idle_looks = 0;
+        loop {
+            let mut gate = lock(&self.gate);
+            if self.closed.load(Ordering::Acquire) {
+                return;
+            }
+            let has_work = self.pending.load(Ordering::Relaxed) > 0;
+            idle_looks = if has_work { 0 } else { idle_looks + 1 };
+            if idle_looks > LOOKS {
+                gate.idle = true;
+                let (mut gate, waited) =
+                    self.thread_changed.wait_timeout(gate, IDLE).unwrap_or_else(PoisonError::into_inner);
+                let woken = !std::mem::take(&mut gate.idle);
+                if waited.timed_out() && !woken {
+                    // The next start makes a new one.
+                    drop(gate.thread.take());
+                    return;
+                }
+                idle_looks = 0;
+                continue;
+            }
+            drop(self.thread_changed.wait_timeout(gate, STANDBY).unwrap_or_else(PoisonError::into_inner));
+            let wanted = self.pending.load(Ordering::Relaxed) > 0 && self.waiters.load(Ordering::Relaxed) == 0;
+            if !wanted || self.driver.compare_exchange(NOBODY, THREAD, Ordering::Acquire, Ordering::Relaxed).is_err() {
+                continue;
+            }
+            let leaves = || {
+                self.pending.load(Ordering::Relaxed) == 0
+                    || self.waiters.load(Ordering::Relaxed) > 0
+                    || self.closed.load(Ordering::Relaxed)
+            };
+            self.drive(&leaves, &|| {});
+            self.leave();
+        }
+    }
+
+    /// Ends all sends and receives with `error`, and the thread.
+    pub fn close(&self, error: &Error) -> Result<()> {
+        self.closed.store(true, Ordering::Release);
+        self.with(0, |state| state.check(Instant::now(), Some(error)));
+        self.header().ring_bell();
+        let thread = {
+            let mut gate = lock(&self.gate);
+            self.thread_changed.notify_all();
+            gate.thread.take()
+        };
+        match thread.map(JoinHandle::join) {
+            Some(Err(_)) => Err(Error::Internal("the thread dlcomm-p2p panicked".into())),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! A process's end of its mailboxes: starts sends and receives, and waits for them.
+//!
+//! Thread rule: any thread may use an [`Endpoint`].
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::driver::Shared;
+use super::incoming::Receive;
+use super::matching::Pattern;
+use super::message::{Limits, Scope, Spans, Status};
+use super::outgoing::{Send, send_short};
+use super::progress::{Peers, State};
+use super::request::{Request, Then};
+use crate::error::{Error, Result};
+use crate::signals;
+use crate::transport::mailbox::memory::MailboxMemory;
+use crate::transport::mailbox::ring::{CELL_BYTES, Envelope};
+use crate::transport::mailbox::{Mailbox, depart, header, process_memory};
+
+/// See the module's documentation. Dropping it ends what is under way with an error.
+pub struct Endpoint {
+    shared: Arc<Shared>,
+    memory: Arc<dyn MailboxMemory>,
+    peers: Arc<Peers>,
+}
+
+/// What a send or receive is told, beside its memory.
+pub struct Message<'a> {
+    /// The group.
+    pub scope: &'a Arc<dyn Scope>,
+    /// The other rank, in the group; `None` for any (receives only).
+    pub peer: Option<usize>,
+    /// The tag; `None` for any (receives only).
+    pub tag: Option<u32>,
+    /// For error messages; may be empty.
+    pub name: &'a str,
+    /// The deadline.
+    pub timeout: Option<Duration>,
+}
+
+impl Message<'_> {
+    fn limits(&self) -> Limits {
+        Limits {
+            scope: Arc::clone(self.scope),
+            name: self.name.to_owned(),
+            since: Instant::now(),
+            timeout: self.timeout,
+        }
+    }
+}
+
+impl Endpoint {
+    /// The end of the mailboxes in `memory`, whose ranks are `peers`. `spins` is the maximum number of polls before a
+    /// wait sleeps.
+    ///
+    /// # Errors
+    /// Errors of [`Mailbox::new`].
+    pub fn new(memory: Arc<dyn MailboxMemory>, peers: Peers, spins: u32) -> Result<Endpoint> {
+        let peers = Arc::new(peers);
+        let state = State::new(Mailbox::new(Arc::clone(&memory))?, Arc::clone(&peers));
+        Ok(Endpoint { shared: Arc::new(Shared::new(state, spins)), memory, peers })
+    }
+
+    /// Lets the ranks of the host copy long messages out of this process's memory, if the system allows it. For ranks
+    /// that are processes.
+    pub fn show_process(&self) {
+        process_memory::show(header(&*self.memory, self.memory.me()));
+    }
+
+    /// The local rank of a rank of the group.
+    fn local(&self, message: &Message<'_>, rank: usize, what: &str) -> Result<usize> {
+        let size = message.scope.size();
+        if rank >= size {
+            return Err(Error::Invalid(format!("{what} rank {rank} of {}, which has {size}", message.scope.name())));
+        }
+        self.peers.local(message.scope.to_world(rank)).ok_or_else(|| {
+            Error::Invalid(format!(
+                "{what} rank {rank} of {}, which is on another host; messages reach the ranks of one host only",
+                message.scope.name()
+            ))
+        })
+    }
+
+    fn check(&self, message: &Message<'_>) -> Result<()> {
+        if self.shared.closed.load(Ordering::Relaxed) {
+            return Err(Error::State("dl_comm was finalised and cannot send or receive any more".into()));
+        }
+        if signals::checking() {
+            return Err(Error::State("the signal check of dl_comm must not send or receive".into()));
+        }
+        message.scope.failure().map_or(Ok(()), Err)
+    }
+
+    /// Where a send goes, and what its cell says.
+    fn route(&self, message: &Message<'_>, len: usize) -> Result<(usize, Envelope, Status)> {
+        self.check(message)?;
+        let (Some(peer), Some(tag)) = (message.peer, message.tag) else {
+            return Err(Error::Invalid("a send needs a rank and a tag".into()));
+        };
+        let to = self.local(message, peer, "send to")?;
+        let me = self.peers.world[self.memory.me()];
+        let status = Status { source: message.scope.of_world(me).unwrap_or(me), tag, bytes: len };
+        Ok((to, Envelope { context: message.scope.context(), total: len as u64, tag, kind: 0 }, status))
+    }
+
+    /// Sends a message that needs no waiting: short, with room in the ring.
+    ///
+    /// # Safety
+    /// The memory of `from` is valid.
+    unsafe fn send_at_once(&self, to: usize, envelope: Envelope, from: &Spans) -> Result<bool> {
+        if to == self.memory.me() || from.len() > CELL_BYTES {
+            return Ok(false);
+        }
+        self.shared.with(0, |state| {
+            let (outgoing, mailbox) = state.outgoing(to);
+            // SAFETY: guaranteed by the caller.
+            Ok(!outgoing.has_queue() && unsafe { send_short(mailbox, to, envelope, from) }?)
+        })
+    }
+
+    /// Starts a send. Does not block.
+    ///
+    /// # Errors
+    /// Invalid arguments; nothing was started then.
+    ///
+    /// # Safety
+    /// The memory of `from` is valid and not written until the send has ended.
+    pub unsafe fn send(&self, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Arc<Request>> {
+        let (to, envelope, status) = self.route(message, from.len())?;
+        let request = Arc::new(Request::new(then));
+        // SAFETY: guaranteed by the caller.
+        if unsafe { self.send_at_once(to, envelope, &from) }? {
+            request.finish(Ok(status));
+            return Ok(request);
+        }
+        self.start_send(&request, to, envelope, status, message, from);
+        self.shared.ensure_thread();
+        Ok(request)
+    }
+
+    fn start_send(
+        &self,
+        request: &Arc<Request>,
+        to: usize,
+        envelope: Envelope,
+        status: Status,
+        message: &Message<'_>,
+        from: Spans,
+    ) {
+        let send = Send { request: Arc::clone(request), limits: message.limits(), envelope, from, status };
+        self.shared.with(1, |state| state.send(to, send));
+    }
+
+    /// Starts a receive. Does not block.
+    ///
+    /// # Errors
+    /// Invalid arguments; nothing was started then.
+    ///
+    /// # Safety
+    /// The memory of `into` is valid and used by nobody else until the receive has ended.
+    pub unsafe fn receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Arc<Request>> {
+        let request = self.start_receive(message, into, then)?;
+        if request.result().is_none() {
+            self.shared.ensure_thread();
+        }
+        Ok(request)
+    }
+
+    fn start_receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Arc<Request>> {
+        self.check(message)?;
+        let source = message.peer.map(|peer| self.local(message, peer, "receive from")).transpose()?;
+        let request = Arc::new(Request::new(then));
+        let receive = Receive { request: Arc::clone(&request), limits: message.limits(), into };
+        self.shared.with(1, |state| state.receive(Pattern { source, tag: message.tag }, receive));
+        Ok(request)
+    }
+
+    /// Sends and receives, and waits for both. Either may be missing.
+    ///
+    /// # Errors
+    /// The first error of the two.
+    ///
+    /// # Safety
+    /// As for [`Endpoint::send`] and [`Endpoint::receive`].
+    pub unsafe fn exchange(
+        &self,
+        send: Option<(&Message<'_>, Spans)>,
+        receive: Option<(&Message<'_>, Spans)>,
+    ) -> Result<Option<Status>> {
+        let sent = match &send {
+            Some((message, from)) => Some(self.route(message, from.len())?),
+            None => None,
+        };
+        let received = match receive {
+            Some((message, into)) => Some(self.start_receive(message, into, None)?),
+            None => None,
+        };
+        let mut waits = Ok(());
+        if let (Some((message, from)), Some((to, envelope, status))) = (send, sent) {
+            // SAFETY: guaranteed by the caller.
+            match unsafe { self.send_at_once(to, envelope, &from) } {
+                Ok(true) => {}
+                Ok(false) => {
+                    let request = Arc::new(Request::default());
+                    self.start_send(&request, to, envelope, status, message, from);
+                    waits = self.wait(&request, None).map(drop);
+                }
+                Err(error) => waits = Err(error),
+            }
+        }
+        // The receive has a deadline of its own; its memory must not be given back before it has ended.
+        let status = received.map(|request| self.wait(&request, None)).transpose();
+        waits.and(status)
+    }
+
+    /// The result of a send or receive, if it has ended. Makes progress, and does not block.
+    pub fn test(&self, request: &Request) -> Option<Result<Status>> {
+        if request.result().is_none() {
+            self.shared.test();
+        }
+        request.result().cloned()
+    }
+
+    /// Waits for a send or receive. It goes on if `timeout` passes first; `None` waits until it ends, which its own
+    /// deadline bounds.
+    ///
+    /// # Errors
+    /// Its error; [`Error::Timeout`] if `timeout` has passed; [`Error::PeerLost`] if a signal should end the wait.
+    pub fn wait(&self, request: &Request, timeout: Option<Duration>) -> Result<Status> {
+        if let Some(result) = request.result() {
+            return result.clone();
+        }
+        let since = Instant::now();
+        let interrupted = std::cell::Cell::new(false);
+        let is_over = || timeout.is_some_and(|timeout| since.elapsed() >= timeout);
+        let ended = || request.result().is_some() || interrupted.get();
+        let ended_or_over = || ended() || is_over();
+        let check = || {
+            if signals::interrupted() {
+                interrupted.set(true);
+            }
+        };
+        match timeout {
+            None => self.shared.wait(&ended, &check),
+            Some(_) => self.shared.wait(&ended_or_over, &check),
+        }
+        match request.result() {
+            Some(result) => result.clone(),
+            None if interrupted.get() => {
+                let error = Error::PeerLost("a send or receive was interrupted by a signal".into());
+                self.shared.with(0, |state| state.cancel(request, &error));
+                request.result().cloned().unwrap_or(Err(error))
+            }
+            None => {
+                let seconds = timeout.unwrap_or_default().as_secs_f64();
+                Err(Error::Timeout(format!("the call has not ended after {seconds:.1} s; it goes on")))
+            }
+        }
+    }
+
+    /// Ends all sends and receives with an error, and reports to the host's ranks that no more messages come. Those
+    /// that were sent arrive.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the thread panicked.
+    pub fn close(&self) -> Result<()> {
+        let error = Error::State("dl_comm was finalised before the send or receive was complete".into());
+        let result = self.shared.close(&error);
+        depart(&*self.memory);
+        result
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // Nobody is left to be told.
+        let _result = self.close();
+    }
+}

@@ -1,0 +1,225 @@
+//! Messages: what a send and a receive are told, and what a receive learns.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::error::{Error, Result as CoreResult};
+use crate::stream_copy::stream_copy;
+
+/// What a message was: the result of a send or receive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Status {
+    /// The rank that sent it, in its group.
+    pub source: usize,
+    /// Its tag.
+    pub tag: u32,
+    /// Its length in bytes.
+    pub bytes: usize,
+}
+
+/// The group of a message.
+pub trait Scope: Send + Sync {
+    /// Separates the messages of groups.
+    fn context(&self) -> u64;
+    /// The group in messages.
+    fn name(&self) -> String;
+    /// The number of its ranks.
+    fn size(&self) -> usize;
+    /// The world rank of a rank of the group.
+    fn to_world(&self, rank: usize) -> usize;
+    /// The rank in the group of a world rank.
+    fn of_world(&self, world: usize) -> Option<usize>;
+    /// The failure that ended the group, if one did.
+    fn failure(&self) -> Option<Error>;
+}
+
+/// The limits of a send or receive, and what messages about it say.
+pub struct Limits {
+    /// The group.
+    pub scope: Arc<dyn Scope>,
+    /// Its name; may be empty.
+    pub name: String,
+    /// When it was started.
+    pub since: Instant,
+    /// The deadline.
+    pub timeout: Option<Duration>,
+}
+
+impl Limits {
+    /// The name of a send or receive in messages, such as `receive "grads" (tag 3) from rank 1 in team 0`.
+    pub fn describe(&self, what: &str, tag: Option<u32>, peer: &str) -> String {
+        let name = if self.name.is_empty() { String::new() } else { format!(" \"{}\"", self.name) };
+        let tag = tag.map_or_else(|| "any tag".to_owned(), |tag| format!("tag {tag}"));
+        format!("{what}{name} ({tag}) {peer} in {}", self.scope.name())
+    }
+
+    /// Whether the deadline has passed.
+    pub fn is_over(&self, now: Instant) -> bool {
+        self.timeout.is_some_and(|timeout| now.saturating_duration_since(self.since) >= timeout)
+    }
+}
+
+/// Memory of this process.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    start: *mut u8,
+    len: usize,
+}
+
+/// The memory of a message: the bytes of its tensors, one after the other.
+#[derive(Debug, Default)]
+pub struct Spans {
+    spans: SmallVec<[Span; 1]>,
+    len: usize,
+}
+
+// SAFETY: only addresses; whoever starts a send or receive keeps the memory valid until it has ended.
+unsafe impl Send for Spans {}
+
+impl Spans {
+    /// Adds `len` bytes at `start`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there are more bytes than memory can have.
+    pub fn add(&mut self, start: *mut u8, len: usize) -> CoreResult<()> {
+        let total = self.len.checked_add(len).filter(|&total| total <= isize::MAX as usize);
+        self.len = total.ok_or_else(|| Error::Invalid("the message is longer than memory can be".into()))?;
+        if len > 0 {
+            self.spans.push(Span { start, len });
+        }
+        Ok(())
+    }
+
+    /// The number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The addresses, if the message is in one piece.
+    pub fn range(&self) -> Option<std::ops::Range<usize>> {
+        let [span] = self.spans[..] else { return None };
+        Some(span.start.addr()..span.start.addr() + span.len)
+    }
+
+    /// Calls `each` with the address of every piece of `len` bytes from `offset` on, and where it is in them.
+    #[inline]
+    fn pieces(&self, mut offset: usize, len: usize, mut each: impl FnMut(*mut u8, usize, usize)) {
+        let mut done = 0;
+        for span in &self.spans {
+            if done == len {
+                return;
+            }
+            if offset >= span.len {
+                offset -= span.len;
+                continue;
+            }
+            let count = (span.len - offset).min(len - done);
+            each(span.start.wrapping_add(offset), done, count);
+            (done, offset) = (done + count, 0);
+        }
+    }
+
+    /// Copies `len` bytes from `offset` on to `to`.
+    ///
+    /// # Safety
+    /// The memory is valid, and so is `to`; they do not overlap.
+    #[inline]
+    pub unsafe fn read(&self, offset: usize, len: usize, to: *mut u8) {
+        self.pieces(offset, len, |start, at, count| {
+            // SAFETY: guaranteed by the caller.
+            unsafe { start.copy_to_nonoverlapping(to.wrapping_add(at), count) };
+        });
+    }
+
+    /// Copies `len` bytes at `from` to `offset` on; past the caches if the message is larger than they are.
+    ///
+    /// # Safety
+    /// As for [`Spans::read`].
+    #[inline]
+    pub unsafe fn write(&self, offset: usize, from: *const u8, len: usize) {
+        let streams = self.len >= STREAM_BYTES;
+        self.pieces(offset, len, |start, at, count| {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                match streams {
+                    true => stream_copy(from.wrapping_add(at), start, count),
+                    false => start.copy_from_nonoverlapping(from.wrapping_add(at), count),
+                }
+            }
+        });
+    }
+
+    /// Fills `len` bytes from `offset` on with `fill`, which gets an address, the place in the `len` bytes, and a count.
+    ///
+    /// # Errors
+    /// The first error of `fill`.
+    pub fn fill<E>(
+        &self,
+        offset: usize,
+        len: usize,
+        mut fill: impl FnMut(*mut u8, usize, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut result = Ok(());
+        self.pieces(offset, len, |start, at, count| {
+            if result.is_ok() {
+                result = fill(start, at, count);
+            }
+        });
+        result
+    }
+
+    /// Copies another message to the start of this one.
+    ///
+    /// # Safety
+    /// The memory of both is valid; this one is as long as the other. They may overlap.
+    pub unsafe fn copy_from(&self, other: &Spans) {
+        let mut offset = 0;
+        for span in &other.spans {
+            self.pieces(offset, span.len, |start, at, count| {
+                // SAFETY: guaranteed by the caller.
+                unsafe { start.copy_from(span.start.wrapping_add(at), count) };
+            });
+            offset += span.len;
+        }
+    }
+}
+
+/// A message of this size is not read soon from the caches. As in [`crate::stream_copy`].
+const STREAM_BYTES: usize = 8 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn spans_are_one_line_of_bytes(lengths in prop::collection::vec(0usize..20, 0..6), from in 0usize..60, len in 0usize..60) {
+            let mut memory: Vec<Vec<u8>> = lengths.iter().map(|&len| vec![0; len]).collect();
+            let mut spans = Spans::default();
+            memory.iter_mut().for_each(|piece| spans.add(piece.as_mut_ptr(), piece.len()).unwrap());
+            let total: usize = lengths.iter().sum();
+            prop_assert_eq!(spans.len(), total);
+            let from = from.min(total);
+            let len = len.min(total - from);
+            let data: Vec<u8> = (1..=len as u8).collect();
+            let mut back = vec![0u8; len];
+            // SAFETY: the pieces live; the range is within them.
+            unsafe {
+                spans.write(from, data.as_ptr(), len);
+                spans.read(from, len, back.as_mut_ptr());
+            }
+            prop_assert_eq!(&back, &data);
+            let all: Vec<u8> = memory.concat();
+            prop_assert_eq!(&all[from..from + len], &data[..]);
+            prop_assert!(all[..from].iter().chain(&all[from + len..]).all(|&byte| byte == 0));
+        }
+    }
+}

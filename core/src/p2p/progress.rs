@@ -1,0 +1,357 @@
+//! The state of an endpoint, and all that can be done without waiting.
+//!
+//! Thread rule: used under the lock of the endpoint.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::incoming::{Body, Early, IncomingFrom, Receive, change};
+use super::matching::{Matching, Pattern};
+use super::message::{Limits, Status};
+use super::outgoing::{Finished, Outgoing, Send};
+use super::request::Request;
+use crate::error::{Error, Result};
+use crate::transport::mailbox::ring::{Arrived, CELL_BYTES, LONG, LongEnvelope, LongState};
+use crate::transport::mailbox::{Mailbox, has_departed};
+use crate::transport::shm_region::Liveness;
+
+/// Messages that are taken from one rank before others have their turn.
+const BATCH: usize = 16;
+
+/// The ranks of this host, by local rank.
+pub struct Peers {
+    /// World ranks, ascending.
+    pub world: Vec<usize>,
+    /// Names, for messages.
+    pub names: Vec<String>,
+    /// Whether they live.
+    pub liveness: Box<dyn Liveness>,
+}
+
+impl Peers {
+    /// The local rank of a world rank.
+    pub fn local(&self, world: usize) -> Option<usize> {
+        self.world.binary_search(&world).ok()
+    }
+}
+
+/// See the module's documentation.
+pub struct State {
+    pub mailbox: Mailbox,
+    pub me: usize,
+    pub peers: Arc<Peers>,
+    pub matching: Matching<Receive, Early>,
+    outgoing: Vec<Outgoing>,
+    incoming: Vec<IncomingFrom>,
+    /// Ranks from which something is being copied.
+    copying: Vec<usize>,
+    /// Results to be given out once the lock is free.
+    pub finished: Finished,
+}
+
+impl State {
+    pub fn new(mailbox: Mailbox, peers: Arc<Peers>) -> State {
+        let (me, ranks) = (mailbox.memory().me(), mailbox.memory().ranks());
+        State {
+            mailbox,
+            me,
+            peers,
+            matching: Matching::default(),
+            outgoing: (0..ranks).map(|_| Outgoing::default()).collect(),
+            incoming: (0..ranks).map(|_| IncomingFrom::default()).collect(),
+            copying: Vec::new(),
+            finished: Vec::new(),
+        }
+    }
+
+    /// The messages to `rank`, and the mailbox.
+    #[inline]
+    pub fn outgoing(&mut self, rank: usize) -> (&Outgoing, &mut Mailbox) {
+        (&self.outgoing[rank], &mut self.mailbox)
+    }
+
+    /// Starts a send.
+    pub fn send(&mut self, to: usize, send: Send) {
+        if to == self.me {
+            return self.send_to_self(send);
+        }
+        self.outgoing[to].push(send);
+        self.outgoing[to].advance(&mut self.mailbox, to, &mut self.finished);
+    }
+
+    fn send_to_self(&mut self, send: Send) {
+        let (context, tag, total) = (send.envelope.context, send.envelope.tag, send.from.len());
+        if let Some(receive) = self.matching.receive_for(context, self.me, tag) {
+            return self.pass(send, receive);
+        }
+        let body = if total <= CELL_BYTES {
+            let mut data = vec![0; total].into_boxed_slice();
+            // SAFETY: whoever started the send keeps its memory valid.
+            unsafe { send.from.read(0, total, data.as_mut_ptr()) };
+            self.finished.push((send.request, Ok(send.status)));
+            Body::Data(data)
+        } else {
+            Body::Own(Box::new(send))
+        };
+        self.matching.keep(context, self.me, tag, Early { total, body });
+    }
+
+    /// Gives a message of this rank to a receive of this rank.
+    fn pass(&mut self, send: Send, receive: Receive) {
+        let result = self.status(&receive, self.me, send.envelope.tag, send.from.len()).inspect(|_| {
+            // SAFETY: whoever started the two keeps the memory valid; the message fits.
+            unsafe { receive.into.copy_from(&send.from) };
+        });
+        self.finished.push((send.request, Ok(send.status)));
+        self.finished.push((receive.request, result));
+    }
+
+    /// Starts a receive.
+    pub fn receive(&mut self, pattern: Pattern, receive: Receive) {
+        let context = receive.limits.scope.context();
+        while let Some((from, tag, Early { total, body })) = self.matching.message_for(context, pattern) {
+            match body {
+                Body::Data(data) => {
+                    let result = self.status(&receive, from, tag, total).inspect(|_| {
+                        // SAFETY: whoever started the receive keeps its memory valid; the message fits.
+                        unsafe { receive.into.write(0, data.as_ptr(), total) };
+                    });
+                    self.finished.push((receive.request, result));
+                }
+                Body::Own(send) => self.pass(*send, receive),
+                Body::Long(long) if self.is_aborted(from, long) => continue,
+                Body::Long(long) => self.start_long(receive, from, tag, total, long),
+            }
+            return;
+        }
+        self.matching.post(context, pattern, receive);
+    }
+
+    /// The result of a receive that has matched a message.
+    fn status(&self, receive: &Receive, from: usize, tag: u32, total: usize) -> Result<Status> {
+        let world = self.peers.world[from];
+        if total > receive.into.len() {
+            let what = receive.limits.describe("receive", Some(tag), &format!("from {}", self.peers.names[from]));
+            return Err(Error::Invalid(format!(
+                "{what} has room for {} bytes, and the message has {total}; it was dropped",
+                receive.into.len()
+            )));
+        }
+        Ok(Status { source: receive.limits.scope.of_world(world).unwrap_or(world), tag, bytes: total })
+    }
+
+    /// Whether the sender of a long message has given up; if so, lets it use the slot again.
+    fn is_aborted(&mut self, from: usize, long: LongEnvelope) -> bool {
+        let Some(inbox) = self.mailbox.inbox(from) else { return true };
+        let ring = inbox.ring.ring();
+        let aborted = ring.long_state(long.slot as usize) == LongState::Aborted;
+        if aborted {
+            ring.set_long(long.slot as usize, LongState::Free);
+            self.mailbox.notify(from);
+        }
+        aborted
+    }
+
+    /// Gives a long message to a receive.
+    fn start_long(&mut self, receive: Receive, from: usize, tag: u32, total: usize, long: LongEnvelope) {
+        match self.status(&receive, from, tag, total) {
+            Ok(status) => {
+                let State { incoming, mailbox, finished, .. } = self;
+                incoming[from].start(mailbox, from, long, receive, status, finished);
+                if incoming[from].is_copying() && !self.copying.contains(&from) {
+                    self.copying.push(from);
+                }
+            }
+            Err(error) => {
+                // The send has succeeded, as a short one would have.
+                let _told = change(&mut self.mailbox, from, long.slot as usize, LongState::Announced, LongState::Done);
+                self.finished.push((receive.request, Err(error)));
+            }
+        }
+    }
+
+    /// Handles a message in its cell.
+    #[inline]
+    fn arrived(&mut self, from: usize, message: &Arrived) {
+        let envelope = message.envelope;
+        let (context, tag, total) = (envelope.context, envelope.tag, envelope.total as usize);
+        let long = (envelope.kind == LONG).then(|| message.long());
+        if long.is_some_and(|long| self.is_aborted(from, long)) {
+            return;
+        }
+        let Some(receive) = self.matching.receive_for(context, from, tag) else {
+            let body = match long {
+                Some(long) => Body::Long(long),
+                // SAFETY: the cell has these bytes.
+                None => Body::Data(unsafe { std::slice::from_raw_parts(message.data, total) }.into()),
+            };
+            return self.matching.keep(context, from, tag, Early { total, body });
+        };
+        if let Some(long) = long {
+            return self.start_long(receive, from, tag, total, long);
+        }
+        let result = self.status(&receive, from, tag, total).inspect(|_| {
+            // SAFETY: the cell has these bytes; whoever started the receive keeps its memory valid; the message fits.
+            unsafe { receive.into.write(0, message.data, total) };
+        });
+        self.finished.push((receive.request, result));
+    }
+
+    /// Handles what has come from `rank`.
+    fn receive_from(&mut self, from: usize) -> bool {
+        let mut moved = false;
+        for _ in 0..BATCH {
+            let Some(message) = self.mailbox.inbox(from).and_then(|inbox| inbox.ring.peek()) else { break };
+            self.arrived(from, &message);
+            let wants_room = self.mailbox.inbox(from).is_some_and(|inbox| inbox.ring.take());
+            if wants_room {
+                self.mailbox.notify(from);
+            }
+            moved = true;
+        }
+        if !self.incoming[from].is_idle() {
+            moved |= self.incoming[from].advance(&mut self.mailbox, from, &mut self.finished);
+        }
+        moved
+    }
+
+    /// Does what can be done with `rank`; returns whether that was anything.
+    #[inline]
+    pub fn look_at(&mut self, rank: usize) -> bool {
+        let moved = self.receive_from(rank);
+        let outgoing = &mut self.outgoing[rank];
+        if outgoing.is_idle() {
+            return moved;
+        }
+        moved | outgoing.advance(&mut self.mailbox, rank, &mut self.finished)
+    }
+
+    /// Does what can be done with the ranks that have given notice; returns whether that was anything.
+    #[inline]
+    pub fn look(&mut self) -> bool {
+        let mut moved = false;
+        for word in 0..self.incoming.len().div_ceil(64) {
+            let mut bits = self.mailbox.header(self.me).notices(word);
+            while bits != 0 {
+                moved |= self.look_at(word * 64 + bits.trailing_zeros() as usize);
+                bits &= bits - 1;
+            }
+        }
+        if !self.copying.is_empty() {
+            for from in std::mem::take(&mut self.copying) {
+                moved |= self.incoming[from].advance(&mut self.mailbox, from, &mut self.finished);
+                if self.incoming[from].is_copying() && !self.copying.contains(&from) {
+                    self.copying.push(from);
+                }
+            }
+        }
+        moved
+    }
+
+    /// Ends one send or receive with an error.
+    pub fn cancel(&mut self, request: &Request, error: &Error) {
+        let is_it = |other: &Arc<Request>| std::ptr::eq(&raw const **other, request).then(|| error.clone());
+        let State { mailbox, matching, outgoing, incoming, finished, .. } = self;
+        let receives = matching.fail_receives(|_, receive| is_it(&receive.request));
+        finished.extend(receives.into_iter().map(|(_, receive, error)| (receive.request, Err(error))));
+        let own = matching.fail_messages(|early| match &early.body {
+            Body::Own(send) => is_it(&send.request),
+            _ => None,
+        });
+        for (early, error) in own {
+            if let Body::Own(send) = early.body {
+                finished.push((send.request, Err(error)));
+            }
+        }
+        for rank in 0..incoming.len() {
+            incoming[rank].fail(mailbox, rank, |receive, _, _| is_it(&receive.request), finished);
+            outgoing[rank].fail(mailbox, rank, |send| is_it(&send.request), finished);
+        }
+    }
+
+    /// Ends the sends and receives whose deadline has passed, whose group has failed, or whose peer is gone. With
+    /// `closing`, all of them.
+    pub fn check(&mut self, now: Instant, closing: Option<&Error>) {
+        let ranks = self.incoming.len();
+        let gone_now = |rank: usize| {
+            if has_departed(&**self.mailbox.memory(), rank) {
+                return Some("has called finalize".to_owned());
+            }
+            self.peers.liveness.lost(rank)
+        };
+        let gone: Vec<Option<String>> = (0..ranks).map(|rank| gone_now(rank).filter(|_| rank != self.me)).collect();
+        // They may have sent messages before.
+        for rank in (0..ranks).filter(|&rank| gone[rank].is_some()) {
+            while self.receive_from(rank) {}
+        }
+        let peers = Arc::clone(&self.peers);
+        let lost = |rank: usize| Some(format!("{} {}", peers.names[rank], gone.get(rank)?.as_ref()?));
+        let State { mailbox, matching, outgoing, incoming, finished, me, .. } = self;
+        let receives = matching.fail_receives(|pattern, receive| {
+            let limits = &receive.limits;
+            let from = || match pattern.source {
+                Some(source) => format!("from {}", peers.names[source]),
+                None => "from any rank".to_owned(),
+            };
+            let describe = || limits.describe("receive", pattern.tag, &from());
+            let loss = match pattern.source {
+                Some(source) => lost(source),
+                None => all_lost(limits, &peers, *me, &lost),
+            };
+            closing.cloned().or_else(|| failure(limits, now, loss, describe))
+        });
+        finished.extend(receives.into_iter().map(|(_, receive, error)| (receive.request, Err(error))));
+        let sends = matching.fail_messages(|early| match &early.body {
+            Body::Own(send) => {
+                let describe = || send.limits.describe("send", Some(send.envelope.tag), "to itself");
+                closing.cloned().or_else(|| failure(&send.limits, now, None, describe))
+            }
+            _ => None,
+        });
+        for (early, error) in sends {
+            if let Body::Own(send) = early.body {
+                finished.push((send.request, Err(error)));
+            }
+        }
+        for rank in 0..ranks {
+            let name = &peers.names[rank];
+            let received = |receive: &Receive, status: Status, is_copying: bool| {
+                let describe = || receive.limits.describe("receive", Some(status.tag), &format!("from {name}"));
+                // What is copied from shared memory needs nobody.
+                let loss = if is_copying { None } else { lost(rank) };
+                closing.cloned().or_else(|| failure(&receive.limits, now, loss, describe))
+            };
+            incoming[rank].fail(mailbox, rank, received, finished);
+            let sent = |send: &Send| {
+                let describe = || send.limits.describe("send", Some(send.envelope.tag), &format!("to {name}"));
+                closing.cloned().or_else(|| failure(&send.limits, now, lost(rank), describe))
+            };
+            if !outgoing[rank].is_idle() {
+                outgoing[rank].fail(mailbox, rank, sent, finished);
+            }
+        }
+    }
+}
+
+/// The loss of the last rank that could send to a receive from any rank; its group has other ranks.
+fn all_lost(limits: &Limits, peers: &Peers, me: usize, lost: &dyn Fn(usize) -> Option<String>) -> Option<String> {
+    let scope = &limits.scope;
+    let mut others = (0..scope.size()).map(|rank| scope.to_world(rank)).filter(|&world| world != peers.world[me]);
+    let first = others.next()?;
+    let loss = lost(peers.local(first)?)?;
+    others.all(|world| peers.local(world).and_then(lost).is_some()).then_some(loss)
+}
+
+/// Why a send or receive ends.
+fn failure(limits: &Limits, now: Instant, loss: Option<String>, describe: impl Fn() -> String) -> Option<Error> {
+    if let Some(error) = limits.scope.failure() {
+        return Some(error);
+    }
+    if let Some(loss) = loss {
+        return Some(Error::PeerLost(format!("{loss}, in the {}", describe())));
+    }
+    limits.is_over(now).then(|| {
+        let waited = now.saturating_duration_since(limits.since).as_secs_f64();
+        Error::Timeout(format!("the {} was not complete after {waited:.1} s (DL_COMM_TIMEOUT_S)", describe()))
+    })
+}

@@ -1,0 +1,135 @@
+//! Send and receive: the end of this process's mailboxes, made by the first use.
+
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use super::state::{check_fork, started};
+use crate::buffer::View;
+use crate::error::Result;
+use crate::group::{Group, MessageOptions, Messenger};
+use crate::lock::lock;
+use crate::p2p::{Endpoint, Peers, Request, Status, Then};
+use crate::transport::mailbox::memory::ArenaMemory;
+use crate::transport::process::ProcessLiveness;
+
+/// The end of this process's mailboxes.
+static ENDPOINT: Mutex<Option<Arc<Endpoint>>> = Mutex::new(None);
+
+/// A started send or receive, with what makes its progress.
+#[derive(Clone)]
+pub struct Transfer {
+    endpoint: Arc<Endpoint>,
+    request: Arc<Request>,
+}
+
+impl Transfer {
+    /// The result, if it has ended. Does not block.
+    ///
+    /// # Errors
+    /// In a forked child.
+    pub fn test(&self) -> Result<Option<Result<Status>>> {
+        check_fork()?;
+        Ok(self.endpoint.test(&self.request))
+    }
+
+    /// Waits for the result, as [`Endpoint::wait`].
+    ///
+    /// # Errors
+    /// Those of the send or receive, and of the wait.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Status> {
+        check_fork()?;
+        self.endpoint.wait(&self.request, timeout)
+    }
+}
+
+fn endpoint() -> Result<Arc<Endpoint>> {
+    let mut place = lock(&ENDPOINT);
+    if let Some(endpoint) = &*place {
+        return Ok(Arc::clone(endpoint));
+    }
+    let endpoint = started(|runtime| {
+        let (topology, info) = (&runtime.topology, &runtime.rank_info);
+        let (me, ranks) = (topology.rank(), topology.local_ranks());
+        let memory = ArenaMemory::new(Arc::clone(runtime.job.arenas()), topology.local_rank(), ranks.len());
+        let pid = |&rank: &usize| {
+            (rank != me && info[rank].pid_namespace == info[me].pid_namespace).then_some(info[rank].pid)
+        };
+        let liveness = Arc::new(ProcessLiveness::new(&ranks.iter().map(pid).collect::<Vec<_>>())?);
+        let names = ranks.iter().map(|&rank| format!("rank {rank} on {}", info[rank].host)).collect();
+        let peers = Peers { world: ranks.to_vec(), names, liveness: Box::new(liveness) };
+        Endpoint::new(Arc::new(memory), peers, spins(ranks.len())).inspect(Endpoint::show_process)
+    })?;
+    Ok(Arc::clone(place.insert(Arc::new(endpoint))))
+}
+
+/// Polls before sleeping; few when ranks outnumber processors.
+fn spins(local_ranks: usize) -> u32 {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    if local_ranks <= cores { 2000 } else { 64 }
+}
+
+fn messenger(group: &Group) -> Result<&Messenger> {
+    check_fork()?;
+    group.messenger(endpoint)
+}
+
+/// Ends the sends and receives of this process. Those of other ranks from it fail, once they have what was sent.
+pub(super) fn close() -> Result<()> {
+    let endpoint = lock(&ENDPOINT).take();
+    endpoint.map_or(Ok(()), |endpoint| endpoint.close())
+}
+
+/// Starts a send, as [`Group::send`].
+///
+/// # Errors
+/// As for [`Group::send`]; if the process may not send.
+///
+/// # Safety
+/// As for [`Group::send`].
+pub unsafe fn send(
+    group: &Group,
+    views: &[View<'_>],
+    options: MessageOptions<'_>,
+    then: Option<Then>,
+) -> Result<Transfer> {
+    let messenger = messenger(group)?;
+    // SAFETY: guaranteed by the caller.
+    let request = unsafe { group.send(messenger, views, options, then) }?;
+    Ok(Transfer { endpoint: Arc::clone(messenger.endpoint()), request })
+}
+
+/// Starts a receive, as [`Group::receive`].
+///
+/// # Errors
+/// As for [`Group::receive`]; if the process may not receive.
+///
+/// # Safety
+/// As for [`Group::receive`].
+pub unsafe fn receive(
+    group: &Group,
+    views: &[View<'_>],
+    options: MessageOptions<'_>,
+    then: Option<Then>,
+) -> Result<Transfer> {
+    let messenger = messenger(group)?;
+    // SAFETY: guaranteed by the caller.
+    let request = unsafe { group.receive(messenger, views, options, then) }?;
+    Ok(Transfer { endpoint: Arc::clone(messenger.endpoint()), request })
+}
+
+/// Sends and receives, as [`Group::send_receive`].
+///
+/// # Errors
+/// As for [`Group::send_receive`]; if the process may not send and receive.
+///
+/// # Safety
+/// As for [`Group::send_receive`].
+pub unsafe fn send_receive(
+    group: &Group,
+    send: Option<(&[View<'_>], MessageOptions<'_>)>,
+    receive: Option<(&[View<'_>], MessageOptions<'_>)>,
+) -> Result<Option<Status>> {
+    // SAFETY: guaranteed by the caller.
+    unsafe { group.send_receive(messenger(group)?, send, receive) }
+}

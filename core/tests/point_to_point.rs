@@ -1,0 +1,459 @@
+//! Send and receive between ranks that are threads.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dl_comm_core::error::{Error, Result};
+use dl_comm_core::p2p::{Endpoint, Message, Peers, Request, Scope, Spans, Status, Then};
+use dl_comm_core::transport::mailbox::memory::HeapMemory;
+use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
+use dl_comm_core::transport::shm_region::Liveness;
+use proptest::prelude::*;
+
+/// A group of all ranks.
+struct Group {
+    context: u64,
+    size: usize,
+    failure: Mutex<Option<Error>>,
+}
+
+impl Scope for Group {
+    fn context(&self) -> u64 {
+        self.context
+    }
+    fn name(&self) -> String {
+        format!("group {}", self.context)
+    }
+    fn size(&self) -> usize {
+        self.size
+    }
+    fn to_world(&self, rank: usize) -> usize {
+        rank
+    }
+    fn of_world(&self, world: usize) -> Option<usize> {
+        Some(world)
+    }
+    fn failure(&self) -> Option<Error> {
+        self.failure.lock().unwrap().clone()
+    }
+}
+
+/// Ranks that are lost when a test says so.
+#[derive(Clone, Default)]
+struct Lost(Arc<Vec<AtomicBool>>);
+
+impl Liveness for Lost {
+    fn lost(&self, rank: usize) -> Option<String> {
+        self.0.get(rank)?.load(Ordering::Relaxed).then(|| "has ended".to_owned())
+    }
+}
+
+struct Rank {
+    endpoint: Endpoint,
+    scope: Arc<dyn Scope>,
+    group: Arc<Group>,
+}
+
+fn world_with(ranks: usize, shares: bool, lost: &Lost) -> Vec<Rank> {
+    let memories = HeapMemory::world(ranks, shares);
+    memories
+        .into_iter()
+        .map(|memory| {
+            let names = (0..ranks).map(|rank| format!("rank {rank}")).collect();
+            let peers = Peers { world: (0..ranks).collect(), names, liveness: Box::new(lost.clone()) };
+            let group = Arc::new(Group { context: 7, size: ranks, failure: Mutex::default() });
+            let scope = Arc::clone(&group) as Arc<dyn Scope>;
+            Rank { endpoint: Endpoint::new(Arc::new(memory), peers, 100).unwrap(), scope, group }
+        })
+        .collect()
+}
+
+fn world(ranks: usize, shares: bool) -> Vec<Rank> {
+    world_with(ranks, shares, &Lost::default())
+}
+
+fn spans(data: &[u8]) -> Spans {
+    let mut spans = Spans::default();
+    // In one piece, or in several of odd lengths.
+    let most = if data.len().is_multiple_of(2) { usize::MAX } else { 70_001 };
+    let mut rest = data;
+    while !rest.is_empty() {
+        let (piece, others) = rest.split_at(rest.len().min(most));
+        spans.add(piece.as_ptr().cast_mut(), piece.len()).unwrap();
+        rest = others;
+    }
+    spans
+}
+
+fn spans_mut(data: &mut [u8]) -> Spans {
+    spans(data)
+}
+
+impl Rank {
+    fn message(&self, peer: Option<usize>, tag: Option<u32>) -> Message<'_> {
+        Message { scope: &self.scope, peer, tag, name: "", timeout: Some(Duration::from_secs(60)) }
+    }
+
+    fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Arc<Request> {
+        // SAFETY: the tests keep the memory.
+        unsafe { self.endpoint.send(&self.message(Some(to), Some(tag)), spans(data), None) }.unwrap()
+    }
+
+    fn start_receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Arc<Request> {
+        // SAFETY: as above.
+        unsafe { self.endpoint.receive(&self.message(from, tag), spans_mut(data), None) }.unwrap()
+    }
+
+    fn wait(&self, request: &Request) -> Result<Status> {
+        self.endpoint.wait(request, None)
+    }
+
+    fn send(&self, to: usize, tag: u32, data: &[u8]) {
+        self.wait(&self.start_send(to, tag, data)).unwrap();
+    }
+
+    fn receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Result<Status> {
+        self.wait(&self.start_receive(from, tag, data))
+    }
+}
+
+/// Runs `body` on every rank.
+fn run(ranks: &[Rank], body: impl Fn(usize, &Rank) + Sync) {
+    thread::scope(|scope| {
+        for (number, rank) in ranks.iter().enumerate() {
+            let body = &body;
+            scope.spawn(move || body(number, rank));
+        }
+    });
+}
+
+fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|index| (index * 31 + seed * 7 + index / 251) as u8).collect()
+}
+
+#[test]
+fn short_and_long_messages_arrive_with_their_status() {
+    for (shares, shows) in [(false, false), (true, false), (false, true)] {
+        let ranks = world(2, shares);
+        if shows {
+            ranks.iter().for_each(|rank| rank.endpoint.show_process());
+        }
+        for len in [0, 1, 8, 32, 33, CELL_BYTES, CELL_BYTES + 1, 131_072, 131_073, 3_000_000, 9_000_000] {
+            run(&ranks, |number, rank| {
+                let data = bytes(number, len);
+                let mut other = vec![0; len + 5];
+                let send = rank.start_send(1 - number, 3, &data);
+                let status = rank.receive(Some(1 - number), Some(3), &mut other).unwrap();
+                assert_eq!(status, Status { source: 1 - number, tag: 3, bytes: len });
+                assert_eq!(other[..len], bytes(1 - number, len));
+                assert_eq!(other[len..], [0; 5]);
+                assert_eq!(rank.wait(&send), Ok(Status { source: number, tag: 3, bytes: len }));
+            });
+        }
+    }
+}
+
+#[test]
+fn sends_up_to_a_cell_end_without_their_receives() {
+    let ranks = world(2, false);
+    let data = bytes(1, CELL_BYTES);
+    for tag in 0..16 {
+        assert!(ranks[0].start_send(1, tag, &data).result().is_some());
+    }
+    // The ring is full now.
+    let waiting = ranks[0].start_send(1, 16, &data);
+    assert!(waiting.result().is_none());
+    let mut other = vec![0; CELL_BYTES];
+    for tag in (0..17).rev() {
+        ranks[1].receive(Some(0), Some(tag), &mut other).unwrap();
+        assert_eq!(other, data);
+    }
+    ranks[0].wait(&waiting).unwrap();
+}
+
+#[test]
+fn a_rank_sends_to_itself() {
+    let ranks = world(1, false);
+    for len in [0, 10, 100_000] {
+        let data = bytes(2, len);
+        let mut other = vec![0; len];
+        let send = ranks[0].start_send(0, 1, &data);
+        assert_eq!(send.result().is_some(), len <= CELL_BYTES);
+        assert_eq!(ranks[0].receive(None, None, &mut other).unwrap().bytes, len);
+        assert_eq!(other, data);
+        ranks[0].wait(&send).unwrap();
+        let receive = ranks[0].start_receive(Some(0), Some(9), &mut other);
+        ranks[0].send(0, 9, &data);
+        ranks[0].wait(&receive).unwrap();
+    }
+}
+
+#[test]
+fn a_message_that_is_too_long_fails_its_receive_only() {
+    for (shares, len) in [(false, 10), (false, 100_000), (true, 100_000)] {
+        let ranks = world(2, shares);
+        let data = bytes(3, len);
+        run(&ranks, |number, rank| {
+            if number == 0 {
+                let sends = [0, 1].map(|tag| rank.start_send(1, tag, &data));
+                sends.iter().for_each(|send| assert!(rank.wait(send).is_ok()));
+            } else {
+                let mut short = vec![9; len - 1];
+                let error = rank.receive(Some(0), Some(0), &mut short).unwrap_err();
+                let expected =
+                    format!("receive (tag 0) from rank 0 in group 7 has room for {} bytes, and the", len - 1);
+                assert!(matches!(&error, Error::Invalid(text) if text.starts_with(&expected)), "{error:?}");
+                assert!(short.iter().all(|&byte| byte == 9));
+                let mut right = vec![0; len];
+                rank.receive(Some(0), Some(1), &mut right).unwrap();
+                assert_eq!(right, data);
+            }
+        });
+    }
+}
+
+#[test]
+fn groups_do_not_see_each_others_messages() {
+    let ranks = world(2, false);
+    let other: Arc<dyn Scope> = Arc::new(Group { context: 8, size: 2, failure: Mutex::default() });
+    let (first, second) = ([1u8], [2u8]);
+    ranks[0].send(1, 0, &first);
+    let message = Message { scope: &other, ..ranks[0].message(Some(1), Some(0)) };
+    // SAFETY: the memory lives.
+    unsafe { ranks[0].endpoint.send(&message, spans(&second), None) }.unwrap();
+    let mut found = [0u8];
+    let message = Message { scope: &other, ..ranks[1].message(None, None) };
+    // SAFETY: as above.
+    let request = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut found), None) }.unwrap();
+    ranks[1].wait(&request).unwrap();
+    assert_eq!(found, second);
+    ranks[1].receive(None, None, &mut found).unwrap();
+    assert_eq!(found, first);
+}
+
+#[test]
+fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
+    for (shares, shows) in [(false, false), (true, false), (false, true)] {
+        let ranks = world(2, shares);
+        if shows {
+            ranks.iter().for_each(|rank| rank.endpoint.show_process());
+        }
+        let (data, short) = (bytes(4, 2_000_000), Some(Duration::from_millis(100)));
+        let message = Message { timeout: short, ..ranks[0].message(Some(1), Some(5)) };
+        // SAFETY: the memory lives until the request has ended.
+        let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
+        let error = ranks[0].wait(&send).unwrap_err();
+        assert!(error.to_string().contains("the send (tag 5) to rank 1 in group 7 was not complete"), "{error}");
+        // The message is gone; the next one arrives.
+        let mut other = vec![0; 2_000_000];
+        let receive = ranks[1].start_receive(Some(0), None, &mut other);
+        let next = ranks[0].start_send(1, 6, &data);
+        assert_eq!(ranks[1].wait(&receive).unwrap().tag, 6);
+        ranks[0].wait(&next).unwrap();
+        assert_eq!(other, data);
+        let message = Message { timeout: short, name: "x", ..ranks[1].message(None, None) };
+        // SAFETY: as above.
+        let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
+        let error = ranks[1].wait(&receive).unwrap_err();
+        assert!(error.to_string().contains("the receive \"x\" (any tag) from any rank in group 7 was not"), "{error}");
+    }
+}
+
+#[test]
+fn a_receive_that_gives_up_midway_fails_the_send() {
+    let ranks = world(2, false);
+    let (data, mut other) = (bytes(5, 4_000_000), vec![0; 4_000_000]);
+    let send = ranks[0].start_send(1, 5, &data);
+    let message = Message { timeout: Some(Duration::from_millis(50)), ..ranks[1].message(Some(0), Some(5)) };
+    ranks[0].group.failure.lock().unwrap().replace(Error::State("over".into()));
+    // SAFETY: the memory lives until the request has ended.
+    let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
+    let (sent, received) = (ranks[0].wait(&send), ranks[1].wait(&receive));
+    // Whoever was first; both end.
+    assert!(sent.is_ok() == received.is_ok(), "{sent:?} {received:?}");
+}
+
+#[test]
+fn a_lost_rank_fails_what_waits_for_it() {
+    let lost = Lost(Arc::new((0..3).map(|_| AtomicBool::new(false)).collect()));
+    let ranks = world_with(3, false, &lost);
+    let (data, mut other) = (bytes(5, 100), vec![0; 100]);
+    ranks[1].send(0, 0, &data);
+    lost.0[1].store(true, Ordering::Relaxed);
+    // What it has sent arrives.
+    ranks[0].receive(Some(1), Some(0), &mut other).unwrap();
+    let error = ranks[0].receive(Some(1), Some(0), &mut other).unwrap_err();
+    assert_eq!(error, Error::PeerLost("rank 1 has ended, in the receive (tag 0) from rank 1 in group 7".into()));
+    let long = bytes(6, 200_001);
+    let error = ranks[0].wait(&ranks[0].start_send(1, 4, &long)).unwrap_err();
+    assert_eq!(error, Error::PeerLost("rank 1 has ended, in the send (tag 4) to rank 1 in group 7".into()));
+    // Rank 2 may still send.
+    let any = ranks[0].start_receive(None, None, &mut other);
+    thread::sleep(Duration::from_millis(100));
+    assert!(ranks[0].endpoint.test(&any).is_none());
+    ranks[2].endpoint.close().unwrap();
+    let error = ranks[0].wait(&any).unwrap_err();
+    assert!(error.to_string().contains("in the receive (any tag) from any rank in group 7"), "{error}");
+}
+
+#[test]
+fn invalid_ranks_and_a_failed_group_are_refused() {
+    let ranks = world(2, false);
+    // SAFETY: nothing is started.
+    let refused = |message: &Message<'_>| unsafe { ranks[0].endpoint.send(message, Spans::default(), None) }.err();
+    assert_eq!(
+        refused(&ranks[0].message(Some(2), Some(0))),
+        Some(Error::Invalid("send to rank 2 of group 7, which has 2".into()))
+    );
+    assert!(refused(&ranks[0].message(None, Some(0))).is_some());
+    let larger: Arc<dyn Scope> = Arc::new(Group { context: 9, size: 3, failure: Mutex::default() });
+    let error = refused(&Message { scope: &larger, ..ranks[0].message(Some(2), Some(0)) });
+    let text = "send to rank 2 of group 9, which is on another host; messages reach the ranks of one host only";
+    assert_eq!(error, Some(Error::Invalid(text.into())));
+    let mut other = [0; 4];
+    let pending = ranks[0].start_receive(None, None, &mut other);
+    let over = Error::Timeout("over".into());
+    ranks[0].group.failure.lock().unwrap().replace(over.clone());
+    assert_eq!(refused(&ranks[0].message(Some(1), Some(0))), Some(over.clone()));
+    assert_eq!(ranks[0].wait(&pending), Err(over));
+}
+
+#[test]
+fn callbacks_run_without_a_wait() {
+    let ranks = world(2, false);
+    let data = bytes(6, 1_000_000);
+    let mut other = vec![0; 1_000_000];
+    let (sender, results) = std::sync::mpsc::channel();
+    let tell = |name: &'static str| -> Option<Then> {
+        let sender = sender.clone();
+        Some(Box::new(move |result| sender.send((name, result)).unwrap()))
+    };
+    // SAFETY: the memory lives until both have ended.
+    unsafe {
+        ranks[0].endpoint.send(&ranks[0].message(Some(1), Some(1)), spans(&data), tell("send")).unwrap();
+        ranks[1].endpoint.receive(&ranks[1].message(Some(0), Some(1)), spans_mut(&mut other), tell("receive")).unwrap();
+    }
+    let wait = || results.recv_timeout(Duration::from_secs(60)).unwrap();
+    let ended = HashMap::from([wait(), wait()]);
+    assert!(ended["send"].is_ok() && ended["receive"].is_ok());
+    assert_eq!(other, data);
+}
+
+#[test]
+fn many_threads_of_a_rank_send_and_receive() {
+    for shares in [false, true] {
+        let ranks = world(2, shares);
+        run(&ranks, |number, rank| {
+            thread::scope(|scope| {
+                for tag in 0..6u32 {
+                    scope.spawn(move || {
+                        for round in 0..60 {
+                            let len = [8, 5000, 70_000, 600_000][(round + tag as usize) % 4];
+                            let (data, mut other) = (bytes(round + number, len), vec![0; len]);
+                            let send = rank.start_send(1 - number, tag, &data);
+                            rank.receive(Some(1 - number), Some(tag), &mut other).unwrap();
+                            assert_eq!(other, bytes(round + 1 - number, len));
+                            rank.wait(&send).unwrap();
+                        }
+                    });
+                }
+            });
+        });
+    }
+}
+
+#[test]
+fn the_thread_ends_when_nothing_is_under_way() {
+    let ranks = world(2, false);
+    let (data, mut other) = (bytes(1, 100_000), vec![0; 100_000]);
+    let receive = ranks[1].start_receive(None, None, &mut other);
+    let send = ranks[0].start_send(1, 0, &data);
+    let until = Instant::now() + Duration::from_secs(60);
+    while send.result().is_none() || receive.result().is_none() {
+        assert!(Instant::now() < until);
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(other, data);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Any-source receives get every message once; messages of one sender and tag come in their order.
+    #[test]
+    fn messages_arrive_once_and_in_order(
+        shares in any::<bool>(),
+        shows in any::<bool>(),
+        lists in prop::collection::vec(prop::collection::vec((0u32..3, 0usize..1_000_000, any::<bool>()), 0..20), 1..5),
+        any_tag in any::<bool>(),
+    ) {
+        let ranks = world(lists.len() + 1, shares);
+        if shows {
+            ranks.iter().for_each(|rank| rank.endpoint.show_process());
+        }
+        let start = Barrier::new(ranks.len());
+        let lists = &lists;
+        run(&ranks, |number, rank| {
+            start.wait();
+            if number > 0 {
+                // A third of the lengths is short.
+                let messages: Vec<(u32, Vec<u8>)> = lists[number - 1].iter().enumerate().map(|(index, &(tag, len, short))| {
+                    let mut data = bytes(number, if short { len % 5000 } else { len } + 8);
+                    data[..8].copy_from_slice(&(index as u64).to_le_bytes());
+                    (tag, data)
+                }).collect();
+                let sends: Vec<_> = messages.iter().map(|(tag, data)| rank.start_send(0, *tag, data)).collect();
+                sends.iter().for_each(|send| assert!(rank.wait(send).is_ok()));
+                return;
+            }
+            let mut seen: HashMap<(usize, u32), i64> = HashMap::new();
+            let mut left: HashMap<u32, usize> = HashMap::new();
+            lists.iter().flatten().for_each(|&(tag, ..)| *left.entry(tag).or_default() += 1);
+            let wanted: Vec<Option<u32>> = left.iter().flat_map(|(&tag, &count)| vec![if any_tag { None } else { Some(tag) }; count]).collect();
+            let mut buffer = vec![0u8; 1_000_008];
+            let mut total = 0;
+            for tag in wanted {
+                let status = rank.receive(None, tag, &mut buffer).unwrap();
+                let index = i64::from_le_bytes(buffer[..8].try_into().unwrap());
+                let (sent_tag, len, short) = lists[status.source - 1][index as usize];
+                assert_eq!((status.tag, status.bytes), (sent_tag, if short { len % 5000 } else { len } + 8));
+                assert_eq!(buffer[8..status.bytes], bytes(status.source, status.bytes)[8..]);
+                let last = seen.insert((status.source, status.tag), index).unwrap_or(-1);
+                assert!(last < index, "message {index} of rank {} after {last}", status.source);
+                total += 1;
+            }
+            assert_eq!(total, lists.iter().map(Vec::len).sum::<usize>());
+        });
+    }
+}
+
+/// The deadline of a receive is checked although its rank always has other messages.
+#[test]
+fn traffic_does_not_hide_a_deadline() {
+    let ranks = world(2, false);
+    let (stop, stopped) = (AtomicBool::new(false), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let data = bytes(1, 8);
+            while !stop.load(Ordering::Relaxed) {
+                ranks[1].send(0, 1, &data);
+            }
+            stopped.store(true, Ordering::Relaxed);
+        });
+        let mut other = [0u8; 8];
+        let message = Message { timeout: Some(Duration::from_millis(100)), ..ranks[0].message(Some(1), Some(2)) };
+        // SAFETY: the memory lives until the receive has ended.
+        let receive = unsafe { ranks[0].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
+        assert!(matches!(ranks[0].wait(&receive), Err(Error::Timeout(_))));
+        stop.store(true, Ordering::Relaxed);
+        // The sender may wait for room.
+        let last = ranks[0].start_receive(Some(1), Some(3), &mut other);
+        while !stopped.load(Ordering::Relaxed) {
+            assert!(ranks[0].endpoint.test(&last).is_none());
+        }
+    });
+}
