@@ -262,12 +262,12 @@ typedef struct dl_comm_call {
  * Not collective. */
 int dl_comm_team_group(int team, dl_comm_group_t** group);
 
-/* Makes a group of the ranks `ranks` of the job and stores a handle: rank i of the group is ranks[i]. NULL and 0 mean all
- * ranks. Called by these ranks only, with the same arguments, on any thread; other groups may be made at the same time.
- * Groups with the same name and the same ranks are made in the same order by their members. `name` stands in messages;
- * NULL is "". The group's memory and threads are made by the first call that needs them, and its threads end when it has
- * had no calls for a second. It has the settings of DL_COMM_DEFAULT_NTHREADS and so on. A group is as safe as a team, and
- * apart from it: a failure ends this group, and a lost rank ends the groups that it is a member of. */
+/* Makes a group of the ranks `ranks` of the job and stores a handle: rank i of the group is ranks[i]. NULL and 0 mean
+ * all ranks. Called by these ranks only, with the same arguments, on any thread; other groups may be made at the same
+ * time. Groups with the same name and the same ranks are made in the same order by their members. `name` stands in
+ * messages; NULL is "". The group's memory and threads are made by the first call that needs them, and its threads end
+ * when it has had no calls for a second. It has the settings of DL_COMM_DEFAULT_NTHREADS and so on. A group is as safe
+ * as a team, and apart from it: a failure ends this group, and a lost rank ends the groups that it is a member of. */
 int dl_comm_group_create(const int* ranks, int nranks, const char* name, dl_comm_group_t** group);
 
 /* Frees the handle; NULL is ignored. A group that dl_comm_group_create has made ends on this rank: started calls are
@@ -298,23 +298,24 @@ int dl_comm_work_free(dl_comm_work_t* work);
 int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
 
 /* ---- Send and receive ---------------------------------------------------------------------------------------------
- * A message goes from one rank of a group to another, of this host, or to itself. A receive takes the first message that
- * has its source and tag; messages of one rank are taken in the order of their sends, and receives are served in the order
- * in which they were started. Messages of different groups do not mix. Nobody waits for the other rank to start: a send of
- * up to 4096 bytes has usually ended when it returns; a longer one ends when the receiver has the data. */
+ * A message goes from one rank of a group to another, of this host, or to itself. A receive takes the first message
+ * that has its source and tag; messages of one rank are taken in the order of their sends, and receives are served in
+ * the order in which they were started. Messages of different groups do not mix. Nobody waits for the other rank to
+ * start: a send of up to 4096 bytes has usually ended when it returns; a longer one ends when the receiver has the
+ * data. */
 
 /* For `peer` and `tag` of a receive. */
 #define DL_COMM_ANY_SOURCE (-1)
 #define DL_COMM_ANY_TAG (-1)
 
 /* A message. Set it to zero bytes and `size` to sizeof(dl_comm_message_t) first: later versions add fields at the end.
- * - `buffers`: tensors in host memory, of any element types, sent one after the other: the `src` of a send, the `dst` of
- *   a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one is an error of the
- *   receive, which writes nothing; the message is dropped, and the send succeeds.
+ * - `buffers`: tensors in host memory, of any element types, sent one after the other: the `src` of a send, the `dst`
+ * of a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one is an error of
+ * the receive, which writes nothing; the message is dropped, and the send succeeds.
  * - `peer`: the other rank of the group. `tag`: from 0.
  * - `name`: for error messages; may be NULL.
- * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has passed
- *   ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
+ * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has
+ * passed ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
  * - `done`: called once when the send or receive has ended, with 0 or an error code and its message, on the thread that
  *   completes it, which may be the caller's. It must not block, and may start others. */
 typedef struct dl_comm_message {
@@ -338,8 +339,8 @@ typedef struct dl_comm_status {
 
 /* Starts to send, or to receive, and stores a handle in `work` for dl_comm_test, dl_comm_wait and dl_comm_work_free.
  * Does not block. The tensors must stay valid until the send or receive has ended, those of a receive unused by
- * everybody else; `message` and its arrays may be freed at once. An error here means that nothing was started and `done`
- * is not called. */
+ * everybody else; `message` and its arrays may be freed at once. An error here means that nothing was started and
+ * `done` is not called. */
 int dl_comm_send(const dl_comm_group_t* group, const dl_comm_message_t* message, dl_comm_work_t** work);
 int dl_comm_receive(const dl_comm_group_t* group, const dl_comm_message_t* message, dl_comm_work_t** work);
 

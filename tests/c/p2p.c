@@ -140,7 +140,8 @@ static void errors(uint8_t* src, uint8_t* dst) {
   /* A deadline, of the receive only; then the wait's own. */
   receive.timeout = 0.05;
   receive.name = "nobody";
-  REFUSED(dl_comm_sendrecv(group, NULL, &receive, NULL), DL_COMM_ERROR_TIMEOUT, "the receive \"nobody\" (tag 1) from rank");
+  REFUSED(dl_comm_sendrecv(group, NULL, &receive, NULL), DL_COMM_ERROR_TIMEOUT,
+          "the receive \"nobody\" (tag 1) from rank");
   receive.timeout = 0;
   EXPECT(dl_comm_receive(group, &receive, &received) == 0);
   REFUSED(dl_comm_wait(received, 0.05), DL_COMM_ERROR_TIMEOUT, "it goes on");

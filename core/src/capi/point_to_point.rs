@@ -25,9 +25,9 @@ pub struct CMessage {
     pub buffers: *const CBuffer,
     /// The number of tensors.
     pub count: usize,
-    /// The other rank, or [`ANY`].
+    /// The other rank, or -1 for any.
     pub peer: c_int,
-    /// The tag, or [`ANY`].
+    /// The tag, or -1 for any.
     pub tag: c_int,
     /// The name, or null.
     pub name: *const c_char,

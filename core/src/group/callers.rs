@@ -3,6 +3,7 @@
 //!
 //! Thread rule: any thread.
 
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -21,9 +22,13 @@ pub(super) struct CallerThreads {
 }
 
 impl CallerThreads {
-    /// Records a call of this thread. Returns the thread if the call blocks it.
+    /// Records a call of this thread. Returns the thread if the call blocks it. A call that a completion makes on a
+    /// group's thread is none: that thread makes further calls only by completions.
     pub fn record(&self, blocks: bool) -> Option<ThreadId> {
         let caller = this_thread();
+        if caller == 0 {
+            return None;
+        }
         if self.last.load(Ordering::Relaxed) != caller {
             self.last.store(caller, Ordering::Relaxed);
             let mut threads = lock(&self.threads);
@@ -50,9 +55,16 @@ fn is_alive(thread: ThreadId) -> bool {
     Path::new(&format!("/proc/self/task/{thread}")).exists()
 }
 
+thread_local!(static THREAD_ID: Cell<ThreadId> = Cell::new(rustix::thread::gettid().as_raw_nonzero().get()));
+
+/// The calling thread; 0 for a group's thread.
 pub(super) fn this_thread() -> ThreadId {
-    thread_local!(static THREAD_ID: ThreadId = rustix::thread::gettid().as_raw_nonzero().get());
-    THREAD_ID.try_with(|caller| *caller).unwrap_or(0)
+    THREAD_ID.try_with(Cell::get).unwrap_or(0)
+}
+
+/// Makes the calling thread a group's thread.
+pub(super) fn mark_group_thread() {
+    THREAD_ID.set(0);
 }
 
 #[cfg(test)]
@@ -60,6 +72,19 @@ pub(super) fn this_thread() -> ThreadId {
 mod tests {
     use super::*;
     use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_group_thread_is_no_caller() {
+        let callers = CallerThreads::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                mark_group_thread();
+                assert_eq!(callers.record(true), None);
+                assert!(callers.all_blocked(&[]));
+            });
+        });
+        assert!(callers.record(false).is_none() && !callers.all_blocked(&[]));
+    }
 
     #[test]
     fn only_live_threads_count() {

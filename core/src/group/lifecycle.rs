@@ -119,8 +119,8 @@ impl Group {
     /// [`Error::System`] when there is not enough memory, or the system refuses a thread.
     pub fn prepare(&self) -> Result<()> {
         self.shared.region.open()?;
-        self.shared.lead.get().map_or(Ok(()), GroupThread::start)?;
-        self.executor.start_helpers()
+        self.executor.start_helpers()?;
+        self.shared.lead.get().map_or(Ok(()), GroupThread::start)
     }
 
     /// Completes the enqueued calls and ends the threads. Later calls fail.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle, ThreadId};
 use std::time::Duration;
 
+use super::callers::mark_group_thread;
 use crate::affinity::{bind, request_short_slice};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -77,6 +78,7 @@ impl<T: Send + 'static> GroupThread<T> {
         let inbox = Inbox { receiver, thread: Arc::clone(&self.0) };
         let (cpu, run) = (self.0.settings.cpu, Arc::clone(body));
         let run = move || {
+            mark_group_thread();
             request_short_slice();
             if let Some(Err(error)) = cpu.map(bind) {
                 log_line(&format!("{error}; the thread runs where the process may"));

@@ -92,16 +92,6 @@ impl Arenas {
         rustix::fs::fstat(&self.file).map_or(0, |stat| stat.st_blocks.cast_unsigned() * 512)
     }
 
-    /// Whether anything but the header is allocated.
-    pub fn is_in_use(&self) -> bool {
-        lock(&self.ranges).num_allocations() > 1
-    }
-
-    /// Whether `memory` is in the arena of this rank.
-    pub fn contains(&self, memory: *const u8) -> bool {
-        self.offset_of(memory.addr()..memory.addr()).is_some()
-    }
-
     /// Allocates a range of pages and reserves them in the file system.
     fn reserve(&self, ranges: &mut RangeAllocator, len: usize) -> Result<usize> {
         let full = |why: &str| {

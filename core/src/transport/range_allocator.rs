@@ -80,11 +80,6 @@ impl RangeAllocator {
         start
     }
 
-    /// The number of allocations.
-    pub fn num_allocations(&self) -> usize {
-        self.used.len()
-    }
-
     /// The allocation that starts at `offset`.
     pub fn find(&self, offset: usize) -> Option<Allocation> {
         self.used.get(&offset).copied()

@@ -92,7 +92,7 @@ impl RegionControl {
         let departed = |&local: &usize| self.has_departed(local);
         let last = |local: usize| {
             let flags = self.flags(0, local);
-            (flags.opened.payload.rank.load(Ordering::Relaxed) as usize, flags.packed.flag.raised())
+            (flags.unpacked.payload.rank.load(Ordering::Relaxed) as usize, flags.packed.flag.raised())
         };
         (0..self.layout.ranks).filter(departed).map(last).collect()
     }
@@ -103,7 +103,7 @@ impl RegionControl {
     }
 
     fn has_departed(&self, local: usize) -> bool {
-        self.flags(0, local).unpacked.payload.load(Ordering::Acquire) == 1
+        self.flags(0, local).unpacked.payload.departed.load(Ordering::Acquire) == 1
     }
 
     /// Reports to this host's ranks that rank `rank` of another host departs after round `step`; the earliest round
@@ -167,7 +167,7 @@ impl RegionControl {
     pub fn set_departed(&self, local: usize) {
         for channel in 0..self.layout.channels {
             let flags = self.flags(channel, local);
-            flags.unpacked.payload.store(1, Ordering::Release);
+            flags.unpacked.payload.departed.store(1, Ordering::Release);
             flags.flags().into_iter().for_each(Flag::wake);
         }
     }

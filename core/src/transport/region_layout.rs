@@ -72,20 +72,21 @@ pub(super) struct RankFlags {
     pub packed: CacheLine<[CallHeader; 2]>,
     /// Whether the shard owner found all signatures equal, by parity of the round.
     pub reduced: CacheLine<[AtomicU32; 2]>,
-    /// Whether the rank has departed: it takes part in no further round.
-    pub unpacked: CacheLine<AtomicU32>,
-    /// Only in channel 0.
-    pub opened: CacheLine<Opened>,
+    pub unpacked: CacheLine<RankState>,
 }
 
-/// The payload of `Opened`.
+/// The payload of `Unpacked`: what a rank sets once.
 #[repr(C)]
 #[derive(Default)]
-pub(super) struct Opened {
-    /// Where the slots of the rank are ([`RegionMemory::make_slots`]).
-    pub slots: AtomicU64,
-    /// The rank in the group.
+pub(super) struct RankState {
+    /// Whether the rank has departed: it takes part in no further round.
+    pub departed: AtomicU32,
+    /// The rank in the group. Only in channel 0.
     pub rank: AtomicU32,
+    /// Where the slots of the rank are ([`RegionMemory::make_slots`]). Only in channel 0.
+    pub slots: AtomicU64,
+    /// Raised when the slots are made. Only in channel 0.
+    pub opened: Flag,
 }
 
 /// A flag and its payload, which the owner writes before it raises the flag.
@@ -98,7 +99,7 @@ pub(super) struct CacheLine<T> {
 
 impl RankFlags {
     pub fn flags(&self) -> [&Flag; 4] {
-        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag, &self.opened.flag]
+        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag, &self.unpacked.payload.opened]
     }
 }
 

@@ -94,7 +94,7 @@ impl ShmRegion {
         if !control.fits(layout) || peers.len() != layout.ranks || me >= layout.ranks {
             return Err(Error::Internal("the shared memory does not fit the group".into()));
         }
-        control.flags(0, me).opened.payload.rank.store(u32::try_from(peers[me].rank).unwrap_or(0), Ordering::Relaxed);
+        control.flags(0, me).unpacked.payload.rank.store(u32::try_from(peers[me].rank).unwrap_or(0), Ordering::Relaxed);
         Ok(ShmRegion {
             control,
             memory,
@@ -117,9 +117,9 @@ impl ShmRegion {
     pub fn open(&self) -> Result<()> {
         let open = || {
             let place = self.memory.make_slots(self.me, self.layout.slots_bytes())?;
-            let opened = &self.control.flags(0, self.me).opened;
-            opened.payload.slots.store(place, Ordering::Relaxed);
-            opened.flag.raise(OPENED);
+            let state = &self.control.flags(0, self.me).unpacked.payload;
+            state.slots.store(place, Ordering::Relaxed);
+            state.opened.raise(OPENED);
             Ok(())
         };
         self.opened.get_or_init(|| open().inspect_err(|error| self.control.set_failure(error))).clone()
@@ -129,8 +129,8 @@ impl ShmRegion {
     fn all_slots(&self, channel: usize) -> Option<Slots> {
         let len = self.layout.slots_bytes();
         let slots = |rank: usize| {
-            let opened = &self.control.flags(0, rank).opened;
-            let place = opened.flag.reached(OPENED).then(|| opened.payload.slots.load(Ordering::Relaxed))?;
+            let state = &self.control.flags(0, rank).unpacked.payload;
+            let place = state.opened.reached(OPENED).then(|| state.slots.load(Ordering::Relaxed))?;
             self.memory.slots(rank, place, len)
         };
         let bases: Vec<*mut u8> = (0..self.layout.ranks).map(slots).collect::<Option<_>>()?;
@@ -195,7 +195,7 @@ impl ShmRegion {
 
     /// The round that this rank waits in: before the slots of all ranks are made, the first one.
     pub fn waiting_step(&self) -> u32 {
-        let opened = (0..self.layout.ranks).all(|rank| self.flags(0, rank).opened.flag.reached(OPENED));
+        let opened = (0..self.layout.ranks).all(|rank| self.flags(0, rank).unpacked.payload.opened.reached(OPENED));
         if opened { self.step() } else { START.wrapping_add(1) }
     }
 
@@ -257,7 +257,7 @@ impl ShmChannel {
         self.region.open()?;
         let region = &self.region;
         (0..region.layout.ranks).try_for_each(|rank| {
-            let flag = &region.flags(0, rank).opened.flag;
+            let flag = &region.flags(0, rank).unpacked.payload.opened;
             if flag.reached(OPENED) {
                 return Ok(());
             }
@@ -374,7 +374,7 @@ impl ShmChannel {
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
         let flags = self.region.flags(self.channel, rank);
         match phase {
-            Phase::Opened => &self.region.flags(0, rank).opened.flag,
+            Phase::Opened => &self.region.flags(0, rank).unpacked.payload.opened,
             Phase::Packed => &flags.packed.flag,
             Phase::Reduced => &flags.reduced.flag,
             Phase::Unpacked => &flags.unpacked.flag,
@@ -393,7 +393,7 @@ impl ShmChannel {
     fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
-            let departed = self.region.flags(self.channel, rank).unpacked.payload.load(Ordering::Acquire) == 1;
+            let departed = self.region.flags(self.channel, rank).unpacked.payload.departed.load(Ordering::Acquire) == 1;
             let how = if departed { Some(self.region.departure.to_owned()) } else { self.region.liveness.lost(rank) };
             // It may have raised the flag before it departed.
             if let Some(how) = how
