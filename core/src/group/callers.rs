@@ -62,6 +62,11 @@ pub(super) fn this_thread() -> ThreadId {
     THREAD_ID.try_with(Cell::get).unwrap_or(0)
 }
 
+/// Whether the calling thread is a group's thread.
+pub(super) fn is_group_thread() -> bool {
+    this_thread() == 0
+}
+
 /// Makes the calling thread a group's thread.
 pub(super) fn mark_group_thread() {
     THREAD_ID.set(0);

@@ -184,11 +184,6 @@ impl Executor {
         self.lock().helpers.iter().try_for_each(GroupThread::start)
     }
 
-    /// Whether the calling thread is a helper.
-    pub fn is_helper(&self) -> bool {
-        self.lock().helpers.iter().any(GroupThread::is_current)
-    }
-
     /// Ends the helper threads, and lets no caller run calls any more. After the lead thread has ended.
     pub fn close(&self) {
         let mut state = self.lock();

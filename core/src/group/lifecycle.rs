@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use super::callers::CallerThreads;
+use super::callers::{CallerThreads, is_group_thread};
 use super::executor::Executor;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
@@ -13,6 +13,7 @@ use super::thread::{GroupThread, ThreadSettings};
 use super::worker::Worker;
 use crate::collective::{CallConfig, Channel, InterHost};
 use crate::error::{Error, Result};
+use crate::fork;
 use crate::group_config::GroupConfig;
 use crate::lock::lock;
 use crate::log::log_line;
@@ -134,11 +135,14 @@ impl Group {
     }
 }
 
-/// A callback may drop the last handle of its group.
+/// A callback may drop the last handle of a group; it must not wait for the group's threads.
 impl Drop for Group {
     fn drop(&mut self) {
-        let on_own_thread = self.shared.lead.get().is_some_and(GroupThread::is_current) || self.executor.is_helper();
-        if !on_own_thread {
+        if fork::is_child() {
+            // The threads are those of the parent.
+            return;
+        }
+        if !is_group_thread() {
             return self.stop();
         }
         let (shared, executor) = (Arc::clone(&self.shared), Arc::clone(&self.executor));

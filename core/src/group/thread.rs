@@ -5,7 +5,7 @@
 use std::mem;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
-use std::thread::{Builder, JoinHandle, ThreadId};
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use super::callers::mark_group_thread;
@@ -109,13 +109,7 @@ impl<T: Send + 'static> GroupThread<T> {
         matches!(&*lock(&self.0.state), State::Closed)
     }
 
-    /// Whether this is the calling thread.
-    pub fn is_current(&self) -> bool {
-        let current = |id: ThreadId| id == std::thread::current().id();
-        matches!(&*lock(&self.0.state), State::Running(.., handle) if current(handle.thread().id()))
-    }
-
-    /// Lets the thread handle the items that were sent, and waits until it has ended. Not from the thread itself.
+    /// Lets the thread handle the items that were sent, and waits until it has ended. Not from a thread of a group.
     pub fn close(&self) {
         let state = mem::replace(&mut *lock(&self.0.state), State::Closed);
         if let State::Running(body, sender, handle) = state {

@@ -105,7 +105,7 @@ impl Job {
         let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();
         let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), offset, control)?);
         let names = self.member_names(members);
-        let peer = |&rank: &usize| LocalPeer { rank, name: names[rank].clone() };
+        let peer = |&rank: &usize| LocalPeer { rank, world: members.to_world(rank), name: names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });

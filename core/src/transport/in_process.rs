@@ -82,7 +82,7 @@ impl PeerMemory for AllMemory {
 pub(super) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
     let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096 };
     let memory = Box::new(HeapRegion::with_members(layout, members));
-    let peers = vec![LocalPeer { rank: 0, name: "rank 0".into() }];
+    let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
     ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), 100).map(Arc::new)
 }
 
@@ -117,8 +117,11 @@ pub fn group(
     let endpoint = |rank: usize| {
         let topology = Topology::new(rank, hosts);
         let (layout, memory) = &regions[topology.host()];
-        let peers =
-            topology.local_ranks().iter().map(|&rank| LocalPeer { rank, name: format!("rank {rank}") }).collect();
+        let peers = topology
+            .local_ranks()
+            .iter()
+            .map(|&rank| LocalPeer { rank, world: rank, name: format!("rank {rank}") })
+            .collect();
         let (memory, liveness) = (Box::new(memory.clone()), Box::new(AlwaysAlive));
         let region = ShmRegion::new(memory, *layout, topology.local_rank(), peers, liveness, 100)?;
         let region = region

@@ -55,6 +55,8 @@ pub trait Liveness: Send + Sync {
 pub struct LocalPeer {
     /// Its rank in the group.
     pub rank: usize,
+    /// Its rank in the job.
+    pub world: usize,
     /// Display name for messages.
     pub name: String,
 }
@@ -172,6 +174,11 @@ impl ShmRegion {
     pub fn lost_rank(&self) -> Option<Error> {
         let lost = |rank: usize| Some(format!("{} {}", self.peers[rank].name, self.liveness.lost(rank)?));
         (0..self.layout.ranks).filter(|&rank| rank != self.me).find_map(lost).map(Error::PeerLost)
+    }
+
+    /// The ranks of this host, by local rank.
+    pub fn peers(&self) -> &[LocalPeer] {
+        &self.peers
     }
 
     /// The sizes of the region.
@@ -435,7 +442,7 @@ mod tests {
         for (max, min) in [(2000, MIN_SPINS), (10, 10)] {
             let layout = RegionLayout { ranks: 1, channels: 1, slot: 64 };
             let memory = Box::new(super::super::in_process::HeapRegion::new(layout));
-            let peers = vec![LocalPeer { rank: 0, name: "rank 0".into() }];
+            let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
             let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), max).unwrap());
             let channel = region.channel(0);
             assert_eq!(channel.spins.get(), max);

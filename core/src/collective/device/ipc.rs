@@ -23,7 +23,7 @@ use crate::collective::operation::Op;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Event, ExportUpdates, ReportedExports};
+use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports};
 use crate::wire_layout::{TensorRange, slice};
 
 /// Largest one-shot call, in bytes.
@@ -176,7 +176,9 @@ impl IpcPath {
         }
         // Exports that do not fit follow in later calls; until then the tensors count as not visible.
         let max_exports = (max_words - 4) / (1 + EXPORT_WORDS);
-        let ExportUpdates { added, removed, complete } = exports.take_updates(&mut self.reported, &used, max_exports);
+        let peers: Vec<usize> = self.peers.imports.iter().map(PeerImports::rank).collect();
+        let ExportUpdates { added, removed, complete } =
+            exports.take_updates(&mut self.reported, &used, max_exports, &peers);
         Ok(IpcUpdate { added, removed, addresses: Some(addresses).filter(|_| visible && complete) })
     }
 

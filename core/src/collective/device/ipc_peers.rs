@@ -19,9 +19,9 @@ use super::streams::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
 use crate::collective::channel::Channel;
 use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
-use crate::topology::Topology;
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Context, DeviceBuffer, PeerImports, Stream};
+use crate::transport::shm_region::LocalPeer;
 
 pub(super) struct IpcPeers {
     pub context: Arc<Context>,
@@ -62,9 +62,10 @@ impl IpcPeers {
             Ok((own, _)) => [own.page_offset].into_iter().chain(export_words(&own.export)).collect(),
             Err(_) => Vec::new(),
         };
-        let topology = Arc::clone(&channel.topology);
+        let (region, me) = (Arc::clone(channel.shm.region()), channel.topology.local_rank());
         let opened = allgather_u64(channel, &local, wait_ctx, |words_by_rank| {
-            Ok(own.and_then(|(own, more)| Ok((IpcPeers::open(context, sync, &topology, own, words_by_rank)?, more))))
+            let open = |own: LocalIpc| IpcPeers::open(context, sync, region.peers(), me, own, words_by_rank);
+            Ok(own.and_then(|(own, more)| Ok((open(own)?, more))))
         })?;
         let local = opened.as_ref().map(|(peers, _)| peers.sync).map_err(|error| error.detail().to_owned());
         let all = allgather_merge(channel, &local, wait_ctx, common_sync)?;
@@ -85,11 +86,11 @@ impl IpcPeers {
     fn open(
         context: &Arc<Context>,
         mut sync: SyncMode,
-        topology: &Topology,
+        ranks: &[LocalPeer],
+        me: usize,
         own: LocalIpc,
         words_by_rank: &[&[u64]],
     ) -> Result<IpcPeers> {
-        let me = topology.local_rank();
         let LocalIpc { shared, bounce, page_offset: _, export: _ } = own;
         let mut pages = Vec::new();
         for (rank, words) in words_by_rank.iter().enumerate() {
@@ -101,8 +102,7 @@ impl IpcPeers {
             // SAFETY: the arena stays mapped, and its owner keeps the page until its group ends.
             pages.push(unsafe { Page::new(context, memory) });
         }
-        let mut imports: Vec<PeerImports> =
-            topology.local_ranks().iter().map(|&rank| PeerImports::new(context, rank)).collect();
+        let mut imports: Vec<PeerImports> = ranks.iter().map(|peer| PeerImports::new(context, peer.world)).collect();
         let exports: Vec<&[u64]> = words_by_rank.iter().map(|words| &words[1..]).collect();
         let bounces = addresses(&mut imports, me, bounce.address(), &exports)?;
         let stream = Stream::new(context)?;

@@ -42,8 +42,8 @@ impl ExportedAllocation {
 pub struct IpcExports {
     /// By start address.
     known: BTreeMap<Address, ExportedAllocation>,
-    /// Ids that some group has reported to other ranks, of freed allocations too.
-    reported: BTreeSet<u64>,
+    /// The ranks of the job to which some group has reported an id, of freed allocations too.
+    reported: BTreeMap<u64, BTreeSet<usize>>,
 }
 
 impl IpcExports {
@@ -52,26 +52,33 @@ impl IpcExports {
         self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
     }
 
-    /// Updates for the other ranks, at most `max_updates` of each kind, before a call that uses `used`: exports that
-    /// are new to the group, and ids of freed allocations, whichever group used them.
+    /// Updates for a group of the ranks `peers` of the job, at most `max_updates` of each kind, before a call that uses
+    /// `used`: exports that are new to the group, and ids of freed allocations, whichever group used them with a peer.
     pub fn take_updates(
         &mut self,
         posted: &mut ReportedExports,
         used: &BTreeMap<u64, ExportedAllocation>,
         max_updates: usize,
+        peers: &[usize],
     ) -> ExportUpdates {
         let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
         posted.reported.retain(|id| alive.contains(id));
-        let removed: Vec<u64> = self.reported.difference(&alive).copied().take(max_updates).collect();
-        removed.iter().for_each(|id| {
-            self.reported.remove(id);
-        });
+        let is_known = |(id, ranks): &(&u64, &BTreeSet<usize>)| {
+            !alive.contains(id) && peers.iter().any(|peer| ranks.contains(peer))
+        };
+        let removed: Vec<u64> = self.reported.iter().filter(is_known).map(|(&id, _)| id).take(max_updates).collect();
+        for id in &removed {
+            if let Some(ranks) = self.reported.get_mut(id) {
+                ranks.retain(|rank| !peers.contains(rank));
+            }
+        }
+        self.reported.retain(|_, ranks| !ranks.is_empty());
         let mut added: Vec<ExportedAllocation> =
             used.values().filter(|export| !posted.reported.contains(&export.id)).copied().collect();
         let complete = added.len() <= max_updates;
         added.truncate(max_updates);
         posted.reported.extend(added.iter().map(|export| export.id));
-        self.reported.extend(added.iter().map(|export| export.id));
+        added.iter().for_each(|export| self.reported.entry(export.id).or_default().extend(peers));
         ExportUpdates { added, removed, complete }
     }
 
@@ -239,19 +246,35 @@ mod tests {
             complete,
         };
         live(&mut exports, &[1, 2, 3, 9]);
-        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), updates(&[1, 2], &[], false));
-        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2), updates(&[3], &[], true));
-        assert_eq!(exports.take_updates(&mut other, &used(&[3]), 2), updates(&[3], &[], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2, &[0, 1]), updates(&[1, 2], &[], false));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1, 2, 3]), 2, &[0, 1]), updates(&[3], &[], true));
+        assert_eq!(exports.take_updates(&mut other, &used(&[3]), 2, &[0, 1]), updates(&[3], &[], true));
         live(&mut exports, &[1, 9]);
         assert_eq!(
-            exports.take_updates(&mut other, &used(&[]), 1),
+            exports.take_updates(&mut other, &used(&[]), 1, &[0, 1]),
             updates(&[], &[2], true),
             "whichever team has told it"
         );
-        assert_eq!(exports.take_updates(&mut one, &used(&[1]), 2), updates(&[], &[3], true));
-        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), updates(&[9], &[], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[1]), 2, &[0, 1]), updates(&[], &[3], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2, &[0, 1]), updates(&[9], &[], true));
         one.forget(&[export(9)]);
         live(&mut exports, &[9]);
-        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2), updates(&[9], &[1], true));
+        assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2, &[0, 1]), updates(&[9], &[1], true));
+    }
+
+    #[test]
+    fn a_freed_export_is_reported_to_all_who_knew_it() {
+        let export = |id: u64| ExportedAllocation { id, start: id << 20, len: 1 << 20, handle: [0; 64] };
+        let mut exports = IpcExports { known: [(1 << 20, export(1))].into(), ..IpcExports::default() };
+        let (mut pair, mut all) = (ReportedExports::default(), ReportedExports::default());
+        let used: BTreeMap<u64, ExportedAllocation> = [(1, export(1))].into();
+        let none = BTreeMap::new();
+        assert_eq!(exports.take_updates(&mut pair, &used, 9, &[0, 2]).added, [export(1)]);
+        assert_eq!(exports.take_updates(&mut all, &used, 9, &[0, 1, 2]).added, [export(1)]);
+        exports.known.clear();
+        assert_eq!(exports.take_updates(&mut pair, &none, 9, &[0, 2]).removed, [1]);
+        assert_eq!(exports.take_updates(&mut pair, &none, 9, &[0, 2]).removed, Vec::<u64>::new());
+        assert_eq!(exports.take_updates(&mut all, &none, 9, &[0, 1, 2]).removed, [1], "rank 1 has not heard of it");
+        assert_eq!(exports.take_updates(&mut all, &none, 9, &[0, 1, 2]).removed, Vec::<u64>::new());
     }
 }

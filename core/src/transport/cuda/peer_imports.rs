@@ -14,14 +14,20 @@ use crate::error::{Error, Result};
 /// Allocations of one peer that a group has open.
 pub struct PeerImports {
     context: Arc<Context>,
+    /// The rank of the peer in the job: the process's other groups import from it too.
     rank: usize,
     open: BTreeMap<u64, Address>,
 }
 
 impl PeerImports {
-    /// No imports yet.
+    /// No imports from rank `rank` of the job yet.
     pub fn new(context: &Arc<Context>, rank: usize) -> PeerImports {
         PeerImports { context: Arc::clone(context), rank, open: BTreeMap::new() }
+    }
+
+    /// The rank of the peer in the job.
+    pub fn rank(&self) -> usize {
+        self.rank
     }
 
     /// Opens the exports `added` and closes the freed ones `removed`.
