@@ -151,7 +151,13 @@ def test_a_rank_killed_during_the_start_is_named(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_ends_the_wait_for_other_ranks(ranks: Ranks, rank: int) -> None:
-    text = "try: dl_comm.init()\nexcept KeyboardInterrupt: print('interrupted')\nelse: raise SystemExit('no error')"
+    # A program that a shell has started in the background ignores Ctrl-C.
+    text = """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try: dl_comm.init()
+except KeyboardInterrupt: print('interrupted')
+else: raise SystemExit('no error')
+"""
     process = ranks.start(rank, 2, text)
     time.sleep(3)
     process.send_signal(signal.SIGINT)

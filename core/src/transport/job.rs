@@ -237,11 +237,20 @@ fn agree_on_start(
     Ok((processors, addresses[0].split(',').filter_map(|address| address.parse().ok()).collect()))
 }
 
-/// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none.
+/// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none. The only rank
+/// of a host shares nothing, and needs no folder.
 fn make_arenas(ranks: &Ranks, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>> {
     let topology = &ranks.topology;
+    let is_alone = topology.local_size() == 1;
+    let private = || shm::create_private().map(|(map, file)| (map, file, None));
     let created = shm::create_sparse(&ranks.config.shm_dir, topology.local_size());
-    let path = created.as_ref().map(|(.., name)| name.path().to_string_lossy().into_owned()).map_err(Error::clone);
+    let created = match created.map(|(map, file, name)| (map, file, Some(name))) {
+        Err(_) if is_alone => private(),
+        created => created,
+    };
+    let path_of =
+        |name: &Option<Name>| name.as_ref().map_or(String::new(), |name| name.path().to_string_lossy().into());
+    let path = created.as_ref().map(|(.., name)| path_of(name)).map_err(Error::clone);
     let paths = ranks.agree("", path, wait_ctx)?;
     let (mine, file, name) = created?;
     let me = topology.local_rank();
@@ -251,10 +260,13 @@ fn make_arenas(ranks: &Ranks, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>>
         None => shm::open(Path::new(&paths[rank])),
     };
     let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
-    let arenas = maps.and_then(|maps| Arenas::new(maps, me, file));
+    let arenas = match maps.and_then(|maps| Arenas::new(maps, me, file)) {
+        Err(_) if is_alone => private().and_then(|(map, file, _)| Arenas::new(vec![map], 0, file)),
+        arenas => arenas,
+    };
     let mapped = arenas.as_ref().map(|_| ()).map_err(Error::clone);
     ranks.agree("", mapped, wait_ctx)?;
-    drop::<Name>(name);
+    drop::<Option<Name>>(name);
     arenas.map(Arc::new)
 }
 

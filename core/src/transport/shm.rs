@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use memmap2::MmapRaw;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
 use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, Result};
@@ -86,6 +86,16 @@ pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)
     Ok((map, file, name))
 }
 
+/// As [`create_sparse`], as large as the machine's memory, for a rank that shares nothing: it needs no folder.
+pub fn create_private() -> Result<(MmapRaw, File)> {
+    let failed = |error: std::io::Error| Error::system("creating memory for the only rank of this host", error);
+    let file = memfd_create("dl_comm", MemfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+    let (file, system) = (File::from(file), rustix::system::sysinfo());
+    let bytes = system.totalram.saturating_mul(u64::from(system.mem_unit));
+    file.set_len(bytes.min(MAX_ADDRESS_BYTES)).map_err(failed)?;
+    Ok((MmapRaw::map_raw(&file).map_err(failed)?, file))
+}
+
 /// Maps a file that another process created.
 pub fn open(path: &Path) -> Result<MmapRaw> {
     let open = || {
@@ -121,6 +131,7 @@ fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::arena::{Arenas, PeerMemory};
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::CommandExt;
     use std::process::Command;
@@ -185,6 +196,14 @@ mod tests {
         std::os::unix::fs::symlink(name.path(), &link).unwrap();
         assert!(open(name.path()).is_ok());
         assert!(open(&link).is_err());
+    }
+
+    #[test]
+    fn the_only_rank_needs_no_folder() {
+        let (map, file) = create_private().unwrap();
+        assert_eq!(file.metadata().unwrap().len(), map.len() as u64);
+        let arenas = Arenas::new(vec![map], 0, file).unwrap();
+        assert!(arenas.alloc_zeroed(5000).is_ok());
     }
 
     #[test]
