@@ -5,7 +5,6 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::thread;
 
 use super::NetworkModel;
 use super::arena::Arenas;
@@ -189,12 +188,6 @@ impl Job {
             None => self.in_step("finalize", |wait_ctx| bootstrap.finish(wait_ctx)),
         };
         outcome.inspect_err(|_| self.leave())
-    }
-
-    /// The number of checks before a wait sleeps; few when ranks outnumber processors.
-    pub(super) fn spins(&self) -> u32 {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        if self.ranks.topology.local_size() <= cores { 2000 } else { 64 }
     }
 }
 
