@@ -53,6 +53,11 @@ fn check(tensors: &[Tensor], options: &CallOptions) -> Result<()> {
     Ok(())
 }
 
+/// The elements of all tensors, one after the other.
+fn elements(tensors: &[Tensor]) -> impl Iterator<Item = (Buffer, usize)> {
+    tensors.iter().flat_map(|tensor| (0..tensor.buffer.len()).map(|index| (tensor.buffer, index)))
+}
+
 /// The state of a call between its collectives.
 struct Chain<W> {
     group: Arc<Group>,
@@ -79,11 +84,7 @@ impl<W: Work> Chain<W> {
         let total: usize = tensors.iter().map(|tensor| tensor.buffer.len()).sum();
         let block = total.div_ceil(ranks);
         let mut line = vec![W::default(); block * ranks];
-        let elements = tensors.iter().flat_map(|tensor| {
-            let buffer = tensor.buffer;
-            (0..buffer.len()).map(move |index| (buffer, index))
-        });
-        for (to, (buffer, index)) in line.iter_mut().zip(elements) {
+        for (to, (buffer, index)) in line.iter_mut().zip(elements(&tensors)) {
             // SAFETY: the caller's promise; `check` has checked the alignment.
             *to = unsafe { W::load(buffer.source_at(index), buffer.dtype()) };
         }
@@ -184,11 +185,7 @@ impl<W: Work> Chain<W> {
     /// Writes the result to the tensors.
     fn finish(self: Box<Self>) {
         let result = guard(|| {
-            let elements = self.tensors.iter().flat_map(|tensor| {
-                let buffer = tensor.buffer;
-                (0..buffer.len()).map(move |index| (buffer, index))
-            });
-            for (value, (buffer, index)) in self.line.iter().zip(elements) {
+            for (value, (buffer, index)) in self.line.iter().zip(elements(&self.tensors)) {
                 // SAFETY: the promise of the caller of `start`.
                 unsafe { value.store(buffer.destination_at(index), buffer.dtype()) };
             }

@@ -1,7 +1,6 @@
 //! Send and receive: the end of this process's mailboxes, made by the first use.
 
 use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::Duration;
 
 use super::state::{check_fork, started};
@@ -10,8 +9,8 @@ use crate::error::Result;
 use crate::group::{Group, MessageOptions, Messenger};
 use crate::lock::lock;
 use crate::p2p::{Endpoint, Peers, Request, Status, Then};
+use crate::transport::flag::max_spins;
 use crate::transport::mailbox::memory::ArenaMemory;
-use crate::transport::process::ProcessLiveness;
 
 /// The end of this process's mailboxes.
 static ENDPOINT: Mutex<Option<Arc<Endpoint>>> = Mutex::new(None);
@@ -49,24 +48,14 @@ fn endpoint() -> Result<Arc<Endpoint>> {
         return Ok(Arc::clone(endpoint));
     }
     let endpoint = started(|runtime| {
-        let (topology, info) = (&runtime.topology, &runtime.rank_info);
-        let (me, ranks) = (topology.rank(), topology.local_ranks());
-        let memory = ArenaMemory::new(Arc::clone(runtime.job.arenas()), topology.local_rank(), ranks.len());
-        let pid = |&rank: &usize| {
-            (rank != me && info[rank].pid_namespace == info[me].pid_namespace).then_some(info[rank].pid)
-        };
-        let liveness = Arc::new(ProcessLiveness::new(&ranks.iter().map(pid).collect::<Vec<_>>())?);
-        let names = ranks.iter().map(|&rank| format!("rank {rank} on {}", info[rank].host)).collect();
-        let peers = Peers { world: ranks.to_vec(), names, liveness: Box::new(liveness) };
-        Endpoint::new(Arc::new(memory), peers, spins(ranks.len())).inspect(Endpoint::show_process)
+        let (job, topology) = (&runtime.job, &runtime.topology);
+        let ranks = topology.local_ranks();
+        let memory = ArenaMemory::new(Arc::clone(job.arenas()), topology.local_rank(), ranks.len());
+        let names = ranks.iter().map(|&rank| job.ranks().names[rank].clone()).collect();
+        let peers = Peers { world: ranks.to_vec(), names, liveness: Box::new(job.ranks().local_processes()) };
+        Endpoint::new(Arc::new(memory), peers, max_spins(ranks.len())).inspect(Endpoint::show_process)
     })?;
     Ok(Arc::clone(place.insert(Arc::new(endpoint))))
-}
-
-/// Polls before sleeping; few when ranks outnumber processors.
-fn spins(local_ranks: usize) -> u32 {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    if local_ranks <= cores { 2000 } else { 64 }
 }
 
 fn messenger(group: &Group) -> Result<&Messenger> {

@@ -4,13 +4,13 @@
 //! Thread rule: any thread; groups of all ranks one at a time, in the same order on all ranks.
 
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::arena::PeerMemory;
+use super::flag::max_spins;
 use super::group_memory::{GroupArenas, NewControl};
 use super::job::Job;
 use super::process::ProcessLiveness;
@@ -111,7 +111,7 @@ impl Job {
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
         let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks);
-        let region = ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, spins(layout.ranks))?
+        let region = ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, max_spins(layout.ranks))?
             .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
             .with_departure(key.name().departure());
         let link = |channel: usize| self.link(&topology, members, shares[0].1 + channel, config.slot);
@@ -206,12 +206,6 @@ impl Job {
             }
         }
     }
-}
-
-/// The number of checks before a wait sleeps; few when the group's ranks outnumber processors.
-fn spins(local_ranks: usize) -> u32 {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    if local_ranks <= cores { 2000 } else { 64 }
 }
 
 /// The processes of the members on this host, by local rank in the group.

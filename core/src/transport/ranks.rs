@@ -92,6 +92,11 @@ impl Ranks {
         with_limits(what, self.config.timeout, self.config.stall_warn, &abort_reason, work)
     }
 
+    /// Liveness of the other processes of this host, by local rank.
+    pub fn local_processes(&self) -> Arc<ProcessLiveness> {
+        Arc::clone(&self.local_processes)
+    }
+
     /// How the process of `rank` has ended, if it is known to have ended. Only for ranks of this host.
     pub(super) fn describe_end(&self, rank: usize) -> Option<String> {
         let local = self.topology.local_rank_of(rank)?;
