@@ -1,11 +1,14 @@
 //! The mapping of ranks to hosts and shards. Pure.
 //!
-//! A host is a set of ranks that can share memory. The data of a host is cut into *shards*. The rank with local rank l
-//! owns shard l: it reduces that slice and exchanges it with the owners of shard l on the other hosts. The number of
-//! shards is the size of the smallest host, so every host has the same shards. Data that belongs to one rank is in the
-//! shard l mod shards of its local rank l.
+//! A host is a set of ranks that can share memory. The data of a host is cut into *shards*, the same on every host. The
+//! owner of shard s is local rank s mod p, where p is the number of ranks on the host: it reduces that slice and exchanges
+//! it with the owners of shard s on the other hosts. A rank of a small host may own several shards, so that the larger
+//! hosts use all of their ranks. Data that belongs to one rank is in the shard l mod shards of its local rank l.
 
 use std::ops::Range;
+
+/// The most shards between hosts: with more, messages become short and many.
+const MAX_NETWORK_SHARDS: usize = 16;
 
 /// The ranks of a job, grouped by host, as seen by one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,7 +56,8 @@ impl Topology {
                 }
             }
         }
-        let num_shards = hosts.iter().map(Vec::len).min().unwrap_or(1);
+        let largest = hosts.iter().map(Vec::len).max().unwrap_or(1);
+        let num_shards = if hosts.len() > 1 { largest.min(MAX_NETWORK_SHARDS) } else { largest };
         let mut positions = vec![Position::default(); keys.len()];
         let (mut shard_order, mut shard_starts) = (Vec::with_capacity(keys.len()), vec![0]);
         for shard in 0..num_shards {
@@ -143,9 +147,30 @@ impl Topology {
         self.shard_starts.len() - 1
     }
 
-    /// The shard that this rank owns, if any.
-    pub fn shard(&self) -> Option<usize> {
-        (self.local_rank < self.num_shards()).then_some(self.local_rank)
+    /// The rank of `host` that owns shard `shard`.
+    pub fn shard_owner(&self, shard: usize, host: usize) -> usize {
+        let ranks = &self.hosts[host];
+        ranks[shard % ranks.len()]
+    }
+
+    /// The shards that local rank `local` of `host` owns, ascending.
+    pub fn shards_of(&self, local: usize, host: usize) -> impl Iterator<Item = usize> + use<> {
+        (local..self.num_shards()).step_by(self.hosts[host].len())
+    }
+
+    /// The shards that this rank owns, ascending.
+    pub fn own_shards(&self) -> impl Iterator<Item = usize> + use<> {
+        self.shards_of(self.local_rank, self.host)
+    }
+
+    /// The number of ranks of this host that own shards: the first ones.
+    pub fn num_owners(&self) -> usize {
+        self.num_shards().min(self.local_size())
+    }
+
+    /// Whether this rank owns shards.
+    pub fn owns_shards(&self) -> bool {
+        self.local_rank < self.num_owners()
     }
 }
 
@@ -159,19 +184,30 @@ mod tests {
         assert_eq!(topology.hosts(), 2);
         assert_eq!(topology.local_ranks(), [1, 3, 4]);
         assert_eq!((topology.host(), topology.local_rank(), topology.local_size()), (1, 1, 3));
-        assert_eq!(topology.num_shards(), 2);
-        assert_eq!(topology.shard(), Some(1));
-        assert_eq!(topology.position(4), Some(Position { host: 1, local_rank: 2, shard: 0, index: 2 }));
+        assert_eq!((topology.num_shards(), topology.num_owners()), (3, 3));
+        assert_eq!(topology.own_shards().collect::<Vec<_>>(), [1]);
+        assert_eq!(topology.shards_of(0, 0).collect::<Vec<_>>(), [0, 2]);
+        assert_eq!((topology.shard_owner(2, 0), topology.shard_owner(2, 1)), (0, 4));
+        assert_eq!(topology.position(4), Some(Position { host: 1, local_rank: 2, shard: 2, index: 4 }));
         assert_eq!(topology.position(5), None);
         assert_eq!((topology.local_rank_of(4), topology.local_rank_of(2)), (Some(2), None));
-        assert_eq!(topology.shard_order(), [0, 1, 4, 2, 3]);
-        assert_eq!((topology.shard_indices(1), topology.shard_indices_of(0, 1)), (3..5, 1..3));
-        assert_eq!(Topology::new(4, &["b", "a", "b", "a", "a"]).shard(), None);
+        assert_eq!(topology.shard_order(), [0, 1, 2, 3, 4]);
+        assert_eq!((topology.shard_indices(1), topology.shard_indices_of(1, 1)), (2..4, 3..4));
+        assert_eq!((topology.shard_indices_of(2, 0).len(), topology.shard_indices_of(2, 1)), (0, 4..5));
+    }
+
+    #[test]
+    fn ranks_beyond_the_shards_own_none() {
+        let hosts: Vec<usize> = (0..2 * 20).map(|rank| rank / 20).collect();
+        let topology = Topology::new(17, &hosts);
+        assert_eq!((topology.num_shards(), topology.num_owners(), topology.owns_shards()), (16, 16, false));
+        assert_eq!((topology.own_shards().count(), topology.position(17).map(|position| position.shard)), (0, Some(1)));
+        assert_eq!(Topology::new(0, &[0; 20]).num_shards(), 20);
     }
 
     #[test]
     fn one_rank_is_one_host() {
         let topology = Topology::new(0, &[()]);
-        assert_eq!((topology.size(), topology.hosts(), topology.num_shards(), topology.shard()), (1, 1, 1, Some(0)));
+        assert_eq!((topology.size(), topology.hosts(), topology.num_shards(), topology.num_owners()), (1, 1, 1, 1));
     }
 }

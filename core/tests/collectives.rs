@@ -145,8 +145,8 @@ fn lists_of_thousands_of_tensors_and_empty_tensors() {
 fn tiny_and_long_tensors_in_shared_memory() {
     // An offset takes eight bytes: those of the second list exceed one slot.
     for lengths in [&[70_000, 1, 3, 0, 2, 9_000, 1][..], &[1; 5_000], &[40_000, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]] {
-        for threads in [1, 3] {
-            World { threads, shares: true, ..World::new(&[3]) }.run(|rank| {
+        for (threads, hosts) in [(1, &[3][..]), (3, &[3]), (1, &[1, 2]), (2, &[2, 1])] {
+            World { threads, shares: true, ..World::new(hosts) }.run(|rank| {
                 let mut list: Vec<Vec<f32>> = lengths.iter().map(|&len| vec![rank.rank as f32; len]).collect();
                 rank.average(list.iter_mut().map(|data| tensor(data)).collect()).unwrap();
                 assert!(list.iter().flatten().all(|&value| value == 1.0));

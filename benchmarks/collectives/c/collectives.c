@@ -137,8 +137,12 @@ static void measure(name_t name, size_t bytes, double seconds) {
 int main(int argc, char** argv) {
   double seconds = argc > 1 ? atof(argv[1]) : 0.1;
   size_t largest = argc > 2 ? strtoull(argv[2], NULL, 10) : sizes[SIZES - 1];
+#ifdef USE_MPI
   MPI_Init(&argc, &argv);
-#ifndef USE_MPI
+#else
+  /* Between hosts dl_comm calls MPI from threads of its own. */
+  int level;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
   if (dl_comm_init_teams(1, 0) != 0 || dl_comm_team_group(0, &group) != 0) fail("init", dl_comm_last_error());
 #endif
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);

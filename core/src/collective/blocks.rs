@@ -2,10 +2,10 @@
 //!
 //! In a [`Pattern::Line`] call every slot has the same bytes of the wire. In the others a slot is cut into compartments
 //! of equal size, and a compartment holds one chunk of one block:
-//! - gather: the slot of a shard's owner holds the blocks of the shard's ranks;
+//! - gather: the slot of an owner of shards holds the blocks of their ranks, shard by shard;
 //! - scatter: every slot holds a block for each rank;
-//! - exchange: every slot holds a block for each rank; between hosts the slot of a shard's owner also holds the blocks
-//!   that the shard's ranks on other hosts send to the ranks of this host.
+//! - exchange: every slot holds a block for each rank; between hosts the slot of an owner of shards also holds the blocks
+//!   that their ranks on other hosts send to the ranks of this host.
 //!
 //! So between hosts the blocks of a shard that go to or come from one host are adjacent.
 
@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::operation::Pattern;
-use crate::topology::Topology;
+use crate::topology::{Position, Topology};
 use crate::wire_layout::ALIGN;
 
 /// The numbers of compartments in a slot.
@@ -27,24 +27,25 @@ pub struct Compartments {
 impl Compartments {
     /// The numbers for a group; the same on every rank.
     pub fn new(topology: &Topology) -> Compartments {
-        let shards = 0..topology.num_shards();
-        let ranks = topology.size();
-        // Blocks that a shard of a host sends and receives.
-        let crossing = |host: usize, shard: usize| {
-            let local = topology.ranks_of(host).len();
-            let own = topology.shard_indices_of(shard, host).len();
-            let remote = topology.shard_indices(shard).len() - own;
-            (own * (ranks - local), remote * local)
+        let (hosts, ranks) = (0..topology.hosts(), topology.size());
+        let owners = hosts.flat_map(|host| (0..topology.ranks_of(host).len()).map(move |local| (host, local)));
+        // Blocks of the ranks of an owner's shards; those that it receives for its host; and those that a shard sends.
+        let blocks = |(host, local): (usize, usize)| -> usize {
+            topology.shards_of(local, host).map(|shard| topology.shard_indices(shard).len()).sum()
         };
-        let in_shard = |(host, shard): (usize, usize)| {
-            let (sent, received) = crossing(host, shard);
-            sent.max(ranks + received)
+        let received = |(host, local): (usize, usize)| -> usize {
+            topology.shards_of(local, host).map(|shard| num_received(topology, shard, host)).sum()
         };
-        let all = (0..topology.hosts()).flat_map(|host| shards.clone().map(move |shard| (host, shard)));
+        let sent = |(host, local): (usize, usize)| {
+            let receivers = ranks - topology.ranks_of(host).len();
+            let sent = |shard: usize| topology.shard_indices_of(shard, host).len() * receivers;
+            topology.shards_of(local, host).map(sent).max().unwrap_or(0)
+        };
+        let exchanged = |owner: (usize, usize)| sent(owner).max(ranks + received(owner));
         Compartments {
-            gather: shards.clone().map(|shard| topology.shard_indices(shard).len()).max().unwrap_or(1),
+            gather: owners.clone().map(blocks).max().unwrap_or(1),
             scatter: ranks,
-            exchange: all.map(in_shard).max().unwrap_or(1),
+            exchange: owners.map(exchanged).max().unwrap_or(1),
         }
     }
 
@@ -60,10 +61,28 @@ impl Compartments {
     }
 }
 
+/// The number of blocks that the ranks of shard `shard` on other hosts send to the ranks of `host`.
+fn num_received(topology: &Topology, shard: usize, host: usize) -> usize {
+    let senders = topology.shard_indices(shard).len() - topology.shard_indices_of(shard, host).len();
+    senders * topology.ranks_of(host).len()
+}
+
+/// The shards before `shard` that have the same owner on this host.
+fn shards_before(topology: &Topology, shard: usize) -> impl Iterator<Item = usize> + use<> {
+    topology.shards_of(shard % topology.local_size(), topology.host()).take_while(move |&other| other < shard)
+}
+
+/// The compartments of the blocks of shard `shard` in the slot of its owner on this host, in a gather.
+pub(super) fn gathered_shard(topology: &Topology, shard: usize) -> Range<usize> {
+    let start: usize = shards_before(topology, shard).map(|shard| topology.shard_indices(shard).len()).sum();
+    start..start + topology.shard_indices(shard).len()
+}
+
 /// The slot (as a local rank) and the compartment with the block of `rank` in a gather.
 pub(super) fn gathered(topology: &Topology, rank: usize) -> (usize, usize) {
-    let Some(position) = topology.position(rank) else { return (0, 0) };
-    (position.shard, position.index - topology.shard_indices(position.shard).start)
+    let Some(Position { shard, index, .. }) = topology.position(rank) else { return (0, 0) };
+    let in_shard = index - topology.shard_indices(shard).start;
+    (shard % topology.local_size(), gathered_shard(topology, shard).start + in_shard)
 }
 
 /// The compartment with the block for `rank` in a scatter or an exchange.
@@ -73,11 +92,13 @@ pub(super) fn scattered(topology: &Topology, rank: usize) -> usize {
 
 /// The slot and the compartment with the block that `rank`, on another host, sends to local rank `to` in an exchange.
 pub(super) fn received(topology: &Topology, rank: usize, to: usize) -> (usize, usize) {
-    let Some(position) = topology.position(rank) else { return (0, 0) };
-    let own = topology.shard_indices_of(position.shard, topology.host());
-    let before = position.index - topology.shard_indices(position.shard).start;
-    let sender = if position.index < own.start { before } else { before - own.len() };
-    (position.shard, topology.size() + sender * topology.local_size() + to)
+    let Some(Position { shard, index, .. }) = topology.position(rank) else { return (0, 0) };
+    let own = topology.shard_indices_of(shard, topology.host());
+    let before = index - topology.shard_indices(shard).start;
+    let sender = if index < own.start { before } else { before - own.len() };
+    let shards: usize =
+        shards_before(topology, shard).map(|shard| num_received(topology, shard, topology.host())).sum();
+    (shard % topology.local_size(), topology.size() + shards + sender * topology.local_size() + to)
 }
 
 /// Consecutive blocks of different lengths.
@@ -185,7 +206,7 @@ mod tests {
                 let mut places = BTreeSet::new();
                 for other in 0..keys.len() {
                     let (slot, compartment) = gathered(&topology, other);
-                    prop_assert!(slot < topology.num_shards() && compartment < gather);
+                    prop_assert!(slot < topology.num_owners() && compartment < gather);
                     prop_assert!(places.insert((slot, compartment)));
                 }
                 let outgoing: BTreeSet<usize> = (0..keys.len()).map(|other| scattered(&topology, other)).collect();
@@ -195,7 +216,7 @@ mod tests {
                 for other in (0..keys.len()).filter(|&other| keys[other] != keys[rank]) {
                     for to in 0..topology.local_size() {
                         let (slot, compartment) = received(&topology, other, to);
-                        prop_assert!(slot < topology.num_shards() && (scatter..exchange).contains(&compartment));
+                        prop_assert!(slot < topology.num_owners() && (scatter..exchange).contains(&compartment));
                         prop_assert!(incoming.insert((slot, compartment)));
                     }
                 }

@@ -1,16 +1,16 @@
 //! A channel of a group: runs chunks of calls through rounds of shared memory and exchanges between hosts.
 //!
 //! Every chunk of any collective starts with the same round. So ranks with different calls still synchronize, compare
-//! signatures, and can report the mismatch.
+//! signatures, and can report the mismatch. The chunks under way are state machines ([`super::chunk_task`]).
 //! Thread rule: used by one thread.
 
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::Call;
-use super::inter_host::{InFlightSlice, InterHost, Slice};
+use super::inter_host::InterHost;
 use super::operation::Pattern;
-use super::partials::inter_host_ops;
 use super::shard::ShardView;
 use super::transfer;
 use super::wire::shard_range;
@@ -26,8 +26,8 @@ use crate::transport::{Phase, ShmChannel, WaitContext};
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
     pub(super) shm: ShmChannel,
-    /// The links to other hosts, if there are any and this rank owns a shard.
-    pub(super) inter_host: Option<InterHost>,
+    /// This rank's shards with their links to other hosts, if there are any.
+    pub(super) inter_host: Vec<InterHost>,
     /// The last round.
     pub(super) seq: u32,
     /// All ranks of the host have unpacked this round.
@@ -36,14 +36,17 @@ pub struct Channel {
     pub(super) unpacked_seq: u32,
     /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
+    /// Whether this rank's tensors are in peer memory; between hosts, once all ranks of the host have packed the first
+    /// chunk, whether those of all of them are.
+    pub(super) can_zero_copy: bool,
     /// How the last call runs.
-    plan: Plan,
+    pub(super) plan: Plan,
 }
 
 /// What the first chunk of a call has shown about the others; the same on all ranks of a host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Whether all ranks can access the tensors, and the slots hold addresses.
+    /// Whether all ranks of the host can access the tensors, and the slots hold addresses.
     pub zero_copy: bool,
     /// Bytes of the longest block, or of the line; the same on all ranks.
     pub total: usize,
@@ -56,14 +59,14 @@ impl Plan {
     }
 
     /// Bytes of chunk `chunk` of the longest block.
-    fn chunk_len(self, call: &Call, chunk: usize) -> usize {
+    pub(super) fn chunk_len(self, call: &Call, chunk: usize) -> usize {
         self.total.saturating_sub(chunk * call.layout.chunk_size()).min(call.layout.chunk_size())
     }
 }
 
 /// The outcome of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ChunkResult {
+pub(super) enum ChunkResult {
     /// All calls matched; the chunk is complete.
     Matched,
     /// All calls matched, but only some slots hold addresses.
@@ -72,37 +75,30 @@ enum ChunkResult {
     Mismatch,
 }
 
-/// A round in progress: this rank has packed chunk `chunk`.
-struct PackedChunk {
-    seq: u32,
-    chunk: usize,
-    /// The shard's slice, if it is in flight between hosts.
-    in_flight: Option<InFlightSlice>,
-}
-
 impl Channel {
     /// A channel over `region`, for the ranks of one host.
     pub fn new(topology: Arc<Topology>, region: ShmChannel) -> Channel {
         Channel {
             topology,
             shm: region,
-            inter_host: None,
+            inter_host: Vec::new(),
             seq: START,
             freed_seq: START,
             unpacked_seq: START,
             refreshed: START,
+            can_zero_copy: false,
             plan: Plan::default(),
         }
     }
 
-    /// Adds links to the other hosts, if there are any and this rank owns a shard.
-    pub(crate) fn with(self, inter_host: Option<InterHost>) -> Channel {
+    /// Adds the links to the other hosts, one for each shard of this rank.
+    pub(crate) fn with(self, inter_host: Vec<InterHost>) -> Channel {
         Channel { inter_host, ..self }
     }
 
     /// Closes the links to other hosts; no calls may follow.
     pub(crate) fn close_links(&mut self) {
-        drop(self.inter_host.take());
+        self.inter_host.clear();
     }
 
     /// Makes the memory of this rank, if needed, and waits for that of the other ranks. Before the first round.
@@ -124,14 +120,18 @@ impl Channel {
         if call.is_small() {
             return self.exchange(call, wait_ctx);
         }
-        self.plan.zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
-        let mut step = self.pack(call, 0, wait_ctx)?;
-        self.send_slice(call, &mut step, false, wait_ctx)?;
-        let mut result = self.finish_chunk(call, step, wait_ctx)?;
+        self.can_zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
+        if self.topology.hosts() > 1 {
+            // The first chunk is copied: a host must not need more rounds than the others.
+            let result = self.drive(call, iter::once(0), false, wait_ctx)?;
+            self.plan.zero_copy = self.can_zero_copy;
+            return Ok(result == ChunkResult::Matched);
+        }
+        self.plan.zero_copy = self.can_zero_copy;
+        let mut result = self.drive(call, iter::once(0), false, wait_ctx)?;
         if result == ChunkResult::MixedMemory {
-            self.plan.zero_copy = false;
-            let step = self.pack(call, 0, wait_ctx)?;
-            result = self.finish_chunk(call, step, wait_ctx)?;
+            (self.can_zero_copy, self.plan.zero_copy) = (false, false);
+            result = self.drive(call, iter::once(0), false, wait_ctx)?;
         }
         if result == ChunkResult::Matched && self.plan.zero_copy && call.layout.chunks() == 1 {
             self.wait_reduced(wait_ctx)?;
@@ -139,9 +139,9 @@ impl Channel {
         Ok(result == ChunkResult::Matched)
     }
 
-    /// Peer memory of the ranks, if all of them are on this host.
-    fn peer_memory(&self) -> Option<&dyn PeerMemory> {
-        if self.topology.hosts() == 1 { self.shm.region().peer_memory() } else { None }
+    /// Peer memory of the ranks of this host.
+    pub(super) fn peer_memory(&self) -> Option<&dyn PeerMemory> {
+        self.shm.region().peer_memory()
     }
 
     /// How the other chunks of the last call run.
@@ -149,8 +149,7 @@ impl Channel {
         self.plan
     }
 
-    /// Runs further chunks of `call`. Packs and sends each chunk before it completes the previous one. `plan` is that
-    /// of the channel that ran the first chunk.
+    /// Runs further chunks of `call`, several at once. `plan` is that of the channel that ran the first chunk.
     ///
     /// # Errors
     /// Those of the transports; the channel is then unusable.
@@ -161,19 +160,11 @@ impl Channel {
         plan: Plan,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        self.plan = plan;
-        if plan.zero_copy {
+        (self.plan, self.can_zero_copy) = (plan, plan.zero_copy);
+        if plan.zero_copy && self.topology.hosts() == 1 {
             return self.run_chunks_zero_copy(call, chunks, wait_ctx);
         }
-        let mut previous: Option<PackedChunk> = None;
-        for chunk in chunks {
-            let mut next = self.pack(call, chunk, wait_ctx)?;
-            self.send_slice(call, &mut next, true, wait_ctx)?;
-            if let Some(step) = previous.replace(next) {
-                self.finish_matched(call, step, wait_ctx)?;
-            }
-        }
-        previous.map_or(Ok(()), |step| self.finish_matched(call, step, wait_ctx))
+        self.drive(call, chunks, true, wait_ctx).map(|_matched| ())
     }
 
     /// As `run_chunks` with zero copies: all chunks in one round.
@@ -185,37 +176,49 @@ impl Channel {
     ) -> Result<()> {
         let mut chunks = chunks.peekable();
         if let Some(&first) = chunks.peek() {
-            let step = self.pack(call, first, wait_ctx)?;
-            self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
-            if !self.shm.same_signatures(step.seq) {
+            let seq = self.begin_round(wait_ctx)?;
+            self.pack(call, first, seq, wait_ctx)?;
+            self.shm.wait(Phase::Packed, seq, self.topology.local_size(), wait_ctx)?;
+            if !self.shm.same_signatures(seq) {
                 return Err(out_of_sync(call, first));
             }
-            self.combine_zero_copy(call, step.seq, chunks, wait_ctx)?;
+            self.combine_zero_copy(call, seq, chunks, wait_ctx)?;
         }
         self.wait_reduced(wait_ctx)
     }
 
-    fn finish_matched(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let chunk = step.chunk;
-        match self.finish_chunk(call, step, wait_ctx)? {
-            ChunkResult::Matched => Ok(()),
-            _ => Err(out_of_sync(call, chunk)),
-        }
-    }
-
     /// Waits until the other ranks have written this rank's tensors.
     fn wait_reduced(&mut self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), wait_ctx)
+        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_owners(), wait_ctx)
     }
 
     /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
     /// make progress.
     pub(super) fn begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
+        self.post_unpacked(wait_ctx);
+        self.next_seq(wait_ctx)
+    }
+
+    /// As `begin_round`, without waiting: `None` if the slot is not free.
+    pub(super) fn try_begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Option<u32> {
+        self.post_unpacked(wait_ctx);
+        let seq = self.seq.wrapping_add(1);
+        if !self.is_free(seq) {
+            let before = self.slot_freed_by(seq);
+            if !self.shm.all_reached(Phase::Unpacked, before, self.topology.local_size()) {
+                return None;
+            }
+            self.freed_seq = before;
+        }
+        self.seq = seq;
+        Some(seq)
+    }
+
+    fn post_unpacked(&self, wait_ctx: &WaitContext<'_>) {
         if self.shm.own(Phase::Unpacked) != self.unpacked_seq {
             self.shm.raise(Phase::Unpacked, self.unpacked_seq);
             wait_ctx.log().flag();
         }
-        self.next_seq(wait_ctx)
     }
 
     /// Raises the flags that small and mismatched calls skip, before they lag so far that wraparound makes them look
@@ -232,7 +235,7 @@ impl Channel {
     pub(super) fn next_seq(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
         let seq = self.seq.wrapping_add(1);
         if !self.is_free(seq) {
-            let before = seq.wrapping_sub(2);
+            let before = self.slot_freed_by(seq);
             self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), wait_ctx)?;
             self.freed_seq = before;
         }
@@ -242,7 +245,12 @@ impl Channel {
 
     /// Whether all ranks have finished with the slot of round `seq`.
     pub(super) fn is_free(&self, seq: u32) -> bool {
-        reached(self.freed_seq, seq.wrapping_sub(2))
+        reached(self.freed_seq, self.slot_freed_by(seq))
+    }
+
+    /// The last round that used the slot of round `seq`.
+    pub(super) fn slot_freed_by(&self, seq: u32) -> u32 {
+        seq.wrapping_sub(self.shm.window())
     }
 
     /// Ends round `seq`: this rank has read its results.
@@ -270,16 +278,15 @@ impl Channel {
 
     /// The slice of a chunk that only this rank's tensors hold, not its slot, before and after the reduction.
     fn own_range(&self, call: &Call, chunk: usize) -> Range<usize> {
-        match self.topology.shard() {
-            Some(shard) if transfer::reads_own_tensor(call, &self.topology) => {
-                shard_range(&self.topology, call, chunk, shard)
-            }
-            _ => 0..0,
+        if transfer::reads_own_tensor(call, &self.topology) {
+            // On a single host every rank owns the shard of its local rank.
+            return shard_range(&self.topology, call, chunk, self.topology.local_rank());
         }
+        0..0
     }
 
-    fn pack(&mut self, call: &Call, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<PackedChunk> {
-        let seq = self.begin_round(wait_ctx)?;
+    /// Packs a chunk in round `seq`, which this rank has begun.
+    pub(super) fn pack(&self, call: &Call, chunk: usize, seq: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         if let Some(shared) = self.peer_memory().filter(|_| self.plan.zero_copy) {
@@ -288,117 +295,29 @@ impl Channel {
         } else {
             self.copy_in(call, chunk, self.own_range(call, chunk), seq);
         }
-        self.shm.post_signature(seq, call.signature, self.plan.zero_copy);
+        self.shm.post_signature(seq, call.signature, self.can_zero_copy);
         self.shm.raise(Phase::Packed, seq);
         timer.end(Activity::Copy);
         wait_ctx.log().step();
         wait_ctx.log().flag();
-        Ok(PackedChunk { seq, chunk, in_flight: None })
-    }
-
-    /// Between hosts: sends the first messages of this shard's slice once all ranks of the host have packed. `matched`:
-    /// all hosts are known to have the same call.
-    fn send_slice(
-        &mut self,
-        call: &Call,
-        step: &mut PackedChunk,
-        matched: bool,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
-        if self.inter_host.is_none() {
-            return Ok(());
-        }
-        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
-        let agreed = self.shm.same_signatures(step.seq);
-        let slots = self.shm.slots(step.seq);
-        let slice = slice_of(&self.topology, call, step.seq, step.chunk, self.plan, slots);
-        let inter_host = self.inter_host.as_mut();
-        step.in_flight =
-            inter_host.map(|inter_host| inter_host.start(&slice, matched, agreed, wait_ctx)).transpose()?;
         Ok(())
     }
 
-    /// Completes a packed chunk. Writes nothing unless all calls match.
-    fn finish_chunk(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<ChunkResult> {
-        let log = wait_ctx.log();
-        self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
-        let mut timer = PhaseTimer::start(log, call.layout.chunk_len(step.chunk));
-        // On a single host every rank compares the signatures; otherwise the shard owners find out.
-        let agreed_here = self.shm.same_signatures(step.seq);
-        if self.topology.hosts() == 1 && !agreed_here {
-            self.finish_round(step.seq);
-            return Ok(ChunkResult::Mismatch);
-        }
-        match self.shm.zero_copy_ranks(step.seq) {
-            0 => {}
-            all if all == self.topology.local_size() => {
-                self.combine_zero_copy(call, step.seq, [step.chunk], wait_ctx)?;
-                return Ok(ChunkResult::Matched);
-            }
-            _ => {
-                self.finish_round(step.seq);
-                return Ok(ChunkResult::MixedMemory);
-            }
-        }
-        let PackedChunk { seq, chunk, in_flight } = step;
-        if transfer::is_direct(call, &self.topology) {
-            self.take(call, chunk, seq);
-            // Nobody waits for this flag, but it must not lag so far that it looks newer.
-            self.shm.raise(Phase::Reduced, seq);
-            self.finish_round(seq);
-            log.flag();
-            timer.end(Activity::Copy);
-            return Ok(ChunkResult::Matched);
-        }
-        if self.topology.shard().is_some() {
-            let slots = self.shm.slots(seq);
-            let slice = slice_of(&self.topology, call, seq, chunk, self.plan, slots);
-            let agreed = match (in_flight, &mut self.inter_host) {
-                (Some(in_flight), Some(inter_host)) => inter_host.finish(&slice, in_flight, wait_ctx)?,
-                _ => {
-                    if agreed_here {
-                        // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
-                        unsafe { transfer::reduce_slice(call, &slice.shard, slice.bytes.clone()) };
-                    }
-                    agreed_here
-                }
-            };
-            self.shm.agree(seq, agreed);
-            self.shm.raise(Phase::Reduced, seq);
-            log.flag();
-            // Between hosts the exchange itself has timed its phases.
-            if self.inter_host.is_none() {
-                timer.end(Activity::Reduce);
-            }
-        }
-        self.shm.wait(Phase::Reduced, seq, self.topology.num_shards(), wait_ctx)?;
-        timer.reset();
-        let agreed = self.shm.all_agreed(seq, self.topology.num_shards());
-        if agreed {
-            self.unpack(call, seq, chunk);
-        }
-        self.finish_round(seq);
-        log.flag();
-        timer.end(Activity::Copy);
-        Ok(if agreed { ChunkResult::Matched } else { ChunkResult::Mismatch })
-    }
-
     /// Reduces this shard's slice of these chunks in peer memory; ends the round.
-    fn combine_zero_copy(
+    pub(super) fn combine_zero_copy(
         &mut self,
         call: &Call,
         seq: u32,
         chunks: impl IntoIterator<Item = usize>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        if let (Some(shared), Some(shard_index)) = (self.peer_memory(), self.topology.shard()) {
+        if let Some(shared) = self.peer_memory() {
             for chunk in chunks {
                 let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-                let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
+                let shard = self.own_shard(chunk, seq);
+                let slice = shard_range(&self.topology, call, chunk, shard.shard);
                 // SAFETY: all slots hold addresses, so this shard owns its slice of all ranks' tensors.
-                unsafe {
-                    zero_copy::combine(call, &shard, shard_range(&self.topology, call, chunk, shard_index), shared)
-                }?;
+                unsafe { zero_copy::combine(call, &shard, slice, shared) }?;
                 timer.end(Activity::Reduce);
             }
         }
@@ -407,15 +326,21 @@ impl Channel {
         Ok(())
     }
 
+    /// On a single host: this rank's shard of a chunk.
+    pub(super) fn own_shard(&self, chunk: usize, seq: u32) -> ShardView<'_> {
+        let (shard, slots) = (self.topology.local_rank(), self.shm.slots(seq));
+        ShardView { topology: &self.topology, shard, chunk, slots, result: slots[shard] }
+    }
+
     /// Takes a chunk of a direct call once all ranks have packed.
     pub(super) fn take(&self, call: &Call, chunk: usize, seq: u32) {
-        let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
+        let shard = self.own_shard(chunk, seq);
         // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have unpacked.
         unsafe { transfer::take_direct(call, &shard) };
     }
 
     /// Copies the results from the shards' slots to the tensors of every tower.
-    fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
+    pub(super) fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
         let slots = self.shm.slots(seq);
         if call.op.pattern() != Pattern::Line {
             // SAFETY: all shards have completed their blocks, so the slots are read-only; the call owns the tensors.
@@ -425,7 +350,8 @@ impl Channel {
             return;
         }
         let own = self.own_range(call, chunk);
-        for (shard, &slot) in slots.iter().enumerate().take(self.topology.num_shards()) {
+        for shard in 0..self.topology.num_shards() {
+            let slot = slots[shard % slots.len()];
             let slice = shard_range(&self.topology, call, chunk, shard);
             if slice != own {
                 // SAFETY: as above.
@@ -435,20 +361,6 @@ impl Channel {
     }
 }
 
-fn out_of_sync(call: &Call, chunk: usize) -> Error {
+pub(super) fn out_of_sync(call: &Call, chunk: usize) -> Error {
     Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name()))
-}
-
-/// The slice of this rank's shard in round `step`, with these slots.
-fn slice_of<'a>(
-    topology: &'a Topology,
-    call: &'a Call,
-    step: u32,
-    chunk: usize,
-    plan: Plan,
-    slots: &'a [*mut u8],
-) -> Slice<'a> {
-    let bytes = shard_range(topology, call, chunk, topology.local_rank());
-    let (ops, block_len) = (inter_host_ops(call), plan.chunk_len(call, chunk));
-    Slice { ops, call, shard: ShardView { topology, chunk, slots }, bytes, block_len, step }
 }

@@ -8,8 +8,8 @@ use std::ptr;
 use super::call::Call;
 use super::shard::{PerRank, ShardView};
 use super::wire::runs;
+use crate::error::Result;
 use crate::reduce::Reduction;
-use crate::topology::Topology;
 use crate::wire_layout::{ALIGN, DtypeRun};
 
 /// Partial results of a piece, if the hosts have data.
@@ -27,11 +27,11 @@ pub(crate) struct Piece<'a> {
 
 impl Piece<'_> {
     fn runs(&self) -> impl Iterator<Item = DtypeRun> + '_ {
-        runs(self.call, self.shard.topology, self.shard.chunk, self.bytes.clone())
+        runs(self.call, self.shard.topology, self.shard.shard, self.shard.chunk, self.bytes.clone())
     }
 
-    fn parts(&self) -> impl Iterator<Item = PartialRange> + '_ {
-        parts(self.call, self.shard.topology, self.shard.chunk, self.bytes.clone())
+    pub(super) fn parts(&self) -> impl Iterator<Item = PartialRange> + '_ {
+        parts(self.call, self.shard, self.bytes.clone())
     }
 }
 
@@ -42,9 +42,12 @@ pub(crate) trait InterHostOps: Sync {
 
     /// Writes this host's partial results of `piece`; false if it has none.
     ///
+    /// # Errors
+    /// [`crate::error::Error::Internal`] if this rank cannot access a tensor.
+    ///
     /// # Safety
     /// This shard owns the slice of all slots that contains `piece`.
-    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool;
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool>;
 
     /// Adds two partial results of `piece`, in the order `low`, `high`; does nothing if both are absent.
     ///
@@ -52,11 +55,22 @@ pub(crate) trait InterHostOps: Sync {
     /// The operands are valid for their lengths, and so is `out`, which equals one of them or overlaps neither.
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8);
 
-    /// Completes `piece` in this shard's slot from the last two partial results.
+    /// Completes `piece` in the shard's result from the last two partial results.
     ///
     /// # Safety
     /// As for `contribute` and `add_partials`.
     unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial);
+
+    /// Writes the completed `piece` to the tensors of all ranks of the host, if they are not to copy it from the slot.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Internal`] if this rank cannot access a tensor.
+    ///
+    /// # Safety
+    /// This shard has completed `piece` and owns it in the tensors of all ranks.
+    unsafe fn write_results(&self, _piece: &Piece<'_>) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The operations of `call` on tensors in host memory.
@@ -84,12 +98,11 @@ impl PartialRange {
 /// The contents of a host's partial results of `piece`.
 pub(super) fn parts<'a>(
     call: &'a Call,
-    topology: &'a Topology,
-    chunk: usize,
+    shard: &ShardView<'a>,
     piece: Range<usize>,
-) -> impl Iterator<Item = PartialRange> + 'a {
+) -> impl Iterator<Item = PartialRange> + use<'a> {
     let mut at = 0;
-    runs(call, topology, chunk, piece).map(move |run| {
+    runs(call, shard.topology, shard.shard, shard.chunk, piece).map(move |run| {
         let reduction = call.reduction(run.dtype);
         let elements =
             PartialRange { reduction, count: run.bytes.len() / reduction.wire_size(), wire: run.bytes.start, at };
@@ -106,13 +119,13 @@ impl InterHostOps for Reducing {
         piece.parts().last().map_or(0, |part| part.end())
     }
 
-    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool {
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
         for part in piece.parts() {
             let acc = out[part.at..part.end()].as_mut_ptr();
             // SAFETY: this shard owns the piece of all slots; slicing checks that the accumulators fit.
             unsafe { part.reduction.partial(&piece.shard.sources(part.wire), acc, part.count) };
         }
-        true
+        Ok(true)
     }
 
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
@@ -130,7 +143,7 @@ impl InterHostOps for Reducing {
         for part in piece.parts() {
             let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
             // SAFETY: as in `add_partials`; this shard owns the piece of its slot.
-            unsafe { part.reduction.finish(&accs, &[piece.shard.own().add(part.wire)], part.count) };
+            unsafe { part.reduction.finish(&accs, &[piece.shard.result.add(part.wire)], part.count) };
         }
     }
 }
@@ -143,10 +156,10 @@ impl InterHostOps for Moving {
         piece.runs().map(|run| run.bytes.len()).sum()
     }
 
-    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool {
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
         let op = piece.call.op;
         let Some(root) = piece.shard.topology.local_rank_of(op.root).filter(|_| !op.is_barrier()) else {
-            return false;
+            return Ok(false);
         };
         let mut at = 0;
         for run in piece.runs() {
@@ -158,7 +171,7 @@ impl InterHostOps for Moving {
             }
             at += len;
         }
-        true
+        Ok(true)
     }
 
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
@@ -174,7 +187,7 @@ impl InterHostOps for Moving {
         for run in piece.runs() {
             let len = run.bytes.len();
             // SAFETY: this shard owns the piece of its slot.
-            unsafe { ptr::copy_nonoverlapping(part.add(at), piece.shard.own().add(run.bytes.start), len) };
+            unsafe { ptr::copy_nonoverlapping(part.add(at), piece.shard.result.add(run.bytes.start), len) };
             at += len;
         }
     }

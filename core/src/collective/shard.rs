@@ -11,18 +11,17 @@ pub(crate) type PerRank<T> = SmallVec<[T; 16]>;
 pub(crate) struct ShardView<'a> {
     /// The topology, with this rank's position.
     pub topology: &'a Topology,
+    /// The number of the shard.
+    pub shard: usize,
     /// The chunk.
     pub chunk: usize,
     /// All ranks' slots of the round, by local rank.
     pub slots: &'a [*mut u8],
+    /// Where the shard's owner completes its slice: an address for the offset 0 of a slot.
+    pub result: *mut u8,
 }
 
 impl ShardView<'_> {
-    /// The slot of the shard owner.
-    pub fn own(&self) -> *mut u8 {
-        self.slots[self.topology.local_rank()]
-    }
-
     /// All slots at offset `at`, by local rank.
     pub fn sources(&self, at: usize) -> PerRank<*const u8> {
         self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect()

@@ -96,7 +96,7 @@ pub(super) unsafe fn pack_blocks(call: &Call, topology: &Topology, chunk: usize,
 /// # Safety
 /// All ranks have packed, and all slots are read-only; the call owns the tensors.
 pub(super) unsafe fn take_direct(call: &Call, shard: &ShardView<'_>) {
-    let ShardView { topology, chunk, slots } = *shard;
+    let ShardView { topology, chunk, slots, .. } = *shard;
     // SAFETY: the caller's promise.
     unsafe {
         match (call.op.pattern(), call.op.collective.reduces) {
@@ -162,7 +162,7 @@ pub(super) unsafe fn take_blocks(call: &Call, topology: &Topology, chunk: usize,
             Pattern::Gather => gathered(topology, peer),
             // Between hosts the shard owner has this rank's block.
             Pattern::Scatter if topology.hosts() > 1 => {
-                (topology.position(me).map_or(0, |position| position.shard), scattered(topology, me))
+                (topology.position(me).map_or(0, |own| own.shard % topology.local_size()), scattered(topology, me))
             }
             Pattern::Scatter => (topology.local_rank_of(peer).unwrap_or(0), scattered(topology, me)),
             Pattern::Exchange => match topology.local_rank_of(peer) {
@@ -221,7 +221,7 @@ unsafe fn store(call: &Call, buffer: &Buffer, piece: TensorRange, from: *const u
 /// This shard owns the slice of all slots; the call owns the tensors.
 pub(super) unsafe fn reduce_slice(call: &Call, shard: &ShardView<'_>, slice: Range<usize>) {
     shard.slots.iter().for_each(|&slot| sync::check_read(slot.wrapping_add(slice.start), slice.len()));
-    sync::check_write(shard.own().wrapping_add(slice.start), slice.len());
+    sync::check_write(shard.result.wrapping_add(slice.start), slice.len());
     if reads_own_tensor(call, shard.topology) {
         let mut sources = PerRank::new();
         for piece in call.layout.ranges(shard.chunk, slice) {
@@ -229,7 +229,7 @@ pub(super) unsafe fn reduce_slice(call: &Call, shard: &ShardView<'_>, slice: Ran
             // SAFETY: this shard owns the range in all slots; the call owns the tensor's memory.
             unsafe {
                 let own = buffer.read_at(piece.first);
-                let outs = [shard.own().add(piece.offset), buffer.written_at(piece.first)];
+                let outs = [shard.result.add(piece.offset), buffer.written_at(piece.first)];
                 shard.sources_with(piece.offset, own, &mut sources);
                 call.reduction(buffer.dtype()).combine(&sources, &outs, piece.count);
             }
@@ -241,7 +241,7 @@ pub(super) unsafe fn reduce_slice(call: &Call, shard: &ShardView<'_>, slice: Ran
         let count = run.bytes.len() / reduction.wire_size();
         // SAFETY: the run has whole elements of the slice, which this shard owns in all slots.
         unsafe {
-            let out = shard.own().add(run.bytes.start);
+            let out = shard.result.add(run.bytes.start);
             reduction.combine(&shard.sources(run.bytes.start), &[out], count);
         }
     }

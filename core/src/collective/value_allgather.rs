@@ -14,7 +14,7 @@ use super::channel::Channel;
 use super::inter_host::InterHost;
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
-use crate::transport::{Message, Phase, WaitContext};
+use crate::transport::{Message, Phase, WaitContext, finish_exchange};
 use crate::wire_layout::{ALIGN, HEADER};
 
 /// Maximum encoded bytes of a rank's value, enough for hundreds of calls. A shard owner holds the values of all ranks.
@@ -47,7 +47,7 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     channel.shm.raise(Phase::Packed, seq);
     channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
 
-    if channel.topology.shard() == Some(0) {
+    if channel.topology.local_rank() == 0 {
         let mut values = Vec::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
             // SAFETY: all ranks have packed; they wait until this rank has reduced.
@@ -60,10 +60,10 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
         // SAFETY: no other rank accesses the second half of this slot before `Reduced`.
         unsafe { write_bytes(channel.shm.slot(local_rank, seq).add(half), half, &result) };
     }
-    if channel.topology.shard().is_some() {
+    if channel.topology.owns_shards() {
         channel.shm.raise(Phase::Reduced, seq);
     }
-    channel.shm.wait(Phase::Reduced, seq, channel.topology.num_shards(), wait_ctx)?;
+    channel.shm.wait(Phase::Reduced, seq, channel.topology.num_owners(), wait_ctx)?;
     // SAFETY: all have reduced, so the slots are read-only.
     let result = unsafe { read_bytes(channel.shm.slot(0, seq).add(half), half) };
     channel.finish_round(seq);
@@ -76,7 +76,8 @@ fn from_other_hosts(
     values: &[(usize, Vec<u8>)],
     wait_ctx: &WaitContext<'_>,
 ) -> Result<Vec<(usize, Vec<u8>)>> {
-    let Some(InterHost { link, .. }) = &mut channel.inter_host else { return Ok(Vec::new()) };
+    // The first rank of a host owns shard 0.
+    let Some(InterHost { link, .. }) = channel.inter_host.first_mut() else { return Ok(Vec::new()) };
     let bytes = encode(values)?;
     let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
     // All hosts get the same message, and the receive buffer has room for one from each.
@@ -96,7 +97,7 @@ fn from_other_hosts(
         let len = HEADER + part.len();
         let sends: Vec<Message> = hosts.iter().map(|&host| Message { host, bytes: 0..len }).collect();
         link.start(0, &sends, &receives)?;
-        link.finish(0, wait_ctx)?;
+        finish_exchange(link.as_mut(), 0, wait_ctx)?;
         let mut last = sent == bytes.len();
         for (received, bytes) in receives.iter().zip(&mut received_bytes) {
             let message = &link.buffers(0).recv[received.bytes.clone()];

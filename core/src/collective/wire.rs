@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::blocks::Counts;
+use super::blocks::{Counts, gathered_shard};
 use super::call::Call;
 use super::operation::Pattern;
 use crate::topology::Topology;
@@ -10,11 +10,10 @@ use crate::wire_layout::{DtypeRun, TensorRange, slice};
 
 /// The slice of a chunk that `shard` completes, in bytes of a slot; empty in an exchange.
 pub(super) fn shard_range(topology: &Topology, call: &Call, chunk: usize, shard: usize) -> Range<usize> {
-    let indices = topology.shard_indices(shard);
     match call.op.pattern() {
         Pattern::Line => slice(0..call.layout.chunk_len(chunk), shard, topology.num_shards()),
-        Pattern::Gather => compartments(call, 0..indices.len()),
-        Pattern::Scatter => compartments(call, indices),
+        Pattern::Gather => compartments(call, gathered_shard(topology, shard)),
+        Pattern::Scatter => compartments(call, topology.shard_indices(shard)),
         Pattern::Exchange => 0..0,
     }
 }
@@ -31,8 +30,8 @@ pub(super) fn host_piece(
     match call.op.pattern() {
         Pattern::Line => slice(bytes.clone(), host, topology.hosts()),
         Pattern::Gather => {
-            let first = topology.shard_indices(shard).start;
-            compartments(call, indices.start - first..indices.end - first)
+            let (blocks, first) = (gathered_shard(topology, shard).start, topology.shard_indices(shard).start);
+            compartments(call, blocks + indices.start - first..blocks + indices.end - first)
         }
         Pattern::Scatter => compartments(call, indices),
         Pattern::Exchange => 0..0,
@@ -43,25 +42,27 @@ fn compartments(call: &Call, range: Range<usize>) -> Range<usize> {
     range.start * call.compartment()..range.end * call.compartment()
 }
 
-/// The elements in bytes `range` of a slot, by ascending offset. `range` is cut at compartments, or in a line at
+/// The elements in bytes `range` of the slice of `shard`, by ascending offset. `range` is cut at compartments, or in a line at
 /// multiples of [`crate::wire_layout::ALIGN`].
 pub(super) fn runs<'a>(
     call: &'a Call,
     topology: &'a Topology,
+    shard: usize,
     chunk: usize,
     range: Range<usize>,
 ) -> impl Iterator<Item = DtypeRun> + 'a {
     let is_line = call.op.pattern() == Pattern::Line;
     let line = is_line.then(|| call.layout.runs(chunk, range.clone())).into_iter().flatten();
-    // In a gather the compartments are those of this rank's shard.
-    let first = match (call.op.pattern(), topology.shard()) {
-        (Pattern::Gather, Some(shard)) => topology.shard_indices(shard).start,
-        _ => 0,
+    // The ranks of the blocks: in a scatter all, in a gather those of the shard.
+    let (first, start) = match call.op.pattern() {
+        Pattern::Gather => (topology.shard_indices(shard).start, gathered_shard(topology, shard).start),
+        _ => (0, 0),
     };
     let stride = call.compartment();
     let blocks = if is_line { 0..0 } else { range.start / stride..range.end / stride };
     let blocks = blocks.flat_map(move |compartment| {
-        let (from, valid) = (compartment * stride, block_len(call, topology.shard_order()[first + compartment], chunk));
+        let (from, valid) =
+            (compartment * stride, block_len(call, topology.shard_order()[first + compartment - start], chunk));
         call.layout.runs(chunk, 0..call.layout.chunk_len(chunk)).filter_map(move |run| {
             let end = run.bytes.end.min(valid);
             let bytes = from + run.bytes.start..from + end;

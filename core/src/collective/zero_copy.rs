@@ -11,6 +11,7 @@ use super::call::Call;
 use super::shard::{PerRank, ShardView};
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
+use crate::wire_layout::TensorRange;
 
 /// Whether the other ranks can access the tensors of `call`, and a slot can hold all addresses.
 pub(super) fn is_possible(call: &Call, shared: &dyn PeerMemory) -> bool {
@@ -54,19 +55,37 @@ pub(super) unsafe fn combine(
     shared: &dyn PeerMemory,
 ) -> Result<()> {
     for piece in call.layout.ranges(shard.chunk, slice) {
-        let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
-        let (skip, len) = (piece.first * dtype.size(), piece.count * dtype.size());
-        let tensor = |(rank, slot): (usize, &*mut u8)| {
-            // SAFETY: `post_addresses` wrote it for the same tensors.
-            let address = unsafe { slot.cast::<u64>().add(piece.layout_index).read() };
-            shared.resolve(rank, address.wrapping_add(skip as u64), len).ok_or_else(cannot_map)
-        };
-        let tensors: PerRank<*mut u8> = shard.slots.iter().enumerate().map(tensor).collect::<Result<_>>()?;
+        // SAFETY: the caller's promise.
+        let tensors = unsafe { addresses(call, shard, &piece, shared) }?;
         let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
+        let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
         // SAFETY: the caller's promise; equal signatures mean equal tensors.
         unsafe { call.reduction(dtype).combine(&sources, &tensors, piece.count) };
     }
     Ok(())
+}
+
+/// The addresses of `piece` in the tensors of all ranks, by local rank.
+///
+/// # Errors
+/// [`Error::Internal`] if this rank cannot access an address.
+///
+/// # Safety
+/// All slots hold addresses.
+pub(super) unsafe fn addresses(
+    call: &Call,
+    shard: &ShardView<'_>,
+    piece: &TensorRange,
+    shared: &dyn PeerMemory,
+) -> Result<PerRank<*mut u8>> {
+    let size = call.tensors(0)[piece.tensor].buffer.dtype().size();
+    let (skip, len) = (piece.first * size, piece.count * size);
+    let tensor = |(rank, slot): (usize, &*mut u8)| {
+        // SAFETY: `post_addresses` wrote it for the same tensors.
+        let address = unsafe { slot.cast::<u64>().add(piece.layout_index).read() };
+        shared.resolve(rank, address.wrapping_add(skip as u64), len).ok_or_else(cannot_map)
+    };
+    shard.slots.iter().enumerate().map(tensor).collect()
 }
 
 fn cannot_map() -> Error {

@@ -88,8 +88,11 @@ impl Group {
             calls_in_chunks: AtomicUsize::new(0),
         });
         shared.set_timeout(settings.timeout);
-        let mut workers = links.into_iter().enumerate().map(|(index, link)| {
-            let inter_host = link.map(|link| InterHost::new(link, &topology, network, settings.algorithm));
+        let mut workers = links.into_iter().enumerate().map(|(index, links)| {
+            let inter_host = topology.own_shards().zip(links);
+            let inter_host = inter_host
+                .map(|(shard, link)| InterHost::new(shard, link, &topology, network, settings.algorithm))
+                .collect();
             Worker {
                 shared: Arc::clone(&shared),
                 index,

@@ -15,6 +15,7 @@ use super::group_memory::{GroupArenas, NewControl};
 use super::job::Job;
 use super::process::ProcessLiveness;
 use super::ranks::{agreed, proposal};
+use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
 use super::wait_context::{WaitContext, with_limits};
 use super::{GroupResources, HostLink, store};
@@ -95,7 +96,8 @@ impl Job {
                 Arc::new(Topology::new(members.me(), &members.iter().map(host_of).collect::<Vec<_>>()))
             }
         };
-        let layout = RegionLayout { ranks: topology.local_size(), channels: config.threads, slot: config.slot };
+        let window = window(topology.hosts());
+        let layout = RegionLayout { ranks: topology.local_size(), channels: config.threads, slot: config.slot, window };
         let made = ready.and_then(|()| self.make_shares(&topology, members, layout, wait_ctx));
         let shares = made.as_ref().map(|(control, links)| (control.as_ref().map_or(0, NewControl::offset), *links));
         let shares = self.agree_among(key, members, &config.agreement(), shares.map_err(Error::clone), wait_ctx)?;
@@ -114,13 +116,16 @@ impl Job {
         let region = ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, max_spins(layout.ranks))?
             .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
             .with_departure(key.name().departure());
-        let link = |channel: usize| self.link(&topology, members, shares[0].1 + channel, config.slot);
+        let links = |channel: usize| {
+            let first = shares[0].1 + channel * topology.num_shards();
+            self.links(&topology, members, first, config.slot)
+        };
         Ok(GroupResources {
             key: key.clone(),
             members: members.clone(),
             names,
             region: Arc::new(region),
-            links: (0..config.threads).map(link).collect(),
+            links: (0..config.threads).map(links).collect(),
             network: self.network_model,
             oversubscribed: config.threads > self.processors,
             topology,
@@ -144,13 +149,14 @@ impl Job {
         let control = is_first_on_host.then(|| self.groups.create_control(layout, listed.as_deref())).transpose()?;
         let links = match &self.network {
             Some(network) if topology.hosts() > 1 && members.me() == 0 => {
-                let count = i64::try_from(layout.channels).unwrap_or(i64::MAX);
+                let links = layout.channels * topology.num_shards();
+                let count = i64::try_from(links).unwrap_or(i64::MAX);
                 let end = usize::try_from(self.store.add("links", count, wait_ctx)?).unwrap_or(usize::MAX);
                 if end > network.max_links() {
                     let text = "this job has made more groups between hosts than the network can tell apart";
                     return Err(Error::Network(text.into()));
                 }
-                end - layout.channels
+                end - links
             }
             _ => 0,
         };
@@ -169,19 +175,22 @@ impl Job {
         }
     }
 
-    /// The link number `number`, if the group has several hosts and this rank owns a shard.
-    fn link(&self, topology: &Topology, members: &Members, number: usize, slot: usize) -> Option<Box<dyn HostLink>> {
-        let (network, shard) = (self.network.as_ref().filter(|_| topology.hosts() > 1)?, topology.shard()?);
-        let owner = |host: usize| members.to_world(topology.ranks_of(host)[shard]);
-        let owners: Vec<usize> = (0..topology.hosts()).map(owner).collect();
+    /// The links of this rank's shards, if the group has several hosts. The link of shard s has the number `first` + s.
+    fn links(&self, topology: &Topology, members: &Members, first: usize, slot: usize) -> Vec<Box<dyn HostLink>> {
+        let Some(network) = self.network.as_ref().filter(|_| topology.hosts() > 1) else { return Vec::new() };
         let host_name = |&owner: &usize| {
             let host = self.ranks.topology.position(owner).map_or(0, |position| position.host);
             let ranks = self.ranks.topology.ranks_of(host).iter().filter(|&&rank| members.of_world(rank).is_some());
             let ranks: Vec<String> = ranks.map(usize::to_string).collect();
             format!("{} (ranks {})", self.ranks.rank_info[owner].host, ranks.join(", "))
         };
-        let hosts = owners.iter().map(host_name).collect();
-        Some(network.link(number, owners, hosts, exchange_buffer_bytes(slot, topology)))
+        let link = |shard: usize| {
+            let owner = |host: usize| members.to_world(topology.shard_owner(shard, host));
+            let owners: Vec<usize> = (0..topology.hosts()).map(owner).collect();
+            let hosts = owners.iter().map(host_name).collect();
+            network.link(first + shard, owners, hosts, exchange_buffer_bytes(slot, topology))
+        };
+        topology.own_shards().map(link).collect()
     }
 
     /// As [`Ranks::agree`](super::ranks::Ranks::agree), of the members.

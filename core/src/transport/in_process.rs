@@ -3,17 +3,16 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
 use super::arena::PeerMemory;
 use super::memory::Aligned;
 use super::region_control::RegionControl;
+use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
-use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
+use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel};
 use crate::error::{Error, Result};
 use crate::group_key::{GroupKey, Members};
-use crate::timings::WaitTarget;
 use crate::topology::Topology;
 use crate::wire_layout::exchange_buffer_bytes;
 
@@ -83,7 +82,7 @@ impl PeerMemory for AllMemory {
 /// The region of a group with one rank on this host; with `members`, of these ranks of the job.
 #[cfg(test)]
 pub(super) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
-    let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096 };
+    let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096, window: 2 };
     let memory = Box::new(HeapRegion::with_members(layout, members));
     let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
     ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), SPINS).map(Arc::new)
@@ -112,7 +111,8 @@ pub fn group(
 ) -> Result<Vec<GroupResources>> {
     let topology = Topology::new(0, hosts);
     let region = |host: usize| {
-        let layout = RegionLayout { ranks: topology.ranks_of(host).len(), channels, slot };
+        let (ranks, window) = (topology.ranks_of(host).len(), window(topology.hosts()));
+        let layout = RegionLayout { ranks, channels, slot, window };
         (layout, HeapRegion::new(layout))
     };
     let regions: Vec<(RegionLayout, HeapRegion)> = (0..topology.hosts()).map(region).collect();
@@ -145,20 +145,17 @@ pub fn group(
     (0..hosts.len()).map(endpoint).collect()
 }
 
-/// The links of every rank and channel.
-fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Option<Box<dyn HostLink>>>> {
-    let mut links: Vec<Vec<Option<Box<dyn HostLink>>>> = (0..topology.size()).map(|_| Vec::new()).collect();
+/// For every rank and channel, the links of its shards.
+fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Vec<Box<dyn HostLink>>>> {
+    let no_links = |_| (0..channels).map(|_| Vec::new()).collect();
+    let mut links: Vec<Vec<Vec<Box<dyn HostLink>>>> = (0..topology.size()).map(no_links).collect();
     let capacity = exchange_buffer_bytes(slot, topology);
     let shards = if topology.hosts() > 1 { topology.num_shards() } else { 0 };
-    for shard in 0..shards {
-        for _channel in 0..channels {
-            for (host, link) in link_group(topology.hosts(), capacity).into_iter().enumerate() {
-                links[topology.ranks_of(host)[shard]].push(Some(Box::new(link)));
-            }
+    let groups = (0..shards).flat_map(|shard| (0..channels).map(move |channel| (shard, channel)));
+    for (shard, channel) in groups {
+        for (host, link) in link_group(topology.hosts(), capacity).into_iter().enumerate() {
+            links[topology.shard_owner(shard, host)][channel].push(Box::new(link));
         }
-    }
-    for links in &mut links {
-        links.resize_with(channels, || None);
     }
     links
 }
@@ -167,7 +164,7 @@ fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Optio
 fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
     let memory = || Aligned::new(capacity);
     let exchange = |_| Exchange { send: memory(), recv: memory(), senders: vec![], receivers: vec![], pending: vec![] };
-    let link = |_| ThreadLink { exchanges: [0; MAX_EXCHANGES].map(exchange) };
+    let link = |host: usize| ThreadLink { exchanges: [0; MAX_EXCHANGES].map(exchange), random: host as u32 + 1 };
     let mut links: Vec<ThreadLink> = (0..hosts).map(link).collect();
     for exchange in 0..MAX_EXCHANGES {
         for from in 0..hosts {
@@ -181,8 +178,11 @@ fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
     links
 }
 
+/// Messages of different exchanges may overtake each other.
 struct ThreadLink {
     exchanges: [Exchange; MAX_EXCHANGES],
+    /// The state of a xorshift generator.
+    random: u32,
 }
 
 struct Exchange {
@@ -191,6 +191,7 @@ struct Exchange {
     /// By host.
     senders: Vec<Sender<Vec<u8>>>,
     receivers: Vec<Receiver<Vec<u8>>>,
+    /// The receives in flight.
     pending: Vec<Message>,
 }
 
@@ -203,29 +204,54 @@ impl HostLink for ThreadLink {
     fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
         let Exchange { send, senders, pending, .. } = &mut self.exchanges[exchange];
         for Message { host, bytes } in sends {
-            // `finish` reports a lost peer.
+            // `poll` reports a lost peer.
             senders[*host].send(send.as_slice()[bytes.clone()].to_vec()).ok();
         }
         pending.extend_from_slice(receives);
         Ok(())
     }
 
-    fn finish(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let Exchange { recv, receivers, pending, .. } = &mut self.exchanges[exchange];
-        for Message { host, bytes } in pending.drain(..) {
-            let from = Instant::now();
-            let message = loop {
-                match receivers[host].recv_timeout(Duration::from_millis(20)) {
-                    Ok(message) => break message,
-                    Err(RecvTimeoutError::Timeout) => wait_ctx.check(Duration::ZERO, &|| format!("host {host}"))?,
-                    Err(RecvTimeoutError::Disconnected) => {
-                        return Err(Error::PeerLost(format!("a rank of host {host} has ended")));
-                    }
+    fn poll(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
+        for step in [13, -17, 5] {
+            self.random ^= if step > 0 { self.random << step } else { self.random >> -step };
+        }
+        let random = self.random;
+        let is_late = |index: &usize| random >> index & 1 == 1;
+        let exchanges = self.exchanges.iter_mut().enumerate().filter(|(index, _)| !is_late(index));
+        for Exchange { recv, receivers, pending, .. } in exchanges.map(|(_, exchange)| exchange) {
+            let mut lost = None;
+            pending.retain(|Message { host, bytes }| match receivers[*host].try_recv() {
+                Ok(message) => {
+                    recv.as_mut_slice()[bytes.clone()][..message.len()].copy_from_slice(&message);
+                    completed(*host);
+                    false
                 }
-            };
-            wait_ctx.log().add_wait(WaitTarget::Host(host), from, Instant::now());
-            recv.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
+                Err(TryRecvError::Empty) => true,
+                Err(TryRecvError::Disconnected) => {
+                    lost = Some(*host);
+                    true
+                }
+            });
+            if let Some(host) = lost {
+                return Err(Error::PeerLost(format!("a rank of host {host} has ended")));
+            }
         }
         Ok(())
+    }
+
+    fn in_flight(&self, exchange: usize) -> usize {
+        self.exchanges[exchange].pending.len()
+    }
+
+    fn awaited(&self) -> Vec<usize> {
+        let mut hosts: Vec<usize> =
+            self.exchanges.iter().flat_map(|exchange| exchange.pending.iter().map(|message| message.host)).collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        hosts
+    }
+
+    fn host_name(&self, host: usize) -> String {
+        format!("host {host}")
     }
 }

@@ -6,6 +6,7 @@
 //! Every wait spins briefly, then sleeps, and regularly checks its [`WaitContext`] for a deadline or an abort.
 
 pub mod arena;
+pub mod backoff;
 pub mod bootstrap;
 pub mod close_on_fork;
 mod cuda;
@@ -15,6 +16,8 @@ pub mod flag;
 mod group_creation;
 pub mod group_memory;
 pub mod hello;
+mod host_link;
+mod host_wait;
 pub mod in_process;
 pub mod job;
 pub mod mailbox;
@@ -37,7 +40,10 @@ pub mod sync;
 pub mod tcp_store;
 pub mod wait_context;
 
+pub use host_link::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message};
+pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
+pub use region_layout::{HOST_WINDOW, MAX_WINDOW, NETWORK_WINDOW};
 pub use shm_region::{Phase, ShmChannel, ShmRegion};
 pub use wait_context::WaitContext;
 
@@ -51,10 +57,8 @@ pub mod gpu {
     pub use super::cuda::*;
 }
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use crate::error::Result;
 use crate::group_key::{GroupKey, Members};
 use crate::topology::Topology;
 
@@ -70,52 +74,10 @@ pub struct GroupResources {
     pub names: Arc<[String]>,
     /// This rank's view of the host's shared region.
     pub region: Arc<ShmRegion>,
-    /// The link of each channel; `None` on one host or if the rank owns no shard.
-    pub links: Vec<Option<Box<dyn HostLink>>>,
+    /// For each channel, the links of this rank's shards; none on one host.
+    pub links: Vec<Vec<Box<dyn HostLink>>>,
     /// Cost model of the network between hosts; equal on all ranks.
     pub network: NetworkModel,
     /// Whether some host has fewer CPUs than group threads; equal on all ranks.
     pub oversubscribed: bool,
-}
-
-/// A message of an exchange: a byte range of [`ExchangeBuffers`] to or from `host`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Message {
-    /// The other host.
-    pub host: usize,
-    /// The bytes in the buffer. On reception the maximum; a message may be shorter.
-    pub bytes: Range<usize>,
-}
-
-/// The memory of one exchange, aligned to [`crate::wire_layout::ALIGN`] bytes.
-pub struct ExchangeBuffers<'a> {
-    /// Messages to send.
-    pub send: &'a mut [u8],
-    /// Received messages.
-    pub recv: &'a mut [u8],
-}
-
-/// Maximum number of overlapping exchanges on a link.
-pub const MAX_EXCHANGES: usize = 2;
-
-/// The messages between the owners of one shard on all hosts, which are numbered as in the topology. Two exchanges,
-/// numbered 0 and 1, may overlap. Messages of one exchange from one host to another arrive in order.
-///
-/// The link owns the buffers, so a transfer that outlives an aborted call never accesses freed memory.
-/// Thread rule: used by one thread at a time.
-pub trait HostLink: Send {
-    /// The buffers of `exchange`; not accessed while that exchange is in flight.
-    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_>;
-
-    /// Starts to send and to receive messages. Their byte ranges do not overlap.
-    ///
-    /// # Errors
-    /// A failure of the transport; the link is unusable afterwards.
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()>;
-
-    /// Waits for the exchange started with [`HostLink::start`].
-    ///
-    /// # Errors
-    /// An abort or deadline of the wait context, or a failure of the transport; the link is unusable afterwards.
-    fn finish(&mut self, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()>;
 }

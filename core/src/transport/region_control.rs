@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 
 use super::flag::Flag;
-use super::region_layout::{FAILURE_TEXT, Failure, RankFlags, RegionHeader, RegionLayout};
+use super::region_layout::{FAILURE_TEXT, Failure, HOST_WINDOW, RankFlags, RegionHeader, RegionLayout};
 use super::step::reached;
 use super::sync::AtomicU32;
 use crate::error::Error;
@@ -57,7 +57,7 @@ impl RegionControl {
         let header = unsafe { &*base.cast::<RegionHeader>() };
         let ranks = header.ranks.load(Ordering::Acquire) as usize;
         let channels = header.channels.load(Ordering::Relaxed) as usize;
-        RegionControl { base, layout: RegionLayout { ranks, channels, slot: ALIGN } }
+        RegionControl { base, layout: RegionLayout { ranks, channels, slot: ALIGN, window: HOST_WINDOW } }
     }
 
     /// Whether the block was created for `layout`.

@@ -11,6 +11,19 @@ use crate::wire_layout::ALIGN;
 /// Maximum length of an error text sent to the other ranks.
 pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 
+/// Rounds of a channel that may overlap, and so the number of slots of a rank, on one host: one is packed while another
+/// is unpacked.
+pub const HOST_WINDOW: usize = 2;
+/// The same between hosts: so many chunks of a call are under way.
+pub const NETWORK_WINDOW: usize = 8;
+/// The largest window. Windows are powers of two: the numbers of rounds wrap.
+pub const MAX_WINDOW: usize = NETWORK_WINDOW;
+
+/// The window of a group on `hosts` hosts.
+pub fn window(hosts: usize) -> usize {
+    if hosts > 1 { NETWORK_WINDOW } else { HOST_WINDOW }
+}
+
 /// The memory of a region: the control block, and the slots of each rank, which that rank makes. All of it is valid as
 /// long as this object lives.
 pub trait RegionMemory: Send + Sync {
@@ -37,6 +50,8 @@ pub struct RegionLayout {
     pub channels: usize,
     /// Size of a slot in bytes, a multiple of [`ALIGN`](crate::wire_layout::ALIGN).
     pub slot: usize,
+    /// Number of slots of a rank and channel: a power of two up to [`MAX_WINDOW`].
+    pub window: usize,
 }
 
 impl RegionLayout {
@@ -47,7 +62,7 @@ impl RegionLayout {
 
     /// Size of the slots of a rank in bytes.
     pub fn slots_bytes(self) -> usize {
-        self.channels * 2 * self.slot
+        self.channels * self.window * self.slot
     }
 
     pub(super) fn flags_offset(self, channel: usize, rank: usize) -> usize {
@@ -59,19 +74,20 @@ impl RegionLayout {
     }
 
     /// The offset of a slot in the slots of its rank.
-    pub(super) fn slot_offset(self, channel: usize, parity: usize) -> usize {
-        (channel * 2 + parity) * self.slot
+    pub(super) fn slot_offset(self, channel: usize, turn: usize) -> usize {
+        (channel * self.window + turn) * self.slot
     }
 }
 
-/// The flags of one rank in one channel. Each flag shares a cache line with its payload: a waiter reads both at once,
-/// without false sharing.
+/// The flags of one rank in one channel. Each flag shares a cache line with the start of its payload: a waiter reads both
+/// at once, without false sharing.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct RankFlags {
-    pub packed: CacheLine<[CallHeader; 2]>,
-    /// Whether the shard owner found all signatures equal, by parity of the round.
-    pub reduced: CacheLine<[AtomicU32; 2]>,
+    /// By turn of the round. On one host the flag and all turns are in one cache line.
+    pub packed: CacheLine<[CallHeader; MAX_WINDOW]>,
+    /// Whether the shard owner found all signatures equal, by turn of the round.
+    pub reduced: CacheLine<[AtomicU32; MAX_WINDOW]>,
     pub unpacked: CacheLine<RankState>,
 }
 
@@ -103,7 +119,7 @@ impl RankFlags {
     }
 }
 
-/// The payload of `Packed`, by parity of the round.
+/// The payload of `Packed`.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct CallHeader {
@@ -179,7 +195,7 @@ mod tests {
 
     #[test]
     fn parts_do_not_overlap() {
-        let layout = RegionLayout { ranks: 3, channels: 2, slot: 128 };
+        let layout = RegionLayout { ranks: 3, channels: 2, slot: 128, window: 2 };
         let mut ranges = vec![(0, size_of::<RegionHeader>())];
         for (channel, rank) in (0..2).flat_map(|channel| (0..3).map(move |rank| (channel, rank))) {
             let offset = layout.flags_offset(channel, rank);
@@ -189,7 +205,7 @@ mod tests {
         assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
         assert!(ranges.iter().all(|range| range.0.is_multiple_of(ALIGN)));
         assert!(layout.control_bytes(5) >= layout.members_offset() + 5 * size_of::<AtomicU32>());
-        let slots = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(channel, parity)| layout.slot_offset(channel, parity));
+        let slots = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(channel, turn)| layout.slot_offset(channel, turn));
         assert_eq!((slots, layout.slots_bytes()), ([0, 128, 256, 384], 512));
     }
 }

@@ -1,11 +1,11 @@
-//! The shared memory of a group on one host: per channel and rank, three flags with payloads and two slots of data,
-//! used alternately.
+//! The shared memory of a group on one host: per channel and rank, three flags with payloads and a *window* of slots of
+//! data, used in turn.
 //!
 //! A channel works in rounds, numbered equally on all ranks ([`super::step`]). In a round every rank packs its data
 //! into its slot and raises `Packed`. The shard owners reduce their slices and raise `Reduced`. Every rank unpacks the
-//! results and raises `Unpacked`. Round s uses slot s mod 2. So a rank may pack round s only when all ranks have
-//! unpacked round s - 2.
-//! Ownership: a rank owns its slot from its own `Unpacked` of round s - 2 to its `Packed` of round s. From all `Packed`
+//! results and raises `Unpacked`. With a window of w
+//! slots, round s uses slot s mod w. So a rank may pack round s only when all ranks have unpacked round s - w.
+//! Ownership: a rank owns its slot from its own `Unpacked` of round s - w to its `Packed` of round s. From all `Packed`
 //! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
 //! The memory is `/dev/shm` (processes) or the heap (threads). The slots are made by the first call; each rank makes its
 //! own, so that they lie in memory near it.
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use super::arena::PeerMemory;
 use super::flag::Flag;
 use super::region_control::RegionControl;
-use super::region_layout::{CallHeader, RankFlags};
+use super::region_layout::{CallHeader, MAX_WINDOW, RankFlags};
 use super::step::START;
 use super::sync::AtomicU32;
 use super::wait_context::WaitContext;
@@ -136,11 +136,12 @@ impl ShmRegion {
             self.memory.slots(rank, place, len)
         };
         let bases: Vec<*mut u8> = (0..self.layout.ranks).map(slots).collect::<Option<_>>()?;
-        let by_parity = |parity: usize| {
-            let offset = self.layout.slot_offset(channel, parity);
-            bases.iter().map(|base| base.wrapping_add(offset)).collect()
+        let of_turn = |turn: usize| {
+            let offset = self.layout.slot_offset(channel, turn);
+            let bases = bases.iter().filter(|_| turn < self.layout.window);
+            bases.map(|base| base.wrapping_add(offset)).collect()
         };
-        Some(Slots([by_parity(0), by_parity(1)]))
+        Some(Slots(std::array::from_fn(of_turn)))
     }
 
     /// Adds memory that the ranks of the host share outside of this region.
@@ -167,7 +168,8 @@ impl ShmRegion {
     pub fn channel(self: &Arc<ShmRegion>, channel: usize) -> ShmChannel {
         assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
         let slots = self.all_slots(channel).map_or_else(OnceCell::new, OnceCell::from);
-        ShmChannel { region: Arc::clone(self), channel, slots, spins: Cell::new(self.spins) }
+        let turns = self.layout.window as u32 - 1;
+        ShmChannel { region: Arc::clone(self), channel, slots, turns, spins: Cell::new(self.spins) }
     }
 
     /// The loss of another rank of this host, for waits on other hosts or GPUs.
@@ -231,8 +233,8 @@ const MIN_SPINS: u32 = 64;
 /// The value of the flag of a rank whose slots are made.
 const OPENED: u32 = START.wrapping_add(1);
 
-/// The slots of a channel, by parity of the round and local rank.
-struct Slots([Box<[*mut u8]>; 2]);
+/// The slots of a channel, by turn of the round and local rank.
+struct Slots([Box<[*mut u8]>; MAX_WINDOW]);
 
 // SAFETY: addresses inside the channel's region, which may be used from any thread.
 unsafe impl Send for Slots {}
@@ -243,6 +245,8 @@ pub struct ShmChannel {
     channel: usize,
     /// Set once the slots of all ranks are made.
     slots: OnceCell<Slots>,
+    /// The bits of the number of a round that are its turn.
+    turns: u32,
     /// Current number of spins before a sleep: adapted to recent waits, up to the region's maximum.
     spins: Cell<u32>,
 }
@@ -284,7 +288,7 @@ impl ShmChannel {
     /// The slots of all ranks in round `step`, by local rank, [`RegionLayout::slot`] bytes each. The module text
     /// defines who may access them when.
     pub fn slots(&self, step: u32) -> &[*mut u8] {
-        self.slots.get().map_or(&[], |slots| &slots.0[parity(step)])
+        self.slots.get().map_or(&[], |slots| &slots.0[self.turn(step)])
     }
 
     /// The slot of local rank `rank` in round `step`.
@@ -336,6 +340,16 @@ impl ShmChannel {
         Ok(())
     }
 
+    /// Whether the first `ranks` local ranks have reached round `step` in `phase`.
+    pub fn all_reached(&self, phase: Phase, step: u32, ranks: usize) -> bool {
+        (0..ranks).all(|rank| self.flag(rank, phase).reached(step))
+    }
+
+    /// The first of the first `ranks` local ranks that has not reached round `step` in `phase`, as its rank in the group.
+    pub fn first_pending(&self, phase: Phase, step: u32, ranks: usize) -> Option<usize> {
+        (0..ranks).find(|&rank| !self.flag(rank, phase).reached(step)).map(|rank| self.region.peers[rank].rank)
+    }
+
     /// Spins until `flag` reaches `step` or the spins are used up.
     fn spin(&self, flag: &Flag, step: u32) -> bool {
         flag.spin(step, self.spins.get())
@@ -346,6 +360,11 @@ impl ShmChannel {
         let (spins, max) = (self.spins.get(), self.region.spins);
         let next = if pays { spins.saturating_mul(2) } else { spins / 2 };
         self.spins.set(next.clamp(MIN_SPINS.min(max), max));
+    }
+
+    /// The number of rounds that may overlap.
+    pub fn window(&self) -> u32 {
+        self.turns + 1
     }
 
     /// Writes the call's signature, and whether the slot holds offsets (`zero_copy`) instead of data. Call it before
@@ -388,16 +407,24 @@ impl ShmChannel {
         }
     }
 
+    /// The turn of round `step` in the window.
+    fn turn(&self, step: u32) -> usize {
+        (step & self.turns) as usize
+    }
+
     fn header(&self, rank: usize, step: u32) -> &CallHeader {
-        &self.region.flags(self.channel, rank).packed.payload[parity(step)]
+        &self.region.flags(self.channel, rank).packed.payload[self.turn(step)]
     }
 
     fn agreed(&self, rank: usize, step: u32) -> &AtomicU32 {
-        &self.region.flags(self.channel, rank).reduced.payload[parity(step)]
+        &self.region.flags(self.channel, rank).reduced.payload[self.turn(step)]
     }
 
-    /// Checks for lost ranks and limits while a wait sleeps.
-    fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks.
+    ///
+    /// # Errors
+    /// As for [`ShmChannel::wait`].
+    pub fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
             let departed = self.region.flags(self.channel, rank).unpacked.payload.departed.load(Ordering::Acquire) == 1;
@@ -420,10 +447,6 @@ impl ShmChannel {
     }
 }
 
-fn parity(step: u32) -> usize {
-    (step % 2) as usize
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -440,7 +463,7 @@ mod tests {
     #[test]
     fn spins_adapt_to_the_waits() {
         for (max, min) in [(2000, MIN_SPINS), (10, 10)] {
-            let layout = RegionLayout { ranks: 1, channels: 1, slot: 64 };
+            let layout = RegionLayout { ranks: 1, channels: 1, slot: 64, window: 2 };
             let memory = Box::new(super::super::in_process::HeapRegion::new(layout));
             let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
             let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), max).unwrap());

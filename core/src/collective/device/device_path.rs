@@ -72,11 +72,11 @@ impl DevicePath {
                     })
                 }
                 Path::IpcStaged(sync) => {
-                    let shard_owner = ShardOwner::new(&context, &topology, settings.chunk);
+                    let shard_owners = ShardOwner::all(&context, &topology, settings.chunk);
                     let bounce = (NUM_BUFFERS * settings.chunk).max(BOUNCE_BYTES);
-                    let opened = IpcPeers::new(channel, &context, sync, bounce, shard_owner, wait_ctx)?;
-                    opened.map(|(peers, shard_owner)| {
-                        let (sync, path) = (peers.sync, MultiHostIpc::new(peers, shard_owner, settings.chunk));
+                    let opened = IpcPeers::new(channel, &context, sync, bounce, shard_owners, wait_ctx)?;
+                    opened.map(|(peers, shard_owners)| {
+                        let (sync, path) = (peers.sync, MultiHostIpc::new(peers, shard_owners, settings.chunk));
                         (Path::IpcStaged(sync), PathState::IpcStaged(Box::new(path)))
                     })
                 }

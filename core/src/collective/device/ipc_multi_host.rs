@@ -9,6 +9,7 @@
 //! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
 
 use std::ops::Range;
+use std::ptr;
 use std::sync::Arc;
 
 use smallvec::smallvec;
@@ -34,7 +35,7 @@ const PREFETCH_CHUNKS: usize = 3;
 /// Number of chunk buffers; a buffer is free once its chunk is unpacked.
 pub(super) const NUM_BUFFERS: usize = PREFETCH_CHUNKS + 1;
 
-/// The resources of a shard owner.
+/// The resources for a shard of this rank.
 pub(super) struct ShardOwner {
     shard: usize,
     /// The sums of this host, `sums_bytes` bytes per buffer.
@@ -54,7 +55,7 @@ pub(super) struct ShardOwner {
 /// The resources of a rank for this path.
 pub(super) struct MultiHostIpc {
     pub peers: IpcPeers,
-    shard_owner: Option<ShardOwner>,
+    shard_owners: Vec<ShardOwner>,
     /// Bytes of a chunk buffer.
     chunk: usize,
     pack: Launcher,
@@ -65,9 +66,9 @@ pub(super) struct MultiHostIpc {
 
 impl MultiHostIpc {
     /// For ranks with open IPC memory and bounce buffers of [`NUM_BUFFERS`] chunks of `chunk` bytes.
-    pub fn new(peers: IpcPeers, shard_owner: Option<ShardOwner>, chunk: usize) -> MultiHostIpc {
+    pub fn new(peers: IpcPeers, shard_owners: Vec<ShardOwner>, chunk: usize) -> MultiHostIpc {
         let [pack, add, all_gather, unpack] = [(); 4].map(|()| peers.launcher());
-        MultiHostIpc { peers, shard_owner, chunk, pack, add, all_gather, unpack }
+        MultiHostIpc { peers, shard_owners, chunk, pack, add, all_gather, unpack }
     }
 
     /// Bytes of device memory in use on this rank.
@@ -106,7 +107,7 @@ impl MultiHostIpc {
             }
             self.peers.stream_barrier(channel, wait_ctx)?;
             if let Some(chunk) = incoming {
-                self.sum_slice(&call, chunk, wait_ctx)?;
+                self.sum_slices(&call, chunk, wait_ctx)?;
             }
             if let Some(chunk) = outgoing {
                 self.copy(&call, chunk, true, wait_ctx)?;
@@ -136,39 +137,48 @@ impl MultiHostIpc {
         unsafe { launcher.copy(&self.peers.stream, wait_ctx) }
     }
 
-    /// Sums this shard's slice of all bounce buffers to host memory.
-    fn sum_slice(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    /// Sums the slices of this rank's shards of all bounce buffers to host memory.
+    fn sum_slices(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let addresses = self.addresses(chunk);
-        let Some(shard_owner) = &mut self.shard_owner else { return Ok(()) };
-        let (slice, stream) = (call.slice(chunk, shard_owner.shard), &self.peers.stream);
-        if call.call.op.is_broadcast() {
-            let Some(root) = call.root else { return Ok(()) };
-            let to = shard_owner.means_address(chunk);
-            let start = slice.start as Address;
-            self.add.batch.start(1, 1, slice.len());
-            self.add.batch.add(DType::U8, slice.len(), [addresses[root] + start], [to + start]);
-            // SAFETY: all ranks have packed; this stream has read the former contents of the means buffer.
-            unsafe { self.add.copy(stream, wait_ctx) }?;
-        } else {
-            let to = shard_owner.sums_address(chunk);
-            self.add.batch.start(self.peers.bounces.len(), 1, slice.len());
-            for part in parts(call.call, call.topology, chunk, slice) {
-                let sources = addresses.iter().map(|buffer| buffer + part.wire as Address);
-                self.add.batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
+        let (add, stream) = (&mut self.add, &self.peers.stream);
+        for shard_owner in &mut self.shard_owners {
+            let slice = call.slice(chunk, shard_owner.shard);
+            if call.call.op.is_broadcast() {
+                let Some(root) = call.root else { return Ok(()) };
+                let to = shard_owner.means_address(chunk);
+                let start = slice.start as Address;
+                add.batch.start(1, 1, slice.len());
+                add.batch.add(DType::U8, slice.len(), [addresses[root] + start], [to + start]);
+                // SAFETY: all ranks have packed; this stream has read the former contents of the means buffer.
+                unsafe { add.copy(stream, wait_ctx) }?;
+            } else {
+                let to = shard_owner.sums_address(chunk);
+                add.batch.start(self.peers.bounces.len(), 1, slice.len());
+                let shard = ShardView {
+                    topology: call.topology,
+                    shard: shard_owner.shard,
+                    chunk,
+                    slots: &[],
+                    result: ptr::null_mut(),
+                };
+                for part in parts(call.call, &shard, slice) {
+                    let sources = addresses.iter().map(|buffer| buffer + part.wire as Address);
+                    add.batch.add(part.reduction.dtype, part.count, sources, [to + part.at as Address]);
+                }
+                let acc_f64 = call.call.accumulates_f64();
+                // SAFETY: all ranks have packed, and nobody writes this slice of the bounce buffers before the next
+                // barrier; the host has finished with the sums buffer.
+                let sum = |kernels: &Kernels, dtype, args: &KernelArgs| unsafe {
+                    kernels.sum(dtype, acc_f64, args, stream.raw())
+                };
+                add.run(1, stream, wait_ctx, sum)?;
             }
-            let acc_f64 = call.call.accumulates_f64();
-            // SAFETY: all ranks have packed, and nobody writes this slice of the bounce buffers before the next barrier;
-            // the host has finished with the sums buffer.
-            let sum = |kernels: &Kernels, dtype, args: &KernelArgs| unsafe {
-                kernels.sum(dtype, acc_f64, args, stream.raw())
-            };
-            self.add.run(1, stream, wait_ctx, sum)?;
+            shard_owner.summed[chunk % NUM_BUFFERS] = Some(stream.record()?);
         }
-        shard_owner.summed[chunk % NUM_BUFFERS] = Some(stream.record()?);
         Ok(())
     }
 
-    /// Completes this shard's slice of `chunk` between the hosts; starts that of the next chunk.
+    /// Completes the slices of this rank's shards of `chunk` between the hosts; starts those of the next chunk.
     fn exchange(
         &mut self,
         channel: &mut Channel,
@@ -176,61 +186,68 @@ impl MultiHostIpc {
         chunk: usize,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        let (Some(shard_owner), Some(inter_host)) = (&mut self.shard_owner, &mut channel.inter_host) else {
-            return Ok(());
-        };
         for next in (chunk..call.call.layout.chunks()).take(2) {
             let buffer = next % NUM_BUFFERS;
-            if shard_owner.in_flight[buffer].is_some() {
-                continue;
+            for (shard_owner, inter_host) in self.shard_owners.iter_mut().zip(&mut channel.inter_host) {
+                if shard_owner.in_flight[buffer].is_some() {
+                    continue;
+                }
+                wait_taken(&mut shard_owner.summed[buffer], wait_ctx)?;
+                wait_taken(&mut shard_owner.free[buffer], wait_ctx)?;
+                let in_flight =
+                    shard_owner.with_slice(call, next, |slice| inter_host.start(slice, true, true, wait_ctx))?;
+                shard_owner.in_flight[buffer] = Some(in_flight);
             }
-            wait_taken(&mut shard_owner.summed[buffer], wait_ctx)?;
-            wait_taken(&mut shard_owner.free[buffer], wait_ctx)?;
-            let in_flight =
-                shard_owner.with_slice(call, next, |slice| inter_host.start(slice, true, true, wait_ctx))?;
-            shard_owner.in_flight[buffer] = Some(in_flight);
         }
         let out_of_sync =
             || Error::Internal(format!("hosts out of sync in chunk {chunk} of {}", call.call.full_name()));
-        let in_flight = shard_owner.in_flight[chunk % NUM_BUFFERS].take().ok_or_else(out_of_sync)?;
-        let agreed = shard_owner.with_slice(call, chunk, |slice| inter_host.finish(slice, in_flight, wait_ctx))?;
-        if agreed { Ok(()) } else { Err(out_of_sync()) }
+        for (shard_owner, inter_host) in self.shard_owners.iter_mut().zip(&mut channel.inter_host) {
+            let in_flight = shard_owner.in_flight[chunk % NUM_BUFFERS].take().ok_or_else(out_of_sync)?;
+            let agreed = shard_owner.with_slice(call, chunk, |slice| inter_host.finish(slice, in_flight, wait_ctx))?;
+            if !agreed {
+                return Err(out_of_sync());
+            }
+        }
+        Ok(())
     }
 
-    /// Copies this shard's slice from host memory to the bounce buffers of all ranks.
+    /// Copies the slices of this rank's shards from host memory to the bounce buffers of all ranks.
     fn all_gather(&mut self, call: &DeviceCall<'_>, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let addresses = self.addresses(chunk);
-        let Some(shard_owner) = &mut self.shard_owner else { return Ok(()) };
-        let slice = call.slice(chunk, shard_owner.shard);
-        let start = slice.start as Address;
-        let from = shard_owner.means_address(chunk);
-        self.all_gather.batch.start(1, self.peers.bounces.len(), slice.len());
-        self.all_gather.batch.add(
-            DType::U8,
-            slice.len(),
-            [from + start],
-            addresses.iter().map(|buffer| buffer + start),
-        );
-        // SAFETY: this shard owns this slice of the bounce buffers between the barriers.
-        unsafe { self.all_gather.copy(&self.peers.stream, wait_ctx) }?;
-        shard_owner.free[chunk % NUM_BUFFERS] = Some(self.peers.stream.record()?);
+        for shard_owner in &mut self.shard_owners {
+            let slice = call.slice(chunk, shard_owner.shard);
+            let start = slice.start as Address;
+            let from = shard_owner.means_address(chunk);
+            self.all_gather.batch.start(1, self.peers.bounces.len(), slice.len());
+            let to = addresses.iter().map(|buffer| buffer + start);
+            self.all_gather.batch.add(DType::U8, slice.len(), [from + start], to);
+            // SAFETY: this shard owns this slice of the bounce buffers between the barriers.
+            unsafe { self.all_gather.copy(&self.peers.stream, wait_ctx) }?;
+            shard_owner.free[chunk % NUM_BUFFERS] = Some(self.peers.stream.record()?);
+        }
         Ok(())
     }
 }
 
 impl ShardOwner {
-    /// For calls in chunks of `chunk` bytes, with allreduces of all types; `None` for a rank that owns no shard.
-    pub fn new(context: &Arc<Context>, topology: &Topology, chunk: usize) -> Result<Option<ShardOwner>> {
-        let Some(shard) = topology.shard() else { return Ok(None) };
+    /// The shards of this rank, for calls in chunks of `chunk` bytes, with allreduces of all types.
+    pub fn all(context: &Arc<Context>, topology: &Topology, chunk: usize) -> Result<Vec<ShardOwner>> {
+        if !topology.owns_shards() {
+            return Ok(Vec::new());
+        }
         let _guard = context.push()?;
         context.kernels()?.load_sums()?;
+        topology.own_shards().map(|shard| ShardOwner::new(context, topology, shard, chunk)).collect()
+    }
+
+    fn new(context: &Arc<Context>, topology: &Topology, shard: usize, chunk: usize) -> Result<ShardOwner> {
         let sums_bytes = max_acc_bytes(slice(0..chunk, topology.num_shards() - 1, topology.num_shards()).len());
         let (sums, means) = (
             PinnedHostBuffer::new(context, NUM_BUFFERS * sums_bytes)?,
             PinnedHostBuffer::new(context, NUM_BUFFERS * chunk)?,
         );
         let (free, summed, in_flight) = Default::default();
-        Ok(Some(ShardOwner { shard, sums, sums_bytes, means, chunk, free, summed, in_flight }))
+        Ok(ShardOwner { shard, sums, sums_bytes, means, chunk, free, summed, in_flight })
     }
 
     fn sums_address(&self, chunk: usize) -> Address {
@@ -253,7 +270,7 @@ impl ShardOwner {
         // All slots are the means buffer: a shard reads and writes nothing else.
         let means = self.means.memory().wrapping_add(buffer * self.chunk);
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
-        let shard = ShardView { topology: call.topology, chunk, slots: &slots };
+        let shard = ShardView { topology: call.topology, shard: self.shard, chunk, slots: &slots, result: means };
         let sums = self.sums.memory().wrapping_add(buffer * self.sums_bytes);
         let summed = HostSums { sums: Handle(sums), slice: bytes.clone() };
         let ops: &dyn InterHostOps = if call.call.op.is_broadcast() { inter_host_ops(call.call) } else { &summed };
@@ -303,7 +320,7 @@ impl InterHostOps for HostSums {
         Reducing.partial_bytes(piece)
     }
 
-    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> bool {
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
         let before = Piece { bytes: self.slice.start..piece.bytes.start, ..*piece };
         let out = &mut out[..Reducing.partial_bytes(piece)];
         // SAFETY: the sums of the whole slice are complete and read-only; sums of adjacent pieces are adjacent.
@@ -311,7 +328,7 @@ impl InterHostOps for HostSums {
             let sums = self.sums.0.add(Reducing.partial_bytes(&before));
             sums.copy_to_nonoverlapping(out.as_mut_ptr(), out.len());
         }
-        true
+        Ok(true)
     }
 
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {

@@ -19,6 +19,8 @@ pub(super) struct CostInput {
     pub result_bytes: usize,
     /// Bytes of a host's partial sums, which may have a wider type.
     pub partial_bytes: usize,
+    /// The number of chunks of a channel that hide each other's latencies.
+    pub overlap: usize,
     /// The number of shards. They share the host's link and add in parallel.
     pub shards: usize,
 }
@@ -29,7 +31,7 @@ pub(super) fn fastest(network: &NetworkModel, hosts: usize, load: CostInput, fir
     SAME_BITS.into_iter().min_by(|one, other| cost(one).total_cmp(&cost(other))).unwrap_or(Algorithm::Pairwise)
 }
 
-/// Estimated seconds of `algorithm`: the latencies in sequence, then the larger of message gaps and transfer time (a
+/// Estimated seconds of a chunk with `algorithm`: the latencies in sequence, then the larger of message gaps and transfer time (a
 /// host issues messages while its link transfers others), then the additions.
 pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize, load: CostInput, first: bool) -> f64 {
     let n = hosts as f64;
@@ -45,11 +47,20 @@ pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize
         Algorithm::Pairwise => (handshake + 2.0, (n - 1.0) / n * partial_bytes),
         Algorithm::Ring => (handshake + 2.0 * (n - 1.0), (n - 1.0) / n * partial_bytes),
     };
+    // The first chunk runs alone.
+    let latencies = if first { latencies } else { latencies / load.overlap as f64 };
     let extra_messages = if algorithm == Algorithm::Pairwise { 2.0 * (n - 2.0) } else { 0.0 };
-    let folded = folds * (partial_bytes + result_bytes + 2.0 * (HEADER * load.shards) as f64);
+    let header_bytes = (HEADER * load.shards) as f64;
+    // The hosts of a pair take turns to send the rounds, shard by shard and chunk by chunk.
+    let take_turns = load.shards > 1 || (!first && load.overlap > 2);
+    let with_fold = |rounds: f64| match (folds > 0.0, take_turns) {
+        (false, _) => rounds,
+        (true, true) => rounds.max((rounds + partial_bytes + result_bytes + 2.0 * header_bytes) / 2.0),
+        (true, false) => rounds + partial_bytes.max(result_bytes) + header_bytes,
+    };
     let sent = match algorithm {
-        Algorithm::Doubling => rounds * (partial_bytes + (HEADER * load.shards) as f64) + folded,
-        Algorithm::Halving => halving_traffic(hosts.ilog2(), load) + folded,
+        Algorithm::Doubling => with_fold(rounds * (partial_bytes + header_bytes)),
+        Algorithm::Halving => with_fold(halving_traffic(hosts.ilog2(), load)),
         Algorithm::Pairwise | Algorithm::Ring => {
             (n - 1.0) * piece_traffic(load, load.result_bytes / load.shards / hosts)
         }
@@ -81,7 +92,7 @@ mod tests {
     const TCP: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
     fn float32(bytes: usize) -> CostInput {
-        CostInput { result_bytes: bytes, partial_bytes: bytes, shards: 1 }
+        CostInput { result_bytes: bytes, partial_bytes: bytes, overlap: 1, shards: 1 }
     }
 
     #[test]
@@ -101,7 +112,8 @@ mod tests {
 
     #[test]
     fn wide_partial_sums_favor_halving() {
-        let bfloat16 = |bytes: usize| CostInput { result_bytes: bytes, partial_bytes: 2 * bytes, shards: 1 };
+        let bfloat16 =
+            |bytes: usize| CostInput { result_bytes: bytes, partial_bytes: 2 * bytes, overlap: 1, shards: 1 };
         assert_eq!(fastest(&TCP, 2, float32(64 << 10), true), Doubling);
         assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10), true), Halving);
     }
@@ -119,7 +131,7 @@ mod tests {
 
     #[test]
     fn shards_add_in_parallel_and_share_the_link() {
-        let load = |shards| CostInput { result_bytes: 1 << 20, partial_bytes: 1 << 20, shards };
+        let load = |shards| CostInput { result_bytes: 1 << 20, partial_bytes: 1 << 20, overlap: 1, shards };
         let of = |shards| seconds(&TCP, Halving, 2, load(shards), false);
         let (added, header) = (ADD_S_PER_BYTE * f64::from(1 << 19), 64.0 * TCP.byte_s);
         assert!((of(1) - of(4) - (0.75 * added - 6.0 * header)).abs() < 1e-12);

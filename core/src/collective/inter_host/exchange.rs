@@ -7,6 +7,7 @@ use super::algorithm::{Algorithm, AlgorithmSetting};
 use super::cost;
 use super::handshake_state::{HandshakeState, Payload};
 use super::header::{self, Header};
+use super::stage::{Next, Stage};
 use super::tree::ReductionTree;
 use crate::collective::call::Call;
 use crate::collective::operation::Pattern;
@@ -17,25 +18,31 @@ use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
-use crate::transport::{HostLink, MAX_EXCHANGES, Message, NetworkModel, WaitContext};
-use crate::wire_layout::HEADER;
+use crate::transport::{HostLink, MAX_EXCHANGES, Message, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange};
+use crate::wire_layout::{DtypeRun, HEADER};
 
-/// The links of one shard to the other hosts.
+/// A shard of this rank, with its links to the other hosts.
 pub(crate) struct InterHost {
+    pub shard: usize,
     pub link: Box<dyn HostLink>,
-    tree: ReductionTree,
+    /// Two trees, which take turns: where a host folds into another, each of the two does it for half of the slices.
+    trees: [ReductionTree; 2],
     network: NetworkModel,
     setting: AlgorithmSetting,
     /// For each exchange: this host's partial sums of the range that it completes.
     host_partial: [Aligned; MAX_EXCHANGES],
+    /// For each exchange: room for the result, if it is not completed in a slot. Not touched before it is used.
+    results: [Aligned; MAX_EXCHANGES],
 }
 
 /// A slice in flight between hosts.
 #[derive(Debug)]
 pub(in crate::collective) struct InFlightSlice {
     algorithm: Algorithm,
-    /// The handshake, if there is one.
-    handshake: Option<HandshakeState>,
+    stage: Stage,
+    handshake: HandshakeState,
+    /// Whether the local buffer has this host's partial sums.
+    has_own: bool,
 }
 
 /// A slice to reduce between hosts.
@@ -62,16 +69,23 @@ impl Slice<'_> {
 }
 
 impl InterHost {
-    /// `link` connects this host's shard with the same shard of the other hosts.
+    /// `link` connects this host's shard `shard` with the same shard of the other hosts.
     pub fn new(
+        shard: usize,
         mut link: Box<dyn HostLink>,
         topology: &Topology,
         network: NetworkModel,
         setting: AlgorithmSetting,
     ) -> InterHost {
         let capacity = link.buffers(0).send.len();
-        let host_partial = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
-        InterHost { link, tree: ReductionTree::new(topology.hosts(), topology.host()), network, setting, host_partial }
+        let [host_partial, results] = [(); 2].map(|()| [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity)));
+        let trees = [0, 1].map(|turn| ReductionTree::new(topology.hosts(), topology.host(), turn));
+        InterHost { shard, link, trees, network, setting, host_partial, results }
+    }
+
+    /// Room for a shard's slice of a chunk in round `step`.
+    pub(in crate::collective) fn result_buffer(&mut self, step: u32) -> *mut u8 {
+        self.results[step as usize % MAX_EXCHANGES].as_mut_slice().as_mut_ptr()
     }
 
     /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. Otherwise `agreed`
@@ -91,55 +105,75 @@ impl InterHost {
             AlgorithmSetting::Auto => cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched),
         };
         let payload = match algorithm {
-            Algorithm::Doubling => Some(Payload::Whole),
-            Algorithm::Halving => Some(Payload::Halves),
-            Algorithm::Pairwise | Algorithm::Ring => (!matched).then_some(Payload::Empty),
+            Algorithm::Doubling => Payload::Whole,
+            Algorithm::Halving => Payload::Halves,
+            Algorithm::Pairwise | Algorithm::Ring => Payload::Empty,
         };
-        let handshake = payload.map(|payload| exchange.start_handshake(payload, agreed)).transpose()?;
-        if handshake.is_none() {
-            exchange.start_data(algorithm)?;
-        }
-        Ok(InFlightSlice { algorithm, handshake })
+        let handshake = HandshakeState::new(payload, agreed, slice.bytes.clone());
+        let mut in_flight = InFlightSlice { algorithm, stage: Stage::Fold, handshake, has_own: false };
+        in_flight.stage = if matched && payload == Payload::Empty {
+            exchange.start_data(&mut in_flight)?
+        } else {
+            exchange.start_handshake(&mut in_flight.handshake)?
+        };
+        Ok(in_flight)
     }
 
-    /// Completes a slice in this shard's slot. Returns false on all hosts, with nothing written, if any calls differ.
+    /// Continues a slice if its messages have completed. Once the slice is complete in the slot of this rank, returns
+    /// true; false on all hosts, with nothing written, if any calls differ.
+    pub(in crate::collective) fn advance(
+        &mut self,
+        slice: &Slice<'_>,
+        in_flight: &mut InFlightSlice,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<Option<bool>> {
+        while self.link.in_flight(exchange_index(slice)) == 0 {
+            let mut exchange = self.exchange(slice, wait_ctx);
+            let next = exchange.finish_stage(in_flight)?;
+            exchange.timer.end(Activity::Reduce);
+            in_flight.stage = match next {
+                Next::Stage(stage) => stage,
+                Next::StartData => exchange.start_data(in_flight)?,
+                Next::Done(agreed) => return Ok(Some(agreed)),
+            };
+        }
+        Ok(None)
+    }
+
+    /// As `advance`, but waits until the slice is complete.
     pub(in crate::collective) fn finish(
         &mut self,
         slice: &Slice<'_>,
-        in_flight: InFlightSlice,
+        mut in_flight: InFlightSlice,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<bool> {
-        let mut exchange = self.exchange(slice, wait_ctx);
-        let InFlightSlice { algorithm, handshake } = in_flight;
-        let data_follows = matches!(algorithm, Algorithm::Pairwise | Algorithm::Ring);
-        if let Some(handshake) = handshake {
-            let agreed = exchange.finish_handshake(handshake)?;
-            if !agreed || !data_follows {
+        loop {
+            if let Some(agreed) = self.advance(slice, &mut in_flight, wait_ctx)? {
                 return Ok(agreed);
             }
-            exchange.start_data(algorithm)?;
+            finish_exchange(self.link.as_mut(), exchange_index(slice), wait_ctx)?;
         }
-        match algorithm {
-            Algorithm::Ring => exchange.finish_ring()?,
-            _ => exchange.finish_pairwise()?,
-        }
-        Ok(true)
     }
 
     fn exchange<'a>(&'a mut self, slice: &'a Slice<'a>, wait_ctx: &'a WaitContext<'a>) -> SliceExchange<'a> {
-        let exchange = slice.step as usize % MAX_EXCHANGES;
-        // Reading the clock is cheap compared with a message.
-        let timer = PhaseTimer::start(wait_ctx.log(), usize::MAX);
+        let exchange_index = exchange_index(slice);
+        let turn = (slice.step as usize + self.shard) % self.trees.len();
         SliceExchange {
             slice,
-            exchange_index: exchange,
+            exchange_index,
             link: self.link.as_mut(),
-            host_partial: &mut self.host_partial[exchange],
-            tree: &self.tree,
+            host_partial: &mut self.host_partial[exchange_index],
+            tree: &self.trees[turn],
             wait_ctx,
-            timer,
+            // Reading the clock is cheap compared with a message.
+            timer: PhaseTimer::start(wait_ctx.log(), usize::MAX),
         }
     }
+}
+
+/// The exchange of the link that a slice uses.
+fn exchange_index(slice: &Slice<'_>) -> usize {
+    slice.step as usize % MAX_EXCHANGES
 }
 
 /// A slice with its messages; the algorithms are its methods.
@@ -154,11 +188,29 @@ pub(super) struct SliceExchange<'a> {
 }
 
 impl SliceExchange<'_> {
-    /// Sends the first messages of a pairwise or ring exchange, after the handshake of a first chunk.
-    pub fn start_data(&mut self, algorithm: Algorithm) -> Result<()> {
-        match algorithm {
-            Algorithm::Ring => self.start_ring(),
-            _ => self.start_pairwise(),
+    /// Sends the first messages of a pairwise or ring exchange.
+    fn start_data(&mut self, in_flight: &mut InFlightSlice) -> Result<Stage> {
+        let InFlightSlice { algorithm, has_own, .. } = in_flight;
+        match (algorithm, self.slice.call.op.pattern()) {
+            (Algorithm::Ring, _) => self.start_ring(has_own),
+            (_, Pattern::Gather) => self.start_gather(),
+            (_, Pattern::Exchange) => self.start_blocks(),
+            (_, Pattern::Line | Pattern::Scatter) => self.start_scatter(has_own),
+        }
+    }
+
+    /// Takes the messages of a stage, and sends those of the next one.
+    fn finish_stage(&mut self, in_flight: &mut InFlightSlice) -> Result<Next> {
+        let InFlightSlice { stage, handshake, has_own, .. } = in_flight;
+        match *stage {
+            Stage::Fold => self.finish_fold(handshake),
+            Stage::Round(round) => self.finish_round(round, handshake),
+            Stage::Unfold(round) => self.finish_unfold(round, handshake),
+            Stage::FoldResult => self.finish_fold_result(handshake),
+            Stage::Scatter => self.finish_scatter(*has_own),
+            Stage::Gather => self.finish_gather(),
+            Stage::Blocks => self.finish_blocks(),
+            Stage::Ring(round) => self.finish_ring(round, has_own),
         }
     }
 
@@ -181,9 +233,9 @@ impl SliceExchange<'_> {
         host_piece(topology, self.slice.call, &self.slice.bytes, self.shard(), host)
     }
 
-    /// The shard of this rank.
+    /// The number of the shard.
     pub fn shard(&self) -> usize {
-        self.slice.shard.topology.local_rank()
+        self.slice.shard.shard
     }
 
     pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
@@ -208,7 +260,10 @@ impl SliceExchange<'_> {
     pub fn cost_input(&self) -> cost::CostInput {
         let shards = self.slice.shard.topology.num_shards();
         let bytes = self.slice.bytes.clone();
+        let call = self.slice.call;
+        let others = (call.layout.chunks() - 1).div_ceil(call.channels());
         cost::CostInput {
+            overlap: others.clamp(1, NETWORK_WINDOW),
             result_bytes: bytes.len() * shards,
             partial_bytes: self.partial_bytes(bytes) * shards,
             shards,
@@ -221,29 +276,35 @@ impl SliceExchange<'_> {
     }
 
     /// Writes this host's partial sums of `piece` at byte `at` of the send buffer; false if it has none.
-    pub fn contribute_to_send_buffer(&mut self, at: usize, piece: Range<usize>) -> bool {
+    pub fn contribute_to_send_buffer(&mut self, at: usize, piece: Range<usize>) -> Result<bool> {
         let slice = self.slice;
         // SAFETY: all ranks of the host have packed, so this shard may read the slice in all slots.
         unsafe { slice.ops.contribute(&slice.part(piece), &mut self.link.buffers(self.exchange_index).send[at..]) }
     }
 
     /// As `contribute_to_send_buffer`, but at the start of the local buffer.
-    pub fn contribute_to_local_buffer(&mut self, piece: Range<usize>) -> bool {
+    pub fn contribute_to_local_buffer(&mut self, piece: Range<usize>) -> Result<bool> {
         let slice = self.slice;
         // SAFETY: as above.
         unsafe { slice.ops.contribute(&slice.part(piece), self.host_partial.as_mut_slice()) }
     }
 
     /// Writes a message with this host's partial sums of `piece` at byte `at` of the send buffer.
-    pub fn pack_partial(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
-        let has_data = self.contribute_to_send_buffer(at + HEADER, piece.clone());
+    pub fn pack_partial(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<Range<usize>> {
+        let has_data = self.contribute_to_send_buffer(at + HEADER, piece.clone())?;
         self.header(kind, true, has_data).write(&mut self.link.buffers(self.exchange_index).send[at..]);
-        at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 }
+        Ok(at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 })
+    }
+
+    /// The elements of `piece`.
+    fn runs(&self, piece: Range<usize>) -> impl Iterator<Item = DtypeRun> + use<'_> {
+        let Slice { call, shard, .. } = self.slice;
+        runs(call, shard.topology, shard.shard, shard.chunk, piece)
     }
 
     /// The bytes of `piece` in a message with results.
     pub fn result_bytes(&self, piece: Range<usize>) -> usize {
-        runs(self.slice.call, self.slice.shard.topology, self.slice.shard.chunk, piece).map(|run| run.bytes.len()).sum()
+        self.runs(piece).map(|run| run.bytes.len()).sum()
     }
 
     /// Writes a message with the completed `piece` at byte `at` of the send buffer.
@@ -252,10 +313,10 @@ impl SliceExchange<'_> {
         let Slice { call, shard, .. } = self.slice;
         let send = self.link.buffers(self.exchange_index).send;
         let mut end = at + HEADER;
-        for run in runs(call, shard.topology, shard.chunk, piece) {
+        for run in runs(call, shard.topology, shard.shard, shard.chunk, piece) {
             let body = &mut send[end..end + run.bytes.len()];
             // SAFETY: this shard owns the slice of its slot and has completed it.
-            unsafe { ptr::copy_nonoverlapping(shard.own().add(run.bytes.start), body.as_mut_ptr(), body.len()) };
+            unsafe { ptr::copy_nonoverlapping(shard.result.add(run.bytes.start), body.as_mut_ptr(), body.len()) };
             end += run.bytes.len();
         }
         at..end
@@ -267,10 +328,10 @@ impl SliceExchange<'_> {
         let Slice { call, shard, .. } = self.slice;
         let recv = self.link.buffers(self.exchange_index).recv;
         let mut from = at + HEADER;
-        for run in runs(call, shard.topology, shard.chunk, piece) {
+        for run in runs(call, shard.topology, shard.shard, shard.chunk, piece) {
             let body = &recv[from..from + run.bytes.len()];
             // SAFETY: as in `pack_result`.
-            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), shard.own().add(run.bytes.start), body.len()) };
+            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), shard.result.add(run.bytes.start), body.len()) };
             from += run.bytes.len();
         }
         Ok(())
@@ -285,12 +346,5 @@ impl SliceExchange<'_> {
         self.timer.end(Activity::Reduce);
         self.wait_ctx.log().messages(sends.len(), sends.iter().map(|message| message.bytes.len()).sum());
         self.link.start(self.exchange_index, sends, receives)
-    }
-
-    pub fn finish(&mut self) -> Result<()> {
-        self.timer.reset();
-        self.link.finish(self.exchange_index, self.wait_ctx)?;
-        self.timer.end(Activity::Network);
-        Ok(())
     }
 }

@@ -8,10 +8,10 @@ use std::ops::Range;
 
 use super::exchange::SliceExchange;
 use super::handshake_state::{HandshakeState, Payload};
+use super::stage::{Next, Stage};
 use super::tree::Role;
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::timings::Activity;
 use crate::transport::Message;
 use crate::wire_layout::{HEADER, slice};
 
@@ -23,79 +23,103 @@ const RESULT: u32 = 200;
 
 impl SliceExchange<'_> {
     /// Sends this host's first message, unless it must receive one first.
-    pub fn start_handshake(&mut self, payload: Payload, agreed: bool) -> Result<HandshakeState> {
+    pub fn start_handshake(&mut self, state: &mut HandshakeState) -> Result<Stage> {
         // A folded host sends all of its data.
-        let halves = payload == Payload::Halves && !matches!(self.tree.role, Role::FoldedInto(_));
-        let at = if halves { 0 } else { HEADER };
-        let mut state = HandshakeState { payload, agreed, range: self.slice.bytes.clone(), at, has_data: false };
+        let halves = state.payload == Payload::Halves && !matches!(self.tree.role, Role::FoldedInto(_));
+        state.at = if halves { 0 } else { HEADER };
         if state.has_payload() {
             state.has_data = match halves {
-                true => self.contribute_to_local_buffer(state.range.clone()),
-                false => self.contribute_to_send_buffer(HEADER, state.range.clone()),
+                true => self.contribute_to_local_buffer(state.range.clone())?,
+                false => self.contribute_to_send_buffer(HEADER, state.range.clone())?,
             };
         }
         let recv_range = self.recv_buffer();
         match self.tree.role {
             Role::FoldedInto(to) => {
-                let message = self.write_header(FOLD, &state, state.range.clone());
+                let message = self.write_header(FOLD, state, state.range.clone());
                 self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: recv_range }])?;
+                Ok(Stage::FoldResult)
             }
-            Role::FoldsIn(from) => self.start(&[], &[Message { host: from, bytes: recv_range }])?,
-            Role::Core => self.start_round(0, &mut state)?,
+            Role::FoldsIn(from) => {
+                self.start(&[], &[Message { host: from, bytes: recv_range }])?;
+                Ok(Stage::Fold)
+            }
+            Role::Core => self.start_round(0, state),
         }
-        Ok(state)
     }
 
-    /// Runs the rounds. Returns false if the hosts' calls differ; otherwise the slice is complete if it was the
-    /// payload.
-    pub fn finish_handshake(&mut self, mut state: HandshakeState) -> Result<bool> {
+    /// Adds the data of the folded host.
+    pub fn finish_fold(&mut self, state: &mut HandshakeState) -> Result<Next> {
+        let first = matches!(self.tree.role, Role::FoldsIn(other) if self.host() < other);
+        self.add_received(FOLD, first, false, state)?;
+        self.start_round(0, state).map(Next::Stage)
+    }
+
+    /// Adds the data of the partner of `round`. After the last round every host knows whether all calls match.
+    pub fn finish_round(&mut self, round: usize, state: &mut HandshakeState) -> Result<Next> {
+        let (_, first) = self.tree.partner(round);
+        let is_last = round + 1 == self.tree.rounds();
+        self.add_received(ROUND + round_kind(round), first, is_last, state)?;
+        if !is_last {
+            self.start_round(round + 1, state).map(Next::Stage)
+        } else if state.has_payload() && state.payload == Payload::Halves {
+            self.start_unfold(round).map(Next::Stage)
+        } else {
+            self.end_rounds(state)
+        }
+    }
+
+    /// After the rounds: sends the result to the folded host, if there is one.
+    fn end_rounds(&mut self, state: &HandshakeState) -> Result<Next> {
+        let Role::FoldsIn(from) = self.tree.role else { return Ok(state.outcome()) };
+        let message = match state.has_payload() {
+            true => self.pack_result(0, self.slice.bytes.clone(), RESULT),
+            false => self.write_header(RESULT, state, 0..0),
+        };
+        self.start(&[Message { host: from, bytes: message }], &[])?;
+        Ok(Next::Stage(Stage::FoldResult))
+    }
+
+    /// Receives the result on a folded host; on the other its message has gone.
+    pub fn finish_fold_result(&mut self, state: &mut HandshakeState) -> Result<Next> {
         if let Role::FoldedInto(_) = self.tree.role {
-            return self.finish_fold(&state);
-        }
-        if let Role::FoldsIn(_) = self.tree.role {
-            self.finish()?;
-            self.add_received(FOLD, true, false, &mut state)?;
-            self.start_round(0, &mut state)?;
-        }
-        let rounds = self.tree.rounds();
-        // The range of this host before each round.
-        let mut ranges = vec![self.slice.bytes.clone()];
-        for round in 0..rounds {
-            self.finish()?;
-            let (_, first) = self.tree.partner(round);
-            let last = round + 1 == rounds;
-            self.add_received(ROUND + round_kind(round), first, last, &mut state)?;
-            if !last {
-                ranges.push(state.range.clone());
-                self.start_round(round + 1, &mut state)?;
+            let agreed = self.read(0, RESULT)?.is_some();
+            if agreed && state.has_payload() {
+                self.unpack_result(0, self.slice.bytes.clone(), RESULT)?;
             }
+            state.agreed = agreed;
         }
-        if state.has_payload() && state.payload == Payload::Halves {
-            self.all_gather(&ranges)?;
-        }
-        if let Role::FoldsIn(from) = self.tree.role {
-            let message = match state.has_payload() {
-                true => self.pack_result(0, self.slice.bytes.clone(), RESULT),
-                false => self.write_header(RESULT, &state, 0..0),
-            };
-            self.start(&[Message { host: from, bytes: message }], &[])?;
-            self.finish()?;
-        }
-        Ok(state.agreed)
+        Ok(state.outcome())
     }
 
-    /// Receives the result on a folded host.
-    fn finish_fold(&mut self, state: &HandshakeState) -> Result<bool> {
-        self.finish()?;
-        let agreed = self.read(0, RESULT)?.is_some();
-        if agreed && state.has_payload() {
-            self.unpack_result(0, self.slice.bytes.clone(), RESULT)?;
+    /// A reverse round: sends what this host had completed before `round`, for the other half.
+    fn start_unfold(&mut self, round: usize) -> Result<Stage> {
+        let (host, first) = self.tree.partner(round);
+        let (own, received) = halves(&self.range_before(round), first);
+        let message = self.pack_result(0, own, UNFOLD + round_kind(round));
+        let recv_range = 0..HEADER + received.len();
+        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])?;
+        Ok(Stage::Unfold(round))
+    }
+
+    /// Takes the other half of the range that this host had before `round`.
+    pub fn finish_unfold(&mut self, round: usize, state: &HandshakeState) -> Result<Next> {
+        let (_, first) = self.tree.partner(round);
+        let (_, received) = halves(&self.range_before(round), first);
+        self.unpack_result(0, received, UNFOLD + round_kind(round))?;
+        match round.checked_sub(1) {
+            Some(before) => self.start_unfold(before).map(Next::Stage),
+            None => self.end_rounds(state),
         }
-        Ok(agreed)
+    }
+
+    /// The range that this host still reduces before `round`, if the data is halved.
+    fn range_before(&self, round: usize) -> Range<usize> {
+        (0..round).fold(self.slice.bytes.clone(), |range, round| halves(&range, self.tree.partner(round).1).0)
     }
 
     /// Sends data to the partner of `round`: all of it, or one half, and then keeps the other half.
-    fn start_round(&mut self, round: usize, state: &mut HandshakeState) -> Result<()> {
+    fn start_round(&mut self, round: usize, state: &mut HandshakeState) -> Result<Stage> {
         let (host, first) = self.tree.partner(round);
         let mut sent = state.range.clone();
         if state.payload == Payload::Halves {
@@ -112,7 +136,8 @@ impl SliceExchange<'_> {
         }
         let message = self.write_header(ROUND + round_kind(round), state, sent);
         let recv_range = self.recv_buffer();
-        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])
+        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])?;
+        Ok(Stage::Round(round))
     }
 
     /// Writes the header of a message whose data, the range `sent`, is already in the buffer or absent.
@@ -148,21 +173,6 @@ impl SliceExchange<'_> {
                 slice.ops.add_partials(&slice.part(state.range.clone()), low, high, out);
                 state.has_data |= received.is_some();
             }
-        }
-        self.timer.end(Activity::Reduce);
-        Ok(())
-    }
-
-    /// Reverse rounds: before round r this host had `ranges[r]`, and its partner completed the other half.
-    fn all_gather(&mut self, ranges: &[Range<usize>]) -> Result<()> {
-        for round in (0..self.tree.rounds()).rev() {
-            let (host, first) = self.tree.partner(round);
-            let (own, received) = halves(&ranges[round], first);
-            let message = self.pack_result(0, own, UNFOLD + round_kind(round));
-            let recv_range = 0..HEADER + received.len();
-            self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])?;
-            self.finish()?;
-            self.unpack_result(0, received, UNFOLD + round_kind(round))?;
         }
         Ok(())
     }

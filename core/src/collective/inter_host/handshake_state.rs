@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use super::stage::Next;
+
 /// The data that travels with the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Payload {
@@ -25,7 +27,17 @@ pub(super) struct HandshakeState {
 }
 
 impl HandshakeState {
+    /// The start of a handshake about a slice.
+    pub fn new(payload: Payload, agreed: bool, range: Range<usize>) -> HandshakeState {
+        HandshakeState { payload, agreed, range, at: 0, has_data: false }
+    }
+
     pub fn has_payload(&self) -> bool {
         self.agreed && self.payload != Payload::Empty
+    }
+
+    /// What follows the handshake.
+    pub fn outcome(&self) -> Next {
+        if self.agreed && self.payload == Payload::Empty { Next::StartData } else { Next::Done(self.agreed) }
     }
 }

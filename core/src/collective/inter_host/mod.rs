@@ -6,8 +6,8 @@
 //! start with their [`Algorithm`] directly.
 //!
 //! All algorithms except the ring add in the order of one [tree] over the hosts, so they give the same bits.
-//! Each chunk has two phases, so that two chunks can be in flight: `start` sends the first messages, `finish` completes
-//! the slice.
+//! A slice in flight is a state machine, so that many can be in flight: `start` sends the first messages, and `advance`
+//! continues whenever all messages of the slice have completed. Each algorithm is a few stages of it.
 //! Thread rule: as for [`super::Channel`].
 
 mod algorithm;
@@ -18,6 +18,7 @@ mod handshake_state;
 mod header;
 mod pairwise;
 mod ring;
+mod stage;
 mod tree;
 
 pub use algorithm::{Algorithm, AlgorithmSetting};

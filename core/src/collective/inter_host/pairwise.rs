@@ -6,11 +6,11 @@ use std::ops::Range;
 use std::ptr;
 
 use super::exchange::SliceExchange;
+use super::stage::{Next, Stage};
 use crate::collective::blocks::{received, scattered};
 use crate::collective::operation::{Pattern, Root};
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::timings::Activity;
 use crate::transport::Message;
 use crate::wire_layout::{ALIGN, HEADER};
 
@@ -65,53 +65,27 @@ impl SliceExchange<'_> {
         senders.iter().flat_map(move |&sender| (0..receivers).map(move |receiver| (sender, receiver)))
     }
 
-    pub fn start_pairwise(&mut self) -> Result<()> {
+    /// Sends parts of their pieces to all other hosts.
+    pub fn start_scatter(&mut self, has_own: &mut bool) -> Result<Stage> {
         let mut sends = Vec::with_capacity(self.hosts());
         let mut at = 0;
-        let receives = match self.slice.call.op.pattern() {
-            Pattern::Gather => return self.start_gather(),
-            Pattern::Exchange => {
-                for host in self.other_hosts() {
-                    let bytes = self.pack_block_message(at, host);
-                    at = bytes.end.next_multiple_of(ALIGN);
-                    sends.push(Message { host, bytes });
-                }
-                self.block_receives()
-            }
-            Pattern::Line | Pattern::Scatter => {
-                for host in self.other_hosts() {
-                    let bytes = self.pack_partial(at, self.piece(host), SCATTER);
-                    at = bytes.end.next_multiple_of(ALIGN);
-                    sends.push(Message { host, bytes });
-                }
-                self.scatter_receives()
-            }
-        };
-        self.start(&sends, &receives)
-    }
-
-    pub fn finish_pairwise(&mut self) -> Result<()> {
-        match self.slice.call.op.pattern() {
-            Pattern::Gather => self.finish_gather(),
-            Pattern::Scatter => self.finish_scatter(),
-            Pattern::Exchange => self.finish_blocks(),
-            Pattern::Line => {
-                self.finish_scatter()?;
-                self.start_gather()?;
-                self.finish_gather()
-            }
+        for host in self.other_hosts() {
+            let bytes = self.pack_partial(at, self.piece(host), SCATTER)?;
+            at = bytes.end.next_multiple_of(ALIGN);
+            sends.push(Message { host, bytes });
         }
+        let receives = self.scatter_receives();
+        self.start(&sends, &receives)?;
+        // Overlaps with the messages in flight.
+        *has_own = self.contribute_to_local_buffer(self.piece(self.host()))?;
+        Ok(Stage::Scatter)
     }
 
     /// Completes this host's piece from the parts of all hosts.
-    fn finish_scatter(&mut self) -> Result<()> {
+    pub fn finish_scatter(&mut self, has_own: bool) -> Result<Next> {
         let me = self.host();
         let own_piece = self.piece(me);
-        // Overlaps with the messages in flight.
-        let own: Partial =
-            self.contribute_to_local_buffer(own_piece.clone()).then(|| self.host_partial.as_ptr().cast_const());
-        self.timer.end(Activity::Reduce);
-        self.finish()?;
+        let own: Partial = has_own.then(|| self.host_partial.as_ptr().cast_const());
         let mut parts = vec![None; self.hosts()];
         parts[me] = own;
         for recv in self.scatter_receives() {
@@ -132,24 +106,42 @@ impl SliceExchange<'_> {
                 }
             }
         }
-        Ok(())
+        match slice.call.op.pattern() {
+            Pattern::Line => self.start_gather().map(Next::Stage),
+            _ => Ok(Next::Done(true)),
+        }
     }
 
     /// Sends this host's completed piece.
-    fn start_gather(&mut self) -> Result<()> {
+    pub fn start_gather(&mut self) -> Result<Stage> {
         let message = self.pack_result(0, self.piece(self.host()), GATHER);
         let targets = self.other_hosts().filter(|&host| self.is_target(host));
         let sends: Vec<Message> = targets.map(|host| Message { host, bytes: message.clone() }).collect();
         let receives = self.gather_receives();
-        self.start(&sends, &receives)
+        self.start(&sends, &receives)?;
+        Ok(Stage::Gather)
     }
 
-    fn finish_gather(&mut self) -> Result<()> {
-        self.finish()?;
+    /// Takes the completed pieces of the other hosts.
+    pub fn finish_gather(&mut self) -> Result<Next> {
         for recv in self.gather_receives() {
             self.unpack_result(recv.bytes.start, self.piece(recv.host), GATHER)?;
         }
-        Ok(())
+        Ok(Next::Done(true))
+    }
+
+    /// Sends the blocks for the ranks of all other hosts.
+    pub fn start_blocks(&mut self) -> Result<Stage> {
+        let mut sends = Vec::with_capacity(self.hosts());
+        let mut at = 0;
+        for host in self.other_hosts() {
+            let bytes = self.pack_block_message(at, host);
+            at = bytes.end.next_multiple_of(ALIGN);
+            sends.push(Message { host, bytes });
+        }
+        let receives = self.block_receives();
+        self.start(&sends, &receives)?;
+        Ok(Stage::Blocks)
     }
 
     /// Writes a message with the blocks for `host` at byte `at` of the send buffer.
@@ -171,8 +163,7 @@ impl SliceExchange<'_> {
     }
 
     /// Copies the received blocks to this shard's slot.
-    fn finish_blocks(&mut self) -> Result<()> {
-        self.finish()?;
+    pub fn finish_blocks(&mut self) -> Result<Next> {
         for recv in self.block_receives() {
             self.read_matched(recv.bytes.start, BLOCKS)?;
             let blocks: Vec<(usize, usize)> = self.blocks(recv.host, self.host()).collect();
@@ -181,13 +172,13 @@ impl SliceExchange<'_> {
             let mut from = recv.bytes.start + HEADER;
             for (sender, receiver) in blocks {
                 let (_, compartment) = received(topology, sender, receiver);
-                let to = self.slice.shard.own().wrapping_add(compartment * self.slice.call.compartment());
+                let to = self.slice.shard.result.wrapping_add(compartment * self.slice.call.compartment());
                 let body = &message[from..from + len];
                 // SAFETY: this shard owns these compartments of its slot until it raises `Reduced`.
                 unsafe { ptr::copy_nonoverlapping(body.as_ptr(), to, len) };
                 from += len;
             }
         }
-        Ok(())
+        Ok(Next::Done(true))
     }
 }

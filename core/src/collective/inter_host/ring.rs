@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use super::exchange::SliceExchange;
+use super::stage::{Next, Stage};
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::timings::Activity;
 use crate::transport::Message;
 use crate::wire_layout::{HEADER, max_acc_bytes};
 
@@ -27,9 +27,13 @@ impl SliceExchange<'_> {
         (self.host() + self.hosts() - 1) % self.hosts()
     }
 
-    pub fn start_ring(&mut self) -> Result<()> {
-        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), round_kind(0));
-        self.send_next(message, self.ring_piece(1))
+    /// Sends this host's part of the first piece. The messages of round r are those of stage `Ring(r)`.
+    pub fn start_ring(&mut self, has_own: &mut bool) -> Result<Stage> {
+        let message = self.pack_partial(0, self.piece(self.ring_piece(0)), round_kind(0))?;
+        self.send_next(message, self.ring_piece(1))?;
+        // Overlaps with the message in flight.
+        *has_own = self.contribute_to_local_buffer(self.piece(self.ring_piece(1)))?;
+        Ok(Stage::Ring(0))
     }
 
     /// Sends a message to the next host and receives `piece` from the previous host.
@@ -39,40 +43,41 @@ impl SliceExchange<'_> {
         self.start(&[Message { host: next, bytes }], &[Message { host: previous, bytes: recv_range }])
     }
 
-    pub fn finish_ring(&mut self) -> Result<()> {
+    /// In the first rounds, adds this host's part to the received piece and sends it on, until the piece is complete.
+    /// Then passes completed pieces on.
+    pub fn finish_ring(&mut self, round: usize, has_own: &mut bool) -> Result<Next> {
         let last = self.hosts() - 1;
-        for round in 1..=last {
-            let piece = self.piece(self.ring_piece(round));
-            // Overlaps with the message in flight.
-            let own: Partial =
-                self.contribute_to_local_buffer(piece.clone()).then(|| self.host_partial.as_ptr().cast_const());
-            self.timer.end(Activity::Reduce);
-            self.finish()?;
-            let received = self.read_matched(0, round_kind(round - 1))?;
-            let slice = self.slice;
-            let out = self.link.buffers(self.exchange_index).send[HEADER..].as_mut_ptr();
-            // SAFETY: both operands are partial sums of this piece; the three buffers do not overlap.
-            unsafe {
-                if round == last {
-                    slice.ops.finish_shard(&slice.part(piece), received, own);
-                } else {
-                    slice.ops.add_partials(&slice.part(piece.clone()), received, own, out);
-                    let has_data = received.is_some() || own.is_some();
-                    self.header(round_kind(round), true, has_data).write(self.link.buffers(self.exchange_index).send);
-                    let len = if has_data { self.partial_bytes(piece) } else { 0 };
-                    self.send_next(0..HEADER + len, self.ring_piece(round + 1))?;
-                }
-            }
+        if round >= last {
+            let piece = self.piece(self.ring_piece(round + 1));
+            self.unpack_result(0, piece, ALLGATHER + round_kind(round - last))?;
+            return if round + 1 < 2 * last { self.pass_on(round + 1) } else { Ok(Next::Done(true)) };
         }
-        for round in 0..last {
-            // Starts with the piece that this host completed.
-            let (sent, received) = (self.ring_piece(last + round), self.ring_piece(last + round + 1));
-            let message = self.pack_result(0, self.piece(sent), ALLGATHER + round_kind(round));
-            self.send_next(message, received)?;
-            self.finish()?;
-            self.unpack_result(0, self.piece(received), ALLGATHER + round_kind(round))?;
+        let piece = self.piece(self.ring_piece(round + 1));
+        let own: Partial = has_own.then(|| self.host_partial.as_ptr().cast_const());
+        let received = self.read_matched(0, round_kind(round))?;
+        let slice = self.slice;
+        if round + 1 == last {
+            // SAFETY: both operands are partial sums of this piece; the buffers do not overlap.
+            unsafe { slice.ops.finish_shard(&slice.part(piece), received, own) };
+            return self.pass_on(last);
         }
-        Ok(())
+        let out = self.link.buffers(self.exchange_index).send[HEADER..].as_mut_ptr();
+        // SAFETY: as above.
+        unsafe { slice.ops.add_partials(&slice.part(piece.clone()), received, own, out) };
+        let has_data = received.is_some() || own.is_some();
+        self.header(round_kind(round + 1), true, has_data).write(self.link.buffers(self.exchange_index).send);
+        let len = if has_data { self.partial_bytes(piece) } else { 0 };
+        self.send_next(0..HEADER + len, self.ring_piece(round + 2))?;
+        *has_own = self.contribute_to_local_buffer(self.piece(self.ring_piece(round + 2)))?;
+        Ok(Next::Stage(Stage::Ring(round + 1)))
+    }
+
+    /// Sends the completed piece of `round` to the next host.
+    fn pass_on(&mut self, round: usize) -> Result<Next> {
+        let kind = ALLGATHER + round_kind(round - (self.hosts() - 1));
+        let message = self.pack_result(0, self.piece(self.ring_piece(round)), kind);
+        self.send_next(message, self.ring_piece(round + 1))?;
+        Ok(Next::Stage(Stage::Ring(round)))
     }
 }
 

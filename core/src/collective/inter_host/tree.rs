@@ -1,7 +1,9 @@
 //! The order in which the hosts' partial sums are added: a tree over the hosts in their order. Pure.
 //!
 //! It is the tree of recursive doubling (Thakur, Rabenseifner and Gropp, 2005). With n hosts and 2^k the largest power
-//! of two up to n, the first 2 (n - 2^k) hosts fold in pairs: the second host of a pair sends its data to the first.
+//! of two up to n, the first 2 (n - 2^k) hosts fold in pairs: one host of a pair sends its data to the other, which takes
+//! part in the rounds. The first and the second host of each pair take turns, from slice to slice: so no link carries
+//! more than the others.
 //! The 2^k core hosts are then added in pairs of neighbors, pairs of pairs, and so on. For up to three hosts the order
 //! is sequential.
 
@@ -23,16 +25,19 @@ pub(super) struct ReductionTree {
     /// This host's index among the core hosts, if it is one.
     tree_rank: Option<usize>,
     pub role: Role,
+    /// The host of each pair that takes part in the rounds: 0 or 1.
+    turn: usize,
 }
 
 impl ReductionTree {
-    /// The tree over `hosts` hosts, seen by host `me`.
-    pub fn new(hosts: usize, me: usize) -> ReductionTree {
-        let tree = ReductionTree { hosts, tree_rank: None, role: Role::Core };
-        let (tree_rank, role) = match (me < 2 * tree.pairs(), me % 2) {
-            (true, 0) => (Some(me / 2), Role::FoldsIn(me + 1)),
-            (true, _) => (None, Role::FoldedInto(me - 1)),
-            (false, _) => (Some(me - tree.pairs()), Role::Core),
+    /// The tree over `hosts` hosts, seen by host `me`. `turn`: which host of each pair takes part in the rounds.
+    pub fn new(hosts: usize, me: usize, turn: usize) -> ReductionTree {
+        let tree = ReductionTree { hosts, tree_rank: None, role: Role::Core, turn };
+        let (is_paired, partner) = (me < 2 * tree.pairs(), me ^ 1);
+        let (tree_rank, role) = match is_paired {
+            true if me % 2 == turn => (Some(me / 2), Role::FoldsIn(partner)),
+            true => (None, Role::FoldedInto(partner)),
+            false => (Some(me - tree.pairs()), Role::Core),
         };
         ReductionTree { tree_rank, role, ..tree }
     }
@@ -49,7 +54,7 @@ impl ReductionTree {
 
     /// The core host with index `tree_rank`.
     fn at(&self, tree_rank: usize) -> usize {
-        if tree_rank < self.pairs() { 2 * tree_rank } else { tree_rank + self.pairs() }
+        if tree_rank < self.pairs() { 2 * tree_rank + self.turn } else { tree_rank + self.pairs() }
     }
 
     /// This core host's partner in round `round`, and whether this host's data is the first operand.
@@ -62,9 +67,11 @@ impl ReductionTree {
     /// sum.
     pub fn add_order(&self) -> Vec<(usize, usize)> {
         let mut additions: Vec<(usize, usize)> = (0..self.pairs()).map(|pair| (2 * pair, 2 * pair + 1)).collect();
+        // The sum of a pair is with its first host.
+        let first = ReductionTree { turn: 0, ..*self };
         for round in 0..self.rounds() {
-            let first = (0..1 << self.rounds()).step_by(2 << round);
-            additions.extend(first.map(|tree_rank| (self.at(tree_rank), self.at(tree_rank + (1 << round)))));
+            let low = (0..1 << self.rounds()).step_by(2 << round);
+            additions.extend(low.map(|tree_rank| (first.at(tree_rank), first.at(tree_rank + (1 << round)))));
         }
         additions
     }
@@ -77,7 +84,7 @@ mod tests {
     /// The order of the sum over `hosts` hosts, as a text with parentheses.
     fn sum(hosts: usize) -> String {
         let mut parts: Vec<String> = (0..hosts).map(|host| host.to_string()).collect();
-        for (low, high) in ReductionTree::new(hosts, 0).add_order() {
+        for (low, high) in ReductionTree::new(hosts, 0, hosts % 2).add_order() {
             parts[low] = format!("({} {})", parts[low], parts[high]);
         }
         parts.swap_remove(0)
@@ -100,8 +107,8 @@ mod tests {
 
     #[test]
     fn partners_agree_on_pairs_and_order() {
-        for hosts in 2..40 {
-            let trees: Vec<ReductionTree> = (0..hosts).map(|host| ReductionTree::new(hosts, host)).collect();
+        for (hosts, turn) in (2..40).flat_map(|hosts| [(hosts, 0), (hosts, 1)]) {
+            let trees: Vec<ReductionTree> = (0..hosts).map(|host| ReductionTree::new(hosts, host, turn)).collect();
             for (host, tree) in trees.iter().enumerate() {
                 match tree.role {
                     Role::FoldsIn(other) => assert_eq!(trees[other].role, Role::FoldedInto(host)),

@@ -2,17 +2,18 @@
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::Mutex;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpi::Threading;
 use mpi::environment::{is_finalized, threading_support};
 use mpi::ffi;
+use smallvec::{SmallVec, smallvec};
 
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::WaitContext;
+use crate::transport::backoff::Backoff;
 
 /// Serializes MPI calls when MPI allows only one thread at a time.
 static MPI_LOCK: Mutex<()> = Mutex::new(());
@@ -153,53 +154,34 @@ impl Comm {
     /// # Errors
     /// The wait context's errors (the requests stay in flight), or a failure of MPI.
     pub fn wait(&self, requests: &mut [Request], wait_ctx: &WaitContext<'_>, awaited: &str) -> Result<()> {
-        self.wait_each(requests, wait_ctx, |_| {}, |_| awaited.to_owned())
+        let (mut done, mut pending, mut backoff) = (Vec::new(), requests.len(), Backoff::default());
+        loop {
+            self.test_some(requests, &mut done)?;
+            pending -= done.drain(..).count();
+            if pending == 0 {
+                return Ok(());
+            }
+            backoff.nap(|| wait_ctx.check(Duration::ZERO, &|| awaited.to_owned()))?;
+        }
     }
 
-    /// Waits until all requests complete. `done` gets each completed index. `awaited` names the ranks that are still
-    /// pending, given a flag per request.
+    /// Moves the requests along, without waiting; MPI sets those that have completed to null. Adds their indices to
+    /// `done`.
     ///
     /// # Errors
-    /// As for [`Comm::wait`].
-    pub fn wait_each(
-        &self,
-        requests: &mut [Request],
-        wait_ctx: &WaitContext<'_>,
-        mut done: impl FnMut(usize),
-        awaited: impl Fn(&[bool]) -> String,
-    ) -> Result<()> {
+    /// A failure of MPI.
+    pub fn test_some(&self, requests: &mut [Request], done: &mut Vec<usize>) -> Result<()> {
         let count = int(requests.len())?;
-        let mut indices = vec![0; requests.len()];
-        let mut pending = vec![true; requests.len()];
-        let mut polls = 0u32;
-        let mut last_check = Instant::now();
-        while pending.contains(&true) {
-            let mut completed = 0;
-            // SAFETY: `requests` are live requests of this process or null; `positions` has the same length.
-            self.call(|| unsafe {
-                let (requests, indices) = (requests.as_mut_ptr(), indices.as_mut_ptr());
-                ffi::MPI_Testsome(count, requests, &mut completed, indices, ffi::RSMPI_STATUSES_IGNORE)
-            })?;
-            // MPI_UNDEFINED, a negative number, if all requests are null.
-            let completed = usize::try_from(completed).unwrap_or(0);
-            for index in indices[..completed].iter().filter_map(|&index| usize::try_from(index).ok()) {
-                pending[index] = false;
-                done(index);
-            }
-            if completed > 0 {
-                continue;
-            }
-            polls = polls.saturating_add(1);
-            match polls {
-                0..500 => thread::yield_now(),
-                500..2000 => thread::sleep(Duration::from_micros(20)),
-                _ => thread::sleep(Duration::from_micros(200)),
-            }
-            if polls > 500 && last_check.elapsed() > Duration::from_millis(20) {
-                wait_ctx.check(Duration::ZERO, &|| awaited(&pending))?;
-                last_check = Instant::now();
-            }
-        }
+        let mut indices: SmallVec<[c_int; 32]> = smallvec![0; requests.len()];
+        let mut completed = 0;
+        // SAFETY: `requests` are live requests of this process or null; `indices` has the same length.
+        self.call(|| unsafe {
+            let (requests, indices) = (requests.as_mut_ptr(), indices.as_mut_ptr());
+            ffi::MPI_Testsome(count, requests, &mut completed, indices, ffi::RSMPI_STATUSES_IGNORE)
+        })?;
+        // MPI_UNDEFINED, a negative number, if all requests are null.
+        let completed = usize::try_from(completed).unwrap_or(0);
+        done.extend(indices[..completed].iter().filter_map(|&index| usize::try_from(index).ok()));
         Ok(())
     }
 }

@@ -1,0 +1,80 @@
+//! Allreduce between hosts of tensors in peer memory: a shard owner reads its slice in the tensors of all ranks of its
+//! host, and writes the result to them. The slots hold addresses ([`super::zero_copy`]). The order of addition is that of
+//! any other allreduce: same bits.
+//!
+//! Messages go through the memory of the links, never through tensors: a transfer may outlive a failed call.
+//! Thread rule: that of [`super::Channel`].
+
+use super::partials::{InterHostOps, Partial, Piece, Reducing};
+use super::shard::PerRank;
+use super::zero_copy;
+use crate::error::Result;
+use crate::reduce::Reduction;
+use crate::transport::arena::PeerMemory;
+
+/// As [`Reducing`], in place.
+pub(super) struct ReducingInPlace<'a>(pub &'a dyn PeerMemory);
+
+/// A part of a tensor in a piece.
+struct TensorPart {
+    reduction: Reduction,
+    count: usize,
+    /// Offset of the elements in the result.
+    wire: usize,
+    /// Offset of their accumulators in the partial results.
+    at: usize,
+}
+
+impl ReducingInPlace<'_> {
+    /// Calls `work` with each part of a tensor in `piece`: the addresses by local rank, its range, and the offset of its
+    /// accumulators in the partial results.
+    fn for_tensors(&self, piece: &Piece<'_>, mut work: impl FnMut(&PerRank<*mut u8>, &TensorPart)) -> Result<()> {
+        for part in piece.parts() {
+            let wire_size = part.reduction.wire_size();
+            let run = part.wire..part.wire + part.count * wire_size;
+            for range in piece.call.layout.ranges(piece.shard.chunk, run) {
+                // SAFETY: all slots hold addresses in a round of this kind.
+                let tensors = unsafe { zero_copy::addresses(piece.call, piece.shard, &range, self.0) }?;
+                let at = part.at + (range.offset - part.wire) / wire_size * part.reduction.acc_size();
+                work(&tensors, &TensorPart { reduction: part.reduction, count: range.count, wire: range.offset, at });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl InterHostOps for ReducingInPlace<'_> {
+    fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
+        Reducing.partial_bytes(piece)
+    }
+
+    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
+        self.for_tensors(piece, |tensors, part| {
+            let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
+            let acc = out[part.at..part.at + part.count * part.reduction.acc_size()].as_mut_ptr();
+            // SAFETY: this shard owns the piece of all tensors; slicing checks that the accumulators fit.
+            unsafe { part.reduction.partial(&sources, acc, part.count) };
+        })?;
+        Ok(true)
+    }
+
+    unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe { Reducing.add_partials(piece, low, high, out) };
+    }
+
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
+        // SAFETY: the caller's promise.
+        unsafe { Reducing.finish_shard(piece, low, high) };
+    }
+
+    unsafe fn write_results(&self, piece: &Piece<'_>) -> Result<()> {
+        self.for_tensors(piece, |tensors, part| {
+            let len = part.count * part.reduction.wire_size();
+            for &tensor in tensors {
+                // SAFETY: the caller's promise; a result is in no tensor.
+                unsafe { piece.shard.result.add(part.wire).copy_to_nonoverlapping(tensor, len) };
+            }
+        })
+    }
+}
