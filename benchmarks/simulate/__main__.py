@@ -33,6 +33,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--host", choices=["measured", "server"], default="measured", help="host constants: measured here, or a preset"
     )
+    parser.add_argument("--in-place", action="store_true", help="tensors in shared memory, as torch's gradients")
     parser.add_argument(
         "--network",
         nargs=3,
@@ -79,7 +80,7 @@ def _predict(options: argparse.Namespace, host: Host, facts: dict[str, Any]) -> 
     networks = {"given": NetworkModel(*options.network)} if options.network else NETWORKS
     (ranks,) = options.ranks
     curve = {count for count in report.CURVE if count <= max(options.hosts)}
-    rows = report.predict(networks, sorted({*options.hosts, *curve}), host, ranks)
+    rows = report.predict(networks, sorted({*options.hosts, *curve}), host, ranks, options.in_place)
     results = {name: asdict(network) for name, network in networks.items()}
     print(f"networks, seconds: {json.dumps(results, indent=1)}\n\n{report.prediction_table(rows, options.hosts)}\n")
     _write(options.out / "simulate.json", {**facts, "networks": results, "rows": rows})

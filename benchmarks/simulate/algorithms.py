@@ -1,7 +1,6 @@
-"""The messages of one shard of a chunk for each algorithm, as in `core/src/collective/cluster/`. Pure.
+"""The messages of one shard of a chunk for each algorithm, as in `core/src/collective/inter_host/`. Pure.
 
-Each algorithm is a process of a `Shard`, which simulates messages, additions and copies. It yields `DEPARTED` after the
-messages that it sends before it receives any: this is `start` of `cluster/mod.rs`, the rest is `finish`.
+Each algorithm is a process of a `Shard`, which simulates messages, additions and copies.
 
 Hosts with the same role are simulated once, as one host that sends to itself. If the number of hosts is a power of two,
 all have the same role. Otherwise some hosts fold their data into others; hosts that do neither wait for the latter and
@@ -19,13 +18,11 @@ from benchmarks.simulate.events import Process
 
 LINE = 64
 """Pieces begin at multiples of this many bytes."""
-DEPARTED = object()
-"""Yielded after the first messages were sent."""
 _GROUPS = 32
 
 
 class Role(Enum):
-    """The role of a host outside the rounds, as in `cluster/tree.rs`."""
+    """The role of a host outside the rounds, as in `inter_host/tree.rs`."""
 
     CORE = 0
     FOLDS_IN = 1
@@ -75,12 +72,10 @@ def _handshake(shard: Shard, payload: str) -> Process:
     part = shard.bytes if payload else 0
     if shard.role is Role.FOLDED_INTO:
         yield from shard.send([Role.FOLDS_IN], "fold", part * shard.width)
-        yield DEPARTED
         yield from shard.receive(Role.FOLDS_IN, "result")
         yield from shard.compute(part)
         return
     if shard.role is Role.FOLDS_IN:
-        yield DEPARTED
         yield from shard.receive(Role.FOLDED_INTO, "fold")
         yield from shard.compute(part * shard.width)
     ranges = [part]
@@ -88,8 +83,6 @@ def _handshake(shard: Shard, payload: str) -> Process:
         if payload == "halving":
             ranges.append(piece(ranges[-1], 2))
         yield from shard.send([shard.role], number, ranges[-1] * shard.width)
-        if number == 0 and shard.role is Role.CORE:
-            yield DEPARTED
         yield from shard.receive(shard.role, number)
         yield from shard.compute(ranges[-1] * shard.width)
     for number, sent in enumerate(reversed(ranges[1:])):
@@ -104,8 +97,6 @@ def _pairwise(shard: Shard) -> Process:
     mine, others = piece(shard.bytes, shard.hosts), shard.hosts - 1
     for stage, length in (("parts", mine * shard.width), ("results", mine)):
         yield from shard.send(shard.roles, stage, length, messages=others)
-        if stage == "parts":
-            yield DEPARTED
         for kind in shard.roles:
             yield from shard.receive(kind, stage)
         yield from shard.compute(others * length)
@@ -119,8 +110,6 @@ def _ring(shard: Shard) -> Process:
         for number, rounds in enumerate(groups):
             if rounds:
                 yield from shard.send(shard.roles, (phase, number), length, rounds=rounds)
-                if (phase, number) == ("parts", 0):
-                    yield DEPARTED
                 for kind in shard.roles:
                     yield from shard.receive(kind, (phase, number))
                 yield from shard.compute(rounds * length)

@@ -1,7 +1,7 @@
 """The cost formulas of the algorithms between hosts, and the choice of `auto`. Pure.
 
-A copy of `core/src/collective/cluster/cost.rs` and `algorithm.rs`. Keep both equal, so that the simulation chooses like
-dl_comm.
+A copy of `core/src/collective/inter_host/cost.rs` and `algorithm.rs`. Keep both equal, so that the simulation chooses
+like dl_comm.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ ADD = 1e-10
 """Seconds to add a received byte."""
 HEADER = LINE = 64
 """Bytes of a message header, and of a line, the unit of pieces."""
+WINDOW = 8
+"""Chunks of a channel that are under way between hosts."""
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """LogGP constants in seconds, as in `core/src/transport/network.rs`.
+    """LogGP constants in seconds, as in `core/src/transport/network_model.rs`.
 
     `latency_s`: from the sender's call until the receiver has an empty message. `message_gap_s`: extra time of each
     further message that a host sends and receives concurrently. `byte_s`: a byte, in both directions at the same time.
@@ -39,11 +41,13 @@ def seconds(
     partial_bytes: float,
     first: bool,
     shards: int = 1,
+    overlap: int = WINDOW,
 ) -> float:
-    """The seconds of `algorithm` on `hosts` hosts.
+    """The seconds of a chunk with `algorithm` on `hosts` hosts.
 
     `result_bytes` and `partial_bytes` are the bytes of a host's result and of its partial sum (which may be wider), for
     all `shards` together. `first`: the call's first chunk, whose messages also match the calls of the hosts.
+    `overlap`: the chunks of a channel that hide each other's latencies.
     """
     n = hosts
     rounds = n.bit_length() - 1
@@ -58,7 +62,15 @@ def seconds(
         return shards * (lines * (width + 1) + 2 * HEADER)
 
     shard = int(result_bytes) // shards
-    given = folds * (partial_bytes + result_bytes + 2 * headers)
+
+    def with_fold(sent: float) -> float:
+        """The bytes of the rounds, which the hosts of a pair send in turns, shard by shard and chunk by chunk."""
+        if not folds:
+            return sent
+        if shards > 1 or (not first and overlap > 2):
+            return max(sent, (sent + partial_bytes + result_bytes + 2 * headers) / 2)
+        return sent + max(partial_bytes, result_bytes) + headers
+
     latencies, messages = {
         "doubling": (rounds + 2 * folds, 0),
         "halving": (2 * (rounds + folds), 0),
@@ -66,23 +78,31 @@ def seconds(
         "ring": (handshake + 2 * (n - 1), 0),
     }[algorithm]
     if algorithm == "doubling":
-        sent, added = rounds * (partial_bytes + headers) + given, (rounds + folds) * partial_bytes
+        sent, added = with_fold(rounds * (partial_bytes + headers)), (rounds + folds) * partial_bytes
     elif algorithm == "halving":
-        sent = sum(both_ways(shard >> i) for i in range(1, rounds + 1)) + given
+        sent = with_fold(sum(both_ways(shard >> i) for i in range(1, rounds + 1)))
         added = ((power - 1) / power + folds) * partial_bytes
     else:
         sent, added = (n - 1) * both_ways(shard // n), (n - 1) / n * partial_bytes
     return (
-        network.latency_s * latencies
+        network.latency_s * (latencies if first else latencies / overlap)
         + max(network.message_gap_s * messages, network.byte_s * sent)
         + ADD * added / shards
     )
 
 
 def best(
-    network: NetworkModel, hosts: int, result_bytes: float, partial_bytes: float, first: bool, shards: int = 1
+    network: NetworkModel,
+    hosts: int,
+    result_bytes: float,
+    partial_bytes: float,
+    first: bool,
+    shards: int = 1,
+    overlap: int = WINDOW,
 ) -> str:
     """The cheapest of the algorithms that give the same bits."""
-    return min(
-        SAME_BITS, key=lambda algorithm: seconds(network, algorithm, hosts, result_bytes, partial_bytes, first, shards)
-    )
+
+    def cost(algorithm: str) -> float:
+        return seconds(network, algorithm, hosts, result_bytes, partial_bytes, first, shards, overlap)
+
+    return min(SAME_BITS, key=cost)

@@ -22,12 +22,13 @@ class Resource:
 
     def __init__(self, burst: float = 0.0) -> None:
         self._burst = burst
-        self._free = -burst
+        # When the resource has served all requests.
+        self.free = -burst
 
     def reserve(self, now: float, seconds: float) -> float:
         """Reserves `seconds` of work from `now`; returns its end."""
-        self._free = max(now - self._burst, self._free) + seconds
-        return max(now, self._free)
+        self.free = max(now - self._burst, self.free) + seconds
+        return max(now, self.free)
 
 
 class Clock:

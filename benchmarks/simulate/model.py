@@ -1,9 +1,9 @@
 """Simulates a call on many hosts, message by message. Pure.
 
-Follows `core/src/collective/channel.rs` and `core/src/collective/cluster/`. The first chunk of a call includes the
-handshake of the hosts. The other chunks are distributed over the channels, each with two chunks in flight, of which the
-second has sent its first messages. The channels share the link and the memory of their host. All ranks call at the same
-time.
+Follows `core/src/collective/chunk_task.rs` and `core/src/collective/inter_host/`. The first chunk of a call includes
+the handshake of the hosts. The other chunks are distributed over the channels, each with several chunks under way. A
+channel is one thread of each rank, which does one thing at a time. The channels share the link and the memory of their
+host. All ranks call at the same time.
 
 A message occupies the sender's and the receiver's link at the same time, for the time of its bytes, when both are free
 of earlier messages; the latency is added. Links are full duplex, and the network has no contention. All shards of a
@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.simulate.algorithms import DEPARTED, LINE, Role, piece, run_algorithm
-from benchmarks.simulate.cost import NetworkModel, best
+from benchmarks.simulate.algorithms import LINE, Role, piece, run_algorithm
+from benchmarks.simulate.cost import WINDOW, NetworkModel, best
 from benchmarks.simulate.events import Clock, Process, Resource
 
 _MIN_CHUNK_BYTES = 64 << 10
@@ -27,9 +27,9 @@ _MIN_CHUNK_BYTES = 64 << 10
 class Host:
     """Constants of a host, in seconds.
 
-    `add`: adding or copying a byte in cache. `memory`: reading or writing a byte of the host's memory. `barrier_s`: a
-    minimal call on one host, mostly the wait of its ranks for each other; used for the start of a call and for each
-    barrier on a host.
+    `add`: adding or copying a byte in cache, by one thread. `memory`: reading or writing a byte of the host's memory.
+    `barrier_s`: a minimal call on one host, mostly the wait of its ranks for each other; used for the start of a call
+    and for each barrier on a host.
     """
 
     add: float = 1e-10
@@ -48,6 +48,8 @@ class JobSpec:
     channels: int = 2
     slot: int = 512 << 10
     """`DL_COMM_CHUNK_KB`, in bytes."""
+    in_place: bool = False
+    """Whether the tensors are in shared memory, so that all chunks but the first are read and written in place."""
     burst: float = 0.0
     """The bytes that an idle link sends before its rate applies (tc, not a real link)."""
 
@@ -72,15 +74,19 @@ class Outcome:
 
 
 def chunks(job: JobSpec, call: Call) -> list[int]:
-    """The lengths of the chunks, as in `core/src/collective/job.rs`."""
+    """The lengths of the chunks, as in `core/src/collective/call.rs`."""
     share = -(-call.bytes // (2 * job.channels))
     chunk = min(max(-(-share // LINE) * LINE, min(_MIN_CHUNK_BYTES, job.slot)), job.slot)
     return [min(chunk, call.bytes - start) for start in range(0, call.bytes, chunk)] or [0]
 
 
 def limit(job: JobSpec, call: Call) -> float:
-    """The time of the least bytes, 2 (n - 1) / n of the data, on a host's link, in seconds."""
-    return 2 * (job.hosts - 1) / job.hosts * call.bytes * job.network.byte_s
+    """The time of the least bytes, in seconds.
+
+    2 (n - 1) / n of the data on a host's link, or each tensor once in and out of memory: both work at the same time.
+    """
+    link = 2 * (job.hosts - 1) / job.hosts * call.bytes * job.network.byte_s
+    return max(link, 2 * job.ranks * call.bytes * job.host.memory)
 
 
 def simulate(job: JobSpec, call: Call, algorithm: str = "auto") -> Outcome:
@@ -106,6 +112,7 @@ class _Host:
         self.peers: dict[Role, _Host] = {}
         burst = job.burst * job.network.byte_s
         self.out, self.inward, self.memory, self.posting = Resource(burst), Resource(burst), Resource(), Resource()
+        self.threads = [Resource() for _ in range(job.channels)]
         self.outcome = Outcome()
         self._chunks = chunks(job, call)
 
@@ -113,44 +120,78 @@ class _Host:
         """The call: its first chunk, then the others on all channels."""
         yield self.clock.now + self.job.host.barrier_s
         yield from self._pack(0)
-        yield from _all(self._transfer(0, matched=False))
+        yield from self._transfer(0, matched=False)
         yield from self._unpack(0)
         for channel in range(self.job.channels):
             own = [chunk for chunk in range(channel, len(self._chunks), self.job.channels) if chunk > 0]
-            self.clock.begin(self._run_chunks(own))
+            for index in range(len(own)):
+                self.clock.begin(self._run_chunk(own, index))
 
-    def _run_chunks(self, own: Sequence[int]) -> Process:
-        """`Channel::rest`: packs one chunk ahead."""
-        ahead: tuple[int, Process] | None = None
-        for chunk in own:
-            yield from self._pack(chunk)
-            transfer = self._transfer(chunk, matched=True)
-            yield from _until_departed(transfer)
-            if ahead:
-                yield from self._finish_chunk(*ahead)
-            ahead = chunk, transfer
-        if ahead:
-            yield from self._finish_chunk(*ahead)
+    def thread(self, chunk: int) -> Resource:
+        """The thread of the chunk's channel, on every rank."""
+        return self.threads[chunk % len(self.threads)]
 
-    def _finish_chunk(self, chunk: int, transfer: Process) -> Process:
-        yield from _all(transfer)
+    def _run_chunk(self, own: Sequence[int], index: int) -> Process:
+        """A chunk of a channel: it is packed after those before it, unpacked after them, and `WINDOW` are under way."""
+        chunk, clock = own[index], self.clock
+        if index >= WINDOW:
+            yield (self.kind, "slot", own[index - WINDOW])
+        if index > 0:
+            yield (self.kind, "packed", own[index - 1])
+        yield from self._idle_thread(chunk)
+        yield from self._copy_in(chunk)
+        if index + 1 < len(own):
+            clock.deliver((self.kind, "packed", chunk), clock.now)
+        yield from self._reduce(chunk)
+        yield from self._transfer(chunk, matched=True)
+        if index > 0:
+            yield (self.kind, "done", own[index - 1])
         yield from self._unpack(chunk)
+        if index + 1 < len(own):
+            clock.deliver((self.kind, "done", chunk), clock.now)
+        if index + WINDOW < len(own):
+            clock.deliver((self.kind, "slot", chunk), clock.now)
+
+    def _idle_thread(self, chunk: int) -> Process:
+        """The chunks under way come first."""
+        while (free := self.thread(chunk).free) > self.clock.now:
+            yield free
 
     def _pack(self, chunk: int) -> Process:
-        """All ranks copy to their slots, wait for each other, and reduce their shards."""
-        ranks, length = self.job.ranks, self._chunks[chunk]
-        yield self._use_memory(2 * ranks * length, length)
+        yield from self._copy_in(chunk)
+        yield from self._reduce(chunk)
+
+    def _copies(self, chunk: int) -> bool:
+        """Whether the chunk goes through slots."""
+        return chunk == 0 or not self.job.in_place
+
+    def _copy_in(self, chunk: int) -> Process:
+        """All ranks copy to their slots."""
+        if self._copies(chunk):
+            yield self._work(chunk, 2 * self.job.ranks * self._chunks[chunk], self._chunks[chunk])
+
+    def _reduce(self, chunk: int) -> Process:
+        """The ranks wait for each other, and reduce their shards."""
         yield from self._barrier()
-        yield self._use_memory((ranks + self.call.width) * length, length)
+        yield from self._idle_thread(chunk)
+        length = self._chunks[chunk]
+        yield self._work(chunk, (self.job.ranks + self.call.width) * length, length)
 
     def _unpack(self, chunk: int) -> Process:
-        yield from self._barrier()
-        yield self._use_memory(2 * self.job.ranks * self._chunks[chunk], self._chunks[chunk])
+        """All ranks copy from the slots; in place, the owners of the shards have written to all tensors."""
+        length = self._chunks[chunk]
+        if self._copies(chunk):
+            yield from self._barrier()
+            yield self._work(chunk, 2 * self.job.ranks * length, length)
+        else:
+            yield self._work(chunk, self.job.ranks * length, length)
+            yield from self._barrier()
 
-    def _use_memory(self, all_ranks: float, one_rank: float) -> float:
+    def _work(self, chunk: int, all_ranks: float, one_rank: float) -> float:
         """The time when the host's memory has moved `all_ranks` bytes and a rank has processed `one_rank` bytes."""
         host, now = self.job.host, self.clock.now
-        return max(self.memory.reserve(now, all_ranks * host.memory), now + one_rank * host.add)
+        moved = self.memory.reserve(now, all_ranks * host.memory)
+        return max(moved, self.thread(chunk).reserve(now, max(one_rank * host.add, moved - now)))
 
     def _barrier(self) -> Iterator[float]:
         if self.job.ranks > 1:
@@ -162,9 +203,10 @@ class _Host:
         algorithm = self.algorithm
         if algorithm == "auto":
             result_bytes = slice_ * ranks
-            algorithm = best(
-                network, self.job.hosts, result_bytes, result_bytes * self.call.width, not matched, self.job.ranks
-            )
+            others = -(-(len(self._chunks) - 1) // self.job.channels)
+            overlap = min(max(others, 1), WINDOW)
+            partial_bytes = result_bytes * self.call.width
+            algorithm = best(network, self.job.hosts, result_bytes, partial_bytes, not matched, self.job.ranks, overlap)
         self.outcome.chunks[algorithm] += 1
         return run_algorithm(_Shard(self, chunk, slice_), algorithm, matched)
 
@@ -174,8 +216,12 @@ class _Shard:
 
     def __init__(self, host: _Host, chunk: int, length: int) -> None:
         self._host, self._chunk = host, chunk
-        self.hosts, self.role = host.job.hosts, host.kind
-        self.roles: Sequence[Role] = list(host.peers)
+        self.hosts = host.job.hosts
+        # The hosts of a pair take turns, from chunk to chunk.
+        turns = list(host.peers) if chunk % 2 == 0 else list(reversed(host.peers))
+        self._of_role = dict(zip(turns, host.peers.values(), strict=True))
+        self.role = next(role for role, peer in self._of_role.items() if peer is host)
+        self.roles: Sequence[Role] = list(self._of_role)
         self.bytes, self.width = length, host.call.width
 
     def send(self, to: Sequence[Role], stage: object, length: float, messages: int = 1, rounds: int = 1) -> Process:
@@ -187,7 +233,7 @@ class _Shard:
         # Further messages are ready later, because the channels of a rank share one MPI library.
         posted = host.posting.reserve(clock.now, (messages - 1) * network.message_gap_s)
         # Hosts of one role send to each other; with two roles, each host receives from both.
-        nearest = host.peers[self.role if self.role in to else to[0]]
+        nearest = self._of_role[self.role if self.role in to else to[0]]
         last = max(line.reserve(clock.now, messages * rounds * each) for line in (host.out, nearest.inward))
         # The message itself also takes time on the link, unless the link has saved burst capacity.
         tail = 0.0 if host.job.burst else each
@@ -201,15 +247,5 @@ class _Shard:
         yield (self.role, kind, self._chunk, stage)
 
     def compute(self, length: float) -> Process:
-        yield self._host.clock.now + length * self._host.job.host.add
-
-
-def _until_departed(transfer: Process) -> Process:
-    for wanted in transfer:
-        if wanted is DEPARTED:
-            return
-        yield wanted
-
-
-def _all(transfer: Process) -> Process:
-    return (wanted for wanted in transfer if wanted is not DEPARTED)
+        host = self._host
+        yield host.thread(self._chunk).reserve(host.clock.now, length * host.job.host.add)

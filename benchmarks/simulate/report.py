@@ -17,12 +17,14 @@ CURVE = tuple(sorted({*(2**k for k in range(1, 14)), *(3 * 4**k for k in range(6
 """Numbers of hosts for a plot: powers of two, and numbers in between."""
 
 
-def predict(networks: Mapping[str, NetworkModel], hosts: Iterable[int], host: Host, ranks: int) -> list[dict[str, Any]]:
+def predict(
+    networks: Mapping[str, NetworkModel], hosts: Iterable[int], host: Host, ranks: int, in_place: bool = False
+) -> list[dict[str, Any]]:
     """A row for each network, number of hosts, size and algorithm."""
     rows = []
     for network, constants in networks.items():
         for count in hosts:
-            job = JobSpec(count, constants, host, ranks)
+            job = JobSpec(count, constants, host, ranks, in_place=in_place)
             for name, size in SIZES.items():
                 call = Call(size)
                 for algorithm in ("auto", *ALGORITHMS):
@@ -35,8 +37,8 @@ def predict(networks: Mapping[str, NetworkModel], hosts: Iterable[int], host: Ho
 
 
 def prediction_table(rows: Sequence[dict[str, Any]], hosts: Iterable[int]) -> str:
-    """The seconds of every algorithm, `auto`'s choice for most chunks, and its ratio to the limit of the links."""
-    cells = [["network", "hosts", "size", "bytes", "auto", *ALGORITHMS, "chosen", "of the wire"]]
+    """The seconds of every algorithm, `auto`'s choice for most chunks, and its ratio to the limit."""
+    cells = [["network", "hosts", "size", "bytes", "auto", *ALGORITHMS, "chosen", "of the limit"]]
     found = {(row["network"], row["hosts"], row["name"], row["algorithm"]): row for row in rows}
     for network in dict.fromkeys(row["network"] for row in rows):
         for name in SIZES:

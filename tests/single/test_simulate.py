@@ -82,6 +82,15 @@ def test_long_algorithms_send_the_least_bytes(algorithm: str, per_host: int) -> 
     assert simulate(JobSpec(4, TCP), Call(4 << 20, width=2), algorithm).sent == 3 / 4 * 3 * (4 << 20)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("hosts", [96, 512, 8192])
+def test_many_chunks_hide_the_latencies(hosts: int, in_place: bool) -> None:
+    """ResNet-50 on hosts of eight ranks, also if their number is no power of two."""
+    for network, share in (("25 GbE, TCP", 0.9), ("100 GbE, RoCE", 0.9 if in_place else 0.5)):
+        job, call = JobSpec(hosts, NETWORKS[network], SERVER, 8, in_place=in_place), Call(102_228_128)
+        assert limit(job, call) / simulate(job, call).seconds > share
+
+
 def test_an_idle_link_has_a_burst() -> None:
     """A call within the burst takes only latencies; a longer one the time of the bytes beyond the burst."""
     host = Host(add=0, memory=0, barrier_s=0)
@@ -94,8 +103,9 @@ def test_an_idle_link_has_a_burst() -> None:
 
 
 def test_doubling_sends_all_in_each_round() -> None:
-    for hosts, times in ((2, 1), (8, 3), (1024, 10), (6, 2 + 1)):
-        assert simulate(JobSpec(hosts, TCP), Call(1 << 20), "doubling").sent == times << 20
+    # The two hosts of a pair take turns to send all rounds and a result, or once.
+    for hosts, times in ((2, 1), (8, 3), (1024, 10), (6, (2 + 1 + 1) / 2)):
+        assert simulate(JobSpec(hosts, TCP), Call(1 << 20), "doubling").sent == times * (1 << 20)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
