@@ -11,6 +11,8 @@ import numpy as np
 
 from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._groups import Group
+from dl_comm._ops import broadcast_in
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
 _ARRAYS = {np.ndarray}
@@ -123,13 +125,22 @@ def in_towers(tensors: list[Any], towers: int) -> list[list[Any]]:
     return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
 
-def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = None) -> list[Any]:
+def broadcast(
+    tensors: Sequence[Any],
+    root: int = 0,
+    *,
+    timeout: float | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
     """Copies the values of rank ``root`` to all ranks. Collective.
 
     Args:
         tensors: As for ``gradients``, and bool.
         root: The rank that has the values.
         timeout: As for ``gradients``.
+        group: The ranks that take part (NumPy arrays); None: all. ``root`` is a rank of the group.
+        async_op: Return a ``Work`` at once (NumPy arrays).
 
     Returns:
         NumPy and torch: the same arrays and tensors, overwritten in place. TensorFlow: new tensors, also assigned to
@@ -143,9 +154,14 @@ def broadcast(tensors: Sequence[Any], root: int = 0, *, timeout: float | None = 
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit = seconds(timeout)
-    root = checked_root(root)
     tensors = _listed(tensors, "broadcast")
     framework = _framework(tensors)
+    if group is not None or async_op:
+        if framework is not None:
+            raise DTypeError("broadcast takes NumPy arrays with group or async_op")
+        _refuse_masked(tensors)
+        return broadcast_in(tensors, root, group, timeout, async_op)
+    root = checked_root(root)
     if framework is not None:
         return list(framework.broadcast(tensors, root, timeout=timeout))
     if _cuda_arrays.all_on_gpu(tensors):

@@ -7,6 +7,40 @@ from numpy.typing import NDArray
 
 __version__: str
 
+_Counts = Sequence[int] | None
+_CallSpec = tuple[
+    int,
+    int,
+    int,
+    int,
+    Sequence[NDArray[Any]] | None,
+    Sequence[NDArray[Any]] | None,
+    _Counts,
+    _Counts,
+    str | None,
+    float,
+    tuple[float, float],
+]
+_MessageSpec = tuple[Sequence[NDArray[Any]], int, int, str | None, float]
+
+class Group:
+    @staticmethod
+    def create(ranks: Sequence[int] | None, name: str) -> Group: ...
+    @staticmethod
+    def of_team(team: int) -> Group: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def run(self, spec: _CallSpec) -> None: ...
+    def start(self, spec: _CallSpec) -> Work: ...
+    def send(self, message: _MessageSpec) -> Work: ...
+    def receive(self, message: _MessageSpec) -> Work: ...
+    def send_receive(self, send: _MessageSpec | None, receive: _MessageSpec | None) -> tuple[int, int, int]: ...
+
+class Work:
+    def test(self) -> bool: ...
+    def wait(self, timeout: float) -> None: ...
+    def status(self) -> tuple[int, int, int]: ...
+
 def average(
     sources: Sequence[NDArray[Any]],
     destinations: Sequence[NDArray[Any]],

@@ -9,13 +9,16 @@ import os
 import sys
 import traceback
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError, DTypeError, translate
+
+if TYPE_CHECKING:
+    from dl_comm._groups import Group
 
 _owners = itertools.count(1)
 CONTROL_TEAM = -1
@@ -258,6 +261,9 @@ def finalize() -> None:
     when this rank exits. On a timeout, logs a line and changes the exit status from 0 to 1. Runs automatically when the
     interpreter exits.
     """
+    from dl_comm._groups import forget_world
+
+    forget_world()
     _dl_comm.finalize()
 
 
@@ -296,17 +302,23 @@ size = get_nranks
 local_rank = get_localrank
 
 
-def barrier(*, timeout: float | None = None) -> None:
+def barrier(*, timeout: float | None = None, group: Group | None = None) -> None:
     """Returns when every rank has called it. Collective.
 
     Args:
+        group: The ranks that take part; None: all.
         timeout: The deadline in seconds, instead of ``DL_COMM_TIMEOUT_S``; 0: no limit.
 
     Raises:
         TimeoutError: A rank missed the deadline.
         PeerLostError: A rank has ended.
     """
-    _dl_comm.barrier(seconds(timeout))
+    if group is None:
+        _dl_comm.barrier(seconds(timeout))
+        return
+    from dl_comm._ops import barrier_in
+
+    barrier_in(group, timeout)
 
 
 def set_timeout(timeout: float, team: int | None = None) -> None:

@@ -63,6 +63,43 @@ impl Buffers {
         Ok(Buffers { buffers, _shapes: shapes })
     }
 
+    /// The buffers of a collective, pairwise. A rank without inputs has no `sources`, one without outputs no
+    /// `destinations`. The shorter array has `blocks` blocks, of the length that the buffer gets.
+    pub fn of_call(
+        py: Python<'_>,
+        sources: Option<&[Bound<'_, PyAny>]>,
+        destinations: Option<&[Bound<'_, PyAny>]>,
+        blocks: usize,
+    ) -> PyResult<Buffers> {
+        let number = sources.or(destinations).map_or(0, <[_]>::len);
+        if destinations.is_some_and(|list| list.len() != number) {
+            return Err(argument_error(py, format!("out has another number of arrays than the {number} inputs")));
+        }
+        let mut buffers = Vec::with_capacity(number);
+        for index in 0..number {
+            let read = sources.map(|list| describe(&list[index], index, Access::Read)).transpose()?;
+            let written = destinations.map(|list| describe(&list[index], index, Access::Write)).transpose()?;
+            let (mut buffer, _) = match (&read, &written) {
+                (Some(one), Some(other)) if one.0.dtype != other.0.dtype => {
+                    return Err(argument_error(
+                        py,
+                        format!("out: array {index} has another element type than the input"),
+                    ));
+                }
+                (Some((one, _)), Some((other, _))) if one.length > other.length => (*other, ()),
+                (Some((one, _)), _) => (*one, ()),
+                (None, Some((other, _))) => (*other, ()),
+                (None, None) => continue,
+            };
+            buffer.length /= blocks.max(1);
+            buffer.src = read.map_or(std::ptr::null(), |(buffer, _)| buffer.src);
+            buffer.dst = written.map_or(std::ptr::null_mut(), |(buffer, _)| buffer.dst);
+            (buffer.ndim, buffer.shape) = (0, std::ptr::null());
+            buffers.push(buffer);
+        }
+        Ok(Buffers { buffers, _shapes: Vec::new() })
+    }
+
     pub fn read_only(arrays: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
         let mut shapes = Vec::with_capacity(arrays.len());
         let mut buffers = Vec::with_capacity(arrays.len());
@@ -134,6 +171,12 @@ fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi
         (b'f', 8) => Some(ffi::dlDataType_DL_COMM_FLOAT64),
         (b'i', 1) => Some(ffi::dlDataType_DL_COMM_INT8),
         (b'u', 1) => Some(ffi::dlDataType_DL_COMM_UINT8),
+        (b'i', 2) => Some(ffi::dlDataType_DL_COMM_INT16),
+        (b'u', 2) => Some(ffi::dlDataType_DL_COMM_UINT16),
+        (b'u', 4) => Some(ffi::dlDataType_DL_COMM_UINT32),
+        (b'u', 8) => Some(ffi::dlDataType_DL_COMM_UINT64),
+        (b'c', 8) => Some(ffi::dlDataType_DL_COMM_COMPLEX64),
+        (b'c', 16) => Some(ffi::dlDataType_DL_COMM_COMPLEX128),
         (b'i', 4) => Some(ffi::dlDataType_DL_COMM_INT32),
         (b'i', 8) => Some(ffi::dlDataType_DL_COMM_INT64),
         (b'b', 1) => Some(ffi::dlDataType_DL_COMM_BOOL),
@@ -142,7 +185,7 @@ fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi
         _ => None,
     };
     code.filter(|_| native).ok_or_else(|| {
-        let supported = "float16, bfloat16, float32, float64, int8, uint8, int32, int64 and (broadcast only) bool";
+        let supported = "float16, bfloat16, float32, float64, complex64, complex128, integers of 8 to 64 bits and bool";
         dtype_error(array.py(), format!("array {index} has the element type {descriptor}; {supported} are supported"))
     })
 }

@@ -4,6 +4,7 @@
 
 mod api;
 mod arrays;
+mod collectives;
 mod device;
 
 use pyo3::prelude::*;
@@ -319,6 +320,8 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
     api::run_handlers_while_waiting();
     // SAFETY: a static string.
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
+    module.add_class::<collectives::Group>()?;
+    module.add_class::<collectives::Work>()?;
     for function in [
         wrap_pyfunction!(device::average_on, module)?,
         wrap_pyfunction!(device::broadcast_on, module)?,

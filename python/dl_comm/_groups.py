@@ -1,0 +1,173 @@
+"""Groups of ranks, and handles on started calls.
+
+Thread rule: any thread may use every object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from dl_comm import _dl_comm
+from dl_comm._errors import ArgumentError
+from dl_comm._process import seconds
+
+Result = TypeVar("Result")
+
+_DEFAULT_TEAM = 0
+"""The team whose group runs the collectives of all ranks."""
+
+
+class Status(NamedTuple):
+    """What a receive has received.
+
+    Attributes:
+        source: The rank of the group that sent the message.
+        tag: The tag of the message.
+        bytes: The length of the message in bytes.
+    """
+
+    source: int
+    tag: int
+    bytes: int
+
+
+class Work(Generic[Result]):
+    """A started call. Dropping it does nothing to the call, which keeps its arrays until it has ended.
+
+    ``await`` works in an asyncio program; a thread of the loop's default executor waits meanwhile.
+    """
+
+    def __init__(self, handle: _dl_comm.Work, result: Callable[[_dl_comm.Work], Result]) -> None:
+        self._handle, self._result = handle, result
+
+    def test(self) -> bool:
+        """Whether the call has ended; raises its error. Does not wait."""
+        return self._handle.test()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits for the call and returns its result.
+
+        Args:
+            timeout: In seconds; None: until the call ends, which its own deadline bounds.
+
+        Raises:
+            TimeoutError: After ``timeout``; the call goes on, and may be waited for again.
+            CommError: The error of the call.
+        """
+        limit = 0.0 if timeout is None else max(seconds(timeout), 1e-9)
+        self._handle.wait(limit)
+        return self._result(self._handle)
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+
+
+class Group:
+    """Some ranks of the job, in an order of their own. Collective among these ranks, and only they make it.
+
+    They may make it on any thread and at any time; members make groups with the same name and ranks in the same order.
+    A group costs a few KiB until its first call, and its threads end when it has had no calls for a second. A lost rank
+    ends the groups that it is a member of, and no others. As a context manager it is freed at the end.
+
+    Args:
+        ranks: Ranks of the job; rank i of the group is ``ranks[i]``. None: all ranks.
+        name: Stands in error messages.
+
+    Attributes:
+        rank: This process's rank in the group.
+        size: The number of ranks.
+        ranks: The ranks of the job, by rank in the group.
+
+    Raises:
+        ArgumentError: This rank is not in ``ranks``, or an entry is no rank of the job or listed twice.
+        TimeoutError: A member did not make the group before the deadline.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None, name: str = "") -> None:
+        listed = None if ranks is None else [int(rank) for rank in ranks]
+        self._set(_dl_comm.Group.create(listed, name), listed, name)
+
+    def _set(self, handle: _dl_comm.Group, ranks: list[int] | None, name: str) -> None:
+        self._handle: _dl_comm.Group | None = handle
+        self.rank, self.size, self._name = handle.rank(), handle.size(), name
+        self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
+
+    @property
+    def handle(self) -> _dl_comm.Group:
+        """The core's group. Raises ArgumentError after ``free``."""
+        if self._handle is None:
+            raise ArgumentError(f"{self!r} was freed")
+        return self._handle
+
+    def free(self) -> None:
+        """Ends the group on this rank, after its started calls. A second call does nothing."""
+        self._handle = None
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        return f"<dl_comm.Group {self._name!r}: rank {self.rank} of {self.size}>"
+
+
+_world: Group | None = None
+
+
+def world() -> Group:
+    """The group of all ranks that runs the calls without a group."""
+    global _world
+    if _world is None:
+        group = Group.__new__(Group)
+        group._set(_dl_comm.Group.of_team(_DEFAULT_TEAM), None, "world")
+        _world = group
+    return _world
+
+
+def forget_world() -> None:
+    """After ``finalize``: the next use finds the group of a new start."""
+    global _world
+    _world = None
+
+
+def given(group: Group | None) -> Group:
+    """The group of a call."""
+    if group is None:
+        return world()
+    if not isinstance(group, Group):
+        raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
+    return group
+
+
+def split(color: int | None, key: int = 0, *, group: Group | None = None, name: str = "") -> Group | None:
+    """Splits a group: the ranks with the same ``color`` make one, as ``MPI_Comm_split``. Collective.
+
+    Args:
+        color: A number; None: this rank is in no new group.
+        key: Orders the ranks of a new group; equal keys are ordered by rank.
+        group: The group to split; None: all ranks.
+        name: Stands in error messages.
+
+    Returns:
+        The new group of this rank, or None.
+    """
+    from dl_comm._ops import all_gather
+
+    parent = given(group)
+    mine = np.array([0 if color is None else int(color), int(key), color is not None], dtype=np.int64)
+    rows = all_gather(mine, group=parent, name="split").reshape(parent.size, 3)
+    if color is None:
+        return None
+    members = [rank for rank in range(parent.size) if rows[rank, 2] and rows[rank, 0] == mine[0]]
+    members.sort(key=lambda rank: int(rows[rank, 1]))
+    return Group([parent.ranks[rank] for rank in members], name or f"split {color}")

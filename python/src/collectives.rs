@@ -1,0 +1,341 @@
+//! Groups and started calls: classes over the C API's handles. Private; `dl_comm.Group` and `dl_comm.Work` use them.
+//!
+//! A started call owns references to its arrays until it has ended, also if Python drops its handle.
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use crate::api::ffi::{self, dl_comm_call_t, dl_comm_group_t, dl_comm_message_t, dl_comm_status_t, dl_comm_work_t};
+use crate::api::{argument_error, call};
+use crate::arrays::Buffers;
+use crate::c_name;
+
+/// Arrays that a call uses.
+type Arrays = Vec<Py<PyAny>>;
+
+/// A handle of the C API.
+struct Handle<T> {
+    raw: *mut T,
+    free: unsafe extern "C" fn(*mut T) -> c_int,
+}
+
+// SAFETY: any thread may use and free the C API's handles.
+unsafe impl<T> Send for Handle<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Handle<T> {}
+
+impl<T> Handle<T> {
+    /// The handle. As a method, so that closures hold the `Handle`, which threads may share.
+    fn raw(&self) -> *mut T {
+        self.raw
+    }
+}
+
+impl<T> Drop for Handle<T> {
+    fn drop(&mut self) {
+        let handle = &*self;
+        let free = || {
+            // SAFETY: a live handle, freed once. Nobody can act on an error.
+            let _code = unsafe { (handle.free)(handle.raw) };
+        };
+        // A group that ends waits for its calls, so other threads need the GIL. While the interpreter ends nobody has it.
+        if Python::try_attach(|py| py.detach(free)).is_none() {
+            free();
+        }
+    }
+}
+
+/// A group of ranks.
+#[pyclass(frozen, module = "dl_comm._dl_comm")]
+pub struct Group {
+    handle: Handle<dl_comm_group_t>,
+}
+
+/// A call as Python describes it: collective, operator, root, the number of blocks in the shorter array, read arrays and
+/// written arrays (`None` where this rank has none), counts, name, deadline as in `dl_comm_call_t`, and the factors of a
+/// scaled sum. A tuple, because reading it is fast.
+type CallSpec<'py> = (
+    c_int,
+    c_int,
+    c_int,
+    usize,
+    Option<Vec<Bound<'py, PyAny>>>,
+    Option<Vec<Bound<'py, PyAny>>>,
+    Option<Vec<usize>>,
+    Option<Vec<usize>>,
+    Option<Bound<'py, PyString>>,
+    f64,
+    (f64, f64),
+);
+
+/// A call with everything that its C structure points to.
+struct CCall {
+    raw: dl_comm_call_t,
+    _buffers: Buffers,
+    _counts: [Option<Vec<usize>>; 2],
+    _name: CString,
+    arrays: Arrays,
+}
+
+// SAFETY: only the C API dereferences the pointers, into memory that the structure owns.
+unsafe impl Send for CCall {}
+// SAFETY: as above.
+unsafe impl Sync for CCall {}
+
+impl CCall {
+    fn new(py: Python<'_>, spec: CallSpec<'_>) -> PyResult<CCall> {
+        let (collective, reduce, root, blocks, sources, destinations, ..) = spec;
+        let (.., send_counts, receive_counts, name, timeout, (prescale, postscale)) = spec;
+        let buffers = Buffers::of_call(py, sources.as_deref(), destinations.as_deref(), blocks)?;
+        let name = c_name(name.as_ref())?;
+        let place = |counts: &Option<Vec<usize>>| counts.as_ref().map_or(ptr::null(), |counts| counts.as_ptr());
+        let raw = dl_comm_call_t {
+            size: size_of::<dl_comm_call_t>(),
+            collective,
+            reduce,
+            root,
+            flags: 0,
+            buffers: buffers.as_ptr(),
+            count: buffers.len(),
+            send_counts: place(&send_counts),
+            receive_counts: place(&receive_counts),
+            name: name.as_ptr(),
+            timeout,
+            device: ptr::null(),
+            prescale,
+            postscale,
+            done: None,
+            context: ptr::null_mut(),
+        };
+        let arrays = sources.into_iter().chain(destinations).flatten().map(Bound::unbind).collect();
+        Ok(CCall { raw, _buffers: buffers, _counts: [send_counts, receive_counts], _name: name, arrays })
+    }
+}
+
+/// The `done` of a started call: releases its arrays. `context` is the `Arc` of them.
+unsafe extern "C" fn release(context: *mut c_void, _code: c_int, _message: *const c_char) {
+    // SAFETY: from `Arc::into_raw`, and called once. Without the GIL, PyO3 releases the references later.
+    drop(unsafe { Arc::from_raw(context.cast::<Arrays>().cast_const()) });
+}
+
+/// Starts a call: `start` gets the function and context for its end, and the place of its handle.
+fn start(
+    py: Python<'_>,
+    arrays: Arrays,
+    start: impl FnOnce(*mut c_void, *mut *mut dl_comm_work_t) -> c_int + Send,
+) -> PyResult<Work> {
+    let arrays = Arc::new(arrays);
+    let context = Shared(Arc::into_raw(Arc::clone(&arrays)).cast_mut().cast());
+    let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_work_free };
+    let started = call(py, || {
+        let (context, handle) = (&context, &mut handle);
+        start(context.0, &raw mut handle.raw)
+    });
+    if started.is_err() {
+        // SAFETY: nothing was started, so `release` is not called.
+        drop(unsafe { Arc::from_raw(context.0.cast::<Arrays>().cast_const()) });
+    }
+    started.map(|_| Work { handle, _arrays: arrays })
+}
+
+/// A context that another thread may have.
+struct Shared(*mut c_void);
+
+// SAFETY: points to an `Arc` of references that any thread may have.
+unsafe impl Sync for Shared {}
+// SAFETY: as above.
+unsafe impl Send for Shared {}
+
+#[pymethods]
+impl Group {
+    /// Makes a group of these ranks of the job; `None`: of all. Collective among them.
+    #[staticmethod]
+    fn create(py: Python<'_>, ranks: Option<Vec<c_int>>, name: &Bound<'_, PyString>) -> PyResult<Group> {
+        let name = c_name(Some(name))?;
+        if ranks.as_ref().is_some_and(Vec::is_empty) {
+            return Err(argument_error(py, "ranks is empty; a group has at least one rank"));
+        }
+        let listed = ranks.as_deref().unwrap_or_default();
+        let number = c_int::try_from(listed.len())?;
+        let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
+        call(py, || {
+            let handle = &mut handle;
+            let ranks = if listed.is_empty() { ptr::null() } else { listed.as_ptr() };
+            // SAFETY: the pointers are valid during the call.
+            unsafe { ffi::dl_comm_group_create(ranks, number, name.as_ptr(), &raw mut handle.raw) }
+        })?;
+        Ok(Group { handle })
+    }
+
+    /// The group of all ranks that runs the calls of a team.
+    #[staticmethod]
+    fn of_team(py: Python<'_>, team: c_int) -> PyResult<Group> {
+        let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
+        call(py, || {
+            let handle = &mut handle;
+            // SAFETY: the pointer is valid during the call.
+            unsafe { ffi::dl_comm_team_group(team, &raw mut handle.raw) }
+        })?;
+        Ok(Group { handle })
+    }
+
+    /// This process's rank in the group.
+    fn rank(&self, py: Python<'_>) -> PyResult<c_int> {
+        let mut rank = 0;
+        // SAFETY: a live handle; `rank` is valid.
+        call(py, || unsafe { ffi::dl_comm_group_rank(self.handle.raw(), &raw mut rank) })?;
+        Ok(rank)
+    }
+
+    /// The number of ranks.
+    fn size(&self, py: Python<'_>) -> PyResult<c_int> {
+        let mut size = 0;
+        // SAFETY: as above.
+        call(py, || unsafe { ffi::dl_comm_group_size(self.handle.raw(), &raw mut size) })?;
+        Ok(size)
+    }
+
+    /// Runs a call to its end.
+    fn run(&self, py: Python<'_>, spec: CallSpec<'_>) -> PyResult<()> {
+        let request = CCall::new(py, spec)?;
+        let (request, group) = (&request, &self.handle);
+        // SAFETY: the arrays live until the call has ended.
+        call(py, || unsafe { ffi::dl_comm_run(group.raw(), &raw const request.raw) })?;
+        Ok(())
+    }
+
+    /// Starts a call.
+    fn start(&self, py: Python<'_>, spec: CallSpec<'_>) -> PyResult<Work> {
+        let mut request = CCall::new(py, spec)?;
+        let arrays = std::mem::take(&mut request.arrays);
+        let group = &self.handle;
+        start(py, arrays, |context, work| {
+            let mut request = request;
+            request.raw.done = Some(release);
+            request.raw.context = context;
+            // SAFETY: `release` keeps the arrays until the call has ended.
+            unsafe { ffi::dl_comm_start(group.raw(), &raw const request.raw, work) }
+        })
+    }
+
+    /// Starts to send arrays.
+    fn send(&self, py: Python<'_>, message: MessageSpec<'_>) -> PyResult<Work> {
+        self.transfer(py, message, true)
+    }
+
+    /// Starts to receive arrays.
+    fn receive(&self, py: Python<'_>, message: MessageSpec<'_>) -> PyResult<Work> {
+        self.transfer(py, message, false)
+    }
+
+    /// Sends and receives, and waits for both. Returns source, tag and bytes of what was received.
+    fn send_receive(
+        &self,
+        py: Python<'_>,
+        send: Option<MessageSpec<'_>>,
+        receive: Option<MessageSpec<'_>>,
+    ) -> PyResult<(c_int, c_int, usize)> {
+        let send = send.map(|message| CMessage::new(py, message, true)).transpose()?;
+        let receive = receive.map(|message| CMessage::new(py, message, false)).transpose()?;
+        let mut status = dl_comm_status_t { source: 0, tag: 0, bytes: 0 };
+        let group = &self.handle;
+        call(py, || {
+            let place =
+                |message: &Option<CMessage>| message.as_ref().map_or(ptr::null(), |message| &raw const message.raw);
+            // SAFETY: the arrays live until both have ended.
+            unsafe { ffi::dl_comm_sendrecv(group.raw(), place(&send), place(&receive), &raw mut status) }
+        })?;
+        Ok((status.source, status.tag, status.bytes))
+    }
+}
+
+impl Group {
+    fn transfer(&self, py: Python<'_>, message: MessageSpec<'_>, sends: bool) -> PyResult<Work> {
+        let mut message = CMessage::new(py, message, sends)?;
+        let arrays = std::mem::take(&mut message.arrays);
+        let group = &self.handle;
+        start(py, arrays, move |context, work| {
+            let mut message = message;
+            message.raw.done = Some(release);
+            message.raw.context = context;
+            let function = if sends { ffi::dl_comm_send } else { ffi::dl_comm_receive };
+            // SAFETY: `release` keeps the arrays until the message has arrived.
+            unsafe { function(group.raw(), &raw const message.raw, work) }
+        })
+    }
+}
+
+/// A message as Python describes it: arrays, and peer, tag, name and deadline as in `dl_comm_message_t`.
+type MessageSpec<'py> = (Vec<Bound<'py, PyAny>>, c_int, c_int, Option<Bound<'py, PyString>>, f64);
+
+/// A message with everything that its C structure points to.
+struct CMessage {
+    raw: dl_comm_message_t,
+    _buffers: Buffers,
+    _name: CString,
+    arrays: Arrays,
+}
+
+// SAFETY: only the C API dereferences the pointers, into memory that the structure owns.
+unsafe impl Send for CMessage {}
+// SAFETY: as above.
+unsafe impl Sync for CMessage {}
+
+impl CMessage {
+    fn new(py: Python<'_>, spec: MessageSpec<'_>, sends: bool) -> PyResult<CMessage> {
+        let (arrays, peer, tag, name, timeout) = spec;
+        let (read, written) = if sends { (Some(&*arrays), None) } else { (None, Some(&*arrays)) };
+        let buffers = Buffers::of_call(py, read, written, 1)?;
+        let name = c_name(name.as_ref())?;
+        let raw = dl_comm_message_t {
+            size: size_of::<dl_comm_message_t>(),
+            buffers: buffers.as_ptr(),
+            count: buffers.len(),
+            peer,
+            tag,
+            name: name.as_ptr(),
+            timeout,
+            done: None,
+            context: ptr::null_mut(),
+        };
+        let arrays = arrays.into_iter().map(Bound::unbind).collect();
+        Ok(CMessage { raw, _buffers: buffers, _name: name, arrays })
+    }
+}
+
+/// A started call.
+#[pyclass(frozen, module = "dl_comm._dl_comm")]
+pub struct Work {
+    handle: Handle<dl_comm_work_t>,
+    _arrays: Arc<Arrays>,
+}
+
+#[pymethods]
+impl Work {
+    /// Whether the call has ended; raises its error.
+    fn test(&self, py: Python<'_>) -> PyResult<bool> {
+        let mut ended = 0;
+        // SAFETY: a live handle; `ended` is valid.
+        call(py, || unsafe { ffi::dl_comm_test(self.handle.raw(), &raw mut ended) })?;
+        Ok(ended != 0)
+    }
+
+    /// Waits until the call has ended, at most `timeout` seconds (0: no limit); raises its error.
+    fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        // SAFETY: a live handle.
+        call(py, || unsafe { ffi::dl_comm_wait(self.handle.raw(), timeout) })?;
+        Ok(())
+    }
+
+    /// Source, tag and bytes of a send or receive that has ended.
+    fn status(&self, py: Python<'_>) -> PyResult<(c_int, c_int, usize)> {
+        let mut status = dl_comm_status_t { source: 0, tag: 0, bytes: 0 };
+        // SAFETY: a live handle; `status` is valid.
+        call(py, || unsafe { ffi::dl_comm_work_status(self.handle.raw(), &raw mut status) })?;
+        Ok((status.source, status.tag, status.bytes))
+    }
+}
