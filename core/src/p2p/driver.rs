@@ -1,4 +1,5 @@
-//! Who makes progress: one thread at a time, the *driver*. It polls, then sleeps on the bell of this rank.
+//! Who makes progress: one thread at a time, the *driver*. It polls, then sleeps on the bell of this rank. The network
+//! between hosts rings no bell: while something waits for it, the driver takes short naps.
 //!
 //! A thread that waits for a send or receive drives if nobody does; else it waits for its result, or for the driver to
 //! leave. If sends or receives are under way and no caller drives, the thread `dlcomm-p2p` does. It leaves as soon as a
@@ -38,6 +39,9 @@ const LOOKS: u32 = 50;
 const IDLE: Duration = Duration::from_secs(1);
 /// Below this, spinning is cheaper than a futex sleep.
 const SPIN_MAX: Duration = Duration::from_micros(50);
+/// Naps of a driver that waits for the network, one after the other; then the last one again.
+const NAPS: [Duration; 4] =
+    [Duration::from_micros(20), Duration::from_micros(50), Duration::from_micros(100), Duration::from_micros(200)];
 /// Minimum number of spins, unless the maximum is smaller.
 const MIN_SPINS: u32 = 64;
 
@@ -47,6 +51,8 @@ pub struct Shared {
     memory: Arc<dyn MailboxMemory>,
     /// Sends and receives under way.
     pub pending: AtomicUsize,
+    /// Whether the network has something to send for sends that may have ended.
+    sending: AtomicBool,
     /// Threads that want the state; the driver lets them have it.
     wanting: AtomicUsize,
     driver: AtomicU32,
@@ -74,6 +80,7 @@ impl Shared {
             memory: Arc::clone(state.mailbox.memory()),
             state: Mutex::new(state),
             pending: AtomicUsize::new(0),
+            sending: AtomicBool::new(false),
             wanting: AtomicUsize::new(0),
             driver: AtomicU32::new(NOBODY),
             waiters: AtomicUsize::new(0),
@@ -104,9 +111,11 @@ impl Shared {
                 state
             }
         };
+        let awaited_network = state.awaits_network();
         let result = change(&mut state);
-        if self.give_out(state) && self.driver.load(Ordering::Relaxed) != NOBODY {
-            // The driver may wait for one of the results.
+        let naps = state.awaits_network() && !awaited_network;
+        if (self.give_out(state) || naps) && self.driver.load(Ordering::Relaxed) != NOBODY {
+            // The driver may wait for one of the results, or sleep too long.
             self.header().ring_bell();
         }
         result
@@ -114,6 +123,10 @@ impl Shared {
 
     /// Unlocks the state and gives out the results, if there are any.
     fn give_out(&self, mut state: MutexGuard<'_, State>) -> bool {
+        let sending = state.has_open_sends();
+        if sending != self.sending.load(Ordering::Relaxed) {
+            self.sending.store(sending, Ordering::Relaxed);
+        }
         if state.finished.is_empty() {
             return false;
         }
@@ -161,7 +174,7 @@ impl Shared {
     /// Polls and sleeps until `ended`; calls `check` about every 20 ms. For the driver.
     fn drive(&self, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
         let mut last_check = None;
-        let (mut idle, mut polls) = (0, 0u32);
+        let (mut idle, mut polls, mut naps) = (0, 0u32, 0);
         let mut since = None;
         loop {
             if ended() {
@@ -175,8 +188,8 @@ impl Shared {
                 self.check(&mut last_check, check);
             }
             if self.poll() {
-                (idle, since) = (0, None);
-            } else if idle < self.spins.load(Ordering::Relaxed) {
+                (idle, since, naps) = (0, None, 0);
+            } else if naps == 0 && idle < self.spins.load(Ordering::Relaxed) {
                 idle += 1;
                 if idle == MIN_SPINS {
                     since = Some(Instant::now());
@@ -185,8 +198,16 @@ impl Shared {
                 std::hint::spin_loop();
             } else {
                 let from = *since.get_or_insert_with(Instant::now);
-                self.sleep(ended);
-                self.adapt(from.elapsed() < SPIN_MAX);
+                if self.sleep(ended, NAPS[naps]) {
+                    if naps == 0 {
+                        self.adapt(false);
+                    }
+                    // Only one look between naps.
+                    naps = (naps + 1).min(NAPS.len() - 1);
+                } else {
+                    naps = 0;
+                    self.adapt(from.elapsed() < SPIN_MAX);
+                }
                 (idle, since) = (0, None);
                 self.check(&mut last_check, check);
             }
@@ -211,8 +232,9 @@ impl Shared {
         self.spins.store(next.clamp(MIN_SPINS.min(self.max_spins), self.max_spins), Ordering::Relaxed);
     }
 
-    /// Sleeps until the bell rings, unless there is something to do.
-    fn sleep(&self, ended: &dyn Fn() -> bool) {
+    /// Sleeps until the bell rings, unless there is something to do. If something waits for the network, it sleeps for
+    /// at most `nap` and returns true.
+    fn sleep(&self, ended: &dyn Fn() -> bool, nap: Duration) -> bool {
         let header = self.header();
         let (bell, cleared) = header.before_sleep(self.memory.ranks());
         let mut state = lock(&self.state);
@@ -220,16 +242,19 @@ impl Shared {
         for &rank in &cleared {
             moved |= state.look_at(rank);
         }
+        let naps = state.awaits_network();
         moved |= self.give_out(state);
         if moved {
             cleared.into_iter().for_each(|rank| header.keep_notice(rank));
-        } else if !ended()
-            && let Err(error) = header.sleep(bell)
-        {
-            log_line(&error.to_string());
-            std::thread::sleep(CHECK_EVERY);
+        } else if !ended() {
+            let slept = if naps { header.nap(bell, nap) } else { header.sleep(bell) };
+            if let Err(error) = slept {
+                log_line(&error.to_string());
+                std::thread::sleep(CHECK_EVERY);
+            }
         }
         header.after_sleep();
+        naps && !moved
     }
 
     /// Ends this thread's time as the driver.
@@ -265,9 +290,14 @@ impl Shared {
         }
     }
 
+    /// Whether somebody must make progress.
+    fn has_work(&self) -> bool {
+        self.pending.load(Ordering::Relaxed) > 0 || self.sending.load(Ordering::Relaxed)
+    }
+
     /// Makes sure that somebody makes progress while sends or receives are under way.
     pub fn ensure_thread(self: &Arc<Shared>) {
-        if self.pending.load(Ordering::Relaxed) == 0 {
+        if !self.has_work() {
             return;
         }
         let mut gate = lock(&self.gate);
@@ -292,7 +322,7 @@ impl Shared {
             if self.closed.load(Ordering::Acquire) {
                 return;
             }
-            let has_work = self.pending.load(Ordering::Relaxed) > 0;
+            let has_work = self.has_work();
             idle_looks = if has_work { 0 } else { idle_looks + 1 };
             if idle_looks > LOOKS {
                 gate.idle = true;
@@ -308,15 +338,12 @@ impl Shared {
                 continue;
             }
             drop(self.thread_changed.wait_timeout(gate, STANDBY).unwrap_or_else(PoisonError::into_inner));
-            let wanted = self.pending.load(Ordering::Relaxed) > 0 && self.waiters.load(Ordering::Relaxed) == 0;
+            let wanted = self.has_work() && self.waiters.load(Ordering::Relaxed) == 0;
             if !wanted || self.driver.compare_exchange(NOBODY, THREAD, Ordering::Acquire, Ordering::Relaxed).is_err() {
                 continue;
             }
-            let leaves = || {
-                self.pending.load(Ordering::Relaxed) == 0
-                    || self.waiters.load(Ordering::Relaxed) > 0
-                    || self.closed.load(Ordering::Relaxed)
-            };
+            let leaves =
+                || !self.has_work() || self.waiters.load(Ordering::Relaxed) > 0 || self.closed.load(Ordering::Relaxed);
             self.drive(&leaves, &|| {});
             self.leave();
         }

@@ -8,7 +8,7 @@ use crate::buffer::View;
 use crate::error::Result;
 use crate::group::{Group, MessageOptions, Messenger};
 use crate::lock::lock;
-use crate::p2p::{Endpoint, Peers, Request, Status, Then};
+use crate::p2p::{Endpoint, Hosts, Peers, Request, Status, Then};
 use crate::transport::flag::max_spins;
 use crate::transport::mailbox::memory::ArenaMemory;
 
@@ -51,9 +51,13 @@ fn endpoint() -> Result<Arc<Endpoint>> {
         let (job, topology) = (&runtime.job, &runtime.topology);
         let ranks = topology.local_ranks();
         let memory = ArenaMemory::new(Arc::clone(job.arenas()), topology.local_rank(), ranks.len());
-        let names = ranks.iter().map(|&rank| job.ranks().names[rank].clone()).collect();
+        let names = Arc::clone(&job.ranks().names);
         let peers = Peers { world: ranks.to_vec(), names, liveness: Box::new(job.ranks().local_processes()) };
-        Endpoint::new(Arc::new(memory), peers, max_spins(ranks.len())).inspect(Endpoint::show_process)
+        let hosts = job.take_messages().map(|network| {
+            let job = Arc::clone(job);
+            Hosts { network, lost: Box::new(move |rank| job.is_lost_elsewhere(rank).then(|| "is lost".to_owned())) }
+        });
+        Endpoint::new(Arc::new(memory), peers, max_spins(ranks.len()), hosts).inspect(Endpoint::show_process)
     })?;
     Ok(Arc::clone(place.insert(Arc::new(endpoint))))
 }

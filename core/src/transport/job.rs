@@ -12,6 +12,7 @@ use super::bootstrap::{Bootstrap, Network};
 use super::detector_links::{HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
+use super::messages::MessageNetwork;
 use super::ranks::Ranks;
 use super::shm::{self, Name};
 use super::store::{MemoryStore, Store};
@@ -20,6 +21,7 @@ use super::wait_context::WaitContext;
 use crate::affinity::{self, CpuBounds};
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::timeline;
 
 /// The processes of the job.
@@ -29,6 +31,8 @@ pub struct Job {
     pub(super) store: Arc<dyn Store>,
     /// The messages between hosts; `None` on one host.
     pub(super) network: Option<Arc<dyn Network>>,
+    /// The messages of send and receive between hosts, until they are taken.
+    messages: Mutex<Option<Box<dyn MessageNetwork>>>,
     /// That network, measured at start.
     pub(super) network_model: NetworkModel,
     /// CPUs per rank: the minimum over all hosts.
@@ -46,6 +50,7 @@ pub struct Job {
 /// What a job is made of, beside its ranks and their store.
 struct Parts {
     network: Option<Arc<dyn Network>>,
+    messages: Option<Box<dyn MessageNetwork>>,
     network_model: NetworkModel,
     processors: usize,
     store_addresses: Vec<SocketAddr>,
@@ -71,8 +76,8 @@ impl Job {
         }
         let served = settings.and(watches).and_then(|()| serve_store(&ranks));
         let made = Job::make(&ranks, &served);
-        let Parts { network, network_model, processors, store_addresses, groups, detector } =
-            made.inspect_err(|error| {
+        let Parts { network, messages, network_model, processors, store_addresses, groups, detector } = made
+            .inspect_err(|error| {
                 // A recoverable error is equal on all ranks; they may retry.
                 if !error.is_recoverable() {
                     ranks.bootstrap.leave();
@@ -87,6 +92,7 @@ impl Job {
             ranks,
             store,
             network,
+            messages: Mutex::new(messages),
             network_model,
             processors,
             groups,
@@ -106,12 +112,13 @@ impl Job {
             let arenas = make_arenas(ranks, wait_ctx)?;
             let groups =
                 Arc::new(GroupMemory::new(arenas, topology.local_rank(), topology.local_size(), several_hosts));
-            let (mut detector, mut network_model) = (None, NetworkModel::UNKNOWN);
+            let (mut detector, mut network_model, mut messages) = (None, NetworkModel::UNKNOWN, None);
             if let Some(network) = &network {
                 detector = start_detector(ranks, &groups, &**network, wait_ctx)?;
                 network_model = measure_network(ranks, &**network, wait_ctx)?;
+                messages = Some(network.messages(wait_ctx)?);
             }
-            Ok(Parts { network: None, processors, store_addresses, groups, detector, network_model })
+            Ok(Parts { network: None, messages, processors, store_addresses, groups, detector, network_model })
         };
         let parts = ranks.with_deadline("init_mpi", || None, make)?;
         Ok(Parts { network, ..parts })
@@ -120,6 +127,16 @@ impl Job {
     /// The shared memory of this host's ranks.
     pub fn arenas(&self) -> &Arc<Arenas> {
         self.groups.arenas()
+    }
+
+    /// The messages of send and receive between hosts; `None` on one host, and once they were taken.
+    pub fn take_messages(&self) -> Option<Box<dyn MessageNetwork>> {
+        lock(&self.messages).take()
+    }
+
+    /// Whether `rank`, of another host, is lost, as the failure detector has reported.
+    pub fn is_lost_elsewhere(&self, rank: usize) -> bool {
+        self.groups.lost_ranks().any(|lost| lost == rank)
     }
 
     /// Whether the library of a launcher is behind the job ([`Bootstrap::uses_launcher`]).
@@ -169,6 +186,8 @@ impl Job {
     /// Ends without the other ranks, which may never come.
     pub fn leave(&self) {
         self.left.store(true, Ordering::Relaxed);
+        // Ending it properly could wait for ranks that never come.
+        std::mem::forget(self.take_messages());
         self.ranks.bootstrap.leave();
     }
 

@@ -1,6 +1,7 @@
 //! An MPI communicator: non-blocking operations, polled under a deadline. The only file that calls MPI functions.
 
 use std::ffi::{CStr, c_char, c_int};
+use std::mem::MaybeUninit;
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -148,6 +149,51 @@ impl Comm {
         })
     }
 
+    /// As [`Comm::receive`], from any rank.
+    ///
+    /// # Safety
+    /// As for [`Comm::receive`].
+    pub unsafe fn receive_from_any(&self, bytes: &mut [u8], tag: usize) -> Result<Request> {
+        let (count, tag) = (int(bytes.len())?, int(tag)?);
+        // SAFETY: guaranteed by the caller; the others are constants.
+        self.start(|request| unsafe {
+            let (byte, any) = (ffi::RSMPI_UINT8_T, ffi::RSMPI_ANY_SOURCE);
+            ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, byte, any, tag, self.raw, request)
+        })
+    }
+
+    /// Calls `done` with the index, the source and the received bytes of each request that has completed. Does not
+    /// block. The source and bytes of a send have no meaning.
+    pub fn test_some(&self, requests: &mut [Request], mut done: impl FnMut(usize, usize, usize)) -> Result<()> {
+        let (count, mut completed) = (int(requests.len())?, 0);
+        let mut indices = vec![0; requests.len()];
+        let mut statuses = vec![MaybeUninit::<ffi::MPI_Status>::zeroed(); requests.len()];
+        // SAFETY: `requests` are live requests of this process or null; the other two have the same length.
+        self.call(|| unsafe {
+            let (requests, indices) = (requests.as_mut_ptr(), indices.as_mut_ptr());
+            ffi::MPI_Testsome(count, requests, &mut completed, indices, statuses.as_mut_ptr().cast())
+        })?;
+        // MPI_UNDEFINED, a negative number, if all requests are null.
+        let completed = usize::try_from(completed).unwrap_or(0);
+        for (&index, status) in indices[..completed].iter().zip(&statuses) {
+            let mut len = 0;
+            // SAFETY: MPI has written the status, of integers; the others are constants.
+            let source = unsafe {
+                let status = status.assume_init_ref();
+                self.call(|| ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &mut len))?;
+                status.MPI_SOURCE
+            };
+            done(from_int(index), from_int(source), from_int(len));
+        }
+        Ok(())
+    }
+
+    /// Starts to cancel a receive, which then completes.
+    pub fn cancel(&self, request: &mut Request) -> Result<()> {
+        // SAFETY: a live request of this process.
+        self.call(|| unsafe { ffi::MPI_Cancel(request) })
+    }
+
     /// Waits until all requests complete; `awaited` names the awaited ranks.
     ///
     /// # Errors
@@ -218,6 +264,11 @@ impl Drop for Comm {
 
 fn int(value: usize) -> Result<c_int> {
     c_int::try_from(value).map_err(|_| Error::Internal(format!("{value} is too large for MPI's int")))
+}
+
+/// A negative number of a completed operation means that it has no such property.
+fn from_int(value: c_int) -> usize {
+    usize::try_from(value).unwrap_or(0)
 }
 
 fn error_text(code: c_int) -> String {
