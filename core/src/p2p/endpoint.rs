@@ -316,12 +316,24 @@ impl Endpoint {
     pub fn close(&self) -> Result<()> {
         let error = Error::State("dl_comm was finalised before the send or receive was complete".into());
         let result = self.shared.close(&error);
-        if let Some(remote) = self.shared.with(0, |state| state.remote.take()) {
-            let far = (0..self.peers.names.len()).filter(|&world| self.peers.local(world).is_none());
-            remote.close(&far.collect::<Vec<_>>());
-        }
+        self.shared.with(0, |state| state.remote.iter_mut().for_each(Remote::close));
         depart(&*self.memory);
         result
+    }
+
+    /// After [`Endpoint::close`], while other ranks may still send: drops what comes, and tells them. Does not block.
+    pub fn linger(&self) {
+        self.shared.with(0, |state| state.remote.iter_mut().for_each(Remote::linger));
+    }
+
+    /// Ends the use of the network, after [`Endpoint::close`]. `together`: all ranks have closed, so this one takes their
+    /// last messages.
+    pub fn leave_network(&self, together: bool) {
+        if let Some(mut remote) = self.shared.with(0, |state| state.remote.take())
+            && together
+        {
+            remote.take_farewells();
+        }
     }
 }
 
@@ -329,5 +341,6 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         // Nobody is left to be told.
         let _result = self.close();
+        self.leave_network(false);
     }
 }

@@ -19,6 +19,9 @@ use crate::transport::shm_region::Liveness;
 /// Messages that are taken from one rank before others have their turn.
 const BATCH: usize = 16;
 
+/// A receive from any rank learns that all have ended if its group is not larger than this; else its deadline ends it.
+const MAX_GREETED: usize = 64;
+
 /// The ranks that an endpoint can name.
 pub struct Peers {
     /// Those of this host, in the job, ascending.
@@ -332,8 +335,18 @@ impl State {
             Some(format!("{} {}", peers.name(world), how?))
         };
         let broken = |awaits_network: bool| far.and_then(Remote::failure).filter(|_| awaits_network).cloned();
+        let mut awaited = Vec::new();
         let receives = matching.fail_receives(|pattern, receive| {
             let limits = &receive.limits;
+            if receive.awaits_network && closing.is_none() {
+                match pattern.source {
+                    Some(source) => awaited.push(source),
+                    None if limits.scope.size() <= MAX_GREETED => {
+                        awaited.extend((0..limits.scope.size()).map(|rank| limits.scope.to_world(rank)));
+                    }
+                    None => {}
+                }
+            }
             let from = || match pattern.source {
                 Some(source) => format!("from {}", peers.name(source)),
                 None => "from any rank".to_owned(),
@@ -374,6 +387,10 @@ impl State {
             if !outgoing[rank].is_idle() {
                 outgoing[rank].fail(mailbox, rank, sent, finished);
             }
+        }
+        if let Some(remote) = &mut self.remote {
+            awaited.retain(|&world| peers.local(world).is_none());
+            remote.greet(&awaited);
         }
         self.check_network(now, closing);
     }

@@ -134,6 +134,11 @@ impl Job {
         lock(&self.messages).take()
     }
 
+    /// Whether [`Job::take_messages`] has something.
+    pub fn has_messages(&self) -> bool {
+        lock(&self.messages).is_some()
+    }
+
     /// Whether `rank`, of another host, is lost, as the failure detector has reported.
     pub fn is_lost_elsewhere(&self, rank: usize) -> bool {
         self.groups.lost_ranks().any(|lost| lost == rank)
@@ -167,10 +172,24 @@ impl Job {
 
     /// Runs `work`, collective over all ranks. Its failure may leave the ranks out of sync.
     pub(super) fn in_step<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
+        self.in_step_with(what, &|| {}, work)
+    }
+
+    /// As [`Job::in_step`]; waits call `meanwhile` from time to time.
+    fn in_step_with<T>(
+        &self,
+        what: &str,
+        meanwhile: &dyn Fn(),
+        work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
+    ) -> Result<T> {
         if let Some(error) = self.poisoned.get() {
             return Err(error.clone());
         }
-        let result = self.ranks.with_deadline(what, || self.lost_elsewhere(), work);
+        let lost = || {
+            meanwhile();
+            self.lost_elsewhere()
+        };
+        let result = self.ranks.with_deadline(what, lost, work);
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = &result {
             let _first = self.poisoned.set(error.clone());
         }
@@ -191,22 +210,23 @@ impl Job {
         self.ranks.bootstrap.leave();
     }
 
-    /// Waits for all ranks, up to the deadline, if the bootstrap needs that. `failure` is that of a group.
+    /// Waits for all ranks, up to the deadline, if the bootstrap needs that; returns whether it did. `failure` is that of
+    /// a group. It calls `meanwhile` from time to time.
     ///
     /// # Errors
     /// A rank was lost, or did not come before the deadline; the job is then left.
-    pub fn final_barrier(&self, failure: Option<&Error>) -> Result<()> {
+    pub fn final_barrier(&self, failure: Option<&Error>, meanwhile: &dyn Fn()) -> Result<bool> {
         let bootstrap = &self.ranks.bootstrap;
         if !bootstrap.ends_together() {
-            return Ok(());
+            return Ok(false);
         }
         // A network may not survive messages to a host with an exited rank.
         let lost = failure.filter(|error| self.network.is_some() && matches!(error, Error::PeerLost(_)));
         let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.in_step("finalize", |wait_ctx| bootstrap.finish(wait_ctx)),
+            None => self.in_step_with("finalize", meanwhile, |wait_ctx| bootstrap.finish(wait_ctx)),
         };
-        outcome.inspect_err(|_| self.leave())
+        outcome.map(|()| true).inspect_err(|_| self.leave())
     }
 }
 

@@ -27,10 +27,8 @@ use crate::transport::messages::MessageNetwork;
 const WINDOW: usize = 8;
 /// Events that are handled before others have their turn.
 const BATCH: usize = 64;
-/// A rank that ends says so to all others of a job that is not larger; in a larger one, to those that it has met.
-const MAX_FAREWELLS: usize = 256;
-/// How long the end waits for what is to be sent.
-const FLUSH: Duration = Duration::from_secs(1);
+/// How long the end waits until the network has taken what is to be sent, and for the last messages of others.
+const END: Duration = Duration::from_secs(1);
 
 /// The network of an endpoint, and who is behind it.
 pub struct Hosts {
@@ -408,24 +406,49 @@ impl Remote {
         }
     }
 
-    /// Tells the other hosts' ranks, `others`, that no more messages come, and waits a moment until the network has
-    /// taken what is to be sent. Nothing is under way any more.
-    pub fn close(mut self, others: &[usize]) {
-        let told = if others.len() <= MAX_FAREWELLS { others.to_vec() } else { self.port.contacts() };
-        for rank in told {
-            if (self.lost)(rank).is_some() {
-                self.port.forget(rank);
+    /// Makes this rank known to `ranks`, for which receives wait: so they tell it when they end.
+    pub fn greet(&mut self, ranks: &[usize]) {
+        for &rank in ranks {
+            if !self.port.knows(rank) {
+                self.send_header(rank, Header::new(Kind::Credit));
             }
-            self.send_header(rank, Header::new(Kind::Departed));
         }
-        let until = Instant::now() + FLUSH;
+    }
+
+    /// Tells the ranks with which there were messages that no more come, and waits a moment until the network has taken
+    /// what is to be sent. Nothing is under way any more.
+    pub fn close(&mut self) {
+        self.linger();
+        let until = Instant::now() + END;
         while self.has_open_sends() && Instant::now() < until {
-            self.poll();
-            while let Some(event) = self.port.next() {
-                if let Event::Message(_, _, buffer) = event {
-                    self.give_back(buffer);
-                }
+            self.linger();
+            std::thread::yield_now();
+        }
+    }
+
+    /// Drops what has come since [`Remote::close`], and tells its senders that this rank has ended.
+    pub fn linger(&mut self) {
+        self.poll();
+        while let Some(event) = self.port.next() {
+            if let Event::Message(_, _, buffer) = event {
+                self.give_back(buffer);
             }
+        }
+        if self.failure.is_none() {
+            let told = self.port.say_farewell(|rank| (self.lost)(rank).is_some());
+            self.note(told);
+        }
+    }
+
+    /// Takes the last messages of the other ranks, which have all been closed: some networks complain about messages
+    /// that nobody takes.
+    pub fn take_farewells(&mut self) {
+        let until = Instant::now() + END;
+        while self.failure.is_none()
+            && !self.port.have_all_departed(|rank| (self.lost)(rank).is_some())
+            && Instant::now() < until
+        {
+            self.linger();
             std::thread::yield_now();
         }
     }

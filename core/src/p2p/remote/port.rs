@@ -48,6 +48,8 @@ struct Link {
     /// Those of them that are parts.
     open_parts: usize,
     departed: bool,
+    /// Whether it knows that this rank sends no more.
+    farewell: bool,
 }
 
 impl Default for Link {
@@ -63,6 +65,7 @@ impl Default for Link {
             open_sends: 0,
             open_parts: 0,
             departed: false,
+            farewell: false,
         }
     }
 }
@@ -167,9 +170,28 @@ impl Port {
         self.links.get(&rank).is_some_and(|link| link.departed)
     }
 
-    /// The ranks with which there were messages.
-    pub fn contacts(&self) -> Vec<usize> {
-        self.links.keys().copied().collect()
+    /// Whether there were messages with `rank`.
+    pub fn knows(&self, rank: usize) -> bool {
+        self.links.contains_key(&rank)
+    }
+
+    /// Tells the ranks with which there were messages that no more come, unless they are `lost`. They may have departed
+    /// themselves: then they wait for this.
+    ///
+    /// # Errors
+    /// A failure of the network.
+    pub fn say_farewell(&mut self, lost: impl Fn(usize) -> bool) -> Result<()> {
+        let missing = |(&rank, link): (&usize, &Link)| (!link.farewell && !lost(rank)).then_some(rank);
+        for rank in self.links.iter().filter_map(missing).collect::<Vec<_>>() {
+            self.send_always(rank, Header::new(Kind::Departed), 0, |_| {})?;
+            self.links.entry(rank).or_default().farewell = true;
+        }
+        Ok(())
+    }
+
+    /// Whether all ranks with which there were messages have departed, except those that are `lost`.
+    pub fn have_all_departed(&self, lost: impl Fn(usize) -> bool) -> bool {
+        self.links.iter().all(|(&rank, link)| link.departed || lost(rank))
     }
 
     /// Sends no more to `rank`: the network may not survive messages to a process that has ended.
@@ -189,8 +211,10 @@ impl Port {
         let part = usize::from(kind == PART);
         link.open_sends += 1;
         link.open_parts += part;
-        self.open_sends += 1;
-        self.open_parts += part;
+        if !self.gone.contains(&to) {
+            self.open_sends += 1;
+            self.open_parts += part;
+        }
         Ok(())
     }
 
@@ -199,9 +223,10 @@ impl Port {
     /// # Errors
     /// A failure of the network.
     pub fn send(&mut self, to: usize, header: Header, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
-        if self.gone.contains(&to) {
-            return Ok(());
-        }
+        if self.gone.contains(&to) { Ok(()) } else { self.send_always(to, header, data, fill) }
+    }
+
+    fn send_always(&mut self, to: usize, header: Header, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
         let mut buffer = self.message_memory();
         let link = self.links.entry(to).or_default();
         Header { sequence: link.next, taken: link.taken, ..header }.write(&mut buffer.as_mut_slice()[..HEADER_BYTES]);

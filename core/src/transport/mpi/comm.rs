@@ -149,17 +149,26 @@ impl Comm {
         })
     }
 
-    /// As [`Comm::receive`], from any rank.
+    /// Starts receiving a message with this tag from any rank, if there is one.
     ///
     /// # Safety
     /// As for [`Comm::receive`].
-    pub unsafe fn receive_from_any(&self, bytes: &mut [u8], tag: usize) -> Result<Request> {
-        let (count, tag) = (int(bytes.len())?, int(tag)?);
-        // SAFETY: guaranteed by the caller; the others are constants.
-        self.start(|request| unsafe {
-            let (byte, any) = (ffi::RSMPI_UINT8_T, ffi::RSMPI_ANY_SOURCE);
-            ffi::MPI_Irecv(bytes.as_mut_ptr().cast(), count, byte, any, tag, self.raw, request)
-        })
+    pub unsafe fn receive_arrived(&self, bytes: &mut [u8], tag: usize) -> Result<Option<Request>> {
+        let (count, tag, mut found) = (int(bytes.len())?, int(tag)?, 0);
+        let mut message = MaybeUninit::<ffi::MPI_Message>::uninit();
+        // SAFETY: the places are valid during the call; the others are constants.
+        self.call(|| unsafe {
+            let (any, status) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_STATUS_IGNORE);
+            ffi::MPI_Improbe(any, tag, self.raw, &mut found, message.as_mut_ptr(), status)
+        })?;
+        if found == 0 {
+            return Ok(None);
+        }
+        // SAFETY: guaranteed by the caller; MPI has written the message.
+        let request = self.start(|request| unsafe {
+            ffi::MPI_Imrecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, message.as_mut_ptr(), request)
+        })?;
+        Ok(Some(request))
     }
 
     /// Calls `done` with the index, the source and the received bytes of each request that has completed. Does not
@@ -186,12 +195,6 @@ impl Comm {
             done(from_int(index), from_int(source), from_int(len));
         }
         Ok(())
-    }
-
-    /// Starts to cancel a receive, which then completes.
-    pub fn cancel(&self, request: &mut Request) -> Result<()> {
-        // SAFETY: a live request of this process.
-        self.call(|| unsafe { ffi::MPI_Cancel(request) })
     }
 
     /// Waits until all requests complete; `awaited` names the awaited ranks.
