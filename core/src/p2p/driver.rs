@@ -39,6 +39,9 @@ const LOOKS: u32 = 50;
 const IDLE: Duration = Duration::from_secs(1);
 /// Below this, spinning is cheaper than a futex sleep.
 const SPIN_MAX: Duration = Duration::from_micros(50);
+/// A driver that waits for the network polls so long before its first nap, unless the ranks share processors. A nap
+/// delays the answer, so the next wait of the other rank is longer, too: only spins get back to short waits.
+const NETWORK_SPIN: Duration = Duration::from_micros(100);
 /// Naps of a driver that waits for the network, one after the other; then the last one again.
 const NAPS: [Duration; 4] =
     [Duration::from_micros(20), Duration::from_micros(50), Duration::from_micros(100), Duration::from_micros(200)];
@@ -53,6 +56,8 @@ pub struct Shared {
     pub pending: AtomicUsize,
     /// Whether the network has something to send for sends that may have ended.
     sending: AtomicBool,
+    /// Whether something waits for the network.
+    awaiting: AtomicBool,
     /// Threads that want the state; the driver lets them have it.
     wanting: AtomicUsize,
     driver: AtomicU32,
@@ -81,6 +86,7 @@ impl Shared {
             state: Mutex::new(state),
             pending: AtomicUsize::new(0),
             sending: AtomicBool::new(false),
+            awaiting: AtomicBool::new(false),
             wanting: AtomicUsize::new(0),
             driver: AtomicU32::new(NOBODY),
             waiters: AtomicUsize::new(0),
@@ -123,9 +129,10 @@ impl Shared {
 
     /// Unlocks the state and gives out the results, if there are any.
     fn give_out(&self, mut state: MutexGuard<'_, State>) -> bool {
-        let sending = state.has_open_sends();
-        if sending != self.sending.load(Ordering::Relaxed) {
-            self.sending.store(sending, Ordering::Relaxed);
+        for (place, value) in [(&self.sending, state.has_open_sends()), (&self.awaiting, state.awaits_network())] {
+            if value != place.load(Ordering::Relaxed) {
+                place.store(value, Ordering::Relaxed);
+            }
         }
         if state.finished.is_empty() {
             return false;
@@ -189,7 +196,7 @@ impl Shared {
             }
             if self.poll() {
                 (idle, since, naps) = (0, None, 0);
-            } else if naps == 0 && idle < self.spins.load(Ordering::Relaxed) {
+            } else if naps == 0 && (idle < self.spins.load(Ordering::Relaxed) || self.spins_for_network(since)) {
                 idle += 1;
                 if idle == MIN_SPINS {
                     since = Some(Instant::now());
@@ -199,9 +206,6 @@ impl Shared {
             } else {
                 let from = *since.get_or_insert_with(Instant::now);
                 if self.sleep(ended, NAPS[naps]) {
-                    if naps == 0 {
-                        self.adapt(false);
-                    }
                     // Only one look between naps.
                     naps = (naps + 1).min(NAPS.len() - 1);
                 } else {
@@ -212,6 +216,13 @@ impl Shared {
                 self.check(&mut last_check, check);
             }
         }
+    }
+
+    /// Whether to go on polling, `since` the first polls of this wait.
+    fn spins_for_network(&self, since: Option<Instant>) -> bool {
+        self.awaiting.load(Ordering::Relaxed)
+            && self.max_spins > MIN_SPINS
+            && since.is_none_or(|since| since.elapsed() < NETWORK_SPIN)
     }
 
     /// Checks deadlines and other ranks if it is time, and then calls `check`.

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 pub use self::header::HEADER_BYTES;
 use self::header::{Header, Kind};
+pub use self::port::Hosts;
 use self::port::{Event, PART_BYTES, Part, Port, SHORT_BYTES};
 use super::incoming::Receive;
 use super::message::{Spans, Status};
@@ -21,7 +22,6 @@ use super::outgoing::{Finished, Send};
 use crate::error::{Error, Result};
 use crate::transport::mailbox::ring::Envelope;
 use crate::transport::memory::Aligned;
-use crate::transport::messages::MessageNetwork;
 
 /// Parts of one message that are on their way.
 const WINDOW: usize = 8;
@@ -29,14 +29,6 @@ const WINDOW: usize = 8;
 const BATCH: usize = 64;
 /// How long the end waits until the network has taken what is to be sent, and for the last messages of others.
 const END: Duration = Duration::from_secs(1);
-
-/// The network of an endpoint, and who is behind it.
-pub struct Hosts {
-    /// The messages between hosts.
-    pub network: Box<dyn MessageNetwork>,
-    /// How a rank of another host, by its rank in the job, has ended, if it has.
-    pub lost: Box<dyn Fn(usize) -> Option<String> + std::marker::Send + Sync>,
-}
 
 /// A long message that a receive has matched.
 struct Incoming {
@@ -87,7 +79,6 @@ pub enum Arrival {
 /// See the module's documentation.
 pub struct Remote {
     port: Port,
-    lost: Box<dyn Fn(usize) -> Option<String> + std::marker::Send + Sync>,
     /// The ranks with which something is under way.
     peers: BTreeMap<usize, Peer>,
     last_id: u64,
@@ -101,8 +92,7 @@ impl Remote {
     /// # Errors
     /// A failure of the network.
     pub fn new(hosts: Hosts) -> Result<Remote> {
-        let Hosts { network, lost } = hosts;
-        Ok(Remote { port: Port::new(network)?, lost, peers: BTreeMap::new(), last_id: 0, failure: None })
+        Ok(Remote { port: Port::new(hosts)?, peers: BTreeMap::new(), last_id: 0, failure: None })
     }
 
     /// The failure of the network.
@@ -125,7 +115,7 @@ impl Remote {
         if self.port.has_departed(rank) {
             return Some("has called finalize".to_owned());
         }
-        (self.lost)(rank)
+        self.port.lost(rank)
     }
 
     /// Those with which something is under way that have ended, and how.
@@ -359,9 +349,8 @@ impl Remote {
 
     /// Sends no more to ranks that are lost. They have ended, or their host is out of reach.
     pub fn check(&mut self) {
-        let active: Vec<usize> = self.peers.keys().copied().collect();
-        for rank in active.into_iter().filter(|&rank| (self.lost)(rank).is_some()) {
-            self.port.forget(rank);
+        for &rank in self.peers.keys() {
+            self.port.is_gone(rank);
         }
     }
 
@@ -435,7 +424,7 @@ impl Remote {
             }
         }
         if self.failure.is_none() {
-            let told = self.port.say_farewell(|rank| (self.lost)(rank).is_some());
+            let told = self.port.say_farewell();
             self.note(told);
         }
     }
@@ -444,10 +433,7 @@ impl Remote {
     /// that nobody takes.
     pub fn take_farewells(&mut self) {
         let until = Instant::now() + END;
-        while self.failure.is_none()
-            && !self.port.have_all_departed(|rank| (self.lost)(rank).is_some())
-            && Instant::now() < until
-        {
+        while self.failure.is_none() && !self.port.have_all_departed() && Instant::now() < until {
             self.linger();
             std::thread::yield_now();
         }

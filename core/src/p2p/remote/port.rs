@@ -93,9 +93,18 @@ pub enum Event {
     PartSent,
 }
 
+/// The network of an endpoint, and who is behind it.
+pub struct Hosts {
+    /// The messages between hosts.
+    pub network: Box<dyn MessageNetwork>,
+    /// How a rank of another host, by its rank in the job, has ended, if it has.
+    pub lost: Box<dyn Fn(usize) -> Option<String> + Send + Sync>,
+}
+
 /// See the module's documentation.
 pub struct Port {
     network: Box<dyn MessageNetwork>,
+    lost: Box<dyn Fn(usize) -> Option<String> + Send + Sync>,
     links: BTreeMap<usize, Link>,
     /// Ranks to which nothing is sent any more. What is open with them may never end, and does not count below.
     gone: BTreeSet<usize>,
@@ -115,13 +124,15 @@ pub struct Port {
 }
 
 impl Port {
-    /// A port on `network`. It receives at once.
+    /// A port to `hosts`. It receives at once.
     ///
     /// # Errors
     /// A failure of the network.
-    pub fn new(network: Box<dyn MessageNetwork>) -> Result<Port> {
+    pub fn new(hosts: Hosts) -> Result<Port> {
+        let Hosts { network, lost } = hosts;
         let mut port = Port {
             network,
+            lost,
             links: BTreeMap::new(),
             gone: BTreeSet::new(),
             open_sends: 0,
@@ -175,13 +186,13 @@ impl Port {
         self.links.contains_key(&rank)
     }
 
-    /// Tells the ranks with which there were messages that no more come, unless they are `lost`. They may have departed
+    /// Tells the ranks with which there were messages that no more come, unless they are lost. They may have departed
     /// themselves: then they wait for this.
     ///
     /// # Errors
     /// A failure of the network.
-    pub fn say_farewell(&mut self, lost: impl Fn(usize) -> bool) -> Result<()> {
-        let missing = |(&rank, link): (&usize, &Link)| (!link.farewell && !lost(rank)).then_some(rank);
+    pub fn say_farewell(&mut self) -> Result<()> {
+        let missing = |(&rank, link): (&usize, &Link)| (!link.farewell && self.lost(rank).is_none()).then_some(rank);
         for rank in self.links.iter().filter_map(missing).collect::<Vec<_>>() {
             self.send_always(rank, Header::new(Kind::Departed), 0, |_| {})?;
             self.links.entry(rank).or_default().farewell = true;
@@ -189,13 +200,26 @@ impl Port {
         Ok(())
     }
 
-    /// Whether all ranks with which there were messages have departed, except those that are `lost`.
-    pub fn have_all_departed(&self, lost: impl Fn(usize) -> bool) -> bool {
-        self.links.iter().all(|(&rank, link)| link.departed || lost(rank))
+    /// Whether all ranks with which there were messages have departed, except those that are lost.
+    pub fn have_all_departed(&self) -> bool {
+        self.links.iter().all(|(&rank, link)| link.departed || self.lost(rank).is_some())
+    }
+
+    /// How `rank` has ended without saying so, if it has.
+    pub fn lost(&self, rank: usize) -> Option<String> {
+        (self.lost)(rank)
+    }
+
+    /// Whether nothing is sent to `rank` any more.
+    pub fn is_gone(&mut self, rank: usize) -> bool {
+        if !self.gone.contains(&rank) && self.lost(rank).is_some() {
+            self.forget(rank);
+        }
+        self.gone.contains(&rank)
     }
 
     /// Sends no more to `rank`: the network may not survive messages to a process that has ended.
-    pub fn forget(&mut self, rank: usize) {
+    fn forget(&mut self, rank: usize) {
         if self.gone.insert(rank) {
             if let Some(link) = self.links.get(&rank) {
                 self.open_sends -= link.open_sends;
@@ -223,7 +247,7 @@ impl Port {
     /// # Errors
     /// A failure of the network.
     pub fn send(&mut self, to: usize, header: Header, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
-        if self.gone.contains(&to) { Ok(()) } else { self.send_always(to, header, data, fill) }
+        if self.is_gone(to) { Ok(()) } else { self.send_always(to, header, data, fill) }
     }
 
     fn send_always(&mut self, to: usize, header: Header, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
@@ -247,7 +271,7 @@ impl Port {
     /// # Errors
     /// A failure of the network.
     pub fn send_part(&mut self, to: usize, slot: u32, len: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
-        if self.gone.contains(&to) {
+        if self.is_gone(to) {
             return Ok(());
         }
         let buffer = self.part_memory();
@@ -265,7 +289,7 @@ impl Port {
     /// # Errors
     /// A failure of the network.
     pub fn want(&mut self, part: Part) -> Result<()> {
-        if self.gone.contains(&part.from) {
+        if self.is_gone(part.from) {
             return Ok(());
         }
         let free = self.slots.iter().position(Option::is_none);
