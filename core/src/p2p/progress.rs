@@ -3,7 +3,7 @@
 //! Thread rule: used under the lock of the endpoint.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::incoming::{Body, Early, IncomingFrom, Receive, change};
 use super::matching::{Matching, Pattern};
@@ -21,6 +21,10 @@ const BATCH: usize = 16;
 
 /// A receive from any rank learns that all have ended if its group is not larger than this; else its deadline ends it.
 const MAX_GREETED: usize = 64;
+
+/// After this time a receive makes itself known to the ranks of other hosts that it waits for. Not sooner: if one has just
+/// ended, the failure detector should know that first, since the network may not survive the message.
+const GREET_AFTER: Duration = Duration::from_secs(1);
 
 /// The ranks that an endpoint can name.
 pub struct Peers {
@@ -338,7 +342,8 @@ impl State {
         let mut awaited = Vec::new();
         let receives = matching.fail_receives(|pattern, receive| {
             let limits = &receive.limits;
-            if receive.awaits_network && closing.is_none() {
+            let waited = now.saturating_duration_since(limits.since);
+            if receive.awaits_network && waited >= GREET_AFTER && closing.is_none() {
                 match pattern.source {
                     Some(source) => awaited.push(source),
                     None if limits.scope.size() <= MAX_GREETED => {
