@@ -298,10 +298,10 @@ int dl_comm_work_free(dl_comm_work_t* work);
 int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
 
 /* ---- Send and receive ---------------------------------------------------------------------------------------------
- * A message goes from one rank of a group to another, of this host, or to itself. A receive takes the first message
- * that has its source and tag; messages of one rank are taken in the order of their sends, and receives are served in
- * the order in which they were started. Messages of different groups do not mix. Nobody waits for the other rank to
- * start: a send of up to 4096 bytes has usually ended when it returns; a longer one ends when the receiver has the
+ * A message goes from one rank of a group to another, or to itself. A receive takes the first message that has its
+ * source and tag; messages of one rank are taken in the order of their sends, and receives are served in the order in
+ * which they were started. Messages of different groups do not mix. Nobody waits for the other rank to start: a send of
+ * up to 4096 bytes (8192 between hosts) has usually ended when it returns; a longer one ends when the receiver has the
  * data. */
 
 /* For `peer` and `tag` of a receive. */

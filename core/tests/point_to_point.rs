@@ -7,133 +7,15 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dl_comm_core::error::{Error, Result};
-use dl_comm_core::p2p::{Endpoint, Message, Peers, Request, Scope, Spans, Status, Then};
-use dl_comm_core::transport::mailbox::memory::HeapMemory;
+use dl_comm_core::error::Error;
+use dl_comm_core::p2p::{Message, Scope, Spans, Status, Then};
 use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
-use dl_comm_core::transport::shm_region::Liveness;
 use proptest::prelude::*;
 
-/// A group of all ranks.
-struct Group {
-    context: u64,
-    size: usize,
-    failure: Mutex<Option<Error>>,
-}
+#[path = "common/endpoints.rs"]
+mod endpoints;
 
-impl Scope for Group {
-    fn context(&self) -> u64 {
-        self.context
-    }
-    fn name(&self) -> String {
-        format!("group {}", self.context)
-    }
-    fn size(&self) -> usize {
-        self.size
-    }
-    fn to_world(&self, rank: usize) -> usize {
-        rank
-    }
-    fn of_world(&self, world: usize) -> Option<usize> {
-        Some(world)
-    }
-    fn failure(&self) -> Option<Error> {
-        self.failure.lock().unwrap().clone()
-    }
-}
-
-/// Ranks that are lost when a test says so.
-#[derive(Clone, Default)]
-struct Lost(Arc<Vec<AtomicBool>>);
-
-impl Liveness for Lost {
-    fn lost(&self, rank: usize) -> Option<String> {
-        self.0.get(rank)?.load(Ordering::Relaxed).then(|| "has ended".to_owned())
-    }
-}
-
-struct Rank {
-    endpoint: Endpoint,
-    scope: Arc<dyn Scope>,
-    group: Arc<Group>,
-}
-
-fn world_with(ranks: usize, shares: bool, lost: &Lost) -> Vec<Rank> {
-    let memories = HeapMemory::world(ranks, shares);
-    memories
-        .into_iter()
-        .map(|memory| {
-            let names = (0..ranks).map(|rank| format!("rank {rank}")).collect();
-            let peers = Peers { world: (0..ranks).collect(), names, liveness: Box::new(lost.clone()) };
-            let group = Arc::new(Group { context: 7, size: ranks, failure: Mutex::default() });
-            let scope = Arc::clone(&group) as Arc<dyn Scope>;
-            Rank { endpoint: Endpoint::new(Arc::new(memory), peers, 100).unwrap(), scope, group }
-        })
-        .collect()
-}
-
-fn world(ranks: usize, shares: bool) -> Vec<Rank> {
-    world_with(ranks, shares, &Lost::default())
-}
-
-fn spans(data: &[u8]) -> Spans {
-    let mut spans = Spans::default();
-    // In one piece, or in several of odd lengths.
-    let most = if data.len().is_multiple_of(2) { usize::MAX } else { 70_001 };
-    let mut rest = data;
-    while !rest.is_empty() {
-        let (piece, others) = rest.split_at(rest.len().min(most));
-        spans.add(piece.as_ptr().cast_mut(), piece.len()).unwrap();
-        rest = others;
-    }
-    spans
-}
-
-fn spans_mut(data: &mut [u8]) -> Spans {
-    spans(data)
-}
-
-impl Rank {
-    fn message(&self, peer: Option<usize>, tag: Option<u32>) -> Message<'_> {
-        Message { scope: &self.scope, peer, tag, name: "", timeout: Some(Duration::from_secs(60)) }
-    }
-
-    fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Arc<Request> {
-        // SAFETY: the tests keep the memory.
-        unsafe { self.endpoint.send(&self.message(Some(to), Some(tag)), spans(data), None) }.unwrap()
-    }
-
-    fn start_receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Arc<Request> {
-        // SAFETY: as above.
-        unsafe { self.endpoint.receive(&self.message(from, tag), spans_mut(data), None) }.unwrap()
-    }
-
-    fn wait(&self, request: &Request) -> Result<Status> {
-        self.endpoint.wait(request, None)
-    }
-
-    fn send(&self, to: usize, tag: u32, data: &[u8]) {
-        self.wait(&self.start_send(to, tag, data)).unwrap();
-    }
-
-    fn receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Result<Status> {
-        self.wait(&self.start_receive(from, tag, data))
-    }
-}
-
-/// Runs `body` on every rank.
-fn run(ranks: &[Rank], body: impl Fn(usize, &Rank) + Sync) {
-    thread::scope(|scope| {
-        for (number, rank) in ranks.iter().enumerate() {
-            let body = &body;
-            scope.spawn(move || body(number, rank));
-        }
-    });
-}
-
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|index| (index * 31 + seed * 7 + index / 251) as u8).collect()
-}
+use endpoints::{Group, Lost, bytes, run, spans, spans_mut, world, world_with};
 
 #[test]
 fn short_and_long_messages_arrive_with_their_status() {
@@ -312,7 +194,7 @@ fn invalid_ranks_and_a_failed_group_are_refused() {
     assert!(refused(&ranks[0].message(None, Some(0))).is_some());
     let larger: Arc<dyn Scope> = Arc::new(Group { context: 9, size: 3, failure: Mutex::default() });
     let error = refused(&Message { scope: &larger, ..ranks[0].message(Some(2), Some(0)) });
-    let text = "send to rank 2 of group 9, which is on another host; messages reach the ranks of one host only";
+    let text = "send to rank 2 of group 9, which is on another host; there is no network for messages between hosts";
     assert_eq!(error, Some(Error::Invalid(text.into())));
     let mut other = [0; 4];
     let pending = ranks[0].start_receive(None, None, &mut other);

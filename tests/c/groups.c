@@ -40,6 +40,32 @@ static void use(const dl_comm_group_t* group, size_t length, int members, int to
   free(values);
 }
 
+static dl_comm_message_t message_of(dl_comm_buffer_t* buffer, int32_t* values, size_t length, int peer) {
+  dl_comm_message_t message;
+  sum_of(buffer, values, length);
+  memset(&message, 0, sizeof message);
+  message.size = sizeof message;
+  message.buffers = buffer;
+  message.count = 1;
+  message.peer = peer;
+  message.tag = 5;
+  return message;
+}
+
+/* Each member sends `length` values to the next one. */
+static void pass_around(const dl_comm_group_t* group, size_t length) {
+  int me = -1, count = 0;
+  EXPECT(dl_comm_group_rank(group, &me) == 0 && dl_comm_group_size(group, &count) == 0);
+  int32_t* values = (int32_t*)malloc(2 * length * sizeof *values);
+  dl_comm_buffer_t from, into;
+  dl_comm_message_t send = message_of(&from, values, length, (me + 1) % count);
+  dl_comm_message_t receive = message_of(&into, values + length, length, (me + count - 1) % count);
+  for (size_t i = 0; i < length; ++i) values[i] = me + (int32_t)(i % 100);
+  EXPECT(dl_comm_sendrecv(group, &send, &receive, NULL) == 0);
+  for (size_t i = 0; i < length; ++i) EXPECT(values[length + i] == receive.peer + (int32_t)(i % 100));
+  free(values);
+}
+
 static void pairs(void) {
   for (int first = 0; first < size; ++first) {
     for (int second = first + 1; second < size; ++second) {
@@ -53,6 +79,8 @@ static void pairs(void) {
       EXPECT(dl_comm_group_size(group, &count) == 0 && count == 2);
       for (int repeat = 0; repeat < 3; ++repeat) use(group, 7, 2, first + second);
       use(group, 300000, 2, first + second);
+      for (int repeat = 0; repeat < 50; ++repeat) pass_around(group, 1000);
+      pass_around(group, 200000);
       EXPECT(dl_comm_group_free(group) == 0);
     }
   }
@@ -176,14 +204,25 @@ static void a_lost_rank(void) {
   dl_comm_group_t* two = make(pair, 2, "pair");
   dl_comm_group_t* all = make(NULL, 0, "all");
   use(two, 1000, 2, pair[0] + pair[1]);
-  use(all, 1000, 4, 6);
+  pass_around(all, 10);
+  use(all, 1000, 4, 6); /* nobody passes around any more */
+  dl_comm_work_t* pending = NULL;
+  int32_t value = 0;
+  dl_comm_buffer_t buffer;
+  dl_comm_message_t receive = message_of(&buffer, &value, 1, 3);
   if (rank == 3) _exit(7);
+  if (dl_comm_receive(all, &receive, &pending) == 0) {
+    EXPECT(dl_comm_wait(pending, 0) == DL_COMM_ERROR_PEER_LOST && dl_comm_work_free(pending) == 0);
+  }
+  EXPECT(strstr(dl_comm_last_error(), "rank 3") != NULL);
   EXPECT(run_once(all) == DL_COMM_ERROR_PEER_LOST);
   EXPECT(strstr(dl_comm_last_error(), "rank 3") != NULL);
   if (rank == 1) {
     EXPECT(run_once(two) == DL_COMM_ERROR_PEER_LOST);
   } else {
     for (int repeat = 0; repeat < 100; ++repeat) use(two, 1000, 2, 2);
+    pass_around(two, 10);
+    pass_around(two, 1000000);
     dl_comm_group_t* later = make(pair, 2, "pair");
     use(later, 100000, 2, 2);
     EXPECT(dl_comm_group_free(later) == 0);
@@ -193,6 +232,7 @@ static void a_lost_rank(void) {
   EXPECT(dl_comm_group_free(two) == 0 && dl_comm_group_free(all) == 0);
   int rest[3] = {2, 0, 1};
   dl_comm_group_t* others = make(rest, 3, "rest");
+  pass_around(others, 100000);
   use(others, 50000, 3, 3);
   EXPECT(dl_comm_group_free(others) == 0);
   printf("rank %d goes on\n", rank);

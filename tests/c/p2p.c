@@ -1,5 +1,5 @@
-/* Send and receive through the C API on any number of ranks of a host: lengths, tags, any source, order, callbacks,
- * truncation, errors. Exits with 1 at the first difference, which it prints. Compiles as C99 and C++11. */
+/* Send and receive through the C API on any number of ranks, of one host or several: lengths, tags, any source, order,
+ * callbacks, truncation, errors. Exits with 1 at the first difference, which it prints. Compiles as C99 and C++11. */
 #include "expect.h"
 
 static int size = -1;

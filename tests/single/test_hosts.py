@@ -36,11 +36,14 @@ def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None
     assert len(re.findall(r"\d+ passed", finished.output)) == 2 * per_host, finished.output
 
 
+@pytest.mark.parametrize("name", ["collectives", "p2p"])
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_every_collective_of_the_c_interface(hosts: Hosts, tmp_path: Path, per_host: int) -> None:
-    program, package = tmp_path / "collectives", Path(dl_comm.__file__).parent
+def test_every_collective_and_message_of_the_c_interface(
+    hosts: Hosts, tmp_path: Path, per_host: int, name: str
+) -> None:
+    program, package = tmp_path / name, Path(dl_comm.__file__).parent
     links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]
-    source = TESTS / "c" / "collectives.c"
+    source = TESTS / "c" / f"{name}.c"
     subprocess.run(
         ["cc", f"-I{dl_comm.get_include()}", str(source), "-o", str(program), *links], check=True, timeout=60
     )

@@ -1,4 +1,5 @@
-//! Who makes progress: one thread at a time, the *driver*. It polls, then sleeps on the bell of this rank.
+//! Who makes progress: one thread at a time, the *driver*. It polls, then sleeps on the bell of this rank. The network
+//! between hosts rings no bell: while something waits for it, the driver takes short naps.
 //!
 //! A thread that waits for a send or receive drives if nobody does; else it waits for its result, or for the driver to
 //! leave. If sends or receives are under way and no caller drives, the thread `dlcomm-p2p` does. It leaves as soon as a
@@ -38,6 +39,12 @@ const LOOKS: u32 = 50;
 const IDLE: Duration = Duration::from_secs(1);
 /// Below this, spinning is cheaper than a futex sleep.
 const SPIN_MAX: Duration = Duration::from_micros(50);
+/// A driver that waits for the network polls so long before its first nap, unless the ranks share processors. A nap
+/// delays the answer, so the next wait of the other rank is longer, too: only spins get back to short waits.
+const NETWORK_SPIN: Duration = Duration::from_micros(100);
+/// Naps of a driver that waits for the network, one after the other; then the last one again.
+const NAPS: [Duration; 4] =
+    [Duration::from_micros(20), Duration::from_micros(50), Duration::from_micros(100), Duration::from_micros(200)];
 /// Minimum number of spins, unless the maximum is smaller.
 const MIN_SPINS: u32 = 64;
 
@@ -47,6 +54,10 @@ pub struct Shared {
     memory: Arc<dyn MailboxMemory>,
     /// Sends and receives under way.
     pub pending: AtomicUsize,
+    /// Whether the network has something to send for sends that may have ended.
+    sending: AtomicBool,
+    /// Whether something waits for the network.
+    awaiting: AtomicBool,
     /// Threads that want the state; the driver lets them have it.
     wanting: AtomicUsize,
     driver: AtomicU32,
@@ -74,6 +85,8 @@ impl Shared {
             memory: Arc::clone(state.mailbox.memory()),
             state: Mutex::new(state),
             pending: AtomicUsize::new(0),
+            sending: AtomicBool::new(false),
+            awaiting: AtomicBool::new(false),
             wanting: AtomicUsize::new(0),
             driver: AtomicU32::new(NOBODY),
             waiters: AtomicUsize::new(0),
@@ -104,9 +117,11 @@ impl Shared {
                 state
             }
         };
+        let awaited_network = state.awaits_network();
         let result = change(&mut state);
-        if self.give_out(state) && self.driver.load(Ordering::Relaxed) != NOBODY {
-            // The driver may wait for one of the results.
+        let naps = state.awaits_network() && !awaited_network;
+        if (self.give_out(state) || naps) && self.driver.load(Ordering::Relaxed) != NOBODY {
+            // The driver may wait for one of the results, or sleep too long.
             self.header().ring_bell();
         }
         result
@@ -114,6 +129,11 @@ impl Shared {
 
     /// Unlocks the state and gives out the results, if there are any.
     fn give_out(&self, mut state: MutexGuard<'_, State>) -> bool {
+        for (place, value) in [(&self.sending, state.has_open_sends()), (&self.awaiting, state.awaits_network())] {
+            if value != place.load(Ordering::Relaxed) {
+                place.store(value, Ordering::Relaxed);
+            }
+        }
         if state.finished.is_empty() {
             return false;
         }
@@ -161,7 +181,7 @@ impl Shared {
     /// Polls and sleeps until `ended`; calls `check` about every 20 ms. For the driver.
     fn drive(&self, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
         let mut last_check = None;
-        let (mut idle, mut polls) = (0, 0u32);
+        let (mut idle, mut polls, mut naps) = (0, 0u32, 0);
         let mut since = None;
         loop {
             if ended() {
@@ -175,8 +195,8 @@ impl Shared {
                 self.check(&mut last_check, check);
             }
             if self.poll() {
-                (idle, since) = (0, None);
-            } else if idle < self.spins.load(Ordering::Relaxed) {
+                (idle, since, naps) = (0, None, 0);
+            } else if naps == 0 && (idle < self.spins.load(Ordering::Relaxed) || self.spins_for_network(since)) {
                 idle += 1;
                 if idle == MIN_SPINS {
                     since = Some(Instant::now());
@@ -185,12 +205,24 @@ impl Shared {
                 std::hint::spin_loop();
             } else {
                 let from = *since.get_or_insert_with(Instant::now);
-                self.sleep(ended);
-                self.adapt(from.elapsed() < SPIN_MAX);
+                if self.sleep(ended, NAPS[naps]) {
+                    // Only one look between naps.
+                    naps = (naps + 1).min(NAPS.len() - 1);
+                } else {
+                    naps = 0;
+                    self.adapt(from.elapsed() < SPIN_MAX);
+                }
                 (idle, since) = (0, None);
                 self.check(&mut last_check, check);
             }
         }
+    }
+
+    /// Whether to go on polling, `since` the first polls of this wait.
+    fn spins_for_network(&self, since: Option<Instant>) -> bool {
+        self.awaiting.load(Ordering::Relaxed)
+            && self.max_spins > MIN_SPINS
+            && since.is_none_or(|since| since.elapsed() < NETWORK_SPIN)
     }
 
     /// Checks deadlines and other ranks if it is time, and then calls `check`.
@@ -211,8 +243,9 @@ impl Shared {
         self.spins.store(next.clamp(MIN_SPINS.min(self.max_spins), self.max_spins), Ordering::Relaxed);
     }
 
-    /// Sleeps until the bell rings, unless there is something to do.
-    fn sleep(&self, ended: &dyn Fn() -> bool) {
+    /// Sleeps until the bell rings, unless there is something to do. If something waits for the network, it sleeps for
+    /// at most `nap` and returns true.
+    fn sleep(&self, ended: &dyn Fn() -> bool, nap: Duration) -> bool {
         let header = self.header();
         let (bell, cleared) = header.before_sleep(self.memory.ranks());
         let mut state = lock(&self.state);
@@ -220,16 +253,19 @@ impl Shared {
         for &rank in &cleared {
             moved |= state.look_at(rank);
         }
+        let naps = state.awaits_network();
         moved |= self.give_out(state);
         if moved {
             cleared.into_iter().for_each(|rank| header.keep_notice(rank));
-        } else if !ended()
-            && let Err(error) = header.sleep(bell)
-        {
-            log_line(&error.to_string());
-            std::thread::sleep(CHECK_EVERY);
+        } else if !ended() {
+            let slept = if naps { header.nap(bell, nap) } else { header.sleep(bell) };
+            if let Err(error) = slept {
+                log_line(&error.to_string());
+                std::thread::sleep(CHECK_EVERY);
+            }
         }
         header.after_sleep();
+        naps && !moved
     }
 
     /// Ends this thread's time as the driver.
@@ -265,9 +301,14 @@ impl Shared {
         }
     }
 
+    /// Whether somebody must make progress.
+    fn has_work(&self) -> bool {
+        self.pending.load(Ordering::Relaxed) > 0 || self.sending.load(Ordering::Relaxed)
+    }
+
     /// Makes sure that somebody makes progress while sends or receives are under way.
     pub fn ensure_thread(self: &Arc<Shared>) {
-        if self.pending.load(Ordering::Relaxed) == 0 {
+        if !self.has_work() {
             return;
         }
         let mut gate = lock(&self.gate);
@@ -292,7 +333,7 @@ impl Shared {
             if self.closed.load(Ordering::Acquire) {
                 return;
             }
-            let has_work = self.pending.load(Ordering::Relaxed) > 0;
+            let has_work = self.has_work();
             idle_looks = if has_work { 0 } else { idle_looks + 1 };
             if idle_looks > LOOKS {
                 gate.idle = true;
@@ -308,15 +349,12 @@ impl Shared {
                 continue;
             }
             drop(self.thread_changed.wait_timeout(gate, STANDBY).unwrap_or_else(PoisonError::into_inner));
-            let wanted = self.pending.load(Ordering::Relaxed) > 0 && self.waiters.load(Ordering::Relaxed) == 0;
+            let wanted = self.has_work() && self.waiters.load(Ordering::Relaxed) == 0;
             if !wanted || self.driver.compare_exchange(NOBODY, THREAD, Ordering::Acquire, Ordering::Relaxed).is_err() {
                 continue;
             }
-            let leaves = || {
-                self.pending.load(Ordering::Relaxed) == 0
-                    || self.waiters.load(Ordering::Relaxed) > 0
-                    || self.closed.load(Ordering::Relaxed)
-            };
+            let leaves =
+                || !self.has_work() || self.waiters.load(Ordering::Relaxed) > 0 || self.closed.load(Ordering::Relaxed);
             self.drive(&leaves, &|| {});
             self.leave();
         }

@@ -12,6 +12,8 @@ use super::matching::Pattern;
 use super::message::{Limits, Scope, Spans, Status};
 use super::outgoing::{Send, send_short};
 use super::progress::{Peers, State};
+use super::remote::{Hosts, Remote};
+use super::remote_progress::closed;
 use super::request::{Request, Then};
 use crate::error::{Error, Result};
 use crate::signals;
@@ -24,6 +26,17 @@ pub struct Endpoint {
     shared: Arc<Shared>,
     memory: Arc<dyn MailboxMemory>,
     peers: Arc<Peers>,
+    /// Whether there is a network to ranks of other hosts.
+    has_network: bool,
+}
+
+/// Where a message goes.
+#[derive(Clone, Copy)]
+enum Route {
+    /// To a local rank.
+    Local(usize),
+    /// To a rank of the job, on another host.
+    Far(usize),
 }
 
 /// What a send or receive is told, beside its memory.
@@ -52,15 +65,16 @@ impl Message<'_> {
 }
 
 impl Endpoint {
-    /// The end of the mailboxes in `memory`, whose ranks are `peers`. `spins` is the maximum number of polls before a
-    /// wait sleeps.
+    /// The end of the mailboxes in `memory`, whose ranks are `peers`, and of the network to other `hosts`, if there is
+    /// one. `spins` is the maximum number of polls before a wait sleeps.
     ///
     /// # Errors
-    /// Errors of [`Mailbox::new`].
-    pub fn new(memory: Arc<dyn MailboxMemory>, peers: Peers, spins: u32) -> Result<Endpoint> {
-        let peers = Arc::new(peers);
-        let state = State::new(Mailbox::new(Arc::clone(&memory))?, Arc::clone(&peers));
-        Ok(Endpoint { shared: Arc::new(Shared::new(state, spins)), memory, peers })
+    /// Errors of [`Mailbox::new`], or a failure of the network.
+    pub fn new(memory: Arc<dyn MailboxMemory>, peers: Peers, spins: u32, hosts: Option<Hosts>) -> Result<Endpoint> {
+        let (peers, has_network) = (Arc::new(peers), hosts.is_some());
+        let mailbox = Mailbox::new(Arc::clone(&memory))?;
+        let state = State::new(mailbox, Arc::clone(&peers), hosts.map(Remote::new).transpose()?);
+        Ok(Endpoint { shared: Arc::new(Shared::new(state, spins)), memory, peers, has_network })
     }
 
     /// Lets the ranks of the host copy long messages out of this process's memory, if the system allows it. For ranks
@@ -69,23 +83,36 @@ impl Endpoint {
         process_memory::show(header(&*self.memory, self.memory.me()));
     }
 
-    /// The local rank of a rank of the group.
-    fn local(&self, message: &Message<'_>, rank: usize, what: &str) -> Result<usize> {
+    /// The rank in the job of a rank of the group that this rank can reach.
+    fn reach(&self, message: &Message<'_>, rank: usize, what: &str) -> Result<usize> {
         let size = message.scope.size();
         if rank >= size {
             return Err(Error::Invalid(format!("{what} rank {rank} of {}, which has {size}", message.scope.name())));
         }
-        self.peers.local(message.scope.to_world(rank)).ok_or_else(|| {
-            Error::Invalid(format!(
-                "{what} rank {rank} of {}, which is on another host; messages reach the ranks of one host only",
-                message.scope.name()
-            ))
-        })
+        let world = message.scope.to_world(rank);
+        if self.has_network || self.peers.local(world).is_some() {
+            return Ok(world);
+        }
+        Err(Error::Invalid(format!(
+            "{what} rank {rank} of {}, which is on another host; there is no network for messages between hosts",
+            message.scope.name()
+        )))
+    }
+
+    /// Whether a rank of another host may send the message.
+    fn awaits_network(&self, message: &Message<'_>, source: Option<usize>) -> bool {
+        let (scope, peers) = (message.scope, &self.peers);
+        let is_far = |world: usize| peers.local(world).is_none();
+        self.has_network
+            && match source {
+                Some(world) => is_far(world),
+                None => scope.size() > peers.world.len() || (0..scope.size()).any(|rank| is_far(scope.to_world(rank))),
+            }
     }
 
     fn check(&self, message: &Message<'_>) -> Result<()> {
         if self.shared.closed.load(Ordering::Relaxed) {
-            return Err(Error::State("dl_comm was finalised and cannot send or receive any more".into()));
+            return Err(closed());
         }
         if signals::checking() {
             return Err(Error::State("the signal check of dl_comm must not send or receive".into()));
@@ -94,22 +121,33 @@ impl Endpoint {
     }
 
     /// Where a send goes, and what its cell says.
-    fn route(&self, message: &Message<'_>, len: usize) -> Result<(usize, Envelope, Status)> {
+    fn route(&self, message: &Message<'_>, len: usize) -> Result<(Route, Envelope, Status)> {
         self.check(message)?;
         let (Some(peer), Some(tag)) = (message.peer, message.tag) else {
             return Err(Error::Invalid("a send needs a rank and a tag".into()));
         };
-        let to = self.local(message, peer, "send to")?;
+        let world = self.reach(message, peer, "send to")?;
+        let to = self.peers.local(world).map_or(Route::Far(world), Route::Local);
         let me = self.peers.world[self.memory.me()];
         let status = Status { source: message.scope.of_world(me).unwrap_or(me), tag, bytes: len };
         Ok((to, Envelope { context: message.scope.context(), total: len as u64, tag, kind: 0 }, status))
     }
 
-    /// Sends a message that needs no waiting: short, with room in the ring.
+    /// Sends a message that needs no waiting: short, with room in the ring or at the other host's rank.
     ///
     /// # Safety
     /// The memory of `from` is valid.
-    unsafe fn send_at_once(&self, to: usize, envelope: Envelope, from: &Spans) -> Result<bool> {
+    unsafe fn send_at_once(&self, to: Route, envelope: Envelope, from: &Spans) -> Result<bool> {
+        let to = match to {
+            Route::Local(to) => to,
+            Route::Far(world) => {
+                return self.shared.with(0, |state| match &mut state.remote {
+                    // SAFETY: guaranteed by the caller.
+                    Some(remote) => unsafe { remote.send_short(world, envelope, from) },
+                    None => Err(closed()),
+                });
+            }
+        };
         if to == self.memory.me() || from.len() > CELL_BYTES {
             return Ok(false);
         }
@@ -133,6 +171,9 @@ impl Endpoint {
         // SAFETY: guaranteed by the caller.
         if unsafe { self.send_at_once(to, envelope, &from) }? {
             request.finish(Ok(status));
+            if self.has_network {
+                self.shared.ensure_thread();
+            }
             return Ok(request);
         }
         self.start_send(&request, to, envelope, status, message, from);
@@ -143,14 +184,17 @@ impl Endpoint {
     fn start_send(
         &self,
         request: &Arc<Request>,
-        to: usize,
+        to: Route,
         envelope: Envelope,
         status: Status,
         message: &Message<'_>,
         from: Spans,
     ) {
         let send = Send { request: Arc::clone(request), limits: message.limits(), envelope, from, status };
-        self.shared.with(1, |state| state.send(to, send));
+        self.shared.with(1, |state| match to {
+            Route::Local(to) => state.send(to, send),
+            Route::Far(world) => state.send_far(world, send),
+        });
     }
 
     /// Starts a receive. Does not block.
@@ -170,9 +214,10 @@ impl Endpoint {
 
     fn start_receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Arc<Request>> {
         self.check(message)?;
-        let source = message.peer.map(|peer| self.local(message, peer, "receive from")).transpose()?;
+        let source = message.peer.map(|peer| self.reach(message, peer, "receive from")).transpose()?;
         let request = Arc::new(Request::new(then));
-        let receive = Receive { request: Arc::clone(&request), limits: message.limits(), into };
+        let awaits_network = self.awaits_network(message, source);
+        let receive = Receive { request: Arc::clone(&request), limits: message.limits(), into, awaits_network };
         self.shared.with(1, |state| state.receive(Pattern { source, tag: message.tag }, receive));
         Ok(request)
     }
@@ -209,6 +254,9 @@ impl Endpoint {
                 }
                 Err(error) => waits = Err(error),
             }
+        }
+        if self.has_network {
+            self.shared.ensure_thread();
         }
         // The receive has a deadline of its own; its memory must not be given back before it has ended.
         let status = received.map(|request| self.wait(&request, None)).transpose();
@@ -260,16 +308,32 @@ impl Endpoint {
         }
     }
 
-    /// Ends all sends and receives with an error, and reports to the host's ranks that no more messages come. Those
-    /// that were sent arrive.
+    /// Ends all sends and receives with an error, and reports to the other ranks that no more messages come. Those that
+    /// were sent arrive.
     ///
     /// # Errors
     /// [`Error::Internal`] if the thread panicked.
     pub fn close(&self) -> Result<()> {
         let error = Error::State("dl_comm was finalised before the send or receive was complete".into());
         let result = self.shared.close(&error);
+        self.shared.with(0, |state| state.remote.iter_mut().for_each(Remote::close));
         depart(&*self.memory);
         result
+    }
+
+    /// After [`Endpoint::close`], while other ranks may still send: drops what comes, and tells them. Does not block.
+    pub fn linger(&self) {
+        self.shared.with(0, |state| state.remote.iter_mut().for_each(Remote::linger));
+    }
+
+    /// Ends the use of the network, after [`Endpoint::close`]. `together`: all ranks have closed, so this one takes their
+    /// last messages.
+    pub fn leave_network(&self, together: bool) {
+        if let Some(mut remote) = self.shared.with(0, |state| state.remote.take())
+            && together
+        {
+            remote.take_farewells();
+        }
     }
 }
 
@@ -277,5 +341,6 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         // Nobody is left to be told.
         let _result = self.close();
+        self.leave_network(false);
     }
 }

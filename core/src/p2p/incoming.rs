@@ -22,6 +22,8 @@ pub struct Receive {
     pub request: Arc<Request>,
     pub limits: Limits,
     pub into: Spans,
+    /// Whether a rank of another host may send its message.
+    pub awaits_network: bool,
 }
 
 /// A message without a receive.
@@ -36,6 +38,8 @@ pub enum Body {
     Data(Box<[u8]>),
     /// With the sender.
     Long(LongEnvelope),
+    /// With the sender on another host, which has given it this number.
+    Remote(u64),
     /// In a send of this rank to itself.
     Own(Box<Send>),
 }

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Sources and tags that a receive accepts; `None` for any.
+/// Sources (ranks of the job) and tags that a receive accepts; `None` for any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pattern {
     /// The source.
@@ -82,6 +82,13 @@ impl<R, M> Matching<R, M> {
     /// Adds a message that no receive fits.
     pub fn keep(&mut self, context: u64, source: usize, tag: u32, message: M) {
         self.context(context).early.push_back((source, tag, message));
+    }
+
+    /// Removes the early message of `source` that is the one.
+    pub fn forget_message(&mut self, context: u64, source: usize, is_it: impl Fn(&M) -> bool) {
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.early.retain(|(from, _, message)| *from != source || !is_it(message));
+        }
     }
 
     /// Removes the posted receives for which `fails` has an error, and forgets contexts without anything.

@@ -1,8 +1,8 @@
-//! Point to point: send and receive between two ranks of a host, with tags.
+//! Point to point: send and receive between two ranks, with tags.
 //!
-//! An [`Endpoint`] is a process's end of all its mailboxes ([`crate::transport::mailbox`]). It matches messages and
-//! receives: messages of one sender in their order, receives in the order in which they were posted. Nobody
-//! waits for another rank to start: a send is complete when its bytes are in a cell or the receiver has them.
+//! An [`Endpoint`] is a process's end of all its mailboxes ([`crate::transport::mailbox`]), through which it reaches the
+//! ranks of its host, and of the network to the other hosts ([`remote`]). It matches messages and receives: messages of one sender in their order, receives in the order in which they were posted. Nobody
+//! waits for another rank to start: a send is complete when its bytes are in a cell or on their way, or the receiver has them.
 //! Progress is made by a thread that waits for a send or receive; if none does, by the thread `dlcomm-p2p`, which lives
 //! only while something is under way.
 
@@ -13,9 +13,12 @@ mod matching;
 mod message;
 mod outgoing;
 mod progress;
+mod remote;
+mod remote_progress;
 mod request;
 
 pub use endpoint::{Endpoint, Message};
 pub use message::{Limits, Scope, Spans, Status};
 pub use progress::Peers;
+pub use remote::Hosts;
 pub use request::{Request, Then};

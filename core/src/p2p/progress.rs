@@ -3,12 +3,13 @@
 //! Thread rule: used under the lock of the endpoint.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::incoming::{Body, Early, IncomingFrom, Receive, change};
 use super::matching::{Matching, Pattern};
 use super::message::{Limits, Status};
 use super::outgoing::{Finished, Outgoing, Send};
+use super::remote::{Arrival, Remote};
 use super::request::Request;
 use crate::error::{Error, Result};
 use crate::transport::mailbox::ring::{Arrived, CELL_BYTES, LONG, LongEnvelope, LongState};
@@ -18,13 +19,20 @@ use crate::transport::shm_region::Liveness;
 /// Messages that are taken from one rank before others have their turn.
 const BATCH: usize = 16;
 
-/// The ranks of this host, by local rank.
+/// A receive from any rank learns that all have ended if its group is not larger than this; else its deadline ends it.
+const MAX_GREETED: usize = 64;
+
+/// After this time a receive makes itself known to the ranks of other hosts that it waits for. Not sooner: if one has just
+/// ended, the failure detector should know that first, since the network may not survive the message.
+const GREET_AFTER: Duration = Duration::from_secs(1);
+
+/// The ranks that an endpoint can name.
 pub struct Peers {
-    /// World ranks, ascending.
+    /// Those of this host, in the job, ascending.
     pub world: Vec<usize>,
-    /// Names, for messages.
-    pub names: Vec<String>,
-    /// Whether they live.
+    /// The names of all ranks of the job, for messages.
+    pub names: Arc<[String]>,
+    /// Whether those of this host live.
     pub liveness: Box<dyn Liveness>,
 }
 
@@ -32,6 +40,11 @@ impl Peers {
     /// The local rank of a world rank.
     pub fn local(&self, world: usize) -> Option<usize> {
         self.world.binary_search(&world).ok()
+    }
+
+    /// The name of a world rank.
+    pub fn name(&self, world: usize) -> &str {
+        self.names.get(world).map_or("an unknown rank", String::as_str)
     }
 }
 
@@ -41,6 +54,12 @@ pub struct State {
     pub me: usize,
     pub peers: Arc<Peers>,
     pub matching: Matching<Receive, Early>,
+    /// The ranks of other hosts, if there is a network to them.
+    pub remote: Option<Remote>,
+    /// Receives without a message that wait for the network.
+    pub(super) awaiting_network: usize,
+    /// For what has come from it.
+    pub(super) arrivals: Vec<Arrival>,
     outgoing: Vec<Outgoing>,
     incoming: Vec<IncomingFrom>,
     /// Ranks from which something is being copied.
@@ -50,13 +69,16 @@ pub struct State {
 }
 
 impl State {
-    pub fn new(mailbox: Mailbox, peers: Arc<Peers>) -> State {
+    pub fn new(mailbox: Mailbox, peers: Arc<Peers>, remote: Option<Remote>) -> State {
         let (me, ranks) = (mailbox.memory().me(), mailbox.memory().ranks());
         State {
             mailbox,
             me,
             peers,
             matching: Matching::default(),
+            remote,
+            awaiting_network: 0,
+            arrivals: Vec::new(),
             outgoing: (0..ranks).map(|_| Outgoing::default()).collect(),
             incoming: (0..ranks).map(|_| IncomingFrom::default()).collect(),
             copying: Vec::new(),
@@ -81,7 +103,8 @@ impl State {
 
     fn send_to_self(&mut self, send: Send) {
         let (context, tag, total) = (send.envelope.context, send.envelope.tag, send.from.len());
-        if let Some(receive) = self.matching.receive_for(context, self.me, tag) {
+        let me = self.peers.world[self.me];
+        if let Some(receive) = self.receive_for(context, me, tag) {
             return self.pass(send, receive);
         }
         let body = if total <= CELL_BYTES {
@@ -93,12 +116,13 @@ impl State {
         } else {
             Body::Own(Box::new(send))
         };
-        self.matching.keep(context, self.me, tag, Early { total, body });
+        self.matching.keep(context, me, tag, Early { total, body });
     }
 
     /// Gives a message of this rank to a receive of this rank.
     fn pass(&mut self, send: Send, receive: Receive) {
-        let result = self.status(&receive, self.me, send.envelope.tag, send.from.len()).inspect(|_| {
+        let me = self.peers.world[self.me];
+        let result = self.status(&receive, me, send.envelope.tag, send.from.len()).inspect(|_| {
             // SAFETY: whoever started the two keeps the memory valid; the message fits.
             unsafe { receive.into.copy_from(&send.from) };
         });
@@ -119,19 +143,33 @@ impl State {
                     self.finished.push((receive.request, result));
                 }
                 Body::Own(send) => self.pass(*send, receive),
-                Body::Long(long) if self.is_aborted(from, long) => continue,
-                Body::Long(long) => self.start_long(receive, from, tag, total, long),
+                Body::Long(long) => {
+                    let Some(local) = self.peers.local(from) else { continue };
+                    if self.is_aborted(local, long) {
+                        continue;
+                    }
+                    self.start_long(receive, local, tag, total, long);
+                }
+                Body::Remote(id) => self.start_remote(receive, from, tag, total, id),
             }
             return;
         }
+        self.awaiting_network += usize::from(receive.awaits_network);
         self.matching.post(context, pattern, receive);
     }
 
-    /// The result of a receive that has matched a message.
-    fn status(&self, receive: &Receive, from: usize, tag: u32, total: usize) -> Result<Status> {
-        let world = self.peers.world[from];
+    /// Removes the first receive that fits a message.
+    #[inline]
+    pub(super) fn receive_for(&mut self, context: u64, world: usize, tag: u32) -> Option<Receive> {
+        let receive = self.matching.receive_for(context, world, tag)?;
+        self.awaiting_network -= usize::from(receive.awaits_network);
+        Some(receive)
+    }
+
+    /// The result of a receive that has matched a message of rank `world` of the job.
+    pub(super) fn status(&self, receive: &Receive, world: usize, tag: u32, total: usize) -> Result<Status> {
         if total > receive.into.len() {
-            let what = receive.limits.describe("receive", Some(tag), &format!("from {}", self.peers.names[from]));
+            let what = receive.limits.describe("receive", Some(tag), &format!("from {}", self.peers.name(world)));
             return Err(Error::Invalid(format!(
                 "{what} has room for {} bytes, and the message has {total}; it was dropped",
                 receive.into.len()
@@ -154,7 +192,7 @@ impl State {
 
     /// Gives a long message to a receive.
     fn start_long(&mut self, receive: Receive, from: usize, tag: u32, total: usize, long: LongEnvelope) {
-        match self.status(&receive, from, tag, total) {
+        match self.status(&receive, self.peers.world[from], tag, total) {
             Ok(status) => {
                 let State { incoming, mailbox, finished, .. } = self;
                 incoming[from].start(mailbox, from, long, receive, status, finished);
@@ -179,18 +217,19 @@ impl State {
         if long.is_some_and(|long| self.is_aborted(from, long)) {
             return;
         }
-        let Some(receive) = self.matching.receive_for(context, from, tag) else {
+        let world = self.peers.world[from];
+        let Some(receive) = self.receive_for(context, world, tag) else {
             let body = match long {
                 Some(long) => Body::Long(long),
                 // SAFETY: the cell has these bytes.
                 None => Body::Data(unsafe { std::slice::from_raw_parts(message.data, total) }.into()),
             };
-            return self.matching.keep(context, from, tag, Early { total, body });
+            return self.matching.keep(context, world, tag, Early { total, body });
         };
         if let Some(long) = long {
             return self.start_long(receive, from, tag, total, long);
         }
-        let result = self.status(&receive, from, tag, total).inspect(|_| {
+        let result = self.status(&receive, world, tag, total).inspect(|_| {
             // SAFETY: the cell has these bytes; whoever started the receive keeps its memory valid; the message fits.
             unsafe { receive.into.write(0, message.data, total) };
         });
@@ -229,7 +268,7 @@ impl State {
     /// Does what can be done with the ranks that have given notice; returns whether that was anything.
     #[inline]
     pub fn look(&mut self) -> bool {
-        let mut moved = false;
+        let mut moved = self.awaits_network() && self.look_at_network();
         for word in 0..self.incoming.len().div_ceil(64) {
             let mut bits = self.mailbox.header(self.me).notices(word);
             while bits != 0 {
@@ -251,9 +290,12 @@ impl State {
     /// Ends one send or receive with an error.
     pub fn cancel(&mut self, request: &Request, error: &Error) {
         let is_it = |other: &Arc<Request>| std::ptr::eq(&raw const **other, request).then(|| error.clone());
-        let State { mailbox, matching, outgoing, incoming, finished, .. } = self;
+        let State { mailbox, matching, outgoing, incoming, finished, remote, awaiting_network, .. } = self;
         let receives = matching.fail_receives(|_, receive| is_it(&receive.request));
-        finished.extend(receives.into_iter().map(|(_, receive, error)| (receive.request, Err(error))));
+        end_receives(receives, awaiting_network, finished);
+        if let Some(remote) = remote {
+            remote.fail(|_, send| is_it(&send.request), |_, receive, _| is_it(&receive.request), finished);
+        }
         let own = matching.fail_messages(|early| match &early.body {
             Body::Own(send) => is_it(&send.request),
             _ => None,
@@ -284,27 +326,48 @@ impl State {
         for rank in (0..ranks).filter(|&rank| gone[rank].is_some()) {
             while self.receive_from(rank) {}
         }
+        self.look_at_network();
         let peers = Arc::clone(&self.peers);
-        let lost = |rank: usize| Some(format!("{} {}", peers.names[rank], gone.get(rank)?.as_ref()?));
-        let State { mailbox, matching, outgoing, incoming, finished, me, .. } = self;
+        let State { mailbox, matching, outgoing, incoming, finished, remote, awaiting_network, me, .. } = self;
+        let far = remote.as_ref();
+        // How a rank of the job has ended.
+        let lost = |world: usize| {
+            let how = match peers.local(world) {
+                Some(local) => gone[local].clone(),
+                None => far.and_then(|remote| remote.gone(world)),
+            };
+            Some(format!("{} {}", peers.name(world), how?))
+        };
+        let broken = |awaits_network: bool| far.and_then(Remote::failure).filter(|_| awaits_network).cloned();
+        let mut awaited = Vec::new();
         let receives = matching.fail_receives(|pattern, receive| {
             let limits = &receive.limits;
+            let waited = now.saturating_duration_since(limits.since);
+            if receive.awaits_network && waited >= GREET_AFTER && closing.is_none() {
+                match pattern.source {
+                    Some(source) => awaited.push(source),
+                    None if limits.scope.size() <= MAX_GREETED => {
+                        awaited.extend((0..limits.scope.size()).map(|rank| limits.scope.to_world(rank)));
+                    }
+                    None => {}
+                }
+            }
             let from = || match pattern.source {
-                Some(source) => format!("from {}", peers.names[source]),
+                Some(source) => format!("from {}", peers.name(source)),
                 None => "from any rank".to_owned(),
             };
             let describe = || limits.describe("receive", pattern.tag, &from());
             let loss = match pattern.source {
                 Some(source) => lost(source),
-                None => all_lost(limits, &peers, *me, &lost),
+                None => all_lost(limits, peers.world[*me], &lost),
             };
-            closing.cloned().or_else(|| failure(limits, now, loss, describe))
+            closing.cloned().or_else(|| failure(limits, now, broken(receive.awaits_network), loss, describe))
         });
-        finished.extend(receives.into_iter().map(|(_, receive, error)| (receive.request, Err(error))));
+        end_receives(receives, awaiting_network, finished);
         let sends = matching.fail_messages(|early| match &early.body {
             Body::Own(send) => {
                 let describe = || send.limits.describe("send", Some(send.envelope.tag), "to itself");
-                closing.cloned().or_else(|| failure(&send.limits, now, None, describe))
+                closing.cloned().or_else(|| failure(&send.limits, now, None, None, describe))
             }
             _ => None,
         });
@@ -314,41 +377,62 @@ impl State {
             }
         }
         for rank in 0..ranks {
-            let name = &peers.names[rank];
+            let (world, name) = (peers.world[rank], peers.name(peers.world[rank]));
             let received = |receive: &Receive, status: Status, is_copying: bool| {
                 let describe = || receive.limits.describe("receive", Some(status.tag), &format!("from {name}"));
                 // What is copied from shared memory needs nobody.
-                let loss = if is_copying { None } else { lost(rank) };
-                closing.cloned().or_else(|| failure(&receive.limits, now, loss, describe))
+                let loss = if is_copying { None } else { lost(world) };
+                closing.cloned().or_else(|| failure(&receive.limits, now, None, loss, describe))
             };
             incoming[rank].fail(mailbox, rank, received, finished);
             let sent = |send: &Send| {
                 let describe = || send.limits.describe("send", Some(send.envelope.tag), &format!("to {name}"));
-                closing.cloned().or_else(|| failure(&send.limits, now, lost(rank), describe))
+                closing.cloned().or_else(|| failure(&send.limits, now, None, lost(world), describe))
             };
             if !outgoing[rank].is_idle() {
                 outgoing[rank].fail(mailbox, rank, sent, finished);
             }
         }
+        if let Some(remote) = &mut self.remote {
+            awaited.retain(|&world| peers.local(world).is_none());
+            remote.greet(&awaited);
+        }
+        self.check_network(now, closing);
     }
 }
 
-/// The loss of the last rank that could send to a receive from any rank; its group has other ranks.
-fn all_lost(limits: &Limits, peers: &Peers, me: usize, lost: &dyn Fn(usize) -> Option<String>) -> Option<String> {
-    let scope = &limits.scope;
-    let mut others = (0..scope.size()).map(|rank| scope.to_world(rank)).filter(|&world| world != peers.world[me]);
-    let first = others.next()?;
-    let loss = lost(peers.local(first)?)?;
-    others.all(|world| peers.local(world).and_then(lost).is_some()).then_some(loss)
+/// Gives receives their errors.
+fn end_receives(receives: Vec<(Pattern, Receive, Error)>, awaiting_network: &mut usize, finished: &mut Finished) {
+    for (_, receive, error) in receives {
+        *awaiting_network -= usize::from(receive.awaits_network);
+        finished.push((receive.request, Err(error)));
+    }
 }
 
-/// Why a send or receive ends.
-fn failure(limits: &Limits, now: Instant, loss: Option<String>, describe: impl Fn() -> String) -> Option<Error> {
+/// The loss of the first rank that could send to a receive from any rank, if all are lost; its group has other ranks.
+fn all_lost(limits: &Limits, me: usize, lost: &dyn Fn(usize) -> Option<String>) -> Option<String> {
+    let scope = &limits.scope;
+    let mut others = (0..scope.size()).map(|rank| scope.to_world(rank)).filter(|&world| world != me);
+    let loss = lost(others.next()?)?;
+    others.all(|world| lost(world).is_some()).then_some(loss)
+}
+
+/// Why a send or receive ends. `broken`: the failure of the network that it needs.
+pub(super) fn failure(
+    limits: &Limits,
+    now: Instant,
+    broken: Option<Error>,
+    loss: Option<String>,
+    describe: impl Fn() -> String,
+) -> Option<Error> {
     if let Some(error) = limits.scope.failure() {
         return Some(error);
     }
     if let Some(loss) = loss {
         return Some(Error::PeerLost(format!("{loss}, in the {}", describe())));
+    }
+    if let Some(error) = broken {
+        return Some(Error::Network(format!("{}, in the {}", error.detail(), describe())));
     }
     limits.is_over(now).then(|| {
         let waited = now.saturating_duration_since(limits.since).as_secs_f64();

@@ -184,19 +184,21 @@ fn end(reason: Option<Error>) -> Result<()> {
     if let Some(error) = &reason {
         all_groups().for_each(|group| group.fail(error));
     }
-    if let Err(error) = point_to_point::close() {
-        log_line(&error.to_string());
-    }
+    let messages = point_to_point::close(&job, reason.is_none());
     all_groups().for_each(|group| group.stop());
     timeline::stop();
     report(&teams, topology.rank());
     let gathered = match &reason {
         Some(_) => {
             job.leave();
-            Ok(())
+            Ok(false)
         }
-        None => job.final_barrier(all_groups().find_map(|group| group.failure()).as_ref()),
+        None => {
+            let failure = all_groups().find_map(|group| group.failure());
+            job.final_barrier(failure.as_ref(), &|| messages.linger())
+        }
     };
+    messages.end(reason.is_none() && gathered == Ok(true));
     if let Err(error) = gathered {
         log_line(&format!("{error}; this process ends with a status other than 0"));
         fail_at_exit();

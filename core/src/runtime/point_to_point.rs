@@ -8,8 +8,10 @@ use crate::buffer::View;
 use crate::error::Result;
 use crate::group::{Group, MessageOptions, Messenger};
 use crate::lock::lock;
-use crate::p2p::{Endpoint, Peers, Request, Status, Then};
+use crate::log::log_line;
+use crate::p2p::{Endpoint, Hosts, Peers, Request, Status, Then};
 use crate::transport::flag::max_spins;
+use crate::transport::job::Job;
 use crate::transport::mailbox::memory::ArenaMemory;
 
 /// The end of this process's mailboxes.
@@ -47,15 +49,21 @@ fn endpoint() -> Result<Arc<Endpoint>> {
     if let Some(endpoint) = &*place {
         return Ok(Arc::clone(endpoint));
     }
-    let endpoint = started(|runtime| {
-        let (job, topology) = (&runtime.job, &runtime.topology);
-        let ranks = topology.local_ranks();
-        let memory = ArenaMemory::new(Arc::clone(job.arenas()), topology.local_rank(), ranks.len());
-        let names = ranks.iter().map(|&rank| job.ranks().names[rank].clone()).collect();
-        let peers = Peers { world: ranks.to_vec(), names, liveness: Box::new(job.ranks().local_processes()) };
-        Endpoint::new(Arc::new(memory), peers, max_spins(ranks.len())).inspect(Endpoint::show_process)
-    })?;
+    let endpoint = started(|runtime| make_endpoint(&runtime.job))?;
     Ok(Arc::clone(place.insert(Arc::new(endpoint))))
+}
+
+fn make_endpoint(job: &Arc<Job>) -> Result<Endpoint> {
+    let (ranks, topology) = (job.ranks(), &job.ranks().topology);
+    let local_ranks = topology.local_ranks();
+    let memory = ArenaMemory::new(Arc::clone(job.arenas()), topology.local_rank(), local_ranks.len());
+    let names = Arc::clone(&ranks.names);
+    let peers = Peers { world: local_ranks.to_vec(), names, liveness: Box::new(ranks.local_processes()) };
+    let hosts = job.take_messages().map(|network| {
+        let job = Arc::clone(job);
+        Hosts { network, lost: Box::new(move |rank| job.is_lost_elsewhere(rank).then(|| "is lost".to_owned())) }
+    });
+    Endpoint::new(Arc::new(memory), peers, max_spins(local_ranks.len()), hosts).inspect(Endpoint::show_process)
 }
 
 fn messenger(group: &Group) -> Result<&Messenger> {
@@ -63,10 +71,34 @@ fn messenger(group: &Group) -> Result<&Messenger> {
     group.messenger(endpoint)
 }
 
-/// Ends the sends and receives of this process. Those of other ranks from it fail, once they have what was sent.
-pub(super) fn close() -> Result<()> {
-    let endpoint = lock(&ENDPOINT).take();
-    endpoint.map_or(Ok(()), |endpoint| endpoint.close())
+/// The end of the mailboxes after [`close`].
+pub(super) struct Closed(Option<Arc<Endpoint>>);
+
+impl Closed {
+    /// Answers the messages that other ranks still send.
+    pub fn linger(&self) {
+        if let Some(endpoint) = &self.0 {
+            endpoint.linger();
+        }
+    }
+
+    /// Ends the use of the network; `together` as in [`Endpoint::leave_network`].
+    pub fn end(self, together: bool) {
+        if let Some(endpoint) = self.0 {
+            endpoint.leave_network(together);
+        }
+    }
+}
+
+/// Ends the sends and receives of this process. Those of other ranks from it fail, once they have what was sent. With
+/// `answers`, a rank that has sent and received nothing tells that to ranks of other hosts that wait for it, too.
+pub(super) fn close(job: &Arc<Job>, answers: bool) -> Closed {
+    let unused = || (answers && job.has_messages()).then(|| make_endpoint(job).map(Arc::new).ok()).flatten();
+    let endpoint = lock(&ENDPOINT).take().or_else(unused);
+    if let Some(Err(error)) = endpoint.as_ref().map(|endpoint| endpoint.close()) {
+        log_line(&error.to_string());
+    }
+    Closed(endpoint)
 }
 
 /// Starts a send, as [`Group::send`].

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::messages::MessageNetwork;
 use super::store::Store;
 use super::wait_context::WaitContext;
 use super::{HostLink, NetworkModel};
@@ -79,6 +80,12 @@ pub trait Network: Send + Sync {
     /// # Errors
     /// As for [`Bootstrap::allgather`].
     fn clock_offset(&self, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64>;
+
+    /// The messages of send and receive. Collective over all ranks.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn messages(&self, wait_ctx: &WaitContext<'_>) -> Result<Box<dyn MessageNetwork>>;
 }
 
 /// The bytes of a record. A record that is too long becomes an empty one, which no rank can decode: all fail.

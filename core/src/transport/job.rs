@@ -12,6 +12,7 @@ use super::bootstrap::{Bootstrap, Network};
 use super::detector_links::{HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
+use super::messages::MessageNetwork;
 use super::ranks::Ranks;
 use super::shm::{self, Name};
 use super::store::{MemoryStore, Store};
@@ -20,6 +21,7 @@ use super::wait_context::WaitContext;
 use crate::affinity::{self, CpuBounds};
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::timeline;
 
 /// The processes of the job.
@@ -29,6 +31,8 @@ pub struct Job {
     pub(super) store: Arc<dyn Store>,
     /// The messages between hosts; `None` on one host.
     pub(super) network: Option<Arc<dyn Network>>,
+    /// The messages of send and receive between hosts, until they are taken.
+    messages: Mutex<Option<Box<dyn MessageNetwork>>>,
     /// That network, measured at start.
     pub(super) network_model: NetworkModel,
     /// CPUs per rank: the minimum over all hosts.
@@ -46,6 +50,7 @@ pub struct Job {
 /// What a job is made of, beside its ranks and their store.
 struct Parts {
     network: Option<Arc<dyn Network>>,
+    messages: Option<Box<dyn MessageNetwork>>,
     network_model: NetworkModel,
     processors: usize,
     store_addresses: Vec<SocketAddr>,
@@ -71,8 +76,8 @@ impl Job {
         }
         let served = settings.and(watches).and_then(|()| serve_store(&ranks));
         let made = Job::make(&ranks, &served);
-        let Parts { network, network_model, processors, store_addresses, groups, detector } =
-            made.inspect_err(|error| {
+        let Parts { network, messages, network_model, processors, store_addresses, groups, detector } = made
+            .inspect_err(|error| {
                 // A recoverable error is equal on all ranks; they may retry.
                 if !error.is_recoverable() {
                     ranks.bootstrap.leave();
@@ -87,6 +92,7 @@ impl Job {
             ranks,
             store,
             network,
+            messages: Mutex::new(messages),
             network_model,
             processors,
             groups,
@@ -106,12 +112,13 @@ impl Job {
             let arenas = make_arenas(ranks, wait_ctx)?;
             let groups =
                 Arc::new(GroupMemory::new(arenas, topology.local_rank(), topology.local_size(), several_hosts));
-            let (mut detector, mut network_model) = (None, NetworkModel::UNKNOWN);
+            let (mut detector, mut network_model, mut messages) = (None, NetworkModel::UNKNOWN, None);
             if let Some(network) = &network {
                 detector = start_detector(ranks, &groups, &**network, wait_ctx)?;
                 network_model = measure_network(ranks, &**network, wait_ctx)?;
+                messages = Some(network.messages(wait_ctx)?);
             }
-            Ok(Parts { network: None, processors, store_addresses, groups, detector, network_model })
+            Ok(Parts { network: None, messages, processors, store_addresses, groups, detector, network_model })
         };
         let parts = ranks.with_deadline("init_mpi", || None, make)?;
         Ok(Parts { network, ..parts })
@@ -120,6 +127,21 @@ impl Job {
     /// The shared memory of this host's ranks.
     pub fn arenas(&self) -> &Arc<Arenas> {
         self.groups.arenas()
+    }
+
+    /// The messages of send and receive between hosts; `None` on one host, and once they were taken.
+    pub fn take_messages(&self) -> Option<Box<dyn MessageNetwork>> {
+        lock(&self.messages).take()
+    }
+
+    /// Whether [`Job::take_messages`] has something.
+    pub fn has_messages(&self) -> bool {
+        lock(&self.messages).is_some()
+    }
+
+    /// Whether `rank`, of another host, is lost, as the failure detector has reported.
+    pub fn is_lost_elsewhere(&self, rank: usize) -> bool {
+        self.groups.lost_ranks().any(|lost| lost == rank)
     }
 
     /// Whether the library of a launcher is behind the job ([`Bootstrap::uses_launcher`]).
@@ -150,10 +172,24 @@ impl Job {
 
     /// Runs `work`, collective over all ranks. Its failure may leave the ranks out of sync.
     pub(super) fn in_step<T>(&self, what: &str, work: impl FnOnce(&WaitContext<'_>) -> Result<T>) -> Result<T> {
+        self.in_step_with(what, &|| {}, work)
+    }
+
+    /// As [`Job::in_step`]; waits call `meanwhile` from time to time.
+    fn in_step_with<T>(
+        &self,
+        what: &str,
+        meanwhile: &dyn Fn(),
+        work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
+    ) -> Result<T> {
         if let Some(error) = self.poisoned.get() {
             return Err(error.clone());
         }
-        let result = self.ranks.with_deadline(what, || self.lost_elsewhere(), work);
+        let lost = || {
+            meanwhile();
+            self.lost_elsewhere()
+        };
+        let result = self.ranks.with_deadline(what, lost, work);
         if let Err(error @ (Error::Timeout(_) | Error::PeerLost(_) | Error::Network(_))) = &result {
             let _first = self.poisoned.set(error.clone());
         }
@@ -169,25 +205,28 @@ impl Job {
     /// Ends without the other ranks, which may never come.
     pub fn leave(&self) {
         self.left.store(true, Ordering::Relaxed);
+        // Ending it properly could wait for ranks that never come.
+        std::mem::forget(self.take_messages());
         self.ranks.bootstrap.leave();
     }
 
-    /// Waits for all ranks, up to the deadline, if the bootstrap needs that. `failure` is that of a group.
+    /// Waits for all ranks, up to the deadline, if the bootstrap needs that; returns whether it did. `failure` is that of
+    /// a group. It calls `meanwhile` from time to time.
     ///
     /// # Errors
     /// A rank was lost, or did not come before the deadline; the job is then left.
-    pub fn final_barrier(&self, failure: Option<&Error>) -> Result<()> {
+    pub fn final_barrier(&self, failure: Option<&Error>, meanwhile: &dyn Fn()) -> Result<bool> {
         let bootstrap = &self.ranks.bootstrap;
         if !bootstrap.ends_together() {
-            return Ok(());
+            return Ok(false);
         }
         // A network may not survive messages to a host with an exited rank.
         let lost = failure.filter(|error| self.network.is_some() && matches!(error, Error::PeerLost(_)));
         let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.in_step("finalize", |wait_ctx| bootstrap.finish(wait_ctx)),
+            None => self.in_step_with("finalize", meanwhile, |wait_ctx| bootstrap.finish(wait_ctx)),
         };
-        outcome.inspect_err(|_| self.leave())
+        outcome.map(|()| true).inspect_err(|_| self.leave())
     }
 }
 

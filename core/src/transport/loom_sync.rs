@@ -59,6 +59,14 @@ impl FutexWord {
         Ok(())
     }
 
+    /// As [`FutexWord::futex_wait`]: Loom has no clock.
+    ///
+    /// # Errors
+    /// As for [`FutexWord::futex_wait`].
+    pub fn futex_nap(&self, seen: u32, _nanoseconds: u32) -> Result<(), Errno> {
+        self.futex_wait(seen)
+    }
+
     /// Wakes all sleepers.
     pub fn wake(&self) {
         fence(Ordering::SeqCst);

@@ -43,6 +43,15 @@ impl FutexWord {
         futex::wait(&self.0, futex::Flags::empty(), seen, Some(&FUTEX_TIMEOUT))
     }
 
+    /// As [`FutexWord::futex_wait`], for at most `nanoseconds`, less than a second.
+    ///
+    /// # Errors
+    /// As for [`FutexWord::futex_wait`].
+    pub fn futex_nap(&self, seen: u32, nanoseconds: u32) -> Result<(), Errno> {
+        let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(nanoseconds) };
+        futex::wait(&self.0, futex::Flags::empty(), seen, Some(&timeout))
+    }
+
     /// Wakes all sleepers.
     pub fn wake(&self) {
         // Fails only for an invalid address.

@@ -5,6 +5,8 @@
 //! set, giving it again costs a fence and a load.
 //! Zeroed memory is valid.
 
+use std::time::Duration;
+
 use super::line::Line;
 use crate::error::{Error, Result};
 use crate::transport::sync::{AtomicU32, AtomicU64, FutexWord, Ordering, fence};
@@ -114,14 +116,26 @@ impl MailboxHeader {
     /// # Errors
     /// [`Error::System`] of the futex call.
     pub fn sleep(&self, bell: u32) -> Result<()> {
-        match self.bell.0.count.futex_wait(bell) {
-            Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
-            Err(error) => Err(Error::system("futex wait", error)),
-        }
+        ended(self.bell.0.count.futex_wait(bell))
+    }
+
+    /// Sleeps until the bell rings, for at most `nap`, which is less than a second.
+    ///
+    /// # Errors
+    /// As for [`MailboxHeader::sleep`].
+    pub fn nap(&self, bell: u32, nap: Duration) -> Result<()> {
+        ended(self.bell.0.count.futex_nap(bell, nap.subsec_nanos()))
     }
 
     /// Ends what [`MailboxHeader::before_sleep`] has begun.
     pub fn after_sleep(&self) {
         self.bell.0.sleepers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn ended(wait: std::result::Result<(), Errno>) -> Result<()> {
+    match wait {
+        Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+        Err(error) => Err(Error::system("futex wait", error)),
     }
 }

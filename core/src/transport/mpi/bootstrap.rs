@@ -8,10 +8,12 @@ use mpi::Threading;
 
 use super::comm::Comm;
 use super::link::MpiLink;
+use super::messages::MpiMessages;
 use super::{clock_offset, launcher, lifetime, probe};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::transport::bootstrap::{Bootstrap, MAX_RECORD, Network};
+use crate::transport::messages::MessageNetwork;
 use crate::transport::store::Store;
 use crate::transport::wait_context::with_limits;
 use crate::transport::{HostLink, MAX_EXCHANGES, NetworkModel, WaitContext};
@@ -138,5 +140,10 @@ impl Network for MpiNetwork {
 
     fn clock_offset(&self, leaders: &[usize], me: usize, wait_ctx: &WaitContext<'_>) -> Result<i64> {
         clock_offset::clock_offset(&self.comm, leaders, me, wait_ctx)
+    }
+    fn messages(&self, wait_ctx: &WaitContext<'_>) -> Result<Box<dyn MessageNetwork>> {
+        // Its own duplicate: receives from any rank must not see the messages of collectives.
+        let comm = self.comm.duplicate(wait_ctx)?;
+        Ok(Box::new(MpiMessages::new(Arc::new(comm), self.max_tag)))
     }
 }

@@ -1,6 +1,7 @@
 //! An MPI communicator: non-blocking operations, polled under a deadline. The only file that calls MPI functions.
 
 use std::ffi::{CStr, c_char, c_int};
+use std::mem::MaybeUninit;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -149,6 +150,54 @@ impl Comm {
         })
     }
 
+    /// Starts receiving a message with this tag from any rank, if there is one.
+    ///
+    /// # Safety
+    /// As for [`Comm::receive`].
+    pub unsafe fn receive_arrived(&self, bytes: &mut [u8], tag: usize) -> Result<Option<Request>> {
+        let (count, tag, mut found) = (int(bytes.len())?, int(tag)?, 0);
+        let mut message = MaybeUninit::<ffi::MPI_Message>::uninit();
+        // SAFETY: the places are valid during the call; the others are constants.
+        self.call(|| unsafe {
+            let (any, status) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_STATUS_IGNORE);
+            ffi::MPI_Improbe(any, tag, self.raw, &mut found, message.as_mut_ptr(), status)
+        })?;
+        if found == 0 {
+            return Ok(None);
+        }
+        // SAFETY: guaranteed by the caller; MPI has written the message.
+        let request = self.start(|request| unsafe {
+            ffi::MPI_Imrecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, message.as_mut_ptr(), request)
+        })?;
+        Ok(Some(request))
+    }
+
+    /// As `test_some`, and calls `done` with the index, the source and the received bytes of each request that has
+    /// completed. The source and bytes of a send have no meaning.
+    pub fn test_messages(&self, requests: &mut [Request], mut done: impl FnMut(usize, usize, usize)) -> Result<()> {
+        let (count, mut completed) = (int(requests.len())?, 0);
+        let mut indices = vec![0; requests.len()];
+        let mut statuses = vec![MaybeUninit::<ffi::MPI_Status>::zeroed(); requests.len()];
+        // SAFETY: `requests` are live requests of this process or null; the other two have the same length.
+        self.call(|| unsafe {
+            let (requests, indices) = (requests.as_mut_ptr(), indices.as_mut_ptr());
+            ffi::MPI_Testsome(count, requests, &mut completed, indices, statuses.as_mut_ptr().cast())
+        })?;
+        // MPI_UNDEFINED, a negative number, if all requests are null.
+        let completed = usize::try_from(completed).unwrap_or(0);
+        for (&index, status) in indices[..completed].iter().zip(&statuses) {
+            let mut len = 0;
+            // SAFETY: MPI has written the status, of integers; the others are constants.
+            let source = unsafe {
+                let status = status.assume_init_ref();
+                self.call(|| ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &mut len))?;
+                status.MPI_SOURCE
+            };
+            done(from_int(index), from_int(source), from_int(len));
+        }
+        Ok(())
+    }
+
     /// Waits until all requests complete; `awaited` names the awaited ranks.
     ///
     /// # Errors
@@ -200,6 +249,11 @@ impl Drop for Comm {
 
 fn int(value: usize) -> Result<c_int> {
     c_int::try_from(value).map_err(|_| Error::Internal(format!("{value} is too large for MPI's int")))
+}
+
+/// A negative number of a completed operation means that it has no such property.
+fn from_int(value: c_int) -> usize {
+    usize::try_from(value).unwrap_or(0)
 }
 
 fn error_text(code: c_int) -> String {

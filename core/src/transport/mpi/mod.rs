@@ -13,6 +13,7 @@ mod comm;
 mod launcher;
 mod lifetime;
 mod link;
+mod messages;
 mod probe;
 mod startup;
 

@@ -1,0 +1,160 @@
+//! Ranks that are threads and send and receive.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use dl_comm_core::error::{Error, Result};
+use dl_comm_core::p2p::{Endpoint, Hosts, Message, Peers, Request, Scope, Spans, Status};
+use dl_comm_core::transport::in_process_messages::ThreadMessages;
+use dl_comm_core::transport::mailbox::memory::HeapMemory;
+use dl_comm_core::transport::shm_region::Liveness;
+
+/// A group of all ranks.
+pub struct Group {
+    pub context: u64,
+    pub size: usize,
+    pub failure: Mutex<Option<Error>>,
+}
+
+impl Scope for Group {
+    fn context(&self) -> u64 {
+        self.context
+    }
+    fn name(&self) -> String {
+        format!("group {}", self.context)
+    }
+    fn size(&self) -> usize {
+        self.size
+    }
+    fn to_world(&self, rank: usize) -> usize {
+        rank
+    }
+    fn of_world(&self, world: usize) -> Option<usize> {
+        Some(world)
+    }
+    fn failure(&self) -> Option<Error> {
+        self.failure.lock().unwrap().clone()
+    }
+}
+
+/// Ranks that are lost when a test says so.
+#[derive(Clone, Default)]
+pub struct Lost(pub Arc<Vec<AtomicBool>>);
+
+impl Liveness for Lost {
+    fn lost(&self, rank: usize) -> Option<String> {
+        self.0.get(rank)?.load(Ordering::Relaxed).then(|| "has ended".to_owned())
+    }
+}
+
+pub struct Rank {
+    pub endpoint: Endpoint,
+    pub scope: Arc<dyn Scope>,
+    pub group: Arc<Group>,
+}
+
+pub fn world_with(ranks: usize, shares: bool, lost: &Lost) -> Vec<Rank> {
+    hosts_with(&[ranks], shares, lost, Vec::new())
+}
+
+/// Ranks on several hosts: `sizes[h]` on host h. `networks` are those of the ranks, or empty.
+pub fn hosts_with(sizes: &[usize], shares: bool, lost: &Lost, networks: Vec<ThreadMessages>) -> Vec<Rank> {
+    let size: usize = sizes.iter().sum();
+    let names: Arc<[String]> = (0..size).map(|rank| format!("rank {rank}")).collect();
+    let mut networks = networks.into_iter();
+    let mut ranks = Vec::new();
+    for &local_size in sizes {
+        let world: Vec<usize> = (ranks.len()..ranks.len() + local_size).collect();
+        for memory in HeapMemory::world(local_size, shares) {
+            let first = world[0];
+            let liveness = Box::new(LostFrom { lost: lost.clone(), first });
+            let peers = Peers { world: world.clone(), names: Arc::clone(&names), liveness };
+            let group = Arc::new(Group { context: 7, size, failure: Mutex::default() });
+            let scope = Arc::clone(&group) as Arc<dyn Scope>;
+            let far = lost.clone();
+            let hosts = networks
+                .next()
+                .map(|network| Hosts { network: Box::new(network), lost: Box::new(move |rank| far.lost(rank)) });
+            ranks.push(Rank { endpoint: Endpoint::new(Arc::new(memory), peers, 100, hosts).unwrap(), scope, group });
+        }
+    }
+    ranks
+}
+
+/// The ranks of a host, whose first rank is `first`.
+struct LostFrom {
+    lost: Lost,
+    first: usize,
+}
+
+impl Liveness for LostFrom {
+    fn lost(&self, local_rank: usize) -> Option<String> {
+        self.lost.lost(self.first + local_rank)
+    }
+}
+
+pub fn world(ranks: usize, shares: bool) -> Vec<Rank> {
+    world_with(ranks, shares, &Lost::default())
+}
+
+pub fn spans(data: &[u8]) -> Spans {
+    let mut spans = Spans::default();
+    // In one piece, or in several of odd lengths.
+    let most = if data.len().is_multiple_of(2) { usize::MAX } else { 70_001 };
+    let mut rest = data;
+    while !rest.is_empty() {
+        let (piece, others) = rest.split_at(rest.len().min(most));
+        spans.add(piece.as_ptr().cast_mut(), piece.len()).unwrap();
+        rest = others;
+    }
+    spans
+}
+
+pub fn spans_mut(data: &mut [u8]) -> Spans {
+    spans(data)
+}
+
+impl Rank {
+    pub fn message(&self, peer: Option<usize>, tag: Option<u32>) -> Message<'_> {
+        Message { scope: &self.scope, peer, tag, name: "", timeout: Some(Duration::from_secs(60)) }
+    }
+
+    pub fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Arc<Request> {
+        // SAFETY: the tests keep the memory.
+        unsafe { self.endpoint.send(&self.message(Some(to), Some(tag)), spans(data), None) }.unwrap()
+    }
+
+    pub fn start_receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Arc<Request> {
+        // SAFETY: as above.
+        unsafe { self.endpoint.receive(&self.message(from, tag), spans_mut(data), None) }.unwrap()
+    }
+
+    pub fn wait(&self, request: &Request) -> Result<Status> {
+        self.endpoint.wait(request, None)
+    }
+
+    pub fn send(&self, to: usize, tag: u32, data: &[u8]) {
+        self.wait(&self.start_send(to, tag, data)).unwrap();
+    }
+
+    pub fn receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Result<Status> {
+        self.wait(&self.start_receive(from, tag, data))
+    }
+}
+
+/// Runs `body` on every rank.
+pub fn run(ranks: &[Rank], body: impl Fn(usize, &Rank) + Sync) {
+    thread::scope(|scope| {
+        for (number, rank) in ranks.iter().enumerate() {
+            let body = &body;
+            scope.spawn(move || body(number, rank));
+        }
+    });
+}
+
+pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|index| (index * 31 + seed * 7 + index / 251) as u8).collect()
+}
