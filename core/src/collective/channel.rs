@@ -18,7 +18,6 @@ use super::zero_copy;
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
-use crate::transport::arena::PeerMemory;
 use crate::transport::step::{REFRESH, START, reached};
 use crate::transport::{Phase, ShmChannel, WaitContext};
 
@@ -37,7 +36,7 @@ pub struct Channel {
     /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
     /// How the last call runs.
-    plan: Plan,
+    pub(super) plan: Plan,
 }
 
 /// What the first chunk of a call has shown about the others; the same on all ranks of a host.
@@ -73,8 +72,8 @@ enum ChunkResult {
 }
 
 /// A round in progress: this rank has packed chunk `chunk`.
-struct PackedChunk {
-    seq: u32,
+pub(super) struct PackedChunk {
+    pub seq: u32,
     chunk: usize,
     /// The shard's slice, if it is in flight between hosts.
     in_flight: Option<InFlightSlice>,
@@ -139,11 +138,6 @@ impl Channel {
         Ok(result == ChunkResult::Matched)
     }
 
-    /// Peer memory of the ranks, if all of them are on this host.
-    fn peer_memory(&self) -> Option<&dyn PeerMemory> {
-        if self.topology.hosts() == 1 { self.shm.region().peer_memory() } else { None }
-    }
-
     /// How the other chunks of the last call run.
     pub fn plan(&self) -> Plan {
         self.plan
@@ -176,36 +170,12 @@ impl Channel {
         previous.map_or(Ok(()), |step| self.finish_matched(call, step, wait_ctx))
     }
 
-    /// As `run_chunks` with zero copies: all chunks in one round.
-    fn run_chunks_zero_copy(
-        &mut self,
-        call: &Call,
-        chunks: impl Iterator<Item = usize>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
-        let mut chunks = chunks.peekable();
-        if let Some(&first) = chunks.peek() {
-            let step = self.pack(call, first, wait_ctx)?;
-            self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
-            if !self.shm.same_signatures(step.seq) {
-                return Err(out_of_sync(call, first));
-            }
-            self.combine_zero_copy(call, step.seq, chunks, wait_ctx)?;
-        }
-        self.wait_reduced(wait_ctx)
-    }
-
     fn finish_matched(&mut self, call: &Call, step: PackedChunk, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let chunk = step.chunk;
         match self.finish_chunk(call, step, wait_ctx)? {
             ChunkResult::Matched => Ok(()),
             _ => Err(out_of_sync(call, chunk)),
         }
-    }
-
-    /// Waits until the other ranks have written this rank's tensors.
-    fn wait_reduced(&mut self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), wait_ctx)
     }
 
     /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
@@ -278,7 +248,7 @@ impl Channel {
         }
     }
 
-    fn pack(&mut self, call: &Call, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<PackedChunk> {
+    pub(super) fn pack(&mut self, call: &Call, chunk: usize, wait_ctx: &WaitContext<'_>) -> Result<PackedChunk> {
         let seq = self.begin_round(wait_ctx)?;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
@@ -383,30 +353,6 @@ impl Channel {
         Ok(if agreed { ChunkResult::Matched } else { ChunkResult::Mismatch })
     }
 
-    /// Reduces this shard's slice of these chunks in peer memory; ends the round.
-    fn combine_zero_copy(
-        &mut self,
-        call: &Call,
-        seq: u32,
-        chunks: impl IntoIterator<Item = usize>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
-        if let (Some(shared), Some(shard_index)) = (self.peer_memory(), self.topology.shard()) {
-            for chunk in chunks {
-                let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-                let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
-                // SAFETY: all slots hold addresses, so this shard owns its slice of all ranks' tensors.
-                unsafe {
-                    zero_copy::combine(call, &shard, shard_range(&self.topology, call, chunk, shard_index), shared)
-                }?;
-                timer.end(Activity::Reduce);
-            }
-        }
-        self.shm.raise(Phase::Reduced, seq);
-        self.finish_round(seq);
-        Ok(())
-    }
-
     /// Takes a chunk of a direct call once all ranks have packed.
     pub(super) fn take(&self, call: &Call, chunk: usize, seq: u32) {
         let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
@@ -435,7 +381,7 @@ impl Channel {
     }
 }
 
-fn out_of_sync(call: &Call, chunk: usize) -> Error {
+pub(super) fn out_of_sync(call: &Call, chunk: usize) -> Error {
     Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name()))
 }
 

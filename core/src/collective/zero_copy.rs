@@ -8,9 +8,66 @@
 use std::ops::Range;
 
 use super::call::Call;
+use super::channel::{Channel, out_of_sync};
 use super::shard::{PerRank, ShardView};
+use super::wire::shard_range;
 use crate::error::{Error, Result};
+use crate::timings::{Activity, PhaseTimer};
 use crate::transport::arena::PeerMemory;
+use crate::transport::{Phase, WaitContext};
+
+impl Channel {
+    /// Peer memory of the ranks, if all of them are on this host.
+    pub(super) fn peer_memory(&self) -> Option<&dyn PeerMemory> {
+        if self.topology.hosts() == 1 { self.shm.region().peer_memory() } else { None }
+    }
+
+    /// As `run_chunks` with zero copies: all chunks in one round.
+    pub(super) fn run_chunks_zero_copy(
+        &mut self,
+        call: &Call,
+        chunks: impl Iterator<Item = usize>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<()> {
+        let mut chunks = chunks.peekable();
+        if let Some(&first) = chunks.peek() {
+            let step = self.pack(call, first, wait_ctx)?;
+            self.shm.wait(Phase::Packed, step.seq, self.topology.local_size(), wait_ctx)?;
+            if !self.shm.same_signatures(step.seq) {
+                return Err(out_of_sync(call, first));
+            }
+            self.combine_zero_copy(call, step.seq, chunks, wait_ctx)?;
+        }
+        self.wait_reduced(wait_ctx)
+    }
+
+    /// Waits until the other ranks have written this rank's tensors.
+    pub(super) fn wait_reduced(&mut self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_shards(), wait_ctx)
+    }
+
+    /// Reduces this shard's slice of these chunks in peer memory; ends the round.
+    pub(super) fn combine_zero_copy(
+        &mut self,
+        call: &Call,
+        seq: u32,
+        chunks: impl IntoIterator<Item = usize>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<()> {
+        if let (Some(shared), Some(shard_index)) = (self.peer_memory(), self.topology.shard()) {
+            for chunk in chunks {
+                let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
+                let shard = ShardView { topology: &self.topology, chunk, slots: self.shm.slots(seq) };
+                // SAFETY: all slots hold addresses, so this shard owns its slice of all ranks' tensors.
+                unsafe { combine(call, &shard, shard_range(&self.topology, call, chunk, shard_index), shared) }?;
+                timer.end(Activity::Reduce);
+            }
+        }
+        self.shm.raise(Phase::Reduced, seq);
+        self.finish_round(seq);
+        Ok(())
+    }
+}
 
 /// Whether the other ranks can access the tensors of `call`, and a slot can hold all addresses.
 pub(super) fn is_possible(call: &Call, shared: &dyn PeerMemory) -> bool {
