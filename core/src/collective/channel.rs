@@ -14,12 +14,11 @@ use super::partials::inter_host_ops;
 use super::shard::ShardView;
 use super::transfer;
 use super::wire::shard_range;
-use super::zero_copy;
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::step::{REFRESH, START, reached};
-use crate::transport::{Phase, ShmChannel, WaitContext};
+use crate::transport::{Phase, ShmChannel, SlotContent, WaitContext};
 
 /// A channel; see the module's documentation.
 pub struct Channel {
@@ -37,6 +36,8 @@ pub struct Channel {
     refreshed: u32,
     /// How the last call runs.
     pub(super) plan: Plan,
+    /// Whether the system has refused to copy between private memories, on some rank; the same on all ranks.
+    pub(super) is_refused: bool,
 }
 
 /// What the first chunk of a call has shown about the others; the same on all ranks of a host.
@@ -44,13 +45,20 @@ pub struct Channel {
 pub struct Plan {
     /// Whether all ranks can access the tensors, and the slots hold addresses.
     pub zero_copy: bool,
+    /// Whether the first round has completed all chunks.
+    pub is_complete: bool,
     /// Bytes of the longest block, or of the line; the same on all ranks.
     pub total: usize,
 }
 
 impl Plan {
-    /// The number of chunks of `call`.
+    /// The number of chunks that run one after the other, the first of which has run.
     pub fn chunks(self, call: &Call) -> usize {
+        if self.is_complete { 1 } else { self.all_chunks(call) }
+    }
+
+    /// The number of chunks of `call`.
+    pub(super) fn all_chunks(self, call: &Call) -> usize {
         self.total.div_ceil(call.layout.chunk_size()).max(1)
     }
 
@@ -62,11 +70,11 @@ impl Plan {
 
 /// The outcome of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ChunkResult {
+pub(super) enum ChunkResult {
     /// All calls matched; the chunk is complete.
     Matched,
-    /// All calls matched, but only some slots hold addresses.
-    MixedMemory,
+    /// All calls matched, but the tensors cannot be accessed by all ranks: the round must be repeated with copies.
+    NoAccess,
     /// The calls differ.
     Mismatch,
 }
@@ -91,6 +99,7 @@ impl Channel {
             unpacked_seq: START,
             refreshed: START,
             plan: Plan::default(),
+            is_refused: false,
         }
     }
 
@@ -118,22 +127,24 @@ impl Channel {
     /// # Errors
     /// Those of the transports; the channel is then unusable.
     pub fn run_first_chunk(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        self.plan = Plan { zero_copy: false, total: call.layout.total() };
+        self.run_first_chunk_of(call, call.layout.total(), wait_ctx)
+    }
+
+    /// As `run_first_chunk`; the longest block of all ranks has `total` bytes.
+    pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+        self.plan = Plan { total, ..Plan::default() };
         self.refresh();
         if call.is_small() {
             return self.exchange(call, wait_ctx);
         }
-        self.plan.zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
+        self.plan.zero_copy = self.topology.hosts() == 1;
         let mut step = self.pack(call, 0, wait_ctx)?;
         self.send_slice(call, &mut step, false, wait_ctx)?;
         let mut result = self.finish_chunk(call, step, wait_ctx)?;
-        if result == ChunkResult::MixedMemory {
+        if result == ChunkResult::NoAccess {
             self.plan.zero_copy = false;
             let step = self.pack(call, 0, wait_ctx)?;
             result = self.finish_chunk(call, step, wait_ctx)?;
-        }
-        if result == ChunkResult::Matched && self.plan.zero_copy && call.layout.chunks() == 1 {
-            self.wait_reduced(wait_ctx)?;
         }
         Ok(result == ChunkResult::Matched)
     }
@@ -151,14 +162,15 @@ impl Channel {
     pub fn run_chunks(
         &mut self,
         call: &Call,
-        chunks: impl Iterator<Item = usize>,
+        chunks: impl Iterator<Item = usize> + Clone,
         plan: Plan,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         self.plan = plan;
-        if plan.zero_copy {
-            return self.run_chunks_zero_copy(call, chunks, wait_ctx);
+        if plan.zero_copy && self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
+            return Ok(());
         }
+        self.plan.zero_copy = false;
         let mut previous: Option<PackedChunk> = None;
         for chunk in chunks {
             let mut next = self.pack(call, chunk, wait_ctx)?;
@@ -252,13 +264,13 @@ impl Channel {
         let seq = self.begin_round(wait_ctx)?;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        if let Some(shared) = self.peer_memory().filter(|_| self.plan.zero_copy) {
-            // SAFETY: `begin_round` waited until this rank owns the slot.
-            unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), seq), shared) }?;
-        } else {
+        let content = if self.plan.zero_copy { self.content(call) } else { SlotContent::Data };
+        if content == SlotContent::Data {
             self.copy_in(call, chunk, self.own_range(call, chunk), seq);
+        } else {
+            self.post_places(call, content, seq)?;
         }
-        self.shm.post_signature(seq, call.signature, self.plan.zero_copy);
+        self.shm.post_signature(seq, call.signature, content);
         self.shm.raise(Phase::Packed, seq);
         timer.end(Activity::Copy);
         wait_ctx.log().step();
@@ -299,17 +311,10 @@ impl Channel {
             self.finish_round(step.seq);
             return Ok(ChunkResult::Mismatch);
         }
-        match self.shm.zero_copy_ranks(step.seq) {
-            0 => {}
-            all if all == self.topology.local_size() => {
-                self.combine_zero_copy(call, step.seq, [step.chunk], wait_ctx)?;
-                return Ok(ChunkResult::Matched);
-            }
-            _ => {
-                self.finish_round(step.seq);
-                return Ok(ChunkResult::MixedMemory);
-            }
+        if self.shm.zero_copy_ranks(step.seq) > 0 {
+            return self.finish_first_zero_copy(call, step.seq, wait_ctx);
         }
+        self.plan.zero_copy = false;
         let PackedChunk { seq, chunk, in_flight } = step;
         if transfer::is_direct(call, &self.topology) {
             self.take(call, chunk, seq);

@@ -12,6 +12,7 @@ mod cuda;
 pub mod detector_links;
 pub mod failure_detector;
 pub mod flag;
+mod group_arenas;
 mod group_creation;
 pub mod group_memory;
 pub mod hello;
@@ -38,7 +39,7 @@ pub mod tcp_store;
 pub mod wait_context;
 
 pub use network_model::NetworkModel;
-pub use shm_region::{Phase, ShmChannel, ShmRegion};
+pub use shm_region::{Phase, ShmChannel, ShmRegion, SlotContent};
 pub use wait_context::WaitContext;
 
 /// The launcher of the job's processes and its library: a [`bootstrap`], and what only it knows.
