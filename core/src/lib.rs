@@ -38,6 +38,7 @@ pub mod helper;
 mod lock;
 mod log;
 pub mod p2p;
+pub mod pages;
 pub mod plugin;
 pub mod process_info;
 pub mod reduce;

@@ -7,6 +7,7 @@ use common::{Element, Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
+use dl_comm_core::transport::in_process::Access;
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -146,7 +147,7 @@ fn tiny_and_long_tensors_in_shared_memory() {
     // An offset takes eight bytes: those of the second list exceed one slot.
     for lengths in [&[70_000, 1, 3, 0, 2, 9_000, 1][..], &[1; 5_000], &[40_000, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]] {
         for (threads, hosts) in [(1, &[3][..]), (3, &[3]), (1, &[1, 2]), (2, &[2, 1])] {
-            World { threads, shares: true, ..World::new(hosts) }.run(|rank| {
+            World { threads, access: Access::Peer, ..World::new(hosts) }.run(|rank| {
                 let mut list: Vec<Vec<f32>> = lengths.iter().map(|&len| vec![rank.rank as f32; len]).collect();
                 rank.average(list.iter_mut().map(|data| tensor(data)).collect()).unwrap();
                 assert!(list.iter().flatten().all(|&value| value == 1.0));
@@ -247,7 +248,7 @@ proptest! {
         lines in 1usize..40,
         cuts in prop::collection::vec(0usize..3000, 0..4),
         seed in any::<u32>(),
-        shares in any::<bool>(),
+        access in prop::sample::select(Access::ALL.to_vec()),
         out_of_place in prop::collection::vec(any::<bool>(), 8),
         algorithm in prop::sample::select([&SAME_BITS[..], &[RING]].concat()),
         oversubscribed in any::<bool>(),
@@ -262,7 +263,7 @@ proptest! {
         let expected = reference(hosts, &inputs);
         let mut cuts = cuts;
         cuts.sort_unstable();
-        let world = World { threads, slot: lines * 64, shares, algorithm, oversubscribed, ..World::new(hosts) };
+        let world = World { threads, slot: lines * 64, access, algorithm, oversubscribed, ..World::new(hosts) };
         let results = world.run(|rank| {
             let mut data = inputs[rank.rank].clone();
             let mut means = vec![0f32; len];

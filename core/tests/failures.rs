@@ -8,6 +8,7 @@ use std::time::Duration;
 use common::{World, tensor};
 use dl_comm_core::collective::{AlgorithmSetting, Op};
 use dl_comm_core::error::Error;
+use dl_comm_core::transport::in_process::Access;
 
 #[test]
 fn invalid_arguments_are_refused_and_later_calls_work() {
@@ -155,7 +156,7 @@ fn calls_match_when_a_late_rank_arrives() {
 /// Calls of one chunk above the small-message limit, on shared tensors: no rank writes to them, so no rank waits.
 #[test]
 fn mismatched_calls_on_shared_tensors_are_an_error() {
-    let world = World { threads: 5, slot: 256 << 10, shares: true, ..World::new(&[5]) };
+    let world = World { threads: 5, slot: 256 << 10, access: Access::Peer, ..World::new(&[5]) };
     world.run(|rank| {
         for _ in 0..2 {
             let mut data = vec![rank.rank as f32; if rank.rank == 4 { 15_001 } else { 15_000 }];

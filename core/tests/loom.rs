@@ -41,7 +41,7 @@ fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) 
 
 /// The regions of `ranks` ranks in new memory, with one channel and slots that are made.
 fn regions(ranks: usize) -> Vec<Arc<ShmRegion>> {
-    let resources = in_process::world(&[ranks], 1, FLOATS * size_of::<f32>(), false).unwrap();
+    let resources = in_process::world(&[ranks], 1, FLOATS * size_of::<f32>(), in_process::Access::Slots).unwrap();
     let regions: Vec<_> = resources.into_iter().map(|resources| resources.region).collect();
     regions.iter().for_each(|region| region.open().unwrap());
     regions

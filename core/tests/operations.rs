@@ -15,6 +15,7 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Timeout};
 use dl_comm_core::reduce::ReduceOp;
+use dl_comm_core::transport::in_process::Access;
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -306,26 +307,58 @@ fn lists_of_tensors_are_fused() {
     }
 }
 
+/// Tensors that the ranks of a host reach without slots: all, some, or until the system refuses it.
+#[test]
+fn every_collective_with_every_access() {
+    let list = vec![(DType::F32, 900), (DType::I64, 3), (DType::F32, 0), (DType::BF16, 2100), (DType::F32, 17)];
+    for access in Access::ALL {
+        for (hosts, threads) in [(&[1][..], 1), (&[2], 1), (&[3], 1), (&[3], 3), (&[2, 1], 2)] {
+            World { threads, access, ..World::new(hosts) }.run(|rank| {
+                for op in operations(rank.size, &[ReduceOp::Sum]) {
+                    for len in [0, 17, 1025, 20_000] {
+                        for (ragged, in_place) in [(false, false), (false, true), (true, false)] {
+                            if !ragged || op.pattern() != Pattern::Line {
+                                check(rank, &Case { op, tensors: vec![(DType::F32, len)], ragged, in_place });
+                            }
+                        }
+                    }
+                    for in_place in [false, true] {
+                        check(rank, &Case { op, tensors: list.clone(), ragged: false, in_place });
+                    }
+                }
+            });
+        }
+    }
+}
+
 /// Long calls wrap the flags of channels whose rounds do not raise all of them.
 #[test]
 fn many_chunks_and_many_calls() {
     for hosts in [&[2][..], &[3], &[2, 1]] {
-        World { threads: 2, slot: 512, ..World::new(hosts) }.run(|rank| {
-            for round in 0..3 {
-                for op in operations(rank.size, &[ReduceOp::Sum]) {
-                    for (len, ragged) in [(40_000, false), (3, false), (5_000, op.pattern() != Pattern::Line)] {
-                        check(rank, &Case { op, tensors: vec![(DType::I32, len + round)], ragged, in_place: false });
+        for access in [Access::Slots, Access::Private] {
+            World { threads: 2, slot: 512, access, ..World::new(hosts) }.run(|rank| {
+                for round in 0..3 {
+                    for op in operations(rank.size, &[ReduceOp::Sum]) {
+                        for (len, ragged) in [(40_000, false), (3, false), (5_000, op.pattern() != Pattern::Line)] {
+                            let tensors = vec![(DType::I32, len + round)];
+                            check(rank, &Case { op, tensors, ragged, in_place: false });
+                        }
                     }
                 }
-            }
-        });
+            });
+        }
     }
 }
 
 #[test]
 fn different_collectives_are_a_mismatch_and_the_next_calls_work() {
-    for hosts in [&[2][..], &[3], &[1, 2]] {
-        World::new(hosts).run(|rank| {
+    for (hosts, access) in [
+        (&[2][..], Access::Slots),
+        (&[2], Access::EvenPeerOddPrivate),
+        (&[3], Access::Private),
+        (&[1, 2], Access::Slots),
+    ] {
+        World { access, ..World::new(hosts) }.run(|rank| {
             let all = operations(rank.size, &[ReduceOp::Sum, ReduceOp::Max]);
             for pair in all.windows(2) {
                 let op = pair[usize::from(rank.rank == 0)];
@@ -343,8 +376,8 @@ fn different_collectives_are_a_mismatch_and_the_next_calls_work() {
 
 #[test]
 fn an_all_to_all_whose_pairs_differ_is_a_mismatch() {
-    for hosts in [&[3][..], &[1, 2]] {
-        World::new(hosts).run(|rank| {
+    for (hosts, access) in [(&[3][..], Access::Slots), (&[3], Access::Private), (&[1, 2], Access::Slots)] {
+        World { access, ..World::new(hosts) }.run(|rank| {
             let size = rank.size;
             let mut send = vec![4; size];
             if rank.rank == 1 {
@@ -399,10 +432,12 @@ fn calls_in_different_order_run_in_one() {
 /// A rank that never calls: the others fail at the deadline with the call's name, and no output has changed.
 #[test]
 fn a_passed_deadline_writes_nothing() {
-    for hosts in [&[2][..], &[1, 2]] {
+    for (hosts, access) in
+        [(&[2][..], Access::Slots), (&[2], Access::Private), (&[2], Access::Peer), (&[1, 2], Access::Slots)]
+    {
         for op in operations(2, &[ReduceOp::Sum]) {
             let ended = AtomicUsize::new(0);
-            World { match_timeout: Duration::from_secs(60), ..World::new(hosts) }.run(|rank| {
+            World { access, match_timeout: Duration::from_secs(60), ..World::new(hosts) }.run(|rank| {
                 if rank.rank == 0 {
                     // Its group must not end before the others have failed.
                     let since = Instant::now();

@@ -1,6 +1,18 @@
 /* Every collective of the C API on any number of ranks: blocking and started, blocks of different lengths, callbacks,
  * errors. Exits with 1 at the first difference, which it prints. Compiles as C99 and C++11. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #include "expect.h"
+
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 static int size = -1;
 static dl_comm_group_t* group;
@@ -38,10 +50,38 @@ static int32_t sum(int to, size_t index) {
   return total;
 }
 
-static void every_collective(size_t length, int started) {
+/* Memory of a kind that this rank has. */
+typedef enum { PRIVATE, HUGE_PAGES, SHARED, DIFFERENT } kind_t;
+
+static int32_t* memory(size_t elements, kind_t kind) {
+  size_t bytes = (elements + 1) * sizeof(int32_t), huge = 2 << 20;
+  void* found = NULL;
+  if (kind == DIFFERENT) kind = rank % 2 == 0 ? SHARED : HUGE_PAGES;
+  if (kind == SHARED) {
+    EXPECT(dl_comm_alloc(bytes, &found) == 0);
+  } else if (kind == PRIVATE) {
+    found = malloc(bytes);
+  } else {
+    bytes = (bytes + huge - 1) / huge * huge;
+    EXPECT(posix_memalign(&found, huge, bytes) == 0);
+    madvise(found, bytes, MADV_HUGEPAGE);
+  }
+  EXPECT(found != NULL);
+  return (int32_t*)found;
+}
+
+static void release(int32_t* place, kind_t kind) {
+  if (kind == SHARED || (kind == DIFFERENT && rank % 2 == 0)) {
+    EXPECT(dl_comm_free(place) == 0);
+  } else {
+    free(place);
+  }
+}
+
+static void every_collective(size_t length, int started, kind_t kind) {
   size_t all = length * (size_t)size;
-  int32_t* src = (int32_t*)malloc((all + 1) * sizeof *src);
-  int32_t* dst = (int32_t*)malloc((all + 1) * sizeof *dst);
+  int32_t* src = memory(all, kind);
+  int32_t* dst = memory(all, kind);
   for (int root = 0; root < size; ++root) {
     for (int collective = DL_COMM_ALLREDUCE; collective <= DL_COMM_ALLTOALL; ++collective) {
       dl_comm_buffer_t buffer = buffer_of(src, dst, length);
@@ -99,8 +139,23 @@ static void every_collective(size_t length, int started) {
       }
     }
   }
-  free(src);
-  free(dst);
+  release(src, kind);
+  release(dst, kind);
+}
+
+/* The system lets the last rank copy from and to the memory of other processes no longer. */
+static void refuse_copies(void) {
+  struct sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 1, 0),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_writev, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  struct sock_fprog program = {sizeof code / sizeof *code, code};
+  if (rank != size - 1) return;
+  EXPECT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+  EXPECT(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0);
 }
 
 /* Rank r sends r + peer + 1 elements to each peer. */
@@ -273,16 +328,21 @@ int main(void) {
   EXPECT(dl_comm_group_rank(group, &rank) == 0 && dl_comm_group_size(group, &size) == 0);
   EXPECT(rank == dl_comm_get_rank() && size == dl_comm_get_nranks());
   for (int started = 0; started < 2; ++started) {
-    for (int repeat = 0; repeat < 3; ++repeat) every_collective(5, started);
-    every_collective(0, started);
-    every_collective(LONGEST, started);
+    for (int repeat = 0; repeat < 3; ++repeat) every_collective(5, started, PRIVATE);
+    every_collective(0, started, PRIVATE);
+    for (int kind = PRIVATE; kind <= DIFFERENT; ++kind) {
+      every_collective(LONGEST, started, (kind_t)kind);
+      every_collective(LONGEST * 11, started, (kind_t)kind);
+    }
   }
   blocks_of_different_lengths();
   many_in_flight();
   operators();
   adasum();
   errors();
-  every_collective(17, 0);
+  refuse_copies();
+  for (int kind = PRIVATE; kind <= DIFFERENT; ++kind) every_collective(LONGEST * 3, 0, (kind_t)kind);
+  every_collective(17, 0, PRIVATE);
   dl_comm_group_t* late = NULL;
   EXPECT(dl_comm_team_group(0, &late) == 0 && dl_comm_group_free(group) == 0);
   EXPECT(dl_comm_finalize() == 0);

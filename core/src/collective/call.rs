@@ -7,7 +7,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::blocks::Counts;
 use super::call_config::CallConfig;
-use super::check::{check, check_memory, check_overlap};
+use super::check::{check, check_memory, check_overlap, extents};
 use super::operation::{Op, Pattern, Root};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
@@ -46,6 +46,14 @@ const ABSENT: &str = "\0absent";
 const MIN_STAGED_BYTES: usize = 256 << 10;
 /// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
 const CHUNKS_PER_CHANNEL: usize = 4;
+/// Largest small call, in bytes, of those that only move data: beyond, memory that the ranks can access pays more than
+/// the shorter path of small calls. A broadcast through one slot does not overlap the copies of root and receivers.
+fn small_move_max(op: Op) -> usize {
+    if op.is_broadcast() { 32 << 10 } else { 128 << 10 }
+}
+/// Chunks per channel of a large broadcast: the root fills slots while the others empty them, and the first and the last
+/// chunk do not overlap.
+const BROADCAST_CHUNKS: usize = 8;
 /// Minimum size of a chunk; for smaller chunks another channel costs more than it gains.
 const MIN_CHUNK_BYTES: usize = 64 << 10;
 
@@ -92,7 +100,8 @@ impl Call {
         // The ranks do not know each other's pairs.
         let knows_length = !matches!(counts, Counts::Pairs { .. });
         let channels = config.channels_for(if knows_length { volume } else { usize::MAX });
-        let share = total.div_ceil(2 * channels).next_multiple_of(ALIGN);
+        let share =
+            total.div_ceil(if op.is_broadcast() { BROADCAST_CHUNKS } else { 2 } * channels).next_multiple_of(ALIGN);
         let chunk = if !knows_length || total <= config.small_max {
             max_chunk
         } else {
@@ -313,6 +322,20 @@ impl Call {
             && self.layout.chunks() == 1
             && !self.wire_is_acc()
             && !self.agrees_on_length()
+            && (self.op.collective.reduces || self.volume() <= small_move_max(self.op))
+    }
+
+    /// Whether the ranks of a host may copy from and to each other's private memory. `total`: bytes of the longest block
+    /// of all ranks.
+    pub(super) fn moves_privately(&self, total: usize) -> bool {
+        !self.op.collective.reduces
+            && !self.op.is_barrier()
+            && total.saturating_mul(self.blocks()) >= self.config.private_min
+    }
+
+    /// The numbers of elements of a tensor's source and destination that this rank reads and writes.
+    pub(super) fn extents(&self, tensor: usize) -> (usize, usize) {
+        extents(self.op, &self.replicas[0][tensor].buffer, &self.counts, &self.config)
     }
 
     /// Size of a slot in bytes.
@@ -327,7 +350,12 @@ impl Call {
 
     /// Bytes of all blocks of this rank.
     pub fn volume(&self) -> usize {
-        self.layout.total() * if self.op.pattern() == Pattern::Line { 1 } else { self.config.ranks }
+        self.layout.total() * self.blocks()
+    }
+
+    /// The number of blocks of the longer of input and output.
+    fn blocks(&self) -> usize {
+        if self.op.pattern() == Pattern::Line { 1 } else { self.config.ranks }
     }
 
     /// The number of its channels.

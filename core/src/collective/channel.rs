@@ -14,13 +14,11 @@ use super::operation::Pattern;
 use super::shard::ShardView;
 use super::transfer;
 use super::wire::shard_range;
-use super::zero_copy;
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
-use crate::transport::arena::PeerMemory;
 use crate::transport::step::{REFRESH, START, reached};
-use crate::transport::{Phase, ShmChannel, WaitContext};
+use crate::transport::{Phase, ShmChannel, SlotContent, WaitContext};
 
 /// A channel; see the module's documentation.
 pub struct Channel {
@@ -36,11 +34,13 @@ pub struct Channel {
     pub(super) unpacked_seq: u32,
     /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
-    /// Whether this rank's tensors are in peer memory; between hosts, once all ranks of the host have packed the first
-    /// chunk, whether those of all of them are.
-    pub(super) can_zero_copy: bool,
+    /// Between hosts: what this rank's slot could hold; once all ranks of the host have packed the first chunk, what those
+    /// of all of them can.
+    pub(super) offer: SlotContent,
     /// How the last call runs.
     pub(super) plan: Plan,
+    /// Whether the system has refused to copy between private memories, on some rank; the same on all ranks.
+    pub(super) is_refused: bool,
 }
 
 /// What the first chunk of a call has shown about the others; the same on all ranks of a host.
@@ -48,13 +48,20 @@ pub struct Channel {
 pub struct Plan {
     /// Whether all ranks of the host can access the tensors, and the slots hold addresses.
     pub zero_copy: bool,
+    /// Whether the first round has completed all chunks.
+    pub is_complete: bool,
     /// Bytes of the longest block, or of the line; the same on all ranks.
     pub total: usize,
 }
 
 impl Plan {
-    /// The number of chunks of `call`.
+    /// The number of chunks that run one after the other, the first of which has run.
     pub fn chunks(self, call: &Call) -> usize {
+        if self.is_complete { 1 } else { self.all_chunks(call) }
+    }
+
+    /// The number of chunks of `call`.
+    pub(super) fn all_chunks(self, call: &Call) -> usize {
         self.total.div_ceil(call.layout.chunk_size()).max(1)
     }
 
@@ -69,8 +76,8 @@ impl Plan {
 pub(super) enum ChunkResult {
     /// All calls matched; the chunk is complete.
     Matched,
-    /// All calls matched, but only some slots hold addresses.
-    MixedMemory,
+    /// All calls matched, but a rank cannot access the tensors of another.
+    NoAccess,
     /// The calls differ.
     Mismatch,
 }
@@ -86,8 +93,9 @@ impl Channel {
             freed_seq: START,
             unpacked_seq: START,
             refreshed: START,
-            can_zero_copy: false,
+            offer: SlotContent::Data,
             plan: Plan::default(),
+            is_refused: false,
         }
     }
 
@@ -115,33 +123,31 @@ impl Channel {
     /// # Errors
     /// Those of the transports; the channel is then unusable.
     pub fn run_first_chunk(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        self.plan = Plan { zero_copy: false, total: call.layout.total() };
+        self.run_first_chunk_of(call, call.layout.total(), wait_ctx)
+    }
+
+    /// As `run_first_chunk`; the longest block of all ranks has `total` bytes.
+    pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+        self.plan = Plan { total, ..Plan::default() };
         self.refresh();
         if call.is_small() {
             return self.exchange(call, wait_ctx);
         }
-        self.can_zero_copy = self.peer_memory().is_some_and(|shared| zero_copy::is_possible(call, shared));
+        let mut result;
         if self.topology.hosts() > 1 {
             // The first chunk is copied: a host must not need more rounds than the others.
-            let result = self.drive(call, iter::once(0), false, wait_ctx)?;
-            self.plan.zero_copy = self.can_zero_copy;
-            return Ok(result == ChunkResult::Matched);
-        }
-        self.plan.zero_copy = self.can_zero_copy;
-        let mut result = self.drive(call, iter::once(0), false, wait_ctx)?;
-        if result == ChunkResult::MixedMemory {
-            (self.can_zero_copy, self.plan.zero_copy) = (false, false);
+            self.offer = self.content(call);
             result = self.drive(call, iter::once(0), false, wait_ctx)?;
-        }
-        if result == ChunkResult::Matched && self.plan.zero_copy && call.layout.chunks() == 1 {
-            self.wait_reduced(wait_ctx)?;
+            self.plan.zero_copy = self.offer == SlotContent::PeerMemory;
+        } else {
+            self.plan.zero_copy = true;
+            result = self.drive(call, iter::once(0), false, wait_ctx)?;
+            if result == ChunkResult::NoAccess {
+                self.plan.zero_copy = false;
+                result = self.drive(call, iter::once(0), false, wait_ctx)?;
+            }
         }
         Ok(result == ChunkResult::Matched)
-    }
-
-    /// Peer memory of the ranks of this host.
-    pub(super) fn peer_memory(&self) -> Option<&dyn PeerMemory> {
-        self.shm.region().peer_memory()
     }
 
     /// How the other chunks of the last call run.
@@ -156,40 +162,18 @@ impl Channel {
     pub fn run_chunks(
         &mut self,
         call: &Call,
-        chunks: impl Iterator<Item = usize>,
+        chunks: impl Iterator<Item = usize> + Clone,
         plan: Plan,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        (self.plan, self.can_zero_copy) = (plan, plan.zero_copy);
-        if plan.zero_copy && self.topology.hosts() == 1 {
-            return self.run_chunks_zero_copy(call, chunks, wait_ctx);
+        self.plan = plan;
+        if self.topology.hosts() == 1 {
+            if plan.zero_copy && self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
+                return Ok(());
+            }
+            self.plan.zero_copy = false;
         }
         self.drive(call, chunks, true, wait_ctx).map(|_matched| ())
-    }
-
-    /// As `run_chunks` with zero copies: all chunks in one round.
-    fn run_chunks_zero_copy(
-        &mut self,
-        call: &Call,
-        chunks: impl Iterator<Item = usize>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
-        let mut chunks = chunks.peekable();
-        if let Some(&first) = chunks.peek() {
-            let seq = self.begin_round(wait_ctx)?;
-            self.pack(call, first, seq, wait_ctx)?;
-            self.shm.wait(Phase::Packed, seq, self.topology.local_size(), wait_ctx)?;
-            if !self.shm.same_signatures(seq) {
-                return Err(out_of_sync(call, first));
-            }
-            self.combine_zero_copy(call, seq, chunks, wait_ctx)?;
-        }
-        self.wait_reduced(wait_ctx)
-    }
-
-    /// Waits until the other ranks have written this rank's tensors.
-    fn wait_reduced(&mut self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.shm.wait(Phase::Reduced, self.seq, self.topology.num_owners(), wait_ctx)
     }
 
     /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
@@ -289,40 +273,18 @@ impl Channel {
     pub(super) fn pack(&self, call: &Call, chunk: usize, seq: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        if let Some(shared) = self.peer_memory().filter(|_| self.plan.zero_copy) {
-            // SAFETY: `begin_round` waited until this rank owns the slot.
-            unsafe { zero_copy::post_addresses(call, self.shm.slot(self.topology.local_rank(), seq), shared) }?;
-        } else {
+        let content = if self.plan.zero_copy { self.content(call) } else { SlotContent::Data };
+        if content == SlotContent::Data {
             self.copy_in(call, chunk, self.own_range(call, chunk), seq);
+        } else {
+            self.post_places(call, content, seq)?;
         }
-        self.shm.post_signature(seq, call.signature, self.can_zero_copy);
+        let content = if self.topology.hosts() > 1 { self.offer } else { content };
+        self.shm.post_signature(seq, call.signature, content);
         self.shm.raise(Phase::Packed, seq);
         timer.end(Activity::Copy);
         wait_ctx.log().step();
         wait_ctx.log().flag();
-        Ok(())
-    }
-
-    /// Reduces this shard's slice of these chunks in peer memory; ends the round.
-    pub(super) fn combine_zero_copy(
-        &mut self,
-        call: &Call,
-        seq: u32,
-        chunks: impl IntoIterator<Item = usize>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
-        if let Some(shared) = self.peer_memory() {
-            for chunk in chunks {
-                let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-                let shard = self.own_shard(chunk, seq);
-                let slice = shard_range(&self.topology, call, chunk, shard.shard);
-                // SAFETY: all slots hold addresses, so this shard owns its slice of all ranks' tensors.
-                unsafe { zero_copy::combine(call, &shard, slice, shared) }?;
-                timer.end(Activity::Reduce);
-            }
-        }
-        self.shm.raise(Phase::Reduced, seq);
-        self.finish_round(seq);
         Ok(())
     }
 

@@ -84,7 +84,7 @@ fn check_counts(op: Op, counts: &Counts, tensors: usize, ranks: usize) -> Result
 }
 
 /// The numbers of elements of the source and the destination.
-fn extents(op: Op, buffer: &Buffer, counts: &Counts, config: &CallConfig) -> (usize, usize) {
+pub(super) fn extents(op: Op, buffer: &Buffer, counts: &Counts, config: &CallConfig) -> (usize, usize) {
     let (pattern, me, last) = (op.pattern(), config.rank, config.ranks - 1);
     let sent = counts.sent(pattern, me, last, buffer.len()).end;
     let received = counts.received(pattern, me, last, buffer.len()).end;

@@ -22,7 +22,7 @@ use super::transfer;
 use super::wire::shard_range;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{HOST_WINDOW, HostLink, HostWait, Phase, WaitContext, check_hosts};
+use crate::transport::{HOST_WINDOW, HostLink, HostWait, Phase, SlotContent, WaitContext, check_hosts};
 
 /// A chunk under way.
 struct ChunkTask {
@@ -226,18 +226,15 @@ impl Channel {
             self.finish_round(seq);
             return Ok(Some(Stage::Ended(ChunkResult::Mismatch)));
         }
-        match self.shm.zero_copy_ranks(seq) {
-            // Between hosts the flags of the first chunk say whether the other chunks can be read in place.
-            ranks if !one_host => self.can_zero_copy = ranks == local_size,
-            0 => {}
-            all if all == local_size => {
-                self.combine_zero_copy(call, seq, [chunk], wait_ctx)?;
-                return Ok(Some(Stage::Ended(ChunkResult::Matched)));
-            }
-            _ => {
-                self.finish_round(seq);
-                return Ok(Some(Stage::Ended(ChunkResult::MixedMemory)));
-            }
+        if !one_host {
+            // The other chunks can be read in place if all ranks offer that.
+            let offers = |rank| self.shm.content(rank, seq) == SlotContent::PeerMemory;
+            let all = (0..local_size).all(offers);
+            self.offer = if all { SlotContent::PeerMemory } else { SlotContent::Data };
+        } else if self.shm.zero_copy_ranks(seq) > 0 {
+            return self.finish_first_zero_copy(call, seq, wait_ctx).map(|result| Some(Stage::Ended(result)));
+        } else {
+            self.plan.zero_copy = false;
         }
         if transfer::is_direct(call, &self.topology) {
             let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));

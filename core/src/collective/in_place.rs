@@ -7,7 +7,7 @@
 
 use super::partials::{InterHostOps, Partial, Piece, Reducing};
 use super::shard::PerRank;
-use super::zero_copy;
+use super::zero_copy::{self, Side};
 use crate::error::Result;
 use crate::reduce::Reduction;
 use crate::transport::arena::PeerMemory;
@@ -26,15 +26,19 @@ struct TensorPart {
 }
 
 impl ReducingInPlace<'_> {
-    /// Calls `work` with each part of a tensor in `piece`: the addresses by local rank, its range, and the offset of its
-    /// accumulators in the partial results.
-    fn for_tensors(&self, piece: &Piece<'_>, mut work: impl FnMut(&PerRank<*mut u8>, &TensorPart)) -> Result<()> {
+    /// Calls `work` with each part of a tensor in `piece` and its addresses, by local rank.
+    fn for_tensors(
+        &self,
+        piece: &Piece<'_>,
+        side: Side,
+        mut work: impl FnMut(&PerRank<*mut u8>, &TensorPart),
+    ) -> Result<()> {
         for part in piece.parts() {
             let wire_size = part.reduction.wire_size();
             let run = part.wire..part.wire + part.count * wire_size;
             for range in piece.call.layout.ranges(piece.shard.chunk, run) {
                 // SAFETY: all slots hold addresses in a round of this kind.
-                let tensors = unsafe { zero_copy::addresses(piece.call, piece.shard, &range, self.0) }?;
+                let tensors = unsafe { zero_copy::addresses(piece.call, piece.shard.slots, &range, side, self.0) }?;
                 let at = part.at + (range.offset - part.wire) / wire_size * part.reduction.acc_size();
                 work(&tensors, &TensorPart { reduction: part.reduction, count: range.count, wire: range.offset, at });
             }
@@ -49,7 +53,7 @@ impl InterHostOps for ReducingInPlace<'_> {
     }
 
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
-        self.for_tensors(piece, |tensors, part| {
+        self.for_tensors(piece, Side::Source, |tensors, part| {
             let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
             let acc = out[part.at..part.at + part.count * part.reduction.acc_size()].as_mut_ptr();
             // SAFETY: this shard owns the piece of all tensors; slicing checks that the accumulators fit.
@@ -69,7 +73,7 @@ impl InterHostOps for ReducingInPlace<'_> {
     }
 
     unsafe fn write_results(&self, piece: &Piece<'_>) -> Result<()> {
-        self.for_tensors(piece, |tensors, part| {
+        self.for_tensors(piece, Side::Destination, |tensors, part| {
             let len = part.count * part.reduction.wire_size();
             for &tensor in tensors {
                 // SAFETY: the caller's promise; a result is in no tensor.

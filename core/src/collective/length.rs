@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::call::Call;
-use super::channel::{Channel, Plan};
+use super::channel::{Channel, out_of_sync};
 use super::value_allgather::{allgather_merge, max_value_bytes};
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
@@ -34,8 +34,11 @@ impl Channel {
         if !self.run_first_chunk(&call.without_data(), wait_ctx)? {
             return Ok(false);
         }
-        let plan = Plan { zero_copy: false, total: agree_on_length(self, call, wait_ctx)? };
-        self.run_chunks(call, 0..1, plan, wait_ctx).map(|()| true)
+        let total = agree_on_length(self, call, wait_ctx)?;
+        match self.run_first_chunk_of(call, total, wait_ctx)? {
+            true => Ok(true),
+            false => Err(out_of_sync(call, 0)),
+        }
     }
 }
 

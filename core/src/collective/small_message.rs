@@ -3,10 +3,10 @@
 //! Thread rule: that of [`Channel`].
 
 use super::call::Call;
-use super::channel::Channel;
+use super::channel::{Channel, Plan};
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{Phase, WaitContext};
+use crate::transport::{Phase, SlotContent, WaitContext};
 
 /// A small call in progress: this rank has posted its input.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +44,7 @@ impl Channel {
 
     /// Posts this rank's slot to the other ranks.
     fn post(&mut self, call: &Call, seq: u32) -> PostedCall {
-        self.shm.post_signature(seq, call.signature, false);
+        self.shm.post_signature(seq, call.signature, SlotContent::Data);
         PostedCall { seq, all_posted: self.shm.post_and_spin(Phase::Packed, seq) }
     }
 
@@ -53,6 +53,8 @@ impl Channel {
     /// # Errors
     /// As for [`Channel::run_first_chunk`].
     pub fn finish_posted(&mut self, call: &Call, posted: PostedCall, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+        // That of an earlier call remains if this one was posted without blocking.
+        self.plan = Plan { total: call.layout.total(), ..Plan::default() };
         wait_ctx.log().step();
         wait_ctx.log().flag();
         if !posted.all_posted {

@@ -11,14 +11,17 @@ use super::operation::Pattern;
 use super::shard::{PerRank, ShardView};
 use super::wire::block_ranges;
 use crate::buffer::Buffer;
+use crate::pages;
 use crate::reduce::Reduction;
 use crate::stream_copy::stream_copy;
 use crate::topology::Topology;
 use crate::transport::sync;
 use crate::wire_layout::TensorRange;
 
-/// More than the caches of a processor hold for one process.
-const STREAM_COPY_MIN_BYTES: usize = 32 << 20;
+/// Results of longer calls are stored non-temporally: they are in no cache, or leave little room for anything else.
+const STREAM_COPY_MIN_BYTES: usize = 1 << 20;
+/// Shorter pieces are not worth the check of their pages.
+const STREAM_COPY_MIN_PIECE: usize = 16 << 10;
 
 /// Whether the ranks of a single host take the results from the contributions, without shards that reduce first.
 pub(super) fn is_direct(call: &Call, topology: &Topology) -> bool {
@@ -184,7 +187,7 @@ pub(super) unsafe fn take_blocks(call: &Call, topology: &Topology, chunk: usize,
 ///
 /// # Safety
 /// The call owns the tensors.
-unsafe fn copy_own_block(call: &Call, topology: &Topology, chunk: usize) {
+pub(super) unsafe fn copy_own_block(call: &Call, topology: &Topology, chunk: usize) {
     let me = topology.rank();
     for piece in block_ranges(call, chunk, |tensor| call.received(tensor, me, me)) {
         let buffer = &call.tensors(0)[piece.tensor].buffer;
@@ -204,14 +207,21 @@ unsafe fn copy_own_block(call: &Call, topology: &Topology, chunk: usize) {
 unsafe fn store(call: &Call, buffer: &Buffer, piece: TensorRange, from: *const u8) {
     let (to, len) = (buffer.destination_at(piece.first), piece.count * buffer.dtype().size());
     // SAFETY: the caller's promise.
-    unsafe {
-        // A large out-of-place result is not cached: store it non-temporally.
-        if !buffer.is_in_place() && call.volume() > STREAM_COPY_MIN_BYTES {
-            stream_copy(from, to, len);
-        } else {
-            ptr::copy_nonoverlapping(from, to, len);
-        }
-    }
+    unsafe { copy_result(call, call.op.collective.reduces && buffer.is_in_place(), from, to, len) };
+}
+
+/// Copies `len` bytes to an output. `was_read`: the call has just read this memory, so it may be cached.
+///
+/// # Safety
+/// As for [`ptr::copy_nonoverlapping`].
+pub(super) unsafe fn copy_result(call: &Call, was_read: bool, from: *const u8, to: *mut u8, len: usize) {
+    // The system has just brought a new page to the cache.
+    let streams = !was_read
+        && call.volume() >= STREAM_COPY_MIN_BYTES
+        && len >= STREAM_COPY_MIN_PIECE
+        && pages::is_resident(to.wrapping_add(len - 1));
+    // SAFETY: the caller's promise.
+    unsafe { if streams { stream_copy(from, to, len) } else { ptr::copy_nonoverlapping(from, to, len) } };
 }
 
 /// Reduces `slice` of the line in all slots into this shard's slot, and also into the rank's tensors if it

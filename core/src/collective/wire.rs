@@ -94,7 +94,17 @@ pub(super) fn block_ranges(
     chunk: usize,
     elements: impl Fn(usize) -> Range<usize>,
 ) -> impl Iterator<Item = TensorRange> {
-    call.layout.ranges(chunk, 0..call.layout.chunk_len(chunk)).filter_map(move |piece| {
+    block_part(call, chunk, 0..call.layout.chunk_len(chunk), elements)
+}
+
+/// As [`block_ranges`], of bytes `part` of the chunk, cut as in [`crate::wire_layout::WireLayout::ranges`].
+pub(super) fn block_part(
+    call: &Call,
+    chunk: usize,
+    part: Range<usize>,
+    elements: impl Fn(usize) -> Range<usize>,
+) -> impl Iterator<Item = TensorRange> {
+    call.layout.ranges(chunk, part).filter_map(move |piece| {
         let block = elements(piece.tensor);
         let count = (piece.first + piece.count).min(block.len()).saturating_sub(piece.first);
         (count > 0).then_some(TensorRange { first: block.start + piece.first, count, ..piece })

@@ -1,93 +1,424 @@
-//! Zero-copy allreduce of tensors in peer memory ([`crate::transport::arena`]).
+//! Zero-copy rounds on one host: the slots hold the places of the ranks' tensors instead of their contents, and each
+//! rank copies or reduces its part from tensor to tensor.
 //!
-//! In a zero-copy round a rank's slot holds the addresses of its tensors instead of their contents. Each shard reads
-//! its slices in all ranks' tensors and writes the mean to all of them. The order of addition is that of any other
-//! allreduce: same bits. Chunks need not wait for each other, so a channel runs all of its chunks in one round.
-//! If only some ranks use peer memory, all ranks see that in the flags and repeat the round with copies.
+//! A tensor is in peer memory ([`PeerMemory`]), which all ranks of the host have mapped, or in private memory, from and
+//! to which the system can copy. Calls that reduce need peer memory. Each shard reads its slices in all ranks' tensors,
+//! and writes the results to all of them; in a reduce-scatter each rank reads its block in all tensors. The order of
+//! addition is that of any other call: same bits. In calls that only move data each rank reads the blocks that it
+//! receives; with a root, the root takes an equal part of the work.
+//! Chunks need not wait for each other, so a channel runs all of its chunks in one round. Every rank waits until all have
+//! ended their part: until then its tensors are in use.
+//! If only some ranks post places, or the system refuses a copy, all ranks see that in the flags and repeat the round
+//! with copies. A copy that is repeated writes the same, so that does no harm.
 
 use std::ops::Range;
 
+use super::blocks::Counts;
 use super::call::Call;
-use super::shard::{PerRank, ShardView};
+use super::channel::{Channel, ChunkResult, out_of_sync};
+use super::operation::{Op, Pattern, Root};
+use super::shard::PerRank;
+use super::transfer::{copy_own_block, copy_result};
+use super::wire::{block_part, block_ranges, shard_range};
 use crate::error::{Error, Result};
+use crate::timings::{Activity, PhaseTimer};
+use crate::topology::Topology;
 use crate::transport::arena::PeerMemory;
-use crate::wire_layout::TensorRange;
+use crate::transport::region_control::RegionControl;
+use crate::transport::{Phase, SlotContent, WaitContext};
+use crate::wire_layout::{TensorRange, slice};
 
-/// Whether the other ranks can access the tensors of `call`, and a slot can hold all addresses.
-pub(super) fn is_possible(call: &Call, shared: &dyn PeerMemory) -> bool {
-    let visible = |bytes: Range<usize>| bytes.is_empty() || shared.offset_of(bytes).is_some();
-    call.op.is_allreduce()
-        && !call.wire_is_acc()
-        && call.layout.tensors().len() * size_of::<u64>() <= call.slot()
-        && call.tensors(0).iter().all(|tensor| {
-            let (read, written) = tensor.buffer.byte_ranges();
-            read == written && visible(written)
-        })
-}
+/// Up to this, a broadcast from memory in small pages is faster than slots: root and receiver copy at once. Otherwise the
+/// system takes longer to find each small page than slots take to copy it twice.
+const SMALL_PAGES_MAX_BYTES: usize = 1 << 20;
 
-/// Writes the addresses of all tensors to `slot`.
-///
-/// # Errors
-/// [`Error::Internal`] for a tensor for which [`is_possible`] does not hold.
-///
-/// # Safety
-/// This rank owns `slot` in this round.
-pub(super) unsafe fn post_addresses(call: &Call, slot: *mut u8, shared: &dyn PeerMemory) -> Result<()> {
-    for (index, tensor) in call.layout.tensors().enumerate() {
-        let address = shared.offset_of(call.tensors(0)[tensor].buffer.byte_ranges().1).ok_or_else(cannot_map)?;
-        // SAFETY: `is_possible` has checked that the addresses fit the slot.
-        unsafe { slot.cast::<u64>().add(index).write(address) };
+/// The root takes part in the work for other ranks in pieces of at least this size; smaller ones cost more than they
+/// save.
+const MIN_ROOT_BYTES: usize = 8 << 10;
+
+impl Channel {
+    /// Peer memory of the ranks of this host.
+    fn peer_memory(&self) -> Option<&dyn PeerMemory> {
+        self.shm.region().peer_memory()
     }
-    Ok(())
-}
 
-/// Completes `slice` of the shard's chunk in all ranks' tensors.
-///
-/// # Errors
-/// [`Error::Internal`] if this rank cannot access an address.
-///
-/// # Safety
-/// All slots hold addresses, and this shard owns the slice of all ranks' tensors.
-pub(super) unsafe fn combine(
-    call: &Call,
-    shard: &ShardView<'_>,
-    slice: Range<usize>,
-    shared: &dyn PeerMemory,
-) -> Result<()> {
-    for piece in call.layout.ranges(shard.chunk, slice) {
-        // SAFETY: the caller's promise.
-        let tensors = unsafe { addresses(call, shard, &piece, shared) }?;
-        let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
-        let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
-        // SAFETY: the caller's promise; equal signatures mean equal tensors.
-        unsafe { call.reduction(dtype).combine(&sources, &tensors, piece.count) };
+    /// What the slot of this rank holds in a zero-copy round: data if other ranks cannot access its tensors.
+    pub(super) fn content(&self, call: &Call) -> SlotContent {
+        let Some(memory) = self.peer_memory() else { return SlotContent::Data };
+        if self.plan.total == 0 || call.towers() != 1 || num_words(call) * size_of::<u64>() > call.slot() {
+            return SlotContent::Data;
+        }
+        let several_hosts = self.topology.hosts() > 1;
+        if several_hosts && !call.op.is_allreduce() {
+            return SlotContent::Data;
+        }
+        let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();
+        if call.layout.tensors().all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
+            SlotContent::PeerMemory
+        } else if !several_hosts
+            && call.moves_privately(self.plan.total)
+            && !self.is_refused
+            && self.is_fast_private(call, memory)
+        {
+            SlotContent::PrivateMemory
+        } else {
+            SlotContent::Data
+        }
     }
-    Ok(())
+
+    /// Whether copies from and to the private memory of this rank's tensors are faster than slots.
+    fn is_fast_private(&self, call: &Call, memory: &dyn PeerMemory) -> bool {
+        if call.op.is_broadcast() && self.plan.total < SMALL_PAGES_MAX_BYTES {
+            return true;
+        }
+        let longest = call.layout.tensors().max_by_key(|&tensor| call.tensors(0)[tensor].buffer.len());
+        let mut ranges = longest.into_iter().flat_map(|tensor| accessed(call, tensor));
+        ranges.all(|range| range.is_empty() || memory.is_fast_private(range))
+    }
+
+    /// Writes the places of this rank's tensors to its slot of round `seq`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a tensor that is not where `content` says.
+    pub(super) fn post_places(&self, call: &Call, content: SlotContent, seq: u32) -> Result<()> {
+        let slot = self.shm.slot(self.topology.local_rank(), seq).cast::<u64>();
+        let memory = self.peer_memory().filter(|_| content == SlotContent::PeerMemory);
+        let mut word = 0;
+        let mut post = |value: u64| {
+            // SAFETY: `begin_round` waited until this rank owns the slot; `content` has checked that all words fit.
+            unsafe { slot.add(word).write(value) };
+            word += 1;
+        };
+        for tensor in call.layout.tensors() {
+            for range in accessed(call, tensor) {
+                post(match memory {
+                    _ if range.is_empty() => 0,
+                    Some(memory) => memory.offset_of(range).ok_or_else(cannot_map)?,
+                    None => range.start as u64,
+                });
+            }
+        }
+        if call.agrees_on_length() {
+            let me = self.topology.rank();
+            (0..self.topology.size()).for_each(|peer| post(call.sent(0, me, peer).start as u64));
+        }
+        Ok(())
+    }
+
+    /// Completes the first round of a call, in which some slots hold places: all chunks if no other channel has a part.
+    pub(super) fn finish_first_zero_copy(
+        &mut self,
+        call: &Call,
+        seq: u32,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<ChunkResult> {
+        let is_complete = call.channels() == 1;
+        let chunks = if is_complete { self.plan.all_chunks(call) } else { 1 };
+        if !self.finish_zero_copy(call, seq, 0..chunks, wait_ctx)? {
+            return Ok(ChunkResult::NoAccess);
+        }
+        self.plan.is_complete = is_complete;
+        Ok(ChunkResult::Matched)
+    }
+
+    /// Runs all of these chunks in one round, if there are any. Returns false on all ranks if they must be copied
+    /// through slots instead.
+    pub(super) fn run_chunks_zero_copy(
+        &mut self,
+        call: &Call,
+        mut chunks: impl Iterator<Item = usize> + Clone,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<bool> {
+        let all = chunks.clone();
+        let Some(first) = chunks.next() else { return Ok(true) };
+        let seq = self.begin_round(wait_ctx)?;
+        self.pack(call, first, seq, wait_ctx)?;
+        self.shm.wait(Phase::Packed, seq, self.topology.local_size(), wait_ctx)?;
+        if !self.shm.same_signatures(seq) {
+            return Err(out_of_sync(call, first));
+        }
+        self.finish_zero_copy(call, seq, all, wait_ctx)
+    }
+
+    /// Completes this rank's part of these chunks once all ranks have posted, and waits for the other ranks. Returns
+    /// false on all ranks if the chunks must be copied through slots instead.
+    fn finish_zero_copy(
+        &mut self,
+        call: &Call,
+        seq: u32,
+        chunks: impl Iterator<Item = usize>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<bool> {
+        let (log, ranks) = (wait_ctx.log(), self.topology.local_size());
+        let Some(memory) = self.peer_memory().filter(|_| self.shm.zero_copy_ranks(seq) == ranks) else {
+            self.finish_round(seq);
+            return Ok(false);
+        };
+        let control = self.shm.region().control();
+        let round = Round {
+            call,
+            topology: &self.topology,
+            memory,
+            slots: self.shm.slots(seq),
+            contents: (0..ranks).map(|rank| self.shm.content(rank, seq)).collect(),
+            control,
+        };
+        let mut is_done = true;
+        for chunk in chunks {
+            let mut timer = PhaseTimer::start(log, call.layout.chunk_len(chunk));
+            let reduces = call.op.collective.reduces;
+            // SAFETY: all slots hold places of the same call.
+            is_done = unsafe { if reduces { round.reduce(chunk) } else { round.move_blocks(chunk) } }?;
+            timer.end(if reduces { Activity::Reduce } else { Activity::Copy });
+            if !is_done {
+                break;
+            }
+        }
+        self.shm.agree(seq, is_done);
+        self.shm.raise(Phase::Reduced, seq);
+        log.flag();
+        self.shm.wait(Phase::Reduced, seq, ranks, wait_ctx)?;
+        // Nobody reads a slot of this round any more.
+        (self.unpacked_seq, self.freed_seq) = (seq, seq);
+        if !self.shm.all_agreed(seq, ranks) {
+            self.is_refused = true;
+            return Ok(false);
+        }
+        // A rank whose call has failed may have changed its tensors before this rank read them.
+        self.shm.region().control().failure().map_or(Ok(true), Err)
+    }
 }
 
-/// The addresses of `piece` in the tensors of all ranks, by local rank.
-///
-/// # Errors
-/// [`Error::Internal`] if this rank cannot access an address.
-///
-/// # Safety
-/// All slots hold addresses.
-pub(super) unsafe fn addresses(
-    call: &Call,
-    shard: &ShardView<'_>,
-    piece: &TensorRange,
-    shared: &dyn PeerMemory,
-) -> Result<PerRank<*mut u8>> {
-    let size = call.tensors(0)[piece.tensor].buffer.dtype().size();
-    let (skip, len) = (piece.first * size, piece.count * size);
-    let tensor = |(rank, slot): (usize, &*mut u8)| {
-        // SAFETY: `post_addresses` wrote it for the same tensors.
-        let address = unsafe { slot.cast::<u64>().add(piece.layout_index).read() };
-        shared.resolve(rank, address.wrapping_add(skip as u64), len).ok_or_else(cannot_map)
-    };
-    shard.slots.iter().enumerate().map(tensor).collect()
+/// The number of words in a slot: source and destination of each tensor, and the starts of blocks that only the sender
+/// knows.
+fn num_words(call: &Call) -> usize {
+    2 * call.layout.tensors().len() + if let Counts::Pairs { send, .. } = call.counts() { send.blocks() } else { 0 }
+}
+
+/// Whether ranks write to the tensors of others.
+fn writes_to_others(op: Op) -> bool {
+    op.collective.root != Root::None || op.pattern() == Pattern::Line
+}
+
+/// The addresses of a tensor that other ranks read, and that they write.
+fn accessed(call: &Call, tensor: usize) -> [Range<usize>; 2] {
+    let (read, written) = call.extents(tensor);
+    let buffer = &call.tensors(0)[tensor].buffer;
+    let written = if writes_to_others(call.op) { written } else { 0 };
+    [buffer.source_bytes(0..read), buffer.destination_bytes(0..written)]
 }
 
 fn cannot_map() -> Error {
     Error::Internal("a tensor is not in memory that the local ranks map".into())
+}
+
+/// A word of a tensor in a slot.
+#[derive(Clone, Copy)]
+pub(super) enum Side {
+    Source,
+    Destination,
+}
+
+/// The addresses in this process of a part of a tensor of all ranks, by local rank.
+///
+/// # Errors
+/// [`Error::Internal`] if this rank cannot access one.
+///
+/// # Safety
+/// All slots hold places in peer memory of the same call.
+pub(super) unsafe fn addresses(
+    call: &Call,
+    slots: &[*mut u8],
+    part: &TensorRange,
+    side: Side,
+    memory: &dyn PeerMemory,
+) -> Result<PerRank<*mut u8>> {
+    let size = call.tensors(0)[part.tensor].buffer.dtype().size();
+    let (skip, len) = ((part.first * size) as u64, part.count * size);
+    let address = |(rank, slot): (usize, &*mut u8)| {
+        // SAFETY: guaranteed by the caller.
+        let place = unsafe { slot.cast::<u64>().add(2 * part.layout_index + side as usize).read() };
+        memory.resolve(rank, place.wrapping_add(skip), len).ok_or_else(cannot_map)
+    };
+    slots.iter().enumerate().map(address).collect()
+}
+
+/// A zero-copy round in which all ranks have posted places.
+struct Round<'a> {
+    call: &'a Call,
+    topology: &'a Topology,
+    memory: &'a dyn PeerMemory,
+    /// By local rank.
+    slots: &'a [*mut u8],
+    contents: PerRank<SlotContent>,
+    control: &'a RegionControl,
+}
+
+impl Round<'_> {
+    /// Word `index` of the slot of local rank `rank`.
+    ///
+    /// # Safety
+    /// The rank has posted it.
+    unsafe fn word(&self, rank: usize, index: usize) -> u64 {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.slots[rank].cast::<u64>().add(index).read() }
+    }
+
+    /// The place of byte `skip` of a tensor of local rank `rank`.
+    ///
+    /// # Safety
+    /// As for [`Round::word`].
+    unsafe fn place(&self, rank: usize, layout_index: usize, side: Side, skip: usize) -> u64 {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.word(rank, 2 * layout_index + side as usize) }.wrapping_add(skip as u64)
+    }
+
+    /// The address in this process of `len` bytes from byte `skip` of a tensor in peer memory.
+    ///
+    /// # Safety
+    /// As for [`Round::word`].
+    unsafe fn mapped(&self, rank: usize, layout_index: usize, side: Side, skip: usize, len: usize) -> Result<*mut u8> {
+        // SAFETY: guaranteed by the caller.
+        let place = unsafe { self.place(rank, layout_index, side, skip) };
+        self.memory.resolve(rank, place, len).ok_or_else(cannot_map)
+    }
+
+    /// Reduces this rank's part of a chunk: of a line, its slice for all ranks with outputs; else its block.
+    ///
+    /// # Safety
+    /// All slots hold places in peer memory of the same call.
+    unsafe fn reduce(&self, chunk: usize) -> Result<bool> {
+        if let Some(error) = self.control.failure() {
+            return Err(error);
+        }
+        let (call, me) = (self.call, self.topology.rank());
+        let ranks = 0..self.slots.len();
+        let reduce = |piece: TensorRange, source: usize, outs: &[*mut u8]| {
+            let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
+            let (skip, len) = (source * dtype.size(), piece.count * dtype.size());
+            // SAFETY: the caller's promise.
+            let tensor = |rank| unsafe { self.mapped(rank, piece.layout_index, Side::Source, skip, len) };
+            let sources = ranks.clone().map(|rank| tensor(rank).map(<*mut u8>::cast_const));
+            let sources: PerRank<*const u8> = sources.collect::<Result<_>>()?;
+            // SAFETY: equal signatures mean equal tensors; only this rank accesses this part of them.
+            unsafe { call.reduction(dtype).combine(&sources, outs, piece.count) };
+            Ok(true)
+        };
+        if call.op.pattern() != Pattern::Line {
+            return block_ranges(call, chunk, |tensor| call.received(tensor, me, me)).try_fold(true, |_, piece| {
+                let out = call.tensors(0)[piece.tensor].buffer.destination_at(piece.first);
+                let first = piece.first - call.received(piece.tensor, me, me).start;
+                reduce(piece, call.sent(piece.tensor, me, me).start + first, &[out])
+            });
+        }
+        // On a single host every rank owns the shard of its local rank.
+        let shard = self.topology.local_rank();
+        call.layout.ranges(chunk, shard_range(self.topology, call, chunk, shard)).try_fold(true, |_, piece| {
+            let size = call.tensors(0)[piece.tensor].buffer.dtype().size();
+            let (skip, len) = (piece.first * size, piece.count * size);
+            let has_output = |&rank: &usize| call.op.has_output(self.topology.local_ranks()[rank]);
+            // SAFETY: the caller's promise.
+            let out = |rank| unsafe { self.mapped(rank, piece.layout_index, Side::Destination, skip, len) };
+            let outs: PerRank<*mut u8> = ranks.clone().filter(has_output).map(out).collect::<Result<_>>()?;
+            reduce(piece, piece.first, &outs)
+        })
+    }
+
+    /// Copies this rank's part of a chunk of the blocks. Returns false if the system refuses that.
+    ///
+    /// # Safety
+    /// All slots hold places of the same call.
+    unsafe fn move_blocks(&self, chunk: usize) -> Result<bool> {
+        let (op, me, size) = (self.call.op, self.topology.rank(), self.topology.size());
+        let len = self.call.layout.chunk_len(chunk);
+        if op.has_input(me) && op.has_output(me) {
+            // SAFETY: the call owns the tensors.
+            unsafe { copy_own_block(self.call, self.topology, chunk) };
+        }
+        let share = slice(0..len, 0, size);
+        let of_root = if share.len() < MIN_ROOT_BYTES { 0..0 } else { share };
+        let others = (1..size).map(|step| (me + step) % size);
+        // SAFETY: the caller's promise; the part of the root and those of the others do not overlap.
+        unsafe {
+            match op.collective.root {
+                Root::None => self.move_all(others.map(|peer| (peer, me)), chunk, 0..len),
+                Root::Source if me == op.root => self.move_all(others.map(|peer| (me, peer)), chunk, of_root),
+                Root::Target if me == op.root => self.move_all(others.map(|peer| (peer, me)), chunk, of_root),
+                Root::Source => self.move_block(op.root, me, chunk, of_root.end..len),
+                Root::Target => self.move_block(me, op.root, chunk, of_root.end..len),
+            }
+        }
+    }
+
+    /// As [`Round::move_block`] for each (sender, receiver) in `pairs`.
+    ///
+    /// # Safety
+    /// As for [`Round::move_block`].
+    unsafe fn move_all(
+        &self,
+        mut pairs: impl Iterator<Item = (usize, usize)>,
+        chunk: usize,
+        part: Range<usize>,
+    ) -> Result<bool> {
+        pairs.try_fold(true, |done, (sender, receiver)| {
+            // SAFETY: guaranteed by the caller.
+            Ok(done && unsafe { self.move_block(sender, receiver, chunk, part.clone()) }?)
+        })
+    }
+
+    /// Copies `part` of a chunk of the block that `sender` sends to `receiver`, one of which is this rank. Returns false
+    /// if the system refuses that.
+    ///
+    /// # Safety
+    /// All slots hold places of the same call; nobody else accesses this part of the receiver's tensors.
+    unsafe fn move_block(&self, sender: usize, receiver: usize, chunk: usize, part: Range<usize>) -> Result<bool> {
+        if let Some(error) = self.control.failure() {
+            return Err(error);
+        }
+        let call = self.call;
+        let reads = receiver == self.topology.rank();
+        let other = if reads { sender } else { receiver };
+        let other = self.topology.local_rank_of(other).ok_or_else(cannot_map)?;
+        let is_private = self.contents[other] == SlotContent::PrivateMemory;
+        let received = |tensor| call.received(tensor, receiver, sender);
+        let sent = |tensor| call.sent(tensor, sender, receiver);
+        let starts_with = 2 * call.layout.tensors().len();
+        for piece in block_part(call, chunk, part, |tensor| if reads { received(tensor) } else { sent(tensor) }) {
+            let buffer = &call.tensors(0)[piece.tensor].buffer;
+            let (size, index) = (buffer.dtype().size(), piece.layout_index);
+            let len = piece.count * size;
+            // SAFETY: the caller's promise; equal signatures mean equal tensors, and `Call::new` has checked their memory.
+            let done = unsafe {
+                if reads {
+                    let start = match call.counts() {
+                        Counts::Pairs { .. } => self.word(other, starts_with + receiver) as usize,
+                        _ => sent(piece.tensor).start,
+                    };
+                    let skip = (start + piece.first - received(piece.tensor).start) * size;
+                    let to = buffer.destination_at(piece.first);
+                    if is_private {
+                        self.memory.read_private(other, self.place(other, index, Side::Source, skip), to, len)
+                    } else {
+                        let from = self.mapped(other, index, Side::Source, skip, len)?;
+                        copy_result(call, false, from, to, len);
+                        true
+                    }
+                } else {
+                    let skip = (received(piece.tensor).start + piece.first - sent(piece.tensor).start) * size;
+                    let from = buffer.source_at(piece.first);
+                    if is_private {
+                        self.memory.write_private(other, self.place(other, index, Side::Destination, skip), from, len)
+                    } else {
+                        let to = self.mapped(other, index, Side::Destination, skip, len)?;
+                        copy_result(call, false, from, to, len);
+                        true
+                    }
+                }
+            };
+            if !done {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
 }

@@ -29,6 +29,33 @@ pub trait PeerMemory: Send + Sync {
     /// The address in this process of `len` bytes at `offset` of rank `local_rank`; `None` if they are not shared.
     fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8>;
 
+    /// The length, in bytes, from which on a call that only moves data may copy between the private memories of the
+    /// ranks; the same on all ranks of the host. `usize::MAX`: they cannot.
+    fn private_min(&self) -> usize {
+        usize::MAX
+    }
+
+    /// Whether others can copy from and to `range` (addresses of this process) at the speed of memory.
+    fn is_fast_private(&self, _range: Range<usize>) -> bool {
+        false
+    }
+
+    /// Copies `len` bytes at `address` of the process of `local_rank` to `to`. Returns false if the system refuses.
+    ///
+    /// # Safety
+    /// `to` has room for `len` bytes. The other rank leaves its memory as it is meanwhile.
+    unsafe fn read_private(&self, _local_rank: usize, _address: u64, _to: *mut u8, _len: usize) -> bool {
+        false
+    }
+
+    /// Copies `len` bytes at `from` to `address` of the process of `local_rank`. Returns false if the system refuses.
+    ///
+    /// # Safety
+    /// `from` has `len` bytes. The other rank leaves this memory to the caller.
+    unsafe fn write_private(&self, _local_rank: usize, _address: u64, _from: *const u8, _len: usize) -> bool {
+        false
+    }
+
     /// After a failure, peers may still write to shared memory: never reuse freed memory.
     fn quarantine(&self) {}
 

@@ -402,7 +402,7 @@ mod tests {
             addresses: listener.address().split(',').map(|text| text.parse().unwrap()).collect(),
         };
         let hosts: Vec<HostAddress> = listeners.iter().enumerate().map(address).collect();
-        let endpoints = in_process::world(&vec![1; count], 1, 4096, false).unwrap();
+        let endpoints = in_process::world(&vec![1; count], 1, 4096, in_process::Access::Slots).unwrap();
         std::thread::scope(|scope| {
             let started: Vec<_> = listeners
                 .into_iter()

@@ -11,7 +11,8 @@ use serde::de::DeserializeOwned;
 
 use super::arena::PeerMemory;
 use super::flag::max_spins;
-use super::group_memory::{GroupArenas, NewControl};
+use super::group_arenas::{GroupArenas, readable_processes};
+use super::group_memory::NewControl;
 use super::job::Job;
 use super::process::ProcessLiveness;
 use super::ranks::{agreed, proposal};
@@ -99,20 +100,25 @@ impl Job {
         let window = window(topology.hosts());
         let layout = RegionLayout { ranks: topology.local_size(), channels: config.threads, slot: config.slot, window };
         let made = ready.and_then(|()| self.make_shares(&topology, members, layout, wait_ctx));
-        let shares = made.as_ref().map(|(control, links)| (control.as_ref().map_or(0, NewControl::offset), *links));
+        let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
+        let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();
+        let readable = readable_processes(self.groups.arenas(), &local_ranks);
+        let share = |(control, links): &(Option<NewControl>, usize)| {
+            (control.as_ref().map_or(0, NewControl::offset), *links, readable.is_some())
+        };
+        let shares = made.as_ref().map(share);
         let shares = self.agree_among(key, members, &config.agreement(), shares.map_err(Error::clone), wait_ctx)?;
         let (control, _) = made?;
 
         let offset = shares[topology.local_ranks()[0]].0;
-        let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
-        let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();
+        let readable = readable.filter(|_| topology.local_ranks().iter().all(|&rank| shares[rank].2));
         let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), offset, control)?);
         let names = self.member_names(members);
         let peer = |&rank: &usize| LocalPeer { rank, world: members.to_world(rank), name: names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
-        let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks);
+        let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable);
         let region = ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, max_spins(layout.ranks))?
             .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
             .with_departure(key.name().departure());

@@ -322,42 +322,6 @@ impl Drop for ArenaRegion {
     }
 }
 
-/// The memory that the ranks of a group on a host share outside of its region: the arenas, by local rank in the group.
-pub struct GroupArenas {
-    arenas: Arc<Arenas>,
-    local_ranks: Vec<usize>,
-}
-
-impl GroupArenas {
-    /// The arenas of the group's ranks on this host, which have the local ranks `local_ranks` in the job.
-    pub fn new(arenas: Arc<Arenas>, local_ranks: Vec<usize>) -> GroupArenas {
-        GroupArenas { arenas, local_ranks }
-    }
-}
-
-impl PeerMemory for GroupArenas {
-    fn offset_of(&self, range: std::ops::Range<usize>) -> Option<u64> {
-        self.arenas.offset_of(range)
-    }
-
-    fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8> {
-        self.arenas.resolve(*self.local_ranks.get(local_rank)?, offset, len)
-    }
-
-    fn quarantine(&self) {
-        self.arenas.quarantine();
-    }
-
-    fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
-        self.arenas.alloc_zeroed(len)
-    }
-
-    unsafe fn free_zeroed(&self, memory: *mut u8) {
-        // SAFETY: the caller's promise.
-        unsafe { self.arenas.free_zeroed(memory) };
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
 use super::arena::PeerMemory;
@@ -67,15 +68,92 @@ impl Liveness for AlwaysAlive {
     }
 }
 
-/// Threads of one process share all memory: an offset is an address.
-struct AllMemory;
+/// How the ranks of a host reach each other's tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Not at all: data goes through slots.
+    Slots,
+    /// All memory is peer memory.
+    Peer,
+    /// That of even ranks is peer memory.
+    EvenPeer,
+    /// All memory is private, and the ranks can copy from and to it.
+    Private,
+    /// As `Private`, but the memory of even ranks is peer memory.
+    EvenPeerOddPrivate,
+    /// As `Private`, but the system refuses the copies of rank 1, from the given number on.
+    Refused(usize),
+}
 
-impl PeerMemory for AllMemory {
+impl Access {
+    /// All kinds.
+    pub const ALL: [Access; 7] = [
+        Access::Slots,
+        Access::Peer,
+        Access::EvenPeer,
+        Access::Private,
+        Access::EvenPeerOddPrivate,
+        Access::Refused(0),
+        Access::Refused(3),
+    ];
+
+    fn memory(self, rank: usize) -> Option<Arc<dyn PeerMemory>> {
+        let is_even = rank.is_multiple_of(2);
+        let (peer, private) = match self {
+            Access::Slots => return None,
+            Access::Peer => (true, false),
+            Access::EvenPeer => (is_even, false),
+            Access::Private | Access::Refused(_) => (false, true),
+            Access::EvenPeerOddPrivate => (is_even, true),
+        };
+        let left = match self {
+            Access::Refused(count) if rank == 1 => count,
+            _ => usize::MAX,
+        };
+        Some(Arc::new(ProcessMemory { peer, private, left: AtomicUsize::new(left) }))
+    }
+}
+
+/// Threads of one process share all memory: an offset is an address.
+struct ProcessMemory {
+    peer: bool,
+    private: bool,
+    /// Copies from and to private memory that succeed.
+    left: AtomicUsize,
+}
+
+impl ProcessMemory {
+    unsafe fn copy(&self, from: *const u8, to: *mut u8, len: usize) -> bool {
+        let take = |left: usize| left.checked_sub(usize::from(left != usize::MAX));
+        let allowed = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok();
+        if allowed {
+            // SAFETY: guaranteed by the caller.
+            unsafe { from.copy_to_nonoverlapping(to, len) };
+        }
+        allowed
+    }
+}
+
+impl PeerMemory for ProcessMemory {
     fn offset_of(&self, range: Range<usize>) -> Option<u64> {
-        Some(range.start as u64)
+        self.peer.then_some(range.start as u64)
     }
     fn resolve(&self, _local_rank: usize, address: u64, _len: usize) -> Option<*mut u8> {
         usize::try_from(address).ok().map(std::ptr::with_exposed_provenance_mut)
+    }
+    fn private_min(&self) -> usize {
+        if self.private { 1 } else { usize::MAX }
+    }
+    fn is_fast_private(&self, _range: Range<usize>) -> bool {
+        true
+    }
+    unsafe fn read_private(&self, local_rank: usize, address: u64, to: *mut u8, len: usize) -> bool {
+        // SAFETY: guaranteed by the caller.
+        self.resolve(local_rank, address, len).is_some_and(|from| unsafe { self.copy(from, to, len) })
+    }
+    unsafe fn write_private(&self, local_rank: usize, address: u64, from: *const u8, len: usize) -> bool {
+        // SAFETY: guaranteed by the caller.
+        self.resolve(local_rank, address, len).is_some_and(|to| unsafe { self.copy(from, to, len) })
     }
 }
 
@@ -88,14 +166,13 @@ pub(super) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
     ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), SPINS).map(Arc::new)
 }
 
-/// The resources of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes. With `shares`, the ranks of a
-/// host can access each other's tensors.
+/// The resources of a job with `sizes[h]` ranks on host h, by rank. `slot` is in bytes.
 ///
 /// # Errors
 /// Errors of [`ShmRegion::new`].
-pub fn world(sizes: &[usize], channels: usize, slot: usize, shares: bool) -> Result<Vec<GroupResources>> {
+pub fn world(sizes: &[usize], channels: usize, slot: usize, access: Access) -> Result<Vec<GroupResources>> {
     let hosts: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
-    group(&GroupKey::team(0), &hosts, channels, slot, shares)
+    group(&GroupKey::team(0), &hosts, channels, slot, access)
 }
 
 /// As [`world`], for the group `key`, whose rank r is on host `hosts[r]`.
@@ -107,7 +184,7 @@ pub fn group(
     hosts: &[usize],
     channels: usize,
     slot: usize,
-    shares: bool,
+    access: Access,
 ) -> Result<Vec<GroupResources>> {
     let topology = Topology::new(0, hosts);
     let region = |host: usize| {
@@ -127,9 +204,8 @@ pub fn group(
             .collect();
         let (memory, liveness) = (Box::new(memory.clone()), Box::new(AlwaysAlive));
         let region = ShmRegion::new(memory, *layout, topology.local_rank(), peers, liveness, SPINS)?;
-        let region = region
-            .with_departure(key.name().departure())
-            .with_peer_memory(shares.then(|| Arc::new(AllMemory) as Arc<dyn PeerMemory>));
+        let region =
+            region.with_departure(key.name().departure()).with_peer_memory(access.memory(topology.local_rank()));
         let links = std::mem::take(&mut links[rank]);
         Ok(GroupResources {
             key: key.clone(),

@@ -12,6 +12,8 @@ use super::bootstrap::{Bootstrap, Network};
 use super::detector_links::{HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
+use super::mailbox::memory::arena_header;
+use super::mailbox::process_memory;
 use super::messages::MessageNetwork;
 use super::ranks::Ranks;
 use super::shm::{self, Name};
@@ -296,6 +298,9 @@ fn make_arenas(ranks: &Ranks, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>>
         Err(_) if is_alone => private().and_then(|(map, file, _)| Arenas::new(vec![map], 0, file)),
         arenas => arenas,
     };
+    if let (Ok(arenas), false) = (&arenas, is_alone) {
+        process_memory::show(arena_header(arenas, me));
+    }
     let mapped = arenas.as_ref().map(|_| ()).map_err(Error::clone);
     ranks.agree("", mapped, wait_ctx)?;
     drop::<Option<Name>>(name);

@@ -13,6 +13,7 @@ mod cuda;
 pub mod detector_links;
 pub mod failure_detector;
 pub mod flag;
+mod group_arenas;
 mod group_creation;
 pub mod group_memory;
 pub mod hello;
@@ -46,7 +47,7 @@ pub use host_link::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
 pub use region_layout::{HOST_WINDOW, MAX_WINDOW, NETWORK_WINDOW};
-pub use shm_region::{Phase, ShmChannel, ShmRegion};
+pub use shm_region::{Phase, ShmChannel, ShmRegion, SlotContent};
 pub use wait_context::WaitContext;
 
 /// The launcher of the job's processes and its library: a [`bootstrap`], and what only it knows.

@@ -125,8 +125,8 @@ impl RankFlags {
 pub(super) struct CallHeader {
     /// The signature of the call.
     pub signature: AtomicU64,
-    /// Whether the slot holds the offsets of the rank's tensors (zero-copy) instead of data.
-    pub zero_copy: AtomicU32,
+    /// What the slot holds ([`super::shm_region::SlotContent`]).
+    pub content: AtomicU32,
 }
 
 /// The fields that exist once per region.

@@ -44,6 +44,18 @@ pub enum Phase {
     Unpacked,
 }
 
+/// What a slot holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum SlotContent {
+    /// The data of the rank's tensors.
+    #[default]
+    Data,
+    /// Where the tensors are in the rank's [`PeerMemory`].
+    PeerMemory,
+    /// The addresses of the tensors in the rank's process.
+    PrivateMemory,
+}
+
 /// Detects exited peers.
 pub trait Liveness: Send + Sync {
     /// Describes the exit of the peer with this local rank; `None` while it runs.
@@ -367,18 +379,25 @@ impl ShmChannel {
         self.turns + 1
     }
 
-    /// Writes the call's signature, and whether the slot holds offsets (`zero_copy`) instead of data. Call it before
-    /// raising `Packed`.
-    pub fn post_signature(&self, step: u32, signature: u64, zero_copy: bool) {
+    /// Writes the call's signature and what the slot holds. Call it before raising `Packed`.
+    pub fn post_signature(&self, step: u32, signature: u64, content: SlotContent) {
         let header = self.header(self.region.me, step);
         header.signature.store(signature, Ordering::Relaxed);
-        header.zero_copy.store(u32::from(zero_copy), Ordering::Relaxed);
+        header.content.store(content as u32, Ordering::Relaxed);
     }
 
-    /// The number of ranks whose slots hold offsets. Call it after all `Packed`.
+    /// What the slot of a rank holds. Call it after all `Packed`.
+    pub fn content(&self, rank: usize, step: u32) -> SlotContent {
+        match self.header(rank, step).content.load(Ordering::Relaxed) {
+            0 => SlotContent::Data,
+            1 => SlotContent::PeerMemory,
+            _ => SlotContent::PrivateMemory,
+        }
+    }
+
+    /// The number of ranks whose slots hold addresses. Call it after all `Packed`.
     pub fn zero_copy_ranks(&self, step: u32) -> usize {
-        let zero_copy = |rank: &usize| self.header(*rank, step).zero_copy.load(Ordering::Relaxed) == 1;
-        (0..self.region.layout.ranks).filter(zero_copy).count()
+        (0..self.region.layout.ranks).filter(|&rank| self.content(rank, step) != SlotContent::Data).count()
     }
 
     /// Whether all ranks of the host posted the same signature. Call it after all `Packed`.

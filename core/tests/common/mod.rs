@@ -16,7 +16,8 @@ use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups, Timeout}
 use dl_comm_core::group_config::GroupConfig;
 use dl_comm_core::group_key::{GroupKey, GroupName, Members};
 use dl_comm_core::plugin::{StagingBuffer, StepOptions, Team};
-use dl_comm_core::transport::{GroupResources, in_process};
+use dl_comm_core::transport::GroupResources;
+use dl_comm_core::transport::in_process::{self, Access};
 
 /// One rank of a test, in one of its teams.
 pub struct Rank {
@@ -41,8 +42,8 @@ pub struct World {
     pub acc_f64: bool,
     /// Algorithm between hosts.
     pub algorithm: AlgorithmSetting,
-    /// Whether the ranks of a host can access each other's tensors.
-    pub shares: bool,
+    /// How the ranks of a host reach each other's tensors.
+    pub access: Access,
     /// Whether threads outnumber processors.
     pub oversubscribed: bool,
     /// Deadline of calls.
@@ -60,7 +61,7 @@ impl World {
             slot: 4096,
             acc_f64: false,
             algorithm: AlgorithmSetting::Auto,
-            shares: false,
+            access: Access::Slots,
             oversubscribed: false,
             timeout: Duration::from_secs(60),
             match_timeout: Duration::from_millis(300),
@@ -75,7 +76,7 @@ impl World {
     /// As `run`, with `count` teams, numbered from 0; `body` gets the rank in each team.
     pub fn run_teams<T: Send>(&self, count: i32, body: impl Fn(&[Rank]) -> T + Sync) -> Vec<T> {
         let size = self.hosts.iter().sum();
-        let world = |_| in_process::world(&self.hosts, self.threads, self.slot, self.shares).unwrap();
+        let world = |_| in_process::world(&self.hosts, self.threads, self.slot, self.access).unwrap();
         let mut endpoints: Vec<Vec<GroupResources>> = (0..size).map(|_| Vec::new()).collect();
         for world in (0..count).map(world) {
             endpoints.iter_mut().zip(world).for_each(|(resources, endpoint)| resources.push(endpoint));
@@ -142,7 +143,7 @@ pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec
         let list = Members::List { world: members.as_slice().into(), me: 0 };
         let key = GroupKey::new(GroupName::Named("test".into()), &list, index as u64);
         let member_hosts: Vec<usize> = members.iter().map(|&rank| hosts[rank]).collect();
-        let resources = in_process::group(&key, &member_hosts, 2, 4096, false).unwrap();
+        let resources = in_process::group(&key, &member_hosts, 2, 4096, Access::Slots).unwrap();
         for (&rank, resources) in members.iter().zip(resources) {
             let group = Group::start(resources, settings, None, Arc::clone(&on_failure), &processes[rank]).unwrap();
             all[rank][index] = Some(group);

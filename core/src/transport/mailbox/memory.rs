@@ -39,6 +39,17 @@ const HEADER_REST: usize = 32 << 10;
 
 const _: () = assert!(cfg!(loom) || size_of::<MailboxHeader>() <= HEADER_BYTES - HEADER_START - HEADER_REST);
 
+/// The place of the header of a rank of the job.
+fn header_place(arenas: &Arenas, local_rank: usize) -> *mut u8 {
+    arenas.header(local_rank).wrapping_add(HEADER_START)
+}
+
+/// What a rank of the job shows in its arena.
+pub fn arena_header(arenas: &Arenas, local_rank: usize) -> &MailboxHeader {
+    // SAFETY: the memory is zero at first, which is valid, is used for this only, and lives as long as the arenas.
+    unsafe { &*header_place(arenas, local_rank).cast::<MailboxHeader>() }
+}
+
 /// The arenas of a host.
 pub struct ArenaMemory {
     arenas: Arc<Arenas>,
@@ -61,7 +72,7 @@ impl MailboxMemory for ArenaMemory {
         self.ranks
     }
     fn header(&self, rank: usize) -> *mut u8 {
-        self.arenas.header(rank).wrapping_add(HEADER_START)
+        header_place(&self.arenas, rank)
     }
     fn alloc(&self, len: usize) -> Result<*mut u8> {
         self.arenas.alloc_zeroed(len)

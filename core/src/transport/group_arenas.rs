@@ -1,0 +1,84 @@
+//! The memory of a group's ranks on a host outside of the group's own region: their arenas, and their private memory if
+//! the system lets the processes copy from and to it.
+//!
+//! Thread rule: any thread.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::arena::{Arenas, PeerMemory};
+use super::mailbox::memory::arena_header;
+use super::mailbox::process_memory;
+use crate::error::Result;
+use crate::pages;
+
+/// The memory that the ranks of a group on a host share outside of its region: the arenas, by local rank in the group.
+pub struct GroupArenas {
+    arenas: Arc<Arenas>,
+    local_ranks: Vec<usize>,
+    /// The processes of the ranks, if all of them can access each other's private memory.
+    processes: Option<Vec<i32>>,
+}
+
+/// Below this, slots are faster than system calls.
+const PRIVATE_MIN_BYTES: usize = 32 << 10;
+
+impl GroupArenas {
+    /// The arenas of the group's ranks on this host, which have the local ranks `local_ranks` in the job. `processes`:
+    /// the result of [`readable_processes`], if every rank of the group has one.
+    pub fn new(arenas: Arc<Arenas>, local_ranks: Vec<usize>, processes: Option<Vec<i32>>) -> GroupArenas {
+        GroupArenas { arenas, local_ranks, processes }
+    }
+
+    fn process(&self, local_rank: usize) -> Option<i32> {
+        self.processes.as_ref()?.get(local_rank).copied()
+    }
+}
+
+/// The processes of the ranks with the local ranks `local_ranks` in the job, if this process can access their memory and
+/// there are several.
+pub fn readable_processes(arenas: &Arenas, local_ranks: &[usize]) -> Option<Vec<i32>> {
+    let process = |&rank: &usize| process_memory::readable(arena_header(arenas, rank));
+    local_ranks.iter().map(process).collect::<Option<_>>().filter(|_| local_ranks.len() > 1)
+}
+
+impl PeerMemory for GroupArenas {
+    fn offset_of(&self, range: Range<usize>) -> Option<u64> {
+        self.arenas.offset_of(range)
+    }
+
+    fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8> {
+        self.arenas.resolve(*self.local_ranks.get(local_rank)?, offset, len)
+    }
+
+    fn private_min(&self) -> usize {
+        if self.processes.is_some() { PRIVATE_MIN_BYTES } else { usize::MAX }
+    }
+
+    fn is_fast_private(&self, range: Range<usize>) -> bool {
+        pages::is_huge(std::ptr::without_provenance(range.start + range.len() / 2))
+    }
+
+    unsafe fn read_private(&self, local_rank: usize, address: u64, to: *mut u8, len: usize) -> bool {
+        // SAFETY: guaranteed by the caller.
+        self.process(local_rank).is_some_and(|pid| unsafe { process_memory::read(pid, address, to, len) }.is_ok())
+    }
+
+    unsafe fn write_private(&self, local_rank: usize, address: u64, from: *const u8, len: usize) -> bool {
+        // SAFETY: guaranteed by the caller.
+        self.process(local_rank).is_some_and(|pid| unsafe { process_memory::write(pid, address, from, len) }.is_ok())
+    }
+
+    fn quarantine(&self) {
+        self.arenas.quarantine();
+    }
+
+    fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
+        self.arenas.alloc_zeroed(len)
+    }
+
+    unsafe fn free_zeroed(&self, memory: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe { self.arenas.free_zeroed(memory) };
+    }
+}
