@@ -1,11 +1,12 @@
 //! Zero-copy rounds on one host: the slots hold the places of the ranks' tensors instead of their contents, and each
 //! rank copies or reduces its part from tensor to tensor.
 //!
-//! A tensor is in peer memory ([`PeerMemory`]), which all ranks of the host have mapped, or in private memory, from and
-//! to which the system can copy. Calls that reduce need peer memory. Each shard reads its slices in all ranks' tensors,
+//! A tensor is in peer memory ([`PeerMemory`]), which all ranks of the host have mapped, or in private memory, out of
+//! which the system can copy. Nobody writes to private memory of others: a write could come after a failed call has
+//! returned. Calls that reduce need peer memory. Each shard reads its slices in all ranks' tensors,
 //! and writes the results to all of them; in a reduce-scatter each rank reads its block in all tensors. The order of
 //! addition is that of any other call: same bits. In calls that only move data each rank reads the blocks that it
-//! receives; with a root, the root takes an equal part of the work.
+//! receives; with a root and peer memory, the root takes an equal part of the work.
 //! Chunks need not wait for each other, so a channel runs all of its chunks in one round. Every rank waits until all have
 //! ended their part: until then its tensors are in use.
 //! If only some ranks post places, or the system refuses a copy, all ranks see that in the flags and repeat the round
@@ -27,10 +28,6 @@ use crate::transport::arena::PeerMemory;
 use crate::transport::region_control::RegionControl;
 use crate::transport::{Phase, SlotContent, WaitContext};
 use crate::wire_layout::{TensorRange, slice};
-
-/// Up to this, a broadcast from memory in small pages is faster than slots: root and receiver copy at once. Otherwise the
-/// system takes longer to find each small page than slots take to copy it twice.
-const SMALL_PAGES_MAX_BYTES: usize = 1 << 20;
 
 /// The root takes part in the work for other ranks in pieces of at least this size; smaller ones cost more than they
 /// save.
@@ -66,11 +63,9 @@ impl Channel {
         }
     }
 
-    /// Whether copies from and to the private memory of this rank's tensors are faster than slots.
+    /// Whether copies out of the private memory of this rank's tensors are faster than slots: the system takes longer to
+    /// find each small page than slots take to copy it twice.
     fn is_fast_private(&self, call: &Call, memory: &dyn PeerMemory) -> bool {
-        if call.op.is_broadcast() && self.plan.total < SMALL_PAGES_MAX_BYTES {
-            return true;
-        }
         let longest = call.layout.tensors().max_by_key(|&tensor| call.tensors(0)[tensor].buffer.len());
         let mut ranges = longest.into_iter().flat_map(|tensor| accessed(call, tensor));
         ranges.all(|range| range.is_empty() || memory.is_fast_private(range))
@@ -336,7 +331,13 @@ impl Round<'_> {
             unsafe { copy_own_block(self.call, self.topology, chunk) };
         }
         let share = slice(0..len, 0, size);
-        let of_root = if share.len() < MIN_ROOT_BYTES { 0..0 } else { share };
+        let is_private = self.contents.contains(&SlotContent::PrivateMemory);
+        let of_root = match op.collective.root {
+            Root::Source if is_private => 0..0,
+            Root::Target if is_private => 0..len,
+            _ if share.len() < MIN_ROOT_BYTES => 0..0,
+            _ => share,
+        };
         let others = (1..size).map(|step| (me + step) % size);
         // SAFETY: the caller's promise; the part of the root and those of the others do not overlap.
         unsafe {
@@ -405,14 +406,9 @@ impl Round<'_> {
                     }
                 } else {
                     let skip = (received(piece.tensor).start + piece.first - sent(piece.tensor).start) * size;
-                    let from = buffer.source_at(piece.first);
-                    if is_private {
-                        self.memory.write_private(other, self.place(other, index, Side::Destination, skip), from, len)
-                    } else {
-                        let to = self.mapped(other, index, Side::Destination, skip, len)?;
-                        copy_result(call, false, from, to, len);
-                        true
-                    }
+                    let to = self.mapped(other, index, Side::Destination, skip, len)?;
+                    copy_result(call, false, buffer.source_at(piece.first), to, len);
+                    true
                 }
             };
             if !done {

@@ -48,14 +48,6 @@ pub trait PeerMemory: Send + Sync {
         false
     }
 
-    /// Copies `len` bytes at `from` to `address` of the process of `local_rank`. Returns false if the system refuses.
-    ///
-    /// # Safety
-    /// `from` has `len` bytes. The other rank leaves this memory to the caller.
-    unsafe fn write_private(&self, _local_rank: usize, _address: u64, _from: *const u8, _len: usize) -> bool {
-        false
-    }
-
     /// After a failure, peers may still write to shared memory: never reuse freed memory.
     fn quarantine(&self) {}
 

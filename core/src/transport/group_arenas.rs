@@ -64,11 +64,6 @@ impl PeerMemory for GroupArenas {
         self.process(local_rank).is_some_and(|pid| unsafe { process_memory::read(pid, address, to, len) }.is_ok())
     }
 
-    unsafe fn write_private(&self, local_rank: usize, address: u64, from: *const u8, len: usize) -> bool {
-        // SAFETY: guaranteed by the caller.
-        self.process(local_rank).is_some_and(|pid| unsafe { process_memory::write(pid, address, from, len) }.is_ok())
-    }
-
     fn quarantine(&self) {
         self.arenas.quarantine();
     }

@@ -151,10 +151,6 @@ impl PeerMemory for ProcessMemory {
         // SAFETY: guaranteed by the caller.
         self.resolve(local_rank, address, len).is_some_and(|from| unsafe { self.copy(from, to, len) })
     }
-    unsafe fn write_private(&self, local_rank: usize, address: u64, from: *const u8, len: usize) -> bool {
-        // SAFETY: guaranteed by the caller.
-        self.resolve(local_rank, address, len).is_some_and(|to| unsafe { self.copy(from, to, len) })
-    }
 }
 
 /// The region of a group with one rank on this host; with `members`, of these ranks of the job.
