@@ -18,6 +18,15 @@ pub enum Access {
     Write,
 }
 
+/// Element types that a function takes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Types {
+    /// Those of the plugin.
+    Plugin,
+    /// All that the collectives know.
+    All,
+}
+
 /// The buffers of a list of arrays. Holds no references: the caller keeps the arrays alive.
 pub struct Buffers {
     buffers: Vec<dl_comm_buffer_t>,
@@ -41,9 +50,9 @@ impl Buffers {
         let mut shapes = Vec::with_capacity(sources.len());
         let mut buffers = Vec::with_capacity(sources.len());
         for (index, (source, destination)) in sources.iter().zip(destinations).enumerate() {
-            let (mut buffer, shape) = describe(source, index, Access::Read)?;
+            let (mut buffer, shape) = describe(source, index, Access::Read, Types::Plugin)?;
             buffer.shape = shape.as_ptr();
-            let (target, target_shape) = describe(destination, index, Access::Write)?;
+            let (target, target_shape) = describe(destination, index, Access::Write, Types::Plugin)?;
             if target_shape != shape || target.dtype != buffer.dtype {
                 return Err(argument_error(
                     py,
@@ -77,8 +86,9 @@ impl Buffers {
         }
         let mut buffers = Vec::with_capacity(number);
         for index in 0..number {
-            let read = sources.map(|list| describe(&list[index], index, Access::Read)).transpose()?;
-            let written = destinations.map(|list| describe(&list[index], index, Access::Write)).transpose()?;
+            let read = sources.map(|list| describe(&list[index], index, Access::Read, Types::All)).transpose()?;
+            let written =
+                destinations.map(|list| describe(&list[index], index, Access::Write, Types::All)).transpose()?;
             let (mut buffer, _) = match (&read, &written) {
                 (Some(one), Some(other)) if one.0.dtype != other.0.dtype => {
                     return Err(argument_error(
@@ -104,7 +114,7 @@ impl Buffers {
         let mut shapes = Vec::with_capacity(arrays.len());
         let mut buffers = Vec::with_capacity(arrays.len());
         for (index, array) in arrays.iter().enumerate() {
-            let (mut buffer, shape) = describe(array, index, Access::Read)?;
+            let (mut buffer, shape) = describe(array, index, Access::Read, Types::Plugin)?;
             buffer.shape = shape.as_ptr();
             buffers.push(buffer);
             shapes.push(shape);
@@ -129,13 +139,18 @@ fn tuple(shape: &[i64]) -> String {
     format!("({}{})", extents.join(", "), if shape.len() == 1 { "," } else { "" })
 }
 
-fn describe(object: &Bound<'_, PyAny>, index: usize, access: Access) -> PyResult<(dl_comm_buffer_t, Box<[i64]>)> {
+fn describe(
+    object: &Bound<'_, PyAny>,
+    index: usize,
+    access: Access,
+    types: Types,
+) -> PyResult<(dl_comm_buffer_t, Box<[i64]>)> {
     let Ok(array) = object.cast::<PyUntypedArray>() else {
         let kind = object.get_type().fully_qualified_name()?;
         return Err(dtype_error(object.py(), format!("array {index} is a {kind}; make it one: numpy.array(...)")));
     };
     let py = object.py();
-    let dtype = element_type(array, index)?;
+    let dtype = element_type(array, index, types)?;
     let shape: Box<[i64]> = array.shape().iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
     if !array.is_c_contiguous() {
         return Err(argument_error(
@@ -162,7 +177,7 @@ fn describe(object: &Bound<'_, PyAny>, index: usize, access: Access) -> PyResult
     Ok((buffer, shape))
 }
 
-fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi::dlDataType_t> {
+fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize, types: Types) -> PyResult<ffi::dlDataType_t> {
     let descriptor = array.dtype();
     let native = descriptor.is_native_byteorder().unwrap_or(true);
     let code = match (descriptor.kind(), descriptor.itemsize()) {
@@ -171,21 +186,27 @@ fn element_type(array: &Bound<'_, PyUntypedArray>, index: usize) -> PyResult<ffi
         (b'f', 8) => Some(ffi::dlDataType_DL_COMM_FLOAT64),
         (b'i', 1) => Some(ffi::dlDataType_DL_COMM_INT8),
         (b'u', 1) => Some(ffi::dlDataType_DL_COMM_UINT8),
+        (b'i', 4) => Some(ffi::dlDataType_DL_COMM_INT32),
+        (b'i', 8) => Some(ffi::dlDataType_DL_COMM_INT64),
+        (b'b', 1) => Some(ffi::dlDataType_DL_COMM_BOOL),
+        // bfloat16 is a type of the package ml_dtypes; only its name identifies it.
+        (_, 2) if descriptor.str()?.to_cow()? == "bfloat16" => Some(ffi::dlDataType_DL_COMM_BFLOAT16),
+        _ if types == Types::Plugin => None,
         (b'i', 2) => Some(ffi::dlDataType_DL_COMM_INT16),
         (b'u', 2) => Some(ffi::dlDataType_DL_COMM_UINT16),
         (b'u', 4) => Some(ffi::dlDataType_DL_COMM_UINT32),
         (b'u', 8) => Some(ffi::dlDataType_DL_COMM_UINT64),
         (b'c', 8) => Some(ffi::dlDataType_DL_COMM_COMPLEX64),
         (b'c', 16) => Some(ffi::dlDataType_DL_COMM_COMPLEX128),
-        (b'i', 4) => Some(ffi::dlDataType_DL_COMM_INT32),
-        (b'i', 8) => Some(ffi::dlDataType_DL_COMM_INT64),
-        (b'b', 1) => Some(ffi::dlDataType_DL_COMM_BOOL),
-        // bfloat16 is a type of the package ml_dtypes; only its name identifies it.
-        (_, 2) if descriptor.str()?.to_cow()? == "bfloat16" => Some(ffi::dlDataType_DL_COMM_BFLOAT16),
         _ => None,
     };
     code.filter(|_| native).ok_or_else(|| {
-        let supported = "float16, bfloat16, float32, float64, complex64, complex128, integers of 8 to 64 bits and bool";
+        let supported = match types {
+            Types::Plugin => "float16, bfloat16, float32, float64, int8, uint8, int32, int64 and (broadcast only) bool",
+            Types::All => {
+                "float16, bfloat16, float32, float64, complex64, complex128, integers of 8 to 64 bits and bool"
+            }
+        };
         dtype_error(array.py(), format!("array {index} has the element type {descriptor}; {supported} are supported"))
     })
 }
