@@ -91,7 +91,7 @@ class Group:
 
     def __init__(self, ranks: Sequence[int] | None = None, name: str = "") -> None:
         listed = None if ranks is None else [int(rank) for rank in ranks]
-        self._set(_dl_comm.Group.create(listed, name), listed, name)
+        self._set(_dl_comm.create_group(listed, name), listed, name)
 
     def _set(self, handle: _dl_comm.Group, ranks: list[int] | None, name: str) -> None:
         self._handle: _dl_comm.Group | None = handle
@@ -129,7 +129,7 @@ def world() -> Group:
     global _world
     if _world is None:
         group = Group.__new__(Group)
-        group._set(_dl_comm.Group.of_team(_DEFAULT_TEAM), None, "world")
+        group._set(_dl_comm.group_of_team(_DEFAULT_TEAM), None, "world")
         _world = group
     return _world
 

@@ -50,9 +50,41 @@ impl<T> Drop for Handle<T> {
 }
 
 /// A group of ranks.
-#[pyclass(frozen, module = "dl_comm._dl_comm")]
+#[pyclass(frozen)]
 pub struct Group {
     handle: Handle<dl_comm_group_t>,
+}
+
+/// Makes a group of these ranks of the job; `None`: of all. Collective among them.
+#[pyfunction]
+#[pyo3(signature = (ranks, name))]
+pub fn create_group(py: Python<'_>, ranks: Option<Vec<c_int>>, name: &Bound<'_, PyString>) -> PyResult<Group> {
+    let name = c_name(Some(name))?;
+    if ranks.as_ref().is_some_and(Vec::is_empty) {
+        return Err(argument_error(py, "ranks is empty; a group has at least one rank"));
+    }
+    let listed = ranks.as_deref().unwrap_or_default();
+    let number = c_int::try_from(listed.len())?;
+    let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
+    call(py, || {
+        let handle = &mut handle;
+        let ranks = if listed.is_empty() { ptr::null() } else { listed.as_ptr() };
+        // SAFETY: the pointers are valid during the call.
+        unsafe { ffi::dl_comm_group_create(ranks, number, name.as_ptr(), &raw mut handle.raw) }
+    })?;
+    Ok(Group { handle })
+}
+
+/// The group of all ranks that runs the calls of a team.
+#[pyfunction]
+pub fn group_of_team(py: Python<'_>, team: c_int) -> PyResult<Group> {
+    let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
+    call(py, || {
+        let handle = &mut handle;
+        // SAFETY: the pointer is valid during the call.
+        unsafe { ffi::dl_comm_team_group(team, &raw mut handle.raw) }
+    })?;
+    Ok(Group { handle })
 }
 
 /// A call as Python describes it: collective, operator, root, the number of blocks in the shorter array, read arrays and
@@ -152,37 +184,6 @@ unsafe impl Send for Shared {}
 
 #[pymethods]
 impl Group {
-    /// Makes a group of these ranks of the job; `None`: of all. Collective among them.
-    #[staticmethod]
-    fn create(py: Python<'_>, ranks: Option<Vec<c_int>>, name: &Bound<'_, PyString>) -> PyResult<Group> {
-        let name = c_name(Some(name))?;
-        if ranks.as_ref().is_some_and(Vec::is_empty) {
-            return Err(argument_error(py, "ranks is empty; a group has at least one rank"));
-        }
-        let listed = ranks.as_deref().unwrap_or_default();
-        let number = c_int::try_from(listed.len())?;
-        let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
-        call(py, || {
-            let handle = &mut handle;
-            let ranks = if listed.is_empty() { ptr::null() } else { listed.as_ptr() };
-            // SAFETY: the pointers are valid during the call.
-            unsafe { ffi::dl_comm_group_create(ranks, number, name.as_ptr(), &raw mut handle.raw) }
-        })?;
-        Ok(Group { handle })
-    }
-
-    /// The group of all ranks that runs the calls of a team.
-    #[staticmethod]
-    fn of_team(py: Python<'_>, team: c_int) -> PyResult<Group> {
-        let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
-        call(py, || {
-            let handle = &mut handle;
-            // SAFETY: the pointer is valid during the call.
-            unsafe { ffi::dl_comm_team_group(team, &raw mut handle.raw) }
-        })?;
-        Ok(Group { handle })
-    }
-
     /// This process's rank in the group.
     fn rank(&self, py: Python<'_>) -> PyResult<c_int> {
         let mut rank = 0;
@@ -308,7 +309,7 @@ impl CMessage {
 }
 
 /// A started call.
-#[pyclass(frozen, module = "dl_comm._dl_comm")]
+#[pyclass(frozen)]
 pub struct Work {
     handle: Handle<dl_comm_work_t>,
     _arrays: Arc<Arrays>,

@@ -320,9 +320,9 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
     api::run_handlers_while_waiting();
     // SAFETY: a static string.
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
-    module.add_class::<collectives::Group>()?;
-    module.add_class::<collectives::Work>()?;
     for function in [
+        wrap_pyfunction!(collectives::create_group, module)?,
+        wrap_pyfunction!(collectives::group_of_team, module)?,
         wrap_pyfunction!(device::average_on, module)?,
         wrap_pyfunction!(device::broadcast_on, module)?,
         wrap_pyfunction!(device::gpu_count, module)?,
