@@ -22,14 +22,12 @@ from dl_comm._errors import (
 from dl_comm._groups import Group, Status, Work, split
 from dl_comm._memory import shared_zeros
 from dl_comm._metrics import average_metrics
+from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import (
     all_gather,
-    all_gather_object,
     all_to_all,
     allreduce,
-    broadcast_object,
     gather,
-    gather_object,
     recv,
     reduce,
     reduce_scatter,

@@ -1,45 +1,44 @@
-"""Collectives on NumPy arrays and numbers, on all ranks or on a group; send and receive; Python objects.
+"""Collectives on NumPy arrays and numbers, on all ranks or on a group; send and receive.
 
 Thread rule: any thread may call every function. The ranks of the group must all call the collective ones.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._arguments import (
+    NO_FACTORS,
+    arrays_of,
+    block_extent,
+    call_limit,
+    checked_counts,
+    checked_rank,
+    checked_source,
+    checked_tag,
+    in_elements,
+    kind_of,
+    nothing,
+    one_array,
+    operator_code,
+    results_like,
+    returned,
+)
+from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, Status, Work, given
-from dl_comm._process import seconds
 
 # The codes of dl_comm.h.
 _ALLREDUCE, _BROADCAST, _BARRIER, _REDUCE, _ALLGATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALLTOALL = range(1, 10)
-_OPERATORS = {
-    "sum": 0,
-    "mean": 1,
-    "min": 2,
-    "max": 3,
-    "product": 4,
-    "bit_and": 5,
-    "bit_or": 6,
-    "bit_xor": 7,
-    "adasum": 9,
-}
-_SCALED_SUM = 8
-_ANY = -1
-
-_NUMBERS = (bool, int, float, complex)
-_NO_FACTORS = (1.0, 1.0)
 
 
 class _Call:
     """The arguments that all collectives share."""
 
     def __init__(self, group: Group | None, name: str | None, timeout: float | None, async_op: bool) -> None:
-        self.group, self.name, self.timeout, self.async_op = given(group), name, _limit(timeout), async_op
+        self.group, self.name, self.timeout, self.async_op = given(group), name, call_limit(timeout), async_op
 
     def __call__(
         self,
@@ -52,7 +51,7 @@ class _Call:
         root: int = 0,
         blocks: int = 1,
         counts: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
-        factors: tuple[float, float] = _NO_FACTORS,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> Any:
         """Runs or starts the call; ``result`` makes the caller's result once it has ended."""
         spec = (collective, operator, root, blocks, sources, destinations, *counts) + (self.name, self.timeout, factors)
@@ -102,10 +101,10 @@ def allreduce(
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     call = _Call(group, name, timeout, async_op)
-    arrays, wrap = _arrays(x)
-    results = _results(out, arrays, [array.shape for array in arrays])
-    operator, factors = _operator(op, prescale, postscale)
-    result = _returned(out, results, wrap)
+    arrays, wrap = arrays_of(x)
+    results = results_like(out, arrays, [array.shape for array in arrays])
+    operator, factors = operator_code(op, prescale, postscale)
+    result = returned(out, results, wrap)
     return call(_ALLREDUCE, result, arrays, results, operator=operator, factors=factors)
 
 
@@ -128,13 +127,13 @@ def reduce(
         On the root as ``allreduce``, on the other ranks None.
     """
     call = _Call(group, name, timeout, async_op)
-    root = _root(root, call.group)
-    arrays, wrap = _arrays(x)
-    operator, _ = _operator(op, 1.0, 1.0)
+    root = checked_rank(root, call.group)
+    arrays, wrap = arrays_of(x)
+    operator, _ = operator_code(op, 1.0, 1.0)
     if call.group.rank != root:
-        return call(_REDUCE, _nothing, arrays, None, operator=operator, root=root)
-    results = _results(out, arrays, [array.shape for array in arrays])
-    return call(_REDUCE, _returned(out, results, wrap), arrays, results, operator=operator, root=root)
+        return call(_REDUCE, nothing, arrays, None, operator=operator, root=root)
+    results = results_like(out, arrays, [array.shape for array in arrays])
+    return call(_REDUCE, returned(out, results, wrap), arrays, results, operator=operator, root=root)
 
 
 def all_gather(
@@ -166,12 +165,14 @@ def all_gather(
         ``out`` or new arrays, of which the first axis has the sum of the extents; with ``async_op`` a ``Work`` of it.
     """
     call = _Call(group, name, timeout, async_op)
-    arrays = [np.atleast_1d(array) for array in _arrays(x)[0]]
+    arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
     totals = [sum(rows) if rows is not None else call.group.size * len(array) for array in arrays]
-    results = _results(out, arrays, [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)])
-    result = _returned(out, results, _like(x))
-    return call(_ALLGATHER, result, arrays, results, counts=(_elements(rows, arrays[0]), None))
+    results = results_like(
+        out, arrays, [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
+    )
+    result = returned(out, results, kind_of(x))
+    return call(_ALLGATHER, result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
 
 
 def gather(
@@ -188,15 +189,17 @@ def gather(
 ) -> Any:
     """As ``all_gather``, but only rank ``root`` of the group gets the result; the others get None. Collective."""
     call = _Call(group, name, timeout, async_op)
-    root = _root(root, call.group)
-    arrays = [np.atleast_1d(array) for array in _arrays(x)[0]]
+    root = checked_rank(root, call.group)
+    arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
-    elements = _elements(rows, arrays[0])
+    elements = in_elements(rows, arrays[0])
     if call.group.rank != root:
-        return call(_GATHER, _nothing, arrays, None, root=root, counts=(elements, None))
+        return call(_GATHER, nothing, arrays, None, root=root, counts=(elements, None))
     totals = [sum(rows) if rows is not None else call.group.size * len(array) for array in arrays]
-    results = _results(out, arrays, [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)])
-    result = _returned(out, results, _like(x))
+    results = results_like(
+        out, arrays, [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
+    )
+    result = returned(out, results, kind_of(x))
     return call(_GATHER, result, arrays, results, root=root, counts=(elements, None))
 
 
@@ -227,17 +230,17 @@ def scatter(
         ``out``; with ``async_op`` a ``Work`` of it.
     """
     call = _Call(group, name, timeout, async_op)
-    root = _root(root, call.group)
-    results, _ = _arrays(out, "out")
+    root = checked_rank(root, call.group)
+    results, _ = arrays_of(out, "out")
     rows = _rows(call, results, counts, False)
     sources = None
     if call.group.rank == root:
-        sources, _ = _arrays(x)
+        sources, _ = arrays_of(x)
         for index, (source, block) in enumerate(zip(sources, results, strict=False)):
             wanted = (sum(rows) if rows is not None else call.group.size * len(block), *block.shape[1:])
             if source.shape != wanted or len(sources) != len(results):
                 raise ArgumentError(f"array {index} has the shape {source.shape}; out asks for {wanted}")
-    elements = _elements(rows, results[0])
+    elements = in_elements(rows, results[0])
     return call(_SCATTER, lambda: out, sources, results, root=root, counts=(elements, None))
 
 
@@ -273,13 +276,13 @@ def reduce_scatter(
         ``out`` or new arrays with this rank's blocks; with ``async_op`` a ``Work`` of it.
     """
     call = _Call(group, name, timeout, async_op)
-    arrays, _ = _arrays(x)
-    rows = None if counts is None else _checked_counts(counts, call.group, arrays)
-    own = [_block(array, index, rows, call.group) for index, array in enumerate(arrays)]
-    results = _results(out, arrays, [(extent, *array.shape[1:]) for array, extent in zip(arrays, own, strict=True)])
-    operator, factors = _operator(op, prescale, postscale)
-    counted = (_elements(rows, arrays[0]), None)
-    result = _returned(out, results, _like(x))
+    arrays, _ = arrays_of(x)
+    rows = None if counts is None else checked_counts(counts, call.group, arrays)
+    own = [block_extent(array, index, rows, call.group) for index, array in enumerate(arrays)]
+    results = results_like(out, arrays, [(extent, *array.shape[1:]) for array, extent in zip(arrays, own, strict=True)])
+    operator, factors = operator_code(op, prescale, postscale)
+    counted = (in_elements(rows, arrays[0]), None)
+    result = returned(out, results, kind_of(x))
     return call(_REDUCE_SCATTER, result, arrays, results, operator=operator, counts=counted, factors=factors)
 
 
@@ -312,23 +315,23 @@ def all_to_all(
         ``out`` or new arrays; with ``async_op`` a ``Work`` of it.
     """
     call = _Call(group, name, timeout, async_op)
-    arrays, _ = _arrays(x)
+    arrays, _ = arrays_of(x)
     size = call.group.size
     if send_counts is None:
         if receive_counts is not None:
             raise ArgumentError("receive_counts without send_counts; give both")
         for index, array in enumerate(arrays):
-            _block(array, index, None, call.group)
-        results = _results(out, arrays, [array.shape for array in arrays])
-        return call(_ALLTOALL, _returned(out, results, _like(x)), arrays, results, blocks=size)
-    sent = _checked_counts(send_counts, call.group, arrays)
+            block_extent(array, index, None, call.group)
+        results = results_like(out, arrays, [array.shape for array in arrays])
+        return call(_ALLTOALL, returned(out, results, kind_of(x)), arrays, results, blocks=size)
+    sent = checked_counts(send_counts, call.group, arrays)
     if receive_counts is None:
         told = all_to_all(np.array(sent), group=call.group, name=f"{name or 'all_to_all'}: counts", timeout=timeout)
         receive_counts = told.tolist()
-    received = _checked_counts(receive_counts, call.group, None)
-    results = _results(out, arrays, [(sum(received), *arrays[0].shape[1:])])
-    counts = (_elements(sent, arrays[0]), _elements(received, arrays[0]))
-    return call(_ALLTOALL, _returned(out, results, _like(x)), arrays, results, counts=counts)
+    received = checked_counts(receive_counts, call.group, None)
+    results = results_like(out, arrays, [(sum(received), *arrays[0].shape[1:])])
+    counts = (in_elements(sent, arrays[0]), in_elements(received, arrays[0]))
+    return call(_ALLTOALL, returned(out, results, kind_of(x)), arrays, results, counts=counts)
 
 
 def send(
@@ -355,7 +358,7 @@ def send(
     Short messages do not wait for the receiver; longer ones until it has them.
     """
     call = _Call(group, name, timeout, async_op)
-    message = (_arrays(x)[0], _root(dest, call.group, "dest"), _tag(tag), call.name, call.timeout)
+    message = (arrays_of(x)[0], checked_rank(dest, call.group, "dest"), checked_tag(tag), call.name, call.timeout)
     if async_op:
         return Work(call.group.handle.send(message), lambda _: None)
     call.group.handle.send_receive(message, None)
@@ -387,7 +390,7 @@ def recv(
         A ``Status``: source, tag and length in bytes.
     """
     call = _Call(group, name, timeout, async_op)
-    message = (_arrays(out, "out")[0], _source(source, call.group), _tag(tag), call.name, call.timeout)
+    message = (arrays_of(out, "out")[0], checked_source(source, call.group), checked_tag(tag), call.name, call.timeout)
     if async_op:
         return Work(call.group.handle.receive(message), lambda handle: Status(*handle.status()))
     return Status(*call.group.handle.send_receive(None, message))
@@ -407,195 +410,47 @@ def sendrecv(
 ) -> Status:
     """Sends ``x`` to rank ``dest`` and receives into ``out`` at the same time; see ``send`` and ``recv``."""
     call = _Call(group, name, timeout, False)
-    sent = (_arrays(x)[0], _root(dest, call.group, "dest"), _tag(send_tag), call.name, call.timeout)
-    received = (_arrays(out, "out")[0], _source(source, call.group), _tag(recv_tag), call.name, call.timeout)
+    sent = (arrays_of(x)[0], checked_rank(dest, call.group, "dest"), checked_tag(send_tag), call.name, call.timeout)
+    received = (
+        arrays_of(out, "out")[0],
+        checked_source(source, call.group),
+        checked_tag(recv_tag),
+        call.name,
+        call.timeout,
+    )
     return Status(*call.group.handle.send_receive(sent, received))
 
 
-def all_gather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
-    """The picklable objects of all ranks, by rank. Collective. Unpickle only what you trust."""
-    members = given(group)
-    data = np.frombuffer(pickle.dumps(obj), np.uint8)
-    lengths = all_gather(np.array([len(data)]), group=members, name="all_gather_object: lengths")
-    joined = all_gather(data, group=members, name="all_gather_object", counts=lengths.tolist())
-    return [pickle.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
-
-
-def gather_object(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:
-    """The picklable objects of all ranks, by rank, on rank ``root`` of the group; None elsewhere. Collective."""
-    members = given(group)
-    data = np.frombuffer(pickle.dumps(obj), np.uint8)
-    lengths = all_gather(np.array([len(data)]), group=members, name="gather_object: lengths")
-    joined = gather(data, root, group=members, name="gather_object", counts=lengths.tolist())
-    if joined is None:
-        return None
-    return [pickle.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
-
-
-def broadcast_object(obj: Any = None, root: int = 0, *, group: Group | None = None) -> Any:
-    """The picklable object of rank ``root`` of the group, on all its ranks. Collective."""
-    members = given(group)
-    root = _root(root, members)
-    is_root = members.rank == root
-    data = np.frombuffer(pickle.dumps(obj) if is_root else b"", np.uint8)
-    length = np.array([len(data)])
-    call = _Call(members, "broadcast_object: length", None, False)
-    call(_BROADCAST, _nothing, [length], [length], root=root)
-    received = data.copy() if is_root else np.empty(int(length[0]), np.uint8)
-    call.name = "broadcast_object"
-    call(_BROADCAST, _nothing, [received], [received], root=root)
-    return obj if is_root else pickle.loads(received.tobytes())
-
-
-def broadcast_in(arrays: list[Any], root: int, group: Group | None, timeout: float | None, async_op: bool) -> Any:
+def broadcast_in(
+    arrays: list[Any],
+    root: int,
+    group: Group | None,
+    timeout: float | None = None,
+    async_op: bool = False,
+    name: str | None = None,
+) -> Any:
     """Copies arrays from rank ``root`` of a group, in place."""
-    call = _Call(group, None, timeout, async_op)
-    return call(_BROADCAST, lambda: arrays, arrays, arrays, root=_root(root, call.group))
+    call = _Call(group, name, timeout, async_op)
+    return call(_BROADCAST, lambda: arrays, arrays, arrays, root=checked_rank(root, call.group))
 
 
 def barrier_in(group: Group, timeout: float | None) -> None:
     """Waits for all ranks of a group."""
-    _Call(group, None, timeout, False)(_BARRIER, _nothing, [], [])
-
-
-def _limit(timeout: float | None) -> float:
-    """A deadline as in ``dl_comm_call_t``: 0 for the group's, negative for none."""
-    limit = seconds(timeout)
-    return 0.0 if limit < 0 else limit or -1.0
-
-
-def _arrays(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of an argument, and what makes a result of the same kind from arrays."""
-    if isinstance(x, np.ndarray):
-        return [_plain(x)], _first
-    if isinstance(x, _NUMBERS) and argument == "x":
-        return [np.array(x)], lambda arrays: arrays[0].item()
-    if isinstance(x, np.generic) and argument == "x":
-        return [np.array(x)], lambda arrays: arrays[0][()]
-    if isinstance(x, (list, tuple)):
-        if not x:
-            raise ArgumentError(f"{argument} is empty; give at least one array")
-        return [_plain(array) for array in x], list
-    raise DTypeError(
-        f"{argument} is a {type(x).__name__}; give a NumPy array, a list of them{', or a number' * (argument == 'x')}"
-    )
-
-
-def _plain(array: Any) -> Any:
-    if isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError("an array is masked, and masks may differ between ranks: pass array.filled(0)")
-    return array
-
-
-def _first(arrays: list[Any]) -> Any:
-    return arrays[0]
-
-
-def _like(x: Any) -> Callable[[list[Any]], Any]:
-    return list if isinstance(x, (list, tuple)) else _first
-
-
-def _nothing() -> None:
-    return None
-
-
-def _returned(out: Any, results: list[Any], wrap: Callable[[list[Any]], Any]) -> Callable[[], Any]:
-    return (lambda: wrap(results)) if out is None else (lambda: out)
-
-
-def _results(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-    """The arrays of ``out``, or new ones, with these shapes and the types of ``arrays``."""
-    if out is None:
-        return [np.empty(shape, getattr(array, "dtype", None)) for array, shape in zip(arrays, shapes, strict=True)]
-    results, _ = _arrays(out, "out")
-    if len(results) != len(arrays):
-        raise ArgumentError(f"out has {len(results)} arrays; the call has {len(arrays)}")
-    for index, (result, array, shape) in enumerate(zip(results, arrays, shapes, strict=True)):
-        if result.shape != shape or result.dtype != array.dtype:
-            raise ArgumentError(
-                f"out: array {index} has the shape {result.shape} and type {result.dtype}; "
-                f"the result has {shape} and {array.dtype}"
-            )
-    return results
-
-
-def _operator(op: str, prescale: float, postscale: float) -> tuple[int, tuple[float, float]]:
-    if op not in _OPERATORS:
-        raise ArgumentError(f"invalid op: {op!r} (expected one of {', '.join(map(repr, _OPERATORS))})")
-    factors = (float(prescale), float(postscale))
-    if factors == _NO_FACTORS:
-        return _OPERATORS[op], factors
-    if op != "sum":
-        raise ArgumentError(f"prescale and postscale are factors of a sum, not of op={op!r}")
-    return _SCALED_SUM, factors
-
-
-def _root(root: Any, group: Group, argument: str = "root") -> int:
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
-        raise ArgumentError(f"invalid {argument}: {root!r} (expected a rank of the group, 0 to {group.size - 1})")
-    return int(root)
-
-
-def _source(source: Any, group: Group) -> int:
-    return _ANY if source is None else _root(source, group, "source")
-
-
-def _tag(tag: Any) -> int:
-    if tag is None:
-        return _ANY
-    if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag < 2**31:
-        raise ArgumentError(f"invalid tag: {tag!r} (expected an integer from 0 to {2**31 - 1})")
-    return int(tag)
-
-
-def _checked_counts(counts: Sequence[int], group: Group, arrays: list[Any] | None) -> list[int]:
-    """Counts as a list. ``arrays``: the array that has all of these blocks."""
-    listed = [int(count) for count in counts]
-    if len(listed) != group.size or any(count < 0 for count in listed):
-        raise ArgumentError(f"invalid counts: {listed} (expected {group.size} extents, one for each rank)")
-    if arrays is not None:
-        _one(arrays)
-        if len(arrays[0]) != sum(listed):
-            raise ArgumentError(
-                f"the counts {listed} have the sum {sum(listed)}; the array's first axis {len(arrays[0])}"
-            )
-    return listed
-
-
-def _one(arrays: list[Any]) -> None:
-    if len(arrays) != 1:
-        raise ArgumentError(f"blocks of different lengths need one array, not {len(arrays)}")
+    _Call(group, None, timeout, False)(_BARRIER, nothing, [], [])
 
 
 def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: bool) -> list[int] | None:
     """The extents of all ranks' arrays, if they differ."""
     if counts is None and not ragged:
         return None
-    _one(arrays)
+    one_array(arrays)
     if counts is None:
         name = f"{call.name or 'gather'}: extents"
         rows: list[int] = all_gather(np.array([len(arrays[0])]), group=call.group, name=name).tolist()
         return rows
-    listed = _checked_counts(counts, call.group, None)
+    listed = checked_counts(counts, call.group, None)
     if listed[call.group.rank] != len(arrays[0]):
         raise ArgumentError(
             f"counts has {listed[call.group.rank]} for this rank; its array's first axis is {len(arrays[0])}"
         )
     return listed
-
-
-def _elements(rows: list[int] | None, array: Any) -> list[int] | None:
-    """Extents of the first axis as numbers of elements."""
-    each = int(np.prod(array.shape[1:], dtype=np.int64))
-    return None if rows is None else [extent * each for extent in rows]
-
-
-def _block(array: Any, index: int, rows: list[int] | None, group: Group) -> int:
-    """The extent of this rank's block of an array."""
-    if rows is not None:
-        return rows[group.rank]
-    if array.ndim == 0 or len(array) % group.size:
-        raise ArgumentError(
-            f"array {index} has the shape {array.shape}; its first axis must be a multiple of the {group.size} ranks"
-        )
-    return int(len(array)) // group.size

@@ -1,0 +1,155 @@
+"""The arguments of the collectives: arrays, results, operators, ranks and counts, checked. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._groups import Group
+from dl_comm._process import seconds
+
+_OPERATORS = {
+    "sum": 0,
+    "mean": 1,
+    "min": 2,
+    "max": 3,
+    "product": 4,
+    "bit_and": 5,
+    "bit_or": 6,
+    "bit_xor": 7,
+    "adasum": 9,
+}
+_SCALED_SUM = 8
+_ANY = -1
+
+_NUMBERS = (bool, int, float, complex)
+NO_FACTORS = (1.0, 1.0)
+
+
+def call_limit(timeout: float | None) -> float:
+    """A deadline as in ``dl_comm_call_t``: 0 for the group's, negative for none."""
+    limit = seconds(timeout)
+    return 0.0 if limit < 0 else limit or -1.0
+
+
+def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of an argument, and what makes a result of the same kind from arrays."""
+    if isinstance(x, np.ndarray):
+        return [_plain(x)], _first
+    if isinstance(x, _NUMBERS) and argument == "x":
+        return [np.array(x)], lambda arrays: arrays[0].item()
+    if isinstance(x, np.generic) and argument == "x":
+        return [np.array(x)], lambda arrays: arrays[0][()]
+    if isinstance(x, (list, tuple)):
+        if not x:
+            raise ArgumentError(f"{argument} is empty; give at least one array")
+        return [_plain(array) for array in x], list
+    raise DTypeError(
+        f"{argument} is a {type(x).__name__}; give a NumPy array, a list of them{', or a number' * (argument == 'x')}"
+    )
+
+
+def _plain(array: Any) -> Any:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError("an array is masked, and masks may differ between ranks: pass array.filled(0)")
+    return array
+
+
+def _first(arrays: list[Any]) -> Any:
+    return arrays[0]
+
+
+def kind_of(x: Any) -> Callable[[list[Any]], Any]:
+    return list if isinstance(x, (list, tuple)) else _first
+
+
+def nothing() -> None:
+    return None
+
+
+def returned(out: Any, results: list[Any], wrap: Callable[[list[Any]], Any]) -> Callable[[], Any]:
+    return (lambda: wrap(results)) if out is None else (lambda: out)
+
+
+def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    """The arrays of ``out``, or new ones, with these shapes and the types of ``arrays``."""
+    if out is None:
+        return [np.empty(shape, getattr(array, "dtype", None)) for array, shape in zip(arrays, shapes, strict=True)]
+    results, _ = arrays_of(out, "out")
+    if len(results) != len(arrays):
+        raise ArgumentError(f"out has {len(results)} arrays; the call has {len(arrays)}")
+    for index, (result, array, shape) in enumerate(zip(results, arrays, shapes, strict=True)):
+        if result.shape != shape or result.dtype != array.dtype:
+            raise ArgumentError(
+                f"out: array {index} has the shape {result.shape} and type {result.dtype}; "
+                f"the result has {shape} and {array.dtype}"
+            )
+    return results
+
+
+def operator_code(op: str, prescale: float, postscale: float) -> tuple[int, tuple[float, float]]:
+    if op not in _OPERATORS:
+        raise ArgumentError(f"invalid op: {op!r} (expected one of {', '.join(map(repr, _OPERATORS))})")
+    factors = (float(prescale), float(postscale))
+    if factors == NO_FACTORS:
+        return _OPERATORS[op], factors
+    if op != "sum":
+        raise ArgumentError(f"prescale and postscale are factors of a sum, not of op={op!r}")
+    return _SCALED_SUM, factors
+
+
+def checked_rank(root: Any, group: Group, argument: str = "root") -> int:
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
+        raise ArgumentError(f"invalid {argument}: {root!r} (expected a rank of the group, 0 to {group.size - 1})")
+    return int(root)
+
+
+def checked_source(source: Any, group: Group) -> int:
+    return _ANY if source is None else checked_rank(source, group, "source")
+
+
+def checked_tag(tag: Any) -> int:
+    if tag is None:
+        return _ANY
+    if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag < 2**31:
+        raise ArgumentError(f"invalid tag: {tag!r} (expected an integer from 0 to {2**31 - 1})")
+    return int(tag)
+
+
+def checked_counts(counts: Sequence[int], group: Group, arrays: list[Any] | None) -> list[int]:
+    """Counts as a list. ``arrays``: the array that has all of these blocks."""
+    listed = [int(count) for count in counts]
+    if len(listed) != group.size or any(count < 0 for count in listed):
+        raise ArgumentError(f"invalid counts: {listed} (expected {group.size} extents, one for each rank)")
+    if arrays is not None:
+        one_array(arrays)
+        if len(arrays[0]) != sum(listed):
+            raise ArgumentError(
+                f"the counts {listed} have the sum {sum(listed)}; the array's first axis {len(arrays[0])}"
+            )
+    return listed
+
+
+def one_array(arrays: list[Any]) -> None:
+    if len(arrays) != 1:
+        raise ArgumentError(f"blocks of different lengths need one array, not {len(arrays)}")
+
+
+def in_elements(rows: list[int] | None, array: Any) -> list[int] | None:
+    """Extents of the first axis as numbers of elements."""
+    each = int(np.prod(array.shape[1:], dtype=np.int64))
+    return None if rows is None else [extent * each for extent in rows]
+
+
+def block_extent(array: Any, index: int, rows: list[int] | None, group: Group) -> int:
+    """The extent of this rank's block of an array."""
+    if rows is not None:
+        return rows[group.rank]
+    if array.ndim == 0 or len(array) % group.size:
+        raise ArgumentError(
+            f"array {index} has the shape {array.shape}; its first axis must be a multiple of the {group.size} ranks"
+        )
+    return int(len(array)) // group.size
