@@ -158,7 +158,7 @@ def all_gather(
         timeout: As for ``allreduce``.
         out: As for ``allreduce``.
         counts: The extents of the first axis of every rank's array, if they differ; the same on all ranks. One array.
-        ragged: The extents differ, and the ranks tell them each other first.
+        ragged: The extents differ, and the ranks exchange them first.
         async_op: As for ``allreduce``.
 
     Returns:
@@ -167,10 +167,7 @@ def all_gather(
     call = _Call(group, name, timeout, async_op)
     arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
-    totals = [sum(rows) if rows is not None else call.group.size * len(array) for array in arrays]
-    results = results_like(
-        out, arrays, [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
-    )
+    results = _joined(call, out, arrays, rows)
     result = returned(out, results, kind_of(x))
     return call(_ALLGATHER, result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
 
@@ -195,10 +192,7 @@ def gather(
     elements = in_elements(rows, arrays[0])
     if call.group.rank != root:
         return call(_GATHER, nothing, arrays, None, root=root, counts=(elements, None))
-    totals = [sum(rows) if rows is not None else call.group.size * len(array) for array in arrays]
-    results = results_like(
-        out, arrays, [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
-    )
+    results = _joined(call, out, arrays, rows)
     result = returned(out, results, kind_of(x))
     return call(_GATHER, result, arrays, results, root=root, counts=(elements, None))
 
@@ -307,7 +301,7 @@ def all_to_all(
         timeout: As for ``allreduce``.
         out: As for ``allreduce``.
         send_counts: The extents of the first axes of the blocks that this rank sends, if they differ. One array.
-        receive_counts: The same of those that it receives; None with ``send_counts``: the ranks tell them each other
+        receive_counts: The same of those that it receives; None with ``send_counts``: the ranks exchange them
             first. All ranks give it, or none does.
         async_op: As for ``allreduce``.
 
@@ -326,8 +320,10 @@ def all_to_all(
         return call(_ALLTOALL, returned(out, results, kind_of(x)), arrays, results, blocks=size)
     sent = checked_counts(send_counts, call.group, arrays)
     if receive_counts is None:
-        told = all_to_all(np.array(sent), group=call.group, name=f"{name or 'all_to_all'}: counts", timeout=timeout)
-        receive_counts = told.tolist()
+        exchanged = all_to_all(
+            np.array(sent), group=call.group, name=f"{name or 'all_to_all'}: counts", timeout=timeout
+        )
+        receive_counts = exchanged.tolist()
     received = checked_counts(receive_counts, call.group, None)
     results = results_like(out, arrays, [(sum(received), *arrays[0].shape[1:])])
     counts = (in_elements(sent, arrays[0]), in_elements(received, arrays[0]))
@@ -454,3 +450,10 @@ def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: 
             f"counts has {listed[call.group.rank]} for this rank; its array's first axis is {len(arrays[0])}"
         )
     return listed
+
+
+def _joined(call: _Call, out: Any, arrays: list[Any], rows: list[int] | None) -> list[Any]:
+    """The arrays for the joined blocks of all ranks."""
+    totals = [sum(rows) if rows is not None else call.group.size * len(array) for array in arrays]
+    shapes = [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
+    return results_like(out, arrays, shapes)

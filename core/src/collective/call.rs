@@ -325,8 +325,8 @@ impl Call {
             && (self.op.collective.reduces || self.volume() <= small_move_max(self.op))
     }
 
-    /// Whether the ranks of a host may copy from and to each other's private memory. `total`: bytes of the longest block
-    /// of all ranks.
+    /// Whether the ranks of a host may copy out of each other's private memory. `total`: bytes of the longest block of all
+    /// ranks.
     pub(super) fn moves_privately(&self, total: usize) -> bool {
         !self.op.collective.reduces
             && !self.op.is_barrier()

@@ -332,7 +332,7 @@ impl Endpoint {
         if let Some(mut remote) = self.shared.with(0, |state| state.remote.take())
             && together
         {
-            remote.take_farewells();
+            remote.take_departures();
         }
     }
 }

@@ -100,7 +100,7 @@ impl Outgoing {
     /// Puts a message into the ring; returns it if there is no room.
     fn put(&mut self, mailbox: &mut Mailbox, to: usize, send: Send, finished: &mut Finished) -> Option<Send> {
         if send.from.len() <= CELL_BYTES {
-            // SAFETY: whoever started the send keeps its memory valid.
+            // SAFETY: the caller of the send keeps its memory valid.
             match unsafe { send_short(mailbox, to, send.envelope, &send.from) } {
                 Ok(false) => return Some(send),
                 Ok(true) => finished.push((send.request, Ok(send.status))),

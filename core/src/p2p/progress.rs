@@ -109,7 +109,7 @@ impl State {
         }
         let body = if total <= CELL_BYTES {
             let mut data = vec![0; total].into_boxed_slice();
-            // SAFETY: whoever started the send keeps its memory valid.
+            // SAFETY: the caller of the send keeps its memory valid.
             unsafe { send.from.read(0, total, data.as_mut_ptr()) };
             self.finished.push((send.request, Ok(send.status)));
             Body::Data(data)
@@ -137,7 +137,7 @@ impl State {
             match body {
                 Body::Data(data) => {
                     let result = self.status(&receive, from, tag, total).inspect(|_| {
-                        // SAFETY: whoever started the receive keeps its memory valid; the message fits.
+                        // SAFETY: the caller of the receive keeps its memory valid; the message fits.
                         unsafe { receive.into.write(0, data.as_ptr(), total) };
                     });
                     self.finished.push((receive.request, result));

@@ -64,7 +64,7 @@ impl State {
                 match self.receive_for(envelope.context, from, tag) {
                     Some(receive) => {
                         let result = self.status(&receive, from, tag, total).inspect(|_| {
-                            // SAFETY: whoever started the receive keeps its memory valid; the message fits.
+                            // SAFETY: the caller of the receive keeps its memory valid; the message fits.
                             unsafe { receive.into.write(0, data.as_ptr(), total) };
                         });
                         self.finished.push((receive.request, result));

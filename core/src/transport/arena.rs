@@ -35,7 +35,7 @@ pub trait PeerMemory: Send + Sync {
         usize::MAX
     }
 
-    /// Whether others can copy from and to `range` (addresses of this process) at the speed of memory.
+    /// Whether others can copy out of `range` (addresses of this process) at the speed of memory.
     fn is_fast_private(&self, _range: Range<usize>) -> bool {
         false
     }

@@ -1,5 +1,5 @@
 //! The memory of a group's ranks on a host outside of the group's own region: their arenas, and their private memory if
-//! the system lets the processes copy from and to it.
+//! the system lets the processes copy out of it.
 //!
 //! Thread rule: any thread.
 

@@ -77,7 +77,7 @@ pub enum Access {
     Peer,
     /// That of even ranks is peer memory.
     EvenPeer,
-    /// All memory is private, and the ranks can copy from and to it.
+    /// All memory is private, and the ranks can copy out of it.
     Private,
     /// As `Private`, but the memory of even ranks is peer memory.
     EvenPeerOddPrivate,
@@ -118,7 +118,7 @@ impl Access {
 struct ProcessMemory {
     peer: bool,
     private: bool,
-    /// Copies from and to private memory that succeed.
+    /// Copies out of private memory that succeed.
     left: AtomicUsize,
 }
 

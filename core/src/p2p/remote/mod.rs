@@ -178,7 +178,7 @@ impl Remote {
             if send.from.len() <= SHORT_BYTES {
                 let header = Header { context, total, tag, ..Header::new(Kind::Data) };
                 let (len, from) = (send.from.len(), &send.from);
-                // SAFETY: whoever started the send keeps its memory valid; a message has room for it.
+                // SAFETY: the caller of the send keeps its memory valid; a message has room for it.
                 let sent = self.port.send(to, header, len, |data| unsafe { from.read(0, len, data) });
                 finished.push((send.request, sent.clone().map(|()| send.status)));
                 self.note(sent);
@@ -205,7 +205,7 @@ impl Remote {
             let inside = |send: &&Send| offset.checked_add(len).is_some_and(|end| end <= send.from.len());
             let sent = match send.filter(inside).filter(|_| len <= PART_BYTES) {
                 Some(send) => self.port.send_part(to, want.tag, len, |part| {
-                    // SAFETY: whoever started the send keeps its memory valid; the part is within it.
+                    // SAFETY: the caller of the send keeps its memory valid; the part is within it.
                     unsafe { send.from.read(offset, len, part) }
                 }),
                 None => self.port.send_part(to, want.tag, 0, |_| {}),
@@ -424,14 +424,14 @@ impl Remote {
             }
         }
         if self.failure.is_none() {
-            let told = self.port.say_farewell();
-            self.note(told);
+            let departed = self.port.send_departure();
+            self.note(departed);
         }
     }
 
     /// Takes the last messages of the other ranks, which have all been closed: some networks complain about messages
     /// that nobody takes.
-    pub fn take_farewells(&mut self) {
+    pub fn take_departures(&mut self) {
         let until = Instant::now() + END;
         while self.failure.is_none() && !self.port.have_all_departed() && Instant::now() < until {
             self.linger();

@@ -43,13 +43,13 @@ struct Link {
     acknowledged: u32,
     /// Messages from it that needed a credit, and what it knows of that.
     taken: u32,
-    told: u32,
+    reported: u32,
     open_sends: usize,
     /// Those of them that are parts.
     open_parts: usize,
     departed: bool,
     /// Whether it knows that this rank sends no more.
-    farewell: bool,
+    departure_sent: bool,
 }
 
 impl Default for Link {
@@ -61,11 +61,11 @@ impl Default for Link {
             used: START,
             acknowledged: START,
             taken: START,
-            told: START,
+            reported: START,
             open_sends: 0,
             open_parts: 0,
             departed: false,
-            farewell: false,
+            departure_sent: false,
         }
     }
 }
@@ -191,11 +191,12 @@ impl Port {
     ///
     /// # Errors
     /// A failure of the network.
-    pub fn say_farewell(&mut self) -> Result<()> {
-        let missing = |(&rank, link): (&usize, &Link)| (!link.farewell && self.lost(rank).is_none()).then_some(rank);
+    pub fn send_departure(&mut self) -> Result<()> {
+        let missing =
+            |(&rank, link): (&usize, &Link)| (!link.departure_sent && self.lost(rank).is_none()).then_some(rank);
         for rank in self.links.iter().filter_map(missing).collect::<Vec<_>>() {
             self.send_always(rank, Header::new(Kind::Departed), 0, |_| {})?;
-            self.links.entry(rank).or_default().farewell = true;
+            self.links.entry(rank).or_default().departure_sent = true;
         }
         Ok(())
     }
@@ -256,7 +257,7 @@ impl Port {
         Header { sequence: link.next, taken: link.taken, ..header }.write(&mut buffer.as_mut_slice()[..HEADER_BYTES]);
         fill(buffer.as_ptr().wrapping_add(HEADER_BYTES));
         link.next = link.next.wrapping_add(1);
-        link.told = link.taken;
+        link.reported = link.taken;
         link.used = link.used.wrapping_add(u32::from(header.kind.needs_credit()));
         self.start_send(to, 0, buffer, HEADER_BYTES + data, MESSAGE)
     }
@@ -373,7 +374,7 @@ impl Port {
             link.departed |= header.kind == Kind::Departed;
             self.events.push_back(Event::Message(from, header, buffer));
         }
-        let (departed, owed) = (link.departed, link.taken.wrapping_sub(link.told));
+        let (departed, owed) = (link.departed, link.taken.wrapping_sub(link.reported));
         if departed {
             self.forget(from);
         }
