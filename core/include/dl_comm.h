@@ -278,6 +278,10 @@ int dl_comm_group_free(dl_comm_group_t* group);
 int dl_comm_group_rank(const dl_comm_group_t* group, int* rank);
 int dl_comm_group_size(const dl_comm_group_t* group, int* size);
 
+/* Stores a number by which the ops of PyTorch and TensorFlow name the group in this process: from 1, never used again.
+ * Ranks may have different numbers for a group. */
+int dl_comm_group_number(const dl_comm_group_t* group, uint64_t* number);
+
 /* Starts a call and stores a handle in `work`. Does not wait for other ranks. The tensors must stay valid, and be used
  * by nobody else, until the call has ended; `call` and its arrays may be freed at once. Any number of calls may be in
  * flight. An error here means that nothing was started and `done` is not called; errors of the call itself, such as

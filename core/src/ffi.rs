@@ -4,14 +4,18 @@
 //! through its `Completion`. A panic must not cross the bridge (cxx aborts the process), so bodies run under [`guard`].
 //! Thread rule: any thread; no function waits for a peer.
 
-use crate::buffer::{Buffer, Tensor};
+use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::Counts;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
-use crate::group::{BlockedCaller, CallOptions, Timeout};
+use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
+use crate::lock::lock;
+use crate::p2p::{Status, Then};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
 use crate::runtime;
+use crate::runtime::collectives::{self, Request, group_of_number};
+use crate::runtime::point_to_point;
 use crate::transport::gpu;
 
 #[cxx::bridge(namespace = "dl_comm")]
@@ -91,11 +95,45 @@ mod bridge {
         block_host: bool,
     }
 
+    /// A call of a collective on a group, without a schedule; the fields that `Average` has too, as there.
+    /// - `group`: the number of `dl_comm_group_number`; 0 for the group of team 0.
+    /// - `collective`, `reduce`, `root`, `prescale`, `postscale`, `send_counts`, `receive_counts`: as in
+    ///   `dl_comm_call_t`; the counts are empty for blocks of equal length.
+    struct Collective<'a> {
+        group: u64,
+        collective: i32,
+        reduce: i32,
+        root: i32,
+        prescale: f64,
+        postscale: f64,
+        send_counts: &'a [usize],
+        receive_counts: &'a [usize],
+        name: &'a str,
+        instance_id: &'a str,
+        tensor_names: &'a str,
+        caller_blocks: bool,
+        timeout: f64,
+        device: i32,
+        stream: usize,
+        block_host: bool,
+    }
+
+    /// A message to (`sends`) or from rank `peer` of a group, with `tag`; -1 for any source and any tag.
+    struct Transfer<'a> {
+        group: u64,
+        sends: bool,
+        peer: i32,
+        tag: i32,
+        name: &'a str,
+        timeout: f64,
+    }
+
     unsafe extern "C++" {
         include!("dl_comm/completion.h");
 
         type Completion;
         fn done(self: &Completion, code: i32, message: &str, results: SharedPtr<ResultBuffer>);
+        fn received(self: &Completion, source: i32, tag: i32, bytes: usize);
 
         type ResultBuffer;
         fn owner_type(self: &ResultBuffer) -> usize;
@@ -143,6 +181,23 @@ mod bridge {
             completion: UniquePtr<Completion>,
         );
 
+        /// Starts a collective. The `length` of a tensor is that of its shorter side, as in `dl_comm_buffer_t`.
+        unsafe fn start_collective(
+            call: &Collective<'_>,
+            tensors: &[TensorView],
+            shapes: &[i64],
+            completion: UniquePtr<Completion>,
+        );
+
+        /// Starts to send the `src` of `tensors`, or to receive into their `dst`. In host memory.
+        unsafe fn start_transfer(call: &Transfer<'_>, tensors: &[TensorView], completion: UniquePtr<Completion>);
+
+        /// This process's rank in a group.
+        fn group_rank(group: u64) -> Result<i32>;
+
+        /// The number of a group's ranks.
+        fn group_size(group: u64) -> Result<i32>;
+
         /// Makes stream `later` of GPU `device` wait for all work on `stream` so far.
         fn order(device: i32, stream: usize, later: usize) -> Result<()>;
 
@@ -152,11 +207,11 @@ mod bridge {
 }
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use cxx::{SharedPtr, UniquePtr};
 
-use bridge::{Average, Broadcast, Completion, TensorView};
+use bridge::{Average, Broadcast, Collective, Completion, TensorView, Transfer};
 
 /// The memory of a call, owned by an op library.
 struct OpLibraryResults(SharedPtr<bridge::ResultBuffer>);
@@ -206,6 +261,15 @@ impl CompletionGuard {
         self.complete(result);
     }
 
+    fn finish_transfer(mut self, result: Result<Status>) {
+        if let (Ok(status), Some(completion)) = (&result, self.0.as_ref()) {
+            // Ranks and tags of a group are below 2^31.
+            let number = |value: usize| i32::try_from(value).unwrap_or(-1);
+            completion.received(number(status.source), number(status.tag as usize), status.bytes);
+        }
+        self.complete(result.map(|_| SharedPtr::null()));
+    }
+
     fn complete(&mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
         let completion = std::mem::replace(&mut self.0, UniquePtr::null());
         match (completion.as_ref(), result) {
@@ -244,11 +308,14 @@ fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
             return Err(Error::Invalid("fewer shapes than the tensors' ndim ask for".into()));
         };
         rest = tail;
-        let dtype = DType::from_code(i32::from(view.dtype.repr))?;
-        let buffer = Buffer::new(view.src as *const u8, view.dst as *mut u8, view.length, dtype);
-        list.push(Tensor::new(buffer, shape));
+        list.push(Tensor::new(buffer(view)?, shape));
     }
     Ok(list)
+}
+
+fn buffer(view: &TensorView) -> Result<Buffer> {
+    let dtype = DType::from_code(i32::from(view.dtype.repr))?;
+    Ok(Buffer::new(view.src as *const u8, view.dst as *mut u8, view.length, dtype))
 }
 
 /// # Safety
@@ -342,6 +409,92 @@ impl LongWait {
             Ok(())
         });
     }
+}
+
+/// # Safety
+/// As for [`average`].
+unsafe fn start_collective(
+    call: &Collective<'_>,
+    tensors: &[TensorView],
+    shapes: &[i64],
+    completion: UniquePtr<Completion>,
+) {
+    let guard = CompletionGuard(completion);
+    catch(|| {
+        let request = || {
+            let request =
+                Request::from_codes(call.collective, call.reduce, (call.prescale, call.postscale), call.root)?;
+            let given = |counts: &'_ [usize]| (!counts.is_empty()).then(|| counts.to_vec());
+            let (send, receive) = (given(call.send_counts), given(call.receive_counts));
+            let counts = request.counts(send.as_deref(), receive.as_deref())?;
+            Ok((group_of_number(call.group)?, request, counts, translate(tensors, shapes)?))
+        };
+        let (group, request, counts, tensors) = match request() {
+            Ok(parts) => parts,
+            Err(error) => return guard.finish(Err(error)),
+        };
+        let options = CallOptions {
+            name: call.name.to_owned(),
+            instance_id: call.instance_id.to_owned(),
+            tensor_names: call.tensor_names.to_owned(),
+            caller_blocks: call.caller_blocks,
+            timeout: Timeout::from_seconds(call.timeout),
+            device: device(call.device, call.stream, call.block_host),
+            counts,
+        };
+        let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
+        // SAFETY: the caller's promise.
+        unsafe { collectives::submit(&group, request, tensors, options, done) };
+    });
+}
+
+/// # Safety
+/// As for [`average`].
+unsafe fn start_transfer(call: &Transfer<'_>, tensors: &[TensorView], completion: UniquePtr<Completion>) {
+    // If nothing is started, the core drops the callback, and the error is reported here.
+    let guard = Arc::new(Mutex::new(Some(CompletionGuard(completion))));
+    let ends = Arc::clone(&guard);
+    catch(|| {
+        let then: Then = Box::new(move |result| {
+            let guard = lock(&ends).take();
+            guard.into_iter().for_each(|guard| guard.finish_transfer(result.clone()));
+        });
+        // SAFETY: the caller's promise.
+        if let Err(error) = unsafe { try_transfer(call, tensors, then) } {
+            let guard = lock(&guard).take();
+            guard.into_iter().for_each(|guard| guard.finish_transfer(Err(error.clone())));
+        }
+    });
+}
+
+/// # Safety
+/// As for [`average`].
+unsafe fn try_transfer(call: &Transfer<'_>, tensors: &[TensorView], then: Then) -> Result<()> {
+    let timeout = Timeout::from_seconds(call.timeout);
+    let options = MessageOptions::from_codes(call.sends, call.peer, call.tag, call.name, timeout)?;
+    let group = group_of_number(call.group)?;
+    let views = tensors.iter().map(|view| Ok(View { buffer: buffer(view)?, shape: &[] }));
+    let views = views.collect::<Result<Vec<_>>>()?;
+    // SAFETY: the caller's promise.
+    let started = unsafe {
+        match call.sends {
+            true => point_to_point::send(&group, &views, options, Some(then)),
+            false => point_to_point::receive(&group, &views, options, Some(then)),
+        }
+    };
+    started.map(drop)
+}
+
+fn group_rank(group: u64) -> Result<i32> {
+    guard(|| to_i32(group_of_number(group)?.rank()))
+}
+
+fn group_size(group: u64) -> Result<i32> {
+    guard(|| to_i32(group_of_number(group)?.call_config().ranks))
+}
+
+fn to_i32(number: usize) -> Result<i32> {
+    i32::try_from(number).map_err(|_| Error::Internal("a number is too large for int32".into()))
 }
 
 fn device(ordinal: i32, stream: usize, block_host: bool) -> Option<Device> {

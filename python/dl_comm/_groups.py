@@ -97,6 +97,7 @@ class Group:
         self._handle: _dl_comm.Group | None = handle
         self.rank, self.size, self._name = handle.rank(), handle.size(), name
         self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
+        self._number = handle.number()
 
     @property
     def handle(self) -> _dl_comm.Group:
@@ -104,6 +105,11 @@ class Group:
         if self._handle is None:
             raise ArgumentError(f"{self!r} was freed")
         return self._handle
+
+    @property
+    def number(self) -> int:
+        """The number by which the ops of PyTorch and TensorFlow name the group in this process."""
+        return self._number
 
     def free(self) -> None:
         """Ends the group on this rank, after its started calls. A second call does nothing."""

@@ -200,6 +200,14 @@ impl Group {
         Ok(size)
     }
 
+    /// The number by which the ops of PyTorch and TensorFlow name the group.
+    fn number(&self, py: Python<'_>) -> PyResult<u64> {
+        let mut number = 0;
+        // SAFETY: as above.
+        call(py, || unsafe { ffi::dl_comm_group_number(self.handle.raw(), &raw mut number) })?;
+        Ok(number)
+    }
+
     /// Runs a call to its end.
     fn run(&self, py: Python<'_>, spec: CallSpec<'_>) -> PyResult<()> {
         let request = CCall::new(py, spec)?;

@@ -43,6 +43,13 @@ class Completion {
   // Otherwise `code` is a DL_COMM_ERROR_* code of dl_comm.h, and `message` describes the error. No result was written
   // unless the message says so.
   virtual void done(int32_t code, rust::Str message, std::shared_ptr<ResultBuffer> results) const noexcept = 0;
+
+  // Called before `done` of a receive that succeeded: the source's rank in the group, the tag and the length.
+  virtual void received(int32_t source, int32_t tag, std::size_t bytes) const noexcept {
+    (void)source;
+    (void)tag;
+    (void)bytes;
+  }
 };
 
 }  // namespace dl_comm

@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use super::arguments::{CBuffer, CDevice, Views, array, number, tensors, text, to_device, views};
 use super::functions::status;
-use crate::collective::{Bounds, Counts, Op, Pattern};
 use crate::error::{Error, Result};
 use crate::group::{CallHandle, CallOptions, Group, OnComplete, Timeout};
-use crate::reduce::ReduceOp;
 use crate::runtime;
+use crate::runtime::collectives::{self, Request};
 use crate::runtime::point_to_point::Transfer;
 
 /// `dl_comm_group_t` of `dl_comm.h`.
@@ -64,9 +63,6 @@ pub struct CCall {
     pub context: *mut c_void,
 }
 
-/// The code of Adasum, which is no operator of single elements.
-const ADASUM: c_int = 9;
-
 /// The caller's callback.
 pub(super) struct Callback {
     pub done: unsafe extern "C" fn(*mut c_void, c_int, *const c_char),
@@ -109,62 +105,29 @@ impl CCall {
         }
     }
 
-    fn op(&self) -> Result<Op> {
+    fn request(&self) -> Result<Request> {
         if self.flags != 0 {
             return Err(Error::Invalid(format!("flags is {}; this version of dl_comm knows none", self.flags)));
         }
-        let reduce = ReduceOp::ALL.into_iter().find(|reduce| c_int::from(reduce.code()) == self.reduce);
-        let reduce = reduce.ok_or_else(|| Error::Invalid(format!("no operator has the code {}", self.reduce)))?;
-        let reduce = match reduce {
-            ReduceOp::Scaled { .. } => ReduceOp::Scaled { pre: self.prescale, post: self.postscale },
-            other => other,
-        };
-        let root = usize::try_from(self.root).map_err(|_| Error::Invalid(format!("root {} is negative", self.root)))?;
-        Op::from_code(self.collective, reduce, root)
-    }
-
-    /// Whether it is an Adasum, which only an allreduce can be.
-    fn is_adasum(&self) -> Result<bool> {
-        if self.reduce != ADASUM || !Op::from_code(self.collective, ReduceOp::Sum, 0)?.collective.reduces {
-            return Ok(false);
-        }
-        let op = CCall { reduce: 0, ..*self }.op()?;
-        if !op.is_allreduce() || !self.send_counts.is_null() || !self.receive_counts.is_null() {
-            return Err(Error::Invalid(format!("adasum is an operator of allreduce, not of {}", op.title())));
-        }
-        Ok(true)
+        Request::from_codes(self.collective, self.reduce, (self.prescale, self.postscale), self.root)
     }
 
     /// # Safety
-    /// The arrays have an entry for each of the group's ranks.
-    unsafe fn counts(&self, op: Op, ranks: usize) -> Result<Counts> {
-        let bounds = |counts: *const usize, name: &str| {
-            // SAFETY: the caller's promise.
-            let lengths = unsafe { array(counts, ranks, name) }?;
-            Bounds::new(lengths).ok_or_else(|| Error::Invalid(format!("{name} are longer than memory can be")))
-        };
-        Ok(match (op.pattern(), self.send_counts.is_null(), self.receive_counts.is_null()) {
-            (_, true, true) => Counts::Even,
-            (Pattern::Exchange, ..) => Counts::Pairs {
-                send: bounds(self.send_counts, "send_counts")?,
-                receive: bounds(self.receive_counts, "receive_counts")?,
-            },
-            (_, true, false) => return Err(Error::Invalid(format!("{} takes its counts as send_counts", op.title()))),
-            _ => Counts::Ranks(bounds(self.send_counts, "send_counts")?),
-        })
-    }
-
-    /// # Safety
-    /// The strings and structures are valid or NULL.
-    unsafe fn options(&self, op: Op, ranks: usize) -> Result<CallOptions> {
+    /// The strings and structures are valid or NULL; the counts have `ranks` entries.
+    unsafe fn options(&self, request: Request, ranks: usize) -> Result<CallOptions> {
         let timeout = match self.timeout {
             0.0 => Timeout::GroupDefault,
             seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
             _ => Timeout::Override(None),
         };
         // SAFETY: the caller's promise.
-        let (name, device, counts) =
-            unsafe { (text(self.name).into_owned(), to_device(self.device), self.counts(op, ranks)?) };
+        let lengths = |counts: *const usize, name: &str| unsafe {
+            (!counts.is_null()).then(|| array(counts, ranks, name)).transpose()
+        };
+        let send = lengths(self.send_counts, "send_counts")?;
+        let counts = request.counts(send, lengths(self.receive_counts, "receive_counts")?)?;
+        // SAFETY: the caller's promise.
+        let (name, device) = unsafe { (text(self.name).into_owned(), to_device(self.device)) };
         Ok(CallOptions { name, timeout, device, counts, ..CallOptions::default() })
     }
 }
@@ -271,6 +234,16 @@ pub unsafe extern "C" fn dl_comm_group_size(group: *const CGroup, size: *mut c_i
     status(|| unsafe { store(size, number(reference(group, "group")?.0.call_config().ranks)?, "size") })
 }
 
+/// `dl_comm_group_number` of `dl_comm.h`.
+///
+/// # Safety
+/// The pointers are NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_group_number(group: *const CGroup, number: *mut u64) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe { store(number, reference(group, "group")?.0.number(), "number") })
+}
+
 /// `dl_comm_start` of `dl_comm.h`.
 ///
 /// # Safety
@@ -283,14 +256,9 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
         let (group, call) = (&reference(group, "group")?.0, CCall::read(call)?);
         let callback = call.done.map(|done| Callback { done, context: call.context });
         let then = callback.map(|callback| -> OnComplete { Box::new(move |result| callback.call(&result)) });
-        let tensors = tensors(call.buffers, call.count)?;
-        let handle = if call.is_adasum()? {
-            runtime::collectives::start_adasum(group, tensors, call.options(Op::MEAN, 0)?, then)?
-        } else {
-            let op = call.op()?;
-            let options = call.options(op, group.call_config().ranks)?;
-            runtime::collectives::start(group, op, tensors, options, then)?
-        };
+        let request = call.request()?;
+        let options = call.options(request, group.call_config().ranks)?;
+        let handle = collectives::start(group, request, tensors(call.buffers, call.count)?, options, then)?;
         store(work, Box::into_raw(Box::new(CWork::Call(handle))), "work")
     })
 }
@@ -307,16 +275,11 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
         if call.done.is_some() {
             return Err(Error::Invalid("dl_comm_run calls no `done`; use dl_comm_start".into()));
         }
-        if call.is_adasum()? {
-            let tensors = tensors(call.buffers, call.count)?;
-            let handle = runtime::collectives::start_adasum(group, tensors, call.options(Op::MEAN, 0)?, None)?;
-            return runtime::collectives::wait_for(&handle, None);
-        }
-        let op = call.op()?;
-        let options = call.options(op, group.call_config().ranks)?;
+        let request = call.request()?;
+        let options = call.options(request, group.call_config().ranks)?;
         let mut list = Views::new();
         views(call.buffers, call.count, &mut list)?;
-        runtime::collectives::run(group, op, &list, options)
+        collectives::run(group, request, &list, options)
     })
 }
 
@@ -346,7 +309,7 @@ pub unsafe extern "C" fn dl_comm_wait(work: *const CWork, timeout: f64) -> c_int
     let timeout = (timeout > 0.0).then(|| Duration::from_secs_f64(timeout.min(1e9)));
     // SAFETY: the caller's promise.
     status(|| match unsafe { reference(work, "work") }? {
-        CWork::Call(handle) => runtime::collectives::wait_for(handle, timeout),
+        CWork::Call(handle) => collectives::wait_for(handle, timeout),
         CWork::Message(transfer) => transfer.wait(timeout).map(drop),
     })
 }

@@ -12,9 +12,6 @@ use crate::group::{MessageOptions, Timeout};
 use crate::p2p::{Status, Then};
 use crate::runtime::point_to_point;
 
-/// `DL_COMM_ANY_SOURCE` and `DL_COMM_ANY_TAG`.
-const ANY: c_int = -1;
-
 /// `dl_comm_message_t`; see `dl_comm.h` for the contract.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -83,11 +80,6 @@ impl CMessage {
     /// # Safety
     /// The pointers are valid.
     unsafe fn with<T>(&self, sends: bool, body: impl FnOnce(&Views<'_>, MessageOptions<'_>) -> Result<T>) -> Result<T> {
-        let or_any = |value: c_int, name: &str| match usize::try_from(value) {
-            Ok(value) => Ok(Some(value)),
-            Err(_) if value == ANY && !sends => Ok(None),
-            Err(_) => Err(Error::Invalid(format!("{name} {value} is negative"))),
-        };
         let timeout = match self.timeout {
             0.0 => Timeout::GroupDefault,
             seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
@@ -99,8 +91,7 @@ impl CMessage {
             views(self.buffers, self.count, &mut list)?;
             text(self.name)
         };
-        let tag = or_any(self.tag, "tag")?.and_then(|tag| u32::try_from(tag).ok());
-        body(&list, MessageOptions { peer: or_any(self.peer, "rank")?, tag, name: &name, timeout })
+        body(&list, MessageOptions::from_codes(sends, self.peer, self.tag, &name, timeout)?)
     }
 
     fn then(&self) -> Option<Then> {

@@ -12,7 +12,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::operation::Pattern;
+use super::operation::{Op, Pattern};
+use crate::error::{Error, Result};
 use crate::topology::{Position, Topology};
 use crate::wire_layout::ALIGN;
 
@@ -153,6 +154,29 @@ pub enum Counts {
 }
 
 impl Counts {
+    /// The lengths that a caller gives for `op`, an entry for each rank: `send` of the blocks that this rank sends, or of
+    /// all ranks' blocks; `receive` of those that it receives from each rank.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for lengths that `op` does not take.
+    pub fn from_lists(op: Op, send: Option<&[usize]>, receive: Option<&[usize]>) -> Result<Counts> {
+        let bounds = |lengths: &[usize], name: &str| {
+            Bounds::new(lengths).ok_or_else(|| Error::Invalid(format!("{name} are longer than memory can be")))
+        };
+        match (op.pattern(), send, receive) {
+            (_, None, None) => Ok(Counts::Even),
+            (Pattern::Exchange, send, receive) => {
+                let given = |lengths: Option<&[usize]>, name: &str| match lengths {
+                    Some(lengths) => bounds(lengths, name),
+                    None => Err(Error::Invalid(format!("{} takes send_counts and receive_counts", op.title()))),
+                };
+                Ok(Counts::Pairs { send: given(send, "send_counts")?, receive: given(receive, "receive_counts")? })
+            }
+            (_, None, Some(_)) => Err(Error::Invalid(format!("{} takes its counts as send_counts", op.title()))),
+            (_, Some(send), _) => Ok(Counts::Ranks(bounds(send, "send_counts")?)),
+        }
+    }
+
     /// The elements of the block for `peer` in an input of rank `me`. `len` is the length of an even block.
     pub(super) fn sent(&self, pattern: Pattern, me: usize, peer: usize, len: usize) -> Range<usize> {
         match self {

@@ -1,6 +1,6 @@
 //! Start and end of a group: its resources and threads.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::callers::{CallerThreads, is_group_thread};
@@ -118,7 +118,9 @@ impl Group {
         // Set once: the state is new.
         let _set = shared.lead.set(GroupThread::new(lead_settings, move |inbox| lead.run_loop(inbox)));
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
-        Ok(Group { shared, topology, executor, messenger: OnceLock::new() })
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        Ok(Group { number, shared, topology, executor, messenger: OnceLock::new() })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.

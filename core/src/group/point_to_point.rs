@@ -8,7 +8,7 @@ use super::messenger::Messenger;
 use super::submit::Group;
 use super::work::Timeout;
 use crate::buffer::View;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::p2p::{Endpoint, Message, Request, Spans, Status, Then};
 
 /// A send or receive, beside its tensors.
@@ -22,6 +22,24 @@ pub struct MessageOptions<'a> {
     pub name: &'a str,
     /// The deadline.
     pub timeout: Timeout,
+}
+
+impl<'a> MessageOptions<'a> {
+    /// The options of a send, or of a receive, whose `peer` and `tag` may be `DL_COMM_ANY_SOURCE` and `DL_COMM_ANY_TAG`
+    /// of `dl_comm.h`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a negative rank or tag.
+    pub fn from_codes(sends: bool, peer: i32, tag: i32, name: &'a str, timeout: Timeout) -> Result<Self> {
+        const ANY: i32 = -1;
+        let or_any = |value: i32, name: &str| match u32::try_from(value) {
+            Ok(value) => Ok(Some(value)),
+            Err(_) if value == ANY && !sends => Ok(None),
+            Err(_) => Err(Error::Invalid(format!("{name} {value} is negative"))),
+        };
+        let peer = or_any(peer, "rank")?.map(|peer| peer as usize);
+        Ok(MessageOptions { peer, tag: or_any(tag, "tag")?, name, timeout })
+    }
 }
 
 impl Group {

@@ -24,6 +24,7 @@ use crate::transport::gpu::CallerStream;
 
 /// A group whose threads run calls; see [`crate::group`].
 pub struct Group {
+    pub(super) number: u64,
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
     pub(super) executor: Arc<Executor>,
@@ -39,6 +40,11 @@ impl Group {
     /// The number of this rank.
     pub fn rank(&self) -> usize {
         self.shared.rank
+    }
+
+    /// A number of this group in this process: from 1, never used again.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// The common settings of its calls.

@@ -3,11 +3,64 @@
 use std::sync::Arc;
 
 use super::calls::{blocked, interrupt};
-use super::state::{check_fork, team};
+use super::state::{check_fork, started, team};
 use crate::buffer::{Tensor, View};
 use crate::collective::{Counts, Op};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::{self, CallHandle, CallOptions, Group, OnComplete, wait_for_result};
+use crate::reduce::ReduceOp;
+
+/// The code of Adasum among the operators, which is no operator of single elements.
+const ADASUM: i32 = 9;
+
+/// What a call asks for, by the codes of `dl_comm.h`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Request {
+    /// One collective.
+    Collective(Op),
+    /// The allreduce by Adasum, a chain of collectives.
+    Adasum,
+}
+
+impl Request {
+    /// Reads the codes of a collective and of its operator, the factors of a scaled sum, and the root. What the collective
+    /// does not use is ignored.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for unknown codes and for a negative root.
+    pub fn from_codes(collective: i32, reduce: i32, (pre, post): (f64, f64), root: i32) -> Result<Request> {
+        let root = usize::try_from(root).map_err(|_| Error::Invalid(format!("root {root} is negative")))?;
+        if reduce == ADASUM {
+            let op = Op::from_code(collective, ReduceOp::Sum, root)?;
+            return match op.collective.reduces {
+                true if op.is_allreduce() => Ok(Request::Adasum),
+                true => Err(Error::Invalid(format!("adasum is an operator of allreduce, not of {}", op.title()))),
+                false => Ok(Request::Collective(op)),
+            };
+        }
+        let known = ReduceOp::ALL.into_iter().find(|known| i32::from(known.code()) == reduce);
+        let known = known.ok_or_else(|| Error::Invalid(format!("no operator has the code {reduce}")))?;
+        let operator = match known {
+            ReduceOp::Scaled { .. } => ReduceOp::Scaled { pre, post },
+            other => other,
+        };
+        Op::from_code(collective, operator, root).map(Request::Collective)
+    }
+
+    /// The lengths of the blocks; `None` where the caller gives none.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for counts that the collective does not take.
+    pub fn counts(self, send: Option<&[usize]>, receive: Option<&[usize]>) -> Result<Counts> {
+        match self {
+            Request::Collective(op) => Counts::from_lists(op, send, receive),
+            Request::Adasum if send.is_some() || receive.is_some() => {
+                Err(Error::Invalid("adasum: takes no counts; it works on whole tensors".into()))
+            }
+            Request::Adasum => Ok(Counts::Even),
+        }
+    }
+}
 
 /// The group of team `id`.
 ///
@@ -17,7 +70,22 @@ pub fn group_of_team(id: i32) -> Result<Arc<Group>> {
     team(id).map(|team| Arc::clone(team.group()))
 }
 
-/// Starts `op` on `tensors` and returns a handle; `then` gets the result too, unless this returns an error.
+/// The group with this [`number`](Group::number); 0: the group of team 0.
+///
+/// # Errors
+/// If there is none: it was freed.
+pub fn group_of_number(number: u64) -> Result<Arc<Group>> {
+    if number == 0 {
+        return group_of_team(0);
+    }
+    started(|runtime| {
+        let team = || runtime.teams.values().map(|team| team.group()).find(|group| group.number() == number).cloned();
+        let group = runtime.groups.get(&number).and_then(std::sync::Weak::upgrade).or_else(team);
+        group.ok_or_else(|| Error::Invalid(format!("group {number} was freed")))
+    })
+}
+
+/// Starts a call on `tensors` and returns a handle; `then` gets the result too, unless this returns an error.
 ///
 /// # Errors
 /// If the process may not make calls. The errors of the call are in the handle.
@@ -25,8 +93,8 @@ pub fn group_of_team(id: i32) -> Result<Arc<Group>> {
 /// # Safety
 /// As for [`Group::submit`], until the call has ended.
 pub unsafe fn start(
-    group: &Group,
-    op: Op,
+    group: &Arc<Group>,
+    request: Request,
     tensors: Vec<Tensor>,
     options: CallOptions,
     then: Option<OnComplete>,
@@ -34,20 +102,43 @@ pub unsafe fn start(
     check_fork()?;
     let (handle, done) = CallHandle::new(then);
     // SAFETY: the caller's promise.
-    unsafe { group.submit(op, towers(op, tensors), options, done) };
+    unsafe { submit(group, request, tensors, options, done) };
     Ok(handle)
 }
 
-/// Runs `op` to its end, by the fast path if possible.
+/// Starts a call as [`start`], without a handle. `done` gets every error.
+///
+/// # Safety
+/// As for [`start`].
+pub unsafe fn submit(
+    group: &Arc<Group>,
+    request: Request,
+    tensors: Vec<Tensor>,
+    options: CallOptions,
+    done: OnComplete,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match request {
+            Request::Collective(op) => group.submit(op, towers(op, tensors), options, done),
+            Request::Adasum => group::start_adasum(group, tensors, options, done),
+        }
+    }
+}
+
+/// Runs a call to its end, by the fast path if possible.
 ///
 /// # Errors
 /// Those of the call.
 ///
 /// # Safety
 /// As for [`Group::submit`].
-pub unsafe fn run(group: &Group, op: Op, views: &[View<'_>], mut options: CallOptions) -> Result<()> {
+pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut options: CallOptions) -> Result<()> {
     check_fork()?;
-    if options.device.is_none() && options.counts == Counts::Even {
+    if let Request::Collective(op) = request
+        && options.device.is_none()
+        && options.counts == Counts::Even
+    {
         // SAFETY: the caller's promise.
         let ended = unsafe { group.try_small(op, &options.name, views, options.timeout) };
         if let Some((result, _)) = ended {
@@ -57,27 +148,7 @@ pub unsafe fn run(group: &Group, op: Op, views: &[View<'_>], mut options: CallOp
     options.caller_blocks = true;
     let tensors = views.iter().map(|view| view.to_tensor()).collect();
     // SAFETY: the caller's promise.
-    wait_for_result(interrupt, |done| unsafe { group.submit(op, towers(op, tensors), options, done) })
-}
-
-/// As [`start`], of the Adasum of `tensors` ([`start_adasum`](group::start_adasum)).
-///
-/// # Errors
-/// As for [`start`].
-///
-/// # Safety
-/// As for [`start`].
-pub unsafe fn start_adasum(
-    group: &Arc<Group>,
-    tensors: Vec<Tensor>,
-    options: CallOptions,
-    then: Option<OnComplete>,
-) -> Result<CallHandle> {
-    check_fork()?;
-    let (handle, done) = CallHandle::new(then);
-    // SAFETY: the caller's promise.
-    unsafe { group::start_adasum(group, tensors, options, done) };
-    Ok(handle)
+    wait_for_result(interrupt, |done| unsafe { submit(group, request, tensors, options, done) })
 }
 
 /// Waits for a call that another function has started, as [`CallHandle::wait`].
@@ -93,4 +164,23 @@ pub fn wait_for(handle: &CallHandle, timeout: Option<std::time::Duration>) -> Re
 
 fn towers(op: Op, tensors: Vec<Tensor>) -> Vec<Vec<Tensor>> {
     if op.is_barrier() { Vec::new() } else { vec![tensors] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_give_requests() {
+        let request = |collective, reduce, root| Request::from_codes(collective, reduce, (2.0, 3.0), root);
+        assert_eq!(request(1, 1, 0), Ok(Request::Collective(Op::MEAN)));
+        assert_eq!(request(1, 9, 0), Ok(Request::Adasum));
+        assert_eq!(request(1, 8, 0), Ok(Request::Collective(Op::allreduce(ReduceOp::Scaled { pre: 2.0, post: 3.0 }))));
+        assert_eq!(request(2, 9, 1), Ok(Request::Collective(Op::broadcast(1))));
+        assert!(matches!(request(8, 9, 0), Err(Error::Invalid(_))), "reduce-scatter by Adasum");
+        for (collective, reduce, root) in [(0, 0, 0), (1, 10, 0), (1, -1, 0), (4, 0, -1)] {
+            assert!(matches!(request(collective, reduce, root), Err(Error::Invalid(_))));
+        }
+        assert!(Request::Adasum.counts(Some(&[1]), None).is_err());
+    }
 }

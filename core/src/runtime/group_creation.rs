@@ -71,8 +71,8 @@ pub fn create_group(name: &str, ranks: &[usize]) -> Result<Arc<Group>> {
     write(|state| match state {
         RuntimeState::Started(runtime) => {
             runtime.dumper.add(&group);
-            runtime.groups.retain(|group| group.strong_count() > 0);
-            runtime.groups.push(Arc::downgrade(&group));
+            runtime.groups.retain(|_, group| group.strong_count() > 0);
+            runtime.groups.insert(group.number(), Arc::downgrade(&group));
             Ok(group)
         }
         _ => Err(not_started()),

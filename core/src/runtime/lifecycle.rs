@@ -90,7 +90,7 @@ fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Resu
                 SignalDumper::start(Arc::clone(&dumper))
             };
             let _on_signal = job.confirm("init_mpi", start_services()).inspect_err(|_| job.leave())?;
-            let (job, teams, groups) = (Arc::new(job), BTreeMap::new(), Vec::new());
+            let (job, teams, groups) = (Arc::new(job), BTreeMap::new(), BTreeMap::new());
             let process_groups = Arc::new(ProcessGroups::of_process());
             let runtime = Runtime {
                 job,
@@ -179,7 +179,7 @@ fn end(reason: Option<Error>) -> Result<()> {
     };
     let RuntimeState::Started(runtime) = previous else { return Ok(()) };
     let Runtime { job, teams, groups, topology, .. } = *runtime;
-    let groups: Vec<Arc<Group>> = groups.iter().filter_map(Weak::upgrade).collect();
+    let groups: Vec<Arc<Group>> = groups.values().filter_map(Weak::upgrade).collect();
     let all_groups = || teams.values().map(|team| team.group()).chain(&groups);
     if let Some(error) = &reason {
         all_groups().for_each(|group| group.fail(error));

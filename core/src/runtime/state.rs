@@ -31,8 +31,8 @@ pub(super) struct Runtime {
     pub network: Option<NetworkModel>,
     pub config: Config,
     pub teams: BTreeMap<i32, Arc<Team>>,
-    /// Groups that some ranks have made.
-    pub groups: Vec<Weak<Group>>,
+    /// Groups that some ranks have made, by number.
+    pub groups: BTreeMap<u64, Weak<Group>>,
     pub process_groups: Arc<ProcessGroups>,
     pub dumper: Arc<Dumper>,
     /// Writes dumps on a signal while it lives.
