@@ -270,6 +270,23 @@ int dl_comm_team_group(int team, dl_comm_group_t** group);
  * as a team, and apart from it: a failure ends this group, and a lost rank ends the groups that it is a member of. */
 int dl_comm_group_create(const int* ranks, int nranks, const char* name, dl_comm_group_t** group);
 
+/* Settings of a group. Set it to zero bytes and `size` to sizeof(dl_comm_group_options_t) first.
+ * - `threads`: the number of threads; 0 for DL_COMM_DEFAULT_NTHREADS.
+ * - `timeout`: the deadline of its calls in seconds; 0 for DL_COMM_TIMEOUT_S, negative for none.
+ * - `algorithm`, `gpu_path`: values of DL_COMM_ALGORITHM and DL_COMM_GPU_PATH; NULL for those of the environment. */
+typedef struct dl_comm_group_options {
+  size_t size;
+  int threads;
+  double timeout;
+  const char* algorithm;
+  const char* gpu_path;
+} dl_comm_group_options_t;
+
+/* As dl_comm_group_create, with settings, which must be equal on all members except for the deadline; NULL: those of
+ * the environment. */
+int dl_comm_group_create_with(const int* ranks, int nranks, const char* name, const dl_comm_group_options_t* options,
+                              dl_comm_group_t** group);
+
 /* Frees the handle; NULL is ignored. A group that dl_comm_group_create has made ends on this rank: started calls are
  * completed first. Other members that still call it get DL_COMM_ERROR_PEER_LOST. Not collective. */
 int dl_comm_group_free(dl_comm_group_t* group);
@@ -300,6 +317,13 @@ int dl_comm_work_free(dl_comm_work_t* work);
 
 /* As dl_comm_start and dl_comm_wait, and faster. `done` must be NULL. Collective. */
 int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
+
+/* For ranks with less data than others: contributes zeros to the sums and means that the other ranks make on the group,
+ * in host memory, and takes part in their barriers, until all ranks have called it. A mean still divides by the number
+ * of ranks. Stores the rank that was the last in `last` (may be NULL). `timeout` in seconds; 0 or negative: no limit,
+ * since the other ranks may have much data. Other calls of the other ranks fail on them with DL_COMM_ERROR_MISMATCH.
+ * Not for a team with a schedule of non-blocking calls. Afterwards the group may be used again. Collective. */
+int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
 
 /* ---- Send and receive ---------------------------------------------------------------------------------------------
  * A message goes from one rank of a group to another, or to itself. A receive takes the first message that has its

@@ -11,6 +11,9 @@ use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::error::{Error, Result};
 use crate::plugin::Cooldown;
 
+/// The most threads of a group.
+pub const MAX_THREADS: usize = 256;
+
 /// Settings of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
@@ -152,6 +155,7 @@ impl Config {
                 })
             }
         };
+        let of = |name: &'static str| move |error: Error| Error::Invalid(format!("{name}: {}", error.detail()));
         let seconds = |name: &str, default: Option<Duration>| match get(name) {
             None => Ok(default),
             Some(text) => match text.trim().parse::<f64>() {
@@ -163,14 +167,15 @@ impl Config {
             },
         };
         Ok(Config {
-            default_nthreads: integer("DL_COMM_DEFAULT_NTHREADS", 1, 256, defaults.default_nthreads)?,
+            default_nthreads: integer("DL_COMM_DEFAULT_NTHREADS", 1, MAX_THREADS, defaults.default_nthreads)?,
             default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
             match_timeout: seconds("DL_COMM_MATCH_TIMEOUT_S", Some(defaults.match_timeout))?.unwrap_or_default(),
             chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
             algorithm: get("DL_COMM_ALGORITHM")
-                .map_or(Ok(defaults.algorithm), |name| AlgorithmSetting::parse(&name))?,
+                .map_or(Ok(defaults.algorithm), |name| AlgorithmSetting::parse(&name))
+                .map_err(of("DL_COMM_ALGORITHM"))?,
             affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
             cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
                 None => defaults.cooldown,
@@ -190,7 +195,9 @@ impl Config {
             },
             timeline: get("DL_COMM_TIMELINE").unwrap_or_default(),
             device: DeviceSettings {
-                path: get("DL_COMM_GPU_PATH").map_or(Ok(defaults.device.path), |name| PathSetting::parse(&name))?,
+                path: get("DL_COMM_GPU_PATH")
+                    .map_or(Ok(defaults.device.path), |name| PathSetting::parse(&name))
+                    .map_err(of("DL_COMM_GPU_PATH"))?,
                 chunk: integer("DL_COMM_PIPELINE_CHUNK_KB", 4, 1 << 18, defaults.device.chunk >> 10)? << 10,
                 streams: integer("DL_COMM_NUM_CUDA_STREAMS", 1, 64, defaults.device.streams)?,
             },

@@ -19,7 +19,7 @@ from dl_comm._errors import (
     StateError,
     TimeoutError,  # noqa: A004 - a subclass of the builtin
 )
-from dl_comm._groups import Group, Status, Work, split
+from dl_comm._groups import Group, Status, Work, join, split
 from dl_comm._memory import shared_zeros
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
@@ -97,6 +97,7 @@ __all__ = [
     "init",
     "init_mpi",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "num_hosts",

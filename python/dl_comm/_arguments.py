@@ -9,7 +9,6 @@ import numpy as np
 
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
-from dl_comm._process import seconds
 
 _OPERATORS = {
     "sum": 0,
@@ -27,12 +26,6 @@ _ANY = -1
 
 _NUMBERS = (bool, int, float, complex)
 NO_FACTORS = (1.0, 1.0)
-
-
-def call_limit(timeout: float | None) -> float:
-    """A deadline as in ``dl_comm_call_t``: 0 for the group's, negative for none."""
-    limit = seconds(timeout)
-    return 0.0 if limit < 0 else limit or -1.0
 
 
 def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -14,12 +14,18 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError
-from dl_comm._process import seconds
+from dl_comm._process import checked_team, seconds
 
 Result = TypeVar("Result")
 
 _DEFAULT_TEAM = 0
 """The team whose group runs the collectives of all ranks."""
+
+
+def limit(timeout: float | None) -> float:
+    """A deadline as in ``dl_comm_call_t``: 0 for the group's, negative for none."""
+    given = seconds(timeout)
+    return 0.0 if given < 0 else given or -1.0
 
 
 class Status(NamedTuple):
@@ -77,6 +83,11 @@ class Group:
     Args:
         ranks: Ranks of the job; rank i of the group is ``ranks[i]``. None: all ranks.
         name: Stands in error messages.
+        threads: The number of its threads; None: ``DL_COMM_DEFAULT_NTHREADS``.
+        timeout: The deadline of its calls in seconds, 0 for no limit; None: ``DL_COMM_TIMEOUT_S``.
+        algorithm: Between hosts, a value of ``DL_COMM_ALGORITHM``; None: that of the environment.
+        gpu_path: For tensors in GPU memory, a value of ``DL_COMM_GPU_PATH``; None: that of the environment. The members
+            give the same threads, algorithm and path.
 
     Attributes:
         rank: This process's rank in the group.
@@ -89,9 +100,19 @@ class Group:
         StateError: ``init`` was not called, or ``finalize`` was.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] | None = None,
+        name: str = "",
+        *,
+        threads: int | None = None,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        gpu_path: str | None = None,
+    ) -> None:
         listed = None if ranks is None else [int(rank) for rank in ranks]
-        self._set(_dl_comm.create_group(listed, name), listed, name)
+        settings = (0 if threads is None else int(threads) or -1, limit(timeout), algorithm or "", gpu_path or "")
+        self._set(_dl_comm.create_group(listed, name, *settings), listed, name)
 
     def _set(self, handle: _dl_comm.Group, ranks: list[int] | None, name: str) -> None:
         self._handle: _dl_comm.Group | None = handle
@@ -177,3 +198,28 @@ def split(color: int | None, key: int = 0, *, group: Group | None = None, name: 
     members = [rank for rank in range(parent.size) if rows[rank, 2] and rows[rank, 0] == mine[0]]
     members.sort(key=lambda rank: int(rows[rank, 1]))
     return Group([parent.ranks[rank] for rank in members], name or f"split {color}")
+
+
+def join(team: int = 0, *, group: Group | None = None, timeout: float | None = None) -> int:
+    """For ranks with less data than others: contributes zeros to their calls until all ranks have joined. Collective.
+
+    Call it after the last step. The other ranks may still call ``gradients`` on the team, or sums and means of
+    ``allreduce``, on tensors in host memory of any framework, and barriers of the group. A mean still divides by the
+    number of ranks. Other calls of theirs raise MismatchError on them. Afterwards everything goes on as before: join
+    again in the next epoch. As Horovod's ``join``.
+
+    Args:
+        team: The team whose calls these are.
+        group: The group, instead of a team.
+        timeout: In seconds; None or 0: no limit, because the other ranks may have much data. A lost rank, or one that
+            ends without joining, ends the wait.
+
+    Returns:
+        The rank that joined last: it took part in all steps, so its model is complete. Of several, the highest.
+
+    Raises:
+        MismatchError: A rank ended, or waits in a call of another group, without joining.
+        StateError: The team has a schedule with non-blocking calls.
+    """
+    handle = given(group).handle if group is not None else _dl_comm.group_of_team(checked_team(team))
+    return handle.join(max(seconds(timeout), 0.0))

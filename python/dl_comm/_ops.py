@@ -14,7 +14,6 @@ from dl_comm._arguments import (
     NO_FACTORS,
     arrays_of,
     block_extent,
-    call_limit,
     checked_counts,
     checked_rank,
     checked_source,
@@ -28,7 +27,7 @@ from dl_comm._arguments import (
     returned,
 )
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group, Status, Work, given
+from dl_comm._groups import Group, Status, Work, given, limit
 
 # The codes of dl_comm.h.
 _ALLREDUCE, _BROADCAST, _BARRIER, _REDUCE, _ALLGATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALLTOALL = range(1, 10)
@@ -38,7 +37,7 @@ class _Call:
     """The arguments that all collectives share."""
 
     def __init__(self, group: Group | None, name: str | None, timeout: float | None, async_op: bool) -> None:
-        self.group, self.name, self.timeout, self.async_op = given(group), name, call_limit(timeout), async_op
+        self.group, self.name, self.timeout, self.async_op = given(group), name, limit(timeout), async_op
 
     def __call__(
         self,

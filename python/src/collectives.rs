@@ -9,7 +9,9 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::api::ffi::{self, dl_comm_call_t, dl_comm_group_t, dl_comm_message_t, dl_comm_status_t, dl_comm_work_t};
+use crate::api::ffi::{
+    self, dl_comm_call_t, dl_comm_group_options_t, dl_comm_group_t, dl_comm_message_t, dl_comm_status_t, dl_comm_work_t,
+};
 use crate::api::{argument_error, call};
 use crate::arrays::Buffers;
 use crate::c_name;
@@ -55,11 +57,20 @@ pub struct Group {
     handle: Handle<dl_comm_group_t>,
 }
 
-/// Makes a group of these ranks of the job; `None`: of all. Collective among them.
+/// Makes a group of these ranks of the job; `None`: of all. Collective among them. `threads` and `timeout` as in
+/// `dl_comm_group_options_t`; empty names mean those of the environment.
 #[pyfunction]
-#[pyo3(signature = (ranks, name))]
-pub fn create_group(py: Python<'_>, ranks: Option<Vec<c_int>>, name: &Bound<'_, PyString>) -> PyResult<Group> {
-    let name = c_name(Some(name))?;
+#[pyo3(signature = (ranks, name, threads, timeout, algorithm, gpu_path))]
+pub fn create_group(
+    py: Python<'_>,
+    ranks: Option<Vec<c_int>>,
+    name: &Bound<'_, PyString>,
+    threads: c_int,
+    timeout: f64,
+    algorithm: &Bound<'_, PyString>,
+    gpu_path: &Bound<'_, PyString>,
+) -> PyResult<Group> {
+    let [name, algorithm, gpu_path] = [c_name(Some(name))?, c_name(Some(algorithm))?, c_name(Some(gpu_path))?];
     if ranks.as_ref().is_some_and(Vec::is_empty) {
         return Err(argument_error(py, "ranks is empty; a group has at least one rank"));
     }
@@ -69,8 +80,16 @@ pub fn create_group(py: Python<'_>, ranks: Option<Vec<c_int>>, name: &Bound<'_, 
     call(py, || {
         let handle = &mut handle;
         let ranks = if listed.is_empty() { ptr::null() } else { listed.as_ptr() };
+        let options = dl_comm_group_options_t {
+            size: size_of::<dl_comm_group_options_t>(),
+            threads,
+            timeout,
+            algorithm: algorithm.as_ptr(),
+            gpu_path: gpu_path.as_ptr(),
+        };
+        let (options, place) = (&raw const options, &raw mut handle.raw);
         // SAFETY: the pointers are valid during the call.
-        unsafe { ffi::dl_comm_group_create(ranks, number, name.as_ptr(), &raw mut handle.raw) }
+        unsafe { ffi::dl_comm_group_create_with(ranks, number, name.as_ptr(), options, place) }
     })?;
     Ok(Group { handle })
 }
@@ -206,6 +225,14 @@ impl Group {
         // SAFETY: as above.
         call(py, || unsafe { ffi::dl_comm_group_number(self.handle.raw(), &raw mut number) })?;
         Ok(number)
+    }
+
+    /// Contributes zeros to the calls of the other ranks until all have joined; returns the last one.
+    fn join(&self, py: Python<'_>, timeout: f64) -> PyResult<c_int> {
+        let mut last = 0;
+        // SAFETY: as above.
+        call(py, || unsafe { ffi::dl_comm_join(self.handle.raw(), timeout, &raw mut last) })?;
+        Ok(last)
     }
 
     /// Runs a call to its end.

@@ -127,6 +127,52 @@ static void errors(void) {
   EXPECT(group == NULL);
 }
 
+/* Settings of a group; a wrong one on one rank is an error on all. */
+static void options(void) {
+  dl_comm_group_t* group = NULL;
+  dl_comm_group_options_t options;
+  memset(&options, 0, sizeof options);
+  options.size = sizeof options;
+  options.threads = 3;
+  options.timeout = 50;
+  options.algorithm = "pairwise";
+  options.gpu_path = "staged";
+  EXPECT(dl_comm_group_create_with(NULL, 0, "set", &options, &group) == 0);
+  use(group, 300000, size, size * (size - 1) / 2);
+  EXPECT(dl_comm_group_free(group) == 0);
+  if (rank == size - 1) options.algorithm = "fastest";
+  REFUSED(dl_comm_group_create_with(NULL, 0, "set", &options, &group), DL_COMM_ERROR_INVALID, "fastest");
+  options.algorithm = NULL;
+  options.threads = -1;
+  REFUSED(dl_comm_group_create_with(NULL, 0, "set", &options, &group), DL_COMM_ERROR_INVALID, "threads");
+  options.threads = rank == 0 ? 2 : 1;
+  if (size > 1) REFUSED(dl_comm_group_create_with(NULL, 0, "set", &options, &group), DL_COMM_ERROR_MISMATCH, "threads");
+  options.size = 0;
+  REFUSED(dl_comm_group_create_with(NULL, 0, "set", &options, &group), DL_COMM_ERROR_INVALID, "size is 0");
+  EXPECT(group == NULL);
+}
+
+/* Rank r has r steps; those that have fewer contribute zeros. */
+static void join(void) {
+  dl_comm_group_t* group = make(NULL, 0, "uneven");
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    int last = -1;
+    for (int step = 0; step < rank; ++step) {
+      int32_t value = rank + 1;
+      dl_comm_buffer_t buffer;
+      dl_comm_call_t call = sum_of(&buffer, &value, 1);
+      EXPECT(dl_comm_run(group, &call) == 0);
+      int32_t total = 0;
+      for (int other = step + 1; other < size; ++other) total += other + 1;
+      EXPECT(value == total);
+    }
+    EXPECT(dl_comm_join(group, 0, epoch == 0 ? &last : NULL) == 0);
+    EXPECT(epoch == 1 || last == size - 1);
+  }
+  REFUSED(dl_comm_join(NULL, 0, NULL), DL_COMM_ERROR_INVALID, "group is NULL");
+  EXPECT(dl_comm_group_free(group) == 0);
+}
+
 static int entries(const char* folder) {
   int count = 0;
   DIR* opened = opendir(folder);
@@ -253,6 +299,8 @@ int main(int argc, char** argv) {
     return 0;
   }
   errors();
+  options();
+  join();
   pairs();
   alone_and_all();
   threads();

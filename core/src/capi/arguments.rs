@@ -199,3 +199,39 @@ pub(super) unsafe fn towers(
     }
     Ok(towers)
 }
+
+/// Reads a structure that starts with its size, as the caller's version of it says; the fields that it does not have are
+/// 0. `required`: the bytes that all versions have; `name`: the structure is `dl_comm_<name>_t`.
+///
+/// # Safety
+/// `structure` is NULL or has the bytes that its size says; zeros are valid for all fields.
+pub(super) unsafe fn sized<T: Copy>(structure: *const T, required: usize, name: &str) -> Result<T> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let size = *reference(structure.cast::<usize>(), name)?;
+        if size < required {
+            return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_{name}_t)")));
+        }
+        let mut copy = std::mem::zeroed::<T>();
+        ptr::copy_nonoverlapping(structure.cast::<u8>(), (&raw mut copy).cast(), size.min(size_of::<T>()));
+        Ok(copy)
+    }
+}
+
+/// # Safety
+/// `pointer` is NULL or valid.
+pub(super) unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.as_ref() }.ok_or_else(|| Error::Invalid(format!("{what} is NULL")))
+}
+
+/// # Safety
+/// `place` is NULL or valid.
+pub(super) unsafe fn store<T>(place: *mut T, value: T, what: &str) -> Result<()> {
+    if place.is_null() {
+        return Err(Error::Invalid(format!("{what} is NULL")));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { place.write(value) };
+    Ok(())
+}

@@ -1,21 +1,17 @@
 //! C API of the collectives on a group: one entry for all of them.
 
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::mem::{offset_of, size_of};
+use std::mem::offset_of;
 use std::ptr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::arguments::{CBuffer, CDevice, Views, array, number, tensors, text, to_device, views};
-use super::functions::status;
+use super::arguments::{CBuffer, CDevice, Views, array, reference, sized, store, tensors, text, to_device, views};
+use super::functions::{free, status};
+use super::groups::CGroup;
 use crate::error::{Error, Result};
-use crate::group::{CallHandle, CallOptions, Group, OnComplete, Timeout};
-use crate::runtime;
+use crate::group::{CallHandle, CallOptions, OnComplete, Timeout};
 use crate::runtime::collectives::{self, Request};
 use crate::runtime::point_to_point::Transfer;
-
-/// `dl_comm_group_t` of `dl_comm.h`.
-pub struct CGroup(pub(super) Arc<Group>);
 
 /// `dl_comm_work_t` of `dl_comm.h`.
 pub enum CWork {
@@ -85,26 +81,6 @@ impl Callback {
 }
 
 impl CCall {
-    /// Reads the fields that the caller's version of the structure has; the others are 0.
-    ///
-    /// # Safety
-    /// `call` is NULL or has the bytes that its `size` says.
-    unsafe fn read(call: *const CCall) -> Result<CCall> {
-        if call.is_null() {
-            return Err(Error::Invalid("the call is NULL".into()));
-        }
-        // SAFETY: the caller's promise; a zeroed structure is valid.
-        unsafe {
-            let size = ptr::read(call.cast::<usize>());
-            if size < offset_of!(CCall, done) {
-                return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_call_t)")));
-            }
-            let mut copy = std::mem::zeroed::<CCall>();
-            ptr::copy_nonoverlapping(call.cast::<u8>(), (&raw mut copy).cast(), size.min(size_of::<CCall>()));
-            Ok(copy)
-        }
-    }
-
     fn request(&self) -> Result<Request> {
         if self.flags != 0 {
             return Err(Error::Invalid(format!("flags is {}; this version of dl_comm knows none", self.flags)));
@@ -132,118 +108,6 @@ impl CCall {
     }
 }
 
-/// # Safety
-/// `pointer` is NULL or valid.
-pub(super) unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
-    // SAFETY: the caller's promise.
-    unsafe { pointer.as_ref() }.ok_or_else(|| Error::Invalid(format!("{what} is NULL")))
-}
-
-/// # Safety
-/// `place` is NULL or valid.
-pub(super) unsafe fn store<T>(place: *mut T, value: T, what: &str) -> Result<()> {
-    if place.is_null() {
-        return Err(Error::Invalid(format!("{what} is NULL")));
-    }
-    // SAFETY: the caller's promise.
-    unsafe { place.write(value) };
-    Ok(())
-}
-
-/// Frees a handle; NULL is ignored.
-///
-/// # Safety
-/// `handle` is NULL, or from a `Box` and not used again.
-unsafe fn free<T>(handle: *mut T) -> c_int {
-    status(|| {
-        if !handle.is_null() {
-            // SAFETY: the caller's promise.
-            drop(unsafe { Box::from_raw(handle) });
-        }
-        Ok(())
-    })
-}
-
-/// `dl_comm_team_group` of `dl_comm.h`.
-///
-/// # Safety
-/// `group` is NULL or valid.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_team_group(team: c_int, group: *mut *mut CGroup) -> c_int {
-    // SAFETY: the caller's promise.
-    status(|| unsafe {
-        store(group, ptr::null_mut(), "group")?;
-        store(group, Box::into_raw(Box::new(CGroup(runtime::group_of_team(team)?))), "group")
-    })
-}
-
-/// `dl_comm_group_create` of `dl_comm.h`.
-///
-/// # Safety
-/// `ranks` is NULL or has `nranks` entries; `name` and `group` are NULL or valid.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_group_create(
-    ranks: *const c_int,
-    nranks: c_int,
-    name: *const c_char,
-    group: *mut *mut CGroup,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    status(|| unsafe {
-        store(group, ptr::null_mut(), "group")?;
-        let listed = usize::try_from(nranks).map_err(|_| Error::Invalid(format!("nranks {nranks} is negative")))?;
-        let ranks: Vec<usize> = if ranks.is_null() && listed == 0 {
-            (0..runtime::topology()?.size()).collect()
-        } else {
-            let rank =
-                |&rank: &c_int| usize::try_from(rank).map_err(|_| Error::Invalid(format!("rank {rank} is negative")));
-            array(ranks, listed, "ranks")?.iter().map(rank).collect::<Result<_>>()?
-        };
-        let created = runtime::create_group(&text(name), &ranks)?;
-        store(group, Box::into_raw(Box::new(CGroup(created))), "group")
-    })
-}
-
-/// `dl_comm_group_free` of `dl_comm.h`.
-///
-/// # Safety
-/// `group` is NULL, or a handle that is not used again.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_group_free(group: *mut CGroup) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe { free(group) }
-}
-
-/// `dl_comm_group_rank` of `dl_comm.h`.
-///
-/// # Safety
-/// The pointers are NULL or valid.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_group_rank(group: *const CGroup, rank: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
-    status(|| unsafe { store(rank, number(reference(group, "group")?.0.rank())?, "rank") })
-}
-
-/// `dl_comm_group_size` of `dl_comm.h`.
-///
-/// # Safety
-/// The pointers are NULL or valid.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_group_size(group: *const CGroup, size: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
-    status(|| unsafe { store(size, number(reference(group, "group")?.0.call_config().ranks)?, "size") })
-}
-
-/// `dl_comm_group_number` of `dl_comm.h`.
-///
-/// # Safety
-/// The pointers are NULL or valid.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn dl_comm_group_number(group: *const CGroup, number: *mut u64) -> c_int {
-    // SAFETY: the caller's promise.
-    status(|| unsafe { store(number, reference(group, "group")?.0.number(), "number") })
-}
-
 /// `dl_comm_start` of `dl_comm.h`.
 ///
 /// # Safety
@@ -253,7 +117,7 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
     // SAFETY: the caller's promise.
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
-        let (group, call) = (&reference(group, "group")?.0, CCall::read(call)?);
+        let (group, call) = (&reference(group, "group")?.0, sized(call, offset_of!(CCall, done), "call")?);
         let callback = call.done.map(|done| Callback { done, context: call.context });
         let then = callback.map(|callback| -> OnComplete { Box::new(move |result| callback.call(&result)) });
         let request = call.request()?;
@@ -271,7 +135,7 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
 pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -> c_int {
     // SAFETY: the caller's promise.
     status(|| unsafe {
-        let (group, call) = (&reference(group, "group")?.0, CCall::read(call)?);
+        let (group, call) = (&reference(group, "group")?.0, sized(call, offset_of!(CCall, done), "call")?);
         if call.done.is_some() {
             return Err(Error::Invalid("dl_comm_run calls no `done`; use dl_comm_start".into()));
         }

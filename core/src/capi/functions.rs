@@ -35,6 +35,20 @@ pub(super) fn status(body: impl FnOnce() -> Result<()>) -> c_int {
     catch(|| body().map(|()| 0))
 }
 
+/// Frees a handle; NULL is ignored.
+///
+/// # Safety
+/// `handle` is NULL, or from a `Box` and not used again.
+pub(super) unsafe fn free<T>(handle: *mut T) -> c_int {
+    status(|| {
+        if !handle.is_null() {
+            // SAFETY: the caller's promise.
+            drop(unsafe { Box::from_raw(handle) });
+        }
+        Ok(())
+    })
+}
+
 /// Defines functions that any arguments are safe for.
 macro_rules! safe_functions {
     ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)? { $($body:tt)* })*) => {$(

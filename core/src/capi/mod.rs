@@ -5,11 +5,13 @@
 mod arguments;
 mod collectives;
 mod functions;
+mod groups;
 mod point_to_point;
 mod store;
 
 pub use arguments::{CBuffer, CDevice};
 pub use collectives::*;
 pub use functions::*;
+pub use groups::*;
 pub use point_to_point::*;
 pub use store::CStore;

@@ -1,12 +1,13 @@
 //! C API of send and receive.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::mem::{offset_of, size_of};
+use std::mem::offset_of;
 use std::ptr;
 
-use super::arguments::{CBuffer, Views, number, text, views};
-use super::collectives::{CGroup, CWork, Callback, reference, store};
+use super::arguments::{CBuffer, Views, number, reference, sized, store, text, views};
+use super::collectives::{CWork, Callback};
 use super::functions::status;
+use super::groups::CGroup;
 use crate::error::{Error, Result};
 use crate::group::{MessageOptions, Timeout};
 use crate::p2p::{Status, Then};
@@ -55,26 +56,6 @@ impl CStatus {
 }
 
 impl CMessage {
-    /// Reads the fields that the caller's version of the structure has; the others are 0.
-    ///
-    /// # Safety
-    /// `message` has the bytes that its `size` says.
-    unsafe fn read(message: *const CMessage) -> Result<CMessage> {
-        if message.is_null() {
-            return Err(Error::Invalid("the message is NULL".into()));
-        }
-        // SAFETY: the caller's promise; a zeroed structure is valid.
-        unsafe {
-            let size = ptr::read(message.cast::<usize>());
-            if size < offset_of!(CMessage, done) {
-                return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_message_t)")));
-            }
-            let mut copy = std::mem::zeroed::<CMessage>();
-            ptr::copy_nonoverlapping(message.cast::<u8>(), (&raw mut copy).cast(), size.min(size_of::<CMessage>()));
-            Ok(copy)
-        }
-    }
-
     /// Calls `body` with the tensors and options.
     ///
     /// # Safety
@@ -109,7 +90,7 @@ pub unsafe extern "C" fn dl_comm_send(group: *const CGroup, message: *const CMes
     // SAFETY: the caller's promise.
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
-        let (group, message) = (&reference(group, "group")?.0, CMessage::read(message)?);
+        let (group, message) = (&reference(group, "group")?.0, sized(message, offset_of!(CMessage, done), "message")?);
         let sent = message.with(true, |views, options| point_to_point::send(group, views, options, message.then()))?;
         store(work, Box::into_raw(Box::new(CWork::Message(sent))), "work")
     })
@@ -128,7 +109,7 @@ pub unsafe extern "C" fn dl_comm_receive(
     // SAFETY: the caller's promise.
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
-        let (group, message) = (&reference(group, "group")?.0, CMessage::read(message)?);
+        let (group, message) = (&reference(group, "group")?.0, sized(message, offset_of!(CMessage, done), "message")?);
         let then = message.then();
         let received = message.with(false, |views, options| point_to_point::receive(group, views, options, then))?;
         store(work, Box::into_raw(Box::new(CWork::Message(received))), "work")
@@ -166,7 +147,8 @@ pub unsafe extern "C" fn dl_comm_sendrecv(
     status(|| unsafe {
         let group = &reference(group, "group")?.0;
         let read = |message: *const CMessage| {
-            let message = (!message.is_null()).then(|| CMessage::read(message)).transpose()?;
+            let message =
+                (!message.is_null()).then(|| sized(message, offset_of!(CMessage, done), "message")).transpose()?;
             match message {
                 Some(CMessage { done: Some(_), .. }) => {
                     Err(Error::Invalid("dl_comm_sendrecv calls no `done`; use dl_comm_send and dl_comm_receive".into()))

@@ -142,6 +142,11 @@ impl Call {
         self.name == ABSENT
     }
 
+    /// Makes it the call of a rank that joins, which no other call matches.
+    pub fn into_join(self) -> Call {
+        Call { signature: xxh3_64_with_seed(b"join", self.signature), ..self }
+    }
+
     /// The key of its group.
     pub fn group(&self) -> &GroupKey {
         &self.config.key

@@ -14,6 +14,9 @@
 //! different groups. Then nothing fails while any rank computes, because that rank may just be slow.
 //! [`PendingCalls::quiet`] covers only this group's callers, so it counts only if all lists have calls.
 //!
+//! A rank may have joined ([`Kind::Join`]): it has no more data. The common calls of the other ranks then run one by one,
+//! and it contributes zeros to them ([`Reconciliation::StandIn`]), until all have joined. So did Horovod's `join`.
+//!
 //! The protocol is optimistic: only different signatures start it. Horovod's coordinator (Sergeev and Del Balso, 2018)
 //! negotiates every tensor instead. Pure; no I/O.
 
@@ -30,6 +33,19 @@ pub struct PendingCall {
     pub key: u32,
     /// How long it has waited for its counterpart.
     pub age: Age,
+    /// What ranks that have joined do about it.
+    pub kind: Kind,
+}
+
+/// What ranks that have joined do about a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kind {
+    /// They contribute zeros.
+    TakesZeros,
+    /// They cannot take part.
+    NeedsAll,
+    /// The call of a rank that has joined.
+    Join,
 }
 
 /// How long a call has waited for its counterpart, by its rank's clock.
@@ -70,6 +86,8 @@ pub enum Outlook {
 /// The status of a rank, reported to ranks that wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankStatus {
+    /// Whether it has joined.
+    pub joined: bool,
     /// Whether the rank waits for calls of this group.
     pub calls: bool,
     /// Whether more calls can come.
@@ -78,12 +96,13 @@ pub struct RankStatus {
 
 impl RankStatus {
     fn of(list: &PendingCalls) -> RankStatus {
-        RankStatus { calls: !list.calls.is_empty(), outlook: list.outlook }
+        RankStatus { joined: list.has_joined(), calls: !list.calls.is_empty(), outlook: list.outlook }
     }
 
     /// The status as text for messages.
     pub fn describe(self) -> &'static str {
         match self {
+            RankStatus { joined: true, .. } => "has joined",
             RankStatus { calls: true, .. } => "waits in a different call",
             RankStatus { outlook: Outlook::Busy, .. } => "has made no such call and computes",
             RankStatus { outlook: Outlook::Open | Outlook::Settled, .. } => {
@@ -99,6 +118,8 @@ impl RankStatus {
 pub enum Reconciliation {
     /// Run the calls with these signatures in this order; a repeated signature runs that often.
     Run(Vec<u64>),
+    /// Run the call with this signature; the ranks that have joined contribute zeros.
+    StandIn(u64),
     /// Fail the calls at these positions, by rank: they do not match.
     Fail(Vec<Option<usize>>),
     /// Decide again after new calls; the current status by rank.
@@ -113,6 +134,9 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     if let Some(conflict) = conflict(lists) {
         return Reconciliation::Fail(conflict);
     }
+    if let Some(decision) = decide_for_joined(lists) {
+        return decision;
+    }
     let closed = |list: &PendingCalls| list.calls.is_empty() && list.outlook == Outlook::Closed;
     let expired = |list: &PendingCalls| list.calls.iter().any(|call| call.age == Age::Expired);
     let several_groups = lists.iter().any(|list| list.calls.is_empty());
@@ -124,6 +148,29 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
         return Reconciliation::Fail(lists.iter().map(|list| (!list.calls.is_empty()).then_some(0)).collect());
     }
     Reconciliation::Wait(lists.iter().map(RankStatus::of).collect())
+}
+
+/// The decision for the ranks that have not joined, if others have and these have a common call or a conflict.
+fn decide_for_joined(lists: &[PendingCalls]) -> Option<Reconciliation> {
+    let (joined, active): (Vec<&PendingCalls>, Vec<&PendingCalls>) = lists.iter().partition(|list| list.has_joined());
+    if joined.is_empty() || active.is_empty() {
+        return None;
+    }
+    let active: Vec<PendingCalls> = active.into_iter().cloned().collect();
+    let positions = match common_prefix(&active) {
+        Some(_) if active[0].calls[0].kind == Kind::TakesZeros => {
+            return Some(Reconciliation::StandIn(active[0].calls[0].signature));
+        }
+        Some(_) => {
+            let first = active[0].calls[0].signature;
+            let find = |list: &PendingCalls| list.calls.iter().position(|call| call.signature == first);
+            active.iter().map(find).collect()
+        }
+        None => conflict(&active)?,
+    };
+    let mut positions = positions.into_iter();
+    let position = |list: &PendingCalls| if list.has_joined() { None } else { positions.next().flatten() };
+    Some(Reconciliation::Fail(lists.iter().map(position).collect()))
 }
 
 /// The smallest number of calls at the front of all lists that are the same up to order.
@@ -165,12 +212,17 @@ fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     Some(positions.into_iter().map(Some).collect())
 }
 
-/// Maximum encoded bytes of a call: a signature, a key and an age.
-const MAX_CALL_BYTES: usize = 16;
+/// Maximum encoded bytes of a call: a signature, a key, an age and a kind.
+const MAX_CALL_BYTES: usize = 17;
 /// Maximum encoded bytes of a list without its calls, and of a decision without its entries.
 const MAX_HEADER_BYTES: usize = 16;
 
 impl PendingCalls {
+    /// Whether the rank has joined, and its earlier calls have run.
+    fn has_joined(&self) -> bool {
+        self.calls.first().is_some_and(|call| call.kind == Kind::Join)
+    }
+
     /// Splits the list into parts of at most `max_bytes` encoded bytes; at least one part.
     pub fn pages(&self, max_bytes: usize) -> impl ExactSizeIterator<Item = PendingCalls> {
         let per_page = (max_bytes.saturating_sub(MAX_HEADER_BYTES) / MAX_CALL_BYTES).max(1);
@@ -189,8 +241,8 @@ impl Reconciliation {
         let capacity = max_bytes.saturating_sub(MAX_HEADER_BYTES);
         match &mut self {
             Reconciliation::Run(order) => order.truncate((capacity / 10).max(1)),
-            Reconciliation::Wait(ranks) => ranks.truncate(capacity / 2),
-            Reconciliation::Fail(_) => {}
+            Reconciliation::Wait(ranks) => ranks.truncate(capacity / 3),
+            Reconciliation::Fail(_) | Reconciliation::StandIn(_) => {}
         }
         self
     }
@@ -204,7 +256,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn list(calls: &[u64], settled: bool) -> PendingCalls {
-        let call = |&signature: &u64| PendingCall { signature, key: 0, age: Age::New };
+        let call = |&signature: &u64| PendingCall { signature, key: 0, age: Age::New, kind: Kind::TakesZeros };
         let outlook = if settled { Outlook::Settled } else { Outlook::Open };
         PendingCalls { calls: calls.iter().map(call).collect(), outlook, quiet: settled }
     }
@@ -273,7 +325,7 @@ mod tests {
 
     #[test]
     fn one_name_with_different_contents_fails_early() {
-        let call = |signature, key| PendingCall { signature, key, age: Age::Conflicting };
+        let call = |signature, key| PendingCall { signature, key, age: Age::Conflicting, kind: Kind::NeedsAll };
         let mut lists = [
             PendingCalls { calls: vec![call(1, 10), call(2, 20)], outlook: Outlook::Open, quiet: false },
             PendingCalls { calls: vec![call(3, 20)], outlook: Outlook::Open, quiet: false },
@@ -283,9 +335,34 @@ mod tests {
         assert!(waits(&lists));
     }
 
+    #[test]
+    fn ranks_that_have_joined_contribute_zeros() {
+        let kind = |list: PendingCalls, kind| {
+            let calls = list.calls.into_iter().map(|call| PendingCall { kind, ..call }).collect();
+            PendingCalls { calls, ..list }
+        };
+        let join = || kind(list(&[7], true), Kind::Join);
+        assert_eq!(decide(&[list(&[1, 2], false), join(), list(&[2, 1], false)]), Reconciliation::StandIn(1));
+        assert_eq!(decide(&[join(), join()]), Reconciliation::Run(vec![7]), "all have joined");
+        assert!(waits(&[list(&[1], false), join(), list(&[], false)]), "a straggler");
+        assert!(waits(&[list(&[1], false), kind(list(&[3, 7], false), Kind::TakesZeros)]), "a call before its join");
+        let broadcast = kind(list(&[1], false), Kind::NeedsAll);
+        assert_eq!(decide(&[broadcast, join()]), Reconciliation::Fail(vec![Some(0), None]));
+        let closed = PendingCalls { outlook: Outlook::Closed, ..list(&[], false) };
+        assert_eq!(decide(&[closed, join()]), Reconciliation::Fail(vec![None, Some(0)]), "a rank that never joins");
+        let blocked = PendingCalls { outlook: Outlook::Settled, ..list(&[], false) };
+        assert_eq!(decide(&[blocked, join()]), Reconciliation::Fail(vec![None, Some(0)]), "it waits in another group");
+    }
+
     fn any_list() -> impl Strategy<Value = PendingCalls> {
         let age = prop::sample::select(vec![Age::New, Age::New, Age::New, Age::Conflicting, Age::Expired]);
-        let call = (0u64..6, 0u32..3, age).prop_map(|(signature, key, age)| PendingCall { signature, key, age });
+        let kind = prop::sample::select(vec![Kind::TakesZeros, Kind::TakesZeros, Kind::NeedsAll, Kind::Join]);
+        let call = (0u64..6, 0u32..3, age, kind).prop_map(|(signature, key, age, kind)| PendingCall {
+            signature,
+            key,
+            age,
+            kind,
+        });
         let outlook = prop::sample::select(vec![Outlook::Busy, Outlook::Open, Outlook::Settled, Outlook::Closed]);
         (prop::collection::vec(call, 0..6), outlook, any::<bool>()).prop_map(|(calls, outlook, quiet)| PendingCalls {
             calls,
@@ -328,6 +405,12 @@ mod tests {
                             list.calls[..order.len()].iter().map(|call| call.signature).collect();
                         first.sort_unstable();
                         prop_assert_eq!(&first, &order);
+                    }
+                }
+                Reconciliation::StandIn(signature) => {
+                    prop_assert!(lists.iter().any(PendingCalls::has_joined));
+                    for list in lists.iter().filter(|list| !list.has_joined()) {
+                        prop_assert!(list.calls.iter().any(|call| call.signature == signature));
                     }
                 }
                 Reconciliation::Fail(positions) => {

@@ -27,6 +27,7 @@ mod partials;
 mod reconcile;
 mod shard;
 mod small_message;
+mod stand_in;
 mod transfer;
 mod value_allgather;
 mod wire;

@@ -170,7 +170,9 @@ impl Executor {
             let ended = self.lock().run_next(&mut queue);
             // The next caller can then find the executor free.
             if let Some((work, result)) = ended {
-                self.queued.fetch_sub(1, Ordering::Release);
+                if work.is_queued() {
+                    self.queued.fetch_sub(1, Ordering::Release);
+                }
                 work.finish(result);
             }
         }

@@ -15,6 +15,7 @@ mod callers;
 mod device;
 mod executor;
 mod handle;
+mod join;
 mod lifecycle;
 mod messenger;
 mod other_groups;

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use super::executor::Queue;
 use super::other_groups::OtherGroups;
-use super::work::Work;
+use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::collective::MismatchEntry;
-use crate::collective::matching::{Age, Outlook, PendingCall, PendingCalls, Reconciliation};
+use crate::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation};
 use crate::error::{Error, Result};
 
 /// Maximum pause between two exchanges; a new common call is found within it.
@@ -71,6 +71,7 @@ impl Worker {
                     queue.reorder(&order);
                     return None;
                 }
+                Ok(Reconciliation::StandIn(signature)) => return self.stand_in(queue, &head, signature),
                 Ok(Reconciliation::Fail(positions)) => {
                     return self.fail_call(queue, &head, positions[self.rank], &other_groups);
                 }
@@ -86,6 +87,41 @@ impl Worker {
         }
     }
 
+    /// Moves the call with `signature` to the front; a rank that has joined makes it, with zeros.
+    fn stand_in(&mut self, queue: &mut Queue<'_>, head: &Arc<Work>, signature: u64) -> Option<(Arc<Work>, Result<()>)> {
+        let joined = match &head.role {
+            Role::Join(position) => Some(position),
+            _ => None,
+        };
+        let described = queue.calls.iter().find(|work| joined.is_none() && work.call.signature == signature).cloned();
+        let blueprint = self.run_checked(head, |channel, _, wait_ctx| {
+            channel.share_blueprint(described.as_ref().map(|work| &work.call), wait_ctx)
+        });
+        let shared = &self.shared;
+        let stand_in = match (blueprint, joined) {
+            (Ok(_), None) => {
+                queue.reorder(&[signature]);
+                return None;
+            }
+            (Ok(blueprint), Some(position)) => {
+                position.fetch_sub(1 << 32, Ordering::Relaxed);
+                // The other ranks already start the call.
+                blueprint.zeros(shared.config.clone()).inspect_err(|error| shared.fail(error))
+            }
+            (Err(error), _) => Err(error),
+        };
+        match stand_in {
+            Ok((call, zeros)) => {
+                let record = shared.recorder.open(&call, None, None);
+                let done = Box::new(move |_: Result<()>| drop(zeros));
+                let work = Work::new(call, Role::StandIn, done, None, record, Arc::clone(&shared.recorder));
+                queue.calls.push_front(Arc::new(work));
+                None
+            }
+            Err(error) => queue.calls.pop_front().map(|head| (head, Err(error))),
+        }
+    }
+
     /// This rank's pending calls.
     fn list(&self, queue: &Queue<'_>, other_groups: &OtherGroups) -> PendingCalls {
         let shared = &self.shared;
@@ -96,7 +132,13 @@ impl Worker {
         let pending = |work: &Arc<Work>| PendingCall {
             signature: work.call.signature,
             key: work.call.key(),
+            kind: match work.role {
+                Role::Join(_) => Kind::Join,
+                _ if work.call.takes_zeros() => Kind::TakesZeros,
+                _ => Kind::NeedsAll,
+            },
             age: match work.unmatched_since().elapsed() {
+                _ if matches!(work.role, Role::Join(_)) => Age::New,
                 unmatched if unmatched > match_timeout(work) => Age::Expired,
                 unmatched if unmatched > match_timeout(work) / EARLY_DIVISOR => Age::Conflicting,
                 _ => Age::New,
@@ -134,6 +176,10 @@ impl Worker {
                 self.shared.process_groups.count_failed_call();
                 MismatchEntry::Call(&work.call)
             }
+            None if matches!(head.role, Role::Join(_)) => MismatchEntry::None(format!(
+                "has joined, and takes part in sums and means of host memory only ({})",
+                head.call.full_name()
+            )),
             None if head.is_absent() => MismatchEntry::None(other_groups.describe(&self.shared, queue.closed)),
             None => MismatchEntry::None(format!("nothing that matches; it waits for {}", head.call.full_name())),
         };

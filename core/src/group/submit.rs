@@ -12,7 +12,7 @@ use super::executor::{Executor, ExecutorGuard};
 use super::messenger::Messenger;
 use super::small_calls;
 use super::state::GroupState;
-use super::work::{CallOptions, OnComplete, QueueItem, Timeout, Work, wait_for_result};
+use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_for_result};
 use crate::buffer::{Tensor, View};
 use crate::collective::{Call, CallConfig, Op, PostedCall};
 use crate::device::Device;
@@ -91,7 +91,7 @@ impl Group {
         let result = wait_for_result(
             || self.shared.process_groups.interrupt(),
             |done| {
-                let work = self.work(*call, true, timeout, done);
+                let work = self.work(*call, Role::Own, true, timeout, done);
                 self.run_here(guard, &work, Some(posted));
             },
         );
@@ -124,10 +124,12 @@ impl Group {
     /// Submits a call: to the queue, or, if its caller blocks and the executor is free, to the executor for
     /// [`Group::run`].
     pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Submitted<'_> {
-        let work = self.work(call, options.caller_blocks, options.timeout, done);
-        if options.caller_blocks
-            && let Some(guard) = self.executor.try_acquire()
-        {
+        self.accept(self.work(call, Role::Own, options.caller_blocks, options.timeout, done), options.caller_blocks)
+    }
+
+    /// As [`Group::new_work`], for a call that [`Group::work`] has made.
+    pub(super) fn accept(&self, work: Arc<Work>, caller_blocks: bool) -> Submitted<'_> {
+        if caller_blocks && let Some(guard) = self.executor.try_acquire() {
             return Submitted(Some((guard, work)));
         }
         self.executor.enqueue();
@@ -138,14 +140,14 @@ impl Group {
     }
 
     /// Creates the work of a call that is submitted now.
-    fn work(&self, call: Call, blocks: bool, timeout: Timeout, done: OnComplete) -> Arc<Work> {
+    pub(super) fn work(&self, call: Call, role: Role, blocks: bool, timeout: Timeout, done: OnComplete) -> Arc<Work> {
         let timeout = match timeout {
             Timeout::GroupDefault => self.shared.timeout(),
             Timeout::Override(timeout) => timeout,
         };
         let thread = self.shared.callers.record(blocks);
         let record = self.shared.recorder.open(&call, timeout, thread);
-        Arc::new(Work::new(call, done, timeout, record, Arc::clone(&self.shared.recorder)))
+        Arc::new(Work::new(call, role, done, timeout, record, Arc::clone(&self.shared.recorder)))
     }
 
     /// Runs a submitted call on this thread, unless the group's threads run it.

@@ -1,6 +1,6 @@
 //! A call from submission to completion.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -86,9 +86,22 @@ impl Timeout {
     }
 }
 
+/// What a call is to its group.
+pub(super) enum Role {
+    /// A call of this rank.
+    Own,
+    /// The contribution of a rank that has no call for a round.
+    Absent,
+    /// The contribution of a rank that has joined to a call of the others.
+    StandIn,
+    /// The call of a rank that joins. Its input gets smaller with each contribution to a call of the others.
+    Join(Arc<AtomicI64>),
+}
+
 /// A call that a group runs.
 pub(super) struct Work {
     pub call: Call,
+    pub role: Role,
     pub timeout: Option<Duration>,
     pub warned: AtomicBool,
     /// Set after the first chunk.
@@ -103,6 +116,7 @@ pub(super) struct Work {
 impl Work {
     pub fn new(
         call: Call,
+        role: Role,
         on_complete: OnComplete,
         timeout: Option<Duration>,
         record: Arc<Record>,
@@ -110,6 +124,7 @@ impl Work {
     ) -> Work {
         Work {
             call,
+            role,
             timeout,
             warned: AtomicBool::new(false),
             plan: OnceLock::new(),
@@ -124,12 +139,17 @@ impl Work {
     /// The contribution of a rank that has no call for a round.
     pub fn absent(call: Call, recorder: Arc<Recorder>) -> Work {
         let record = Arc::new(Record::detached(&call));
-        Work::new(call, Box::new(|_| {}), None, record, recorder)
+        Work::new(call, Role::Absent, Box::new(|_| {}), None, record, recorder)
     }
 
     /// Whether it is such a contribution.
     pub fn is_absent(&self) -> bool {
-        self.call.is_absent()
+        matches!(self.role, Role::Absent)
+    }
+
+    /// Whether its end is the end of an item of the queue.
+    pub fn is_queued(&self) -> bool {
+        matches!(self.role, Role::Own | Role::Join(_))
     }
 
     /// When the ranks first found this call unmatched with nothing runnable before it; now, if never.

@@ -89,7 +89,7 @@ macro_rules! operators {
             $($family:ident => $body:expr),+;
     )*) => {
         /// The operation of a reduction.
-        #[derive(Debug, Clone, Copy, PartialEq)]
+        #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
         pub enum ReduceOp {
             $($(#[$doc])* $op $({ $($(#[$field_doc])* $field: f64),+ })?,)*
         }

@@ -7,7 +7,7 @@ use super::state::{check_fork, started, team};
 use crate::buffer::{Tensor, View};
 use crate::collective::{Counts, Op};
 use crate::error::{Error, Result};
-use crate::group::{self, CallHandle, CallOptions, Group, OnComplete, wait_for_result};
+use crate::group::{self, CallHandle, CallOptions, Group, OnComplete, Timeout, wait_for_result};
 use crate::reduce::ReduceOp;
 
 /// The code of Adasum among the operators, which is no operator of single elements.
@@ -160,6 +160,25 @@ pub fn wait_for(handle: &CallHandle, timeout: Option<std::time::Duration>) -> Re
     // This thread makes no calls meanwhile, which deadlock detection needs to know.
     let _blocked = blocked();
     handle.wait(timeout, interrupt)
+}
+
+/// Contributes zeros to the calls of the other ranks until all have joined, as [`Group::join`].
+///
+/// # Errors
+/// As for [`Group::join`]; [`Error::State`] if the group is that of a team with non-blocking calls.
+pub fn join(group: &Group, timeout: Timeout) -> Result<usize> {
+    check_fork()?;
+    let team = started(|runtime| {
+        Ok(runtime.teams.iter().find(|(_, team)| team.group().number() == group.number()).map(|(id, team)| {
+            let scheduled = team.may_return_early(0);
+            (*id, scheduled)
+        }))
+    })?;
+    if let Some((id, true)) = team {
+        let text = format!("team {id} has a schedule with non-blocking calls, whose positions would differ after join");
+        return Err(Error::State(text));
+    }
+    group.join(timeout, interrupt)
 }
 
 fn towers(op: Op, tensors: Vec<Tensor>) -> Vec<Vec<Tensor>> {

@@ -8,8 +8,9 @@ use std::time::Duration;
 use super::calls::{barrier, wait};
 use super::state::{RuntimeState, config, find_team, not_started, started, topology, write};
 use crate::affinity::{self, GroupPlacement};
-use crate::collective::device::DeviceSettings;
-use crate::config::Config;
+use crate::collective::AlgorithmSetting;
+use crate::collective::device::{DeviceSettings, PathSetting};
+use crate::config::{Config, MAX_THREADS};
 use crate::error::{Error, Result};
 use crate::group::{Group, OnFailure};
 use crate::group_config::GroupConfig;
@@ -56,18 +57,56 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     })
 }
 
+/// Settings of a group that differ from those of the process.
+#[derive(Debug, Clone, Default)]
+pub struct GroupOptions<'a> {
+    /// The number of threads.
+    pub threads: Option<usize>,
+    /// The deadline of calls; inner `None` for none.
+    pub timeout: Option<Option<Duration>>,
+    /// The algorithm between hosts: a value of `DL_COMM_ALGORITHM`.
+    pub algorithm: Option<&'a str>,
+    /// The path for tensors in GPU memory: a value of `DL_COMM_GPU_PATH`.
+    pub gpu_path: Option<&'a str>,
+}
+
+impl GroupOptions<'_> {
+    fn apply(&self, mut settings: GroupConfig) -> Result<GroupConfig> {
+        if let Some(threads) = self.threads {
+            if !(1..=MAX_THREADS).contains(&threads) {
+                return Err(Error::Invalid(format!("threads is {threads}; a group has from 1 to {MAX_THREADS}")));
+            }
+            settings.threads = threads;
+        }
+        settings.timeout = self.timeout.unwrap_or(settings.timeout);
+        let refused = |argument: &str, error: Error| Error::Invalid(format!("{argument}: {}", error.detail()));
+        if let Some(name) = self.algorithm {
+            settings.algorithm = AlgorithmSetting::parse(name).map_err(|error| refused("algorithm", error))?;
+        }
+        if let Some(name) = self.gpu_path {
+            settings.device.path = PathSetting::parse(name).map_err(|error| refused("gpu_path", error))?;
+        }
+        Ok(settings)
+    }
+}
+
 /// Creates a group of the ranks `ranks` of the job, in this order; its rank i is `ranks[i]`. Called by these ranks only,
 /// with the same arguments: from any thread, and at the same time as other groups. All members must make groups with the
 /// same name and members in the same order. Its memory and threads are made by the first call that needs them.
 ///
 /// # Errors
-/// [`Error::Invalid`] when this rank is no member, or a rank is not in the job or listed twice. Equal on all members:
+/// [`Error::Invalid`] when this rank is no member, a rank is not in the job or listed twice, or for invalid options. Equal on all members:
 /// those of [`Job::create_group`](crate::transport::job::Job::create_group).
-pub fn create_group(name: &str, ranks: &[usize]) -> Result<Arc<Group>> {
+pub fn create_group(name: &str, ranks: &[usize], options: &GroupOptions<'_>) -> Result<Arc<Group>> {
     let (config, topology) = (config()?, topology()?);
     let members = Members::list(ranks, topology.rank(), topology.size())?;
     let settings = GroupConfig { idle_timeout: Some(IDLE_TIMEOUT), ..group_config(&config, topology.hosts()) };
-    let group = Arc::new(make_group(GroupName::Named(name.into()), &members, settings, Ok(None))?);
+    // An error goes to all members, which otherwise wait.
+    let (settings, valid) = match options.apply(settings) {
+        Ok(settings) => (settings, Ok(None)),
+        Err(error) => (settings, Err(error)),
+    };
+    let group = Arc::new(make_group(GroupName::Named(name.into()), &members, settings, valid)?);
     write(|state| match state {
         RuntimeState::Started(runtime) => {
             runtime.dumper.add(&group);

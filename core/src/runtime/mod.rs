@@ -17,7 +17,7 @@ pub use calls::{
     look_for_signals, may_return_early, wait,
 };
 pub use collectives::group_of_team;
-pub use group_creation::create_group;
+pub use group_creation::{GroupOptions, create_group};
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
 pub use lifecycle::{abort, finalize, init, start, start_by_store};
 pub use memory::{alloc, free};

@@ -69,10 +69,9 @@ impl PathSetting {
     /// # Errors
     /// [`Error::Invalid`]
     pub fn parse(text: &str) -> Result<PathSetting> {
-        PathSetting::ALL
-            .into_iter()
-            .find(|setting| setting.name() == text)
-            .ok_or_else(|| Error::Invalid(format!("DL_COMM_GPU_PATH is '{text}'; set it to auto, nccl, ipc or staged")))
+        PathSetting::ALL.into_iter().find(|setting| setting.name() == text).ok_or_else(|| {
+            Error::Invalid(format!("'{text}' is no path for GPUs; these are auto, nccl, ipc and staged"))
+        })
     }
 
     pub(super) const ALL: [PathSetting; 4] =

@@ -46,7 +46,7 @@ impl AlgorithmSetting {
         let found = NAMES.iter().find(|(other, _)| *other == name);
         found.map(|(_, choice)| *choice).ok_or_else(|| {
             let names = NAMES.map(|(name, _)| format!("'{name}'")).join(", ");
-            Error::Invalid(format!("DL_COMM_ALGORITHM is '{name}'; set it to one of {names}"))
+            Error::Invalid(format!("'{name}' is no algorithm between hosts; these are {names}"))
         })
     }
 
