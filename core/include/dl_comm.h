@@ -319,10 +319,11 @@ int dl_comm_work_free(dl_comm_work_t* work);
 int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
 
 /* For ranks with less data than others: contributes zeros to the sums and means that the other ranks make on the group,
- * in host memory, and takes part in their barriers, until all ranks have called it. A mean still divides by the number
- * of ranks. Stores the rank that was the last in `last` (may be NULL). `timeout` in seconds; 0 or negative: no limit,
- * since the other ranks may have much data. Other calls of the other ranks fail on them with DL_COMM_ERROR_MISMATCH.
- * Not for a team with a schedule of non-blocking calls. Afterwards the group may be used again. Collective. */
+ * in host memory, and takes part in their barriers, until all ranks have called it. NULL: on all teams. A mean still
+ * divides by the number of ranks. Stores the rank that was the last in `last` (may be NULL). `timeout` in seconds; 0 or
+ * negative: no limit, since the other ranks may have much data. Other calls of the other ranks fail on them with
+ * DL_COMM_ERROR_MISMATCH. Not for teams with a schedule of non-blocking calls. Afterwards the groups may be used again.
+ * Collective. */
 int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
 
 /* ---- Send and receive ---------------------------------------------------------------------------------------------

@@ -8,6 +8,17 @@ from __future__ import annotations
 from dl_comm import _excepthook, _process, _signal, timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
+from dl_comm._communicators import (
+    Communicator,
+    Grid,
+    collective_span,
+    communicator,
+    communicator_names,
+    grid,
+    pop_communicator,
+    push_communicator,
+    set_communicator,
+)
 from dl_comm._diagnosis import dump, stats, topology
 from dl_comm._dl_comm import __version__, core_id
 from dl_comm._errors import (
@@ -55,12 +66,16 @@ from dl_comm._process import (
     set_timeout,
     size,
 )
+from dl_comm._selector import CollectiveSelector, collective_availability, collective_selector
 from dl_comm._stats_writer import StatsWriter
 
 __all__ = [
     "ArgumentError",
+    "CollectiveSelector",
     "CommError",
+    "Communicator",
     "DTypeError",
+    "Grid",
     "Group",
     "MismatchError",
     "PeerLostError",
@@ -80,6 +95,11 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_buffers_match",
+    "collective_availability",
+    "collective_selector",
+    "collective_span",
+    "communicator",
+    "communicator_names",
     "config_team",
     "core_id",
     "create_team",
@@ -94,6 +114,7 @@ __all__ = [
     "get_rank",
     "get_waited",
     "gradients",
+    "grid",
     "init",
     "init_mpi",
     "is_initialized",
@@ -101,6 +122,8 @@ __all__ = [
     "local_rank",
     "local_size",
     "num_hosts",
+    "pop_communicator",
+    "push_communicator",
     "rank",
     "rank0_path",
     "rank_path",
@@ -111,6 +134,7 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "set_communicator",
     "set_timeout",
     "shared_zeros",
     "size",

@@ -14,7 +14,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._errors import ArgumentError
-from dl_comm._process import checked_team, seconds
+from dl_comm._process import seconds
 
 Result = TypeVar("Result")
 
@@ -150,6 +150,12 @@ class Group:
 
 _world: Group | None = None
 
+Route = Callable[[int, str, bool], Group]
+_route: Route | None = None
+
+on_end: list[Callable[[], None]] = []
+"""Called by ``finalize``, after which groups are gone."""
+
 
 def world() -> Group:
     """The group of all ranks that runs the calls without a group."""
@@ -161,16 +167,25 @@ def world() -> Group:
     return _world
 
 
+def set_route(route: Route | None) -> None:
+    """Sets what chooses the group of a call without one: a function of its collective, device and ``async_op``."""
+    global _route
+    _route = route
+
+
 def forget_world() -> None:
     """After ``finalize``: the next use finds the group of a new start."""
     global _world
     _world = None
+    set_route(None)
+    for forget in on_end:
+        forget()
 
 
-def given(group: Group | None) -> Group:
-    """The group of a call."""
+def given(group: Group | None, collective: int = 0, *, device: str = "cpu", async_op: bool = False) -> Group:
+    """The group of a call; ``collective`` is its code, 0 for none."""
     if group is None:
-        return world()
+        return world() if _route is None else _route(collective, device, async_op)
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
     return group
@@ -200,17 +215,17 @@ def split(color: int | None, key: int = 0, *, group: Group | None = None, name: 
     return Group([parent.ranks[rank] for rank in members], name or f"split {color}")
 
 
-def join(team: int = 0, *, group: Group | None = None, timeout: float | None = None) -> int:
+def join(*, group: Group | None = None, timeout: float | None = None) -> int:
     """For ranks with less data than others: contributes zeros to their calls until all ranks have joined. Collective.
 
-    Call it after the last step. The other ranks may still call ``gradients`` on the team, or sums and means of
-    ``allreduce``, on tensors in host memory of any framework, and barriers of the group. A mean still divides by the
-    number of ranks. Other calls of theirs raise MismatchError on them. Afterwards everything goes on as before: join
-    again in the next epoch. As Horovod's ``join``.
+    Call it after the last step. The other ranks may still call ``gradients``, ``average``, ``average_metrics`` and
+    ``barrier``, use their optimizers, and make sums and means of ``allreduce``, on tensors in host memory of any
+    framework. A mean still divides by the number of ranks. Other calls of theirs raise MismatchError on them. Then
+    broadcast the parameters of the rank that it returns: the others have missed steps. Afterwards everything goes on as
+    before. As Horovod's ``join``.
 
     Args:
-        team: The team whose calls these are.
-        group: The group, instead of a team.
+        group: Of the calls; None: all teams, which is what ``gradients`` and the collectives without a group use.
         timeout: In seconds; None or 0: no limit, because the other ranks may have much data. A lost rank, or one that
             ends without joining, ends the wait.
 
@@ -219,7 +234,14 @@ def join(team: int = 0, *, group: Group | None = None, timeout: float | None = N
 
     Raises:
         MismatchError: A rank ended, or waits in a call of another group, without joining.
-        StateError: The team has a schedule with non-blocking calls.
+        StateError: A team has a schedule with non-blocking calls.
     """
-    handle = given(group).handle if group is not None else _dl_comm.group_of_team(checked_team(team))
-    return handle.join(max(seconds(timeout), 0.0))
+    global joins
+    last = _dl_comm.join(None if group is None else given(group).handle, max(seconds(timeout), 0.0))
+    if group is None:
+        joins += 1
+    return last
+
+
+joins = 0
+"""How often the ranks have joined on all teams: their parameters may differ since then."""

@@ -36,12 +36,14 @@ _ALLREDUCE, _BROADCAST, _BARRIER, _REDUCE, _ALLGATHER, _GATHER, _SCATTER, _REDUC
 class _Call:
     """The arguments that all collectives share."""
 
-    def __init__(self, group: Group | None, name: str | None, timeout: float | None, async_op: bool) -> None:
-        self.group, self.name, self.timeout, self.async_op = given(group), name, limit(timeout), async_op
+    def __init__(
+        self, collective: int, group: Group | None, name: str | None, timeout: float | None, async_op: bool
+    ) -> None:
+        self.group = given(group, collective, async_op=async_op)
+        self.collective, self.name, self.timeout, self.async_op = collective, name, limit(timeout), async_op
 
     def __call__(
         self,
-        collective: int,
         result: Callable[[], Any],
         sources: list[Any] | None,
         destinations: list[Any] | None,
@@ -53,7 +55,8 @@ class _Call:
         factors: tuple[float, float] = NO_FACTORS,
     ) -> Any:
         """Runs or starts the call; ``result`` makes the caller's result once it has ended."""
-        spec = (collective, operator, root, blocks, sources, destinations, *counts) + (self.name, self.timeout, factors)
+        what = (self.collective, operator, root, blocks, sources, destinations)
+        spec = (*what, *counts, self.name, self.timeout, factors)
         handle = self.group.handle
         if self.async_op:
             return Work(handle.start(spec), lambda _: result())
@@ -99,12 +102,12 @@ def allreduce(
         PeerLostError: A rank of the group has ended; the group refuses further calls.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_ALLREDUCE, group, name, timeout, async_op)
     arrays, wrap = arrays_of(x)
     results = results_like(out, arrays, [array.shape for array in arrays])
     operator, factors = operator_code(op, prescale, postscale)
     result = returned(out, results, wrap)
-    return call(_ALLREDUCE, result, arrays, results, operator=operator, factors=factors)
+    return call(result, arrays, results, operator=operator, factors=factors)
 
 
 def reduce(
@@ -125,14 +128,14 @@ def reduce(
     Returns:
         On the root as ``allreduce``, on the other ranks None.
     """
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_REDUCE, group, name, timeout, async_op)
     root = checked_rank(root, call.group)
     arrays, wrap = arrays_of(x)
     operator, _ = operator_code(op, 1.0, 1.0)
     if call.group.rank != root:
-        return call(_REDUCE, nothing, arrays, None, operator=operator, root=root)
+        return call(nothing, arrays, None, operator=operator, root=root)
     results = results_like(out, arrays, [array.shape for array in arrays])
-    return call(_REDUCE, returned(out, results, wrap), arrays, results, operator=operator, root=root)
+    return call(returned(out, results, wrap), arrays, results, operator=operator, root=root)
 
 
 def all_gather(
@@ -163,12 +166,12 @@ def all_gather(
     Returns:
         ``out`` or new arrays, of which the first axis has the sum of the extents; with ``async_op`` a ``Work`` of it.
     """
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_ALLGATHER, group, name, timeout, async_op)
     arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
     results = _joined(call, out, arrays, rows)
     result = returned(out, results, kind_of(x))
-    return call(_ALLGATHER, result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
+    return call(result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
 
 
 def gather(
@@ -184,16 +187,16 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """As ``all_gather``, but only rank ``root`` of the group gets the result; the others get None. Collective."""
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_GATHER, group, name, timeout, async_op)
     root = checked_rank(root, call.group)
     arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
     elements = in_elements(rows, arrays[0])
     if call.group.rank != root:
-        return call(_GATHER, nothing, arrays, None, root=root, counts=(elements, None))
+        return call(nothing, arrays, None, root=root, counts=(elements, None))
     results = _joined(call, out, arrays, rows)
     result = returned(out, results, kind_of(x))
-    return call(_GATHER, result, arrays, results, root=root, counts=(elements, None))
+    return call(result, arrays, results, root=root, counts=(elements, None))
 
 
 def scatter(
@@ -222,7 +225,7 @@ def scatter(
     Returns:
         ``out``; with ``async_op`` a ``Work`` of it.
     """
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_SCATTER, group, name, timeout, async_op)
     root = checked_rank(root, call.group)
     results, _ = arrays_of(out, "out")
     rows = _rows(call, results, counts, False)
@@ -234,7 +237,7 @@ def scatter(
             if source.shape != wanted or len(sources) != len(results):
                 raise ArgumentError(f"array {index} has the shape {source.shape}; out asks for {wanted}")
     elements = in_elements(rows, results[0])
-    return call(_SCATTER, lambda: out, sources, results, root=root, counts=(elements, None))
+    return call(lambda: out, sources, results, root=root, counts=(elements, None))
 
 
 def reduce_scatter(
@@ -268,7 +271,7 @@ def reduce_scatter(
     Returns:
         ``out`` or new arrays with this rank's blocks; with ``async_op`` a ``Work`` of it.
     """
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_REDUCE_SCATTER, group, name, timeout, async_op)
     arrays, _ = arrays_of(x)
     rows = None if counts is None else checked_counts(counts, call.group, arrays)
     own = [block_extent(array, index, rows, call.group) for index, array in enumerate(arrays)]
@@ -276,7 +279,7 @@ def reduce_scatter(
     operator, factors = operator_code(op, prescale, postscale)
     counted = (in_elements(rows, arrays[0]), None)
     result = returned(out, results, kind_of(x))
-    return call(_REDUCE_SCATTER, result, arrays, results, operator=operator, counts=counted, factors=factors)
+    return call(result, arrays, results, operator=operator, counts=counted, factors=factors)
 
 
 def all_to_all(
@@ -307,7 +310,7 @@ def all_to_all(
     Returns:
         ``out`` or new arrays; with ``async_op`` a ``Work`` of it.
     """
-    call = _Call(group, name, timeout, async_op)
+    call = _Call(_ALLTOALL, group, name, timeout, async_op)
     arrays, _ = arrays_of(x)
     size = call.group.size
     if send_counts is None:
@@ -316,7 +319,7 @@ def all_to_all(
         for index, array in enumerate(arrays):
             block_extent(array, index, None, call.group)
         results = results_like(out, arrays, [array.shape for array in arrays])
-        return call(_ALLTOALL, returned(out, results, kind_of(x)), arrays, results, blocks=size)
+        return call(returned(out, results, kind_of(x)), arrays, results, blocks=size)
     sent = checked_counts(send_counts, call.group, arrays)
     if receive_counts is None:
         exchanged = all_to_all(
@@ -326,7 +329,7 @@ def all_to_all(
     received = checked_counts(receive_counts, call.group, None)
     results = results_like(out, arrays, [(sum(received), *arrays[0].shape[1:])])
     counts = (in_elements(sent, arrays[0]), in_elements(received, arrays[0]))
-    return call(_ALLTOALL, returned(out, results, kind_of(x)), arrays, results, counts=counts)
+    return call(returned(out, results, kind_of(x)), arrays, results, counts=counts)
 
 
 def send(
@@ -352,11 +355,11 @@ def send(
 
     Short messages do not wait for the receiver; longer ones until it has them.
     """
-    call = _Call(group, name, timeout, async_op)
-    message = (arrays_of(x)[0], checked_rank(dest, call.group, "dest"), checked_tag(tag), call.name, call.timeout)
+    members = given(group)
+    message = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
     if async_op:
-        return Work(call.group.handle.send(message), lambda _: None)
-    call.group.handle.send_receive(message, None)
+        return Work(members.handle.send(message), lambda _: None)
+    members.handle.send_receive(message, None)
     return None
 
 
@@ -384,11 +387,11 @@ def recv(
     Returns:
         A ``Status``: source, tag and length in bytes.
     """
-    call = _Call(group, name, timeout, async_op)
-    message = (arrays_of(out, "out")[0], checked_source(source, call.group), checked_tag(tag), call.name, call.timeout)
+    members = given(group)
+    message = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
     if async_op:
-        return Work(call.group.handle.receive(message), lambda handle: Status(*handle.status()))
-    return Status(*call.group.handle.send_receive(None, message))
+        return Work(members.handle.receive(message), lambda handle: Status(*handle.status()))
+    return Status(*members.handle.send_receive(None, message))
 
 
 def sendrecv(
@@ -404,16 +407,10 @@ def sendrecv(
     timeout: float | None = None,
 ) -> Status:
     """Sends ``x`` to rank ``dest`` and receives into ``out`` at the same time; see ``send`` and ``recv``."""
-    call = _Call(group, name, timeout, False)
-    sent = (arrays_of(x)[0], checked_rank(dest, call.group, "dest"), checked_tag(send_tag), call.name, call.timeout)
-    received = (
-        arrays_of(out, "out")[0],
-        checked_source(source, call.group),
-        checked_tag(recv_tag),
-        call.name,
-        call.timeout,
-    )
-    return Status(*call.group.handle.send_receive(sent, received))
+    members, seconds = given(group), limit(timeout)
+    sent = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
+    received = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(recv_tag), name, seconds)
+    return Status(*members.handle.send_receive(sent, received))
 
 
 def broadcast_in(
@@ -425,13 +422,13 @@ def broadcast_in(
     name: str | None = None,
 ) -> Any:
     """Copies arrays from rank ``root`` of a group, in place."""
-    call = _Call(group, name, timeout, async_op)
-    return call(_BROADCAST, lambda: arrays, arrays, arrays, root=checked_rank(root, call.group))
+    call = _Call(_BROADCAST, group, name, timeout, async_op)
+    return call(lambda: arrays, arrays, arrays, root=checked_rank(root, call.group))
 
 
 def barrier_in(group: Group, timeout: float | None) -> None:
     """Waits for all ranks of a group."""
-    _Call(group, None, timeout, False)(_BARRIER, nothing, [], [])
+    _Call(_BARRIER, group, None, timeout, False)(nothing, [], [])
 
 
 def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: bool) -> list[int] | None:

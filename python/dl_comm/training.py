@@ -1,4 +1,4 @@
-"""Steps, epochs and learning rates for data-parallel training. Arithmetic only, no communication.
+"""Steps, epochs, shards and learning rates for data-parallel training. Arithmetic only, no communication.
 
 A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay::
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm._errors import ArgumentError
-from dl_comm._process import get_nranks
+from dl_comm._process import get_nranks, get_rank
 
 __all__ = [
     "Constant",
@@ -38,6 +38,7 @@ __all__ = [
     "epoch_of",
     "max_steps",
     "scaled_lr",
+    "shard",
     "steps_per_epoch",
 ]
 
@@ -69,6 +70,32 @@ def epoch_of(step: float, ntrain: int, batch_size: int, nranks: int | None = Non
     Arguments and errors as in ``max_steps``.
     """
     return step * _global_batch(ntrain, batch_size, nranks) / ntrain
+
+
+def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
+    """The indices of the samples of one rank: parts of nearly equal length, in the order of the ranks.
+
+    Nothing is padded, dropped or repeated, so it suits evaluation: ``Subset(dataset, shard(len(dataset)))`` in torch,
+    ``dataset.skip(part.start).take(len(part))`` in tf.data, ``x[part.start : part.stop]`` for arrays. Parts differ by
+    at most one sample. ``dl_comm.all_gather(predictions, ragged=True)`` gives the predictions in the order of the data;
+    ``dl_comm.average_metrics(metrics, weight=len(part))`` the exact metrics. In training, use it with ``dl_comm.join``.
+
+    Args:
+        n: The number of samples.
+        rank: The rank; None: this one.
+        nranks: The number of ranks; None: all ranks of the job.
+
+    Raises:
+        ArgumentError: ``n`` is negative, or ``rank`` is not below ``nranks``.
+        StateError: A number is None before ``init_mpi``.
+    """
+    nranks = _ranks(nranks)
+    rank = get_rank() if rank is None else int(rank)
+    if n < 0:
+        raise ArgumentError(f"invalid n: {n!r} (expected >= 0)")
+    if not 0 <= rank < nranks:
+        raise ArgumentError(f"invalid rank: {rank!r} (expected 0 to {nranks - 1})")
+    return range(rank * n // nranks, (rank + 1) * n // nranks)
 
 
 def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> float:

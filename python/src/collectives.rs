@@ -106,6 +106,21 @@ pub fn group_of_team(py: Python<'_>, team: c_int) -> PyResult<Group> {
     Ok(Group { handle })
 }
 
+/// Contributes zeros to the calls of the other ranks in the group, or on all teams, until all have joined; returns the
+/// last one.
+#[pyfunction]
+#[pyo3(signature = (group, timeout))]
+pub fn join(py: Python<'_>, group: Option<&Bound<'_, Group>>, timeout: f64) -> PyResult<c_int> {
+    let mut last = 0;
+    let group = group.map(Bound::get);
+    call(py, || {
+        let group = group.map_or(ptr::null_mut(), |group| group.handle.raw());
+        // SAFETY: a live handle or NULL; `last` is valid.
+        unsafe { ffi::dl_comm_join(group, timeout, &raw mut last) }
+    })?;
+    Ok(last)
+}
+
 /// A call as Python describes it: collective, operator, root, the number of blocks in the shorter array, read arrays and
 /// written arrays (`None` where this rank has none), counts, name, deadline as in `dl_comm_call_t`, and the factors of a
 /// scaled sum. A tuple, because reading it is fast.
@@ -225,14 +240,6 @@ impl Group {
         // SAFETY: as above.
         call(py, || unsafe { ffi::dl_comm_group_number(self.handle.raw(), &raw mut number) })?;
         Ok(number)
-    }
-
-    /// Contributes zeros to the calls of the other ranks until all have joined; returns the last one.
-    fn join(&self, py: Python<'_>, timeout: f64) -> PyResult<c_int> {
-        let mut last = 0;
-        // SAFETY: as above.
-        call(py, || unsafe { ffi::dl_comm_join(self.handle.raw(), timeout, &raw mut last) })?;
-        Ok(last)
     }
 
     /// Runs a call to its end.

@@ -322,6 +322,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
     for function in [
         wrap_pyfunction!(collectives::create_group, module)?,
+        wrap_pyfunction!(collectives::join, module)?,
         wrap_pyfunction!(collectives::group_of_team, module)?,
         wrap_pyfunction!(device::average_on, module)?,
         wrap_pyfunction!(device::broadcast_on, module)?,

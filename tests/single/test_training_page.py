@@ -16,22 +16,32 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("framework", "file", "pattern"),
+    ("framework", "part", "files", "pattern"),
     [
-        ("torch", "model.pt", r"error 0\.0\d\d\d, good"),
-        ("tensorflow", "logs", r"loss 0\.000\d\d\d"),
-        ("keras", "model.keras", r"loss [01]\.\d+"),
+        ("torch", "scaled_lr", ["model.pt"], r"error 0\.0\d\d\d, good"),
+        ("tensorflow", "scaled_lr", ["logs"], r"loss 0\.000\d\d\d"),
+        ("keras", "scaled_lr", ["model.keras"], r"loss [01]\.\d+"),
+        ("torch", "shard", [], r"evaluation: error 0\.00\d+ of 101\n"),
+        ("tensorflow", "shard", [], r"evaluation: loss 0\.34\d+ of 101\n"),
+        ("keras", "shard", [], r"evaluation: loss 1\.36\d+ of 101\n"),
     ],
 )
 def test_the_scripts(
-    framework: str, file: str, pattern: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    framework: str,
+    part: str,
+    files: list[str],
+    pattern: str,
+    ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip(framework)
     scripts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (script,) = [script for script in scripts if f"import {framework}\n" in script]
+    found = re.compile(rf"^import {framework}\b.*training\.{part}\(", re.DOTALL | re.MULTILINE)
+    (script,) = [script for script in scripts if found.search(script)]
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(script)
     result = launch(ranks, [sys.executable, "script.py"], timeout=120, env=ENVIRONMENT)
     assert result.returncode == 0, result.output
     assert len(re.findall(pattern, result.output)) == 1, result.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["script.py", file])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["script.py", *files])

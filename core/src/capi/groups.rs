@@ -147,7 +147,7 @@ pub unsafe extern "C" fn dl_comm_join(group: *const CGroup, timeout: f64, last: 
     let timeout = Timeout::Override((timeout > 0.0).then(|| Duration::from_secs_f64(timeout.min(1e9))));
     // SAFETY: the caller's promise.
     status(|| unsafe {
-        let rank = number(collectives::join(&reference(group, "group")?.0, timeout)?)?;
+        let rank = number(collectives::join(group.as_ref().map(|group| &group.0), timeout)?)?;
         if last.is_null() { Ok(()) } else { store(last, rank, "last") }
     })
 }

@@ -6,37 +6,53 @@
 //! Thread rule: any thread.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
 
+use super::handle::CallHandle;
+use super::join_state::{JoinState, last};
 use super::submit::Group;
-use super::work::{CallOptions, Role, Timeout, wait_for_result};
+use super::work::{CallOptions, Role, Timeout};
 use crate::buffer::{Buffer, Tensor};
 use crate::collective::Op;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::reduce::ReduceOp;
 
-/// More than the calls of any job.
-const START: i64 = 1 << 62;
+/// A started join.
+pub struct Join {
+    /// The call.
+    pub handle: CallHandle,
+    state: Arc<JoinState>,
+}
+
+impl Join {
+    /// After the end of the call: the rank that was the last to join. It has contributed to all calls itself; of several,
+    /// the highest.
+    pub fn last(&self) -> usize {
+        last(self.state.position())
+    }
+
+    /// The number of calls of others to which this rank has contributed zeros.
+    pub fn contributions(&self) -> u64 {
+        self.state.contributions()
+    }
+}
 
 impl Group {
-    /// Contributes zeros to the sums and means of the other ranks until all have joined, and waits for that. Returns the
-    /// rank that was the last to join: it has contributed to all calls itself; of several, the highest. Calls
-    /// `interrupt` when a signal should end the wait.
+    /// Starts to contribute zeros to the sums and means of the other ranks, until all have joined, and returns. The call
+    /// fails with [`crate::error::Error::Mismatch`] if another rank ends without joining.
     ///
     /// # Errors
-    /// Those of a call; [`crate::error::Error::Mismatch`] if the others make a call that zeros do not suit, or end without joining.
-    pub fn join(&self, timeout: Timeout, interrupt: impl Fn()) -> Result<usize> {
-        let last = Arc::new(AtomicI64::new(START | self.rank() as i64));
-        let buffer = Buffer::in_place(last.as_ptr().cast(), 1, DType::I64);
-        let mut options = CallOptions { name: "join".into(), caller_blocks: true, timeout, ..CallOptions::default() };
+    /// Those of a call that is refused.
+    pub fn start_join(&self, timeout: Timeout) -> Result<Join> {
+        let state = Arc::new(JoinState::new(self.rank()));
+        let buffer = Buffer::in_place(state.memory().cast(), 1, DType::I64);
+        let mut options = CallOptions { name: "join".into(), timeout, ..CallOptions::default() };
         let tensors = vec![vec![Tensor::new(buffer, &[])]];
         let call = self.new_call(Op::allreduce(ReduceOp::Max), tensors, &mut options)?.into_join();
-        // Owned by the call: it goes on if this thread stops waiting.
-        let role = Role::Join(Arc::clone(&last));
-        wait_for_result(interrupt, |done| {
-            self.run(self.accept(self.work(call, role, true, timeout, done), true));
-        })?;
-        Ok((last.load(Ordering::Relaxed) & i64::from(u32::MAX)) as usize)
+        let (handle, done) = CallHandle::new(None);
+        // The call owns the state, too.
+        let role = Role::Join(Arc::clone(&state));
+        self.run(self.accept(self.work(call, role, false, timeout, done), false));
+        Ok(Join { handle, state })
     }
 }

@@ -16,6 +16,7 @@ mod device;
 mod executor;
 mod handle;
 mod join;
+mod join_state;
 mod lifecycle;
 mod messenger;
 mod other_groups;
@@ -33,6 +34,8 @@ mod worker;
 
 pub use adasum::start_adasum;
 pub use handle::CallHandle;
+pub use join::Join;
+pub use join_state::{last, position};
 pub use messenger::Messenger;
 pub use point_to_point::MessageOptions;
 pub use process_groups::{BlockedCaller, ProcessGroups};

@@ -90,7 +90,7 @@ impl Worker {
     /// Moves the call with `signature` to the front; a rank that has joined makes it, with zeros.
     fn stand_in(&mut self, queue: &mut Queue<'_>, head: &Arc<Work>, signature: u64) -> Option<(Arc<Work>, Result<()>)> {
         let joined = match &head.role {
-            Role::Join(position) => Some(position),
+            Role::Join(state) => Some(state),
             _ => None,
         };
         let described = queue.calls.iter().find(|work| joined.is_none() && work.call.signature == signature).cloned();
@@ -103,8 +103,8 @@ impl Worker {
                 queue.reorder(&[signature]);
                 return None;
             }
-            (Ok(blueprint), Some(position)) => {
-                position.fetch_sub(1 << 32, Ordering::Relaxed);
+            (Ok(blueprint), Some(state)) => {
+                state.count();
                 // The other ranks already start the call.
                 blueprint.zeros(shared.config.clone()).inspect_err(|error| shared.fail(error))
             }

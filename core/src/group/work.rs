@@ -1,10 +1,11 @@
 //! A call from submission to completion.
 
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use super::join_state::JoinState;
 use super::record::{Record, Recorder};
 use crate::collective::{Call, Counts, Plan};
 use crate::device::Device;
@@ -94,8 +95,8 @@ pub(super) enum Role {
     Absent,
     /// The contribution of a rank that has joined to a call of the others.
     StandIn,
-    /// The call of a rank that joins. Its input gets smaller with each contribution to a call of the others.
-    Join(Arc<AtomicI64>),
+    /// The call of a rank that joins.
+    Join(Arc<JoinState>),
 }
 
 /// A call that a group runs.

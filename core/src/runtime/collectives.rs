@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::calls::{blocked, interrupt};
-use super::state::{check_fork, started, team};
-use crate::buffer::{Tensor, View};
+use super::state::{CONTROL, check_fork, started, team, topology};
+use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::{Counts, Op};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{self, CallHandle, CallOptions, Group, OnComplete, Timeout, wait_for_result};
+use crate::group::{self, CallHandle, CallOptions, Group, Join, OnComplete, Timeout, wait_for_result};
 use crate::reduce::ReduceOp;
 
 /// The code of Adasum among the operators, which is no operator of single elements.
@@ -162,23 +163,38 @@ pub fn wait_for(handle: &CallHandle, timeout: Option<std::time::Duration>) -> Re
     handle.wait(timeout, interrupt)
 }
 
-/// Contributes zeros to the calls of the other ranks until all have joined, as [`Group::join`].
+/// Contributes zeros to the calls of the other ranks until all have joined, as [`Group::start_join`]; without a group, on
+/// all teams. Returns the rank that was the last, in the group or in the job.
 ///
 /// # Errors
-/// As for [`Group::join`]; [`Error::State`] if the group is that of a team with non-blocking calls.
-pub fn join(group: &Group, timeout: Timeout) -> Result<usize> {
+/// As for [`Group::start_join`]; [`Error::State`] if a team has a schedule with non-blocking calls.
+pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
     check_fork()?;
-    let team = started(|runtime| {
-        Ok(runtime.teams.iter().find(|(_, team)| team.group().number() == group.number()).map(|(id, team)| {
-            let scheduled = team.may_return_early(0);
-            (*id, scheduled)
-        }))
+    let joins = |other: &Arc<Group>| group.is_none_or(|group| group.number() == other.number());
+    let teams: Vec<_> = started(|runtime| {
+        let teams = runtime.teams.iter().filter(|(_, team)| joins(team.group()));
+        Ok(teams.map(|(id, team)| (*id, Arc::clone(team))).collect())
     })?;
-    if let Some((id, true)) = team {
+    if let Some((id, _)) = teams.iter().find(|(_, team)| team.may_return_early(0)) {
         let text = format!("team {id} has a schedule with non-blocking calls, whose positions would differ after join");
         return Err(Error::State(text));
     }
-    group.join(timeout, interrupt)
+    if let Some(group) = group {
+        let join = group.start_join(timeout)?;
+        return wait_for(&join.handle, None).map(|()| join.last());
+    }
+    // All are started before an error returns: other ranks may join those that work.
+    let joins: Vec<_> = teams.iter().map(|(_, team)| team.group().start_join(timeout)).collect();
+    let ended = joins.into_iter().map(|join| join.and_then(|join| wait_for(&join.handle, None).map(|()| join)));
+    let ended = ended.collect::<Vec<_>>().into_iter().collect::<Result<Vec<Join>>>()?;
+    let (control, rank) = (group_of_team(CONTROL)?, topology()?.rank());
+    let mut position = group::position(rank, ended.iter().map(Join::contributions).sum());
+    let buffer = Buffer::in_place((&raw mut position).cast(), 1, DType::I64);
+    let view = View { buffer, shape: &[] };
+    let options = CallOptions { name: "join: the last rank".into(), timeout, ..CallOptions::default() };
+    // SAFETY: the number is used by nobody else.
+    unsafe { run(&control, Request::Collective(Op::allreduce(ReduceOp::Max)), &[view], options) }?;
+    Ok(group::last(position))
 }
 
 fn towers(op: Op, tensors: Vec<Tensor>) -> Vec<Vec<Tensor>> {

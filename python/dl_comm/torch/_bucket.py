@@ -178,8 +178,8 @@ class Bucket:
             *shares, at_0, at_1, at_2 = self._flags.tolist()
             for gradient, used in zip(self._gradients, shares, strict=True):
                 gradient.finish(used > 0)
-            # The means are equal on all ranks, so all ranks raise or none does.
-            if max(at_0, at_1, at_2) < 1 - 0.5 / dl_comm.get_nranks():
+            # The means are equal on all ranks, so all ranks raise or none does. Ranks that have joined add zeros.
+            if max(at_0, at_1, at_2) < at_0 + at_1 + at_2 - 0.5 / dl_comm.get_nranks():
                 raise StateError(
                     f"the ranks have made different numbers of steps with this optimizer (this one {self._steps}), so "
                     "that their parameters differ: call step() on all ranks or on none (decide by "

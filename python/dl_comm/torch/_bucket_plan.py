@@ -40,6 +40,11 @@ class BucketPlan:
     def __init__(self, bucket_bytes: int | None) -> None:
         """Plan buckets of this size; None: find the fastest size by trials."""
         self._sizes = [int(size * 2**20) for size in SIZES] if bucket_bytes is None else [bucket_bytes]
+        self._call: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all measurements, between rounds. All ranks must call it in the same rounds."""
         self._size = self._sizes[0]
         self._trials: list[int] = []  # sizes left to try, the current one first
         self._times: dict[int, list[float]] = {}  # seconds of each size's rounds
@@ -47,7 +52,6 @@ class BucketPlan:
         self._plan: list[torch.Tensor] = []  # the parameters, bucket by bucket
         self._order_known = True  # all ranks have agreed on the order of `_plan`
         self._ready_order: dict[int, None] = {}  # indices into the plan, in the order of this round's gradients
-        self._call: int | None = None
         self._exchanged = torch.empty(0)
         self._last_seconds: float | None = None  # time of the previous round, if it counts
         self._warmed_up = False  # these buckets have completed a round

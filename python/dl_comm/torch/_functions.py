@@ -20,6 +20,7 @@ from dl_comm._collectives import as_towers, in_towers
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
 from dl_comm.torch import _ops
 from dl_comm.torch._gradient import contiguous_copy, overlaps
+from dl_comm.torch._reducer import parameters_broadcast
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -119,6 +120,7 @@ def broadcast_parameters(
             raise DTypeError(f"{name} is of type {type(tensor).__name__}, not a tensor")
     ensure_initialized()
     _broadcast_named(named, root, "broadcast_parameters")
+    parameters_broadcast(tensor for _, tensor in named)
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:

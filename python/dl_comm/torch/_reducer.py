@@ -17,7 +17,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import dl_comm
-from dl_comm import ArgumentError, StateError
+from dl_comm import ArgumentError, StateError, _groups
 from dl_comm._process import new_owner
 from dl_comm.torch import _backward, _ops
 from dl_comm.torch._bucket import Bucket, CarriedMeans
@@ -74,6 +74,7 @@ class Reducer:
         self.in_round = False  # backward has produced gradients since the last round ended
         self.skip = False  # the next step uses the gradients as they are
         self.steps = 0  # steps with averaged gradients
+        self._joins = _groups.joins  # joins of the ranks, after which the parameters were equal
         self.parameters = parameters
         self.broadcasts = True  # broadcast parameters that are added later
         self._name = name
@@ -160,6 +161,16 @@ class Reducer:
         self.check_unowned()
         for _, parameter in self.parameters()[0]:
             _owners[parameter] = weakref.ref(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def parameters_broadcast(self, places: Container[int]) -> None:
+        """After a `join`: start over if the tensors at these addresses, now equal on all ranks, are its parameters."""
+        if self._joins == _groups.joins or not all(p.data_ptr() in places for _, p in self._planned):
+            return
+        self._joins, self.steps = _groups.joins, 0
+        self._reset()
+        self._bucket_plan.restart()
+        self._build_buckets(self._planned, self._frozen)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:
@@ -327,6 +338,11 @@ class Reducer:
         self._pass_end = _backward.join(self)
 
     def _start(self, bucket: Bucket) -> None:
+        if self._joins != _groups.joins:
+            raise StateError(
+                "the ranks have joined, and may have made different numbers of steps: make their parameters equal with "
+                "broadcast_parameters(model, last), where last = dl_comm.join()"
+            )
         with torch.no_grad():
             bucket.start(self.team, f"{self._name}.{bucket.index}", self.owner, self._sparse_as_dense, self.steps)
         self._next_bucket = bucket.index + 1
@@ -356,6 +372,14 @@ def _on_frozen_gradient(reducer: weakref.ref[Reducer], name: str, parameter: tor
     live = reducer()
     if live is not None:
         live.on_frozen_gradient(name, parameter)
+
+
+def parameters_broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell the reducers of the process that these tensors are equal on all ranks."""
+    places = {tensor.data_ptr() for tensor in tensors}
+    for reducer in {reducer() for reducer in _owners.values()}:  # type: ignore[no-untyped-call]
+        if reducer is not None:
+            reducer.parameters_broadcast(places)
 
 
 def _owned_elsewhere(reducer: Reducer, named: Named) -> str | None:
