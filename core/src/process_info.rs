@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::plugin::Cooldown;
 use crate::runtime::{self, ProcessInfo};
 use crate::transport::NetworkModel;
+use crate::transport::bootstrap::Exchanges;
 use crate::transport::launcher::{NAME, library_info};
 use crate::transport::rank_info::RankInfo;
 use crate::variables;
@@ -53,6 +54,10 @@ pub fn process_info() -> Result<String> {
         info["ranks"] = ranks(&overview);
         if let Some(NetworkModel { latency_s: latency, message_gap_s: message, byte_s: byte }) = overview.network {
             info["network"] = json!({"latency_s": latency, "per_message_s": message, "per_byte_s": byte});
+        }
+        if overview.state == "started" {
+            let Exchanges { allreduces, allgathers, bytes } = overview.exchanges;
+            info["exchanges"] = json!({"allreduces": allreduces, "allgathers": allgathers, "bytes": bytes});
         }
         let shards = topology.num_shards();
         info["teams"] = overview.teams.iter().map(|(config, gpus)| team(config, gpus.as_ref(), shards)).collect();

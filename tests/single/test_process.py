@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -137,6 +138,31 @@ def test_full_shared_memory_is_reported(script: Script, tmp_path: Path) -> None:
     )
     assert finished.output.count("refused: rank 0") == 2, finished.output
     assert "DL_COMM_CHUNK_KB" in finished.output
+
+
+EXCHANGES = """
+import json
+from dl_comm import _dl_comm
+mc.init(nteams=1)
+first = json.loads(_dl_comm.describe())["exchanges"]
+mc.create_team(1)
+second = json.loads(_dl_comm.describe())["exchanges"]
+if mc.get_rank() == 0:
+    write_line("start", *first.values(), "team", *(second[key] - first[key] for key in first))
+"""
+
+
+def test_the_start_costs_a_fixed_number_of_small_exchanges(script: Script) -> None:
+    """All-reduces of 32 bytes, and all-gathers of what a rank has to tell."""
+    costs = set()
+    for ranks in (1, 2, 4):
+        finished = script(ranks, HEAD + EXCHANGES)
+        found = re.search(r"start (\d+) (\d+) (\d+) team (\d+) (\d+) (\d+)", finished.output)
+        assert found is not None, finished.output
+        allgathers, allreduces, start_bytes, *team = map(int, found.groups())
+        assert start_bytes < 64 * (allgathers + allreduces), finished.output
+        costs.add((allgathers, allreduces, *team[:2]))
+    assert costs == {(5, 9, 1, 2)}
 
 
 def test_a_late_rank_is_named_at_the_deadline(script: Script) -> None:

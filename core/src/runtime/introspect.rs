@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::NetworkModel;
+use crate::transport::bootstrap::Exchanges;
 use crate::transport::rank_info::RankInfo;
 
 /// Writes this rank's last calls to a file in `folder`, by default in `DL_COMM_DUMP_DIR`, and returns the path.
@@ -69,6 +70,8 @@ pub struct ProcessInfo {
     pub rank_info: Arc<[RankInfo]>,
     /// The measured network between the hosts, if started and there are several.
     pub network: Option<NetworkModel>,
+    /// What the exchanges among all ranks have cost, if started.
+    pub exchanges: Exchanges,
     /// The teams by number, if started, with the JSON of their GPU paths.
     pub teams: Vec<(CallConfig, Option<serde_json::Value>)>,
 }
@@ -90,6 +93,7 @@ pub fn overview() -> Result<ProcessInfo> {
                 topology: Some(Arc::clone(&runtime.topology)),
                 rank_info: Arc::clone(&runtime.rank_info),
                 network: runtime.network,
+                exchanges: runtime.job.exchanges(),
                 teams: runtime
                     .teams
                     .values()

@@ -17,6 +17,17 @@ pub const MAX_RECORD: usize = 2048;
 /// The most bytes of a text in a record, which has two at most.
 const MAX_TEXT_BYTES: usize = 1000;
 
+/// What the exchanges of a bootstrap have cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Exchanges {
+    /// All-reduces, of 32 bytes each.
+    pub allreduces: u64,
+    /// All-gathers.
+    pub allgathers: u64,
+    /// Bytes of a rank in all of them.
+    pub bytes: u64,
+}
+
 /// The connection of this process with the other ranks of its job.
 /// Thread rule: any thread; collective functions run one at a time, in the same order on all ranks.
 pub trait Bootstrap: Send + Sync {
@@ -26,11 +37,21 @@ pub trait Bootstrap: Send + Sync {
     /// The number of ranks.
     fn size(&self) -> usize;
 
-    /// Gathers a record of at most [`MAX_RECORD`] bytes from every rank, ordered by rank. Collective.
+    /// Gathers a record of at most `longest` bytes from every rank, ordered by rank; `longest` is at most [`MAX_RECORD`],
+    /// and equal on all ranks. Shorter records may be padded with bytes 0xff, which alone are no record. Collective.
     ///
     /// # Errors
     /// Those of the wait context, and [`crate::error::Error::Network`]. The ranks are out of step then.
-    fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>>;
+    fn allgather(&self, record: &[u8], longest: usize, wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>>;
+
+    /// The maximum of each number over all ranks. Collective.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn allreduce_max(&self, values: [u64; 4], wait_ctx: &WaitContext<'_>) -> Result<[u64; 4]>;
+
+    /// What its exchanges among all ranks have cost so far.
+    fn exchanges(&self) -> Exchanges;
 
     /// The key-value store of all ranks, if there is one already. Otherwise the job serves one.
     fn store(&self) -> Option<Arc<dyn Store>>;
@@ -86,6 +107,19 @@ pub trait Network: Send + Sync {
     /// # Errors
     /// As for [`Bootstrap::allgather`].
     fn messages(&self, wait_ctx: &WaitContext<'_>) -> Result<Box<dyn MessageNetwork>>;
+}
+
+/// Gathers records whose lengths the ranks do not know; see [`Bootstrap::allgather`].
+///
+/// # Errors
+/// As for [`Bootstrap::allgather`].
+pub(super) fn gather_records(
+    bootstrap: &dyn Bootstrap,
+    record: &[u8],
+    wait_ctx: &WaitContext<'_>,
+) -> Result<Vec<Vec<u8>>> {
+    let [longest, ..] = bootstrap.allreduce_max([record.len() as u64, 0, 0, 0], wait_ctx)?;
+    bootstrap.allgather(record, usize::try_from(longest).unwrap_or(MAX_RECORD), wait_ctx)
 }
 
 /// The bytes of a record. A record that is too long becomes an empty one, which no rank can decode: all fail.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::NetworkModel;
 use super::arena::Arenas;
-use super::bootstrap::{Bootstrap, Network};
+use super::bootstrap::{Bootstrap, Exchanges, Network};
 use super::detector_links::{HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
@@ -156,6 +156,11 @@ impl Job {
         &self.ranks
     }
 
+    /// What the exchanges among all ranks have cost so far.
+    pub fn exchanges(&self) -> Exchanges {
+        self.ranks.bootstrap.exchanges()
+    }
+
     /// The measured network between the hosts; `None` on one host.
     pub fn network(&self) -> Option<NetworkModel> {
         self.network.as_ref().map(|_| self.network_model)
@@ -168,7 +173,7 @@ impl Job {
     /// As for [`Job::create_group`] of all ranks.
     pub fn confirm<T>(&self, what: &str, outcome: Result<T>) -> Result<T> {
         let mine = outcome.as_ref().map(|_| ()).map_err(Error::clone);
-        self.in_step(what, |wait_ctx| self.ranks.agree("", mine, wait_ctx))?;
+        self.in_step(what, |wait_ctx| self.ranks.agree_on("", mine, wait_ctx))?;
         outcome
     }
 
@@ -302,7 +307,7 @@ fn make_arenas(ranks: &Ranks, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>>
         process_memory::show(arena_header(arenas, me));
     }
     let mapped = arenas.as_ref().map(|_| ()).map_err(Error::clone);
-    ranks.agree("", mapped, wait_ctx)?;
+    ranks.agree_on("", mapped, wait_ctx)?;
     drop::<Option<Name>>(name);
     arenas.map(Arc::new)
 }
@@ -348,6 +353,6 @@ fn measure_network(ranks: &Ranks, network: &dyn Network, wait_ctx: &WaitContext<
     } else {
         None
     };
-    let measured = ranks.agree("", Ok(measured), wait_ctx)?;
-    Ok(NetworkModel::slowest(measured.into_iter().flatten()))
+    let [latency, gap, byte, _] = measured.map_or([0; 4], NetworkModel::to_bits);
+    Ok(NetworkModel::from_bits(ranks.bootstrap.allreduce_max([latency, gap, byte, 0], wait_ctx)?))
 }

@@ -18,14 +18,16 @@ impl NetworkModel {
     /// The default without a measurement: 1 GB/s, and the latencies of TCP.
     pub const UNKNOWN: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
-    /// The slowest value of each constant over all `measured` models.
-    pub fn slowest(measured: impl IntoIterator<Item = NetworkModel>) -> NetworkModel {
-        let max = |one: NetworkModel, other: NetworkModel| NetworkModel {
-            latency_s: one.latency_s.max(other.latency_s),
-            message_gap_s: one.message_gap_s.max(other.message_gap_s),
-            byte_s: one.byte_s.max(other.byte_s),
-        };
-        measured.into_iter().reduce(max).unwrap_or(NetworkModel::UNKNOWN)
+    /// Numbers whose maxima over several models are those of the slowest network.
+    pub fn to_bits(self) -> [u64; 4] {
+        // The bits of positive numbers have their order.
+        [self.latency_s, self.message_gap_s, self.byte_s, 0.0].map(f64::to_bits)
+    }
+
+    /// The model of these numbers; without a measurement they are 0.
+    pub fn from_bits(bits: [u64; 4]) -> NetworkModel {
+        let [latency_s, message_gap_s, byte_s, _] = bits.map(f64::from_bits);
+        if byte_s > 0.0 { NetworkModel { latency_s, message_gap_s, byte_s } } else { NetworkModel::UNKNOWN }
     }
 }
 
@@ -38,7 +40,8 @@ mod tests {
         let one = NetworkModel { latency_s: 1.25e-5, message_gap_s: 3e-7, byte_s: 8e-9 };
         let other = NetworkModel { latency_s: 1e-5, message_gap_s: 4e-7, byte_s: 9e-9 };
         let slowest = NetworkModel { latency_s: 1.25e-5, message_gap_s: 4e-7, byte_s: 9e-9 };
-        assert_eq!(NetworkModel::slowest([one, other]), slowest);
-        assert_eq!(NetworkModel::slowest([]), NetworkModel::UNKNOWN);
+        let (ones, others) = (one.to_bits(), other.to_bits());
+        assert_eq!(NetworkModel::from_bits(std::array::from_fn(|index| ones[index].max(others[index]))), slowest);
+        assert_eq!(NetworkModel::from_bits([0; 4]), NetworkModel::UNKNOWN);
     }
 }

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 
 use serde::{Deserialize, Serialize};
 
-use super::bootstrap::{Bootstrap, encode_record, shortened};
+use super::bootstrap::{Bootstrap, encode_record, gather_records, shortened};
 use super::wait_context::WaitContext;
 use crate::codec::decode;
 use crate::error::{Error, Result};
@@ -60,7 +60,7 @@ pub(super) fn exchange_rank_info(
         pid: rustix::process::getpid().as_raw_nonzero().get(),
         pid_namespace: shortened(&pid_namespace),
     };
-    let records = bootstrap.allgather(&encode_record(&(mine, u128::from_ne_bytes(key))), wait_ctx)?;
+    let records = gather_records(bootstrap, &encode_record(&(mine, u128::from_ne_bytes(key))), wait_ctx)?;
     let records: Vec<(RankInfo, u128)> = records.iter().map(|bytes| decode(bytes)).collect::<Result<_>>()?;
     // The key of rank 0 is the job's.
     let key = records[0].1;

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use xxhash_rust::xxh3::xxh3_64;
 
-use super::bootstrap::{Bootstrap, encode_record, shortened};
+use super::bootstrap::{Bootstrap, encode_record, gather_records, shortened};
 use super::process::ProcessLiveness;
 use super::rank_info::{RankInfo, exchange_rank_info};
 use super::shm_region::Liveness;
@@ -103,8 +104,19 @@ impl Ranks {
         Some(format!("{} {}", self.names[rank], self.local_processes.lost(local)?))
     }
 
-    /// Gathers `shape` and this rank's outcome from all ranks. Returns all outcomes if they are `Ok` and the shapes are
-    /// equal. Collective.
+    /// As [`Ranks::agree`] without values: one all-reduce, if the ranks agree.
+    ///
+    /// # Errors
+    /// As for [`Ranks::agree`].
+    pub(super) fn agree_on(&self, shape: &str, outcome: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        match self.settle(shape, outcome.is_err(), 0, wait_ctx)? {
+            Some(_) => Ok(()),
+            None => self.explain(shape, outcome, wait_ctx).map(drop),
+        }
+    }
+
+    /// Gathers this rank's outcome from all ranks. Returns all outcomes if they are `Ok` and the shapes are equal.
+    /// Collective.
     ///
     /// # Errors
     /// Those of [`Bootstrap::allgather`] and [`agreed`].
@@ -114,7 +126,32 @@ impl Ranks {
         outcome: Result<T>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<Vec<T>> {
-        let records = self.bootstrap.allgather(&proposal(shape, outcome), wait_ctx)?;
+        let record = outcome.as_ref().map_or(Vec::new(), encode_record);
+        match self.settle(shape, outcome.is_err(), record.len(), wait_ctx)? {
+            Some(longest) => {
+                let records = self.bootstrap.allgather(&record, longest, wait_ctx)?;
+                records.iter().map(|record| decode(record)).collect()
+            }
+            None => self.explain(shape, outcome, wait_ctx),
+        }
+    }
+
+    /// The length of the longest record if no rank has failed and the shapes are equal; the same on all ranks.
+    fn settle(&self, shape: &str, failed: bool, len: usize, wait_ctx: &WaitContext<'_>) -> Result<Option<usize>> {
+        let hash = xxh3_64(shape.as_bytes());
+        let mine = [u64::from(failed), hash, !hash, len as u64];
+        let [failed, largest, smallest, longest] = self.bootstrap.allreduce_max(mine, wait_ctx)?;
+        Ok((failed == 0 && largest == !smallest).then(|| usize::try_from(longest).unwrap_or(usize::MAX)))
+    }
+
+    /// Gathers the shapes and errors, which differ.
+    fn explain<T: Serialize + DeserializeOwned>(
+        &self,
+        shape: &str,
+        outcome: Result<T>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<Vec<T>> {
+        let records = gather_records(&*self.bootstrap, &proposal(shape, outcome), wait_ctx)?;
         agreed(&records, |rank| &self.names[rank])
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use super::bootstrap::{Bootstrap, Network};
+use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Network};
 use super::store::{MemoryStore, POLL_INTERVAL, PrefixStore, Store, allgather, missing_ranks};
 use super::tcp_store::{ServedStore, TcpStore};
 use super::wait_context::{WaitContext, with_limits};
@@ -38,6 +38,7 @@ struct StoreBootstrap {
     /// The keys of this job.
     store: Arc<dyn Store>,
     num_exchanges: AtomicU64,
+    num_bytes: AtomicU64,
     finished: AtomicBool,
 }
 
@@ -125,8 +126,8 @@ fn join(
             },
         };
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(Arc::clone(&root), prefix(&name)));
-        let (num_exchanges, finished) = (AtomicU64::new(0), AtomicBool::new(false));
-        let bootstrap = StoreBootstrap { rank, size, root, store, num_exchanges, finished };
+        let (num_exchanges, num_bytes, finished) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+        let bootstrap = StoreBootstrap { rank, size, root, store, num_exchanges, num_bytes, finished };
         if rank == 0 {
             bootstrap.assemble(&name, wait_ctx)?;
         } else if !bootstrap.announce(&name, wait_ctx)? {
@@ -228,9 +229,23 @@ impl Bootstrap for StoreBootstrap {
         self.size
     }
 
-    fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
+    fn allgather(&self, record: &[u8], _longest: usize, wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
         let number = self.num_exchanges.fetch_add(1, Ordering::Relaxed);
+        self.num_bytes.fetch_add(record.len() as u64, Ordering::Relaxed);
         allgather(&*self.store, &format!("exchange/{number}"), self.rank, self.size, record, wait_ctx)
+    }
+
+    fn allreduce_max(&self, values: [u64; 4], wait_ctx: &WaitContext<'_>) -> Result<[u64; 4]> {
+        let all = self.allgather(&encode(&values)?, MAX_RECORD, wait_ctx)?;
+        all.iter().try_fold([0; 4], |largest, record| {
+            let values: [u64; 4] = decode(record)?;
+            Ok(std::array::from_fn(|index| values[index].max(largest[index])))
+        })
+    }
+
+    fn exchanges(&self) -> Exchanges {
+        let allgathers = self.num_exchanges.load(Ordering::Relaxed);
+        Exchanges { allreduces: 0, allgathers, bytes: self.num_bytes.load(Ordering::Relaxed) }
     }
 
     fn store(&self) -> Option<Arc<dyn Store>> {
@@ -325,7 +340,7 @@ mod tests {
                     let job = connect_by_store(rank, size, &shared, &within(60.0)).unwrap();
                     assert_eq!((job.rank(), job.size()), (rank, size));
                     for round in 0..3 {
-                        let records = limits(|ctx| job.allgather(&[rank as u8, round], ctx)).unwrap();
+                        let records = limits(|ctx| job.allgather(&[rank as u8, round], 2, ctx)).unwrap();
                         assert_eq!(records, (0..size as u8).map(|rank| vec![rank, round]).collect::<Vec<_>>());
                     }
                     limits(|ctx| job.finish(ctx)).unwrap();

@@ -1,8 +1,8 @@
 //! The bootstrap of a job that an MPI launcher has started, and its network between hosts.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use mpi::Threading;
 
@@ -12,7 +12,8 @@ use super::messages::MpiMessages;
 use super::{clock_offset, launcher, lifetime, probe};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::transport::bootstrap::{Bootstrap, MAX_RECORD, Network};
+use crate::lock::lock;
+use crate::transport::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Network};
 use crate::transport::messages::MessageNetwork;
 use crate::transport::store::Store;
 use crate::transport::wait_context::with_limits;
@@ -28,6 +29,7 @@ struct MpiBootstrap {
     /// Whether another component has initialized MPI.
     adopted: bool,
     left: AtomicBool,
+    exchanges: Mutex<Exchanges>,
 }
 
 /// Initializes MPI, or adopts an initialized one. Collective.
@@ -55,7 +57,15 @@ pub fn connect(config: &Config) -> Result<Arc<dyn Bootstrap>> {
         launcher::check_single_rank(lookup)?;
     }
     let (comm, left) = (Arc::new(comm), AtomicBool::new(false));
-    Ok(Arc::new(MpiBootstrap { comm, rank, size, threading, adopted, left }))
+    Ok(Arc::new(MpiBootstrap { comm, rank, size, threading, adopted, left, exchanges: Mutex::default() }))
+}
+
+impl MpiBootstrap {
+    fn count(&self, which: impl FnOnce(&mut Exchanges) -> &mut u64, bytes: usize) {
+        let mut exchanges = lock(&self.exchanges);
+        *which(&mut exchanges) += 1;
+        exchanges.bytes += bytes as u64;
+    }
 }
 
 impl Bootstrap for MpiBootstrap {
@@ -67,11 +77,20 @@ impl Bootstrap for MpiBootstrap {
         self.size
     }
 
-    fn allgather(&self, record: &[u8], wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
-        // All records have one length; whoever decodes one ignores the padding, which alone is no record.
+    fn allgather(&self, record: &[u8], longest: usize, wait_ctx: &WaitContext<'_>) -> Result<Vec<Vec<u8>>> {
         let mut bytes = record.to_vec();
-        bytes.resize(MAX_RECORD, 0xff);
+        bytes.resize(longest.clamp(1, MAX_RECORD), 0xff);
+        self.count(|exchanges| &mut exchanges.allgathers, bytes.len());
         self.comm.allgather(&bytes, wait_ctx)
+    }
+
+    fn allreduce_max(&self, values: [u64; 4], wait_ctx: &WaitContext<'_>) -> Result<[u64; 4]> {
+        self.count(|exchanges| &mut exchanges.allreduces, size_of_val(&values));
+        self.comm.allreduce_max(values, wait_ctx)
+    }
+
+    fn exchanges(&self) -> Exchanges {
+        *lock(&self.exchanges)
     }
 
     fn store(&self) -> Option<Arc<dyn Store>> {

@@ -105,6 +105,22 @@ impl Comm {
         Ok(recv.chunks_exact(record.len()).map(<[u8]>::to_vec).collect())
     }
 
+    /// The maximum of each number over all ranks. Collective.
+    pub fn allreduce_max<const N: usize>(&self, values: [u64; N], wait_ctx: &WaitContext<'_>) -> Result<[u64; N]> {
+        let (count, send, mut recv) = (int(N)?, Box::new(values), Box::new([0; N]));
+        // SAFETY: both buffers live until the request completes, and are leaked if it never does.
+        let request = self.start(|request| unsafe {
+            let (from, to) = (send.as_ptr().cast(), recv.as_mut_ptr().cast());
+            ffi::MPI_Iallreduce(from, to, count, ffi::RSMPI_UINT64_T, ffi::RSMPI_MAX, self.raw, request)
+        })?;
+        if let Err(error) = self.wait(&mut [request], wait_ctx, "the other ranks") {
+            Box::leak(send);
+            Box::leak(recv);
+            return Err(error);
+        }
+        Ok(*recv)
+    }
+
     /// Waits until every rank has called it. Collective.
     pub fn barrier(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // SAFETY: the operation has no buffers.
