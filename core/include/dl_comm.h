@@ -236,7 +236,7 @@ struct dl_comm_device;
  * those that it receives; every pair of ranks must agree.
  * - `name`: part of the signature and of messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
- * - `device`: the GPU of the tensors; NULL for host memory. ALLREDUCE and BROADCAST only.
+ * - `device`: the GPU of the tensors; NULL for host memory. All but ALLREDUCE and BROADCAST go through host memory.
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
  *   thread of the group. It must not block, and may start calls. */
 typedef struct dl_comm_call {

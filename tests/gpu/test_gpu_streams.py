@@ -15,7 +15,7 @@ import torch
 
 import dl_comm as mc
 import dl_comm.torch as cdl
-from blocking_device_call import blocking_device_call
+from device_calls import blocking_device_call
 from dl_comm.torch import _ops
 from job import Job
 from values import assert_mean, of_rank

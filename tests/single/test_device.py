@@ -162,7 +162,7 @@ WAITING = """
 import os, threading, time
 import numpy as np
 from arrays import Array, Stream, use
-from blocking_device_call import blocking_device_call
+from device_calls import blocking_device_call
 import dl_comm
 
 dl_comm.init()

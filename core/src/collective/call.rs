@@ -161,16 +161,12 @@ impl Call {
         self.schedule_position = position;
     }
 
-    /// Makes it a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of
+    /// Makes it, an allreduce or broadcast, a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of
     /// [`ALIGN`]. Smaller calls get smaller chunks, so that copies and reductions overlap on every channel.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for several towers (a process with a GPU has one), and for collectives other than allreduce
-    /// and broadcast.
+    /// [`Error::Invalid`] for several towers: a process with a GPU has one.
     pub fn on_device(self, producer: Arc<CallerStream>, chunk: usize) -> Result<Call> {
-        if !self.op.is_allreduce() && !self.op.is_broadcast() {
-            return Err(Error::Invalid(format!("{} needs tensors in host memory; copy them first", self.op.title())));
-        }
         if self.replicas.len() > 1 {
             return Err(Error::Invalid(format!(
                 "there are {} towers of GPU tensors; run a process for each GPU, or average the towers first",
@@ -339,7 +335,7 @@ impl Call {
     }
 
     /// The numbers of elements of a tensor's source and destination that this rank reads and writes.
-    pub(super) fn extents(&self, tensor: usize) -> (usize, usize) {
+    pub(in crate::collective) fn extents(&self, tensor: usize) -> (usize, usize) {
         extents(self.op, &self.replicas[0][tensor].buffer, &self.counts, &self.config)
     }
 

@@ -21,7 +21,7 @@ pub struct CallConfig {
     pub compartments: Compartments,
     /// Largest call, in bytes, that runs in one round; 0 with several hosts.
     pub small_max: usize,
-    /// The length, in bytes, from which on calls that only move data copy between private memories
+    /// The length, in bytes, from which on calls that only move data copy out of the private memory of other processes
     /// ([`crate::transport::arena::PeerMemory::private_min`]).
     pub private_min: usize,
     /// Largest call, in bytes, that one thread runs alone.

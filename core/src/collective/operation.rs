@@ -155,6 +155,11 @@ impl Op {
         *self == Op::BARRIER
     }
 
+    /// Whether the paths of GPUs have it; the others run on copies in host memory.
+    pub fn has_device_path(&self) -> bool {
+        self.is_allreduce() || self.is_broadcast() || self.is_barrier()
+    }
+
     /// Whether `rank` has inputs.
     pub fn has_input(&self, rank: usize) -> bool {
         self.collective.root != Root::Source || rank == self.root

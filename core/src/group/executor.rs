@@ -14,9 +14,10 @@ use super::device::DeviceExecutor;
 use super::other_groups::OtherGroups;
 use super::small_calls::{CachedCalls, SmallCall};
 use super::thread::{GroupThread, Inbox, Received};
-use super::work::{QueueItem, Work};
+use super::work::{QueueItem, Role, Work};
 use super::worker::Worker;
 use crate::buffer::View;
+use crate::collective::device::wait_event;
 use crate::collective::{Call, Op, PostedCall};
 use crate::error::{Result, guard};
 use crate::lock::lock;
@@ -316,6 +317,13 @@ impl ExecutorState {
     /// Runs the first chunk of `work`; false if the ranks' calls differ.
     fn run_first_chunk(&mut self, work: &Arc<Work>, was_idle: bool) -> Result<bool> {
         work.record.start(was_idle);
+        if let Role::Copied(ready) = &work.role {
+            // Before this rank takes part: a failure of its GPU ends the group.
+            self.worker.run_checked(work, |_, _, wait_ctx| {
+                let _guard = ready.context().push()?;
+                wait_event(ready, wait_ctx)
+            })?;
+        }
         self.worker.run_checked(work, |channel, work, wait_ctx| match work.call.producer() {
             None => channel.start_call(&work.call, wait_ctx),
             // No data moves before all ranks are known to have the same call.

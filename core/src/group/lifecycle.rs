@@ -120,7 +120,8 @@ impl Group {
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        Ok(Group { number, shared, topology, executor, messenger: OnceLock::new() })
+        let host_copies = Mutex::default();
+        Ok(Group { number, shared, topology, executor, host_copies, messenger: OnceLock::new() })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.
@@ -140,6 +141,7 @@ impl Group {
 
     /// Closes links to other hosts and releases GPU resources, after [`Group::stop`].
     pub fn release_resources(&self) {
+        drop(lock(&self.host_copies).take());
         self.executor.release_resources();
     }
 }

@@ -12,6 +12,7 @@
 mod adasum;
 mod call_summary;
 mod callers;
+mod copied_call;
 mod device;
 mod executor;
 mod handle;

@@ -3,7 +3,7 @@
 //! Thread rule: any thread may use a [`Group`].
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -14,6 +14,7 @@ use super::small_calls;
 use super::state::GroupState;
 use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_for_result};
 use crate::buffer::{Tensor, View};
+use crate::collective::device::HostCopies;
 use crate::collective::{Call, CallConfig, Op, PostedCall};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
@@ -28,6 +29,8 @@ pub struct Group {
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
     pub(super) executor: Arc<Executor>,
+    /// For collectives on device memory that no path of a GPU has; made by the first.
+    pub(super) host_copies: Mutex<Option<Arc<HostCopies>>>,
     /// Made by the first send or receive.
     pub(super) messenger: OnceLock<Messenger>,
 }
@@ -58,6 +61,10 @@ impl Group {
     /// # Safety
     /// The tensors' memory is valid until `done` is called; nothing else writes `src` or uses `dst` until then.
     pub unsafe fn submit(&self, op: Op, replicas: Vec<Vec<Tensor>>, mut options: CallOptions, done: OnComplete) {
+        if let Some(device) = options.device.filter(|_| !op.has_device_path()) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.submit_copied(op, replicas, options, device, done) };
+        }
         match self.new_call(op, replicas, &mut options) {
             Ok(call) => self.run(self.new_work(call, &options, done)),
             Err(error) => done(Err(error)),
@@ -182,6 +189,13 @@ impl Group {
 
     /// Converts `call` to a call on device memory.
     fn on_device(&self, call: Call, device: Device) -> Result<Call> {
+        self.check_gpu(device)?;
+        let producer = guard(|| CallerStream::new(device))?;
+        call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
+    }
+
+    /// Whether this rank's calls are on the GPU `device`.
+    pub(super) fn check_gpu(&self, device: Device) -> Result<()> {
         if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
             && ordinal != i64::from(device.ordinal)
         {
@@ -191,8 +205,7 @@ impl Group {
                 self.shared.config.key.name()
             )));
         }
-        let producer = guard(|| CallerStream::new(device))?;
-        call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
+        Ok(())
     }
 
     /// The path of calls on device memory as JSON, after the first such call.

@@ -12,6 +12,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::signals;
+use crate::transport::gpu::Event;
 
 /// Called once with the result of a call: on the thread that completes the call, or on the submitting thread if the
 /// call is rejected. It must not block, and may submit further calls.
@@ -91,6 +92,8 @@ impl Timeout {
 pub(super) enum Role {
     /// A call of this rank.
     Own,
+    /// A call of this rank on copies of tensors in device memory, which are complete after the event.
+    Copied(Event),
     /// The contribution of a rank that has no call for a round.
     Absent,
     /// The contribution of a rank that has joined to a call of the others.
@@ -150,7 +153,7 @@ impl Work {
 
     /// Whether its end is the end of an item of the queue.
     pub fn is_queued(&self) -> bool {
-        matches!(self.role, Role::Own | Role::Join(_))
+        matches!(self.role, Role::Own | Role::Copied(_) | Role::Join(_))
     }
 
     /// When the ranks first found this call unmatched with nothing runnable before it; now, if never.

@@ -15,6 +15,7 @@
 
 mod batch;
 mod device_path;
+mod host_copy;
 mod ipc;
 mod ipc_flags;
 mod ipc_multi_host;
@@ -27,7 +28,8 @@ mod staged;
 mod streams;
 
 pub use device_path::DevicePath;
+pub use host_copy::{HostCopies, HostCopy};
 pub use settings::{DeviceSettings, PathSetting};
 pub use staged::StagingPipeline;
-pub use streams::DeviceResult;
 pub(crate) use streams::TEARDOWN_TIMEOUT;
+pub use streams::{DeviceResult, poll_until, wait_event};
