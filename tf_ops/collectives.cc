@@ -279,6 +279,7 @@ class BlockKernel final : public GroupKernel {
       TensorShape result = shape;
       status = result.SetDimWithStatus(0, rows.written);
       if (status.ok()) status = context->allocate_temp(input.dtype(), result, &outputs[i]);
+      if (status.ok()) advise_huge_pages(outputs[i]);
       TensorShape block = shape;
       if (status.ok()) status = block.SetDimWithStatus(0, rows.block);
       if (status.ok()) status = list.add(input, outputs[i], block);

@@ -9,6 +9,8 @@
 // the call: it continues with the rest of backward. The context keeps inputs and results alive until `done`.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -86,6 +88,16 @@ inline std::string iteration(const tensorflow::FrameAndIter& frame_iter) {
   return absl::StrCat(" [iteration ", frame_iter.iter_id, " of loop ", absl::Hex(frame_iter.frame_id), "]");
 }
 
+// Asks for huge pages under a large new tensor in host memory, as NumPy does: fewer page faults, and ranks of a host
+// copy from such memory directly. Only a hint.
+inline void advise_huge_pages(const tensorflow::Tensor& tensor) {
+  constexpr std::uintptr_t page = 4096;
+  if (tensor.TotalBytes() < (4 << 20)) return;
+  const auto start = (reinterpret_cast<std::uintptr_t>(tensor.data()) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(tensor.data()) + tensor.TotalBytes()) / page * page;
+  madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
 // The common part: attributes, and the conversion of a context to a `TensorList`.
 class CollectiveKernel : public AsyncOpKernel {
  public:
@@ -125,6 +137,7 @@ class CollectiveKernel : public AsyncOpKernel {
       const absl::Status allocated = context->forward_input_or_allocate_temp(
           {i}, input.dtype(), input.shape(), tensorflow::AllocatorAttributes(), &output);
       if (!allocated.ok()) return allocated;
+      if (on_host && input.data() != output.data()) advise_huge_pages(output);
       if (copies && input.data() != output.data()) std::memcpy(output.data(), input.data(), input.TotalBytes());
       const absl::Status added = list.add(copies ? output : input, output);
       if (!added.ok()) return added;

@@ -94,8 +94,8 @@ def allreduce(
     """
     operator, factors = operator_code(op, prescale, postscale)
     given = _ops.listed(x) if isinstance(x, (list, tuple)) else [x]
-    sparse = {i for i, value in enumerate(given) if isinstance(value, tf.IndexedSlices) and not sparse_as_dense}
-    if not sparse:
+    sparse = [i for i, value in enumerate(given) if isinstance(value, tf.IndexedSlices)]
+    if not sparse or sparse_as_dense:
         return _Call("allreduce", x, group, name, timeout).run(_ops.ALLREDUCE, operator=operator, factors=factors)
     dense = [value for i, value in enumerate(given) if i not in sparse]
     options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout}
@@ -289,6 +289,8 @@ def barrier(*, timeout: float | None = None, group: Group | None = None, name: s
 
 
 def _converted(value: Any) -> tf.Tensor:
+    if isinstance(value, tf.Tensor) and value.dtype in _ops.ALL_TYPES:
+        return value
     if isinstance(value, (bool, int, float, complex)):
         value = np.array(value)
     try:

@@ -201,16 +201,19 @@ def collective(
     Returns:
         The list of results; for a barrier in a graph, the operation.
     """
-    refuse_xla()
+    eager = tf.executing_eagerly()
+    if not eager:
+        refuse_xla()
+        name = call_name(name, f"group {group}")
     loaded = library()
     attributes = {
         "collective": code,
         "reduce": operator,
         "group": group,
         "root": root,
-        "caller_blocks": tf.executing_eagerly(),
+        "caller_blocks": eager,
         "timeout": timeout,
-        "call_name": call_name(name, f"group {group}"),
+        "call_name": name,
         "labels": names,
     }
     if factors != NO_FACTORS:
@@ -405,6 +408,8 @@ def as_tensor(value: Any, dtypes: frozenset[tf.DType], verb: str) -> tf.Tensor:
 
 def tensor_names(values: Sequence[Any]) -> str:
     """Return the names of tensors and variables for messages, one per line; empty without any name."""
+    if tf.executing_eagerly() and all(isinstance(value, tf.Tensor) for value in values):
+        return ""  # asking them for a name takes longer than a small call
     found = [_label(value) for value in values]
     return "\n".join(found) if any(found) else ""
 
