@@ -34,8 +34,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         # Keras has no public name for the part that is different here.
         if "_moments" not in keras.layers.BatchNormalization.call.__code__.co_names:
             raise StateError(
-                f"SyncBatchNormalization cannot change the layer BatchNormalization of Keras {keras.__version__}, whose "
-                "method _moments is not there any more; it works with Keras 3.15"
+                f"SyncBatchNormalization does not work with Keras {keras.__version__}, whose BatchNormalization has no "
+                "method _moments any more; it works with Keras 3.15"
             )
 
     @no_autograph
