@@ -101,7 +101,7 @@ group: The number of the group in this process; 0 is the group of all ranks.
 root: The rank of the group that has the values, or gets the results.
 prescale: A factor of the inputs, of the operator DL_COMM_SCALED_SUM. As text, because attributes are float32.
 postscale: A factor of the sum.
-caller_blocks: Whether the calling thread waits for the result, so that it may run the call.
+caller_blocks: Whether the calling thread waits for the result anyway, so that it may run the call.
 timeout: The deadline in seconds; 0: no limit; negative: the group's.
 call_name: A name that must be the same on all ranks.
 labels: The names of the tensors, one per line, for error messages.
@@ -221,7 +221,7 @@ class GroupKernel : public CollectiveKernel {
     call.name = {call_name_.data(), call_name_.size()};
     call.instance_id = instance;
     call.tensor_names = {labels_.data(), labels_.size()};
-    call.caller_blocks = caller_blocks_;
+    call.caller_blocks = caller_blocks_ && target.device < 0;
     call.timeout = timeout_;
     call.device = target.device;
     call.stream = target.stream;

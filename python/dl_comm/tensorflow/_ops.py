@@ -218,10 +218,16 @@ def collective(
     }
     if factors != NO_FACTORS:
         attributes["prescale"], attributes["postscale"] = map(repr, factors)
-    with placement(on_host=code not in _ON_GPU or operator == _ADASUM):
-        if code in _LIKE_INPUTS:
-            return loaded.dl_comm_collective(tensors, **attributes)
-        return loaded.dl_comm_block_collective(tensors, counts, **attributes)
+    try:
+        with placement(on_host=code not in _ON_GPU or operator == _ADASUM):
+            if code in _LIKE_INPUTS:
+                return loaded.dl_comm_collective(tensors, **attributes)
+            return loaded.dl_comm_block_collective(tensors, counts, **attributes)
+    except RuntimeError as error:
+        # Ctrl-C ends the wait of an eager call, but TensorFlow raises this instead.
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def extent(tensor: tf.Tensor) -> tf.Tensor:
