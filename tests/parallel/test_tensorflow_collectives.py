@@ -398,6 +398,56 @@ def test_integers_have_no_gradient_and_are_not_in_the_way(rank: int, size: int) 
     np.testing.assert_allclose(tape.gradient(loss, x), [size + 4.0 * size])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_messages(mode: str, rank: int, size: int) -> None:
+    following, before = (rank + 1) % size, (rank - 1) % size
+
+    def run(short: Any, long: Any) -> list[Any]:
+        sent = [short, tf.cast(short, tf.int16)]
+        (floats, integers), status = dt.sendrecv(sent, following, [tf.zeros_like(tensor) for tensor in sent], before)
+        assert floats.shape.rank == 1
+        ring, about = dt.sendrecv(long, following, -tf.ones([100_001]), send_tag=3, recv_tag=3)
+        return [floats, integers, status.source, status.bytes, ring, about.source, about.tag]
+
+    numbers = np.arange(3.0) + rank
+    found = MODES[mode](run)(numbers, np.full(100_000, float(rank), np.float32))
+    floats, integers, source, length, ring, source_of_ring, tag = map(np.asarray, found)
+    np.testing.assert_array_equal(floats, np.arange(3.0) + before)
+    np.testing.assert_array_equal(integers, np.arange(3) + before)
+    assert (source, length, source_of_ring, tag) == (before, 3 * 8 + 3 * 2, before, 3)
+    assert (ring[:-1] == before).all()
+    assert ring[-1] == -1
+
+
+def test_a_send_and_a_receive(rank: int, size: int) -> None:
+    if rank > 0:
+        assert dt.send(tf.constant(rank), 0, tag=7) is None
+    else:
+        found = [dt.recv(tf.zeros([], tf.int32), tag=7) for _ in range(1, size)]
+        assert sorted(int(status.source) for _, status in found) == list(range(1, size))
+        assert all(int(tensor) == int(status.source) for tensor, status in found)
+        with pytest.raises(tf.errors.DeadlineExceededError):
+            dt.recv(1.0, timeout=0.1)
+    dt.barrier()
+    dt.send(1.0, rank)
+    x = tf.Variable(2.0)
+    with tf.GradientTape() as tape:
+        y, _ = dt.recv(tf.zeros([], tf.float64), rank)
+        z = y * tf.cast(x, tf.float64)
+    assert tape.gradient(z, x) == 1
+    for error, bad in (
+        (mc.ArgumentError, lambda: dt.send(1.0, -1)),
+        (mc.ArgumentError, lambda: dt.recv(1.0, tag=-3)),
+        (tf.errors.InvalidArgumentError, lambda: dt.send(1.0, size)),
+    ):
+        with pytest.raises(error):
+            bad()
+    with tf.GradientTape() as tape:
+        y, _ = dt.sendrecv(x, rank, x)
+    with pytest.raises(LookupError, match="all_to_all"):
+        tape.gradient(y, x)
+
+
 def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
     x = tf.ones([4])
     for bad, error, text in [

@@ -30,6 +30,7 @@ from dl_comm.tensorflow._collectives import (
     reduce_scatter,
     scatter,
 )
+from dl_comm.tensorflow._messages import recv, send, sendrecv
 from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
 from dl_comm.tensorflow._optimizer import DistributedOptimizer
 from dl_comm.tensorflow._training import learning_rate
@@ -63,9 +64,12 @@ __all__ = [
     "learning_rate",
     "local_rank",
     "rank",
+    "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "send",
+    "sendrecv",
     "size",
     "split",
 ]

@@ -30,7 +30,7 @@ class _Call:
         self.name, self.group, self.timeout = name or kind, _ops.number_of(group), seconds(timeout)
         self.is_list = isinstance(x, (list, tuple))
         self.given = _ops.listed(x) if self.is_list else [x]
-        self.tensors = [_converted(value) for value in self.given]
+        self.tensors = [converted(value) for value in self.given]
 
     def run(self, code: int, **options: Any) -> Any:
         """Runs the collective; returns results of the kind of the argument."""
@@ -288,7 +288,8 @@ def barrier(*, timeout: float | None = None, group: Group | None = None, name: s
     return _ops.collective(_ops.BARRIER, [], name or "barrier", _ops.number_of(group), timeout=seconds(timeout))
 
 
-def _converted(value: Any) -> tf.Tensor:
+def converted(value: Any) -> tf.Tensor:
+    """Convert a tensor, what TensorFlow converts, or a number. Raises DTypeError for other values."""
     if isinstance(value, tf.Tensor) and value.dtype in _ops.ALL_TYPES:
         return value
     if isinstance(value, (bool, int, float, complex)):
