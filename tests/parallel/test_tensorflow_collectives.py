@@ -288,9 +288,11 @@ def test_a_session_with_a_loop_and_a_barrier(rank: int, size: int) -> None:
         barrier = dt.barrier()
         assert isinstance(barrier, tf.Operation)
         (gradient,) = tf.gradients(dt.all_gather(x * x) * (rank + 1.0), x)
-        found, slope, _ = session.run([y, gradient, barrier], {x: [rank + 1.0]})
+        (through,) = tf.gradients(y, x)
+        found, slope, through, _ = session.run([y, gradient, through, barrier], {x: [rank + 1.0]})
     np.testing.assert_allclose(found, [size**2 * size * (size + 1) / 2])
     np.testing.assert_allclose(slope, [2 * (rank + 1) * size * (size + 1) / 2])
+    np.testing.assert_allclose(through, [size**3])
 
 
 def test_a_barrier_in_a_function(rank: int, size: int) -> None:
