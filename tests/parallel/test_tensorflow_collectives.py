@@ -457,6 +457,7 @@ def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
         (lambda: dt.allreduce(x, "max", prescale=2.0), mc.ArgumentError, "factors of a sum"),
         (lambda: dt.allreduce([]), mc.ArgumentError, "empty"),
         (lambda: dt.allreduce([None]), mc.ArgumentError, "None"),
+        (lambda: dt.allreduce(np.ma.masked_array([1.0], [True])), mc.ArgumentError, "masked"),
         (lambda: dt.allreduce(x, group=3), mc.ArgumentError, "invalid group"),
         (lambda: dt.allreduce(x, timeout=-1), mc.ArgumentError, "invalid timeout"),
         (lambda: dt.allreduce(x, name=3), mc.DTypeError, "invalid name"),

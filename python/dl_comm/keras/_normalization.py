@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from dl_comm._errors import StateError
+from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import allreduce
 from dl_comm.tensorflow._ops import no_autograph
 
@@ -41,6 +42,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     @no_autograph
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """The mean and the variance of each channel, where the mask selects values."""
+        ensure_initialized()
         shape = [1] * len(inputs.shape)
         shape[self.axis] = -1
         axes = [axis for axis, extent in enumerate(shape) if extent == 1]

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import dl_comm
-from dl_comm._arguments import NO_FACTORS, one_array, operator_code
+from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._process import checked_name, checked_root, seconds
@@ -292,8 +292,8 @@ def converted(value: Any) -> tf.Tensor:
     """Convert a tensor, what TensorFlow converts, or a number. Raises DTypeError for other values."""
     if isinstance(value, tf.Tensor) and value.dtype in _ops.ALL_TYPES:
         return value
-    if isinstance(value, (bool, int, float, complex)):
-        value = np.array(value)
+    if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
+        (value,), _ = arrays_of(value)  # refuses masked arrays
     try:
         return _ops.as_tensor(value, _ops.ALL_TYPES, "sent to other ranks")
     except (TypeError, ValueError) as error:
