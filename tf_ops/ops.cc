@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tf_ops/convert.h"
 
 namespace dl_comm {
 namespace {
@@ -54,7 +55,7 @@ labels: The names of the tensors, one per line, for error messages.
 REGISTER_OP("DlCommBroadcast")
     .Input("tensors: T")
     .Output("values: T")
-    .Attr("T: list({half, bfloat16, float, double, int8, uint8, int32, int64, bool}) >= 1")
+    .Attr("T: list({" DL_COMM_ALL_TYPES "}) >= 1")
     .Attr("root: int")
     .Attr("timeout: float = -1")
     .Attr("call_name: string")

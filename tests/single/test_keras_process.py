@@ -36,3 +36,15 @@ def test_another_backend_is_refused(tmp_path):
     result = launch(1, [sys.executable, str(path)], timeout=120, env=environment)
     assert result.returncode != 0
     assert "KERAS_BACKEND=tensorflow" in result.output
+
+
+def test_batch_normalization_starts_dl_comm_when_it_trains(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import numpy as np\nimport dl_comm\nimport dl_comm.keras\n"
+        "layer = dl_comm.keras.SyncBatchNormalization()\nx = np.ones((2, 3), np.float32)\n"
+        "layer(x)\nprint('before:', dl_comm.is_initialized())\n"
+        "layer(x, training=True)\nprint('after:', dl_comm.is_initialized())\n"
+    )
+    result = launch(1, [sys.executable, str(path)], timeout=120, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert "before: False\nafter: True" in result.output, result.output

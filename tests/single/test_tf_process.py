@@ -45,6 +45,8 @@ with tf.Graph().as_default():
 step = tf.function(lambda value: dt.gradients([value])[0])
 step.get_concrete_function(tf.TensorSpec([1]))
 assert refused(lambda: session.run(mean))
+for call in (dt.allreduce, dt.reduce, dt.all_gather):
+    assert refused(lambda: call(x))
 mc.init()
 assert session.run(mean) == [2.0]
 assert step(x).numpy() == [2.0]
@@ -66,13 +68,14 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 from dl_comm.tensorflow import _ops
 
 _ops.library()
-for op in ("DlCommGradients", "DlCommBroadcast", "DlCommCoreId"):
+for op in ("DlCommGradients", "DlCommBroadcast", "DlCommCoreId", "DlCommCollective", "DlCommGroup"):
     kernels = {kernel.device_type: kernel for kernel in get_registered_kernels_for_op(op).kernel}
     assert set(kernels) == {"CPU", "GPU"}, (op, kernels)
     # One list has all types, and none of its tensors has to come to the host.
     assert not kernels["GPU"].constraint, kernels["GPU"]
-    expected = ["core_id"] if op == "DlCommCoreId" else []
+    expected = {"DlCommCoreId": ["core_id"], "DlCommGroup": ["rank", "size"]}.get(op, [])
     assert list(kernels["GPU"].host_memory_arg) == expected, kernels["GPU"]
+assert [kernel.device_type for kernel in get_registered_kernels_for_op("DlCommBlockCollective").kernel] == ["CPU"]
 print("fine")
 """
 
@@ -85,6 +88,7 @@ PLACES = """
 import sys
 import tensorflow as tf
 import dl_comm as mc
+import dl_comm.tensorflow as dt
 from dl_comm.tensorflow import _ops
 
 assert not _ops._has_gpus()  # as on every machine without
@@ -99,7 +103,14 @@ def places():
         made = mc.gradients([x], 0), mc.gradients([x], 1), mc.gradients([[x], [x]], 1)[0], mc.broadcast([x], 0)
         return [tensors[0].op.device for tensors in made]
 
+def collectives():
+    with tf.Graph().as_default():
+        x = tf.constant([2.0])
+        made = [dt.allreduce(x), *dt.broadcast([x], group=mc.Group()), dt.reduce(x), dt.allreduce(x, "adasum")]
+        return [tensor.op.device for tensor in [*made, dt.all_gather(x), dt.reduce_scatter(x)]]
+
 host = "/device:CPU:0"
+assert collectives() == (["", ""] if built_with == "cuda" else [host] * 2) + [host] * 4, collectives()
 assert places() == (["", "", host, ""] if built_with == "cuda" else [host] * 4), places()
 mc.config_team(0, 0, 2, 10, 0, 0)  # 8 of 10 calls do not block
 assert places() == ([host, "", host, ""] if built_with == "cuda" else [host] * 4), places()
@@ -177,6 +188,31 @@ print("fine")
 
 def test_a_function_with_one_thread(tmp_path):
     assert run(tmp_path, 2, ONE_THREAD_EAGER).count("fine") == 2
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+import tensorflow as tf
+import dl_comm as mc
+import dl_comm.tensorflow as dt
+mc.init()
+dt.allreduce(1)
+if mc.get_rank() == 0:
+    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        dt.allreduce(1)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+else:
+    time.sleep(3)
+"""
+
+
+def test_an_eager_call_ends_with_ctrl_c(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(INTERRUPTED)
+    result = launch(2, [sys.executable, str(path)], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert "interrupted" in result.output, result.output
 
 
 DEADLINE = """

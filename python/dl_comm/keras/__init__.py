@@ -26,6 +26,7 @@ from dl_comm.keras._callbacks import (  # noqa: E402
     StatsCallback,
     average_logs,
 )
+from dl_comm.keras._normalization import SyncBatchNormalization  # noqa: E402
 from dl_comm.keras._optimizer import DistributedOptimizer, load_model  # noqa: E402
 from dl_comm.keras._training import LearningRate  # noqa: E402
 
@@ -35,6 +36,7 @@ __all__ = [
     "LearningRate",
     "MetricAverageCallback",
     "StatsCallback",
+    "SyncBatchNormalization",
     "average_logs",
     "load_model",
 ]

@@ -1,9 +1,10 @@
-"""dl_comm for TensorFlow: allreduce and broadcast ops, for eager mode, `tf.function` and TF1 graphs.
+"""dl_comm for TensorFlow: the collectives as ops, for eager mode, `tf.function` and TF1 graphs.
 
-`gradients` and `broadcast` are ops on lists of tensors. A graph with them may be built before `dl_comm.init()`; running
-them before it raises `tf.errors.FailedPreconditionError`. `DistributedOptimizer`, `BroadcastHook` and
-`broadcast_variables` use these ops. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer` call
-`dl_comm.init()` if needed, so a script works right after the import.
+`gradients` and `broadcast` take lists of tensors; `allreduce`, `all_gather` and the other collectives also single
+tensors and groups of ranks, and have gradients. A graph with them may be built before `dl_comm.init()`; running them
+before it raises `tf.errors.FailedPreconditionError`. `DistributedOptimizer`, `BroadcastHook` and `broadcast_variables`
+use these ops. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer` call `dl_comm.init()` if needed, so a
+script works right after the import.
 
 Errors of the ops are `tf.errors`: InvalidArgumentError (invalid arguments, or calls that differ between ranks),
 FailedPreconditionError (not initialized), DeadlineExceededError, ResourceExhaustedError, and InternalError (for example
@@ -16,7 +17,20 @@ ranks issue the same calls of a team; the core matches them by signature. Teams 
 from __future__ import annotations
 
 import dl_comm
+from dl_comm import Group, all_gather_object, broadcast_object, gather_object, split
 from dl_comm._process import ensure_initialized
+from dl_comm.tensorflow import _derivatives  # noqa: F401 - registers the gradients
+from dl_comm.tensorflow._collectives import (
+    all_gather,
+    all_to_all,
+    allreduce,
+    barrier,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from dl_comm.tensorflow._messages import recv, send, sendrecv
 from dl_comm.tensorflow._ops import average, broadcast, core_id, gradients
 from dl_comm.tensorflow._optimizer import DistributedOptimizer
 from dl_comm.tensorflow._training import learning_rate
@@ -25,14 +39,22 @@ from dl_comm.tensorflow._variables import BroadcastHook, broadcast_variables
 __all__ = [
     "BroadcastHook",
     "DistributedOptimizer",
+    "Group",
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "allreduce",
     "average",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "broadcast_variables",
     "check_buffers_match",
     "config_team",
     "core_id",
     "finalize",
+    "gather",
+    "gather_object",
     "get_localrank",
     "get_nranks",
     "get_rank",
@@ -42,13 +64,19 @@ __all__ = [
     "learning_rate",
     "local_rank",
     "rank",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "sendrecv",
     "size",
+    "split",
 ]
 
 init = dl_comm.init
 init_mpi = dl_comm.init_mpi
 finalize = dl_comm.finalize
-barrier = dl_comm.barrier
 check_buffers_match = dl_comm.check_buffers_match
 config_team = dl_comm.config_team
 

@@ -29,23 +29,31 @@ import numpy as np
 import tensorflow as tf
 
 from dl_comm import _load
+from dl_comm._arguments import NO_FACTORS, operator_code
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError
+from dl_comm._groups import Group
+from dl_comm._groups import given as given_group
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
 )
-_BROADCAST = _AVERAGED | {tf.bool}
-# Types that the core does not support are broadcast as bytes.
-_AS_BYTES = frozenset((tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128))
+_OTHERS = (tf.bool, tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128)
+ALL_TYPES = _AVERAGED.union(_OTHERS)
+
+# The codes of dl_comm.h.
+ALLREDUCE, BROADCAST, BARRIER, REDUCE, ALLGATHER, GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = range(1, 10)
+_LIKE_INPUTS = (ALLREDUCE, BROADCAST, BARRIER, REDUCE)
+_ON_GPU = (ALLREDUCE, BROADCAST)
+_ADASUM, _ = operator_code("adasum", *NO_FACTORS)
 
 # The default of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
 
-_counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int | str]]] = weakref.WeakKeyDictionary()
 _counters_lock = threading.Lock()
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -115,21 +123,26 @@ def gradients(
 
 @no_autograph
 def broadcast(
-    tensors: Iterable[Any], root: int = 0, *, name: str | None = None, timeout: float | None = None
+    tensors: Iterable[Any],
+    root: int = 0,
+    *,
+    name: str | None = None,
+    timeout: float | None = None,
+    group: Group | None = None,
 ) -> list[tf.Tensor]:
     """Return the tensors of rank `root` as new tensors; also assign them to `tensors` that are variables.
 
-    In a TF1 graph nothing is assigned: the script assigns the results, as scripts of the Cray plugin do. Supports the
-    types of `gradients`, bool and all other number types. The op has no gradient.
+    In a TF1 graph nothing is assigned: the script assigns the results, as scripts of the Cray plugin do. Takes the
+    types of `gradients`, bool and all other number types. `root` is a rank of `group`; None means all ranks. The
+    gradient is the sum of the ranks' gradients on the root, and zeros elsewhere.
 
     Returns:
         The tensors of the root, in order, with the static shapes of the inputs.
 
     Raises the errors of `gradients`; after an error no variable has changed.
     """
-    checked_name(name)
     given = listed(tensors)
-    results = broadcast_new(given, root, name or "broadcast", timeout)
+    results = broadcast_new(given, root, name or "broadcast", timeout, group)
     if tf.compat.v1.executing_eagerly_outside_functions():
         for value, result in zip(given, results, strict=True):
             if hasattr(value, "assign"):  # TensorFlow's variables and Keras's
@@ -138,22 +151,97 @@ def broadcast(
 
 
 @no_autograph
-def broadcast_new(given: list[Any], root: int, name: str, timeout: float | None = None) -> list[tf.Tensor]:
+def broadcast_new(
+    given: list[Any], root: int, name: str, timeout: float | None = None, group: Group | None = None
+) -> list[tf.Tensor]:
     """As `broadcast`, without assigning variables."""
-    values = [_tensor(value, _BROADCAST | _AS_BYTES, "broadcast") for value in given]
-    _refuse_xla()
-    with _placement(on_host=False):
-        results = library().dl_comm_broadcast(
-            [tf.bitcast(value, tf.uint8) if value.dtype in _AS_BYTES else value for value in values],
-            root=checked_root(root),
-            timeout=seconds(timeout),
-            call_name=_call_name(name, CONTROL_TEAM),
-            labels=_labels(given),
+    checked_name(name)
+    values = [as_tensor(value, ALL_TYPES, "broadcast") for value in given]
+    root, limit = checked_root(root), seconds(timeout)
+    if group is not None:
+        number = number_of(group)
+        return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, names=tensor_names(given)))
+    refuse_xla()
+    with placement(on_host=False):
+        return list(
+            library().dl_comm_broadcast(
+                values, root=root, timeout=limit, call_name=call_name(name, CONTROL_TEAM), labels=tensor_names(given)
+            )
         )
-    return [
-        tf.bitcast(result, value.dtype) if value.dtype in _AS_BYTES else result
-        for result, value in zip(results, values, strict=True)
-    ]
+
+
+@no_autograph
+def collective(
+    code: int,
+    tensors: Sequence[tf.Tensor],
+    name: str,
+    group: int,
+    *,
+    timeout: float = -1.0,
+    operator: int = 0,
+    factors: tuple[float, float] = NO_FACTORS,
+    root: int = 0,
+    counts: Sequence[tf.Tensor] = (),
+    names: str = "",
+) -> Any:
+    """Add or run a collective of dl_comm.h, `code`, on the group with the number `group`.
+
+    Args:
+        code: The collective.
+        tensors: The tensors of this rank, checked.
+        name: The name of the call, without a number.
+        group: As in `Group.number`; 0 for all ranks.
+        timeout: The deadline in seconds; 0: no limit; negative: the group's.
+        operator: As in dl_comm.h.
+        factors: Those of a scaled sum.
+        root: The root.
+        counts: As int64 tensors: the extents of the blocks, if they differ.
+        names: The tensors' names, one per line.
+
+    Returns:
+        The list of results; for a barrier in a graph, the operation.
+    """
+    eager = tf.executing_eagerly()
+    if not eager:
+        refuse_xla()
+        name = call_name(name, f"group {group}")
+    loaded = library()
+    attributes = {
+        "collective": code,
+        "reduce": operator,
+        "group": group,
+        "root": root,
+        "caller_blocks": eager,
+        "timeout": timeout,
+        "call_name": name,
+        "labels": names,
+    }
+    if factors != NO_FACTORS:
+        attributes["prescale"], attributes["postscale"] = map(repr, factors)
+    try:
+        with placement(on_host=code not in _ON_GPU or operator == _ADASUM):
+            if code in _LIKE_INPUTS:
+                return loaded.dl_comm_collective(tensors, **attributes)
+            return loaded.dl_comm_block_collective(tensors, counts, **attributes)
+    except RuntimeError as error:
+        # Ctrl-C ends the wait of an eager call, but TensorFlow raises this instead.
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        raise
+
+
+def extent(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the extent of the first axis, an int64 vector of one element; 1 for a scalar."""
+    return tf.concat([tf.shape(tensor, tf.int64), [1]], 0)[:1]
+
+
+def number_of(group: Group | None) -> int:
+    """Return the number of a group for the ops; 0 for all ranks. Raises ArgumentError when it was freed."""
+    if group is None:
+        return 0
+    group = given_group(group)
+    _ = group.handle  # raises if it was freed
+    return group.number
 
 
 @no_autograph
@@ -168,7 +256,7 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype.is_integer or tensor.dtype.is_bool:
         tensor = tf.cast(tensor, tf.float64)
-    return _gradients([tensor], CONTROL_TEAM, name or "average", labels=_labels([value]))[0]
+    return _gradients([tensor], CONTROL_TEAM, name or "average", labels=tensor_names([value]))[0]
 
 
 @no_autograph
@@ -184,7 +272,7 @@ def average_non_none(
     size is `DL_COMM_BUCKET_MB` when the graph is built, 25 MiB by default; the first bucket has at most 1 MiB. Only the
     last bucket counts as time waited. The bucket size does not change the result.
     """
-    results = [None if grad is None else _tensor(grad, _AVERAGED, "averaged") for grad in grads]
+    results = [None if grad is None else as_tensor(grad, _AVERAGED, "averaged") for grad in grads]
     present = [i for i, grad in enumerate(results) if grad is not None]
     buckets = _buckets(results, present)
     before: list[Any] = []
@@ -195,7 +283,7 @@ def average_non_none(
                 [results[i] for i in bucket],
                 team,
                 name,
-                labels=_labels([grads[i] if variables[i] is None else variables[i] for i in bucket]),
+                labels=tensor_names([grads[i] if variables[i] is None else variables[i] for i in bucket]),
                 owner=owner,
                 part=number > 0,
                 timed=number == len(buckets) - 1,
@@ -226,10 +314,10 @@ def _gradients(
     part: bool = False,
     timed: bool = True,
 ) -> list[tf.Tensor]:
-    tensors = [_tensor(value, _AVERAGED, "averaged") for value in given]
-    _refuse_xla()
+    tensors = [as_tensor(value, _AVERAGED, "averaged") for value in given]
+    refuse_xla()
     owner = _scope() if owner is None else owner
-    with _placement(on_host=towers > 1 or _may_return_early(team, owner)):
+    with placement(on_host=towers > 1 or _may_return_early(team, owner)):
         return list(
             library().dl_comm_gradients(
                 tensors,
@@ -239,8 +327,8 @@ def _gradients(
                 owner=owner,
                 part=part,
                 timed=timed,
-                call_name=_call_name(base, team),
-                labels=_labels(given[: len(given) // towers]) if labels is None else labels,
+                call_name=call_name(base, team),
+                labels=tensor_names(given[: len(given) // towers]) if labels is None else labels,
             )
         )
 
@@ -260,11 +348,10 @@ def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
 
 
 tf.RegisterGradient("DlCommGradients")(_gradient_of_gradients)
-tf.no_gradient("DlCommBroadcast")
 tf.no_gradient("DlCommCoreId")
 
 
-def _placement(on_host: bool) -> AbstractContextManager[Any]:
+def placement(on_host: bool) -> AbstractContextManager[Any]:
     """Return the device context of an op: TensorFlow's choice, or the CPU, to which TensorFlow copies the tensors.
 
     `on_host`: the core supports this call in host memory only. Without CUDA, it supports all calls there only.
@@ -317,16 +404,20 @@ def listed(tensors: Iterable[Any]) -> list[Any]:
     return values
 
 
-def _tensor(value: Any, dtypes: frozenset[tf.DType], verb: str) -> tf.Tensor:
+def as_tensor(value: Any, dtypes: frozenset[tf.DType], verb: str) -> tf.Tensor:
+    """Convert to a dense tensor. Raises DTypeError when its type is not one of `dtypes`."""
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype.base_dtype not in dtypes:
         raise DTypeError(f"a tensor of {tensor.dtype.name} cannot be {verb}: {value!r}")
     return tensor
 
 
-def _labels(values: Sequence[Any]) -> str:
-    labels = [_label(value) for value in values]
-    return "\n".join(labels) if any(labels) else ""
+def tensor_names(values: Sequence[Any]) -> str:
+    """Return the names of tensors and variables for messages, one per line; empty without any name."""
+    if tf.executing_eagerly() and all(isinstance(value, tf.Tensor) for value in values):
+        return ""  # asking them for a name takes longer than a small call
+    found = [_label(value) for value in values]
+    return "\n".join(found) if any(found) else ""
 
 
 def _label(value: Any) -> str:
@@ -347,17 +438,19 @@ def _scope() -> int:
     return 2**32 + zlib.crc32(name.encode()) if name else 0
 
 
-def _call_name(base: str, team: int) -> str:
+def call_name(base: str, channel: int | str) -> str:
+    """Return the name of the next call: numbered in a graph, for each team or group (`channel`)."""
     if tf.executing_eagerly():
         return base
     with _counters_lock:
         counter = _counters.setdefault(tf.compat.v1.get_default_graph(), Counter())
-        number = counter[base, team]
-        counter[base, team] += 1
+        number = counter[base, channel]
+        counter[base, channel] += 1
     return base if number == 0 else f"{base}:{number}"
 
 
-def _refuse_xla() -> None:
+def refuse_xla() -> None:
+    """Raise StateError inside a function that XLA compiles."""
     # TensorFlow marks the graphs of XLA-compiled functions, and graphs inside them, with a control flow context.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:

@@ -1,0 +1,172 @@
+"""The gradients of the collectives. Importing this module registers them.
+
+The gradient of a rank's tensor is that of the sum of all ranks' losses, so every rank must compute the gradient.
+It is made of collectives with gradients of their own. Integers and bools have none.
+
+Thread rule: TensorFlow calls these functions, on any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dl_comm._arguments import _OPERATORS, _SCALED_SUM, NO_FACTORS
+from dl_comm.tensorflow import _ops
+
+_NAMES = {code: name for name, code in _OPERATORS.items()}
+_SUM, _MEAN, _MIN, _MAX = (_OPERATORS[name] for name in ("sum", "mean", "min", "max"))
+_EXTREMES = (_MIN, _MAX)
+_PLAIN_BROADCAST = "DlCommBroadcast"
+
+
+class _Backward:
+    """The backward call of an op: its differentiable tensors, and what gives collectives like the op's."""
+
+    def __init__(self, op: Any, upstream: Sequence[Any]) -> None:
+        self.op, self.outputs = op, len(op.outputs)
+        self.name = f"{tf.compat.as_str(op.get_attr('call_name'))}/gradient"
+        self.indices = [i for i, y in enumerate(op.outputs) if y.dtype.is_floating or y.dtype.is_complex]
+        self.x = [op.inputs[i] for i in self.indices]
+        self.y = [op.outputs[i] for i in self.indices]
+        self.dy = [
+            tf.zeros_like(y) if upstream[i] is None else tf.convert_to_tensor(upstream[i])
+            for i, y in zip(self.indices, self.y, strict=True)
+        ]
+        self.root, self.group, self.operator, self.factors = self.attribute("root"), 0, _SUM, NO_FACTORS
+        if op.type != _PLAIN_BROADCAST:
+            self.group, self.operator = self.attribute("group"), self.attribute("reduce")
+            self.factors = (float(self.attribute("prescale")), float(self.attribute("postscale")))
+        self.counts = list(op.inputs[self.outputs :])
+
+    def attribute(self, name: str) -> Any:
+        return self.op.get_attr(name)
+
+    def call(
+        self, code: int, tensors: Sequence[Any], counts: Sequence[Any] = (), name: str = "", **options: Any
+    ) -> list[Any]:
+        """Runs a collective on the group and with the root of the op."""
+        options = {"root": self.root, "timeout": self.attribute("timeout"), "counts": counts, **options}
+        # Counts belong to one tensor.
+        parts = [[tensor] for tensor in tensors] if counts else [tensors]
+        name = self.name + name
+        return [result for part in parts for result in _ops.collective(code, part, name, self.group, **options)]
+
+    def scaled(self, tensors: Sequence[Any]) -> list[Any]:
+        """Multiplies by the factor of each input in the results: that of a mean or of a scaled sum."""
+        factor = tf.constant(self.factors[0] * self.factors[1], tf.float64)
+        if self.operator == _MEAN:
+            factor = 1 / tf.cast(_ops.library().dl_comm_group(group=self.group).size, tf.float64)
+        elif self.operator != _SCALED_SUM:
+            return list(tensors)
+        return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
+
+    def shared(self, total: Sequence[Any], y: Sequence[Any]) -> list[Any]:
+        """The gradients of a minimum or maximum: the ranks and elements that have it share the whole gradient."""
+        masks = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(self.x, y, strict=True)]
+        ties = self.call(_ops.ALLREDUCE, masks, name=": ties")
+        return [dy * mask / number for dy, mask, number in zip(total, masks, ties, strict=True)]
+
+    def refuse(self, collective: str) -> LookupError:
+        return LookupError(
+            f"dl_comm: {collective} with op={_NAMES[self.operator]!r} has no gradient; sum, mean, min and max have one"
+        )
+
+    def results(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients of all inputs of the op."""
+        found: list[Any] = [None] * len(self.op.inputs)
+        for i, gradient in zip(self.indices, gradients, strict=True):
+            found[i] = gradient
+        return found
+
+
+def _of_allreduce(back: _Backward) -> list[Any]:
+    if back.operator in _EXTREMES:
+        return back.shared(back.call(_ops.ALLREDUCE, back.dy), back.y)
+    if back.operator not in (_SUM, _MEAN, _SCALED_SUM):
+        raise back.refuse("allreduce")
+    return back.call(_ops.ALLREDUCE, back.dy, operator=back.operator, factors=back.factors)
+
+
+def _of_reduce(back: _Backward) -> list[Any]:
+    if back.operator in _EXTREMES:
+        both = back.call(_ops.BROADCAST, back.dy + back.y)
+        return back.shared(both[: len(back.dy)], both[len(back.dy) :])
+    if back.operator not in (_SUM, _MEAN):
+        raise back.refuse("reduce")
+    return back.scaled(back.call(_ops.BROADCAST, back.dy))
+
+
+def _of_broadcast(back: _Backward) -> list[Any]:
+    return back.call(_ops.REDUCE, back.dy)
+
+
+def _of_all_gather(back: _Backward) -> list[Any]:
+    # The input may be a scalar.
+    blocks = back.call(_ops.REDUCE_SCATTER, back.dy, back.counts)
+    return [tf.reshape(block, tf.shape(x)) for block, x in zip(blocks, back.x, strict=True)]
+
+
+def _of_gather(back: _Backward) -> list[Any]:
+    # The gradients of other ranks than the root have no rows, so the blocks need counts.
+    size = _ops.library().dl_comm_group(group=back.group).size
+    results = []
+    for x, dy in zip(back.x, back.dy, strict=True):
+        counts = back.counts or [tf.fill([size], _ops.extent(x)[0])]
+        results.append(tf.reshape(back.call(_ops.SCATTER, [dy], counts)[0], tf.shape(x)))
+    return results
+
+
+def _of_scatter(back: _Backward) -> list[Any]:
+    joined = back.call(_ops.GATHER, back.dy, back.counts)
+    return [_with_zeros(rows, x) for rows, x in zip(joined, back.x, strict=True)]
+
+
+def _with_zeros(rows: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """The rows as long as `x`: only the root has some."""
+    missing = tf.shape(x)[0] - tf.shape(rows)[0]
+    return tf.concat([rows, tf.zeros(tf.concat([[missing], tf.shape(x)[1:]], 0), x.dtype)], 0)
+
+
+def _of_reduce_scatter(back: _Backward) -> list[Any]:
+    if back.operator in _EXTREMES:
+        both = back.call(_ops.ALLGATHER, back.dy + back.y, back.counts)
+        return back.shared(both[: len(back.dy)], both[len(back.dy) :])
+    if back.operator not in (_SUM, _MEAN, _SCALED_SUM):
+        raise back.refuse("reduce_scatter")
+    return back.scaled(back.call(_ops.ALLGATHER, back.dy, back.counts))
+
+
+def _of_all_to_all(back: _Backward) -> list[Any]:
+    return back.call(_ops.ALLTOALL, back.dy, back.counts[::-1])
+
+
+_OF = {
+    _ops.ALLREDUCE: _of_allreduce,
+    _ops.BROADCAST: _of_broadcast,
+    _ops.REDUCE: _of_reduce,
+    _ops.ALLGATHER: _of_all_gather,
+    _ops.GATHER: _of_gather,
+    _ops.SCATTER: _of_scatter,
+    _ops.REDUCE_SCATTER: _of_reduce_scatter,
+    _ops.ALLTOALL: _of_all_to_all,
+}
+
+
+def _of_collective(op: Any, *upstream: Any) -> list[Any]:
+    back = _Backward(op, upstream)
+    return back.results(_OF[back.attribute("collective")](back) if back.indices else [])
+
+
+def _of_plain_broadcast(op: Any, *upstream: Any) -> list[Any]:
+    """That of the broadcast to all ranks, an op of its own."""
+    back = _Backward(op, upstream)
+    return back.results(_of_broadcast(back) if back.indices else [])
+
+
+tf.RegisterGradient("DlCommCollective")(_of_collective)
+tf.RegisterGradient("DlCommBlockCollective")(_of_collective)
+tf.RegisterGradient(_PLAIN_BROADCAST)(_of_plain_broadcast)
+tf.no_gradient("DlCommGroup")

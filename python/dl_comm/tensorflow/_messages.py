@@ -1,0 +1,130 @@
+"""Send and receive between two ranks, as an op.
+
+Thread rule: any thread may call everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from dl_comm._arguments import checked_tag
+from dl_comm._groups import Group, Status
+from dl_comm._process import checked_name, checked_root, seconds
+from dl_comm.tensorflow import _ops
+from dl_comm.tensorflow._collectives import converted
+from dl_comm.tensorflow._ops import no_autograph
+
+
+@no_autograph
+def send(
+    x: Any,
+    dest: int,
+    tag: int = 0,
+    *,
+    group: Group | None = None,
+    name: str | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Send tensors to rank `dest` of the group; in a graph, the operation that does it.
+
+    Args:
+        x: As for `allreduce`; a list is one message.
+        dest: The receiver.
+        tag: A number from 0 that the receiver may ask for.
+        group: As for `allreduce`.
+        name: Stands in error messages of this rank.
+        timeout: As for `allreduce`. A message that misses its deadline does not end the group.
+
+    Short messages do not wait for the receiver; longer ones until it has them. In a `tf.function` later calls wait for
+    earlier ones: exchange long messages by `sendrecv`.
+    """
+    found = _message(_tensors(x), [], group, name, timeout, destination=checked_root(dest), send_tag=checked_tag(tag))
+    return None if tf.executing_eagerly() else found.bytes.op
+
+
+@no_autograph
+def recv(
+    like: Any,
+    source: int | None = None,
+    tag: int | None = None,
+    *,
+    group: Group | None = None,
+    name: str | None = None,
+    timeout: float | None = None,
+) -> tuple[Any, Status]:
+    """Receive a message.
+
+    Args:
+        like: A tensor or a list of tensors of the types and shapes to receive. A shorter message leaves the rest of
+            their values; a longer one is an error.
+        source: The sender; None: any rank of the group.
+        tag: The tag of the message; None: any.
+        group: As for `allreduce`.
+        name: Stands in error messages of this rank.
+        timeout: As for `allreduce`. A receive that misses its deadline does not end the group.
+
+    Returns:
+        The received tensor or list of tensors, and a `Status` of tensors: source, tag and length in bytes. They have no
+        gradient: asking for it raises LookupError.
+    """
+    return _received(like, _message([], _tensors(like), group, name, timeout, **_from(source, tag)))
+
+
+@no_autograph
+def sendrecv(
+    x: Any,
+    dest: int,
+    like: Any,
+    source: int | None = None,
+    *,
+    send_tag: int = 0,
+    recv_tag: int | None = None,
+    group: Group | None = None,
+    name: str | None = None,
+    timeout: float | None = None,
+) -> tuple[Any, Status]:
+    """Send `x` to rank `dest` and receive tensors like `like` at the same time; see `send` and `recv`."""
+    to = {"destination": checked_root(dest), "send_tag": checked_tag(send_tag)}
+    message = _message(_tensors(x), _tensors(like), group, name, timeout, **to, **_from(source, recv_tag))
+    return _received(like, message)
+
+
+def _tensors(x: Any) -> list[tf.Tensor]:
+    return [converted(value) for value in (_ops.listed(x) if isinstance(x, (list, tuple)) else [x])]
+
+
+def _from(source: int | None, tag: int | None) -> dict[str, int]:
+    return {"source": -1 if source is None else checked_root(source), "receive_tag": checked_tag(tag)}
+
+
+def _message(
+    sent: list[tf.Tensor],
+    like: list[tf.Tensor],
+    group: Group | None,
+    name: str | None,
+    timeout: float | None,
+    **attributes: int,
+) -> Any:
+    checked_name(name)
+    _ops.refuse_xla()
+    number, limit = _ops.number_of(group), seconds(timeout)
+    with _ops.placement(on_host=True):
+        return _ops.library().dl_comm_message(
+            sent, like, group=number, timeout=limit, call_name=name or "", **attributes
+        )
+
+
+def _received(like: Any, message: Any) -> tuple[Any, Status]:
+    tensors = list(message.received)
+    status = Status(message.source_rank, message.message_tag, message.bytes)
+    return (tensors if isinstance(like, (list, tuple)) else tensors[0]), status
+
+
+def _no_gradient(op: Any, *upstream: Any) -> list[Any]:
+    del op, upstream
+    raise LookupError("dl_comm: a received message has no gradient; use all_to_all, which has one, or tf.stop_gradient")
+
+
+tf.RegisterGradient("DlCommMessage")(_no_gradient)

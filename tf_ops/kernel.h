@@ -1,0 +1,176 @@
+// What the kernels of kernels.cc and collectives.cc have in common.
+//
+// The kernels are asynchronous: they pass the tensors to the core and return, so no TensorFlow thread waits for another
+// rank. A thread of the team then writes the results and calls `done`. A cancelled step waits for its running calls,
+// which end at the core's deadline at the latest: peers still use the memory.
+//
+// On a GPU a thread of the team polls for the results and then calls `done`, as TensorFlow's event manager would. A
+// call starts after the work that is on TensorFlow's compute stream when the kernel runs. That stream does not wait for
+// the call: it continues with the rest of backward. The context keeps inputs and results alive until `done`.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tf_ops/convert.h"
+#include "tf_ops/device_stream.h"
+
+namespace dl_comm {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+
+// The result memory of one kernel run.
+class TensorResults final : public ResultBuffer {
+ public:
+  std::size_t owner_type() const noexcept override {
+    static const char mark = 0;  // one address for this library
+    return reinterpret_cast<std::size_t>(&mark);
+  }
+
+  void set_weights(double, double) const noexcept override {
+  }  // only for separate calls, which these kernels do not make
+
+  std::shared_ptr<ResultBuffer> zeros_like(rust::Vec<std::size_t>& addresses) const noexcept override {
+    auto fresh = std::make_shared<TensorResults>();
+    for (const tensorflow::Tensor& output : outputs) {
+      const tensorflow::Tensor zeros(output.dtype(), output.shape());
+      if (!zeros.IsInitialized()) return nullptr;
+      std::memset(zeros.data(), 0, zeros.TotalBytes());
+      addresses.push_back(reinterpret_cast<std::size_t>(zeros.data()));
+      fresh->outputs.push_back(zeros);
+    }
+    return fresh;
+  }
+
+  std::vector<tensorflow::Tensor> outputs;
+};
+
+// Completes one kernel run. The context is valid until `done`.
+class KernelCompletion final : public Completion {
+ public:
+  KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, std::shared_ptr<TensorResults> own)
+      : context_(context), done_(std::move(done)), own_(std::move(own)) {}
+
+  void done(int32_t code, rust::Str message, std::shared_ptr<ResultBuffer> results) const noexcept override {
+    if (code != 0) {
+      context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size())));
+    } else {
+      // `owner_type` excludes other libraries' results. Moving gives TensorFlow the only references, so later ops may
+      // work in place.
+      TensorResults& produced = results ? static_cast<TensorResults&>(*results) : *own_;
+      for (int i = 0; i < context_->num_outputs(); ++i) context_->set_output(i, std::move(produced.outputs[i]));
+    }
+    done_();
+  }
+
+ private:
+  OpKernelContext* context_;
+  AsyncOpKernel::DoneCallback done_;
+  std::shared_ptr<TensorResults> own_;
+};
+
+// The suffix of a call's name in a loop; empty outside of loops. A session may run iterations of a loop concurrently,
+// in a different order on each rank, and their calls are otherwise equal. In an inner loop the iteration number is not
+// unique. So the suffix also has the frame id: a hash of the names of the loops and of the outer iterations.
+inline std::string iteration(const tensorflow::FrameAndIter& frame_iter) {
+  if (frame_iter.frame_id == 0 || frame_iter.frame_id == tensorflow::kIllegalFrameId) return {};
+  return absl::StrCat(" [iteration ", frame_iter.iter_id, " of loop ", absl::Hex(frame_iter.frame_id), "]");
+}
+
+// Asks for huge pages under a large new tensor in host memory, as NumPy does: fewer page faults, and ranks of a host
+// copy from such memory directly. Only a hint.
+inline void advise_huge_pages(const tensorflow::Tensor& tensor) {
+  constexpr std::uintptr_t page = 4096;
+  if (tensor.TotalBytes() < (4 << 20)) return;
+  const auto start = (reinterpret_cast<std::uintptr_t>(tensor.data()) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(tensor.data()) + tensor.TotalBytes()) / page * page;
+  madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
+// The common part: attributes, and the conversion of a context to a `TensorList`.
+class CollectiveKernel : public AsyncOpKernel {
+ public:
+  explicit CollectiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("call_name", &call_name_));
+    OP_REQUIRES_OK(context, context->GetAttr("labels", &labels_));
+    OP_REQUIRES_OK(context, context->GetAttr("timeout", &timeout_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
+    DeviceStream target;
+    OP_REQUIRES_OK_ASYNC(context, device_stream(context, target), done);
+    const bool on_host = target.device < 0;
+    TensorList list(context->num_outputs());
+    auto results = std::make_shared<TensorResults>();
+    results->outputs.resize(context->num_outputs());
+    OP_REQUIRES_OK_ASYNC(context, prepare(context, on_host, list, results->outputs), done);
+    const std::string instance = iteration(context->frame_iter());
+    auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
+    // The core combines results of several calls in host memory only; it refuses GPU calls that would need it.
+    submit(target, {instance.data(), instance.size()}, list, std::move(completion),
+           on_host ? std::move(results) : nullptr);
+  }
+
+ protected:
+  // Sets `target` to the tensors' device; the default is host memory.
+  virtual absl::Status device_stream(OpKernelContext*, DeviceStream&) const { return absl::OkStatus(); }
+
+  // Allocates the outputs and adds all tensors to `list`; here, outputs like the inputs.
+  virtual absl::Status prepare(OpKernelContext* context, bool on_host, TensorList& list,
+                               std::vector<tensorflow::Tensor>& outputs) const {
+    // On a GPU the core refuses calls that return early, so no copies are needed.
+    const bool copies = on_host && needs_copies();
+    for (int i = 0; i < context->num_outputs(); ++i) {
+      const tensorflow::Tensor& input = context->input(i);
+      tensorflow::Tensor& output = outputs[i];
+      const absl::Status allocated = context->forward_input_or_allocate_temp(
+          {i}, input.dtype(), input.shape(), tensorflow::AllocatorAttributes(), &output);
+      if (!allocated.ok()) return allocated;
+      if (on_host && input.data() != output.data()) advise_huge_pages(output);
+      if (copies && input.data() != output.data()) std::memcpy(output.data(), input.data(), input.TotalBytes());
+      const absl::Status added = list.add(copies ? output : input, output);
+      if (!added.ok()) return added;
+    }
+    return absl::OkStatus();
+  }
+
+  // Passes the call to the core, which copies the strings, and returns without waiting. `this` may be destroyed then.
+  virtual void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+                      std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer> results) = 0;
+
+  // Whether the call may return before the core has read the inputs: reference variables and fed arrays may change by
+  // then.
+  virtual bool needs_copies() const { return false; }
+
+  std::string call_name_;
+  std::string labels_;
+  float timeout_ = -1;
+};
+
+#ifdef DL_COMM_TF_GPU
+// A kernel for tensors on a GPU. It has no HostMemory arguments, not even for int32, which TensorFlow's own kernels
+// keep on the host: one list has tensors of all types, and TensorFlow copies each of them to the kernel's device.
+template <class Kernel>
+class OnGpu final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+ protected:
+  absl::Status device_stream(OpKernelContext* context, DeviceStream& target) const override {
+    return device_stream_of_kernel(context, target);
+  }
+};
+#endif
+
+}  // namespace dl_comm
