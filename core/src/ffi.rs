@@ -2,7 +2,7 @@
 //!
 //! Functions here only convert and enqueue. Every result, including argument errors, reaches the caller exactly once
 //! through its `Completion`. A panic must not cross the bridge (cxx aborts the process), so bodies run under [`guard`].
-//! Thread rule: any thread; no function waits for a peer.
+//! Thread rule: any thread; no function waits for a peer, except for a caller that blocks anyway.
 
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::Counts;
@@ -181,7 +181,8 @@ mod bridge {
             completion: UniquePtr<Completion>,
         );
 
-        /// Starts a collective. The `length` of a tensor is that of its shorter side, as in `dl_comm_buffer_t`.
+        /// Starts a collective, or runs it to its end if the caller blocks. The `length` of a tensor is that of its shorter
+        /// side, as in `dl_comm_buffer_t`.
         unsafe fn start_collective(
             call: &Collective<'_>,
             tensors: &[TensorView],
@@ -210,6 +211,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use cxx::{SharedPtr, UniquePtr};
+use smallvec::SmallVec;
 
 use bridge::{Average, Broadcast, Collective, Completion, TensorView, Transfer};
 
@@ -301,14 +303,18 @@ fn catch(body: impl FnOnce()) {
 }
 
 fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
+    Ok(views(tensors, shapes)?.iter().map(|view| view.to_tensor()).collect())
+}
+
+fn views<'a>(tensors: &[TensorView], shapes: &'a [i64]) -> Result<SmallVec<[View<'a>; 4]>> {
     let mut rest = shapes;
-    let mut list = Vec::with_capacity(tensors.len());
+    let mut list = SmallVec::with_capacity(tensors.len());
     for view in tensors {
         let Some((shape, tail)) = rest.split_at_checked(view.ndim) else {
             return Err(Error::Invalid("fewer shapes than the tensors' ndim ask for".into()));
         };
         rest = tail;
-        list.push(Tensor::new(buffer(view)?, shape));
+        list.push(View { buffer: buffer(view)?, shape });
     }
     Ok(list)
 }
@@ -427,9 +433,9 @@ unsafe fn start_collective(
             let given = |counts: &'_ [usize]| (!counts.is_empty()).then(|| counts.to_vec());
             let (send, receive) = (given(call.send_counts), given(call.receive_counts));
             let counts = request.counts(send.as_deref(), receive.as_deref())?;
-            Ok((group_of_number(call.group)?, request, counts, translate(tensors, shapes)?))
+            Ok((group_of_number(call.group)?, request, counts, views(tensors, shapes)?))
         };
-        let (group, request, counts, tensors) = match request() {
+        let (group, request, counts, views) = match request() {
             Ok(parts) => parts,
             Err(error) => return guard.finish(Err(error)),
         };
@@ -442,6 +448,12 @@ unsafe fn start_collective(
             device: device(call.device, call.stream, call.block_host),
             counts,
         };
+        if options.caller_blocks && options.device.is_none() {
+            // SAFETY: the caller's promise.
+            let result = unsafe { collectives::run(&group, request, &views, options) };
+            return guard.finish(result.map(|()| SharedPtr::null()));
+        }
+        let tensors = views.iter().map(|view| view.to_tensor()).collect();
         let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
         // SAFETY: the caller's promise.
         unsafe { collectives::submit(&group, request, tensors, options, done) };
