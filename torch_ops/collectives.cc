@@ -7,8 +7,9 @@
 // two additions: a rank that is not the root gets an empty tensor from `reduce` and `gather`, and gives `scatter` a
 // tensor of the root's shape, which is not read.
 //
-// Group 0 is the group of all ranks. `timeout`: seconds; 0: no limit; negative: the group's.
-// Thread rule: any thread may call ops.
+// Group 0 is the group of all ranks. `rank` and `size` are those of this process in the group: compiled graphs depend
+// on them, so they are part of a graph. `timeout`: seconds; 0: no limit; negative: the group's. Thread rule: any thread
+// may call ops.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -62,13 +63,13 @@ constexpr Kind kReduceScatter{"reduce_scatter", 8, Blocks::kPerRank, Blocks::kOn
 constexpr Kind kAllToAll{"all_to_all", 9, Blocks::kPerRank, Blocks::kPerRank, false, Root::kNone};
 
 constexpr int32_t kScaledSum = 8;
-constexpr std::pair<const char*, int32_t> kOperators[] = {{"sum", 0},     {"mean", 1},   {"min", 2},
-                                                          {"max", 3},     {"product", 4}, {"bit_and", 5},
-                                                          {"bit_or", 6},  {"bit_xor", 7}, {"adasum", 9}};
+constexpr std::pair<const char*, int32_t> kOperators[] = {{"sum", 0},    {"mean", 1},    {"min", 2},
+                                                          {"max", 3},    {"product", 4}, {"bit_and", 5},
+                                                          {"bit_or", 6}, {"bit_xor", 7}, {"adasum", 9}};
 
 // The arguments of a collective after its tensors.
 std::string arguments_of(const Kind& kind) {
-  std::string text = "int group";
+  std::string text = "int group, int rank, int size";
   if (kind.reduces) text += ", str op, float prescale, float postscale";
   if (kind.root != Root::kNone) text += ", int root";
   if (kind.exchanges()) {
@@ -86,6 +87,8 @@ struct Request {
     tensors = to<Tensors>(*stack++);
     if (takes_out) out = to<Tensors>(*stack++);
     group = static_cast<uint64_t>(to<int64_t>(*stack++));
+    rank = to<int64_t>(*stack++);
+    size = to<int64_t>(*stack++);
     if (kind.reduces) {
       op = take_string(*stack++);
       prescale = to<double>(*stack++);
@@ -101,6 +104,8 @@ struct Request {
   Tensors tensors;
   Tensors out;
   uint64_t group = 0;
+  int64_t rank = 0;
+  int64_t size = 1;
   std::string op = "sum";
   double prescale = 1;
   double postscale = 1;
@@ -169,7 +174,7 @@ class Call {
  public:
   Call(const Kind& kind, Request request) : kind_(kind), request_(std::move(request)) {
     if (kind.reduces) reduce_ = operator_code(request_);
-    if (!kind.same_shape() || kind.root != Root::kNone) find_group();
+    check_group();
     check_counts();
   }
 
@@ -193,21 +198,28 @@ class Call {
   Tensors results;
 
  private:
-  bool is_root() const { return rank_ == request_.root; }
+  bool is_root() const { return request_.rank == request_.root; }
   bool reads() const { return kind_.root != Root::kSource || is_root(); }
   bool writes() const { return kind_.root != Root::kTarget || is_root(); }
 
-  void find_group() {
+  void check_group() const {
+    int64_t rank = 0;
+    int64_t size = 0;
     try {
-      rank_ = group_rank(request_.group);
-      size_ = group_size(request_.group);
+      rank = group_rank(request_.group);
+      size = group_size(request_.group);
     } catch (const rust::Error&) {
       // Only a call's completion has the code of the error.
       submit(kind_, request_, reduce_, TensorViews(0, no_labels_), {}, {}, {}, true)->wait();
       throw;
     }
-    if (kind_.root != Root::kNone && (request_.root < 0 || request_.root >= size_)) {
-      throw make_error(-1, "invalid root: ", request_.root, " (expected a rank of the group, 0 to ", size_ - 1, ")");
+    if (rank != request_.rank || size != request_.size) {
+      throw make_error(-3, "the call is for rank ", request_.rank, " of ", request_.size, ", and this process is rank ",
+                       rank, " of ", size, ": after finalize, call torch.compiler.reset()");
+    }
+    if (kind_.root != Root::kNone && (request_.root < 0 || request_.root >= request_.size)) {
+      throw make_error(-1, "invalid root: ", request_.root, " (expected a rank of the group, 0 to ", request_.size - 1,
+                       ")");
     }
   }
 
@@ -218,8 +230,8 @@ class Call {
     for (const Counts* counts : {&request_.send, &request_.receive}) {
       if (counts->empty()) continue;
       const bool negative = std::any_of(counts->begin(), counts->end(), [](int64_t count) { return count < 0; });
-      if (negative || static_cast<int64_t>(counts->size()) != size_) {
-        throw make_error(-1, "invalid counts: ", list_text(*counts), " (expected ", size_,
+      if (negative || static_cast<int64_t>(counts->size()) != request_.size) {
+        throw make_error(-1, "invalid counts: ", list_text(*counts), " (expected ", request_.size,
                          " extents, one for each rank)");
       }
       const std::size_t tensors = std::max(request_.tensors.size(), request_.out.size());
@@ -234,26 +246,26 @@ class Call {
     if (kind_.same_shape()) return shape;
     if (kind_.in == Blocks::kOne) {
       if (shape.empty()) shape = {1};
-      if (!request_.send.empty() && shape[0] != request_.send[rank_]) {
-        throw make_error(-1, "counts has ", request_.send[rank_], " for this rank; its tensor's first axis is ",
+      if (!request_.send.empty() && shape[0] != request_.send[request_.rank]) {
+        throw make_error(-1, "counts has ", request_.send[request_.rank], " for this rank; its tensor's first axis is ",
                          shape[0]);
       }
-      shape[0] = request_.send.empty() ? shape[0] * size_ : sum_of(request_.send);
+      shape[0] = request_.send.empty() ? shape[0] * request_.size : sum_of(request_.send);
       return shape;
     }
     if (request_.send.empty()) {
-      if (shape.empty() || shape[0] % size_ != 0) {
+      if (shape.empty() || shape[0] % request_.size != 0) {
         throw make_error(-1, "tensor ", index, " has the shape ", list_text(shape),
-                         "; its first axis must be a multiple of the ", size_, " ranks");
+                         "; its first axis must be a multiple of the ", request_.size, " ranks");
       }
-      if (kind_.out == Blocks::kOne) shape[0] /= size_;
+      if (kind_.out == Blocks::kOne) shape[0] /= request_.size;
       return shape;
     }
     if (shape.empty() || shape[0] != sum_of(request_.send)) {
       throw make_error(-1, "the counts ", list_text(request_.send), " have the sum ", sum_of(request_.send),
                        "; tensor ", index, " has the shape ", list_text(shape));
     }
-    shape[0] = kind_.out == Blocks::kOne ? request_.send[rank_] : sum_of(request_.receive);
+    shape[0] = kind_.out == Blocks::kOne ? request_.send[request_.rank] : sum_of(request_.receive);
     return shape;
   }
 
@@ -273,8 +285,9 @@ class Call {
     if (out != nullptr) views.check_dense(*out);
     const Tensor& given = source != nullptr ? *source : *out;
     const Counts shape = source != nullptr ? result_shape(index, *source) : Counts();
-    if (source == nullptr && !request_.send.empty() && (out->dim() == 0 || out->size(0) != request_.send[rank_])) {
-      throw make_error(-1, "counts has ", request_.send[rank_], " for this rank; out has the shape ",
+    if (source == nullptr && !request_.send.empty() &&
+        (out->dim() == 0 || out->size(0) != request_.send[request_.rank])) {
+      throw make_error(-1, "counts has ", request_.send[request_.rank], " for this rank; out has the shape ",
                        list_text(out->sizes()));
     }
     if (out != nullptr) {
@@ -294,7 +307,7 @@ class Call {
     }
     keep_.push_back(results.back());
     const Blocks held = source != nullptr ? kind_.in : kind_.out;
-    const auto length = static_cast<std::size_t>(given.numel() / (held == Blocks::kPerRank ? size_ : 1));
+    const auto length = static_cast<std::size_t>(given.numel() / (held == Blocks::kPerRank ? request_.size : 1));
     views.add_block(given, read, written, length);
     if (request_.send.empty()) return;
     int64_t row = 1;
@@ -312,8 +325,6 @@ class Call {
   const Request request_;
   const std::string no_labels_;
   int32_t reduce_ = 0;
-  int64_t rank_ = 0;
-  int64_t size_ = 1;
   Tensors keep_;
   std::vector<std::size_t> send_;
   std::vector<std::size_t> receive_;
@@ -363,8 +374,7 @@ struct Table {
   static void implement(StableLibrary& library) { (Ops<kKinds>::implement(library), ...); }
 };
 
-using All =
-    Table<kAllreduce, kBroadcast, kReduce, kAllGather, kGather, kScatter, kReduceScatter, kAllToAll>;
+using All = Table<kAllreduce, kBroadcast, kReduce, kAllGather, kGather, kScatter, kReduceScatter, kAllToAll>;
 
 int32_t find_group(uint64_t group, int32_t* rank, int32_t* size) {
   try {

@@ -1,5 +1,5 @@
-// The ops torch.ops.dl_comm.* for training: allreduce (mean) and broadcast of lists of tensors, on the host or on a GPU;
-// and the waits for started calls. collectives.cc has the other collectives.
+// The ops torch.ops.dl_comm.* for training: allreduce (mean) and broadcast of lists of tensors, on the host or on a
+// GPU; and the waits for started calls. collectives.cc has the other collectives.
 //
 // An op checks its tensors, passes them to the core and waits; average_start does not wait. On a GPU it waits until the
 // core has enqueued its work: then torch's current stream waits for the result, the host does not. torch calls ops

@@ -86,7 +86,8 @@ void TensorViews::add(const Tensor& source, const Tensor& target) {
 
 void TensorViews::add_block(const Tensor& described, const void* source, void* target, std::size_t length) {
   const auto dtype = element_type(described);
-  if (!dtype) throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(described));
+  if (!dtype)
+    throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(described));
   tensors_.push_back(
       TensorView{reinterpret_cast<std::size_t>(source), reinterpret_cast<std::size_t>(target), length, *dtype, 0});
 }

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dl_comm import ArgumentError, DTypeError, Group, Status
+from dl_comm._groups import world
 from dl_comm._process import checked_name, seconds
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
@@ -84,7 +85,7 @@ def allreduce(
         PeerLostError: A rank of the group has ended; the group refuses further calls.
         StateError: `init` was not called, or `finalize` was.
     """
-    arguments = (_number(group), op, float(prescale), float(postscale), _name(name), seconds(timeout))
+    arguments = (*_place(group), op, float(prescale), float(postscale), _name(name), seconds(timeout))
     return _run(_ALLREDUCE, x, out, async_op, arguments)
 
 
@@ -107,9 +108,8 @@ def reduce(
         On the root as `allreduce`. On the other ranks None; if `x` requires gradients, an empty tensor, which carries
         the graph: add its sum to the loss, because backward is collective too.
     """
-    number = _number(group)
-    arguments = (number, op, 1.0, 1.0, _rank(root), _name(name), seconds(timeout))
-    return _run(_REDUCE, x, out, async_op, arguments, number, root)
+    arguments = (*_place(group), op, 1.0, 1.0, _rank(root), _name(name), seconds(timeout))
+    return _run(_REDUCE, x, out, async_op, arguments, root)
 
 
 def all_gather(
@@ -141,7 +141,7 @@ def all_gather(
         `out` or new tensors, of which the first axis has the sum of the extents; with `async_op` a `Work` of it.
     """
     rows = _extents(x, counts, ragged, group, name)
-    return _run(_ALL_GATHER, x, out, async_op, (_number(group), rows, _name(name), seconds(timeout)), joins=True)
+    return _run(_ALL_GATHER, x, out, async_op, (*_place(group), rows, _name(name), seconds(timeout)), joins=True)
 
 
 def gather(
@@ -157,10 +157,9 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """As `all_gather`, but only rank `root` of the group gets the result; the others as in `reduce`. Collective."""
-    number = _number(group)
     rows = _extents(x, counts, ragged, group, name)
-    arguments = (number, _rank(root), rows, _name(name), seconds(timeout))
-    return _run(_GATHER, x, out, async_op, arguments, number, root, joins=True)
+    arguments = (*_place(group), _rank(root), rows, _name(name), seconds(timeout))
+    return _run(_GATHER, x, out, async_op, arguments, root, joins=True)
 
 
 def scatter(
@@ -191,7 +190,7 @@ def scatter(
     Returns:
         `out`, or new tensors; with `async_op` a `Work` of it.
     """
-    arguments = (_number(group), _rank(root), _counts(counts), _name(name), seconds(timeout))
+    arguments = (*_place(group), _rank(root), _counts(counts), _name(name), seconds(timeout))
     if x is None:
         if out is None:
             raise ArgumentError("scatter needs out, or tensors of the root's shapes on all ranks")
@@ -231,7 +230,7 @@ def reduce_scatter(
         `out` or new tensors with this rank's blocks; with `async_op` a `Work` of it.
     """
     factors = (float(prescale), float(postscale))
-    arguments = (_number(group), op, *factors, _counts(counts), _name(name), seconds(timeout))
+    arguments = (*_place(group), op, *factors, _counts(counts), _name(name), seconds(timeout))
     return _run(_REDUCE_SCATTER, x, out, async_op, arguments)
 
 
@@ -267,20 +266,20 @@ def all_to_all(
     if send_counts is not None and receive_counts is None:
         exchanged = all_to_all(torch.tensor(sent), group=group, name=f"{name or 'all_to_all'}: counts", timeout=timeout)
         received = exchanged.tolist()
-    arguments = (_number(group), sent, received, _name(name), seconds(timeout))
+    arguments = (*_place(group), sent, received, _name(name), seconds(timeout))
     return _run(_ALL_TO_ALL, x, out, async_op, arguments)
 
 
 def broadcast_new(tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None) -> Any:
     """Return rank `root`'s tensors as new tensors; differentiable."""
-    return list(_ops.call(_BROADCAST.new, tensors, _number(group), _rank(root), "", seconds(timeout)))
+    return list(_ops.call(_BROADCAST.new, tensors, *_place(group), _rank(root), "", seconds(timeout)))
 
 
 def broadcast_into(
     tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None, async_op: bool, result: Any
 ) -> Any:
     """Copy rank `root`'s contiguous tensors to all ranks of the group, in place; return `result`, or a `Work` of it."""
-    arguments = (_number(group), _rank(root), "", seconds(timeout))
+    arguments = (*_place(group), _rank(root), "", seconds(timeout))
     if async_op:
         number = _ops.call(_BROADCAST.start, tensors, tensors, *arguments)[1]
         torch.autograd.graph.increment_version(tensors)
@@ -315,7 +314,7 @@ def send(
     """
     tensors, _ = _tensors(x)
     _refuse_gradients(tensors, "send")
-    arguments = (_number(group), _rank(dest, "dest"), _tag(tag), _name(name), seconds(timeout))
+    arguments = (_place(group)[0], _rank(dest, "dest"), _tag(tag), _name(name), seconds(timeout))
     work: Work[None] = Work(_ops.call(_SEND, tensors, *arguments), lambda _: None)
     return work if async_op else work.wait()
 
@@ -348,7 +347,7 @@ def recv(
     tensors, _ = _tensors(out, "out")
     _refuse_gradients(tensors, "recv")
     peer = _ANY if source is None else _rank(source, "source")
-    arguments = (_number(group), peer, _ANY if tag is None else _tag(tag), _name(name), seconds(timeout))
+    arguments = (_place(group)[0], peer, _ANY if tag is None else _tag(tag), _name(name), seconds(timeout))
     work = Work(_ops.call(_RECEIVE, tensors, *arguments), lambda handle: Status(*handle.status()))
     torch.autograd.graph.increment_version(tensors)
     return work if async_op else work.wait()
@@ -379,15 +378,14 @@ def _run(
     out: Any,
     async_op: bool,
     arguments: tuple[Any, ...],
-    group: int = 0,
     root: int | None = None,
     joins: bool = False,
 ) -> Any:
-    """Run or start a call. With `root`, only that rank of `group` has a result. `joins`: a number gives a tensor."""
+    """Run or start a call. With `root`, only that rank has a result. `joins`: a number gives a tensor."""
     tensors, wrap = _tensors(x)
     if joins and wrap is _item:
         wrap = _first
-    if root is not None and _ops.group(group)[0] != root:
+    if root is not None and arguments[1] != root:
         out = None
         if not _needs_gradients(tensors):
             wrap = _nothing
@@ -449,12 +447,16 @@ def _refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
                 raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: pass its .detach()")
 
 
-def _number(group: Group | None) -> int:
+def _place(group: Group | None) -> tuple[int, int, int]:
+    """Return the number of a group, this process's rank there, and the number of its ranks."""
     if group is None:
-        return 0
+        if torch.compiler.is_compiling():
+            return 0, *_ops.group(0)
+        group = world()
+        return 0, group.rank, group.size
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
-    return group.number
+    return group.number, group.rank, group.size
 
 
 def _name(name: str | None) -> str:
