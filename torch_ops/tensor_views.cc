@@ -76,7 +76,8 @@ void TensorViews::add(const Tensor& tensor) {
 
 void TensorViews::add(const Tensor& source, const Tensor& target) {
   const auto dtype = element_type(source);
-  if (!dtype) throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
+  if (!dtype || *dtype > ElementType::Bool)
+    throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
   const auto shape = source.sizes();
   tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source.const_data_ptr()),
                                 reinterpret_cast<std::size_t>(target.mutable_data_ptr()),

@@ -34,7 +34,7 @@ class TensorViews {
   void check_dense(const Tensor& tensor);
 
   // Adds a dense tensor that the call reads and writes in place.
-  // Throws std::runtime_error (error -1: not contiguous; -2: element type that the core does not support).
+  // Throws std::runtime_error (error -1: not contiguous; -2: not an element type of the plugin).
   void add(const Tensor& tensor);
 
   // Adds a contiguous tensor to read and the contiguous tensor for its result.

@@ -471,7 +471,10 @@ def test_ops_pass_opcheck(rank: int, size: int) -> None:
     for needs_gradient in (False, True):
 
         def tensors(needs_gradient: bool = needs_gradient) -> list[torch.Tensor]:
-            return [torch.rand(4 * size, 3, requires_grad=needs_gradient), torch.rand(size, requires_grad=needs_gradient)]
+            return [
+                torch.rand(4 * size, 3, requires_grad=needs_gradient),
+                torch.rand(size, requires_grad=needs_gradient),
+            ]
 
         for op, arguments in [
             (ops.allreduce, ("sum", 1.0, 1.0)),

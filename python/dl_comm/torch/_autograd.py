@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from dl_comm._errors import ArgumentError
+from dl_comm.torch._ops import ops as _ops
+
 try:  # private to torch; without it inductor drops calls whose results are not used
     from torch._higher_order_ops import effects as _effects
 except ImportError:
-    _effects = None
-
-from dl_comm import ArgumentError
-from dl_comm.torch._ops import ops as _ops
+    _effects = None  # type: ignore[assignment]
 
 Tensors = list[torch.Tensor]
 Shapes = Sequence[Sequence[int]]
@@ -47,7 +47,8 @@ def _joined(tensors: Tensors, size: int, counts: list[int]) -> Tensors:
 
 
 def _cut(tensors: Tensors, rank: int, size: int, counts: list[int]) -> Tensors:
-    return [tensor.new_empty((counts[rank] if counts else _block(tensor, size), *tensor.shape[1:])) for tensor in tensors]
+    extents = [counts[rank] if counts else _block(tensor, size) for tensor in tensors]
+    return [tensor.new_empty((each, *tensor.shape[1:])) for tensor, each in zip(tensors, extents, strict=True)]
 
 
 def _block(tensor: torch.Tensor, size: int) -> int:
@@ -104,7 +105,8 @@ def _allreduce(
     ctx: Any, grads: Tensors, shapes: Shapes, place: Place, op: str, pre: float, post: float, name: str, timeout: float
 ) -> Tensors:
     if op in ("sum", "mean"):
-        return _ops.allreduce(grads, *place, op, pre, post, name, timeout)
+        found: Tensors = _ops.allreduce(grads, *place, op, pre, post, name, timeout)
+        return found
     if op not in ("min", "max", "product"):
         raise _no_gradient("allreduce", op)
     saved = ctx.saved_tensors
@@ -127,7 +129,8 @@ def _of_product(grads: Tensors, inputs: Sequence[torch.Tensor], place: Place, na
 
 
 def _no_gradient(collective: str, op: str) -> ArgumentError:
-    return ArgumentError(f"{collective} with op={op!r} has no gradient: pass x.detach()")
+    error: ArgumentError = ArgumentError(f"{collective} with op={op!r} has no gradient: pass x.detach()")
+    return error
 
 
 def _scaled(grads: Tensors, factor: float) -> Tensors:
@@ -219,7 +222,8 @@ def _all_to_all(
     name: str,
     timeout: float,
 ) -> Tensors:
-    return _ops.all_to_all(grads, *place, received, sent, name, timeout)
+    found: Tensors = _ops.all_to_all(grads, *place, received, sent, name, timeout)
+    return found
 
 
 def _register(name: str, gradient: Callable[..., Tensors], saves: Callable[..., bool]) -> None:
@@ -251,7 +255,7 @@ def _saves_nothing(*_: Any) -> bool:
 
 
 _register("allreduce", _allreduce, lambda group, rank, size, op, *_: op in ("min", "max", "product"))
-for _name, _gradient in {
+_GRADIENTS: dict[str, Callable[..., Tensors]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
     "all_gather": _all_gather,
@@ -259,5 +263,6 @@ for _name, _gradient in {
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-}.items():
+}
+for _name, _gradient in _GRADIENTS.items():
     _register(_name, _gradient, _saves_nothing)

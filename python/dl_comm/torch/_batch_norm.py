@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dl_comm import ArgumentError, Group
+from dl_comm import Group
+from dl_comm._errors import ArgumentError
 from dl_comm.torch import _ops
 from dl_comm.torch._collectives import allreduce
 
@@ -93,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
-            raise ArgumentError(f"expected at least 2 axes (samples, channels, ...), got the shape {tuple(input.shape)}")
+            raise ArgumentError(f"expected samples, channels and other axes, got the shape {tuple(input.shape)}")
         if input.shape[1] != self.num_features:
             raise ArgumentError(f"expected {self.num_features} channels, got the shape {tuple(input.shape)}")
 
@@ -122,12 +123,13 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor or 0.0)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor or 0.0)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None:
+                running.lerp_(new.to(running.dtype), factor or 0.0)
 
 
 def _joined_statistics(x: torch.Tensor, group: Group | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the number of values of a channel on all ranks, their means, and sums of squared deviations; in float64."""
+    """Return the number of a channel's values on all ranks, the means, and sums of squared deviations; in float64."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
     channels = x.shape[1]
     rank, size = _ops.group(0 if group is None else group.number)
@@ -142,11 +144,11 @@ def _joined_statistics(x: torch.Tensor, group: Group | None) -> tuple[torch.Tens
     # Each rank has a row; allreduce works on GPUs too.
     allreduce(rows, name="SyncBatchNorm", group=group, out=rows)
     counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
-    count = counts.sum()
-    if count <= 1:
-        raise ValueError(f"expected more than 1 value per channel on all ranks, got {int(count)}")
-    joined = (counts * means).sum(0) / count
-    return count, joined, squares.sum(0) + (counts * (means - joined).square()).sum(0)
+    total = counts.sum()
+    if total <= 1:
+        raise ValueError(f"expected more than 1 value per channel on all ranks, got {int(total)}")
+    joined = (counts * means).sum(0) / total
+    return total, joined, squares.sum(0) + (counts * (means - joined).square()).sum(0)
 
 
 class _Normalize(torch.autograd.Function):

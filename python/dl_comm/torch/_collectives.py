@@ -444,7 +444,7 @@ def _refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
-                raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: pass its .detach()")
+                raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
 
 
 def _place(group: Group | None) -> tuple[int, int, int]:
