@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -77,6 +78,8 @@ def test_numbers_keep_their_types(rank: int, size: int) -> None:
     assert cdl.allreduce(rank + 0.5, "max") == size - 0.5
     assert cdl.allreduce(complex(rank, 1)) == complex(total, size)
     assert cdl.all_gather(rank).tolist() == list(range(size))
+    assert cdl.allreduce(np.float32(rank)) == total
+    assert cdl.allreduce(rank == 0, "bit_or") is True
     assert cdl.reduce(1, size - 1) == (size if rank == size - 1 else None)
     scalar = cdl.allreduce(torch.tensor(1.5))
     assert scalar.shape == ()
@@ -103,6 +106,10 @@ def test_lists_outputs_and_factors(rank: int, size: int) -> None:
     joined = torch.empty(size, 2)
     cdl.all_gather(torch.full((1, 2), float(rank)), out=joined)
     assert torch.equal(joined, torch.arange(float(size)).repeat(2, 1).t())
+    weight = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert cdl.allreduce(weight, out=weight) is weight
+    assert weight.tolist() == [size, size]
     gathered = torch.empty(size) if rank == 0 else None
     assert cdl.gather(torch.tensor([float(rank)]), out=gathered) is gathered
 
@@ -266,6 +273,18 @@ def test_groups(rank: int, size: int) -> None:
     for call in (cdl.allreduce, cdl.all_gather):
         with pytest.raises(dl_comm.ArgumentError, match="freed"):
             call(torch.ones(size), group=group)
+    if rank < 2 <= size:
+        pair = cdl.Group([1, 0])
+        assert cdl.all_gather(torch.tensor([rank]), group=pair).tolist() == [1, 0]
+        x = torch.tensor([1.0 + rank, 2.0], requires_grad=True)
+        cdl.reduce_scatter(x, group=pair).square().sum().backward()
+        assert x.grad.tolist() == [6.0, 8.0]
+        work = cdl.all_to_all(torch.tensor([rank, rank + 10]), group=pair, async_op=True)
+        number = torch.empty(1)
+        cdl.sendrecv(torch.tensor([float(rank)]), 1 - pair.rank, number, group=pair)
+        assert number == 1 - rank
+        assert work.wait().tolist() == ([1, 0] if rank else [11, 10])
+        pair.free()
     parity = cdl.split(rank % 2)
     assert parity is not None
     same = [other for other in range(size) if other % 2 == rank % 2]
@@ -280,6 +299,7 @@ def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
     learned = torch.ones(4, requires_grad=True)
     for bad, text in [
         (lambda: cdl.allreduce(tensor, "avg"), "invalid op"),
+        (lambda: cdl.allreduce(tensor, 0), "invalid op"),  # type: ignore[arg-type]
         (lambda: cdl.allreduce(tensor, "max", prescale=2.0), "factors of a sum"),
         (lambda: cdl.allreduce([]), "empty"),
         (lambda: cdl.allreduce(tensor, out=torch.ones(5)), r"out: tensor 0 has the shape \[5\]"),
@@ -439,7 +459,7 @@ def calls(x: torch.Tensor, group: cdl.Group | None = None) -> list[torch.Tensor]
 def test_compiled_graphs(rank: int, size: int, backend: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(calls, fullgraph=True, backend=backend)
-    for length in (3, 5, 8, 9):
+    for length in (3, 5, 8):
         for needs_gradient in (False, True):
             x = torch.linspace(1, 2, length).mul(rank + 1).requires_grad_(needs_gradient)
             expected, found = calls(x), compiled(x)

@@ -134,18 +134,18 @@ def _joined_statistics(x: torch.Tensor, group: Group | None) -> tuple[torch.Tens
     channels = x.shape[1]
     rank, size = _ops.group(0 if group is None else group.number)
     rows = torch.zeros((size, 2 * channels + 1), dtype=torch.float64, device=x.device)
-    if x.numel():
-        count = x.numel() // channels
+    own = x.numel() // channels
+    if own:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         variance, mean = torch.var_mean(wide, axes, correction=0)
         rows[rank, :channels] = mean
-        rows[rank, channels:-1] = variance * count
-        rows[rank, -1] = count
+        rows[rank, channels:-1] = variance * own
+        rows[rank, -1] = own
     # Each rank has a row; allreduce works on GPUs too.
     allreduce(rows, name="SyncBatchNorm", group=group, out=rows)
     counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
     total = counts.sum()
-    if total <= 1:
+    if own <= 1 and total <= 1:  # in this order: reading a number from a GPU waits for it
         raise ValueError(f"expected more than 1 value per channel on all ranks, got {int(total)}")
     joined = (counts * means).sum(0) / total
     return total, joined, squares.sum(0) + (counts * (means - joined).square()).sum(0)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dl_comm import ArgumentError, DTypeError, Group, Status
-from dl_comm._groups import world
+from dl_comm import ArgumentError, DTypeError, Group, Status, _groups
 from dl_comm._process import checked_name, seconds
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
@@ -85,7 +84,7 @@ def allreduce(
         PeerLostError: A rank of the group has ended; the group refuses further calls.
         StateError: `init` was not called, or `finalize` was.
     """
-    arguments = (*_place(group), op, float(prescale), float(postscale), _name(name), seconds(timeout))
+    arguments = (*_place(group), _operator(op), float(prescale), float(postscale), _name(name), seconds(timeout))
     return _run(_ALLREDUCE, x, out, async_op, arguments)
 
 
@@ -108,7 +107,7 @@ def reduce(
         On the root as `allreduce`. On the other ranks None; if `x` requires gradients, an empty tensor, which carries
         the graph: add its sum to the loss, because backward is collective too.
     """
-    arguments = (*_place(group), op, 1.0, 1.0, _rank(root), _name(name), seconds(timeout))
+    arguments = (*_place(group), _operator(op), 1.0, 1.0, _rank(root), _name(name), seconds(timeout))
     return _run(_REDUCE, x, out, async_op, arguments, root)
 
 
@@ -230,7 +229,7 @@ def reduce_scatter(
         `out` or new tensors with this rank's blocks; with `async_op` a `Work` of it.
     """
     factors = (float(prescale), float(postscale))
-    arguments = (*_place(group), op, *factors, _counts(counts), _name(name), seconds(timeout))
+    arguments = (*_place(group), _operator(op), *factors, _counts(counts), _name(name), seconds(timeout))
     return _run(_REDUCE_SCATTER, x, out, async_op, arguments)
 
 
@@ -391,9 +390,8 @@ def _run(
             wrap = _nothing
     if out is None and not async_op:
         return wrap(_ops.call(ops.new, tensors, *arguments))
-    given = [] if out is None else [out] if isinstance(out, torch.Tensor) else _tensors(out, "out")[0]
-    _refuse_gradients(tensors, "a call with out or async_op")
-    _refuse_gradients(given, "a call with out")
+    given = [] if out is None else tensors if out is x else _tensors(out, "out")[0]
+    _refuse_gradients(tensors if given is tensors else [*tensors, *given], "a call with out or async_op")
     if async_op:
         results, number = _ops.call(ops.start, tensors, given, *arguments)
         if out is not None:
@@ -414,8 +412,11 @@ def _tensors(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callable[
             if not isinstance(tensor, torch.Tensor):
                 raise DTypeError(f"entry {index} of {argument} is a {type(tensor).__name__}, not a tensor")
         return list(x), list
-    if isinstance(x, (bool, int, float, complex)) and argument == "x":
-        return [torch.tensor(x, dtype=_NUMBERS[type(x)])], _item
+    if isinstance(x, (bool, int, float, complex, np.generic)) and argument == "x":
+        number = x.item() if isinstance(x, np.generic) else x
+        for kind, dtype in _NUMBERS.items():
+            if isinstance(number, kind):
+                return [torch.tensor(number, dtype=dtype)], _item
     raise DTypeError(
         f"{argument} is a {type(x).__name__}; give a tensor, a list of them{', or a number' * (argument == 'x')}"
     )
@@ -441,18 +442,19 @@ def _needs_gradients(tensors: list[torch.Tensor]) -> bool:
 
 
 def _refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
+    for tensor in tensors:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
 
 
 def _place(group: Group | None) -> tuple[int, int, int]:
     """Return the number of a group, this process's rank there, and the number of its ranks."""
     if group is None:
-        if torch.compiler.is_compiling():
-            return 0, *_ops.group(0)
-        group = world()
+        group = _groups._world
+        if group is None:
+            if torch.compiler.is_compiling():
+                return 0, *_ops.group(0)
+            group = _groups.world()
         return 0, group.rank, group.size
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
@@ -464,6 +466,12 @@ def _name(name: str | None) -> str:
         return ""
     checked_name(name)
     return name
+
+
+def _operator(op: Any) -> str:
+    if not isinstance(op, str):
+        raise ArgumentError(f"invalid op: {op!r} (expected a string, such as 'sum')")
+    return op
 
 
 def _rank(rank: Any, argument: str = "root") -> int:
