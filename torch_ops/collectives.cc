@@ -1,5 +1,6 @@
-// The collectives on a group of ranks as ops torch.ops.dl_comm.*, three for each row of a table:
+// The collectives on a group of ranks as ops torch.ops.dl_comm.*, four for each row of a table:
 // - NAME(tensors, ...) returns new tensors. Differentiable (python/dl_comm/torch/_autograd.py).
+// - NAME_no_grad(tensors, ...) is the same without the gradient, which costs microseconds also where it is not used.
 // - NAME_out(tensors, out, ...) writes to `out`, which may be `tensors` where the shapes are equal.
 // - NAME_start(tensors, out, ...) is either of them without the wait: it returns the results and a number for `test`,
 //   `wait_for`, `status` and `detach`. An empty `out` asks for new tensors.
@@ -331,7 +332,7 @@ class Call {
   std::vector<std::size_t> receive_;
 };
 
-// The three ops of a collective.
+// The ops of a collective.
 template <const Kind& kKind>
 struct Ops {
   static void run(StableIValue* stack, uint64_t, uint64_t) {
@@ -357,6 +358,7 @@ struct Ops {
     const std::string rest = arguments_of(kKind);
     const std::string with_out = "(Tensor[] tensors, Tensor(a!)[] out, " + rest;
     library.def((name + "(Tensor[] tensors, " + rest + ") -> Tensor[]").c_str());
+    library.def((name + "_no_grad(Tensor[] tensors, " + rest + ") -> Tensor[]").c_str());
     library.def((name + "_out" + with_out + ") -> ()").c_str());
     library.def((name + "_start" + with_out + ") -> (Tensor[], int)").c_str());
   }
@@ -364,6 +366,7 @@ struct Ops {
   static void implement(StableLibrary& library) {
     const std::string name = kKind.name;
     library.impl(name.c_str(), &run);
+    library.impl((name + "_no_grad").c_str(), &run);
     library.impl((name + "_out").c_str(), &run_out);
     library.impl((name + "_start").c_str(), &start);
   }

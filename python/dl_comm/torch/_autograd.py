@@ -20,9 +20,9 @@ from dl_comm._errors import ArgumentError
 from dl_comm.torch._ops import ops as _ops
 
 try:  # private to torch; without it inductor drops calls whose results are not used
-    from torch._higher_order_ops import effects as _effects
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 except ImportError:
-    _effects = None  # type: ignore[assignment]
+    _register_effectful_op = None  # type: ignore[assignment]
 
 Tensors = list[torch.Tensor]
 Shapes = Sequence[Sequence[int]]
@@ -85,14 +85,15 @@ def _nothing(*_: Any) -> None:
 
 def _keep_in_graphs(op: Any) -> None:
     """Make compiled graphs keep the calls of an op, in order, also where only other ranks use the result."""
-    if _effects is None:
+    if _register_effectful_op is None:
         torch.fx.node.has_side_effect(op)
     else:
-        _effects._register_effectful_op(op, _effects._EffectType.ORDERED)
+        _register_effectful_op(op, _EffectType.ORDERED)
 
 
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"dl_comm::{_name}")(_fake)
+    torch.library.register_fake(f"dl_comm::{_name}_no_grad")(_fake)
     torch.library.register_fake(f"dl_comm::{_name}_out")(_nothing)
     _keep_in_graphs(getattr(_ops, _name).default)
 

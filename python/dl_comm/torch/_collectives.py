@@ -28,12 +28,13 @@ class _Collective(NamedTuple):
     """The ops of a collective; see torch_ops/collectives.cc."""
 
     new: Callable[..., Any]
+    no_grad: Callable[..., Any]
     out: Callable[..., Any]
     start: Callable[..., Any]
 
 
 def _collective(name: str) -> _Collective:
-    return _Collective(*(getattr(_ops.ops, name + suffix).default for suffix in ("", "_out", "_start")))
+    return _Collective(*(getattr(_ops.ops, name + suffix).default for suffix in ("", "_no_grad", "_out", "_start")))
 
 
 _ALLREDUCE = _collective("allreduce")
@@ -386,12 +387,15 @@ def _run(
         wrap = _first
     if root is not None and arguments[1] != root:
         out = None
-        if not _needs_gradients(tensors):
+        if not _learns(tensors):
             wrap = _nothing
     if out is None and not async_op:
-        return wrap(_ops.call(ops.new, tensors, *arguments))
+        op = ops.new if _learns(tensors) or torch.compiler.is_compiling() else ops.no_grad
+        return wrap(_ops.call(op, tensors, *arguments))
     given = [] if out is None else tensors if out is x else _tensors(out, "out")[0]
-    _refuse_gradients(tensors if given is tensors else [*tensors, *given], "a call with out or async_op")
+    _refuse_gradients(tensors, "a call with out or async_op")
+    if given is not tensors:
+        _refuse_gradients(given, "a call with out")
     if async_op:
         results, number = _ops.call(ops.start, tensors, given, *arguments)
         if out is not None:
@@ -437,14 +441,16 @@ def _nothing(tensors: Any) -> None:
     return None
 
 
-def _needs_gradients(tensors: list[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _learns(tensors: list[torch.Tensor]) -> bool:
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def _refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
-    for tensor in tensors:
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
+    if _learns(tensors):
+        raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
 
 
 def _place(group: Group | None) -> tuple[int, int, int]:
