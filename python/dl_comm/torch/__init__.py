@@ -19,12 +19,9 @@ from dl_comm.torch._collectives import (
     all_to_all,
     allreduce,
     gather,
-    recv,
     reduce,
     reduce_scatter,
     scatter,
-    send,
-    sendrecv,
 )
 from dl_comm.torch._functions import (
     average,
@@ -34,6 +31,7 @@ from dl_comm.torch._functions import (
     broadcast_parameters,
     gradients,
 )
+from dl_comm.torch._messages import recv, send, sendrecv
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
 from dl_comm.torch._reducer import Communication
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
