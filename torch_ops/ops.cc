@@ -1,4 +1,5 @@
-// The ops torch.ops.dl_comm.*: allreduce (mean) and broadcast of lists of tensors, on the host or on a GPU.
+// The ops torch.ops.dl_comm.* for training: allreduce (mean) and broadcast of lists of tensors, on the host or on a
+// GPU; and the waits for started calls. collectives.cc has the other collectives.
 //
 // An op checks its tensors, passes them to the core and waits; average_start does not wait. On a GPU it waits until the
 // core has enqueued its work: then torch's current stream waits for the result, the host does not. torch calls ops
@@ -137,6 +138,20 @@ void wait_work(StableIValue* stack, uint64_t, uint64_t) {
   stack[2] = from(outcome.share);
 }
 
+void test_work(StableIValue* stack, uint64_t, uint64_t) {
+  const auto work = find_work(to<int64_t>(stack[0]));
+  const bool ended = work->finished();
+  if (ended) work->wait();
+  stack[0] = from(ended);
+}
+
+void wait_for_work(StableIValue* stack, uint64_t, uint64_t) {
+  const auto work = find_work(to<int64_t>(stack[0]));
+  const bool ended = work->wait_for(to<double>(stack[1]));
+  if (ended) work->wait();
+  stack[0] = from(ended);
+}
+
 void discard_carried_means(StableIValue* stack, uint64_t, uint64_t) {
   discard_carried(take_number(stack[0]), static_cast<uint64_t>(to<int64_t>(stack[1])));
 }
@@ -180,6 +195,10 @@ STABLE_TORCH_LIBRARY(dl_comm, library) {
   // own_share * (the call's tensors) + share * tensors. Without kDonateTensors, `tensors` is empty and the result is in
   // the call's tensors.
   library.def("wait(int number) -> (Tensor[], float, float)");
+  // For the numbers of the `*_start` ops, any number of times: whether the call has ended, now or within `seconds`
+  // (0: no limit). Raises its error.
+  library.def("test(int number) -> bool");
+  library.def("wait_for(int number, float seconds) -> bool");
   // Whether later calls of `owner` on the team may return early, or return the mean of an earlier call.
   library.def("may_return_early(int team, int owner) -> bool");
   // Replaces `wait` for a caller that does not need the result.
@@ -199,6 +218,8 @@ STABLE_TORCH_LIBRARY_IMPL(dl_comm, CompositeExplicitAutograd, library) {
   library.impl("broadcast_", &broadcast_in_place);
   library.impl("average_start", &average_start);
   library.impl("wait", &wait_work);
+  library.impl("test", &test_work);
+  library.impl("wait_for", &wait_for_work);
   library.impl("detach", &detach_call);
   library.impl("may_return_early", &query_may_return_early);
   library.impl("discard_carried", &discard_carried_means);

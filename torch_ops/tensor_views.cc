@@ -9,6 +9,18 @@
 namespace dl_comm::torch_ops {
 namespace {
 
+// Line `index` of `labels`; empty if there are fewer lines.
+std::string line(const std::string& labels, std::size_t index) {
+  std::istringstream lines(labels);
+  std::string text;
+  for (std::size_t i = 0; i <= index; ++i) {
+    if (!std::getline(lines, text)) return "";
+  }
+  return text;
+}
+
+}  // namespace
+
 std::optional<ElementType> element_type(const Tensor& tensor) {
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
@@ -21,6 +33,12 @@ std::optional<ElementType> element_type(const Tensor& tensor) {
   if (dtype == aoti_torch_dtype_int8()) return ElementType::Int8;
   if (dtype == aoti_torch_dtype_uint8()) return ElementType::UInt8;
   if (dtype == aoti_torch_dtype_bool()) return ElementType::Bool;
+  if (dtype == aoti_torch_dtype_int16()) return ElementType::Int16;
+  if (dtype == aoti_torch_dtype_uint16()) return ElementType::UInt16;
+  if (dtype == aoti_torch_dtype_uint32()) return ElementType::UInt32;
+  if (dtype == aoti_torch_dtype_uint64()) return ElementType::UInt64;
+  if (dtype == aoti_torch_dtype_complex64()) return ElementType::Complex64;
+  if (dtype == aoti_torch_dtype_complex128()) return ElementType::Complex128;
   return std::nullopt;
 }
 
@@ -31,18 +49,6 @@ std::string type_name(const Tensor& tensor) {
     return "unknown";
   }
 }
-
-// Line `index` of `labels`; empty if there are fewer lines.
-std::string line(const std::string& labels, std::size_t index) {
-  std::istringstream lines(labels);
-  std::string text;
-  for (std::size_t i = 0; i <= index; ++i) {
-    if (!std::getline(lines, text)) return "";
-  }
-  return text;
-}
-
-}  // namespace
 
 TensorViews::TensorViews(std::size_t count, const std::string& labels) : labels_(labels) {
   tensors_.reserve(count + 1);  // rust::Slice must not hold a null pointer, even when empty
@@ -70,12 +76,21 @@ void TensorViews::add(const Tensor& tensor) {
 
 void TensorViews::add(const Tensor& source, const Tensor& target) {
   const auto dtype = element_type(source);
-  if (!dtype) throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
+  if (!dtype || *dtype > ElementType::Bool)
+    throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
   const auto shape = source.sizes();
   tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source.const_data_ptr()),
                                 reinterpret_cast<std::size_t>(target.mutable_data_ptr()),
                                 static_cast<std::size_t>(source.numel()), *dtype, shape.size()});
   shapes_.insert(shapes_.end(), shape.begin(), shape.end());
+}
+
+void TensorViews::add_block(const Tensor& described, const void* source, void* target, std::size_t length) {
+  const auto dtype = element_type(described);
+  if (!dtype)
+    throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(described));
+  tensors_.push_back(
+      TensorView{reinterpret_cast<std::size_t>(source), reinterpret_cast<std::size_t>(target), length, *dtype, 0});
 }
 
 rust::Slice<const TensorView> TensorViews::tensors() const { return {tensors_.data(), tensors_.size()}; }

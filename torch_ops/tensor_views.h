@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,12 @@
 namespace dl_comm::torch_ops {
 
 using ::torch::stable::Tensor;
+
+// The tensor's element type; nullopt for those that the core lacks.
+std::optional<ElementType> element_type(const Tensor& tensor);
+
+// torch's name of the element type.
+std::string type_name(const Tensor& tensor);
 
 // A list of tensors in the core's format. It borrows the tensors' memory: the caller keeps the tensors alive.
 //
@@ -27,11 +34,14 @@ class TensorViews {
   void check_dense(const Tensor& tensor);
 
   // Adds a dense tensor that the call reads and writes in place.
-  // Throws std::runtime_error (error -1: not contiguous; -2: element type that the core does not support).
+  // Throws std::runtime_error (error -1: not contiguous; -2: not an element type of the plugin).
   void add(const Tensor& tensor);
 
   // Adds a contiguous tensor to read and the contiguous tensor for its result.
   void add(const Tensor& source, const Tensor& target);
+
+  // Adds a tensor of a collective: blocks of `length` elements, of the type of `described`, at these addresses.
+  void add_block(const Tensor& described, const void* source, void* target, std::size_t length);
 
   rust::Slice<const TensorView> tensors() const;
   rust::Slice<const int64_t> shapes() const;

@@ -22,6 +22,10 @@ class WorkCompletion final : public Completion {
     work_->finish(code, std::string(message), std::move(results));
   }
 
+  void received(int32_t source, int32_t tag, std::size_t bytes) const noexcept override {
+    work_->receive({source, tag, bytes});
+  }
+
  private:
   std::shared_ptr<Work> work_;
 };
@@ -49,9 +53,14 @@ std::vector<std::shared_ptr<Work>> take_finished(Registry& all) {
   return result;
 }
 
-std::shared_ptr<Work> take(Registry& all, int64_t number) {
+auto find(Registry& all, int64_t number) {
   const auto found = all.open.find(number);
   if (found == all.open.end()) throw make_error(-1, "no call with number ", number, " is in flight");
+  return found;
+}
+
+std::shared_ptr<Work> take(Registry& all, int64_t number) {
+  const auto found = find(all, number);
   auto work = std::move(found->second);
   all.open.erase(found);
   return work;
@@ -103,28 +112,49 @@ bool Work::finished() const noexcept {
   return finished_;
 }
 
+void Work::receive(Status status) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  status_ = status;
+}
+
+Status Work::status() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return status_;
+}
+
+bool Work::wait_for(double seconds) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::milliseconds kPollInterval{100};
+  constexpr double kLongest = 1e9;  // longer waits would overflow the clock
+  const auto limit = std::chrono::duration<double>(seconds > 0 ? std::min(seconds, kLongest) : kLongest);
+  const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+  const auto ended = [this] { return finished_; };
+  const auto next_poll = [until, kPollInterval] { return std::min(until, Clock::now() + kPollInterval); };
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (ended_.wait_until(lock, next_poll(), ended)) return true;
+  const auto long_wait = begin_wait();
+  while (Clock::now() < until) {
+    // Runs Python signal handlers, which may take long.
+    lock.unlock();
+    long_wait->look();
+    lock.lock();
+    if (ended_.wait_until(lock, next_poll(), ended)) return true;
+  }
+  return false;
+}
+
 Outcome Work::wait() {
   std::vector<::torch::stable::Tensor> own;
   std::shared_ptr<ResultBuffer> results;
+  const auto since = std::chrono::steady_clock::now();
+  wait_for(0);
   {
-    const auto since = std::chrono::steady_clock::now();
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto ended = [this] { return finished_; };
-    constexpr std::chrono::milliseconds kPollInterval{100};
-    if (!ended_.wait_for(lock, kPollInterval, ended)) {
-      const auto long_wait = begin_wait();
-      do {
-        // Runs Python signal handlers, which may take long.
-        lock.unlock();
-        long_wait->look();
-        lock.lock();
-      } while (!ended_.wait_for(lock, kPollInterval, ended));
-    }
+    const std::lock_guard<std::mutex> lock(mutex_);
     own.swap(tensors_);
     results.swap(results_);
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;
-    if (wait_time_team_ >= 0) add_waited(wait_time_team_, waited.count());
   }
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;
+  if (wait_time_team_ >= 0) add_waited(wait_time_team_, waited.count());
   if (code_ != 0) throw make_error(code_, message_);
   // The call's stream is ordered after the result; the current stream may be another one.
   if (device_stream_.device >= 0) {
@@ -152,6 +182,12 @@ int64_t register_work(std::shared_ptr<Work> work) {
   return all.last;
 }
 
+std::shared_ptr<Work> find_work(int64_t number) {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return find(all, number)->second;
+}
+
 std::shared_ptr<Work> take_work(int64_t number) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -160,8 +196,10 @@ std::shared_ptr<Work> take_work(int64_t number) {
 
 void detach_work(int64_t number) {
   Registry& all = registry();
+  std::vector<std::shared_ptr<Work>> garbage;
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.detached.push_back(take(all, number));
+  garbage = take_finished(all);
 }
 
 }  // namespace dl_comm::torch_ops

@@ -42,6 +42,13 @@ struct Outcome {
   double share = 0;
 };
 
+// What a receive has received.
+struct Status {
+  int32_t source = -1;
+  int32_t tag = -1;
+  std::size_t bytes = 0;
+};
+
 // One call in flight, as c10d's Work. It releases the call's tensors in `wait` or its destructor. A core thread that
 // freed one would need the GIL.
 //
@@ -60,7 +67,14 @@ class Work {
   }
 
   void finish(int32_t code, std::string message, std::shared_ptr<ResultBuffer> results) noexcept;
+  void receive(Status status) noexcept;
   bool finished() const noexcept;
+
+  // What the call has received, if it is a receive that has ended.
+  Status status() const;
+
+  // Blocks until the call completes, at most `seconds` (0: no limit). Returns whether it has.
+  bool wait_for(double seconds);
 
   // Blocks until the call completes. On a GPU: until torch's current stream is ordered after the result.
   // Throws std::runtime_error "dl_comm error <code>: <message>" if the call failed.
@@ -72,6 +86,7 @@ class Work {
   bool finished_ = false;
   int32_t code_ = 0;
   std::string message_;
+  Status status_;
   std::shared_ptr<ResultBuffer> results_;
   std::vector<::torch::stable::Tensor> tensors_;
   const DeviceStream device_stream_;
@@ -85,10 +100,13 @@ std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work);
 // Returns a number (from 1) for Python to hold. Also frees detached works whose calls have completed.
 int64_t register_work(std::shared_ptr<Work> work);
 
+// The work with this number, which stays in the registry. Throws std::runtime_error if there is none.
+std::shared_ptr<Work> find_work(int64_t number);
+
 // Removes the work with this number from the registry. Throws std::runtime_error if there is none.
 std::shared_ptr<Work> take_work(int64_t number);
 
-// Gives up the right to wait for this work; its tensors stay alive until its call completes.
+// Removes this work from the registry without a wait; its tensors stay alive until its call completes.
 void detach_work(int64_t number);
 
 }  // namespace dl_comm::torch_ops

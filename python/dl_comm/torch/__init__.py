@@ -12,6 +12,17 @@ Importing this module loads torch and its op library. It builds the library firs
 from __future__ import annotations
 
 import dl_comm as _base
+from dl_comm import Group, Status, all_gather_object, gather_object, split
+from dl_comm.torch._batch_norm import SyncBatchNorm
+from dl_comm.torch._collectives import (
+    all_gather,
+    all_to_all,
+    allreduce,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from dl_comm.torch._functions import (
     average,
     broadcast,
@@ -20,14 +31,24 @@ from dl_comm.torch._functions import (
     broadcast_parameters,
     gradients,
 )
+from dl_comm.torch._messages import recv, send, sendrecv
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
 from dl_comm.torch._reducer import Communication
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
+from dl_comm.torch._work import Work
 
 __all__ = [
     "AveragingOptimizer",
     "Communication",
     "DistributedOptimizer",
+    "Group",
+    "Status",
+    "SyncBatchNorm",
+    "Work",
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "allreduce",
     "average",
     "barrier",
     "broadcast",
@@ -37,6 +58,8 @@ __all__ = [
     "check_buffers_match",
     "config_team",
     "finalize",
+    "gather",
+    "gather_object",
     "get_localrank",
     "get_nranks",
     "get_rank",
@@ -47,8 +70,15 @@ __all__ = [
     "local_rank",
     "lr_scheduler",
     "rank",
+    "recv",
+    "reduce",
+    "reduce_scatter",
     "save_checkpoint",
+    "scatter",
+    "send",
+    "sendrecv",
     "size",
+    "split",
 ]
 
 init = _base.init

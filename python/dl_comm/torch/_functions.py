@@ -18,7 +18,7 @@ import dl_comm
 from dl_comm import ArgumentError, CommError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
-from dl_comm.torch import _ops
+from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._gradient import contiguous_copy, overlaps
 from dl_comm.torch._reducer import parameters_broadcast
 
@@ -49,13 +49,31 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
-def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float | None = None) -> list[torch.Tensor]:
+def broadcast(
+    tensors: Sequence[torch.Tensor],
+    root: int = 0,
+    *,
+    timeout: float | None = None,
+    group: dl_comm.Group | None = None,
+    async_op: bool = False,
+    in_place: bool = True,
+) -> Any:
     """Copy the values of `tensors` on rank `root` to all ranks, in place, and return the tensors.
 
     For an expanded tensor, whose elements share memory, the result is a new tensor. dtypes (and bool), `timeout` and
     errors as in `gradients`; after an error the tensors are unchanged.
+
+    `group`: the ranks that take part; `root` is a rank of the group. `async_op`: return a `Work` of the tensors, which
+    must be contiguous, at once. `in_place=False`: return new tensors; differentiable.
     """
     given = _tensors(tensors)
+    if not in_place:
+        if async_op:
+            raise ArgumentError("broadcast with async_op works in place")
+        return _collectives.broadcast_new(given, root, group, timeout)
+    if async_op:
+        into = [tensor.detach() for tensor in given]
+        return _collectives.broadcast_into(into, root, group, timeout, True, given)
     # The op refuses tensors that are not strided.
     into = [
         tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -64,7 +82,10 @@ def broadcast(tensors: Sequence[torch.Tensor], root: int = 0, *, timeout: float 
         for tensor in given
     ]
     dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
-    _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
+    if group is None:
+        _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
+    else:
+        _collectives.broadcast_into(dense, root, group, timeout, False, dense)
     _copy_back(dense, into)
     return [
         copy if tensor.layout is torch.strided and overlaps(tensor) else tensor

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from dl_comm import _cuda, _load
-from dl_comm._errors import translate
+from dl_comm._errors import ArgumentError, StateError, translate
 
 _path = _load.ops_library("torch")
 torch.ops.load_library(_path)  # type: ignore[no-untyped-call]
-_ops = torch.ops.dl_comm
+ops = _ops = torch.ops.dl_comm
 _load.check_one_core(_path, _ops.core_id())
 
 
@@ -35,6 +35,21 @@ def _set_cuda_stream_source() -> None:
 
 
 _set_cuda_stream_source()
+
+_group_of = ctypes.CDLL(_path).dl_comm_ops_group
+_group_of.argtypes = [ctypes.c_uint64, ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int32)]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def group(number: int) -> tuple[int, int]:
+    """Return this process's rank in a group, and the number of its ranks."""
+    rank, size = ctypes.c_int32(), ctypes.c_int32()
+    if _group_of(int(number), ctypes.byref(rank), ctypes.byref(size)) != 0:
+        if number:
+            raise ArgumentError(f"group {number} was freed")
+        raise StateError("dl_comm.init was not called, or finalize was")
+    return rank.value, size.value
+
 
 Tensors = Sequence[torch.Tensor]
 
@@ -61,7 +76,7 @@ GROUP_TIMEOUT = -1.0
 def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = GROUP_TIMEOUT) -> None:
     """Replace contiguous tensors by their means over all ranks; blocking."""
     with torch.no_grad():
-        _call(_ops.average_, list(tensors), team, name, labels, timeout)
+        call(_ops.average_, list(tensors), team, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -69,7 +84,7 @@ def average_new(
     tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = GROUP_TIMEOUT
 ) -> list[torch.Tensor]:
     """Return the means of tensors over all ranks (and over the `towers` in the list) as new tensors; differentiable."""
-    return list(_call(_ops.average, list(tensors), team, name, labels, towers, timeout))
+    return list(call(_ops.average, list(tensors), team, name, labels, towers, timeout))
 
 
 def broadcast_in_place(
@@ -77,7 +92,7 @@ def broadcast_in_place(
 ) -> None:
     """Replace contiguous tensors by those of rank `root`; blocking."""
     with torch.no_grad():
-        _call(_ops.broadcast_, list(tensors), root, name, labels, timeout)
+        call(_ops.broadcast_, list(tensors), root, name, labels, timeout)
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -91,7 +106,7 @@ def average_start(tensors: Tensors, team: int, name: str, labels: str = "", flag
     `owner` distinguishes, on this rank, equal lists of the same name on a schedule.
     """
     with torch.no_grad():
-        return int(_call(_ops.average_start, list(tensors), team, name, labels, flags, owner))
+        return int(call(_ops.average_start, list(tensors), team, name, labels, flags, owner))
 
 
 def discard_carried(team: int, owner: int) -> None:
@@ -110,13 +125,13 @@ def wait(number: int) -> tuple[list[torch.Tensor], float, float]:
     Returns (tensors, own_share, share). The result is own_share * (the call's tensors) + share * tensors. Without the
     flag DONATE_TENSORS, `tensors` is empty and the result is in the call's tensors.
     """
-    tensors, own, share = _call(_ops.wait, number)
+    tensors, own, share = call(_ops.wait, number)
     return list(tensors), float(own), float(share)
 
 
 def detach(number: int) -> None:
     """Give up waiting for the call with this number."""
-    _call(_ops.detach, number)
+    call(_ops.detach, number)
 
 
 def comm_seconds(owner: int) -> float:
@@ -129,20 +144,21 @@ def comm_seconds(owner: int) -> float:
 
 def start_control(tensor: torch.Tensor, team: int, name: str, label: str, owner: int) -> int:
     """Start the allreduce of a control tensor, as part of the current step; return a number for `wait_control`."""
-    return int(_call(_ops.average_start, [tensor], team, name, label, CONTINUES_STEP, owner))
+    return int(call(_ops.average_start, [tensor], team, name, label, CONTINUES_STEP, owner))
 
 
 def wait_control(number: int) -> None:
     """Wait for the control call with this number; once per number."""
-    _call(_ops.wait, number)
+    call(_ops.wait, number)
 
 
 def detach_control(number: int) -> None:
     """Give up waiting for a control call."""
-    _call(_ops.detach, number)
+    call(_ops.detach, number)
 
 
-def _call(op: Callable[..., Any], *arguments: Any) -> Any:
+def call(op: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an op; raise the error of dl_comm that it reports."""
     try:
         return op(*arguments)
     except RuntimeError as error:

@@ -1,0 +1,120 @@
+"""The arguments of the collectives on torch tensors: checked, and as the ops take them. No communication.
+
+Thread rule: any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dl_comm import ArgumentError, DTypeError, Group, _groups
+from dl_comm._process import checked_name
+from dl_comm.torch import _ops
+
+
+def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
+    """Return the tensors of an argument, and what makes a result of the same kind from tensors."""
+    if isinstance(x, torch.Tensor):
+        return [x], first
+    if isinstance(x, (list, tuple)):
+        for index, tensor in enumerate(x):
+            if not isinstance(tensor, torch.Tensor):
+                raise DTypeError(f"entry {index} of {argument} is a {type(tensor).__name__}, not a tensor")
+        return list(x), list
+    if isinstance(x, (bool, int, float, complex, np.generic)) and argument == "x":
+        number = x.item() if isinstance(x, np.generic) else x
+        for kind, dtype in _NUMBERS.items():
+            if isinstance(number, kind):
+                return [torch.tensor(number, dtype=dtype)], item
+    raise DTypeError(
+        f"{argument} is a {type(x).__name__}; give a tensor, a list of them{', or a number' * (argument == 'x')}"
+    )
+
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def first(tensors: Any) -> Any:
+    """Return the result of a call on one tensor."""
+    return tensors[0]
+
+
+def item(tensors: Any) -> Any:
+    """Return the result of a call on a number."""
+    return tensors[0].item()
+
+
+def nothing(tensors: Any) -> None:
+    """Return the result of a rank that has none."""
+    return
+
+
+def learns(tensors: list[torch.Tensor]) -> bool:
+    """Return whether a result of these tensors has a gradient."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return torch.is_grad_enabled()
+    return False
+
+
+def refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
+    """Raise ArgumentError if a result of these tensors would have a gradient."""
+    if learns(tensors):
+        raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
+
+
+def place(group: Group | None) -> tuple[int, int, int]:
+    """Return the number of a group, this process's rank there, and the number of its ranks."""
+    if group is None:
+        group = _groups._world
+        if group is None:
+            if torch.compiler.is_compiling():
+                return 0, *_ops.group(0)
+            group = _groups.world()
+        return 0, group.rank, group.size
+    if not isinstance(group, Group):
+        raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
+    return group.number, group.rank, group.size
+
+
+def call_name(name: str | None) -> str:
+    """Return the name of a call as the ops take it."""
+    if name is None:
+        return ""
+    checked_name(name)
+    return name
+
+
+def operator_name(op: Any) -> str:
+    """Return the operator; the op knows which there are."""
+    if not isinstance(op, str):
+        raise ArgumentError(f"invalid op: {op!r} (expected a string, such as 'sum')")
+    return op
+
+
+def checked_rank(rank: Any, argument: str = "root") -> int:
+    """Return a rank of a group; the op knows how many there are."""
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
+        raise ArgumentError(f"invalid {argument}: {rank!r} (expected a rank of the group)")
+    return int(rank)
+
+
+def checked_tag(tag: Any) -> int:
+    """Return a tag."""
+    if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag < 2**31:
+        raise ArgumentError(f"invalid tag: {tag!r} (expected an integer from 0 to {2**31 - 1})")
+    return int(tag)
+
+
+def listed_counts(counts: Sequence[int] | None) -> list[int]:
+    """Return counts as the ops take them."""
+    if counts is None:
+        return []
+    listed = [int(count) for count in counts]
+    if not listed:
+        raise ArgumentError("invalid counts: [] (expected extents, one for each rank)")
+    return listed
