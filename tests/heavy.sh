@@ -24,7 +24,7 @@ nightly() { # whether a nightly toolchain with rust-src is installed
 
 loom() { # Loom: all interleavings within the bounds of core/tests/loom.rs and loom_mailbox.rs
   CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" \
-    timeout 900 cargo test --release --locked -p dl_comm_core --test loom --test loom_mailbox -- --nocapture
+    timeout 2400 cargo test --release --locked -p dl_comm_core --test loom --test loom_mailbox -- --nocapture
 }
 
 tsan() { # ranks as threads under the thread sanitizer, with an instrumented standard library

@@ -173,6 +173,11 @@ def set_route(route: Route | None) -> None:
     _route = route
 
 
+def is_routed() -> bool:
+    """Whether such a function is set."""
+    return _route is not None
+
+
 def forget_world() -> None:
     """After ``finalize``: the next use finds the group of a new start."""
     global _world

@@ -517,3 +517,11 @@ def test_calls_that_differ_fail_everywhere_and_the_next_one_works(call: Any, mod
 def test_xla_is_refused(rank: int, size: int) -> None:
     with pytest.raises(mc.StateError, match="XLA"):
         tf.function(dt.all_gather, jit_compile=True)(tf.ones([2]))
+
+
+def test_calls_without_a_group_follow_the_communicators(rank: int, size: int) -> None:
+    mc.push_communicator(rank % 2)
+    with mc.set_communicator(1):
+        assert dt.allreduce(tf.ones(3)).numpy().tolist() == [len(range(rank % 2, size, 2))] * 3
+    mc.pop_communicator()
+    assert dt.allreduce(tf.ones(3)).numpy().tolist() == [size] * 3

@@ -166,6 +166,25 @@ def test_training_ends_where_one_process_does(rank: int, size: int) -> None:
         torch.testing.assert_close(ranked.state_dict()[name], value, msg=name)
 
 
+def test_buffers_can_be_broadcast_after_each_step(rank: int, size: int) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, CHANNELS), torch.nn.BatchNorm1d(CHANNELS))
+    model[1].running_mean.fill_(rank)  # type: ignore[operator, union-attr]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = cdl.DistributedOptimizer(sgd, broadcast_buffers=model)
+    buffers = dict(model.named_buffers())
+    assert not buffers["1.running_mean"].any(), "those of rank 0"
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum().backward()
+        optimizer.step()
+        for buffer in buffers.values():
+            everywhere = cdl.all_gather(buffer.reshape(1, -1))
+            assert (everywhere == everywhere[0]).all()
+    with pytest.raises(dl_comm.DTypeError, match="module"):
+        cdl.DistributedOptimizer(sgd, broadcast_buffers=True)  # type: ignore[arg-type]
+
+
 def test_compiles(rank: int, size: int) -> None:
     torch.compiler.reset()
     _, module = pair(torch.nn.BatchNorm1d)

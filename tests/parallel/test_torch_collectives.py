@@ -437,3 +437,11 @@ def test_gradcheck(rank: int, size: int) -> None:
     for op in ("sum", "mean"):
         assert torch.autograd.gradcheck(lambda x, op=op: cdl.allreduce(x, op), x)
         assert torch.autograd.gradgradcheck(lambda x, op=op: cdl.allreduce(x, op) ** 2, x)
+
+
+def test_calls_without_a_group_follow_the_communicators(rank: int, size: int) -> None:
+    dl_comm.push_communicator(rank % 2)
+    with dl_comm.set_communicator(1):
+        assert cdl.allreduce(torch.ones(3)).tolist() == [len(range(rank % 2, size, 2))] * 3
+    dl_comm.pop_communicator()
+    assert cdl.allreduce(torch.ones(3)).tolist() == [size] * 3

@@ -18,6 +18,7 @@ from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._process import checked_name, checked_root, seconds
+from dl_comm._selector import COLLECTIVES
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._ops import no_autograph
 
@@ -27,7 +28,8 @@ class _Call:
 
     def __init__(self, kind: str, x: Any, group: Group | None, name: str | None, timeout: float | None) -> None:
         checked_name(name)
-        self.name, self.group, self.timeout = name or kind, _ops.number_of(group), seconds(timeout)
+        self.name, self.timeout = name or kind, seconds(timeout)
+        self.group = _ops.number_of(group, COLLECTIVES.index(kind) + 1)
         self.is_list = isinstance(x, (list, tuple))
         self.given = _ops.listed(x) if self.is_list else [x]
         self.tensors = [converted(value) for value in self.given]
@@ -285,7 +287,9 @@ def barrier(*, timeout: float | None = None, group: Group | None = None, name: s
     if tf.executing_eagerly():
         return dl_comm.barrier(timeout=timeout, group=group)
     checked_name(name)
-    return _ops.collective(_ops.BARRIER, [], name or "barrier", _ops.number_of(group), timeout=seconds(timeout))
+    return _ops.collective(
+        _ops.BARRIER, [], name or "barrier", _ops.number_of(group, _ops.BARRIER), timeout=seconds(timeout)
+    )
 
 
 def converted(value: Any) -> tf.Tensor:

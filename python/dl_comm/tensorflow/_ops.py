@@ -34,7 +34,7 @@ from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError
-from dl_comm._groups import Group
+from dl_comm._groups import Group, is_routed
 from dl_comm._groups import given as given_group
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
@@ -235,11 +235,14 @@ def extent(tensor: tf.Tensor) -> tf.Tensor:
     return tf.concat([tf.shape(tensor, tf.int64), [1]], 0)[:1]
 
 
-def number_of(group: Group | None) -> int:
-    """Return the number of a group for the ops; 0 for all ranks. Raises ArgumentError when it was freed."""
-    if group is None:
+def number_of(group: Group | None, code: int = 0) -> int:
+    """Return the number of a group for the ops; 0 for all ranks. Raises ArgumentError when it was freed.
+
+    `code`: the collective, for the selector; 0 for a message.
+    """
+    if group is None and not is_routed():
         return 0
-    group = given_group(group)
+    group = given_group(group, code)
     _ = group.handle  # raises if it was freed
     return group.number
 

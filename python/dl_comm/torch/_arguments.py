@@ -67,8 +67,13 @@ def refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
         raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
 
 
-def place(group: Group | None) -> tuple[int, int, int]:
-    """Return the number of a group, this process's rank there, and the number of its ranks."""
+def place(group: Group | None, collective: int = 0) -> tuple[int, int, int]:
+    """Return the number of a group, this process's rank there, and the number of its ranks.
+
+    `collective`: its code in dl_comm.h, for the selector; 0 for a message.
+    """
+    if group is None and _groups.is_routed():
+        group = _groups.given(None, collective)
     if group is None:
         group = _groups._world
         if group is None:

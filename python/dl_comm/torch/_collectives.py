@@ -93,7 +93,14 @@ def allreduce(
         PeerLostError: A rank of the group has ended; the group refuses further calls.
         StateError: `init` was not called, or `finalize` was.
     """
-    arguments = (*place(group), operator_name(op), float(prescale), float(postscale), call_name(name), seconds(timeout))
+    arguments = (
+        *place(group, 1),
+        operator_name(op),
+        float(prescale),
+        float(postscale),
+        call_name(name),
+        seconds(timeout),
+    )
     return _run(_ALLREDUCE, x, out, async_op, arguments)
 
 
@@ -116,7 +123,7 @@ def reduce(
         On the root as `allreduce`. On the other ranks None; if `x` requires gradients, an empty tensor, which carries
         the graph: add its sum to the loss, because backward is collective too.
     """
-    arguments = (*place(group), operator_name(op), 1.0, 1.0, checked_rank(root), call_name(name), seconds(timeout))
+    arguments = (*place(group, 4), operator_name(op), 1.0, 1.0, checked_rank(root), call_name(name), seconds(timeout))
     return _run(_REDUCE, x, out, async_op, arguments, root)
 
 
@@ -149,7 +156,7 @@ def all_gather(
         `out` or new tensors, of which the first axis has the sum of the extents; with `async_op` a `Work` of it.
     """
     rows = _extents(x, counts, ragged, group, name)
-    return _run(_ALL_GATHER, x, out, async_op, (*place(group), rows, call_name(name), seconds(timeout)), joins=True)
+    return _run(_ALL_GATHER, x, out, async_op, (*place(group, 5), rows, call_name(name), seconds(timeout)), joins=True)
 
 
 def gather(
@@ -166,7 +173,7 @@ def gather(
 ) -> Any:
     """As `all_gather`, but only rank `root` of the group gets the result; the others as in `reduce`. Collective."""
     rows = _extents(x, counts, ragged, group, name)
-    arguments = (*place(group), checked_rank(root), rows, call_name(name), seconds(timeout))
+    arguments = (*place(group, 6), checked_rank(root), rows, call_name(name), seconds(timeout))
     return _run(_GATHER, x, out, async_op, arguments, root, joins=True)
 
 
@@ -198,7 +205,7 @@ def scatter(
     Returns:
         `out`, or new tensors; with `async_op` a `Work` of it.
     """
-    arguments = (*place(group), checked_rank(root), listed_counts(counts), call_name(name), seconds(timeout))
+    arguments = (*place(group, 7), checked_rank(root), listed_counts(counts), call_name(name), seconds(timeout))
     if x is None:
         if out is None:
             raise ArgumentError("scatter needs out, or tensors of the root's shapes on all ranks")
@@ -238,7 +245,14 @@ def reduce_scatter(
         `out` or new tensors with this rank's blocks; with `async_op` a `Work` of it.
     """
     factors = (float(prescale), float(postscale))
-    arguments = (*place(group), operator_name(op), *factors, listed_counts(counts), call_name(name), seconds(timeout))
+    arguments = (
+        *place(group, 8),
+        operator_name(op),
+        *factors,
+        listed_counts(counts),
+        call_name(name),
+        seconds(timeout),
+    )
     return _run(_REDUCE_SCATTER, x, out, async_op, arguments)
 
 
@@ -274,20 +288,20 @@ def all_to_all(
     if send_counts is not None and receive_counts is None:
         exchanged = all_to_all(torch.tensor(sent), group=group, name=f"{name or 'all_to_all'}: counts", timeout=timeout)
         received = exchanged.tolist()
-    arguments = (*place(group), sent, received, call_name(name), seconds(timeout))
+    arguments = (*place(group, 9), sent, received, call_name(name), seconds(timeout))
     return _run(_ALL_TO_ALL, x, out, async_op, arguments)
 
 
 def broadcast_new(tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None) -> Any:
     """Return rank `root`'s tensors as new tensors; differentiable."""
-    return list(_ops.call(_BROADCAST.new, tensors, *place(group), checked_rank(root), "", seconds(timeout)))
+    return list(_ops.call(_BROADCAST.new, tensors, *place(group, 2), checked_rank(root), "", seconds(timeout)))
 
 
 def broadcast_into(
     tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None, async_op: bool, result: Any
 ) -> Any:
     """Copy rank `root`'s contiguous tensors to all ranks of the group, in place; return `result`, or a `Work` of it."""
-    arguments = (*place(group), checked_rank(root), "", seconds(timeout))
+    arguments = (*place(group, 2), checked_rank(root), "", seconds(timeout))
     if async_op:
         number = _ops.call(_BROADCAST.start, tensors, tensors, *arguments)[1]
         torch.autograd.graph.increment_version(tensors)

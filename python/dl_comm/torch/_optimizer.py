@@ -19,6 +19,7 @@ from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._reducer import Communication, Reducer
 
 _ATTRIBUTE = "_dl_comm_reducer"
+_BUFFERS = "_dl_comm_buffers"
 # The first optimizers get one team each; later ones share these teams.
 AUTOMATIC_TEAMS = 8
 _num_created = 0  # optimizers since init
@@ -127,6 +128,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     gradient_as_bucket_view: bool = True,
     team: int | None = None,
     broadcast: bool = True,
+    broadcast_buffers: torch.nn.Module | None = None,
     nstep: int | None = None,
     warmup: float = 0.10,
     verb: int = 2,
@@ -160,6 +162,9 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             stay in their memory.
         team: the team to use instead of the next one.
         broadcast: broadcast the parameters of rank 0 now, and those of groups that are added later.
+        broadcast_buffers: a module whose buffers, such as the statistics of batch normalization, take the values of
+            rank 0 now and after each step, as in DistributedDataParallel. `dl_comm.torch.SyncBatchNorm` has the
+            statistics of all ranks instead, and needs no broadcast. Not together with `dl_comm.join`.
         nstep: the total number of `step()`s. It sets the team's schedule
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
             means of the previous step, and does not wait. Then gradients are not averaged before `step()`: call
@@ -189,6 +194,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
     if team is not None:
         team = checked_team(team)
+    if not isinstance(broadcast_buffers, (torch.nn.Module, type(None))):
+        raise DTypeError(f"broadcast_buffers takes a module, not {type(broadcast_buffers).__name__}")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ArgumentError(
             "SparseAdam needs sparse gradients, and means are dense: use torch.optim.Adam with "
@@ -216,6 +223,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     if broadcast:
         _functions.broadcast_parameters(named)
     optimizer.__dict__[_ATTRIBUTE] = reducer
+    optimizer.__dict__[_BUFFERS] = broadcast_buffers
+    _broadcast_buffers(optimizer)
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]
@@ -290,6 +299,13 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     reducer = _reducer(optimizer)
     reducer.averaged = False
     reducer.steps += not reducer.skip
+    _broadcast_buffers(optimizer)
+
+
+def _broadcast_buffers(optimizer: torch.optim.Optimizer) -> None:
+    module = optimizer.__dict__[_BUFFERS]
+    if module is not None:
+        _functions.broadcast_parameters(list(module.named_buffers()))
 
 
 class _AveragedClosure:
