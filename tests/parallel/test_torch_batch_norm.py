@@ -182,7 +182,7 @@ def test_buffers_can_be_broadcast_after_each_step(rank: int, size: int) -> None:
             everywhere = cdl.all_gather(buffer.reshape(1, -1))
             assert (everywhere == everywhere[0]).all()
     with pytest.raises(dl_comm.DTypeError, match="module"):
-        cdl.DistributedOptimizer(sgd, broadcast_buffers=True)  # type: ignore[arg-type]
+        cdl.DistributedOptimizer(torch.optim.SGD(model.parameters()), broadcast_buffers=True)  # type: ignore[arg-type]
 
 
 def test_compiles(rank: int, size: int) -> None:
