@@ -10,7 +10,7 @@ import numpy as np
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 
-_OPERATORS = {
+OPERATORS = {
     "sum": 0,
     "mean": 1,
     "min": 2,
@@ -84,11 +84,11 @@ def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> 
 
 
 def operator_code(op: str, prescale: float, postscale: float) -> tuple[int, tuple[float, float]]:
-    if op not in _OPERATORS:
-        raise ArgumentError(f"invalid op: {op!r} (expected one of {', '.join(map(repr, _OPERATORS))})")
+    if op not in OPERATORS:
+        raise ArgumentError(f"invalid op: {op!r} (expected one of {', '.join(map(repr, OPERATORS))})")
     factors = (float(prescale), float(postscale))
     if factors == NO_FACTORS:
-        return _OPERATORS[op], factors
+        return OPERATORS[op], factors
     if op != "sum":
         raise ArgumentError(f"prescale and postscale are factors of a sum, not of op={op!r}")
     return _SCALED_SUM, factors

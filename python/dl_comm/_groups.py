@@ -24,8 +24,9 @@ _DEFAULT_TEAM = 0
 
 def limit(timeout: float | None) -> float:
     """A deadline as in ``dl_comm_call_t``: 0 for the group's, negative for none."""
-    given = seconds(timeout)
-    return 0.0 if given < 0 else given or -1.0
+    if timeout is None:
+        return 0.0
+    return seconds(timeout) or -1.0
 
 
 class Status(NamedTuple):

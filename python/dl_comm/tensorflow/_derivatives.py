@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._arguments import _OPERATORS, _SCALED_SUM, NO_FACTORS
+from dl_comm._arguments import _SCALED_SUM, NO_FACTORS, OPERATORS
 from dl_comm.tensorflow import _ops
 
-_NAMES = {code: name for name, code in _OPERATORS.items()}
-_SUM, _MEAN, _MIN, _MAX = (_OPERATORS[name] for name in ("sum", "mean", "min", "max"))
+_NAMES = {code: name for name, code in OPERATORS.items()}
+_SUM, _MEAN, _MIN, _MAX = (OPERATORS[name] for name in ("sum", "mean", "min", "max"))
 _EXTREMES = (_MIN, _MAX)
 _PLAIN_BROADCAST = "DlCommBroadcast"
 
