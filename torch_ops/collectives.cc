@@ -280,6 +280,16 @@ class Call {
                      "; the result has ", list_text(shape), " and ", type_name(source));
   }
 
+  // The shape of a block, on which the ranks must agree.
+  Counts block_shape(const Tensor& given, Blocks held) const {
+    const auto sizes = given.sizes();
+    Counts shape(sizes.begin(), sizes.end());
+    if (kind_.same_shape()) return shape;
+    if (shape.empty()) shape = {1};
+    if (held == Blocks::kPerRank) shape[0] /= request_.size;
+    return shape;
+  }
+
   void add(std::size_t index, TensorViews& views) {
     const Tensor* const source = request_.tensors.empty() ? nullptr : &request_.tensors[index];
     const Tensor* const out = request_.out.empty() ? nullptr : &request_.out[index];
@@ -310,8 +320,8 @@ class Call {
     keep_.push_back(results.back());
     const Blocks held = source != nullptr ? kind_.in : kind_.out;
     const auto length = static_cast<std::size_t>(given.numel() / (held == Blocks::kPerRank ? request_.size : 1));
-    views.add_block(given, read, written, length);
-    if (request_.send.empty()) return;
+    if (request_.send.empty()) return views.add_block(given, read, written, length, block_shape(given, held));
+    views.add_block(given, read, written, length, {});
     int64_t row = 1;
     for (int64_t axis = 1; axis < given.dim(); ++axis) row *= given.size(axis);
     const auto scaled = [row](const Counts& counts) {

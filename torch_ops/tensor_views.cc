@@ -85,12 +85,14 @@ void TensorViews::add(const Tensor& source, const Tensor& target) {
   shapes_.insert(shapes_.end(), shape.begin(), shape.end());
 }
 
-void TensorViews::add_block(const Tensor& described, const void* source, void* target, std::size_t length) {
+void TensorViews::add_block(const Tensor& described, const void* source, void* target, std::size_t length,
+                            const std::vector<int64_t>& shape) {
   const auto dtype = element_type(described);
   if (!dtype)
     throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(described));
-  tensors_.push_back(
-      TensorView{reinterpret_cast<std::size_t>(source), reinterpret_cast<std::size_t>(target), length, *dtype, 0});
+  tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source), reinterpret_cast<std::size_t>(target), length,
+                                *dtype, shape.size()});
+  shapes_.insert(shapes_.end(), shape.begin(), shape.end());
 }
 
 rust::Slice<const TensorView> TensorViews::tensors() const { return {tensors_.data(), tensors_.size()}; }

@@ -40,8 +40,10 @@ class TensorViews {
   // Adds a contiguous tensor to read and the contiguous tensor for its result.
   void add(const Tensor& source, const Tensor& target);
 
-  // Adds a tensor of a collective: blocks of `length` elements, of the type of `described`, at these addresses.
-  void add_block(const Tensor& described, const void* source, void* target, std::size_t length);
+  // Adds a tensor of a collective: blocks of `length` elements and of a shape, of the type of `described`, at these
+  // addresses.
+  void add_block(const Tensor& described, const void* source, void* target, std::size_t length,
+                 const std::vector<int64_t>& shape);
 
   rust::Slice<const TensorView> tensors() const;
   rust::Slice<const int64_t> shapes() const;

@@ -42,7 +42,7 @@ void start(StableIValue* stack, uint64_t, uint64_t) {
     keep.push_back(kSends && !tensor.is_contiguous() ? ::torch::stable::contiguous(tensor) : tensor);
     if (!keep.back().is_contiguous()) throw make_error(-1, "out is not contiguous: receive into a contiguous tensor");
     void* const data = keep.back().mutable_data_ptr();
-    views.add_block(tensor, data, data, static_cast<std::size_t>(tensor.numel()));
+    views.add_block(tensor, data, data, static_cast<std::size_t>(tensor.numel()), {});
   }
   const auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), -1);
   start_transfer(transfer, views.tensors(), completion_of(work));

@@ -23,7 +23,8 @@ fn call(group: &Group, op: Op, lists: &mut [(Vec<f32>, Vec<i64>)], blocks: bool)
     let count = lists.len();
     for (index, (floats, integers)) in lists.iter_mut().enumerate() {
         let sender = sender.clone();
-        let name = format!("call {index}");
+        // A barrier with a name precedes something that all ranks do.
+        let name = if op.is_barrier() { String::new() } else { format!("call {index}") };
         let options = CallOptions { name, caller_blocks: blocks, ..CallOptions::default() };
         let done = Box::new(move |result| sender.send((index, result)).unwrap());
         let tensors = if op.is_barrier() { Vec::new() } else { vec![vec![tensor(floats), tensor(integers)]] };

@@ -11,7 +11,7 @@ import numpy as np
 
 from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group
+from dl_comm._groups import Group, is_routed
 from dl_comm._ops import broadcast_in
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
@@ -156,14 +156,14 @@ def broadcast(
     limit = seconds(timeout)
     tensors = _listed(tensors, "broadcast")
     framework = _framework(tensors)
-    if group is not None or async_op:
-        if framework is not None:
-            raise DTypeError("broadcast takes NumPy arrays with group or async_op")
+    if framework is not None:
+        if async_op:
+            raise DTypeError("dl_comm.broadcast with async_op takes NumPy arrays; use dl_comm.torch.broadcast")
+        return list(framework.broadcast(tensors, root, timeout=timeout, group=group))
+    if group is not None or async_op or is_routed():
         _refuse_masked(tensors)
         return broadcast_in(tensors, root, group, timeout, async_op)
     root = checked_root(root)
-    if framework is not None:
-        return list(framework.broadcast(tensors, root, timeout=timeout))
     if _cuda_arrays.all_on_gpu(tensors):
         return _cuda_arrays.broadcast(tensors, root, limit)
     _refuse_masked(tensors)

@@ -20,7 +20,7 @@ import numpy as np
 
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, given, on_end, world
-from dl_comm._ops import all_gather
+from dl_comm._ops import all_gather, allreduce
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ _stack = _Stack()
 
 on_change: list[Callable[[], None]] = []
 """Called when the span has changed."""
+on_pop: list[Callable[[Group], None]] = []
+"""Called with the local group of a level that is removed."""
 
 
 def push_communicator(key: Any, *, cartesian: bool | None = None) -> int:
@@ -79,10 +81,12 @@ def push_communicator(key: Any, *, cartesian: bool | None = None) -> int:
     members: dict[str, list[int]] = {}
     for place, other in enumerate(keys):
         members.setdefault(other, []).append(parent.ranks[place])
-    sizes = {len(ranks) for ranks in members.values()}
-    if cartesian and len(sizes) > 1:
-        raise ArgumentError(f"cartesian=True needs local groups of equal size; the sizes are {sorted(sizes)}")
-    is_cartesian = len(sizes) == 1 and cartesian is not False
+    sizes = sorted({len(ranks) for ranks in members.values()})
+    # The groups of the level below may be split differently.
+    is_equal = bool(allreduce(int(len(sizes) == 1), "min", group=world(), name="push_communicator: sizes"))
+    if cartesian and not is_equal:
+        raise ArgumentError(f"cartesian=True needs local groups of equal size; here the sizes are {sizes}")
+    is_cartesian = is_equal and cartesian is not False
     level = len(_stack.pushed) + 1
     local = Group(members[text], f"level {level}, {text}")
     column = local.rank if is_cartesian else 0
@@ -104,6 +108,8 @@ def pop_communicator() -> None:
     if _stack.span[1] >= len(_stack.pushed):
         raise ArgumentError(f"level {len(_stack.pushed)} is in use; call set_communicator(0) first")
     last = _stack.pushed.pop()
+    for popped in on_pop:
+        popped(last.local)
     last.local.free()
     if last.cross is not None:
         last.cross.free()
@@ -126,11 +132,13 @@ def communicator_names() -> list[str]:
 
 
 @contextmanager
-def _restored(span: tuple[int, int]) -> Iterator[None]:
+def _restored(stack: _Stack, span: tuple[int, int]) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_span(*span)
+        # After a `finalize` or a pop the levels may be gone.
+        if stack is _stack:
+            _set_span(*(span if span[1] <= len(stack.pushed) else (0, 0)))
 
 
 def set_communicator(level: int) -> Any:
@@ -160,7 +168,7 @@ def collective_span(begin: int, end: int) -> Any:
     if _checked(end) < _checked(begin):
         raise ArgumentError(f"the span ends at level {end}, before it begins at {begin}")
     _set_span(begin, end)
-    return _restored(before)
+    return _restored(_stack, before)
 
 
 def _checked(level: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._errors import ArgumentError
+from dl_comm._errors import ArgumentError, StateError
 from dl_comm._process import seconds
 
 Result = TypeVar("Result")
@@ -240,9 +240,12 @@ def join(*, group: Group | None = None, timeout: float | None = None) -> int:
 
     Raises:
         MismatchError: A rank ended, or waits in a call of another group, without joining.
-        StateError: A team has a schedule with non-blocking calls.
+        StateError: A team has a schedule with non-blocking calls; or the calls without a group go to groups of the
+            communicators or the selector, which must be joined by ``group``.
     """
     global joins
+    if group is None and is_routed():
+        raise StateError("join() joins the teams, but a communicator or the selector has other groups: give group=")
     last = _dl_comm.join(None if group is None else given(group).handle, max(seconds(timeout), 0.0))
     if group is None:
         joins += 1

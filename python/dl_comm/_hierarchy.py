@@ -26,6 +26,11 @@ def hierarchical(group: Group, levels: list[Communicator]) -> Group:
     return result
 
 
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether it is float16 or bfloat16."""
+    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+
+
 class _Handle:
     """The handle of a group, with its own ``run``."""
 
@@ -50,8 +55,9 @@ class _Handle:
         if collective != _ALLREDUCE:
             raise ArgumentError("only an allreduce goes through several levels")
         operators = self._operators(operator, factors, sources)
-        here: list[Any] = [np.empty_like(source) for source in sources]
-        given = sources
+        # The sums of the steps need the range of the sums within a call.
+        given = [source.astype(np.float32) if is_half(source.dtype) else source for source in sources]
+        here: list[Any] = [np.empty_like(source) for source in given]
         for (step, group), (code, scale) in zip(self._steps, operators, strict=True):
             if group is not None:
                 written = None if step == _REDUCE and group.rank else here
@@ -59,7 +65,7 @@ class _Handle:
                 group.handle.run((step, code, 0, 1, read, written, None, None, name, timeout, scale))
             given = here
         for result, value in zip(results, here, strict=True):
-            np.copyto(result, value)
+            np.copyto(result, value, casting="same_kind" if result.dtype.kind == "f" else "unsafe")
 
     def start(self, spec: Any) -> None:
         """Not supported: the selector chooses another implementation."""

@@ -432,7 +432,7 @@ def broadcast_in(
     return call(lambda: arrays, arrays, arrays, root=checked_rank(root, call.group))
 
 
-def barrier_in(group: Group, timeout: float | None) -> None:
+def barrier_in(group: Group | None, timeout: float | None) -> None:
     """Waits for all ranks of a group."""
     _Call(_BARRIER, group, None, timeout, False)(nothing, [], [])
 
@@ -444,7 +444,8 @@ def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: 
     one_array(arrays)
     if counts is None:
         name = f"{call.name or 'gather'}: extents"
-        rows: list[int] = all_gather(np.array([len(arrays[0])]), group=call.group, name=name).tolist()
+        limit = None if call.timeout == 0 else max(call.timeout, 0.0)
+        rows: list[int] = all_gather(np.array([len(arrays[0])]), group=call.group, name=name, timeout=limit).tolist()
         return rows
     listed = checked_counts(counts, call.group, None)
     if listed[call.group.rank] != len(arrays[0]):

@@ -313,7 +313,9 @@ def barrier(*, timeout: float | None = None, group: Group | None = None) -> None
         TimeoutError: A rank missed the deadline.
         PeerLostError: A rank has ended.
     """
-    if group is None:
+    from dl_comm._groups import is_routed
+
+    if group is None and not is_routed():
         _dl_comm.barrier(seconds(timeout))
         return
     from dl_comm._ops import barrier_in

@@ -5,6 +5,7 @@ Thread rule: the table belongs to the process; all ranks set it equally, while n
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ _ALGORITHMS = ("doubling", "halving", "pairwise", "ring")
 _PATHS = ("nccl", "ipc", "staged")
 
 _chosen: dict[tuple[str, str, str, str], str] = {}
+_lock = threading.Lock()
 # By the number of the group that they stand for.
 _variants: dict[tuple[int, str], Group] = {}
 _hierarchies: dict[tuple[int, int], Group] = {}
@@ -33,7 +35,7 @@ _hierarchies: dict[tuple[int, int], Group] = {}
 def implementations(collective: str, device: str = "cpu", hosts: str = "singlenode", mode: str = "sync") -> list[str]:
     """The implementations of a collective. ``auto`` leaves the choice to the core; ``flat`` too, but ignores a span."""
     if device == "gpu":
-        return ["auto", *_PATHS] if collective in ("allreduce", "broadcast") else []
+        return ["auto", *(_PATHS if collective in ("allreduce", "broadcast") else ())]
     known = ["auto", "flat"]
     if collective == "allreduce" and mode == "sync":
         known.append("hierarchical")
@@ -116,7 +118,7 @@ class CollectiveSelector(_View):
         columns = [(device, hosts, mode) for device in _DEVICES for hosts in _HOSTS for mode in _MODES]
 
         def cell(collective: str, column: tuple[str, str, str]) -> str:
-            return self.get(collective, *column) if implementations(collective, *column) else "-"
+            return self.get(collective, *column)
 
         return _table(columns, cell)
 
@@ -124,8 +126,7 @@ class CollectiveSelector(_View):
 def collective_availability(cpu: bool = True, gpu: bool = True) -> str:
     """Prints and returns a table of the collectives and their implementations, by device and hosts.
 
-    A GPU's column says ``unavailable`` where this process has no GPU, and ``unimplemented`` where a collective takes
-    tensors in host memory only.
+    A GPU's column says ``unavailable`` where this process has no GPU. ``auto`` alone: through copies in host memory.
     """
     devices = [device for device, shown in zip(_DEVICES, (cpu, gpu), strict=True) if shown]
     columns = [(device, hosts, "sync") for device in devices for hosts in _HOSTS]
@@ -133,8 +134,6 @@ def collective_availability(cpu: bool = True, gpu: bool = True) -> str:
 
     def cell(collective: str, column: tuple[str, str, str]) -> str:
         known = implementations(collective, *column)
-        if not known:
-            return "unimplemented"
         return " ".join(known) if column[0] == "cpu" or has_gpu else "unavailable"
 
     text = _table(columns, cell)
@@ -158,6 +157,11 @@ def _table(columns: list[tuple[str, str, str]], cell: Callable[[str, tuple[str, 
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _free_variants(popped: Group) -> None:
+    for key in [key for key in _variants if key[0] == popped.number]:
+        _variants.pop(key).free()
 
 
 def _forget_groups() -> None:
@@ -203,10 +207,12 @@ def _spans_hosts(group: Group) -> bool:
 
 def _variant(group: Group, level: int, chosen: str) -> Group:
     key = (group.number, chosen)
-    if key not in _variants:
+    with _lock:  # two threads must not make two
+        if key in _variants:
+            return _variants[key]
         algorithm, gpu_path = (chosen, None) if chosen in _ALGORITHMS else (None, chosen)
         _variants[key] = Group(group.ranks, f"{chosen} of level {level}", algorithm=algorithm, gpu_path=gpu_path)
-    return _variants[key]
+        return _variants[key]
 
 
 def _hierarchy(group: Group, begin: int, end: int) -> Group:
@@ -218,5 +224,6 @@ def _hierarchy(group: Group, begin: int, end: int) -> Group:
 
 
 _communicators.on_change.append(update_route)
+_communicators.on_pop.append(_free_variants)
 _groups.on_end.append(_forget_groups)
 collective_selector = CollectiveSelector()

@@ -84,30 +84,45 @@ impl Buffers {
         if destinations.is_some_and(|list| list.len() != number) {
             return Err(argument_error(py, format!("out has another number of arrays than the {number} inputs")));
         }
-        let mut buffers = Vec::with_capacity(number);
+        let (mut buffers, mut shapes) = (Vec::with_capacity(number), Vec::with_capacity(number));
         for index in 0..number {
             let read = sources.map(|list| describe(&list[index], index, Access::Read, Types::All)).transpose()?;
             let written =
                 destinations.map(|list| describe(&list[index], index, Access::Write, Types::All)).transpose()?;
-            let (mut buffer, _) = match (&read, &written) {
-                (Some(one), Some(other)) if one.0.dtype != other.0.dtype => {
-                    return Err(argument_error(
-                        py,
-                        format!("out: array {index} has another element type than the input"),
-                    ));
+            if let (Some((one, _)), Some((other, _))) = (&read, &written)
+                && one.dtype != other.dtype
+            {
+                let text = format!("out: array {index} has another element type than the input");
+                return Err(argument_error(py, text));
+            }
+            let [src, dst] = [
+                read.as_ref().map_or(std::ptr::null(), |(buffer, _)| buffer.src),
+                written.as_ref().map_or(std::ptr::null_mut(), |(buffer, _)| buffer.dst).cast_const(),
+            ];
+            // The array with one block, or one of those with all.
+            let (mut buffer, mut shape) = match (read, written) {
+                (Some(one), Some(other)) => {
+                    if one.0.length > other.0.length {
+                        other
+                    } else {
+                        one
+                    }
                 }
-                (Some((one, _)), Some((other, _))) if one.length > other.length => (*other, ()),
-                (Some((one, _)), _) => (*one, ()),
-                (None, Some((other, _))) => (*other, ()),
+                (Some(one), None) | (None, Some(one)) => one,
                 (None, None) => continue,
             };
-            buffer.length /= blocks.max(1);
-            buffer.src = read.map_or(std::ptr::null(), |(buffer, _)| buffer.src);
-            buffer.dst = written.map_or(std::ptr::null_mut(), |(buffer, _)| buffer.dst);
-            (buffer.ndim, buffer.shape) = (0, std::ptr::null());
+            (buffer.src, buffer.dst) = (src, dst.cast_mut());
+            if blocks > 1 {
+                buffer.length /= blocks;
+                let rows = i64::try_from(blocks).unwrap_or(i64::MAX);
+                shape.iter_mut().take(1).for_each(|extent| *extent /= rows);
+            }
+            // The ranks must agree on the shape of a block.
+            (buffer.ndim, buffer.shape) = (i32::try_from(shape.len()).unwrap_or(0), shape.as_ptr());
             buffers.push(buffer);
+            shapes.push(shape);
         }
-        Ok(Buffers { buffers, _shapes: Vec::new() })
+        Ok(Buffers { buffers, _shapes: shapes })
     }
 
     pub fn read_only(arrays: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {

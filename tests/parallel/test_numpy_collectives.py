@@ -253,3 +253,17 @@ def test_a_mismatch_is_an_error_on_every_rank_and_ends_nothing(rank: int, size: 
     with pytest.raises(mc.MismatchError):
         mc.allreduce(np.ones(3 + (rank == 0)), "sum", name="differs")
     assert mc.allreduce(1) == size
+
+
+def test_shapes_of_blocks_must_match(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    other = np.ones((2, 3) if rank == 0 else (3, 2))
+    for call in (mc.allreduce, mc.all_gather):
+        with pytest.raises(mc.MismatchError, match="2, 3"):
+            call(other)
+    blocks = np.ones((2 * size, 3) if rank == 0 else (3 * size, 2))
+    for call in (mc.reduce_scatter, mc.all_to_all):
+        with pytest.raises(mc.MismatchError, match="2, 3"):
+            call(blocks)
+    assert mc.allreduce(1) == size

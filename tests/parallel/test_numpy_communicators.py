@@ -45,6 +45,12 @@ def test_levels_split_the_level_below(rank: int, size: int) -> None:
     with mc.set_communicator(1):
         assert mc.allreduce(rank) == sum(first.local.ranks)
         assert mc.all_gather(np.array([rank])).tolist() == list(first.local.ranks)
+        x = np.array([rank])
+        assert mc.broadcast([x], 0)[0] is x
+        assert x[0] == first.local.ranks[0]
+        mc.barrier()
+        with pytest.raises(mc.StateError, match="group="):
+            mc.join()
         with pytest.raises(mc.ArgumentError, match="in use"):
             mc.pop_communicator(), mc.pop_communicator()
         mc.push_communicator(rank)
@@ -70,6 +76,7 @@ def test_an_allreduce_goes_through_a_span(rank: int, size: int, cartesian: bool 
             assert np.array_equal(mc.allreduce((rank + 1) * ones), total * ones)
             assert np.allclose(mc.allreduce((rank + 1) * ones, "mean"), total / len(members) * ones)
             assert mc.allreduce(rank, "max") == max(members)
+            assert mc.allreduce(np.full(3, 3e4, np.float16), "mean").tolist() == [3e4] * 3, "the sum is too large"
             assert np.allclose(mc.allreduce(ones, prescale=2.0, postscale=0.5), len(members) * ones)
             result = [np.full(3, rank), np.full(2, rank + 0.5)]
             mc.allreduce(result, out=result)
@@ -152,7 +159,7 @@ def test_availability_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0]: line for line in text.splitlines()}
     assert set(rows) > {"allreduce", "all_to_all", "barrier"}
     assert "ring" in rows["allreduce"]
-    assert "unimplemented" in rows["all_to_all"]
+    assert rows["all_to_all"].split()[1:3] == ["auto", "flat"]
     assert "gpu" not in mc.collective_availability(gpu=False)
 
 

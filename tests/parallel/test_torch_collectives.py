@@ -445,3 +445,19 @@ def test_calls_without_a_group_follow_the_communicators(rank: int, size: int) ->
         assert cdl.allreduce(torch.ones(3)).tolist() == [len(range(rank % 2, size, 2))] * 3
     dl_comm.pop_communicator()
     assert cdl.allreduce(torch.ones(3)).tolist() == [size] * 3
+
+
+def test_shapes_of_blocks_must_match(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    x = torch.ones((2, 3) if rank == 0 else (3, 2))
+    blocks = torch.ones((2 * size, 3) if rank == 0 else (3 * size, 2))
+    for call, given in (
+        (cdl.allreduce, x),
+        (cdl.all_gather, x),
+        (cdl.reduce_scatter, blocks),
+        (cdl.all_to_all, blocks),
+    ):
+        with pytest.raises(dl_comm.MismatchError, match="2, 3"):
+            call(given)
+    assert cdl.allreduce(1) == size

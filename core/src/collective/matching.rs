@@ -145,7 +145,10 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     };
     let busy = several_groups && lists.iter().any(|list| list.outlook == Outlook::Busy);
     if lists.iter().any(closed) || !busy && (lists.iter().any(expired) || lists.iter().all(settled)) {
-        return Reconciliation::Fail(lists.iter().map(|list| (!list.calls.is_empty()).then_some(0)).collect());
+        // A rank that has joined stays while others have calls: these fail, and those that follow may match.
+        let others_call = lists.iter().any(|list| !list.calls.is_empty() && !list.has_joined());
+        let stays = |list: &PendingCalls| list.calls.is_empty() || others_call && list.has_joined();
+        return Reconciliation::Fail(lists.iter().map(|list| (!stays(list)).then_some(0)).collect());
     }
     Reconciliation::Wait(lists.iter().map(RankStatus::of).collect())
 }
@@ -348,6 +351,8 @@ mod tests {
         assert!(waits(&[list(&[1], false), kind(list(&[3, 7], false), Kind::TakesZeros)]), "a call before its join");
         let broadcast = kind(list(&[1], false), Kind::NeedsAll);
         assert_eq!(decide(&[broadcast, join()]), Reconciliation::Fail(vec![Some(0), None]));
+        let different = decide(&[list(&[1], true), list(&[2], true), join()]);
+        assert_eq!(different, Reconciliation::Fail(vec![Some(0), Some(0), None]));
         let closed = PendingCalls { outlook: Outlook::Closed, ..list(&[], false) };
         assert_eq!(decide(&[closed, join()]), Reconciliation::Fail(vec![None, Some(0)]), "a rank that never joins");
         let blocked = PendingCalls { outlook: Outlook::Settled, ..list(&[], false) };

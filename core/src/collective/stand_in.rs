@@ -38,10 +38,11 @@ pub struct Blueprint {
 pub struct Zeros(Vec<u128>);
 
 impl Call {
-    /// Whether the contribution of a rank may be zeros: sums and means of tensors in host memory, and barriers.
+    /// Whether the contribution of a rank may be zeros: sums and means of tensors in host memory, and barriers. A barrier
+    /// with a name precedes something that all ranks do.
     pub fn takes_zeros(&self) -> bool {
         let adds = matches!(self.op.reduce, ReduceOp::Sum | ReduceOp::Mean | ReduceOp::Scaled { .. });
-        self.producer().is_none() && (self.op.is_barrier() || self.op.is_allreduce() && adds)
+        self.producer().is_none() && (self.op.is_barrier() && self.name().is_empty() || self.op.is_allreduce() && adds)
     }
 
     fn blueprint(&self) -> Blueprint {

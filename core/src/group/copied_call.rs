@@ -35,11 +35,15 @@ impl Group {
     ) {
         // SAFETY: the caller's promise.
         let copied = unsafe { self.copied(op, replicas, &mut options, device) };
-        let (call, ready, copy) = match copied {
+        let (call, ready, mut copy) = match copied {
             Ok(parts) => parts,
             Err(error) => return done(Err(error)),
         };
-        let done = Box::new(move |result: Result<()>| done(result.and_then(|()| finish(&copy))));
+        let shared = Arc::clone(&self.shared);
+        let done = Box::new(move |result: Result<()>| {
+            // The other ranks have their results, so an error of this GPU ends the group.
+            done(result.and_then(|()| finish(&mut copy).inspect_err(|error| shared.fail(error))));
+        });
         let work = self.work(call, Role::Copied(ready), options.caller_blocks, options.timeout, done);
         self.run(self.accept(work, options.caller_blocks));
     }
@@ -58,10 +62,11 @@ impl Group {
         options.device = None;
         let checked = self.new_call(op, replicas, options)?;
         (options.counts, options.tensor_names) = (counts, names);
-        let copies = self.host_copies(&Context::for_device(device.ordinal)?)?;
         let producer = guard(|| CallerStream::new(device))?;
         // SAFETY: the caller's promise.
-        let mut copy = unsafe { copies.download(&checked, producer) }?;
+        let copied = guard(|| unsafe { self.host_copies(producer.context())?.download(&checked, producer) });
+        // The other ranks make the call.
+        let mut copy = copied.inspect_err(|error| self.fail(error))?;
         let call = self.new_call(op, vec![copy.tensors.clone()], options)?;
         let ready = copy.take_ready()?;
         Ok((call, ready, copy))
@@ -77,7 +82,7 @@ impl Group {
     }
 }
 
-fn finish(copy: &HostCopy) -> Result<()> {
+fn finish(copy: &mut HostCopy) -> Result<()> {
     let Some(end) = copy.upload()? else { return Ok(()) };
     let _guard = end.context().push()?;
     // An error of the driver ends the wait too.

@@ -1,6 +1,7 @@
 //! Collectives on a group, without a schedule.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::calls::{blocked, interrupt};
 use super::state::{CONTROL, check_fork, started, team, topology};
@@ -138,6 +139,7 @@ pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut 
     check_fork()?;
     if let Request::Collective(op) = request
         && options.device.is_none()
+        && options.instance_id.is_empty()
         && options.counts == Counts::Even
     {
         // SAFETY: the caller's promise.
@@ -147,6 +149,8 @@ pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut 
         }
     }
     options.caller_blocks = true;
+    // The collectives of an Adasum are started one by the other, not by this thread.
+    let _blocked = (request == Request::Adasum).then(blocked);
     let tensors = views.iter().map(|view| view.to_tensor()).collect();
     // SAFETY: the caller's promise.
     wait_for_result(interrupt, |done| unsafe { submit(group, request, tensors, options, done) })
@@ -156,7 +160,7 @@ pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut 
 ///
 /// # Errors
 /// Those of the call, and of the wait.
-pub fn wait_for(handle: &CallHandle, timeout: Option<std::time::Duration>) -> Result<()> {
+pub fn wait_for(handle: &CallHandle, timeout: Option<Duration>) -> Result<()> {
     check_fork()?;
     // This thread makes no calls meanwhile, which deadlock detection needs to know.
     let _blocked = blocked();
@@ -185,8 +189,8 @@ pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
     }
     // All are started before an error returns: other ranks may join those that work.
     let joins: Vec<_> = teams.iter().map(|(_, team)| team.group().start_join(timeout)).collect();
-    let ended = joins.into_iter().map(|join| join.and_then(|join| wait_for(&join.handle, None).map(|()| join)));
-    let ended = ended.collect::<Vec<_>>().into_iter().collect::<Result<Vec<Join>>>()?;
+    let ended = joins.into_iter().collect::<Result<Vec<Join>>>()?;
+    wait_for_all(&ended)?;
     let (control, rank) = (group_of_team(CONTROL)?, topology()?.rank());
     let mut position = group::position(rank, ended.iter().map(Join::contributions).sum());
     let buffer = Buffer::in_place((&raw mut position).cast(), 1, DType::I64);
@@ -195,6 +199,26 @@ pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
     // SAFETY: the number is used by nobody else.
     unsafe { run(&control, Request::Collective(Op::allreduce(ReduceOp::Max)), &[view], options) }?;
     Ok(group::last(position))
+}
+
+/// Waits until all have ended, or one with an error.
+fn wait_for_all(joins: &[Join]) -> Result<()> {
+    const CHECK: Duration = Duration::from_millis(20);
+    let _blocked = blocked();
+    loop {
+        let mut pending = None;
+        for join in joins {
+            match join.handle.test() {
+                Some(result) => result?,
+                None => pending = Some(join),
+            }
+        }
+        let Some(join) = pending else { return Ok(()) };
+        match join.handle.wait(Some(CHECK), interrupt) {
+            Err(Error::Timeout(_)) if join.handle.test().is_none() => {}
+            result => result?,
+        }
+    }
 }
 
 fn towers(op: Op, tensors: Vec<Tensor>) -> Vec<Vec<Tensor>> {

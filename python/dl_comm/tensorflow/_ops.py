@@ -142,6 +142,8 @@ def broadcast(
     Raises the errors of `gradients`; after an error no variable has changed.
     """
     given = listed(tensors)
+    if group is None and is_routed():
+        group = given_group(None, BROADCAST)
     results = broadcast_new(given, root, name or "broadcast", timeout, group)
     if tf.compat.v1.executing_eagerly_outside_functions():
         for value, result in zip(given, results, strict=True):

@@ -67,13 +67,15 @@ def refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
         raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
 
 
-def place(group: Group | None, collective: int = 0) -> tuple[int, int, int]:
+def place(group: Group | None, collective: int = 0, x: Any = None, async_op: bool = False) -> tuple[int, int, int]:
     """Return the number of a group, this process's rank there, and the number of its ranks.
 
-    `collective`: its code in dl_comm.h, for the selector; 0 for a message.
+    For the selector: `collective` is its code in dl_comm.h, 0 for a message, and `x` its tensors.
     """
     if group is None and _groups.is_routed():
-        group = _groups.given(None, collective)
+        first = x[0] if isinstance(x, (list, tuple)) and x else x
+        device = "gpu" if isinstance(first, torch.Tensor) and first.device.type != "cpu" else "cpu"
+        group = _groups.given(None, collective, device=device, async_op=async_op)
     if group is None:
         group = _groups._world
         if group is None:

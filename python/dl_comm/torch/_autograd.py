@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dl_comm._errors import ArgumentError
+from dl_comm.torch._ops import call
 from dl_comm.torch._ops import ops as _ops
 
 try:  # private to torch; without it inductor drops calls whose results are not used
@@ -106,7 +107,7 @@ def _allreduce(
     ctx: Any, grads: Tensors, shapes: Shapes, place: Place, op: str, pre: float, post: float, name: str, timeout: float
 ) -> Tensors:
     if op in ("sum", "mean"):
-        found: Tensors = _ops.allreduce(grads, *place, op, pre, post, name, timeout)
+        found: Tensors = call(_ops.allreduce, grads, *place, op, pre, post, name, timeout)
         return found
     if op not in ("min", "max", "product"):
         raise _no_gradient("allreduce", op)
@@ -116,15 +117,15 @@ def _allreduce(
         return _of_product(grads, inputs, place, name, timeout)
     # As torch.amax: ranks with equal values share the gradient.
     chosen = [(x == y).to(grad.dtype) for x, y, grad in zip(inputs, outputs, grads, strict=True)]
-    sums = _ops.allreduce([*grads, *chosen], *place, "sum", 1.0, 1.0, name, timeout)
+    sums = call(_ops.allreduce, [*grads, *chosen], *place, "sum", 1.0, 1.0, name, timeout)
     return [total * mine / number for total, mine, number in zip(sums, chosen, sums[len(grads) :], strict=False)]
 
 
 def _of_product(grads: Tensors, inputs: Sequence[torch.Tensor], place: Place, name: str, timeout: float) -> Tensors:
     """The gradients of a product: those of the results times the factors of the other ranks, of which some may be 0."""
     rank = place[1]
-    sums = _ops.allreduce(grads, *place, "sum", 1.0, 1.0, name, timeout)
-    factors = _ops.all_gather([x.unsqueeze(0) for x in inputs], *place, [], f"{name}: factors", timeout)
+    sums = call(_ops.allreduce, grads, *place, "sum", 1.0, 1.0, name, timeout)
+    factors = call(_ops.all_gather, [x.unsqueeze(0) for x in inputs], *place, [], f"{name}: factors", timeout)
     others = [torch.cat([each[:rank], each[rank + 1 :]]).prod(0) for each in factors]
     return [total * other for total, other in zip(sums, others, strict=True)]
 
@@ -155,7 +156,7 @@ def _spread(tensors: Tensors, shapes: Shapes, place: Place, root: int) -> Tensor
 
 
 def _broadcast(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, name: str, timeout: float) -> Tensors:
-    return _spread(_ops.reduce(grads, *place, "sum", 1.0, 1.0, root, name, timeout), shapes, place, root)
+    return _spread(call(_ops.reduce, grads, *place, "sum", 1.0, 1.0, root, name, timeout), shapes, place, root)
 
 
 def _reduce(
@@ -171,13 +172,13 @@ def _reduce(
     timeout: float,
 ) -> Tensors:
     factor = _linear("reduce", op, place[2], pre, post)
-    return _scaled(_ops.broadcast(_spread(grads, shapes, place, root), *place, root, name, timeout), factor)
+    return _scaled(call(_ops.broadcast, _spread(grads, shapes, place, root), *place, root, name, timeout), factor)
 
 
 def _all_gather(
     ctx: Any, grads: Tensors, shapes: Shapes, place: Place, counts: list[int], name: str, timeout: float
 ) -> Tensors:
-    found = _ops.reduce_scatter(grads, *place, "sum", 1.0, 1.0, counts, name, timeout)
+    found = call(_ops.reduce_scatter, grads, *place, "sum", 1.0, 1.0, counts, name, timeout)
     return [each.reshape(tuple(shape)) for each, shape in zip(found, shapes, strict=True)]
 
 
@@ -187,14 +188,14 @@ def _gather(
     size = place[2]
     blocks = [tuple(shape) or (1,) for shape in shapes]
     joined = [(sum(counts) if counts else size * block[0], *block[1:]) for block in blocks]
-    found = _ops.scatter(_spread(grads, joined, place, root), *place, root, counts, name, timeout)
+    found = call(_ops.scatter, _spread(grads, joined, place, root), *place, root, counts, name, timeout)
     return [each.reshape(tuple(shape)) for each, shape in zip(found, shapes, strict=True)]
 
 
 def _scatter(
     ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], name: str, timeout: float
 ) -> Tensors:
-    return _spread(_ops.gather(grads, *place, root, counts, name, timeout), shapes, place, root)
+    return _spread(call(_ops.gather, grads, *place, root, counts, name, timeout), shapes, place, root)
 
 
 def _reduce_scatter(
@@ -210,7 +211,7 @@ def _reduce_scatter(
     timeout: float,
 ) -> Tensors:
     factor = _linear("reduce_scatter", op, place[2], pre, post)
-    return _scaled(_ops.all_gather(grads, *place, counts, name, timeout), factor)
+    return _scaled(call(_ops.all_gather, grads, *place, counts, name, timeout), factor)
 
 
 def _all_to_all(
@@ -223,7 +224,7 @@ def _all_to_all(
     name: str,
     timeout: float,
 ) -> Tensors:
-    found: Tensors = _ops.all_to_all(grads, *place, received, sent, name, timeout)
+    found: Tensors = call(_ops.all_to_all, grads, *place, received, sent, name, timeout)
     return found
 
 

@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dl_comm import Group
 from dl_comm._errors import ArgumentError
-from dl_comm.torch import _ops
-from dl_comm.torch._collectives import allreduce
+from dl_comm.torch._arguments import place
+from dl_comm.torch._collectives import sum_at
 
 
 class _Ranks:
@@ -88,8 +88,12 @@ class SyncBatchNorm(_BatchNorm):
             made._buffers.update(module._buffers)
             made.training = module.training
             return made
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, group))
+        converted: dict[torch.nn.Module, torch.nn.Module] = {}
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                if child not in converted:
+                    converted[child] = cls.convert(child, group)
+                setattr(module, name, converted[child])
         return module
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -106,13 +110,14 @@ class SyncBatchNorm(_BatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
             return normalized
-        group = self._ranks.group
-        count, mean, squares = _joined_statistics(input.detach(), group)
+        # The communicator may be another one in backward.
+        where = place(self._ranks.group, 1)
+        count, mean, squares = _joined_statistics(input.detach(), where)
         variance = squares / count
         if self.training and self.running_mean is not None:
             self._update(mean, squares / (count - 1))
         result: torch.Tensor = _Normalize.apply(
-            input, self.weight, self.bias, mean, torch.rsqrt(variance + self.eps), count, group
+            input, self.weight, self.bias, mean, torch.rsqrt(variance + self.eps), count, where
         )
         return result
 
@@ -128,11 +133,11 @@ class SyncBatchNorm(_BatchNorm):
                 running.lerp_(new.to(running.dtype), factor or 0.0)
 
 
-def _joined_statistics(x: torch.Tensor, group: Group | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _joined_statistics(x: torch.Tensor, where: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the number of a channel's values on all ranks, the means, and sums of squared deviations; in float64."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
     channels = x.shape[1]
-    rank, size = _ops.group(0 if group is None else group.number)
+    _, rank, size = where
     rows = torch.zeros((size, 2 * channels + 1), dtype=torch.float64, device=x.device)
     own = x.numel() // channels
     if own:
@@ -142,7 +147,7 @@ def _joined_statistics(x: torch.Tensor, group: Group | None) -> tuple[torch.Tens
         rows[rank, channels:-1] = variance * own
         rows[rank, -1] = own
     # Each rank has a row; allreduce works on GPUs too.
-    allreduce(rows, name="SyncBatchNorm", group=group, out=rows)
+    sum_at(where, rows, "SyncBatchNorm")
     counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
     total = counts.sum()
     if own <= 1 and total <= 1:  # in this order: reading a number from a GPU waits for it
@@ -163,10 +168,10 @@ class _Normalize(torch.autograd.Function):
         mean: torch.Tensor,
         scale: torch.Tensor,
         count: torch.Tensor,
-        group: Group | None,
+        where: tuple[int, int, int],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, mean, scale, count)
-        ctx.group = group
+        ctx.where = where
         wide = _accumulator(x)
         factor = scale if weight is None else scale * weight
         result = (x - _per_channel(mean, x, wide)) * _per_channel(factor, x, wide)
@@ -188,7 +193,7 @@ class _Normalize(torch.autograd.Function):
         if weight is not None:
             of_weight, of_bias = (sums[1] * scale).to(weight.dtype), sums[0].to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            total = allreduce(sums, name="SyncBatchNorm.gradient", group=ctx.group) / count
+            total = sum_at(ctx.where, sums.clone(), "SyncBatchNorm.gradient") / count
             factor = scale if weight is None else scale * weight
             of_x = grad - _per_channel(total[0], x, wide)
             of_x.sub_(centered.mul_(_per_channel(total[1] * scale.square(), x, wide)))

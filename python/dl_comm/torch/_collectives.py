@@ -94,7 +94,7 @@ def allreduce(
         StateError: `init` was not called, or `finalize` was.
     """
     arguments = (
-        *place(group, 1),
+        *place(group, 1, x, async_op),
         operator_name(op),
         float(prescale),
         float(postscale),
@@ -123,7 +123,15 @@ def reduce(
         On the root as `allreduce`. On the other ranks None; if `x` requires gradients, an empty tensor, which carries
         the graph: add its sum to the loss, because backward is collective too.
     """
-    arguments = (*place(group, 4), operator_name(op), 1.0, 1.0, checked_rank(root), call_name(name), seconds(timeout))
+    arguments = (
+        *place(group, 4, x, async_op),
+        operator_name(op),
+        1.0,
+        1.0,
+        checked_rank(root),
+        call_name(name),
+        seconds(timeout),
+    )
     return _run(_REDUCE, x, out, async_op, arguments, root)
 
 
@@ -155,8 +163,15 @@ def all_gather(
     Returns:
         `out` or new tensors, of which the first axis has the sum of the extents; with `async_op` a `Work` of it.
     """
-    rows = _extents(x, counts, ragged, group, name)
-    return _run(_ALL_GATHER, x, out, async_op, (*place(group, 5), rows, call_name(name), seconds(timeout)), joins=True)
+    rows = _extents(x, counts, ragged, group, name, timeout)
+    return _run(
+        _ALL_GATHER,
+        x,
+        out,
+        async_op,
+        (*place(group, 5, x, async_op), rows, call_name(name), seconds(timeout)),
+        joins=True,
+    )
 
 
 def gather(
@@ -172,8 +187,8 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """As `all_gather`, but only rank `root` of the group gets the result; the others as in `reduce`. Collective."""
-    rows = _extents(x, counts, ragged, group, name)
-    arguments = (*place(group, 6), checked_rank(root), rows, call_name(name), seconds(timeout))
+    rows = _extents(x, counts, ragged, group, name, timeout)
+    arguments = (*place(group, 6, x, async_op), checked_rank(root), rows, call_name(name), seconds(timeout))
     return _run(_GATHER, x, out, async_op, arguments, root, joins=True)
 
 
@@ -205,7 +220,13 @@ def scatter(
     Returns:
         `out`, or new tensors; with `async_op` a `Work` of it.
     """
-    arguments = (*place(group, 7), checked_rank(root), listed_counts(counts), call_name(name), seconds(timeout))
+    arguments = (
+        *place(group, 7, x, async_op),
+        checked_rank(root),
+        listed_counts(counts),
+        call_name(name),
+        seconds(timeout),
+    )
     if x is None:
         if out is None:
             raise ArgumentError("scatter needs out, or tensors of the root's shapes on all ranks")
@@ -246,7 +267,7 @@ def reduce_scatter(
     """
     factors = (float(prescale), float(postscale))
     arguments = (
-        *place(group, 8),
+        *place(group, 8, x, async_op),
         operator_name(op),
         *factors,
         listed_counts(counts),
@@ -288,20 +309,20 @@ def all_to_all(
     if send_counts is not None and receive_counts is None:
         exchanged = all_to_all(torch.tensor(sent), group=group, name=f"{name or 'all_to_all'}: counts", timeout=timeout)
         received = exchanged.tolist()
-    arguments = (*place(group, 9), sent, received, call_name(name), seconds(timeout))
+    arguments = (*place(group, 9, x, async_op), sent, received, call_name(name), seconds(timeout))
     return _run(_ALL_TO_ALL, x, out, async_op, arguments)
 
 
 def broadcast_new(tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None) -> Any:
     """Return rank `root`'s tensors as new tensors; differentiable."""
-    return list(_ops.call(_BROADCAST.new, tensors, *place(group, 2), checked_rank(root), "", seconds(timeout)))
+    return list(_ops.call(_BROADCAST.new, tensors, *place(group, 2, tensors), checked_rank(root), "", seconds(timeout)))
 
 
 def broadcast_into(
     tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None, async_op: bool, result: Any
 ) -> Any:
     """Copy rank `root`'s contiguous tensors to all ranks of the group, in place; return `result`, or a `Work` of it."""
-    arguments = (*place(group, 2), checked_rank(root), "", seconds(timeout))
+    arguments = (*place(group, 2, tensors), checked_rank(root), "", seconds(timeout))
     if async_op:
         number = _ops.call(_BROADCAST.start, tensors, tensors, *arguments)[1]
         torch.autograd.graph.increment_version(tensors)
@@ -309,6 +330,13 @@ def broadcast_into(
     _ops.call(_BROADCAST.out, tensors, tensors, *arguments)
     torch.autograd.graph.increment_version(tensors)
     return result
+
+
+def sum_at(where: tuple[int, int, int], x: torch.Tensor, name: str) -> torch.Tensor:
+    """Sum a tensor in place over the ranks of a group, as `place` returned it. Not differentiable."""
+    _ops.call(_ALLREDUCE.out, [x], [x], *where, "sum", 1.0, 1.0, name, -1.0)
+    torch.autograd.graph.increment_version(x)
+    return x
 
 
 def _run(
@@ -346,7 +374,14 @@ def _run(
     return out
 
 
-def _extents(x: Any, counts: Sequence[int] | None, ragged: bool, group: Group | None, name: str | None) -> list[int]:
+def _extents(
+    x: Any,
+    counts: Sequence[int] | None,
+    ragged: bool,
+    group: Group | None,
+    name: str | None,
+    timeout: float | None,
+) -> list[int]:
     """Return the extents of all ranks' tensors, if they differ."""
     if counts is not None or not ragged:
         return listed_counts(counts)
@@ -354,5 +389,6 @@ def _extents(x: Any, counts: Sequence[int] | None, ragged: bool, group: Group | 
     if len(tensors) != 1:
         raise ArgumentError(f"blocks of different lengths need one tensor, not {len(tensors)}")
     extent = tensors[0].shape[0] if tensors[0].dim() else 1
-    found: list[int] = all_gather(torch.tensor([extent]), group=group, name=f"{name or 'gather'}: extents").tolist()
+    label = f"{name or 'gather'}: extents"
+    found: list[int] = all_gather(torch.tensor([extent]), group=group, name=label, timeout=timeout).tolist()
     return found

@@ -17,6 +17,7 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, CommError, DTypeError
 from dl_comm._collectives import as_towers, in_towers
+from dl_comm._groups import is_routed
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._gradient import contiguous_copy, overlaps
@@ -82,7 +83,7 @@ def broadcast(
         for tensor in given
     ]
     dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
-    if group is None:
+    if group is None and not is_routed():
         _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
     else:
         _collectives.broadcast_into(dense, root, group, timeout, False, dense)

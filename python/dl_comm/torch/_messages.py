@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dl_comm import Group, Status
+from dl_comm import ArgumentError, Group, Status
 from dl_comm._process import seconds
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, checked_rank, checked_tag, place, refuse_gradients, tensors_of
@@ -96,6 +96,13 @@ def sendrecv(
     timeout: float | None = None,
 ) -> Status:
     """Send `x` to rank `dest` and receive into `out` at the same time; see `send` and `recv`."""
+    # The receive must not stay behind if the send is refused.
+    tensors, _ = tensors_of(x)
+    refuse_gradients(tensors, "send")
+    size = place(group)[2]
+    if checked_rank(dest, "dest") >= size or any(tensor.device.type != "cpu" for tensor in tensors):
+        raise ArgumentError(f"sendrecv sends tensors in host memory to a rank of the group, 0 to {size - 1}")
+    checked_tag(send_tag)
     received = recv(out, source, recv_tag, group=group, name=name, timeout=timeout, async_op=True)
     send(x, dest, send_tag, group=group, name=name, timeout=timeout)
     status: Status = received.wait()

@@ -1,6 +1,6 @@
 //! Copies of the tensors of a call in host memory, for collectives that no path of a GPU has: the call runs on them.
 //!
-//! All copies of a group are on one stream, so a pinned buffer that was used before needs no further order.
+//! A group has a stream for each direction. A pinned buffer is used again after the event at the end of its copies.
 //! Thread rule: any thread.
 
 use std::sync::{Arc, Mutex};
@@ -13,14 +13,29 @@ use crate::lock::lock;
 use crate::transport::gpu::{Address, CallerStream, Context, Event, PinnedHostBuffer, Stream};
 use crate::wire_layout::ALIGN;
 
-/// Pinned buffers that are kept for later calls.
-const MAX_KEPT: usize = 4;
+/// Most bytes of pinned buffers that are kept for later calls.
+const MAX_KEPT: usize = 256 << 20;
+/// Longer buffers have whole pages of this size.
+const HUGE_PAGE: usize = 2 << 20;
 
-/// The stream and the pinned memory of a group's copies.
+/// A pinned buffer, and the end of the copies from and to it.
+struct Pinned {
+    memory: PinnedHostBuffer,
+    busy_until: Option<Event>,
+}
+
+impl Pinned {
+    fn is_free(&self) -> bool {
+        self.busy_until.as_ref().is_none_or(|end| end.is_complete().unwrap_or(false))
+    }
+}
+
+/// The streams and the pinned memory of a group's copies.
 pub struct HostCopies {
     context: Arc<Context>,
-    stream: Stream,
-    kept: Mutex<Vec<PinnedHostBuffer>>,
+    download: Stream,
+    upload: Stream,
+    kept: Mutex<Vec<Pinned>>,
 }
 
 impl HostCopies {
@@ -29,7 +44,8 @@ impl HostCopies {
     /// # Errors
     /// [`Error::System`] if the driver refuses a stream.
     pub fn new(context: &Arc<Context>) -> Result<HostCopies> {
-        Ok(HostCopies { context: Arc::clone(context), stream: Stream::new(context)?, kept: Mutex::default() })
+        let (download, upload) = (Stream::new(context)?, Stream::new(context)?);
+        Ok(HostCopies { context: Arc::clone(context), download, upload, kept: Mutex::default() })
     }
 
     /// The GPU's context.
@@ -37,14 +53,38 @@ impl HostCopies {
         &self.context
     }
 
-    /// A pinned buffer of at least `len` bytes; the shortest that fits.
-    fn take(&self, len: usize) -> Result<PinnedHostBuffer> {
+    /// A pinned buffer of at least `len` bytes: the shortest that fits, after its copies, or a new one.
+    fn take(self: &Arc<Self>, len: usize) -> Result<Lease> {
         let mut kept = lock(&self.kept);
-        let fits = kept.iter().enumerate().filter(|(_, buffer)| buffer.bytes() >= len);
-        let found = fits.min_by_key(|(_, buffer)| buffer.bytes()).map(|(index, _)| index);
-        match found {
-            Some(index) => Ok(kept.swap_remove(index)),
-            None => PinnedHostBuffer::new(&self.context, len.max(1).next_power_of_two()),
+        let fits = kept.iter().enumerate().filter(|(_, pinned)| pinned.memory.bytes() >= len);
+        let found = fits.min_by_key(|(_, pinned)| pinned.memory.bytes()).map(|(index, _)| index);
+        let found = found.map(|index| kept.swap_remove(index));
+        drop(kept);
+        let pinned = match found {
+            Some(Pinned { memory, busy_until }) => {
+                busy_until.map_or(Ok(()), |end| self.download.wait(&end))?;
+                Pinned { memory, busy_until: None }
+            }
+            None => {
+                let len = len.max(1).next_power_of_two().min(len.max(1).next_multiple_of(HUGE_PAGE));
+                Pinned { memory: PinnedHostBuffer::new(&self.context, len)?, busy_until: None }
+            }
+        };
+        Ok(Lease { home: Arc::clone(self), pinned: Some(pinned) })
+    }
+
+    /// Keeps a buffer. Frees the shortest ones that are free if there are too many bytes.
+    fn keep(&self, pinned: Pinned) {
+        let mut kept = lock(&self.kept);
+        kept.push(pinned);
+        kept.sort_by_key(|pinned| std::cmp::Reverse(pinned.memory.bytes()));
+        let mut total: usize = kept.iter().map(|pinned| pinned.memory.bytes()).sum();
+        let mut index = kept.len();
+        while total > MAX_KEPT && index > 0 {
+            index -= 1;
+            if kept[index].is_free() {
+                total -= kept.remove(index).memory.bytes();
+            }
         }
     }
 
@@ -65,46 +105,78 @@ impl HostCopies {
             .map(|index| sizes(index).0.next_multiple_of(ALIGN) + sizes(index).1.next_multiple_of(ALIGN))
             .sum();
         let _guard = self.context.push()?;
-        let memory = self.take(total)?;
-        self.stream.wait(producer.ready())?;
-        let mut at = memory.memory();
+        let mut lease = self.take(total)?;
+        self.download.wait(producer.ready())?;
+        let mut at = lease.memory()?;
         let mut next = |len: usize| {
             let place = at;
             at = at.wrapping_add(len.next_multiple_of(ALIGN));
             place
         };
         let (mut copies, mut outputs) = (Vec::with_capacity(tensors.len()), Vec::new());
-        for (index, tensor) in tensors.iter().enumerate() {
-            let (read, written) = sizes(index);
-            let (from, to) = (next(read), next(written));
-            if read > 0 {
-                // SAFETY: the caller's promise; the buffer is this call's, and its earlier copies are on this stream.
-                unsafe { self.stream.download(from, tensor.buffer.source_at(0).addr() as Address, read) }?;
+        // Should a step fail, the buffer is busy until the copies before it have ended.
+        let mut enqueue = || -> Result<()> {
+            for (index, tensor) in tensors.iter().enumerate() {
+                let (read, written) = sizes(index);
+                let (from, to) = (next(read), next(written));
+                if read > 0 {
+                    // SAFETY: the caller's promise; the buffer is this call's, and its earlier copies come before.
+                    unsafe { self.download.download(from, tensor.buffer.source_at(0).addr() as Address, read) }?;
+                }
+                if written > 0 {
+                    outputs.push((tensor.buffer.dst().addr() as Address, to.addr(), written));
+                }
+                let buffer = Buffer::new(from, to, tensor.buffer.len(), tensor.buffer.dtype());
+                copies.push(Tensor::new(buffer, tensor.shape()));
             }
-            if written > 0 {
-                outputs.push((tensor.buffer.dst().addr() as Address, to.addr(), written));
-            }
-            let buffer = Buffer::new(from, to, tensor.buffer.len(), tensor.buffer.dtype());
-            copies.push(Tensor::new(buffer, tensor.shape()));
-        }
-        let ready = self.stream.record()?;
+            Ok(())
+        };
+        let enqueued = enqueue();
+        let ready = self.download.record();
+        lease.set_busy_until(self.download.record());
+        enqueued?;
+        let ready = ready?;
         // Whatever becomes of the call, the caller's next work may change what is copied now.
         producer.make_caller_wait(&ready)?;
-        Ok(HostCopy {
-            home: Arc::clone(self),
-            memory: Some(memory),
-            producer,
-            tensors: copies,
-            outputs,
-            ready: Some(ready),
-        })
+        Ok(HostCopy { home: Arc::clone(self), lease, producer, tensors: copies, outputs, ready: Some(ready) })
     }
 }
 
 impl Drop for HostCopies {
     fn drop(&mut self) {
-        if let Ok(_guard) = self.context.push() {
-            let _or_not = is_idle(&self.stream);
+        let Ok(_guard) = self.context.push() else { return };
+        if !is_idle(&self.download) || !is_idle(&self.upload) {
+            // The GPU may still use the memory.
+            std::mem::forget(std::mem::take(&mut *lock(&self.kept)));
+        }
+    }
+}
+
+/// A buffer in use, which goes back to where it came from.
+struct Lease {
+    home: Arc<HostCopies>,
+    pinned: Option<Pinned>,
+}
+
+impl Lease {
+    fn memory(&self) -> Result<*mut u8> {
+        let pinned = self.pinned.as_ref().ok_or_else(|| Error::Internal("a pinned buffer is gone".into()))?;
+        Ok(pinned.memory.memory())
+    }
+
+    /// The buffer is free after this event. Without one nobody can know, and it is never used again.
+    fn set_busy_until(&mut self, end: Result<Event>) {
+        match (end, &mut self.pinned) {
+            (Ok(end), Some(pinned)) => pinned.busy_until = Some(end),
+            _ => std::mem::forget(self.pinned.take()),
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(pinned) = self.pinned.take() {
+            self.home.keep(pinned);
         }
     }
 }
@@ -112,7 +184,7 @@ impl Drop for HostCopies {
 /// The copies of one call.
 pub struct HostCopy {
     home: Arc<HostCopies>,
-    memory: Option<PinnedHostBuffer>,
+    lease: Lease,
     producer: CallerStream,
     /// The tensors in host memory.
     pub tensors: Vec<Tensor>,
@@ -135,30 +207,17 @@ impl HostCopy {
     ///
     /// # Errors
     /// [`Error::System`] of the driver.
-    pub fn upload(&self) -> Result<Option<Event>> {
+    pub fn upload(&mut self) -> Result<Option<Event>> {
         let _guard = self.home.context.push()?;
-        for &(to, from, len) in &self.outputs {
+        let stream = &self.home.upload;
+        let enqueued = self.outputs.iter().try_for_each(|&(to, from, len)| {
             // SAFETY: the tensors are valid until then, as `download` requires; the buffer is this call's.
-            unsafe { self.home.stream.upload(to, from as *const u8, len) }?;
-        }
-        let end = self.home.stream.record()?;
+            unsafe { stream.upload(to, from as *const u8, len) }
+        });
+        self.lease.set_busy_until(stream.record());
+        enqueued?;
+        let end = stream.record()?;
         self.producer.make_caller_wait(&end)?;
         Ok(self.producer.blocks_host().then_some(end))
-    }
-}
-
-impl Drop for HostCopy {
-    fn drop(&mut self) {
-        let mut kept = lock(&self.home.kept);
-        if kept.len() < MAX_KEPT {
-            kept.extend(self.memory.take());
-        }
-        drop(kept);
-        if self.memory.is_some()
-            && let Ok(_guard) = self.home.context.push()
-        {
-            // The driver may still copy to or from it.
-            let _or_not = is_idle(&self.home.stream);
-        }
     }
 }
