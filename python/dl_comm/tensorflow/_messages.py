@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._arguments import checked_tag
-from dl_comm._groups import Group, Status
+from dl_comm._arguments import checked_rank, checked_tag
+from dl_comm._groups import Group, Status, given
 from dl_comm._process import checked_name, checked_root, seconds
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import converted
@@ -86,7 +86,8 @@ def sendrecv(
     timeout: float | None = None,
 ) -> tuple[Any, Status]:
     """Send `x` to rank `dest` and receive tensors like `like` at the same time; see `send` and `recv`."""
-    to = {"destination": checked_root(dest), "send_tag": checked_tag(send_tag)}
+    # A send that is refused must not leave the receive behind.
+    to = {"destination": checked_rank(dest, given(group), "dest"), "send_tag": checked_tag(send_tag)}
     message = _message(_tensors(x), _tensors(like), group, name, timeout, **to, **_from(source, recv_tag))
     return _received(like, message)
 
