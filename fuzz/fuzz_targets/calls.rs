@@ -321,7 +321,16 @@ impl Call {
                     let (mut group, text) = (ptr::null_mut(), name(text));
                     let list = ranks.as_ref().map_or(ptr::null(), |ranks| ranks.as_ptr());
                     let count = ranks.as_ref().map_or(0, |ranks| ranks.len() as c_int);
-                    let code = capi::dl_comm_group_create(list, count, pointer(&text), &mut group);
+                    // The text is a bad algorithm too, unless it is empty.
+                    let options = capi::CGroupOptions {
+                        size: size_of::<capi::CGroupOptions>(),
+                        threads: count,
+                        timeout: f64::from(count),
+                        algorithm: pointer(&text),
+                        gpu_path: ptr::null(),
+                    };
+                    let options = if count % 2 == 0 { ptr::null() } else { &raw const options };
+                    let code = capi::dl_comm_group_create_with(list, count, pointer(&text), options, &mut group);
                     assert_eq!(code == 0, !group.is_null());
                     let made = collective.as_ref().filter(|_| code == 0);
                     let code = made.map_or(code, |collective| collective.make(group));

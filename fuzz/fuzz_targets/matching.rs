@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use dl_comm_core::collective::matching::{Age, Outlook, PendingCall, PendingCalls, Reconciliation, decide};
+use dl_comm_core::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation, decide};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -55,6 +55,7 @@ fuzz_target!(|input: Input| {
         signature: u64::from(signature % 8),
         key: u32::from(key % 4),
         age: Age::New,
+        kind: Kind::TakesZeros,
     };
     let mut ranks: Vec<Rank> = input
         .ranks
@@ -94,6 +95,7 @@ fuzz_target!(|input: Input| {
                     position.map(|position| rank.waiting.remove(position));
                 }
             }
+            Reconciliation::StandIn(_) => panic!("no rank has joined"),
             Reconciliation::Wait(_) => {}
         }
     }
