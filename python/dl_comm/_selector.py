@@ -72,7 +72,8 @@ class CollectiveSelector(_View):
 
     ``collective_selector.cpu.multinode.sync.allreduce = "ring"`` changes an entry, as ``set`` does. An entry says how
     the collective runs when it is called without ``group=``. An algorithm between hosts or a GPU path has a group of
-    its own, which the ranks make at its first use; all ranks must make the same changes.
+    its own, with the other settings of the environment, which the ranks make at its first use; all ranks must make the
+    same changes. TensorFlow's calls have the entries of the CPU, and those of a graph the ones of its tracing.
     """
 
     def get(self, collective: str, device: str = "cpu", hosts: str | None = None, mode: str = "sync") -> str:
@@ -116,11 +117,7 @@ class CollectiveSelector(_View):
 
     def __str__(self) -> str:
         columns = [(device, hosts, mode) for device in _DEVICES for hosts in _HOSTS for mode in _MODES]
-
-        def cell(collective: str, column: tuple[str, str, str]) -> str:
-            return self.get(collective, *column)
-
-        return _table(columns, cell)
+        return _table(columns, lambda collective, column: self.get(collective, *column))
 
 
 def collective_availability(cpu: bool = True, gpu: bool = True) -> str:
@@ -162,6 +159,8 @@ def _table(columns: list[tuple[str, str, str]], cell: Callable[[str, tuple[str, 
 def _free_variants(popped: Group) -> None:
     for key in [key for key in _variants if key[0] == popped.number]:
         _variants.pop(key).free()
+    for levels in [levels for levels in _hierarchies if levels[1] == popped.number]:
+        del _hierarchies[levels]
 
 
 def _forget_groups() -> None:

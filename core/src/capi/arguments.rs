@@ -10,6 +10,7 @@ use crate::buffer::{Buffer, Tensor, View};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::group::Timeout;
 use crate::transport::gpu;
 
 /// `dl_comm_buffer_t`; see `dl_comm.h` for the contract.
@@ -54,6 +55,15 @@ pub(super) unsafe fn to_device(device: *const CDevice) -> Option<Device> {
         stream: device.stream.addr(),
         block_host: device.block_host != 0,
     })
+}
+
+/// The deadline of the structures: 0 for the group's, negative for none.
+pub(super) fn to_timeout(seconds: f64) -> Timeout {
+    match seconds {
+        0.0 => Timeout::GroupDefault,
+        seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
+        _ => Timeout::Override(None),
+    }
 }
 
 /// The GPU whose memory holds the tensors, with its default stream; `None` for host memory.

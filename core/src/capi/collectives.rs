@@ -5,11 +5,13 @@ use std::mem::offset_of;
 use std::ptr;
 use std::time::Duration;
 
-use super::arguments::{CBuffer, CDevice, Views, array, reference, sized, store, tensors, text, to_device, views};
+use super::arguments::{
+    CBuffer, CDevice, Views, array, reference, sized, store, tensors, text, to_device, to_timeout, views,
+};
 use super::functions::{free, status};
 use super::groups::CGroup;
 use crate::error::{Error, Result};
-use crate::group::{CallHandle, CallOptions, OnComplete, Timeout};
+use crate::group::{CallHandle, CallOptions, OnComplete};
 use crate::runtime::collectives::{self, Request};
 use crate::runtime::point_to_point::Transfer;
 
@@ -91,11 +93,7 @@ impl CCall {
     /// # Safety
     /// The strings and structures are valid or NULL; the counts have `ranks` entries.
     unsafe fn options(&self, request: Request, ranks: usize) -> Result<CallOptions> {
-        let timeout = match self.timeout {
-            0.0 => Timeout::GroupDefault,
-            seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
-            _ => Timeout::Override(None),
-        };
+        let timeout = to_timeout(self.timeout);
         // SAFETY: the caller's promise.
         let lengths = |counts: *const usize, name: &str| unsafe {
             (!counts.is_null()).then(|| array(counts, ranks, name)).transpose()

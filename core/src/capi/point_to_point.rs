@@ -4,12 +4,12 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::offset_of;
 use std::ptr;
 
-use super::arguments::{CBuffer, Views, number, reference, sized, store, text, views};
+use super::arguments::{CBuffer, Views, number, reference, sized, store, text, to_timeout, views};
 use super::collectives::{CWork, Callback};
 use super::functions::status;
 use super::groups::CGroup;
 use crate::error::{Error, Result};
-use crate::group::{MessageOptions, Timeout};
+use crate::group::MessageOptions;
 use crate::p2p::{Status, Then};
 use crate::runtime::point_to_point;
 
@@ -61,11 +61,7 @@ impl CMessage {
     /// # Safety
     /// The pointers are valid.
     unsafe fn with<T>(&self, sends: bool, body: impl FnOnce(&Views<'_>, MessageOptions<'_>) -> Result<T>) -> Result<T> {
-        let timeout = match self.timeout {
-            0.0 => Timeout::GroupDefault,
-            seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
-            _ => Timeout::Override(None),
-        };
+        let timeout = to_timeout(self.timeout);
         let mut list = Views::new();
         // SAFETY: the caller's promise.
         let name = unsafe {

@@ -137,11 +137,6 @@ impl Call {
         Call::new(Op::BARRIER, Vec::new(), Counts::Even, ABSENT, "", String::new(), config)
     }
 
-    /// Whether it was made by [`Call::absent`].
-    pub fn is_absent(&self) -> bool {
-        self.name == ABSENT
-    }
-
     /// Makes it the call of a rank that joins, which no other call matches.
     pub fn into_join(self) -> Call {
         Call { signature: xxh3_64_with_seed(b"join", self.signature), ..self }
