@@ -146,7 +146,8 @@ int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int
 
 /* ---- Ranks without a launcher -------------------------------------------------------------------------------------
  * Processes of one host become ranks by a key-value store that all of them can use, such as torch's. MPI is not used.
- * After dl_comm_finalize, such a process may start again, as another rank too. */
+ * After dl_comm_finalize, such a process may start again, as another rank too. A process that a rank has started (not
+ * forked) may become a rank of another job in this way. */
 
 /* Returned by `get` of a store when the time has passed and the key is not there. */
 #define DL_COMM_STORE_NOT_YET 1
@@ -160,7 +161,9 @@ int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int
  *   bytes; if it is longer, `get` is called again with a larger buffer.
  * - `add` adds `by` to the number at the key, which is 0 at first, and stores the sum. Other functions do not use the
  *   key of a number.
- * - `remove` removes a key, which need not be there. May be NULL: then all keys stay. */
+ * - `remove` removes a key, which need not be there. May be NULL: then all keys stay.
+ * - `error` returns a description of the calling thread's last failure, valid until the thread's next call, or NULL.
+ *   May be NULL. */
 typedef struct dl_comm_store {
   size_t size;
   void* context;
@@ -168,6 +171,7 @@ typedef struct dl_comm_store {
   int (*get)(void* context, const char* key, double timeout, void* buffer, size_t capacity, size_t* length);
   int (*add)(void* context, const char* key, int64_t by, int64_t* sum);
   int (*remove)(void* context, const char* key);
+  const char* (*error)(void* context);
 } dl_comm_store_t;
 
 /* As dl_comm_init_mpi: makes this process rank `rank` (from 0) of `nranks` on this host, by `store`. The structure is

@@ -46,6 +46,29 @@ def init_mpi() -> None:
     sync_environment()
 
 
+def start_by_store(store: Any, rank: int, size: int) -> None:
+    """Makes this process rank ``rank`` of ``size`` by a store that all ranks share, without a launcher. Collective.
+
+    A process that a rank has started, but not forked, becomes a rank of another job. After ``finalize``, a process may
+    start again, as another rank too.
+
+    Args:
+        store: An object with ``set(key, value)``, ``get(key)``, ``check(keys)``, ``add(key, amount)`` and
+            ``delete_key(key)`` as those of ``torch.distributed.Store``, whose methods any thread may call. Keys begin
+            with ``dl_comm/``. Used until ``finalize``.
+        rank: The rank of this process, from 0.
+        size: The number of processes.
+
+    Raises:
+        ArgumentError: The rank is out of range, the store lacks a method, or the ranks disagree about the size.
+        CommError: A method of the store has raised an exception; the message has its text.
+        StateError: This process is a rank already, or was forked from one.
+        TimeoutError: A rank missed the deadline of ``DL_COMM_TIMEOUT_S``.
+    """
+    _dl_comm.init_store(store, _checked_int("rank", rank, 0), _checked_int("size", size, 1))
+    sync_environment()
+
+
 def sync_environment() -> None:
     """Copies the core's changes of the environment to ``os.environ``, which Python passes to children."""
     now = _dl_comm.environment()

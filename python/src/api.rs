@@ -63,6 +63,11 @@ pub fn run_handlers_while_waiting() {
     unsafe { ffi::dl_comm_set_signal_check(Some(run_handlers)) };
 }
 
+/// Keeps an exception that the current call is to raise.
+pub fn raise(error: PyErr) {
+    *RAISED.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+}
+
 /// Takes the exception that a handler has raised since the last call.
 pub fn raised() -> Option<PyErr> {
     RAISED.lock().unwrap_or_else(PoisonError::into_inner).take()

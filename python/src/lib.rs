@@ -6,6 +6,7 @@ mod api;
 mod arrays;
 mod collectives;
 mod device;
+mod store;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -141,8 +142,6 @@ macro_rules! no_argument_functions {
 no_argument_functions! {
     /// Initializes MPI.
     init_mpi = dl_comm_init_mpi;
-    /// Shuts down.
-    finalize = dl_comm_finalize;
     /// The rank.
     rank = dl_comm_get_rank;
     /// The number of ranks.
@@ -155,6 +154,15 @@ no_argument_functions! {
     hosts = dl_comm_get_nhosts;
     /// Completes the timeline.
     timeline_stop = dl_comm_timeline_stop;
+}
+
+/// Shuts down.
+#[pyfunction]
+fn finalize(py: Python<'_>) -> PyResult<i32> {
+    // SAFETY: takes no arguments and may be called at any time.
+    let done = call(py, || unsafe { api::ffi::dl_comm_finalize() });
+    store::release();
+    done
 }
 
 /// Whether dl_comm is initialized.
@@ -334,6 +342,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(free, module)?,
         wrap_pyfunction!(buffers_match, module)?,
         wrap_pyfunction!(init_mpi, module)?,
+        wrap_pyfunction!(store::init_store, module)?,
         wrap_pyfunction!(finalize, module)?,
         wrap_pyfunction!(abort, module)?,
         wrap_pyfunction!(rank, module)?,

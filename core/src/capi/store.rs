@@ -1,6 +1,7 @@
 //! The store of a C program or a binding, as a [`Store`].
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ type Set = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_void, usize
 type Get = unsafe extern "C" fn(*mut c_void, *const c_char, f64, *mut c_void, usize, *mut usize) -> c_int;
 type Add = unsafe extern "C" fn(*mut c_void, *const c_char, i64, *mut i64) -> c_int;
 type Remove = unsafe extern "C" fn(*mut c_void, *const c_char) -> c_int;
+type Describe = unsafe extern "C" fn(*mut c_void) -> *const c_char;
 
 /// `dl_comm_store_t`; see `dl_comm.h` for the contract.
 #[repr(C)]
@@ -36,7 +38,12 @@ pub struct CStore {
     pub add: Option<Add>,
     /// Removes a key, or null.
     pub remove: Option<Remove>,
+    /// Describes a failure, or null. Absent in the first version.
+    pub error: Option<Describe>,
 }
+
+/// The size of the first version.
+const FIRST_SIZE: usize = offset_of!(CStore, error);
 
 /// A store whose functions are there. They are called by the header's contract.
 struct Callbacks {
@@ -45,6 +52,7 @@ struct Callbacks {
     get: Get,
     add: Add,
     remove: Option<Remove>,
+    error: Option<Describe>,
 }
 
 // SAFETY: the header asks for functions that any thread may call with the context.
@@ -62,26 +70,38 @@ unsafe impl Sync for Callbacks {}
 pub(super) unsafe fn to_store(store: *const CStore) -> Result<Arc<dyn Store>> {
     // SAFETY: the caller's promise; `size` is the first field of every version.
     let size = unsafe { store.cast::<usize>().as_ref() }.copied();
-    if size.is_none_or(|size| size < size_of::<CStore>()) {
+    let Some(size) = size.filter(|size| *size >= FIRST_SIZE) else {
         return Err(Error::Invalid("the store is NULL, or its size is not sizeof(dl_comm_store_t)".into()));
-    }
-    // SAFETY: it has all fields.
-    let CStore { context, set, get, add, remove, .. } = unsafe { *store };
+    };
+    // SAFETY: it has all fields up to its size.
+    let (context, set, get, add, remove, error) = unsafe {
+        let error = if size >= size_of::<CStore>() { (*store).error } else { None };
+        ((*store).context, (*store).set, (*store).get, (*store).add, (*store).remove, error)
+    };
     let (Some(set), Some(get), Some(add)) = (set, get, add) else {
         return Err(Error::Invalid("the store has no set, get or add".into()));
     };
-    Ok(Arc::new(Callbacks { context, set, get, add, remove }))
+    Ok(Arc::new(Callbacks { context, set, get, add, remove, error }))
 }
 
 fn c_key(key: &str) -> Result<CString> {
     CString::new(key).map_err(|_| Error::Internal("a key has a NUL".into()))
 }
 
-fn done(code: c_int, what: &str, key: &str) -> Result<()> {
-    if code == 0 { Ok(()) } else { Err(Error::Network(format!("{what} '{key}' of the store has failed with {code}"))) }
-}
-
 impl Callbacks {
+    fn done(&self, code: c_int, what: &str, key: &str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: the header's contract: NULL or a C string, valid until this thread's next call.
+        let why = self.error.and_then(|error| unsafe {
+            let text = error(self.context);
+            (!text.is_null()).then(|| format!(": {}", CStr::from_ptr(text).to_string_lossy()))
+        });
+        let why = why.unwrap_or_default();
+        Err(Error::Network(format!("{what} '{key}' of the store has failed with {code}{why}")))
+    }
+
     /// The value of `key`; waits for it for at most `seconds`.
     fn get_within(&self, key: &str, seconds: f64) -> Result<Option<Vec<u8>>> {
         let c_key = c_key(key)?;
@@ -93,7 +113,7 @@ impl Callbacks {
             if code == NOT_YET {
                 return Ok(None);
             }
-            done(code, "get of", key)?;
+            self.done(code, "get of", key)?;
             if len <= value.len() {
                 value.truncate(len);
                 return Ok(Some(value));
@@ -107,7 +127,11 @@ impl Store for Callbacks {
     fn set(&self, key: &str, value: &[u8], _wait_ctx: &WaitContext<'_>) -> Result<()> {
         let c_key = c_key(key)?;
         // SAFETY: the header's contract.
-        done(unsafe { (self.set)(self.context, c_key.as_ptr(), value.as_ptr().cast(), value.len()) }, "set of", key)
+        self.done(
+            unsafe { (self.set)(self.context, c_key.as_ptr(), value.as_ptr().cast(), value.len()) },
+            "set of",
+            key,
+        )
     }
 
     fn try_get(&self, key: &str, _wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<u8>>> {
@@ -126,14 +150,14 @@ impl Store for Callbacks {
     fn add(&self, key: &str, by: i64, _wait_ctx: &WaitContext<'_>) -> Result<i64> {
         let (c_key, mut sum) = (c_key(key)?, 0);
         // SAFETY: the header's contract.
-        done(unsafe { (self.add)(self.context, c_key.as_ptr(), by, &raw mut sum) }, "add of", key)?;
+        self.done(unsafe { (self.add)(self.context, c_key.as_ptr(), by, &raw mut sum) }, "add of", key)?;
         Ok(sum)
     }
 
     fn delete(&self, key: &str, _wait_ctx: &WaitContext<'_>) -> Result<()> {
         let (c_key, Some(remove)) = (c_key(key)?, self.remove) else { return Ok(()) };
         // SAFETY: the header's contract.
-        done(unsafe { remove(self.context, c_key.as_ptr()) }, "remove of", key)
+        self.done(unsafe { remove(self.context, c_key.as_ptr()) }, "remove of", key)
     }
 }
 
@@ -187,15 +211,20 @@ mod tests {
         0
     }
 
+    unsafe extern "C" fn error(_context: *mut c_void) -> *const c_char {
+        c"no more".as_ptr()
+    }
+
     #[test]
     fn callbacks_are_a_store() {
         let memory = MemoryStore::default();
         let context = (&raw const memory).cast_mut().cast();
         let size = size_of::<CStore>();
-        let given = CStore { size, context, set: Some(set), get: Some(get), add: Some(add), remove: None };
+        let given =
+            CStore { size, context, set: Some(set), get: Some(get), add: Some(add), remove: None, error: Some(error) };
         // SAFETY: the store outlives its use.
         let to_store = |given: &CStore| unsafe { to_store(given) };
-        for broken in [CStore { size: size - 1, ..given }, CStore { get: None, ..given }] {
+        for broken in [CStore { size: FIRST_SIZE - 1, ..given }, CStore { get: None, ..given }] {
             assert!(matches!(to_store(&broken), Err(Error::Invalid(_))));
         }
         let store = to_store(&given).unwrap();
@@ -207,8 +236,10 @@ mod tests {
             assert_eq!(store.get("long", ctx), Ok(long.clone()));
             assert_eq!((store.add("n", 2, ctx), store.add("n", -3, ctx)), (Ok(2), Ok(-1)));
             assert_eq!(store.delete("long", ctx), Ok(()));
-            assert!(matches!(store.get("broken", ctx), Err(Error::Network(text)) if text.contains("-5")));
+            assert!(matches!(store.get("broken", ctx), Err(Error::Network(text)) if text.ends_with("-5: no more")));
             assert!(matches!(store.get("never", ctx), Err(Error::Timeout(text)) if text.contains("'never'")));
+            let old = to_store(&CStore { size: FIRST_SIZE, ..given })?;
+            assert!(matches!(old.get("broken", ctx), Err(Error::Network(text)) if text.ends_with("-5")));
             Ok(())
         })
         .unwrap();

@@ -32,6 +32,9 @@ use crate::variables;
 /// # Errors
 /// Those of [`Config::from_env`] and [`Job::start`]; [`Error::State`] after [`finalize`] of a launcher's job.
 pub fn start() -> Result<()> {
+    if helper::refusal().is_some() {
+        return Ok(());
+    }
     start_by(|config| {
         let lookup = |name: &str| std::env::var(name).ok();
         match Rendezvous::from_lookup(lookup)? {
@@ -43,11 +46,15 @@ pub fn start() -> Result<()> {
     })
 }
 
-/// Makes this process rank `rank` of `size` by `store`. Collective.
+/// Makes this process rank `rank` of `size` by `store`. A process that a rank has started becomes a rank of a job of its
+/// own. Collective.
 ///
 /// # Errors
-/// As for [`start`]; [`Error::State`] if the process is a rank.
+/// As for [`start`]; [`Error::State`] if the process is a rank, or was forked from one.
 pub fn start_by_store(rank: usize, size: usize, store: &Arc<dyn Store>) -> Result<()> {
+    if let Some(refusal) = fork::is_child().then(helper::refusal).flatten() {
+        return Err(refusal);
+    }
     if config().is_ok() {
         return Err(Error::State("dl_comm is initialised already; call finalize() first".into()));
     }
@@ -55,9 +62,6 @@ pub fn start_by_store(rank: usize, size: usize, store: &Arc<dyn Store>) -> Resul
 }
 
 fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Result<()> {
-    if helper::refusal().is_some() {
-        return Ok(());
-    }
     // First, because a forked child would find any lock taken here locked forever.
     fork::install_handler();
     write(|state| match state {

@@ -1,0 +1,73 @@
+"""Plain processes as ranks: no launcher starts them, variables give them their numbers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from launch import QUIET
+
+HEAD = """
+import json, os, signal, subprocess, sys, threading, time
+import numpy as np
+import dl_comm
+from dl_comm import _dl_comm
+rank, size = int(os.environ["DL_COMM_RANK"]), int(os.environ["DL_COMM_SIZE"])
+def check_mean():
+    (mean,) = dl_comm.gradients([np.full(5000, rank, np.float32)])
+    assert (mean == (size - 1) / 2).all(), mean
+def start_fails(*names):
+    try: dl_comm.init()
+    except (dl_comm.CommError, ValueError) as error: caught = str(error)
+    else: raise SystemExit("no error")
+    print(caught, flush=True)
+    assert all(name in caught for name in names)
+"""
+
+
+class Ranks:
+    """Plain processes that run one script."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = []
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{found.getsockname()[1]}"
+
+    def start(self, rank: int, size: int, text: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        script = self._folder / f"script{len(self._processes)}.py"
+        script.write_text(HEAD + text)
+        variables = {"DL_COMM_RANK": str(rank), "DL_COMM_SIZE": str(size), "DL_COMM_ADDR": self.address}
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **QUIET, "DL_COMM_TIMEOUT_S": "60", **variables, **(env or {})},
+        )
+        self._processes.append(process)
+        return process
+
+    def run(self, size: int, text: str, env: dict[str, str] | None = None) -> None:
+        """All ranks run ``text`` and succeed."""
+        for process in [self.start(rank, size, text, env) for rank in range(size)]:
+            self.succeeds(process)
+
+    @staticmethod
+    def succeeds(process: subprocess.Popen[str]) -> str:
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, output
+        return output
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("dl_comm")}
