@@ -10,6 +10,7 @@ The process loads code from the cache. So it checks first that no other user can
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import importlib.util
@@ -29,8 +30,20 @@ from dl_comm._dl_comm import __version__
 from dl_comm._frameworks import framework_version
 from dl_comm._paths import CORE, PACKAGE, SOURCES
 
-_LIBRARY = {"torch": "libdl_comm_torch.so", "tensorflow": "libdl_comm_tf.so"}
-_OPTION = {"torch": "TORCH", "tensorflow": "TF"}
+
+@dataclasses.dataclass(frozen=True)
+class _Library:
+    file: str
+    option: str
+    """The name in the CMake option ``DL_COMM_WITH_...``."""
+    framework: str
+
+
+_LIBRARIES = {
+    "torch": _Library("libdl_comm_torch.so", "TORCH", "torch"),
+    "torch.distributed": _Library("libdl_comm_c10d.so", "C10D", "torch"),
+    "tensorflow": _Library("libdl_comm_tf.so", "TF", "tensorflow"),
+}
 _TORCH_CUDA = "libdl_comm_torch_cuda.so"
 _MANIFEST = "built.json"
 """In each folder of the cache: size and hash of each library. Written last."""
@@ -38,22 +51,28 @@ _STABLE_TORCH = (2, 10)
 """The oldest supported torch: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
 
 
-def packaged_library(framework: str) -> Path | None:
+def libraries(framework: str) -> list[str]:
+    """The names of the libraries for ``framework``."""
+    return [name for name, library in _LIBRARIES.items() if library.framework == framework]
+
+
+def packaged_library(name: str) -> Path | None:
     """The library that was built at install, if it works with the framework that is installed now.
 
-    TensorFlow's library works with one version. torch's uses the stable ABI and works with every version from
-    ``_STABLE_TORCH`` on. A torch with CUDA also needs the CUDA library, which a build for a CPU torch lacks.
+    The libraries for TensorFlow and for ``torch.distributed`` work with one version. That for torch uses the stable ABI
+    and works with every version from ``_STABLE_TORCH`` on. A torch with CUDA also needs the CUDA library, which a build
+    for a CPU torch lacks.
     """
-    library = PACKAGE / _LIBRARY[framework]
-    built_for = PACKAGE / f"{_LIBRARY[framework]}.built-for"
+    library = PACKAGE / _LIBRARIES[name].file
+    built_for = PACKAGE / f"{library.name}.built-for"
     if not library.exists() or not built_for.exists():
         return None
-    if framework == "torch":
+    if name == "torch":
         serves = _has_stable_abi(framework_version("torch")) and (
             (PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda()
         )
     else:
-        serves = built_for.read_text().strip() == framework_version(framework)
+        serves = built_for.read_text().strip() == framework_version(_LIBRARIES[name].framework)
     return library if serves else None
 
 
@@ -75,20 +94,20 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dl_comm"
 
 
-def existing_library(framework: str) -> Path | None:
+def existing_library(name: str) -> Path | None:
     """The library for the installed framework version, if it exists; builds nothing."""
-    folder = cache_dir() / _key(framework)
-    return packaged_library(framework) or (folder / _LIBRARY[framework] if _is_intact(folder) else None)
+    folder = cache_dir() / _key(name)
+    return packaged_library(name) or (folder / _LIBRARIES[name].file if _is_intact(folder) else None)
 
 
-def cached_library(framework: str, force: bool = False) -> Path:
+def cached_library(name: str, force: bool = False) -> Path:
     """The library in the cache; builds it if it is missing or damaged, or with ``force``.
 
     Raises:
         ImportError: The build failed; the message has the reason and the fix.
     """
-    folder = cache_dir() / _key(framework)
-    library = folder / _LIBRARY[framework]
+    folder = cache_dir() / _key(name)
+    library = folder / _LIBRARIES[name].file
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -101,23 +120,25 @@ def cached_library(framework: str, force: bool = False) -> Path:
                     print(f"dl_comm: {folder} is damaged", file=sys.stderr)
                 for leftover in folder.glob("build.*"):  # of a killed build; this process holds the lock
                     shutil.rmtree(leftover)
-                _build(framework, folder)
+                _build(name, folder)
     except OSError as error:
         raise ImportError(
-            f"dl_comm cannot store the op library for {framework} in {folder}: {error}; set DL_COMM_CACHE to a folder "
+            f"dl_comm cannot store the op library for {name} in {folder}: {error}; set DL_COMM_CACHE to a folder "
             "that supports writing and locking"
         ) from error
     return library
 
 
-def _key(framework: str) -> str:
+def _key(name: str) -> str:
     core = hashlib.sha256(CORE.read_bytes())
     for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         core.update(source.read_bytes())
     # The library finds the core by its path, so the path of the package is part of the key.
     core.update(str(PACKAGE).encode())
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-    return f"{framework_version(framework)}-{python}-dl_comm-{__version__}-{core.hexdigest()[:16]}"
+    library = _LIBRARIES[name]
+    serves = f"{framework_version(library.framework)}-{library.option.lower()}-{python}"
+    return f"{serves}-dl_comm-{__version__}-{core.hexdigest()[:16]}"
 
 
 def _check_permissions(folder: Path) -> None:
@@ -158,20 +179,22 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(framework: str, folder: Path) -> None:
+def _build(name: str, folder: Path) -> None:
     # CMake reads CXX itself; it may contain arguments.
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None and "CXX" not in os.environ:
         raise ImportError(
-            f"no C++ compiler found to build dl_comm's op library for the installed {framework}: install one (for "
+            f"no C++ compiler found to build dl_comm's op library for the installed {name}: install one (for "
             "example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
         )
     print(
-        f"dl_comm: building the op library for {framework_version(framework)} (once, about a minute)", file=sys.stderr
+        f"dl_comm: building {_LIBRARIES[name].file} for {framework_version(_LIBRARIES[name].framework)} (once, about a "
+        "minute)",
+        file=sys.stderr,
     )
     with tempfile.TemporaryDirectory(prefix="build.", dir=folder) as build:
         options = [
-            f"-DDL_COMM_WITH_{name}={'ON' if name == _OPTION[framework] else 'OFF'}" for name in _OPTION.values()
+            f"-DDL_COMM_WITH_{library.option}={'ON' if each == name else 'OFF'}" for each, library in _LIBRARIES.items()
         ]
         configure = [
             _tool("cmake"),
@@ -185,9 +208,9 @@ def _build(framework: str, folder: Path) -> None:
             configure += [f"-DCMAKE_CXX_COMPILER={compiler}"]
         if ninja:
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        _run(configure, framework)
-        _run([_tool("cmake"), "--build", build], framework)
-        _run([_tool("cmake"), "--install", build], framework)
+        _run(configure, name)
+        _run([_tool("cmake"), "--build", build], name)
+        _run([_tool("cmake"), "--install", build], name)
         libraries = sorted(Path(build, "out").glob("*.so"))
         manifest = Path(build, _MANIFEST)
         manifest.write_text(json.dumps({library.name: _size_and_hash(library) for library in libraries}))
@@ -204,8 +227,8 @@ def _tool(name: str, required: bool = True) -> str:
     return found or ""
 
 
-def _run(command: list[str], framework: str) -> None:
+def _run(command: list[str], name: str) -> None:
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-40:])
-        raise ImportError(f"building dl_comm's op library for {framework} failed:\n$ {' '.join(command)}\n{tail}")
+        raise ImportError(f"building dl_comm's op library for {name} failed:\n$ {' '.join(command)}\n{tail}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from dl_comm._build import cached_library, packaged_library
+from dl_comm._build import cached_library, libraries, packaged_library
 from dl_comm._frameworks import FRAMEWORKS, is_installed
 
 
@@ -24,8 +24,9 @@ def main() -> None:
     if not wanted:
         print("no framework is installed: nothing to build")
     for framework in wanted:
-        library = None if arguments.force else packaged_library(framework)
-        print(f"{framework}: {library or cached_library(framework, arguments.force)}")
+        for name in libraries(framework):
+            library = None if arguments.force else packaged_library(name)
+            print(f"{name}: {library or cached_library(name, arguments.force)}")
 
 
 if __name__ == "__main__":

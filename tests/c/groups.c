@@ -2,6 +2,7 @@
  * Exits with 1 at the first difference, which it prints. */
 #include <dirent.h>
 #include <pthread.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "expect.h"
@@ -92,6 +93,19 @@ static void alone_and_all(void) {
   use(alone, 1000, 1, rank);
   use(all, 1000, size, size * (size - 1) / 2);
   EXPECT(dl_comm_group_free(all) == 0 && dl_comm_group_free(alone) == 0);
+}
+
+/* A group that one rank aborts fails on all members; others are not affected. */
+static void aborted(void) {
+  dl_comm_group_t* group = make(NULL, 0, "aborted");
+  use(group, 1000, size, size * (size - 1) / 2);
+  if (rank == size - 1) EXPECT(dl_comm_group_abort(group, "no more") == 0);
+  dl_comm_call_t call = {0};
+  call.size = sizeof call;
+  call.collective = DL_COMM_BARRIER;
+  EXPECT(dl_comm_run(group, &call) == DL_COMM_ERROR_PEER_LOST && strstr(dl_comm_last_error(), "no more") != NULL);
+  EXPECT(dl_comm_group_abort(NULL, NULL) == DL_COMM_ERROR_INVALID);
+  EXPECT(dl_comm_group_free(group) == 0 && dl_comm_barrier() == 0);
 }
 
 static void* one_of_two(void* name) {
@@ -304,6 +318,7 @@ int main(int argc, char** argv) {
   join();
   pairs();
   alone_and_all();
+  aborted();
   threads();
   a_thousand();
   a_member_leaves();

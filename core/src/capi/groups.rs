@@ -107,6 +107,19 @@ pub unsafe extern "C" fn dl_comm_group_free(group: *mut CGroup) -> c_int {
     unsafe { free(group) }
 }
 
+/// `dl_comm_group_abort` of `dl_comm.h`.
+///
+/// # Safety
+/// `group` is NULL or valid; `why` is NULL or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_group_abort(group: *const CGroup, why: *const c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| unsafe {
+        collectives::abort(&reference(group, "group")?.0, &text(why));
+        Ok(())
+    })
+}
+
 /// `dl_comm_group_rank` of `dl_comm.h`.
 ///
 /// # Safety

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::calls::{blocked, interrupt};
+use super::lifecycle::process_name;
 use super::state::{CONTROL, check_fork, started, team, topology};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::{Counts, Op};
@@ -219,6 +220,13 @@ fn wait_for_all(joins: &[Join]) -> Result<()> {
             result => result?,
         }
     }
+}
+
+/// Ends a group after a failure: its calls fail on all members, with an error that contains the first line of `why`.
+pub fn abort(group: &Group, why: &str) {
+    let why = why.lines().next().map_or_else(String::new, |line| format!(": {line}"));
+    let name = group.call_config().key.name();
+    group.fail(&Error::PeerLost(format!("{} has ended {name}{why}", process_name())));
 }
 
 fn towers(op: Op, tensors: Vec<Tensor>) -> Vec<Vec<Tensor>> {

@@ -149,7 +149,7 @@ pub fn abort(why: &str) -> Result<()> {
     end(Some(Error::PeerLost(format!("the program failed on {}{why}", process_name()))))
 }
 
-fn process_name() -> String {
+pub(super) fn process_name() -> String {
     let rank = topology().map_or(0, |topology| topology.rank());
     format!("rank {rank} (pid {})", process::id())
 }

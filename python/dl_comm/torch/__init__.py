@@ -6,6 +6,7 @@
     optimizer = cdl.DistributedOptimizer(optimizer)
 
 The rest of the training script stays unchanged: after `backward()` the gradients are means, to read, clip and change.
+Scripts for `torch.distributed` need none of this: `init_process_group("dl_comm")` (docs/torch.md).
 Importing this module loads torch and its op library. It builds the library first if the installation has none.
 """
 
@@ -36,6 +37,7 @@ from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
 from dl_comm.torch._reducer import Communication
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 from dl_comm.torch._work import Work
+from dl_comm_torch_backend import register_if_available
 
 __all__ = [
     "AveragingOptimizer",
@@ -80,6 +82,9 @@ __all__ = [
     "size",
     "split",
 ]
+
+# For a torch that runs no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0).
+register_if_available()
 
 init = _base.init
 init_mpi = _base.init_mpi

@@ -1,0 +1,203 @@
+"""The backend ``dl_comm`` of ``torch.distributed``: how its process groups are made.
+
+``torch_ops/c10d`` has the backend itself. It works with the torch that it was built for only, because its classes are
+not in torch's stable ABI.
+
+Thread rule: as ``torch.distributed``, which makes process groups on one thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from dl_comm import _dl_comm, _process
+from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
+from dl_comm._load import check_one_core, ops_library
+
+_started_here = False
+"""Whether ``init_process_group`` has started dl_comm, by torch's store."""
+
+
+def create_backend(options: Any, pg_options: Any = None) -> Any:
+    """Makes the backend of a process group; torch calls it on the members. Collective over them.
+
+    The default group makes its processes ranks of dl_comm, unless they are already, and then both must agree on ranks
+    and size.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``: the store, the ranks, the deadline.
+        pg_options: Must be None, or of torch's base class ``Backend.Options``.
+
+    Raises:
+        ArgumentError: ``pg_options`` are those of another backend.
+        StateError: A part of the processes makes a group before all of them have started dl_comm.
+        MismatchError: The processes are ranks of dl_comm with other numbers than torch gives them.
+        TimeoutError: A process missed the deadline.
+        ImportError: The library cannot be built, or is not for this torch.
+    """
+    if pg_options is not None and type(pg_options) is not torch._C._distributed_c10d.Backend.Options:
+        kind = type(pg_options)
+        raise ArgumentError(f"pg_options is a {kind.__module__}.{kind.__qualname__}; the backend dl_comm takes none")
+    _load_library()
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        _start_all(options.store, options.group_rank, options.group_size, options.timeout)
+        ranks = list(range(options.group_size))
+    elif not _is_started():
+        _start_all_or_refuse(options, ranks)
+    holder = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    name = f"process group {options.group_id}"
+    torch.ops.dl_comm_c10d.attach(holder.boxed(), ranks, name, _seconds(options.timeout))
+    return holder._get_backend(torch.device("cpu"))
+
+
+def _seconds(timeout: timedelta) -> float:
+    """The deadline of a group's calls; 0 for ``DL_COMM_TIMEOUT_S``, if it is set and the script has chosen nothing."""
+    if timeout == default_pg_timeout and os.environ.get("DL_COMM_TIMEOUT_S"):
+        return 0.0
+    return timeout.total_seconds()
+
+
+@functools.cache
+def _load_library() -> None:
+    path = ops_library("torch.distributed")
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    ops = torch.ops.dl_comm_c10d
+    built_for = ops.torch_version()
+    if not re.match(re.escape(built_for) + r"(?!\d)", torch.__version__):
+        raise ImportError(
+            f"{path} was built for torch {built_for}, but this is torch {torch.__version__}: run "
+            "'python -m dl_comm.build --force'"
+        )
+    check_one_core(path, ops.core_id())
+    backend_class: Any = torch._C._distributed_c10d.Backend
+    if not hasattr(backend_class, "perform_nocolor_split"):
+        # torch calls it on the processes outside of a group that is split off; only the members of a group make it.
+        backend_class.perform_nocolor_split = _do_nothing
+
+
+def _do_nothing(_backend: Any, _device: Any) -> None:
+    pass
+
+
+def _start_all_or_refuse(options: Any, ranks: list[int]) -> None:
+    size = dist.get_world_size()
+    if ranks != list(range(size)):
+        raise StateError(
+            f"a process group of the ranks {ranks} of {size} cannot start dl_comm, which needs all ranks: call "
+            "dist.init_process_group('dl_comm'), or dl_comm.init_mpi() on every rank before"
+        )
+    _start_all(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Makes the processes ranks of dl_comm by torch's store, or checks that they are. Collective."""
+    global _started_here
+    if _started_here and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
+        # The job of an earlier process group, which may have had other ranks.
+        _process.finalize()
+    mine = _job() if _is_started() else None
+    jobs = _gather_json(store, rank, size, mine, timeout)
+    if any(jobs):
+        _check_same_job(jobs)
+        return
+    if any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID")):
+        _process.init_mpi()
+        _check_same_job(_gather_json(store, rank, size, _job(), timeout, "launched"))
+        return
+    _process.start_by_store(store, rank, size)
+    _started_here = True
+
+
+def _is_started() -> bool:
+    return bool(json.loads(_dl_comm.describe())["state"] == "started")
+
+
+def _job() -> dict[str, Any]:
+    """What identifies this job and this process in it."""
+    first = json.loads(_dl_comm.describe())["ranks"][0]
+    return {
+        "job": [first["host"], first["pid"], first["pid_namespace"], first["boot_id"]],
+        "rank": _dl_comm.rank(),
+        "size": _dl_comm.size(),
+    }
+
+
+def _check_same_job(jobs: list[dict[str, Any] | None]) -> None:
+    for rank, job in enumerate(jobs):
+        if job is None:
+            found = "has not started dl_comm, and others have"
+        elif job["size"] != len(jobs) or job["rank"] != rank:
+            found = f"is rank {job['rank']} of {job['size']} of dl_comm"
+        elif jobs[0] is not None and job["job"] != jobs[0]["job"]:
+            found = "is in another job of dl_comm than rank 0"
+        else:
+            continue
+        raise MismatchError(
+            f"torch.distributed's rank {rank} of {len(jobs)} {found}: torch and dl_comm need the same ranks in the "
+            "same order; call init_process_group before dl_comm.init(), or give it the ranks of dl_comm"
+        )
+
+
+def _gather_json(store: Any, rank: int, size: int, value: Any, timeout: timedelta, prefix: str = "start") -> list[Any]:
+    """The values of all ranks. Rank 0 collects them, so that the store gets 2 ``size`` requests."""
+    key = f"dl_comm/{prefix}"
+    store.set(f"{key}/{rank}", json.dumps(value))
+    every = [f"{key}/{each}" for each in range(size)]
+    if rank == 0:
+        _wait(store, every, timeout)
+        store.set(f"{key}/all", json.dumps([json.loads(store.get(each)) for each in every]))
+    else:
+        _wait(store, [f"{key}/all"], timeout, every)
+    return list(json.loads(store.get(f"{key}/all")))
+
+
+def _wait(store: Any, keys: list[str], timeout: timedelta, every: list[str] | None = None) -> None:
+    try:
+        store.wait(keys, timeout)
+    except Exception as error:  # the stores of torch raise RuntimeError, DistStoreError or DistNetworkError
+        missing = [each.rsplit("/", 1)[1] for each in every or keys if not _has(store, each)]
+        if not missing:
+            raise CommError(f"init_process_group: {error}") from error
+        limit = f"{timeout.total_seconds():g} s"
+        raise TimeoutError(
+            f"init_process_group: rank(s) {', '.join(missing)} did not come within {limit}: {error}"
+        ) from error
+
+
+def _has(store: Any, key: str) -> bool:
+    return bool(store.check([key]))
+
+
+def rendezvous_by_launcher(timeout: timedelta = default_pg_timeout, **_options: Any) -> Iterator[tuple[Any, int, int]]:
+    """A rendezvous of torch for the ranks of an MPI launcher: a TCP store, whose address dl_comm tells to all ranks.
+
+    Yields the store, the rank and the size, as torch's rendezvous handlers do. Collective.
+    """
+    from dl_comm._objects import broadcast_object
+
+    _process.ensure_initialized()
+    rank, size = _dl_comm.rank(), _dl_comm.size()
+    store = None
+    address: Any = None
+    if rank == 0:
+        host = "127.0.0.1" if _dl_comm.hosts() == 1 else socket.gethostname()
+        store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        address = (host, store.port)
+    host, port = broadcast_object(address, 0)
+    if store is None:
+        store = TCPStore(host, port, size, False, timeout, wait_for_workers=False)
+    yield store, rank, size
+    raise RuntimeError("this rendezvous cannot be repeated: call init_process_group again")

@@ -1,0 +1,598 @@
+#include "backend.h"
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "lists.h"
+#include "shared_memory.h"
+
+namespace dl_comm::c10d_backend {
+namespace {
+
+using OpType = ::c10d::OpType;
+
+const at::Tensor& only(const Tensors& tensors, const char* what) {
+  if (tensors.size() != 1)
+    throw_invalid(c10::str(what, ": a list of ", tensors.size(), " tensors; each rank has one tensor in a call"));
+  check_dense(tensors[0], what);
+  return tensors[0];
+}
+
+const Tensors& only(const std::vector<Tensors>& lists, const char* what) {
+  if (lists.size() != 1) throw_invalid(c10::str(what, ": ", lists.size(), " lists; each rank has one"));
+  return lists[0];
+}
+
+void check_contiguous(const at::Tensor& tensor, const char* what) {
+  check_dense(tensor, what);
+  if (!tensor.is_contiguous()) throw_invalid(c10::str(what, " is not contiguous (strides ", tensor.strides(), ")"));
+}
+
+void check_blocks(const at::Tensor& whole, const at::Tensor& block, int size, const char* what) {
+  if (whole.numel() != block.numel() * size)
+    throw_invalid(c10::str(what, ": ", whole.numel(), " elements are not ", size, " blocks of ", block.numel()));
+}
+
+// The lengths of the blocks along the first dimension; empty for equal blocks.
+std::vector<std::size_t> block_lengths(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
+                                       const char* what) {
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  if (splits.empty()) {
+    if (rows % size != 0)
+      throw_invalid(c10::str(what, ": its first dimension, ", rows, ", is not a multiple of the group's size, ", size));
+    return {};
+  }
+  int64_t sum = 0;
+  for (const auto split : splits) sum += split;
+  if (splits.size() != static_cast<std::size_t>(size) || sum != rows ||
+      std::any_of(splits.begin(), splits.end(), [](int64_t split) { return split < 0; }))
+    throw_invalid(c10::str(what, ": the split sizes ", splits, " are not ", size, " numbers with the sum ", rows));
+  const int64_t row = rows == 0 ? 0 : tensor.numel() / rows;
+  std::vector<std::size_t> lengths;
+  for (const auto split : splits) lengths.push_back(static_cast<std::size_t>(split * row));
+  return lengths;
+}
+
+void synchronize(const at::Device& device) {
+  if (device.is_cuda()) current_stream(device).synchronize();
+}
+
+}  // namespace
+
+Backend::Backend(int rank, std::vector<int> ranks, const std::string& name, Milliseconds timeout)
+    : ::c10d::Backend(rank, static_cast<int>(ranks.size())),
+      ranks_(std::move(ranks)),
+      name_(name),
+      process_(::getpid()),
+      timeout_(timeout) {
+  dl_comm_group_options_t options{};
+  options.size = sizeof options;
+  options.timeout = to_seconds(timeout);
+  dl_comm_group_t* made = nullptr;
+  check(dl_comm_group_create_with(ranks_.data(), static_cast<int>(ranks_.size()), name_.c_str(), &options, &made));
+  group_ = made;
+}
+
+Backend::~Backend() { shutdown(); }
+
+void Backend::shutdown() {
+  auto* const ended = group_.exchange(nullptr);
+  if (::getpid() == process_) dl_comm_group_free(ended);
+}
+
+void Backend::abort() {
+  if (auto* const aborted = group_.load()) check(dl_comm_group_abort(aborted, "abort() of its process group"));
+}
+
+dl_comm_group_t* Backend::group() const {
+  auto* const group = group_.load();
+  if (group == nullptr) throw_error(DL_COMM_ERROR_STATE, "process group '" + name_ + "' was destroyed");
+  return group;
+}
+
+c10::intrusive_ptr<Backend::Options> Backend::getBackendOptions() {
+  return c10::make_intrusive<Options>(getBackendName(), timeout_.load());
+}
+
+::c10d::ErrorType Backend::getError() {
+  switch (failure_.load()) {
+    case 0:
+      return ::c10d::ErrorType::SUCCESS;
+    case DL_COMM_ERROR_TIMEOUT:
+      return ::c10d::ErrorType::TIMEOUT;
+    case DL_COMM_ERROR_PEER_LOST:
+      return ::c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return ::c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+c10::intrusive_ptr<::c10d::Backend> Backend::split(const c10::intrusive_ptr<::c10d::Store>& /*store*/,
+                                                   const std::vector<int>& ranks,
+                                                   const c10::intrusive_ptr<Options>& options) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  if (mine == ranks.end()) return nullptr;
+  const std::string name = options ? options->group_name : std::string();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (auto last = split_.lock(); last && split_name_ == name && split_ranks_ == ranks) return last;
+  std::vector<int> members;
+  for (const int rank : ranks) members.push_back(ranks_.at(static_cast<std::size_t>(rank)));
+  const c10::intrusive_ptr<::c10d::Backend> child = c10::make_intrusive<Backend>(
+      static_cast<int>(mine - ranks.begin()), std::move(members), name.empty() ? name_ + ":split" : name,
+      options ? options->timeout : timeout_.load());
+  split_ = child;
+  split_ranks_ = ranks;
+  split_name_ = name;
+  return child;
+}
+
+void Backend::startCoalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  coalescing_ = true;
+}
+
+WorkPtr Backend::endCoalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  coalescing_ = false;
+  return c10::make_intrusive<WorkList>(std::exchange(coalesced_, {}));
+}
+
+bool Backend::is_coalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return coalescing_;
+}
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  return shared_tensor(static_cast<int64_t>(size), options);
+}
+
+double Backend::seconds(Milliseconds timeout) const {
+  return to_seconds(timeout.count() > 0 ? timeout : timeout_.load());
+}
+
+void Backend::check_root(int64_t root) const {
+  if (root < 0 || root >= getSize())
+    throw_invalid(c10::str("rank ", root, " is not in the process group, which has ", getSize(), " ranks"));
+}
+
+void Backend::check_peer(int peer) const { check_root(peer); }
+
+void Backend::remember(int code) {
+  // Others do not end the group.
+  if (code == DL_COMM_ERROR_TIMEOUT || code == DL_COMM_ERROR_PEER_LOST || code == DL_COMM_ERROR_MPI) failure_ = code;
+}
+
+WorkPtr Backend::started(c10::intrusive_ptr<CallWork> work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  started_.erase(std::remove_if(started_.begin(), started_.end(), [](const auto& state) { return state.expired(); }),
+                 started_.end());
+  started_.push_back(work->state);
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+void Backend::wait_for_started() {
+  std::vector<std::weak_ptr<CallState>> all;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    all.swap(started_);
+  }
+  for (const auto& weak : all)
+    if (const auto state = weak.lock()) state->wait(0);
+}
+
+WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds timeout) {
+  ++number_;
+  const bool on_gpu = call.device().is_cuda();
+  // In this mode torch's graphs keep the Work of every call.
+  if (!is_async && !is_coalescing() && !::c10d::allow_inflight_collective_as_graph_input()) {
+    RECORD_FUNCTION(call.title, c10::ArrayRef<const c10::IValue>{});
+    auto request = call.describe(seconds(timeout));
+    dl_comm_device_t device{};
+    if (on_gpu) {
+      device = core_device(current_stream(call.device()));
+      request.device = &device;
+    }
+    const int code = dl_comm_run(group(), &request);
+    remember(code);
+    check(code);
+    if (call.finish) call.finish();
+    return nullptr;
+  }
+  std::optional<c10::Stream> stream;
+  dl_comm_device_t device{};
+  if (on_gpu) {
+    stream = streams_.of(call.device());
+    order(current_stream(call.device()), *stream);
+    device = core_device(*stream);
+  }
+  auto state = std::make_shared<CallState>(std::move(call), stream);
+  auto work = c10::make_intrusive<CallWork>(getRank(), type, number_, state);
+  auto request = state->call.describe(seconds(timeout));
+  if (on_gpu) request.device = &device;
+  auto* const shared = new std::shared_ptr<CallState>(state);
+  request.context = shared;
+  request.done = [](void* context, int code, const char* message) {
+    const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
+    CallState::end(*owner, code, message);
+  };
+  if (const int code = dl_comm_start(group(), &request, &state->handle); code < 0) {
+    delete shared;
+    const std::string message = dl_comm_last_error();
+    CallState::end(state, code, message.c_str());
+    throw_error(code, message);
+  }
+  return started(std::move(work));
+}
+
+WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+  const auto& tensor = only(tensors, "all_reduce");
+  share_bucket(tensor);
+  Call call(DL_COMM_ALLREDUCE, "dl_comm:all_reduce", false);
+  call.set_reduce(options.reduceOp, tensor.scalar_type());
+  call.add(tensor, tensor, tensor);
+  call.outputs = tensors;
+  return launch(std::move(call), OpType::ALLREDUCE, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) {
+  check_alike(tensors, "all_reduce_coalesced");
+  Call call(DL_COMM_ALLREDUCE, "dl_comm:all_reduce_coalesced", false);
+  call.set_reduce(options.reduceOp, tensors[0].scalar_type());
+  for (const auto& tensor : tensors) call.add(tensor, tensor, tensor);
+  call.outputs = tensors;
+  return launch(std::move(call), OpType::ALLREDUCE_COALESCED, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
+  if (tensors.size() != 1 || !tensors[0].is_sparse()) throw_invalid("all_reduce: expected one sparse COO tensor");
+  if (options.reduceOp.op_ != ::c10d::ReduceOp::SUM) throw_invalid("all_reduce of a sparse tensor: only SUM");
+  const auto input = tensors[0].coalesce();
+  // Every rank gets all ranks' values and adds them up.
+  auto sizes = at::empty({getSize()}, at::kLong);
+  auto size = at::full({1}, input._nnz(), at::kLong);
+  ::c10d::AllgatherOptions gather;
+  gather.timeout = options.timeout;
+  gather.asyncOp = false;
+  _allgather_base(sizes, size, gather);
+  const auto all = [&](const at::Tensor& mine) {
+    std::vector<Tensors> parts(1);
+    for (int rank = 0; rank < getSize(); ++rank) {
+      auto shape = mine.sizes().vec();
+      shape[0] = sizes[rank].item<int64_t>();
+      parts[0].push_back(at::empty(shape, mine.options()));
+    }
+    Tensors inputs{mine.contiguous()};
+    allgather(parts, inputs, gather);
+    return at::cat(parts[0]);
+  };
+  // Indices have a row for each dimension.
+  const auto indices = all(input.indices().t()).t();
+  const auto values = all(input.values());
+  tensors[0].copy_(at::sparse_coo_tensor(indices, values, input.sizes(), input.options()).coalesce());
+  return c10::make_intrusive<EndedWork>(getRank(), OpType::_ALLREDUCE_SPARSE, tensors);
+}
+
+WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
+  const auto& tensor = only(tensors, "broadcast");
+  check_root(options.rootRank);
+  Call call(DL_COMM_BROADCAST, "dl_comm:broadcast", true);
+  call.root = static_cast<int>(options.rootRank);
+  call.add(tensor, tensor, tensor);
+  call.outputs = tensors;
+  return launch(std::move(call), OpType::BROADCAST, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
+  const auto& tensor = only(tensors, "reduce");
+  check_root(options.rootRank);
+  Call call(DL_COMM_REDUCE, "dl_comm:reduce", false);
+  call.root = static_cast<int>(options.rootRank);
+  call.set_reduce(options.reduceOp, tensor.scalar_type());
+  call.add(tensor, call.root == getRank() ? tensor : at::Tensor(), tensor);
+  call.outputs = tensors;
+  return launch(std::move(call), OpType::REDUCE, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) {
+  const auto input = only(inputs, "all_gather").contiguous();
+  const auto& list = only(outputs, "all_gather");
+  check_alike(list, "all_gather's outputs");
+  const auto own = static_cast<std::size_t>(getRank());
+  if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != input.numel())
+    throw_invalid(c10::str("all_gather: the list of outputs has ", list.size(), " tensors for ", getSize(),
+                           " ranks; tensor ", own, " must have the input's ", input.numel(), " elements"));
+  auto flat = flat_output(list);
+  Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather", true);
+  const auto sizes = lengths(list);
+  int64_t start = 0;
+  for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
+  const auto source = without_overlap(input, flat.tensor, flat.tensor, input, start);
+  if (is_even(list)) {
+    call.add(source, flat.tensor, source);
+  } else {
+    call.send_counts = sizes;
+    call.add(source, flat.tensor, sizes[own]);
+  }
+  call.finish = std::move(flat.copy_back);
+  call.outputs = list;
+  call.output_lists = outputs;
+  return launch(std::move(call), OpType::ALLGATHER, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                     const ::c10d::AllgatherOptions& options) {
+  // outputs[rank][i] is tensor i of a rank.
+  std::vector<WorkPtr> works;
+  auto each = options;
+  each.asyncOp = true;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    std::vector<Tensors> parts(1);
+    for (auto& list : outputs) parts[0].push_back(list.at(i));
+    Tensors input{inputs[i]};
+    works.push_back(allgather(parts, input, each));
+  }
+  return c10::make_intrusive<WorkList>(std::move(works));
+}
+
+WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& options) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const ::c10d::AllgatherOptions& options) {
+  const char* const what = "all_gather_into_tensor";
+  if (outputs.size() != inputs.size() || inputs.empty())
+    throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+  Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather_into_tensor", true);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_dense(inputs[i], what);
+    check_contiguous(outputs[i], what);
+    check_blocks(outputs[i], inputs[i], getSize(), what);
+    const auto input = inputs[i].contiguous();
+    call.add(without_overlap(input, outputs[i], outputs[i], input, getRank() * input.numel()), outputs[i], input);
+  }
+  call.outputs = outputs;
+  return launch(std::move(call), OpType::_ALLGATHER_BASE, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::GatherOptions& options) {
+  const auto input = only(inputs, "gather").contiguous();
+  check_root(options.rootRank);
+  Call call(DL_COMM_GATHER, "dl_comm:gather", true);
+  call.root = static_cast<int>(options.rootRank);
+  Flat flat;
+  if (call.root == getRank()) {
+    const auto& list = only(outputs, "gather");
+    check_alike(list, "gather's outputs");
+    if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != input.numel())
+      throw_invalid(c10::str("gather: the outputs must be ", getSize(), " tensors of ", input.numel(), " elements"));
+    flat = flat_output(list);
+    call.outputs = list;
+    call.output_lists = outputs;
+  } else if (!outputs.empty() && !outputs[0].empty()) {
+    throw_invalid("gather: only the root has outputs");
+  }
+  const auto& whole = flat.tensor;
+  call.add(whole.defined() ? without_overlap(input, whole, whole, input, getRank() * input.numel()) : input, whole,
+           input);
+  call.finish = std::move(flat.copy_back);
+  return launch(std::move(call), OpType::GATHER, options.asyncOp, options.timeout);
+}
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& options) {
+  check_dense(input, "gather_single");
+  std::vector<Tensors> outputs;
+  if (options.rootRank == getRank()) {
+    check_contiguous(output, "gather_single");
+    check_blocks(output, input, getSize(), "gather_single");
+    outputs.push_back(output.view({getSize(), input.numel()}).unbind(0));
+  }
+  Tensors inputs{input.contiguous().view({input.numel()})};
+  return gather(outputs, inputs, options);
+}
+#endif
+
+WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ::c10d::ScatterOptions& options) {
+  const auto& output = only(outputs, "scatter");
+  check_root(options.rootRank);
+  Call call(DL_COMM_SCATTER, "dl_comm:scatter", true);
+  call.root = static_cast<int>(options.rootRank);
+  at::Tensor source;
+  if (call.root == getRank()) {
+    const auto& list = only(inputs, "scatter");
+    check_alike(list, "scatter's inputs");
+    if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != output.numel())
+      throw_invalid(c10::str("scatter: the inputs must be ", getSize(), " tensors of ", output.numel(), " elements"));
+    source = flat_input(list);
+  } else if (!inputs.empty() && !inputs[0].empty()) {
+    throw_invalid("scatter: only the root has inputs");
+  }
+  const auto flat = flat_output(outputs);
+  if (source.defined()) source = without_overlap(source, flat.tensor, source, flat.tensor, getRank() * output.numel());
+  call.add(source, flat.tensor, output);
+  call.finish = flat.copy_back;
+  call.outputs = outputs;
+  return launch(std::move(call), OpType::SCATTER, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                const ::c10d::ReduceScatterOptions& options) {
+  const auto& output = only(outputs, "reduce_scatter");
+  const auto& list = only(inputs, "reduce_scatter");
+  check_alike(list, "reduce_scatter's inputs");
+  const auto own = static_cast<std::size_t>(getRank());
+  if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != output.numel())
+    throw_invalid(c10::str("reduce_scatter: the list of inputs has ", list.size(), " tensors for ", getSize(),
+                           " ranks; tensor ", own, " must have the output's ", output.numel(), " elements"));
+  const auto flat = flat_output(outputs);
+  const auto sizes = lengths(list);
+  int64_t start = 0;
+  for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
+  const auto whole = flat_input(list);
+  const auto source = without_overlap(whole, flat.tensor, whole, flat.tensor, start);
+  Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter", false);
+  call.set_reduce(options.reduceOp, output.scalar_type());
+  if (is_even(list)) {
+    call.add(source, flat.tensor, output);
+  } else {
+    call.send_counts = sizes;
+    call.add(source, flat.tensor, sizes[own]);
+  }
+  call.finish = flat.copy_back;
+  call.outputs = outputs;
+  return launch(std::move(call), OpType::REDUCE_SCATTER, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                      const ::c10d::ReduceScatterOptions& options) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const ::c10d::ReduceScatterOptions& options) {
+  const char* const what = "reduce_scatter_tensor";
+  if (outputs.size() != inputs.size() || inputs.empty())
+    throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+  Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter_tensor", false);
+  call.set_reduce(options.reduceOp, inputs[0].scalar_type());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_dense(inputs[i], what);
+    check_contiguous(outputs[i], what);
+    check_blocks(inputs[i], outputs[i], getSize(), what);
+    const auto input = inputs[i].contiguous();
+    call.add(without_overlap(input, outputs[i], input, outputs[i], getRank() * outputs[i].numel()), outputs[i],
+             outputs[i]);
+  }
+  call.outputs = outputs;
+  return launch(std::move(call), OpType::_REDUCE_SCATTER_BASE, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                               std::vector<int64_t>& input_splits, const ::c10d::AllToAllOptions& options) {
+  const char* const what = "all_to_all_single";
+  check_contiguous(output, what);
+  check_dense(input, what);
+  const auto source = overlap(input, output) ? input.clone(at::MemoryFormat::Contiguous) : input.contiguous();
+  auto send = block_lengths(source, input_splits, getSize(), what);
+  auto receive = block_lengths(output, output_splits, getSize(), what);
+  Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all_single", true);
+  if (send.empty() && receive.empty()) {
+    if (source.numel() != output.numel())
+      throw_invalid(
+          c10::str(what, ": ", source.numel(), " elements in the input and ", output.numel(), " in the output"));
+    call.add(source, output, static_cast<std::size_t>(source.numel() / getSize()));
+  } else {
+    const auto even = [this](const at::Tensor& tensor) {
+      return std::vector<std::size_t>(getSize(), static_cast<std::size_t>(tensor.numel() / getSize()));
+    };
+    call.send_counts = send.empty() ? even(source) : std::move(send);
+    call.receive_counts = receive.empty() ? even(output) : std::move(receive);
+    call.add(source, output, std::size_t{0});
+  }
+  call.outputs = {output};
+  return launch(std::move(call), OpType::ALLTOALL_BASE, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& options) {
+  check_alike(inputs, "all_to_all's inputs");
+  check_alike(outputs, "all_to_all's outputs");
+  const auto size = static_cast<std::size_t>(getSize());
+  if (inputs.size() != size || outputs.size() != size)
+    throw_invalid(
+        c10::str("all_to_all: ", inputs.size(), " inputs and ", outputs.size(), " outputs for ", size, " ranks"));
+  auto flat = flat_output(outputs);
+  auto source = flat_input(inputs);
+  if (overlap(source, flat.tensor)) source = source.clone();
+  Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all", true);
+  call.send_counts = lengths(inputs);
+  call.receive_counts = lengths(outputs);
+  call.add(source, flat.tensor, std::size_t{0});
+  call.finish = std::move(flat.copy_back);
+  call.outputs = outputs;
+  return launch(std::move(call), OpType::ALLTOALL, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
+  // As with the backends of torch, the calls that were started before have ended on all ranks.
+  wait_for_started();
+  if (options.device) synchronize(*options.device);
+  for (const auto device : options.device_ids)
+    synchronize(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+  return launch(Call(DL_COMM_BARRIER, "dl_comm:barrier", true), OpType::BARRIER, options.asyncOp, options.timeout);
+}
+
+void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
+  // The error names all missing ranks.
+  launch(Call(DL_COMM_BARRIER, "dl_comm:monitored_barrier", true), OpType::BARRIER, false, options.timeout);
+}
+
+WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
+  const bool sends = type == OpType::SEND;
+  Call call(0, sends ? "dl_comm:send" : "dl_comm:recv", true);
+  // Messages are in host memory.
+  auto memory = tensor;
+  if (sends) {
+    memory = tensor.detach().to(at::kCPU).contiguous();
+  } else if (!tensor.is_cpu() || !tensor.is_contiguous()) {
+    memory = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).requires_grad(false));
+    call.finish = [tensor, memory] { tensor.detach().copy_(memory); };
+  }
+  if (sends)
+    call.add(memory, at::Tensor(), memory);
+  else
+    call.add(at::Tensor(), memory, memory);
+  call.outputs = {tensor};
+  auto state = std::make_shared<CallState>(std::move(call), std::nullopt);
+  state->expected_bytes = memory.nbytes();
+  auto work = c10::make_intrusive<CallWork>(getRank(), type, 0, state);
+  dl_comm_message_t message{};
+  message.size = sizeof message;
+  message.buffers = state->call.buffers.data();
+  message.count = state->call.buffers.size();
+  message.peer = peer;
+  message.tag = tag;
+  message.name = function_name(state->call.title);
+  message.timeout = seconds(::c10d::kUnsetTimeout);
+  auto* const shared = new std::shared_ptr<CallState>(state);
+  message.context = shared;
+  message.done = [](void* context, int code, const char* text) {
+    const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
+    CallState::end(*owner, code, text);
+  };
+  const int code = (sends ? dl_comm_send : dl_comm_receive)(group(), &message, &state->handle);
+  if (code < 0) {
+    delete shared;
+    const std::string text = dl_comm_last_error();
+    CallState::end(state, code, text.c_str());
+    throw_error(code, text);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
+  check_peer(peer);
+  return transfer(only(tensors, "send"), peer, tag, OpType::SEND);
+}
+
+WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
+  check_peer(peer);
+  return transfer(only(tensors, "recv"), peer, tag, OpType::RECV);
+}
+
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return transfer(only(tensors, "recv"), DL_COMM_ANY_SOURCE, tag, OpType::RECVANYSOURCE);
+}
+
+}  // namespace dl_comm::c10d_backend
