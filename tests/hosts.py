@@ -10,6 +10,7 @@ As a program it replaces ssh: ``hosts.py [ssh options] HOST COMMAND...`` runs th
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,39 @@ class Hosts:
         slots = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
         count = str(sum(counts))
         return self.run([*mpiexec(), *self.ssh.split(), "-hosts", slots, "-n", count, *command], timeout, env)
+
+    def each(
+        self, commands: Sequence[Sequence[str]], timeout: float = 120, env: Mapping[str, str] | None = None
+    ) -> Finished:
+        """Runs one command on each host at once, without a launcher. The status is 0 if all have succeeded."""
+        insides = [
+            shlex.join(inside(name, self._state, command)) for name, command in zip(self.names, commands, strict=True)
+        ]
+        starts = "".join(f'{command} & all="$all $!"\n' for command in insides)
+        script = f'{starts}status=0\nfor pid in $all; do wait "$pid" || status=$?; done\nexit $status'
+        return run(["sh", "-c", script], timeout, {**QUIET, **(env or {})})
+
+    def ranks(
+        self,
+        per_host: int | Sequence[int],
+        command: Sequence[str],
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+    ) -> Finished:
+        """Runs ``command`` on ``per_host`` ranks of every host, as plain processes that variables make ranks."""
+        counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
+        script = (
+            'first=$1; count=$2; shift 2; status=0; all=""\n'
+            'for rank in $(seq "$first" $((first + count - 1))); do DL_COMM_RANK=$rank "$@" & all="$all $!"; done\n'
+            'for pid in $all; do wait "$pid" || status=$?; done; exit $status'
+        )
+        firsts = [sum(counts[:host]) for host in range(len(counts))]
+        commands = [
+            ["sh", "-c", script, "ranks", str(first), str(count), *command]
+            for first, count in zip(firsts, counts, strict=True)
+        ]
+        settings = {"DL_COMM_SIZE": str(sum(counts)), "DL_COMM_ADDR": "10.77.0.1:29511", "DL_COMM_JOB_KEY": "secret"}
+        return self.each(commands, timeout, {**settings, **(env or {})})
 
     @property
     def ssh(self) -> str:

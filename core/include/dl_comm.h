@@ -145,7 +145,8 @@ int dl_comm_broadcast_buffers(const dl_comm_buffer_t* buffers, size_t count, int
                               double timeout);
 
 /* ---- Ranks without a launcher -------------------------------------------------------------------------------------
- * Processes of one host become ranks by a key-value store that all of them can use, such as torch's. MPI is not used.
+ * Processes become ranks by a key-value store that all of them can use, such as torch's. On one host, MPI is not used.
+ * On several, the processes start MPI through the store, once: later jobs of a process need the same rank and size.
  * After dl_comm_finalize, such a process may start again, as another rank too. A process that a rank has started (not
  * forked) may become a rank of another job in this way. */
 
@@ -174,7 +175,7 @@ typedef struct dl_comm_store {
   const char* (*error)(void* context);
 } dl_comm_store_t;
 
-/* As dl_comm_init_mpi: makes this process rank `rank` (from 0) of `nranks` on this host, by `store`. The structure is
+/* As dl_comm_init_mpi: makes this process rank `rank` (from 0) of `nranks`, by `store`. The structure is
  * copied; its functions and its context must stay valid until dl_comm_finalize or a failure of this function. Keys
  * begin with "dl_comm/". Waits for the other ranks until the deadline of DL_COMM_TIMEOUT_S; the error names those that
  * are missing. Collective. */

@@ -1,4 +1,4 @@
-"""Plain processes become ranks by DL_COMM_RANK, DL_COMM_SIZE and DL_COMM_ADDR, or by a store of the program: no MPI."""
+"""Plain processes become ranks by DL_COMM_RANK, DL_COMM_SIZE and DL_COMM_ADDR, or by a store of the program."""
 
 from __future__ import annotations
 
@@ -141,11 +141,26 @@ def test_disagreements_end_the_start_on_all_ranks(ranks: Ranks) -> None:
     for env, text in (
         ({"DL_COMM_SIZE": "3"}, "rank 1 was started as one of 3 ranks"),
         ({"DL_COMM_CHUNK_KB": "-1"}, "DL_COMM_CHUNK_KB is '-1'"),
-        ({"DL_COMM_SHM_DIR": "/tmp"}, "on several hosts"),
     ):
         processes = [ranks.start(rank, 2, f"start_fails({text!r})", env if rank else None) for rank in (0, 1)]
         for process in processes:
             ranks.succeeds(process)
+
+
+def test_ranks_without_common_memory_are_on_different_hosts(ranks: Ranks, tmp_path: Path) -> None:
+    """They start MPI for their messages."""
+    text = """
+for start in range(2):
+    dl_comm.init()
+    assert (dl_comm.num_hosts(), dl_comm.local_size()) == (2, 1)
+    assert json.loads(_dl_comm.describe())["mpi"]["initialized"]
+    check_mean()
+    dl_comm.finalize()
+"""
+    folders = ["/dev/shm", str(tmp_path)]
+    processes = [ranks.start(rank, 2, text, {"DL_COMM_SHM_DIR": folders[rank]}) for rank in range(2)]
+    for process in processes:
+        ranks.succeeds(process)
 
 
 def test_a_wrong_key_is_refused(ranks: Ranks) -> None:

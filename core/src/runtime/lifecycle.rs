@@ -38,7 +38,7 @@ pub fn start() -> Result<()> {
     start_by(|config| {
         let lookup = |name: &str| std::env::var(name).ok();
         match Rendezvous::from_lookup(lookup)? {
-            Some(rendezvous) if !config.alone && !launcher::launched(lookup) && !launcher::is_started() => {
+            Some(rendezvous) if !config.alone && !launcher::launched(lookup) && !launcher::is_started_by_others() => {
                 connect_by_address(&rendezvous, config)
             }
             _ => launcher::connect(config),

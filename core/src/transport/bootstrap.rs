@@ -10,7 +10,9 @@ use super::store::Store;
 use super::wait_context::WaitContext;
 use super::{HostLink, NetworkModel};
 use crate::codec::encode;
+use crate::config::Config;
 use crate::error::Result;
+use crate::topology::Topology;
 
 /// The most bytes of a record in [`Bootstrap::allgather`].
 pub const MAX_RECORD: usize = 2048;
@@ -56,11 +58,11 @@ pub trait Bootstrap: Send + Sync {
     /// The key-value store of all ranks, if there is one already. Otherwise the job serves one.
     fn store(&self) -> Option<Arc<dyn Store>>;
 
-    /// The network between hosts; asked for only by jobs on several hosts.
+    /// The network between hosts; asked for only by jobs on several hosts, once. May be collective.
     ///
     /// # Errors
     /// [`crate::error::Error::Network`] if the ranks cannot use one.
-    fn network(&self) -> Result<Arc<dyn Network>>;
+    fn network(&self, topology: &Topology, config: &Config) -> Result<Arc<dyn Network>>;
 
     /// Whether the library of a launcher is behind it: it cannot be started again in this process, and child processes
     /// must not inherit its connection.
@@ -69,11 +71,12 @@ pub trait Bootstrap: Send + Sync {
     /// Whether this process must call [`Bootstrap::finish`] before it ends.
     fn ends_together(&self) -> bool;
 
-    /// Waits until all ranks have called it; no other function may be called afterwards. Collective.
+    /// Waits until all ranks have called it; no other function may be called afterwards. On several hosts it calls
+    /// `all_here` when all ranks are here, before any of them returns. Collective.
     ///
     /// # Errors
     /// As for [`Bootstrap::allgather`].
-    fn finish(&self, wait_ctx: &WaitContext<'_>) -> Result<()>;
+    fn finish(&self, all_here: &dyn Fn(), wait_ctx: &WaitContext<'_>) -> Result<()>;
 
     /// Ends without the other ranks, which may never come.
     fn leave(&self);

@@ -43,7 +43,8 @@ pub struct Job {
     pub(super) groups: Arc<GroupMemory>,
     /// How many groups this process has made, by name and members.
     pub(super) generations: Mutex<HashMap<u64, u64>>,
-    detector: Option<FailureDetector>,
+    /// Until all ranks have come to the end.
+    detector: Mutex<Option<FailureDetector>>,
     /// An error that left the ranks out of sync while a group of all ranks was created: no further one can be created.
     poisoned: OnceLock<Error>,
     left: AtomicBool,
@@ -99,7 +100,7 @@ impl Job {
             processors,
             groups,
             generations: Mutex::default(),
-            detector,
+            detector: Mutex::new(detector),
             poisoned: OnceLock::new(),
             left: AtomicBool::new(false),
         })
@@ -108,7 +109,7 @@ impl Job {
     fn make(ranks: &Ranks, served: &Result<Option<Served>>) -> Result<Parts> {
         let topology = &ranks.topology;
         let several_hosts = topology.hosts() > 1;
-        let network = several_hosts.then(|| ranks.bootstrap.network()).transpose()?;
+        let network = several_hosts.then(|| ranks.bootstrap.network(topology, &ranks.config)).transpose()?;
         let make = |wait_ctx: &WaitContext<'_>| {
             let (processors, store_addresses) = agree_on_start(ranks, served, wait_ctx)?;
             let arenas = make_arenas(ranks, wait_ctx)?;
@@ -227,11 +228,13 @@ impl Job {
         if !bootstrap.ends_together() {
             return Ok(false);
         }
+        // From now on, the end of a rank is no failure.
+        let all_here = || drop(lock(&self.detector).take());
         // A network may not survive messages to a host with an exited rank.
         let lost = failure.filter(|error| self.network.is_some() && matches!(error, Error::PeerLost(_)));
         let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.in_step_with("finalize", meanwhile, |wait_ctx| bootstrap.finish(wait_ctx)),
+            None => self.in_step_with("finalize", meanwhile, |wait_ctx| bootstrap.finish(&all_here, wait_ctx)),
         };
         outcome.map(|()| true).inspect_err(|_| self.leave())
     }
@@ -240,7 +243,7 @@ impl Job {
 impl Drop for Job {
     fn drop(&mut self) {
         if self.left.load(Ordering::Relaxed) {
-            self.detector.iter_mut().for_each(FailureDetector::mark_aborted);
+            lock(&self.detector).iter_mut().for_each(FailureDetector::mark_aborted);
         }
     }
 }

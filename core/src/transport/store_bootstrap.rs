@@ -1,16 +1,19 @@
-//! The bootstrap of a job whose processes only share a [`Store`]: no launcher, no library. One host.
+//! The bootstrap of a job whose processes only share a [`Store`]. On one host, no library is started; on several, that
+//! of the network.
 //!
 //! Rank 0 names the job by a random number, under which all its keys are, so that jobs that use one store one after the
 //! other do not see each other's keys. The others find that name, and say that they are there.
 //! Thread rule: that of [`Bootstrap`].
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Network};
+use super::launcher::{StartedNetwork, prepare_start, start_network};
+use super::ranks::{agreed, proposal};
 use super::store::{MemoryStore, POLL_INTERVAL, PrefixStore, Store, allgather, missing_ranks};
 use super::tcp_store::{ServedStore, TcpStore};
 use super::wait_context::{WaitContext, with_limits};
@@ -18,6 +21,7 @@ use crate::codec::{decode, encode};
 use crate::config::{Config, Rendezvous};
 use crate::error::{Error, Result};
 use crate::signals;
+use crate::topology::Topology;
 
 /// The key of the job's name.
 const JOB: &str = "dl_comm/job";
@@ -33,6 +37,8 @@ type Outcome = std::result::Result<(), (i32, String)>;
 struct StoreBootstrap {
     rank: usize,
     size: usize,
+    /// The random name of the job.
+    name: String,
     /// The store of all jobs.
     root: Arc<dyn Store>,
     /// The keys of this job.
@@ -40,6 +46,8 @@ struct StoreBootstrap {
     num_exchanges: AtomicU64,
     num_bytes: AtomicU64,
     finished: AtomicBool,
+    /// The network between hosts, once it is started.
+    network: OnceLock<StartedNetwork>,
 }
 
 /// Makes this process rank `rank` of `size` by `store`. Collective.
@@ -95,9 +103,12 @@ fn limited(
     config: &Config,
     work: impl FnOnce(&WaitContext<'_>) -> Result<StoreBootstrap>,
 ) -> Result<Arc<dyn Bootstrap>> {
-    let interrupted = || signals::interrupted().then(|| Error::PeerLost("init_mpi was interrupted by a signal".into()));
-    let joined = with_limits("init_mpi", config.timeout, config.stall_warn, &interrupted, work)?;
+    let joined = with_limits("init_mpi", config.timeout, config.stall_warn, &interruption, work)?;
     Ok(Arc::new(joined))
+}
+
+fn interruption() -> Option<Error> {
+    signals::interrupted().then(|| Error::PeerLost("init_mpi was interrupted by a signal".into()))
 }
 
 fn here(rank: usize) -> String {
@@ -127,10 +138,11 @@ fn join(
         };
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(Arc::clone(&root), prefix(&name)));
         let (num_exchanges, num_bytes, finished) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
-        let bootstrap = StoreBootstrap { rank, size, root, store, num_exchanges, num_bytes, finished };
+        let network = OnceLock::new();
+        let bootstrap = StoreBootstrap { rank, size, name, root, store, num_exchanges, num_bytes, finished, network };
         if rank == 0 {
-            bootstrap.assemble(&name, wait_ctx)?;
-        } else if !bootstrap.announce(&name, wait_ctx)? {
+            bootstrap.assemble(wait_ctx)?;
+        } else if !bootstrap.announce(wait_ctx)? {
             continue;
         }
         return Ok(bootstrap);
@@ -167,11 +179,11 @@ fn find_job(root: &dyn Store, rank: usize, wait_ctx: &WaitContext<'_>) -> Result
 
 impl StoreBootstrap {
     /// Rank 0: names the job, and waits for the others.
-    fn assemble(&self, name: &str, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    fn assemble(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let (store, size) = (&*self.store, self.size);
         let size_bytes = encode(&size)?;
         store.set(&here(0), &size_bytes, wait_ctx)?;
-        self.root.set(JOB, name.as_bytes(), wait_ctx)?;
+        self.root.set(JOB, self.name.as_bytes(), wait_ctx)?;
         let awaited = || missing_ranks(store, size, here);
         let arrives = |rank: usize| {
             let theirs: usize = decode(&store.wait_for(&here(rank), wait_ctx, &awaited)?)?;
@@ -186,9 +198,9 @@ impl StoreBootstrap {
         outcome
     }
 
-    /// Another rank: says that it is there, and waits for rank 0. Returns whether job `name` has started; else rank 0
+    /// Another rank: says that it is there, and waits for rank 0. Returns whether this job has started; else rank 0
     /// has started another one.
-    fn announce(&self, name: &str, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+    fn announce(&self, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let store = &*self.store;
         store.set(&here(self.rank), &encode(&self.size)?, wait_ctx)?;
         let awaited = || missing_ranks(store, self.size, here);
@@ -203,7 +215,7 @@ impl StoreBootstrap {
                 Err(error) => return Err(error),
             }
             wait_ctx.check(Duration::ZERO, &awaited)?;
-            if self.root.try_get(JOB, wait_ctx)?.as_deref() != Some(name.as_bytes()) {
+            if self.root.try_get(JOB, wait_ctx)?.as_deref() != Some(self.name.as_bytes()) {
                 return Ok(false);
             }
         }
@@ -252,12 +264,18 @@ impl Bootstrap for StoreBootstrap {
         Some(Arc::clone(&self.store))
     }
 
-    fn network(&self) -> Result<Arc<dyn Network>> {
-        Err(Error::Network(
-            "the ranks are on several hosts, and dl_comm sends between hosts only if the launcher of its message library \
-             has started them: use dl-comm-run, mpiexec or srun"
-                .into(),
-        ))
+    fn network(&self, topology: &Topology, config: &Config) -> Result<Arc<dyn Network>> {
+        let network = with_limits("init_mpi", config.timeout, config.stall_warn, &interruption, |wait_ctx| {
+            // A rank that fails before the library starts must not leave the others waiting in it.
+            let prepared = prepare_start(topology);
+            let way = prepared.as_ref().map_or(String::new(), |prepared| prepared.way());
+            self.agree(&way, prepared.as_ref().map(drop).map_err(Error::clone), wait_ctx)?;
+            let started = start_network(prepared?, &self.name, topology, Arc::clone(&self.store), config, wait_ctx);
+            let outcome = started.as_ref().map(drop).map_err(Error::clone);
+            self.agree("", outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
+            started
+        })?;
+        self.network.get_or_init(|| network).network()
     }
 
     fn uses_launcher(&self) -> bool {
@@ -268,7 +286,39 @@ impl Bootstrap for StoreBootstrap {
         true
     }
 
-    fn finish(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    fn finish(&self, all_here: &dyn Fn(), wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let Some(network) = self.network.get() else { return self.end(wait_ctx) };
+        network.barrier(wait_ctx)?;
+        all_here();
+        // The barrier's last messages may need help to leave.
+        let waits = || {
+            network.progress();
+            wait_ctx.check(Duration::ZERO, &|| "the end of the other ranks".into()).err()
+        };
+        with_limits("finalize", None, None, &waits, |ctx| self.end(ctx))
+    }
+
+    fn leave(&self) {
+        self.network.get().into_iter().for_each(StartedNetwork::leave);
+    }
+}
+
+impl StoreBootstrap {
+    /// Returns if all ranks have succeeded, in the same `way`. Collective.
+    fn agree(&self, way: &str, outcome: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let records = self.allgather(&proposal(way, outcome), MAX_RECORD, wait_ctx)?;
+        let names: Vec<String> = (0..self.size).map(|rank| format!("rank {rank}")).collect();
+        match agreed::<()>(&records, |rank| &names[rank]) {
+            Err(Error::Mismatch(ways)) => Err(Error::Network(format!(
+                "the message library runs already in some of the processes, which are on several hosts, and the others \
+                 cannot join it: start all of them again\n{ways}"
+            ))),
+            outcome => outcome.map(drop),
+        }
+    }
+
+    /// Waits until all ranks have called it, and removes their keys.
+    fn end(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let (store, size) = (&*self.store, self.size);
         let [end, gone] = ["end", "gone"].map(|step| move |rank: usize| format!("{step}/{rank}"));
         self.finished.store(true, Ordering::Relaxed);
@@ -291,8 +341,6 @@ impl Bootstrap for StoreBootstrap {
         let keys = (0..size).flat_map(|rank| [end(rank), gone(rank)]).chain(["ended".to_owned()]);
         keys.into_iter().try_for_each(|key| store.delete(&key, wait_ctx))
     }
-
-    fn leave(&self) {}
 }
 
 impl Drop for StoreBootstrap {
@@ -343,7 +391,7 @@ mod tests {
                         let records = limits(|ctx| job.allgather(&[rank as u8, round], 2, ctx)).unwrap();
                         assert_eq!(records, (0..size as u8).map(|rank| vec![rank, round]).collect::<Vec<_>>());
                     }
-                    limits(|ctx| job.finish(ctx)).unwrap();
+                    limits(|ctx| job.finish(&|| {}, ctx)).unwrap();
                 }
             });
             assert_eq!(store.keys(), [""; 0]);
@@ -361,7 +409,7 @@ mod tests {
             thread::sleep(Duration::from_millis(if rank == 0 { 50 } else { 0 }));
             connect_by_store(rank, 3, &store, &within(60.0)).unwrap()
         });
-        on_ranks(3, |rank| limits(|ctx| jobs[rank].finish(ctx)).unwrap());
+        on_ranks(3, |rank| limits(|ctx| jobs[rank].finish(&|| {}, ctx)).unwrap());
     }
 
     #[test]
@@ -389,8 +437,9 @@ mod tests {
         let store = memory();
         let jobs = on_ranks(3, |rank| connect_by_store(rank, 3, &store, &within(60.0)).unwrap());
         let soon = Some(Duration::from_millis(300));
-        let errors =
-            on_ranks(2, |rank| with_limits("the end", soon, None, &|| None, |ctx| jobs[rank].finish(ctx)).unwrap_err());
+        let errors = on_ranks(2, |rank| {
+            with_limits("the end", soon, None, &|| None, |ctx| jobs[rank].finish(&|| {}, ctx)).unwrap_err()
+        });
         assert!(errors.iter().all(|error| error.to_string().ends_with("for rank 2")), "{errors:?}");
     }
 }

@@ -13,6 +13,7 @@ use super::{clock_offset, launcher, lifetime, probe};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lock::lock;
+use crate::topology::Topology;
 use crate::transport::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Network};
 use crate::transport::messages::MessageNetwork;
 use crate::transport::store::Store;
@@ -42,7 +43,7 @@ pub fn connect(config: &Config) -> Result<Arc<dyn Bootstrap>> {
     }
     let lookup = |name: &str| std::env::var(name).ok();
     launcher::check_connection(lookup)?;
-    let threading = lifetime::start(config)?;
+    let threading = lifetime::start(config, None)?;
     let adopted = !lifetime::is_owned();
     let duplicated =
         with_limits("init_mpi", config.timeout, config.stall_warn, &|| None, |ctx| Comm::world().duplicate(ctx));
@@ -97,7 +98,7 @@ impl Bootstrap for MpiBootstrap {
         None
     }
 
-    fn network(&self) -> Result<Arc<dyn Network>> {
+    fn network(&self, _topology: &Topology, _config: &Config) -> Result<Arc<dyn Network>> {
         // An adopted MPI may be called by its owner at any time, so serializing our own threads is not enough.
         let needed = if self.adopted { Threading::Multiple } else { Threading::Serialized };
         if self.threading < needed {
@@ -107,7 +108,7 @@ impl Bootstrap for MpiBootstrap {
                 self.threading
             )));
         }
-        Ok(Arc::new(MpiNetwork { comm: Arc::clone(&self.comm), max_tag: self.comm.max_tag()? }))
+        Ok(Arc::new(MpiNetwork::new(Arc::clone(&self.comm))?))
     }
 
     fn uses_launcher(&self) -> bool {
@@ -119,8 +120,11 @@ impl Bootstrap for MpiBootstrap {
         lifetime::is_owned()
     }
 
-    fn finish(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.comm.barrier(wait_ctx)
+    fn finish(&self, all_here: &dyn Fn(), wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.comm.barrier(wait_ctx)?;
+        // No rank ends before MPI_Finalize, which waits for all.
+        all_here();
+        Ok(())
     }
 
     /// Leaves MPI unfinalized, because other ranks may never call MPI_Finalize.
@@ -139,9 +143,18 @@ impl Drop for MpiBootstrap {
     }
 }
 
-struct MpiNetwork {
+/// Messages between the ranks of a communicator.
+pub(super) struct MpiNetwork {
     comm: Arc<Comm>,
     max_tag: usize,
+}
+
+impl MpiNetwork {
+    /// The network of `comm`, whose ranks are those of the job.
+    pub(super) fn new(comm: Arc<Comm>) -> Result<MpiNetwork> {
+        let max_tag = comm.max_tag()?;
+        Ok(MpiNetwork { comm, max_tag })
+    }
 }
 
 impl Network for MpiNetwork {

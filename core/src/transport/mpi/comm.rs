@@ -128,6 +128,16 @@ impl Comm {
         self.wait(&mut [request], wait_ctx, "the other ranks")
     }
 
+    /// Moves messages along that are sent already.
+    pub fn progress(&self) -> Result<()> {
+        let mut found = 0;
+        // SAFETY: constants of the library, and a valid flag.
+        self.call(|| unsafe {
+            let (source, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
+            ffi::MPI_Iprobe(source, tag, self.raw, &mut found, ffi::RSMPI_STATUS_IGNORE)
+        })
+    }
+
     /// The largest tag of a message.
     pub fn max_tag(&self) -> Result<usize> {
         let mut value: *mut c_int = std::ptr::null_mut();

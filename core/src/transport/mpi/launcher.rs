@@ -23,6 +23,15 @@ const SIZES: [(&str, &str); 8] = [
     ("FLUX_JOB_SIZE", "Flux"),
     ("SLURM_STEP_NUM_TASKS", "srun"),
 ];
+/// Variables of a rank and of the number of ranks.
+const POSITIONS: [(&str, &str); 6] = [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PALS_RANKID", "PALS_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+    ("PMIX_RANK", "SLURM_NTASKS"),
+];
 /// Prefix of MPICH's segment names.
 const SEGMENT: &str = "mpich_shm_";
 /// Minimum age of a stale segment.
@@ -86,6 +95,12 @@ pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> 
 /// Whether a launcher started this process.
 pub fn launched(lookup: impl Fn(&str) -> Option<String>) -> bool {
     ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID"].iter().any(|name| lookup(name).is_some())
+}
+
+/// The rank and the number of ranks that the launcher's variables give this process.
+pub fn position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usize, usize)> {
+    let number = |name: &str| lookup(name)?.trim().parse::<usize>().ok();
+    POSITIONS.iter().find_map(|(rank, size)| Some((number(rank)?, number(size)?)))
 }
 
 /// A hash of the launcher's variables; differs between launchers.

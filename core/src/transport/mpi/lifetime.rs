@@ -13,7 +13,7 @@ use mpi::environment::{
 use mpi::ffi;
 use serde::Serialize;
 
-use super::startup::StartupWatch;
+use super::startup::{MissingRanks, StartupWatch};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -30,17 +30,18 @@ unsafe impl Send for OwnedMpi {}
 
 static OWNED: Mutex<Option<OwnedMpi>> = Mutex::new(None);
 
-/// Initializes MPI, or adopts an initialized one. Returns the granted thread level.
+/// Initializes MPI, or adopts an initialized one. Returns the granted thread level. `missing` names the ranks that MPI
+/// waits for.
 ///
 /// # Errors
 /// [`Error::State`] when MPI is already finalized; [`Error::System`].
-pub fn start(config: &Config) -> Result<Threading> {
+pub fn start(config: &Config, missing: Option<MissingRanks>) -> Result<Threading> {
     if is_finalized() {
         return Err(Error::State("MPI is finalized already and cannot be started again in this process".into()));
     }
     let mut owned_mpi = lock(&OWNED);
     // MPI_Init waits for all ranks without a deadline.
-    let _watch = StartupWatch::start("MPI_Init", config.stall_warn, config.timeout)?;
+    let _watch = StartupWatch::start("MPI_Init", config.stall_warn, config.timeout, missing)?;
     match initialize_with_threading(Threading::Multiple) {
         Some((universe, granted)) => {
             *owned_mpi = Some(OwnedMpi(universe));
@@ -69,7 +70,7 @@ pub fn leak() {
 pub fn end() {
     let Some(owned_mpi) = lock(&OWNED).take() else { return };
     // After a failure, MPI_Finalize may wait for messages that never arrive.
-    let watch = StartupWatch::start("MPI_Finalize", None, Some(FINALIZE_TIMEOUT));
+    let watch = StartupWatch::start("MPI_Finalize", None, Some(FINALIZE_TIMEOUT), None);
     drop(owned_mpi);
     if let Err(error) = watch {
         log_line(&error.to_string());

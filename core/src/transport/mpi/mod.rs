@@ -8,15 +8,19 @@
 pub const NAME: &str = "mpi";
 
 mod bootstrap;
+mod by_store;
 mod clock_offset;
 mod comm;
 mod launcher;
 mod lifetime;
 mod link;
 mod messages;
+mod pmi;
+mod pmi_server;
 mod probe;
 mod startup;
 
 pub use bootstrap::connect;
+pub use by_store::{PreparedStart, StartedNetwork, is_started_by_others, prepare_start, start_network};
 pub use launcher::{identity, launched, leave_launcher};
-pub use lifetime::{LibraryInfo, end, is_started, library_info};
+pub use lifetime::{LibraryInfo, end, library_info};

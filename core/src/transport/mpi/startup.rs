@@ -16,6 +16,9 @@ use crate::transport::process::stat_fields;
 /// The name of the thread.
 const NAME: &str = "dlcomm-start";
 
+/// Names the ranks that a call waits for.
+pub type MissingRanks = Box<dyn Fn() -> String + Send>;
+
 /// Watches a call from [`StartupWatch::start`] until it is dropped.
 pub struct StartupWatch {
     stop: Option<Sender<()>>,
@@ -24,11 +27,17 @@ pub struct StartupWatch {
 
 impl StartupWatch {
     /// Starts watching `function`. After `warn` it logs the missing ranks; after `timeout` it ends the process with
-    /// status 1.
+    /// status 1. `missing` names the missing ranks, instead of what /proc shows.
     ///
     /// # Errors
     /// [`Error::System`] when the thread cannot be started.
-    pub fn start(function: &'static str, warn: Option<Duration>, timeout: Option<Duration>) -> Result<StartupWatch> {
+    pub fn start(
+        function: &'static str,
+        warn: Option<Duration>,
+        timeout: Option<Duration>,
+        missing: Option<MissingRanks>,
+    ) -> Result<StartupWatch> {
+        let missing_ranks = missing.unwrap_or_else(|| Box::new(missing_ranks));
         let (stop, stopped) = channel::<()>();
         let from = Instant::now();
         let watch = move || {
@@ -180,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_watch_is_visible_and_ends() {
-        let watch = StartupWatch::start("a call", Some(Duration::from_secs(100)), None).unwrap();
+        let watch = StartupWatch::start("a call", Some(Duration::from_secs(100)), None, None).unwrap();
         let me = std::process::id().cast_signed();
         while !has_started(me) {
             std::thread::yield_now();

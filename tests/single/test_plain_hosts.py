@@ -1,0 +1,177 @@
+"""Plain processes on two "hosts" (network namespaces): they start MPI through their store, without a launcher."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dl_comm
+from hosts import Hosts, possible
+
+TESTS = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
+
+HEAD = """
+import json, os, signal, subprocess, sys, threading, time
+import numpy as np
+import dl_comm
+from dl_comm import _dl_comm
+def check_mean():
+    for count in (3, 300_000):
+        (mean,) = dl_comm.gradients([np.full(count, dl_comm.get_rank(), np.float32)])
+        assert (mean == (dl_comm.get_nranks() - 1) / 2).all(), mean
+def fine(): os.write(1, b"fine\\n")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+@pytest.mark.parametrize("per_host", [1, 2, (2, 1), (1, 3)])
+def test_every_collective_and_message(two: Hosts, tmp_path: Path, per_host: int | tuple[int, int]) -> None:
+    package = Path(dl_comm.__file__).parent
+    links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]
+    for name in ("collectives", "p2p"):
+        binary = tmp_path / name
+        source = str(TESTS / "c" / f"{name}.c")
+        subprocess.run(["cc", f"-I{dl_comm.get_include()}", source, "-o", str(binary), *links], check=True, timeout=60)
+        finished = two.ranks(per_host, [str(binary)], 100)
+        assert finished.returncode == 0, finished.output
+
+
+def test_a_process_starts_again_with_the_mpi_that_it_has(two: Hosts, program: Path) -> None:
+    """Its children are not ranks, and nothing of the start stays."""
+    program.write_text(
+        HEAD
+        + """
+counts = None
+for start in range(4):
+    dl_comm.init()
+    assert (dl_comm.get_nranks(), dl_comm.num_hosts(), dl_comm.local_size()) == (4, 2, 2)
+    assert json.loads(_dl_comm.describe())["mpi"]["initialized"]
+    check_mean()
+    assert not [name for name in _dl_comm.environment() if name.startswith(b"PMI_")]
+    child = "import dl_comm; dl_comm.init(); print(dl_comm.get_rank(), dl_comm.get_nranks())"
+    output = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+    assert output.split() == [str(dl_comm.get_rank()), "4"], output
+    dl_comm.finalize()
+    now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    counts = counts or now
+    assert now == counts, (start, now, counts)
+assert not [name for name in os.listdir("/dev/shm")], os.listdir("/dev/shm")
+fine()
+"""
+    )
+    finished = two.ranks(2, [sys.executable, str(program)])
+    assert finished.output == "fine\n" * 4, finished.output
+
+
+def test_other_ranks_cannot_use_that_mpi(two: Hosts, program: Path) -> None:
+    program.write_text(
+        HEAD
+        + """
+dl_comm.init()
+check_mean()
+dl_comm.finalize()
+os.environ.update(DL_COMM_RANK=str(1 - dl_comm.get_rank()), DL_COMM_ADDR="10.77.0.2:29511")
+try: dl_comm.init()
+except dl_comm.CommError as error: assert "MPI runs in this process already, as rank" in str(error), error
+else: raise SystemExit("no error")
+fine()
+"""
+    )
+    finished = two.ranks(1, [sys.executable, str(program)])
+    assert finished.output == "fine\n" * 2, finished.output
+
+
+def test_a_rank_that_ends_makes_the_others_raise(two: Hosts, program: Path) -> None:
+    program.write_text(
+        HEAD
+        + """
+dl_comm.init()
+check_mean()
+if dl_comm.get_rank() == 3: os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+try:
+    while True: check_mean()
+except dl_comm.PeerLostError as error:
+    assert "rank 3" in str(error), error
+assert time.monotonic() - start < 20
+fine()
+os._exit(0)
+"""
+    )
+    finished = two.ranks(2, [sys.executable, str(program)])
+    assert finished.output.count("fine\n") == 3, finished.output
+
+
+def test_a_rank_that_ends_during_mpi_init_ends_the_start(two: Hosts, program: Path) -> None:
+    """The deadline ends the other rank, which names it."""
+    program.write_text(
+        HEAD
+        + """
+if os.environ["DL_COMM_RANK"] == "1":
+    os.environ["DL_COMM_TIMEOUT_S"] = "60"
+    def kill_in_mpi():  # the thread of the process manager
+        while "dlcomm-pmi" not in [open(f"/proc/self/task/{task}/comm").read().strip()
+                                   for task in os.listdir("/proc/self/task")]: pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=kill_in_mpi, daemon=True).start()
+dl_comm.init()
+"""
+    )
+    finished = two.ranks(1, [sys.executable, str(program)], env={"DL_COMM_TIMEOUT_S": "4"})
+    assert finished.returncode != 0
+    assert not finished.timed_out, finished.output
+    assert re.search("MPI_Init was not complete after 4 s .*waiting for (rank 1|ranks of other)", finished.output), (
+        finished.output
+    )
+
+
+def test_the_interface_is_that_of_dl_comm(two: Hosts, program: Path) -> None:
+    program.write_text(
+        HEAD
+        + """
+dl_comm.init()
+check_mean()
+now = _dl_comm.environment()
+assert (now[b"FI_TCP_IFACE"], now[b"UCX_NET_DEVICES"]) == (b"eth0", b"eth0,lo"), now
+fine()
+"""
+    )
+    settings = {"DL_COMM_SOCKET_IFNAME": "eth0", "UCX_NET_DEVICES": "eth0,lo"}
+    finished = two.ranks(1, [sys.executable, str(program)], env=settings)
+    assert finished.output == "fine\n" * 2, finished.output
+
+
+def test_a_store_under_a_launcher_uses_the_launchers_mpi(two: Hosts, program: Path) -> None:
+    """Such as that of torch.distributed in a program that mpiexec has started."""
+    program.write_text(
+        HEAD
+        + """
+torch = __import__("torch.distributed")
+from dl_comm._process import start_by_store
+rank, size = int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
+store = torch.distributed.TCPStore("10.77.0.1", 29512, size, rank == 0)
+start_by_store(store, rank, size)
+dl_comm.init()
+assert dl_comm.num_hosts() == 2
+check_mean()
+assert not [name for name in os.environ if name.startswith("PMI_")]
+dl_comm.finalize()
+try: start_by_store(store, rank, size)
+except dl_comm.CommError as error: assert "MPI is finalized already" in str(error), error
+else: raise SystemExit("no error")
+fine()
+"""
+    )
+    pytest.importorskip("torch")
+    finished = two.launch(1, [sys.executable, str(program)])
+    assert finished.output.count("fine\n") == 2, finished.output
