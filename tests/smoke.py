@@ -12,9 +12,15 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 import dl_comm as mc
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS, BATCH, WIDTH = 5, 4, 3
 
@@ -40,11 +46,32 @@ def with_torch(x: np.ndarray, y: np.ndarray, part: slice) -> tuple[np.ndarray, n
         return layer.weight.detach().numpy()
 
     layers = []
-    for seed in (1, 1):
+    for seed in (1, 1, 1):
         torch.manual_seed(seed)
         layers.append(torch.nn.Linear(WIDTH, 1).double())
-    ours, alone = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers)
-    return train(cdl.DistributedOptimizer(ours), layers[0], part), train(alone, layers[1], slice(None))
+    ours, alone, stock = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers)
+    expected = train(alone, layers[1], slice(None))
+    _train_stock(layers[2], lambda model: train(stock, model, part))
+    np.testing.assert_allclose(layers[2].weight.detach().numpy(), expected, rtol=1e-6)
+    return train(cdl.DistributedOptimizer(ours), layers[0], part), expected
+
+
+def _train_stock(layer: torch.nn.Module, train: Callable[[torch.nn.Module], object]) -> None:
+    """Trains with stock DistributedDataParallel on the backend of torch.distributed."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("dl_comm")
+    model = DistributedDataParallel(layer)
+    # The optimizer has the layer's parameters.
+    model.weight = layer.weight
+    train(model)
+    halves = dist.split_group(split_ranks=[[rank] for rank in range(dist.get_world_size())])
+    alone = torch.ones(1)
+    dist.all_reduce(alone, group=halves)
+    assert alone.item() == 1
+    dist.destroy_process_group()
 
 
 def with_tensorflow(x: np.ndarray, y: np.ndarray, part: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ Thread rule: as ``torch.distributed``, which makes process groups on one thread.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -82,10 +83,17 @@ def _load_library() -> None:
             "'python -m dl_comm.build --force'"
         )
     check_one_core(path, ops.core_id())
+    # Runs before dl_comm's own exit handler, which ends the calls in flight.
+    atexit.register(_close_pool, os.getpid())
     backend_class: Any = torch._C._distributed_c10d.Backend
     if not hasattr(backend_class, "perform_nocolor_split"):
         # torch calls it on the processes outside of a group that is split off; only the members of a group make it.
         backend_class.perform_nocolor_split = _do_nothing
+
+
+def _close_pool(pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has none of the threads
+        torch.ops.dl_comm_c10d.close_pool()
 
 
 def _do_nothing(_backend: Any, _device: Any) -> None:

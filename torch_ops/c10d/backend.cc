@@ -185,7 +185,7 @@ void Backend::wait_for_started() {
 }
 
 WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds timeout) {
-  ++number_;
+  const uint64_t number = ++number_;
   const bool on_gpu = call.device().is_cuda();
   // In this mode torch's graphs keep the Work of every call.
   if (!is_async && !is_coalescing() && !::c10d::allow_inflight_collective_as_graph_input()) {
@@ -209,8 +209,8 @@ WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds time
     order(current_stream(call.device()), *stream);
     device = core_device(*stream);
   }
-  auto state = std::make_shared<CallState>(std::move(call), stream);
-  auto work = c10::make_intrusive<CallWork>(getRank(), type, number_, state);
+  auto state = std::make_shared<CallState>(std::move(call), number, futures_, stream);
+  auto work = c10::make_intrusive<CallWork>(getRank(), type, number, state);
   auto request = state->call.describe(seconds(timeout));
   if (on_gpu) request.device = &device;
   auto* const shared = new std::shared_ptr<CallState>(state);
@@ -552,7 +552,7 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
   else
     call.add(at::Tensor(), memory, memory);
   call.outputs = {tensor};
-  auto state = std::make_shared<CallState>(std::move(call), std::nullopt);
+  auto state = std::make_shared<CallState>(std::move(call), 0, nullptr, std::nullopt);
   state->expected_bytes = memory.nbytes();
   auto work = c10::make_intrusive<CallWork>(getRank(), type, 0, state);
   dl_comm_message_t message{};

@@ -113,6 +113,7 @@ class Backend final : public ::c10d::Backend {
   std::atomic<Milliseconds> timeout_;
   std::atomic<uint64_t> number_{0};
   std::atomic<int> failure_{0};
+  const std::shared_ptr<FutureQueue> futures_ = std::make_shared<FutureQueue>();
   CommStreams streams_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<CallState>> started_;

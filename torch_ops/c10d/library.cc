@@ -10,6 +10,7 @@
 
 #include "backend.h"
 #include "dl_comm.h"
+#include "pool.h"
 
 namespace {
 
@@ -40,6 +41,7 @@ std::string torch_version() {
 TORCH_LIBRARY(dl_comm_c10d, library) {
   library.def("attach(__torch__.torch.classes.c10d.ProcessGroup holder, int[] ranks, str name, float timeout) -> ()",
               &attach);
+  library.def("close_pool() -> ()", &dl_comm::c10d_backend::close_pool);
   library.def("core_id() -> int", &core_id);
   library.def("torch_version() -> str", &torch_version);
 }

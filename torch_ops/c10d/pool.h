@@ -11,4 +11,8 @@ namespace dl_comm::c10d_backend {
 // Thread rule: any thread. `task` must not throw.
 void run_on_pool(std::function<void()> task);
 
+// Before the interpreter ends: waits a second for the running tasks. Later tasks are not run, and what they hold is not
+// freed, since a thread that asks for the GIL then would be ended in the middle of C++ code.
+void close_pool();
+
 }  // namespace dl_comm::c10d_backend

@@ -30,12 +30,20 @@ double to_seconds(std::chrono::milliseconds time) {
   return time.count() > 0 ? static_cast<double>(time.count()) / 1e3 : 0;
 }
 
-CallState::CallState(Call call, std::optional<c10::Stream> stream) : call(std::move(call)), stream_(stream) {}
+CallState::CallState(Call call, uint64_t number, std::shared_ptr<FutureQueue> queue, std::optional<c10::Stream> stream)
+    : call(std::move(call)),
+      number_(number),
+      queue_(std::move(queue)),
+      nested_(queue_ != nullptr && FutureQueue::in_callback()),
+      stream_(stream) {
+  if (nested_) queue_->begin_nested();
+}
 
 CallState::~CallState() { dl_comm_work_free(handle); }
 
 void CallState::end(const std::shared_ptr<CallState>& self, int code, const char* message) {
-  bool needs_pool = false;
+  bool has_future = false;
+  bool dropped = false;
   std::function<void()> at_end;
   {
     const std::lock_guard<std::mutex> lock(self->mutex_);
@@ -51,18 +59,19 @@ void CallState::end(const std::shared_ptr<CallState>& self, int code, const char
       }
     }
     self->ended_ = true;
-    needs_pool = self->future_ || self->dropped_;
+    has_future = self->future_ != nullptr;
+    dropped = self->dropped_;
     at_end = std::move(self->on_end);
     self->changed_.notify_all();
   }
   if (at_end) at_end();
-  if (!needs_pool) return;
-  run_on_pool([self] {
-    if (self->future_)
-      self->complete(*self->future_);
-    else
-      self->finish_on_own_stream();
-  });
+  if (self->nested_) self->queue_->end_nested();
+  if (has_future && self->queue_ && !self->nested_)
+    self->queue_->advance();
+  else if (has_future)
+    run_on_pool([self] { FutureQueue::complete(*self); });
+  else if (dropped)
+    run_on_pool([self] { self->finish_on_own_stream(); });
 }
 
 void CallState::drop() {
@@ -136,27 +145,34 @@ std::exception_ptr CallState::error() {
 
 bool CallState::is_carried_out() const { return !event_ || event_->query(); }
 
-c10::intrusive_ptr<c10::ivalue::Future> CallState::future() {
+c10::intrusive_ptr<c10::ivalue::Future> CallState::future(const std::shared_ptr<CallState>& self) {
+  bool ended = false;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (future_) return future_;
-    const auto type = call.output_lists.empty() ? tensors_type() : c10::ListType::create(tensors_type());
-    const std::vector<c10::Device> devices(stream_ ? 1 : 0, call.device());
-    future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
-    if (!ended_) return future_;
+    const std::lock_guard<std::mutex> lock(self->mutex_);
+    if (self->future_) return self->future_;
+    const auto type = self->call.output_lists.empty() ? tensors_type() : c10::ListType::create(tensors_type());
+    const std::vector<c10::Device> devices(self->stream_ ? 1 : 0, self->call.device());
+    self->future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
+    ended = self->ended_;
   }
-  complete(*future_);
-  return future_;
+  if (self->queue_ && !self->nested_) {
+    self->queue_->add(self->number_, self);
+    // The call may have ended before it was in the queue.
+    self->queue_->advance();
+  } else if (ended) {
+    FutureQueue::complete(*self);
+  }
+  return self->future_;
 }
 
-void CallState::complete(c10::ivalue::Future& future) {
+void CallState::complete_future() {
   c10::OptionalStreamGuard guard;
   if (stream_) guard.reset_stream(*stream_);
   try {
     finish();
-    future.markCompleted(value());
+    future_->markCompleted(value());
   } catch (const std::exception&) {
-    future.setError(std::current_exception());
+    future_->setError(std::current_exception());
   }
 }
 
@@ -201,7 +217,7 @@ bool CallWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> CallWork::getFuture() { return state->future(); }
+c10::intrusive_ptr<c10::ivalue::Future> CallWork::getFuture() { return CallState::future(state); }
 
 WorkList::WorkList(Works works) : Work(-1, ::c10d::OpType::COALESCED), works_(std::move(works)) {}
 

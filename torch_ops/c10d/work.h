@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "call.h"
+#include "future_queue.h"
 
 namespace dl_comm::c10d_backend {
 
@@ -25,8 +26,9 @@ namespace dl_comm::c10d_backend {
 // Thread rule: any thread.
 class CallState {
  public:
-  // `stream`: on which a call on CUDA tensors runs.
-  CallState(Call call, std::optional<c10::Stream> stream);
+  // `queue` completes the Futures of the group; null for messages, whose order is free. `number` is the call's position
+  // there. `stream`: on which a call on CUDA tensors runs.
+  CallState(Call call, uint64_t number, std::shared_ptr<FutureQueue> queue, std::optional<c10::Stream> stream);
   ~CallState();
   CallState(const CallState&) = delete;
   CallState& operator=(const CallState&) = delete;
@@ -52,8 +54,11 @@ class CallState {
   // Whether the GPU has carried out a call that has ended.
   bool is_carried_out() const;
 
-  // The Future of the call: completed on the pool, or now if the call has ended.
-  c10::intrusive_ptr<c10::ivalue::Future> future();
+  // The Future of the call `self`, which is completed on the pool.
+  static c10::intrusive_ptr<c10::ivalue::Future> future(const std::shared_ptr<CallState>& self);
+
+  // Completes the Future of a call that has ended. Runs its callbacks.
+  void complete_future();
 
   // The rank that has sent the message of a receive that has ended.
   int source() const;
@@ -69,9 +74,12 @@ class CallState {
  private:
   // As `finish`, on the stream of the call, for a thread that has no stream of its own.
   void finish_on_own_stream();
-  void complete(c10::ivalue::Future& future);
   c10::IValue value() const;
 
+  const uint64_t number_;
+  const std::shared_ptr<FutureQueue> queue_;
+  // Whether the callback of another Future has started the call.
+  const bool nested_;
   const std::optional<c10::Stream> stream_;
   // Guards the fields that the core's thread changes.
   mutable std::mutex mutex_;
@@ -91,7 +99,7 @@ class CallState {
 // Thread rule: any thread.
 class CallWork final : public ::c10d::Work {
  public:
-  // `number`: which collective of the group this is, from 1; 0 for messages.
+  // `number`: as torch's sequence number of collectives; 0 for messages.
   CallWork(int rank, ::c10d::OpType type, uint64_t number, std::shared_ptr<CallState> state);
   ~CallWork() override;
 
