@@ -67,9 +67,9 @@ def _train_stock(layer: torch.nn.Module, train: Callable[[torch.nn.Module], obje
     # The optimizer has the layer's parameters.
     model.weight = layer.weight
     train(model)
-    halves = dist.split_group(split_ranks=[[rank] for rank in range(dist.get_world_size())])
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     alone = torch.ones(1)
-    dist.all_reduce(alone, group=halves)
+    dist.all_reduce(alone, group=groups[dist.get_rank()])
     assert alone.item() == 1
     dist.destroy_process_group()
 

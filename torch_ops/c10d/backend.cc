@@ -14,6 +14,9 @@ namespace {
 
 using OpType = ::c10d::OpType;
 
+// From here on, a broadcast for each rank is faster than an all-gather through a copy of all blocks.
+constexpr std::size_t kLongBlock = 256 << 10;
+
 const at::Tensor& only(const Tensors& tensors, const char* what) {
   if (tensors.size() != 1)
     throw_invalid(c10::str(what, ": a list of ", tensors.size(), " tensors; each rank has one tensor in a call"));
@@ -306,6 +309,8 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
   if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != input.numel())
     throw_invalid(c10::str("all_gather: the list of outputs has ", list.size(), " tensors for ", getSize(),
                            " ranks; tensor ", own, " must have the input's ", input.numel(), " elements"));
+  if (!options.asyncOp && !is_coalescing() && !is_adjacent(list) && is_even(list) && input.nbytes() >= kLongBlock)
+    return allgather_by_broadcasts(list, input, options);
   auto flat = flat_output(list);
   Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather", true);
   const auto sizes = lengths(list);
@@ -322,6 +327,21 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
   call.outputs = list;
   call.output_lists = outputs;
   return launch(std::move(call), OpType::ALLGATHER, options.asyncOp, options.timeout);
+}
+
+WorkPtr Backend::allgather_by_broadcasts(const Tensors& outputs, const at::Tensor& input,
+                                         const ::c10d::AllgatherOptions& options) {
+  for (int root = 0; root < getSize(); ++root) {
+    const auto& output = outputs[static_cast<std::size_t>(root)];
+    // In the order of the indices, as the input.
+    const auto memory = output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
+    Call call(DL_COMM_BROADCAST, "dl_comm:all_gather", true);
+    call.root = root;
+    call.add(root == getRank() ? without_overlap(input, memory, memory, input, 0) : memory, memory, memory);
+    if (!memory.is_same(output)) call.finish = [output, memory] { output.detach().copy_(memory); };
+    launch(std::move(call), OpType::ALLGATHER, false, options.timeout);
+  }
+  return nullptr;
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,

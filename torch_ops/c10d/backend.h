@@ -93,6 +93,9 @@ class Backend final : public ::c10d::Backend {
  private:
   // Runs a collective, to its end unless `is_async`.
   WorkPtr launch(Call call, ::c10d::OpType type, bool is_async, Milliseconds timeout);
+  // An all-gather of long blocks into tensors that do not lie one after the other.
+  WorkPtr allgather_by_broadcasts(const Tensors& outputs, const at::Tensor& input,
+                                  const ::c10d::AllgatherOptions& options);
   WorkPtr transfer(at::Tensor tensor, int peer, int tag, ::c10d::OpType type);
   // Adds a Work to those between startCoalescing and endCoalescing.
   WorkPtr started(c10::intrusive_ptr<CallWork> work);

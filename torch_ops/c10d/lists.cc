@@ -20,15 +20,6 @@ int64_t total(const std::vector<at::Tensor>& list) {
   return sum;
 }
 
-// Whether the tensors are contiguous and lie one after the other in one storage.
-bool is_adjacent(const std::vector<at::Tensor>& list) {
-  for (std::size_t i = 0; i < list.size(); ++i) {
-    if (!list[i].is_contiguous() || !list[i].is_alias_of(list[0])) return false;
-    if (i > 0 && begin_of(list[i]) != end_of(list[i - 1])) return false;
-  }
-  return true;
-}
-
 at::Tensor joined(const std::vector<at::Tensor>& list) { return list[0].detach().as_strided({total(list)}, {1}); }
 
 // Calls `visit` with every tensor of the list and its part of `flat`.
@@ -42,6 +33,14 @@ void for_each_part(const std::vector<at::Tensor>& list, const at::Tensor& flat, 
 }
 
 }  // namespace
+
+bool is_adjacent(const std::vector<at::Tensor>& list) {
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    if (!list[i].is_contiguous() || !list[i].is_alias_of(list[0])) return false;
+    if (i > 0 && begin_of(list[i]) != end_of(list[i - 1])) return false;
+  }
+  return true;
+}
 
 at::Tensor flat_input(const std::vector<at::Tensor>& list) {
   if (is_adjacent(list)) return joined(list);

@@ -16,6 +16,9 @@ struct Flat {
   std::function<void()> copy_back;
 };
 
+// Whether the tensors are contiguous and lie one after the other in one storage.
+bool is_adjacent(const std::vector<at::Tensor>& list);
+
 // For reading: the tensors' own memory if they lie one after the other, else a copy.
 at::Tensor flat_input(const std::vector<at::Tensor>& list);
 
