@@ -22,7 +22,7 @@ pub const MARK: &str = "DL_COMM_HELPER_OF";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StartedBy {
-    /// A launcher that starts MPI: mpiexec, srun, PALS.
+    /// A launcher that starts the message library: mpiexec, srun, PALS.
     Mpiexec,
     /// torchrun, by its store.
     Torchrun,

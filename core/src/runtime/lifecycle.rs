@@ -108,7 +108,7 @@ fn start_by(started_by: &Cell<StartedBy>, connect: impl FnOnce(&Config) -> Resul
                 log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
             let started_by = match started_by.get() {
-                // An unknown one, or whoever has initialized MPI.
+                // An unknown one, or whoever has initialized the message library.
                 StartedBy::None if job.ranks().topology.size() > 1 => StartedBy::Mpiexec,
                 known => known,
             };
