@@ -1,4 +1,4 @@
-"""The same training in actors of Ray: python examples/launch/ray_train.py."""
+"""The same training in actors of Ray: python examples/launch/ray_train.py [CHECKPOINT]."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Worker:
             found.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{found.getsockname()[1]}"
 
-    def train(self, rank: int, address: str, key: str) -> float:
+    def train(self, checkpoint: Path, rank: int, address: str, key: str) -> float:
         """Train as `rank`."""
-        return train(Path("/tmp/ray_model.pt"), 4, rank=rank, size=RANKS, address=address, key=key)
+        return train(checkpoint, 4, rank=rank, size=RANKS, address=address, key=key)
 
 
 ray.init()
 workers = [Worker.remote() for _ in range(RANKS)]
 address, key = ray.get(workers[0].address.remote()), secrets.token_hex()
-slopes = ray.get([worker.train.remote(rank, address, key) for rank, worker in enumerate(workers)])
+checkpoint = Path(sys.argv[1] if sys.argv[1:] else "model.pt").absolute()
+slopes = ray.get([worker.train.remote(checkpoint, rank, address, key) for rank, worker in enumerate(workers)])
 assert len(set(slopes)) == 1

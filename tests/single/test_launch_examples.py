@@ -60,11 +60,11 @@ train.train(train.Path({str(checkpoint)!r}), 4)
     assert re.findall(r"begin with epoch (\d)", finished.output) == ["0", "2"], finished.output
 
 
-def test_ray() -> None:
+def test_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    finished = run([sys.executable, str(LAUNCH / "ray_train.py")], 200, SETTINGS)
+    finished = run([sys.executable, str(LAUNCH / "ray_train.py"), str(tmp_path / "model.pt")], 200, SETTINGS)
     assert finished.returncode == 0, finished.output
-    assert "2 ranks, started by arguments" in finished.output, finished.output
+    assert "2 ranks, started by arguments, begin with epoch 0" in finished.output, finished.output
 
 
 def test_the_manifest_has_the_variables_of_an_indexed_job() -> None:
