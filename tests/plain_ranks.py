@@ -28,15 +28,21 @@ def start_fails(*names):
 """
 
 
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
 class Ranks:
     """Plain processes that run one script."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: list[subprocess.Popen[str]] = []
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{found.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
 
     def start(self, rank: int, size: int, text: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         script = self._folder / f"script{len(self._processes)}.py"
@@ -70,4 +76,5 @@ class Ranks:
 
 
 def segments() -> set[str]:
+    """The shared memory segments of dl_comm that have names."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("dl_comm")}

@@ -181,6 +181,10 @@ typedef struct dl_comm_store {
  * are missing. Collective. */
 int dl_comm_init_store(const dl_comm_store_t* store, int rank, int nranks);
 
+/* As dl_comm_init_store, by a store that rank 0 serves at `address`, "host:port". `key` is a secret of all ranks; NULL
+ * or "" if only this host can reach the address. */
+int dl_comm_init_address(const char* address, int rank, int nranks, const char* key);
+
 /* ---- Every collective, on a group ---------------------------------------------------------------------------------
  * A group is an ordered set of ranks. Its calls are matched by collective, operator, root, name, element types and
  * lengths. New functions return 0 or an error code, and their values through pointers. */
@@ -518,6 +522,9 @@ const char* dl_comm_version(void);
  * (the names of all environment variables), "unknown_variables" (set variables that begin with DL_COMM_ but are
  *   unknown, each with the nearest known name or null), and "settings" (the DL_COMM_* variables in their units) or
  *   "settings_error".
+ * - "launcher": who has made this process, or the one that it is a helper of, a rank: "mpiexec" (any launcher that
+ *   starts MPI), "torchrun", "kubernetes", "variables", "arguments" (dl_comm_init_address), "store", or "none"; null
+ *   before.
  * - After dl_comm_init_mpi also "rank", "size", "hosts", "local_rank", "local_size", "ranks" (a list: "rank",
  *   "host", "host_index", "local_rank", "pid", "pid_namespace", "boot_id", "shm_device"), "teams" (a list: "id",
  *   "threads", "prec_level", "slot_bytes", "shards", and "gpu"), and with several hosts "network":

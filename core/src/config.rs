@@ -60,9 +60,22 @@ pub enum DumpDir {
     Disabled,
 }
 
+/// Who has given a process its rank in a [`Rendezvous`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RankSource {
+    /// `DL_COMM_RANK`.
+    Variables,
+    /// `JOB_COMPLETION_INDEX` of an indexed job of Kubernetes.
+    Kubernetes,
+    /// The program.
+    Arguments,
+}
+
 /// How plain processes find each other without a launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendezvous {
+    /// Where the rank comes from.
+    pub source: RankSource,
     /// `DL_COMM_RANK`: this process's rank.
     pub rank: usize,
     /// `DL_COMM_SIZE`: the number of ranks.
@@ -80,7 +93,13 @@ impl Rendezvous {
     /// [`Error::Invalid`] if only some are set, or one is invalid.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Rendezvous>> {
         let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
-        let names = ["DL_COMM_RANK", "DL_COMM_SIZE", "DL_COMM_ADDR"];
+        let others = get("DL_COMM_SIZE").is_some() && get("DL_COMM_ADDR").is_some();
+        let (source, rank_name) = if others && get("DL_COMM_RANK").is_none() && get("JOB_COMPLETION_INDEX").is_some() {
+            (RankSource::Kubernetes, "JOB_COMPLETION_INDEX")
+        } else {
+            (RankSource::Variables, "DL_COMM_RANK")
+        };
+        let names = [rank_name, "DL_COMM_SIZE", "DL_COMM_ADDR"];
         let [Some(rank), Some(size), Some(address)] = names.map(get) else {
             let missing: Vec<&str> = names.into_iter().filter(|name| get(name).is_none()).collect();
             let key_only = missing.len() == names.len() && get("DL_COMM_JOB_KEY").is_none();
@@ -90,22 +109,31 @@ impl Rendezvous {
         let number = |name: &str, text: &str, what: &str| {
             text.trim().parse::<u32>().map_err(|_| Error::Invalid(format!("{name} is '{text}'; set it to {what}")))
         };
-        let rank = number("DL_COMM_RANK", &rank, "the rank of this process, from 0")? as usize;
+        let rank = number(rank_name, &rank, "the rank of this process, from 0")? as usize;
         let size = number("DL_COMM_SIZE", &size, "the number of ranks")? as usize;
         if rank >= size {
             return Err(Error::Invalid(format!(
-                "DL_COMM_RANK is {rank}; it is from 0 to DL_COMM_SIZE - 1 ({size} - 1)"
+                "{rank_name} is {rank}; it is from 0 to DL_COMM_SIZE - 1 ({size} - 1)"
             )));
         }
+        Rendezvous::new(source, rank, size, &address, &get("DL_COMM_JOB_KEY").unwrap_or_default()).map(Some)
+    }
+
+    /// Rank `rank` of `size`, which is larger; rank 0 listens on `address`. `secret` is that of the job; empty: none.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the address is not `host:port`.
+    pub fn new(source: RankSource, rank: usize, size: usize, address: &str, secret: &str) -> Result<Rendezvous> {
         let address = address.trim().to_owned();
         if address
             .rsplit_once(':')
             .is_none_or(|(host, port)| host.is_empty() || !port.parse().is_ok_and(|port: u16| port > 0))
         {
-            return Err(Error::Invalid(format!("DL_COMM_ADDR is '{address}'; set it to host:port of rank 0")));
+            let name = if source == RankSource::Arguments { "the address" } else { "DL_COMM_ADDR" };
+            return Err(Error::Invalid(format!("{name} is '{address}'; set it to host:port of rank 0")));
         }
-        let key = get("DL_COMM_JOB_KEY").map(|secret| xxh3_128(secret.as_bytes()));
-        Ok(Some(Rendezvous { rank, size, address, key }))
+        let key = (!secret.is_empty()).then(|| xxh3_128(secret.as_bytes()));
+        Ok(Rendezvous { source, rank, size, address, key })
     }
 }
 
@@ -246,7 +274,13 @@ mod tests {
         let (rank, size, address) = (("DL_COMM_RANK", "1"), ("DL_COMM_SIZE", "2"), ("DL_COMM_ADDR", "localhost:7000"));
         assert_eq!(from(&[]), Ok(None));
         let found = from(&[rank, size, address]).unwrap().unwrap();
-        assert_eq!(found, Rendezvous { rank: 1, size: 2, address: "localhost:7000".into(), key: None });
+        let source = RankSource::Variables;
+        assert_eq!(found, Rendezvous { source, rank: 1, size: 2, address: "localhost:7000".into(), key: None });
+        let index = ("JOB_COMPLETION_INDEX", "0");
+        let kubernetes = from(&[index, size, address]).unwrap().unwrap();
+        assert_eq!((kubernetes.source, kubernetes.rank), (RankSource::Kubernetes, 0));
+        assert_eq!(from(&[index, rank, size, address]).unwrap().unwrap().rank, 1, "several ranks in a pod");
+        assert_eq!(from(&[index]), Ok(None), "a job of independent processes");
         let key = |secret| from(&[rank, size, address, ("DL_COMM_JOB_KEY", secret)]).unwrap().unwrap().key.unwrap();
         assert_ne!(key("a"), key("b"));
         for (set, named) in [

@@ -18,6 +18,26 @@ use crate::transport::launcher::{identity, launched, leave_launcher};
 /// The environment variable that marks helpers.
 pub const MARK: &str = "DL_COMM_HELPER_OF";
 
+/// Who has made a process a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StartedBy {
+    /// A launcher that starts the message library: mpiexec, srun, PALS.
+    Mpiexec,
+    /// torchrun, by its store.
+    Torchrun,
+    /// An indexed job of Kubernetes.
+    Kubernetes,
+    /// The variables of plain processes.
+    Variables,
+    /// The program, by numbers and an address.
+    Arguments,
+    /// The program, by a store.
+    Store,
+    /// Nobody: it is alone.
+    None,
+}
+
 /// Position of a rank in its job, also known to its helpers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPosition {
@@ -33,6 +53,8 @@ pub struct RankPosition {
     pub hosts: usize,
     /// Process id of the rank.
     pub pid: u32,
+    /// Who has made it a rank.
+    pub launcher: StartedBy,
 }
 
 /// Position of this process, set when it becomes a rank. Forked children inherit it. No mutex: a child may inherit it
@@ -56,12 +78,13 @@ fn runs_alone() -> bool {
 /// Records that this process is a rank. If others are too, or a launcher started it, also marks its future child
 /// processes. With `uses_launcher`, removes the launcher's connection from their environment: a child could act as this
 /// rank through it.
-pub fn mark(topology: &Topology, uses_launcher: bool) {
+pub fn mark(topology: &Topology, launcher: StartedBy, uses_launcher: bool) {
     let (rank, size, hosts) = (topology.rank(), topology.size(), topology.hosts());
     let (local_rank, local_size) = (topology.local_rank(), topology.local_size());
-    let info = RankPosition { rank, size, local_rank, local_size, hosts, pid: std::process::id() };
+    let info = RankPosition { rank, size, local_rank, local_size, hosts, pid: std::process::id(), launcher };
     POSITION.store(Box::into_raw(Box::new(info)), Ordering::Release);
-    if size > 1 || (uses_launcher && launched(lookup) && !runs_alone()) {
+    let is_launched = matches!(launcher, StartedBy::Torchrun | StartedBy::Kubernetes);
+    if size > 1 || is_launched || (uses_launcher && launched(lookup) && !runs_alone()) {
         if uses_launcher {
             leave_launcher();
         }
@@ -114,7 +137,15 @@ mod tests {
 
     #[test]
     fn marks_round_trip() {
-        let info = RankPosition { rank: 3, size: 8, local_rank: 1, local_size: 2, hosts: 4, pid: 77 };
+        let info = RankPosition {
+            rank: 3,
+            size: 8,
+            local_rank: 1,
+            local_size: 2,
+            hosts: 4,
+            pid: 77,
+            launcher: StartedBy::None,
+        };
         assert_eq!(decode(&encode(&info, u64::MAX)), Some((info, u64::MAX)));
         for text in ["", "1 2 3", "a b c d e f g", "-1 2 3 4 5 6 7", "1 2 3 4 5 99999999999 7"] {
             assert_eq!(decode(text), None, "{text}");

@@ -36,6 +36,7 @@ pub fn process_info() -> Result<String> {
         "library": file_at(&maps, process_info as *const () as usize),
         NAME: library,
         "state": overview.state,
+        "launcher": runtime::rank_info().ok().map(|position| position.launcher),
     });
     info[NAME]["library"] = json!(file_at(&maps, library.symbol_address));
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());

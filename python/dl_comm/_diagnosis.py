@@ -35,7 +35,10 @@ def stats() -> dict[str, Any]:
 
 
 def topology() -> dict[str, Any]:
-    """The hosts of the ranks, and the GPU path of each team.
+    """What made this process a rank, the hosts of the ranks, and the GPU path of each team.
+
+    ``launcher`` is "mpiexec" (any launcher that starts MPI), "torchrun", "kubernetes", "variables" (``DL_COMM_RANK``),
+    "arguments" (those of ``init``), "store" (of the program, such as that of ``init_process_group``), or "none".
 
     For each team, ``gpu`` is None before its first call with GPU tensors, then a dict:
 
@@ -49,9 +52,9 @@ def topology() -> dict[str, Any]:
       rank's tensors (torch's expandable segments, memory pools).
 
     Returns:
-        ``rank``, ``size``, ``hosts``, ``local_rank``, ``local_size``, ``ranks`` (a list: ``rank``, ``host``,
-        ``local_rank``, ``pid``) and ``teams`` (by number, -1 for broadcasts, barriers and metrics: ``threads``,
-        ``prec_level``, ``gpu``).
+        ``launcher``, ``rank``, ``size``, ``hosts``, ``local_rank``, ``local_size``, ``ranks`` (a list: ``rank``,
+        ``host``, ``local_rank``, ``pid``) and ``teams`` (by number, -1 for broadcasts, barriers and metrics:
+        ``threads``, ``prec_level``, ``gpu``).
 
     Raises:
         StateError: ``init_mpi`` was not called, or ``finalize`` was.
@@ -62,7 +65,7 @@ def topology() -> dict[str, Any]:
     _dl_comm.rank()  # raises before init
     if described["state"] != "started":
         raise StateError("dl_comm is finalized and has no teams")
-    kept = ("rank", "size", "hosts", "local_rank", "local_size")
+    kept = ("launcher", "rank", "size", "hosts", "local_rank", "local_size")
     ranks = [{key: rank[key] for key in ("rank", "host", "local_rank", "pid")} for rank in described["ranks"]]
     teams = {team["id"]: {key: team[key] for key in ("threads", "prec_level", "gpu")} for team in described["teams"]}
     return {**{key: described[key] for key in kept}, "ranks": ranks, "teams": teams}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import operator
 import os
 import sys
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _torchrun
 from dl_comm._diagnosis import stats
-from dl_comm._errors import ArgumentError, DTypeError, translate
+from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 
 if TYPE_CHECKING:
     from dl_comm._groups import Group
@@ -28,22 +29,72 @@ _COOLDOWN = {None: 0, "after": 1, "last": 2}
 _FRAMEWORKS = (None, "numpy", "tensorflow", "keras", "torch")
 
 
-def init_mpi() -> None:
-    """Initializes MPI, or uses an MPI that mpi4py or another library has initialized. Collective.
+def init_mpi(
+    *, rank: int | None = None, size: int | None = None, address: str | None = None, key: str | None = None
+) -> None:
+    """Makes this process a rank. Afterwards ranks and sizes are known. ``init`` calls it if needed. Collective.
 
-    A process without a launcher that has ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR`` becomes a rank without
-    MPI (``docs/run.md``). Afterwards ranks and sizes are known. ``init`` calls it if needed.
+    Without arguments, the first of these decides: a launcher that starts MPI (mpiexec, srun, PALS), or a library that
+    has initialized MPI, such as mpi4py; torchrun, by the store of its agent; an indexed job of Kubernetes with
+    ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; else the process is
+    rank 0 of 1. ``docs/run.md`` has examples. ``topology()["launcher"]`` names it.
 
-    Does nothing in a process that a rank has started or forked, such as a data loader worker. Such a process is a
-    helper of the rank: it knows the rank's numbers, and communication in it raises StateError. Programs that this
-    process starts do not inherit the launcher's variables (such as ``PMI_RANK``); see ``DL_COMM_ALONE`` in
+    With ``rank`` and ``size``, the process becomes a rank as the program decides: for Ray and others. A process that a
+    rank has started then becomes a rank of another job.
+
+    Args:
+        rank: The rank of this process, from 0.
+        size: The number of processes.
+        address: ``host:port``, on which rank 0 listens; not needed for one process.
+        key: A secret of all ranks; None: ``DL_COMM_JOB_KEY``. Needed if other hosts can reach the address.
+
+    Without arguments it does nothing in a process that a rank has started or forked, such as a data loader worker. Such
+    a process is a helper of the rank: it knows the rank's numbers, and communication in it raises StateError. Programs
+    that this process starts do not inherit the launcher's variables (such as ``PMI_RANK``); see ``DL_COMM_ALONE`` in
     ``docs/environment.md``.
 
     Raises:
+        ArgumentError: An argument is invalid, or only some are given.
         CommError: MPI initialization failed, or the launcher is not usable: each process would train alone.
+        StateError: Called with a rank in a process that is another rank, or was forked from one.
+        TimeoutError: A rank missed the deadline of ``DL_COMM_TIMEOUT_S``.
     """
-    _dl_comm.init_mpi()
+    if (rank, size, address, key) != (None, None, None, None):
+        _start_by_arguments(rank, size, address, key)
+    elif _torchrun.numbers(os.environ, _torchrun.is_open) is None or _is_decided():
+        _dl_comm.init_mpi()
+    else:
+        _start_by_torchrun()
     sync_environment()
+
+
+def _is_decided() -> bool:
+    """Whether this process is a rank, or a helper of one."""
+    return _dl_comm.is_helper() or json.loads(_dl_comm.describe())["state"] == "started"
+
+
+def _start_by_torchrun() -> None:
+    found = _torchrun.numbers(os.environ, _torchrun.is_open)
+    assert found is not None
+    _dl_comm.init_store(_torchrun.store(), *found)
+
+
+def _start_by_arguments(rank: int | None, size: int | None, address: str | None, key: str | None) -> None:
+    if rank is None or size is None:
+        raise ArgumentError(f"rank={rank}, size={size}: address and key need both of them")
+    numbers = _checked_int("rank", rank, 0), _checked_int("size", size, 1)
+    if address is None and numbers[1] > 1:
+        raise ArgumentError("address is None (expected host:port, on which rank 0 listens)")
+    for name, text in (("address", address), ("key", key)):
+        if text is not None and (not isinstance(text, str) or "\0" in text):
+            raise ArgumentError(f"invalid {name}: {type(text).__name__} (expected text)")
+    if _dl_comm.is_up() and json.loads(_dl_comm.describe())["state"] == "started":
+        here = _dl_comm.rank(), _dl_comm.size()
+        if here != numbers:
+            raise StateError(f"this process is rank {here[0]} of {here[1]} already; call finalize() first")
+        return
+    secret = os.environ.get("DL_COMM_JOB_KEY", "") if key is None else key
+    _dl_comm.init_address(address or "127.0.0.1:1", *numbers, secret)
 
 
 def start_by_store(store: Any, rank: int, size: int) -> None:
@@ -86,8 +137,12 @@ def init(
     framework: str | None = None,
     *,
     pin_gpu: bool = False,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    key: str | None = None,
 ) -> None:
-    """Starts dl_comm. Collective, with the same arguments on all ranks.
+    """Starts dl_comm. Collective, with the same arguments on all ranks (but ``rank``).
 
     Args:
         nthread_per_team: Threads per team, at least 1; None: ``DL_COMM_DEFAULT_NTHREADS``, else 2.
@@ -98,6 +153,10 @@ def init(
         pin_gpu: Assigns one GPU to each rank: local rank modulo GPU count. If ranks share GPUs, rank 0 of the host logs
             it. Call it before anything uses CUDA: the process then sees only that GPU, as GPU 0. (If torch has already
             used CUDA, sets torch's current device instead.) Does nothing without GPUs.
+        rank: With ``size``, ``address`` and ``key``: those of ``init_mpi``, if no launcher gives them.
+        size: See ``init_mpi``.
+        address: See ``init_mpi``.
+        key: See ``init_mpi``.
 
     Raises:
         ArgumentError: An argument is out of range.
@@ -113,9 +172,10 @@ def init(
     threads = 0 if nthread_per_team is None else _checked_int("nthread_per_team", nthread_per_team, 1)
     teams = _checked_int("nteams", nteams, 1)
     _checked_int("msglen", msglen, 0, 2**63)
-    if _dl_comm.is_helper():
+    is_explicit = (rank, size, address, key) != (None, None, None, None)
+    if _dl_comm.is_helper() and not is_explicit:
         return
-    init_mpi()
+    init_mpi(rank=rank, size=size, address=address, key=key)
     if pin_gpu:
         from dl_comm._gpus import pin
 

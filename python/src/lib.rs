@@ -156,6 +156,15 @@ no_argument_functions! {
     timeline_stop = dl_comm_timeline_stop;
 }
 
+/// Makes this process a rank by the address of rank 0.
+#[pyfunction]
+fn init_address(py: Python<'_>, address: String, rank: i32, size: i32, key: String) -> PyResult<()> {
+    let (address, key) = (CString::new(address)?, CString::new(key)?);
+    // SAFETY: NUL-terminated texts, which outlive the call.
+    call(py, || unsafe { api::ffi::dl_comm_init_address(address.as_ptr(), rank, size, key.as_ptr()) })?;
+    Ok(())
+}
+
 /// Shuts down.
 #[pyfunction]
 fn finalize(py: Python<'_>) -> PyResult<i32> {
@@ -343,6 +352,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(buffers_match, module)?,
         wrap_pyfunction!(init_mpi, module)?,
         wrap_pyfunction!(store::init_store, module)?,
+        wrap_pyfunction!(init_address, module)?,
         wrap_pyfunction!(finalize, module)?,
         wrap_pyfunction!(abort, module)?,
         wrap_pyfunction!(rank, module)?,

@@ -210,5 +210,7 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     known = mc.topology()
     assert known["teams"][0] == {"threads": 2, "prec_level": 0, "gpu": None}
     assert (known["rank"], [place["pid"] for place in known["ranks"]][rank]) == (rank, os.getpid())
+    assert known["launcher"] == description["launcher"]
+    assert known["launcher"] in ("mpiexec", "none") or "TORCHELASTIC_RUN_ID" in os.environ
     assert description["settings"]["DL_COMM_TIMEOUT_S"] == float(os.environ["DL_COMM_TIMEOUT_S"])
     assert description["mpi"]["thread_level"].startswith("MPI_THREAD_")

@@ -230,6 +230,17 @@ def test_launchers_are_distinguished() -> None:
     slurm = launch_of({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "PMI_RANK": "1"})
     assert slurm is not None
     assert (slurm.family, slurm.local_rank) == (None, 1)
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    found = launch_of({**torchrun, "PMI_RANK": "0", "PMI_SIZE": "2"})
+    assert found
+    assert (found.launcher, found.rank, found.size, found.first_on_host) == ("torchrun", 1, 4, False)
+    job = {"DL_COMM_SIZE": "3", "DL_COMM_ADDR": "job-0.job:29500", "JOB_COMPLETION_INDEX": "2"}
+    found = launch_of(job)
+    assert found
+    assert (found.launcher, found.rank, found.size) == ("Kubernetes", 2, 3)
+    found = launch_of({**job, "DL_COMM_RANK": "1"})
+    assert found
+    assert (found.launcher, found.rank) == ("something that sets DL_COMM_RANK", 1)
     assert without_launcher({"PMI_FD": "7", "PATH": "/bin", "SLURM_PROCID": "0"}) == {"PATH": "/bin"}
 
 

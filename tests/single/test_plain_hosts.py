@@ -34,16 +34,16 @@ def program(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-@pytest.mark.parametrize("per_host", [1, 2, (2, 1), (1, 3)])
-def test_every_collective_and_message(two: Hosts, tmp_path: Path, per_host: int | tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", ["collectives", "p2p"])
+@pytest.mark.parametrize("per_host", [1, 2, (2, 1)])
+def test_every_collective_and_message(two: Hosts, tmp_path: Path, per_host: int | tuple[int, int], name: str) -> None:
     package = Path(dl_comm.__file__).parent
     links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]
-    for name in ("collectives", "p2p"):
-        binary = tmp_path / name
-        source = str(TESTS / "c" / f"{name}.c")
-        subprocess.run(["cc", f"-I{dl_comm.get_include()}", source, "-o", str(binary), *links], check=True, timeout=60)
-        finished = two.ranks(per_host, [str(binary)], 100)
-        assert finished.returncode == 0, finished.output
+    binary, source = tmp_path / name, str(TESTS / "c" / f"{name}.c")
+    subprocess.run(["cc", f"-I{dl_comm.get_include()}", source, "-o", str(binary), *links], check=True, timeout=60)
+    # Long, because ranks that outnumber the processors share them with an MPI that does not sleep.
+    finished = two.ranks(per_host, [str(binary)], 200)
+    assert finished.returncode == 0, finished.output
 
 
 def test_a_process_starts_again_with_the_mpi_that_it_has(two: Hosts, program: Path) -> None:

@@ -27,6 +27,7 @@ for start in range(6):
     dl_comm.init_mpi()
     assert (dl_comm.get_rank(), dl_comm.get_nranks(), dl_comm.num_hosts()) == (rank, size, 1)
     dl_comm.init()
+    assert dl_comm.topology()["launcher"] == "variables"
     check_mean()
     kept = dl_comm.shared_zeros(3 if start % 2 else 100_000, np.float32) if start < 3 else None
     dl_comm.barrier()
@@ -161,6 +162,63 @@ for start in range(2):
     processes = [ranks.start(rank, 2, text, {"DL_COMM_SHM_DIR": folders[rank]}) for rank in range(2)]
     for process in processes:
         ranks.succeeds(process)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_program_passes_its_numbers(ranks: Ranks, size: int) -> None:
+    """As with Ray. The variables of another job have no effect."""
+    ranks.run(
+        size,
+        """
+address = os.environ["DL_COMM_ADDR"]
+os.environ.update(DL_COMM_RANK="0", DL_COMM_SIZE="1")
+assert json.loads(_dl_comm.describe())["launcher"] is None
+for start in range(3):
+    dl_comm.init(rank=rank, size=size, address=address, key="secret")
+    assert (dl_comm.get_rank(), dl_comm.get_nranks()) == (rank, size)
+    assert dl_comm.topology()["launcher"] == "arguments"
+    check_mean()
+    dl_comm.init(nteams=2, rank=rank, size=size, address=address, key="secret")
+    try: dl_comm.init_mpi(rank=rank, size=size + 1, address=address)
+    except dl_comm.StateError as error: assert f"rank {rank} of {size} already" in str(error)
+    else: raise SystemExit("no error")
+    dl_comm.finalize()
+for given, text in (
+    ({"rank": 0}, "size=None"),
+    ({"key": "a"}, "need both"),
+    ({"rank": 0, "size": 2}, "address is None"),
+    ({"rank": 2, "size": 2, "address": address}, "rank 2 of 2"),
+    ({"rank": 0, "size": 2, "address": "nowhere"}, "host:port"),
+    ({"rank": 0, "size": 2, "address": 7}, "invalid address"),
+    ({"rank": 0, "size": 2, "address": "192.0.2.1:7000"}, "key=..."),
+):
+    try: dl_comm.init(**given)
+    except dl_comm.ArgumentError as error: assert text in str(error), error
+    else: raise SystemExit("no error")
+""",
+    )
+
+
+def test_an_indexed_job_of_kubernetes(ranks: Ranks) -> None:
+    text = """
+dl_comm.init()
+assert (dl_comm.get_rank(), dl_comm.get_nranks()) == (int(os.environ["JOB_COMPLETION_INDEX"]), size)
+assert dl_comm.topology()["launcher"] == "kubernetes"
+check_mean()
+child = "import dl_comm; dl_comm.init(); print(dl_comm.get_rank(), dl_comm.get_nranks())"
+output = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+assert output.split() == [str(dl_comm.get_rank()), str(size)], output
+"""
+    index = [{"JOB_COMPLETION_INDEX": str(rank)} for rank in range(2)]
+    text = "del os.environ['DL_COMM_RANK']\n" + text
+    for process in [ranks.start(rank, 2, text, index[rank]) for rank in range(2)]:
+        ranks.succeeds(process)
+
+
+def test_a_name_that_is_not_known_yet(ranks: Ranks) -> None:
+    """A cluster may publish the name of rank 0 when it has started: the others wait, up to the deadline."""
+    env = {"DL_COMM_ADDR": "rank-0.invalid:7000", "DL_COMM_TIMEOUT_S": "2", "DL_COMM_JOB_KEY": "secret"}
+    ranks.succeeds(ranks.start(1, 2, "start_fails('rank-0.invalid:7000', 'still waiting for')", env))
 
 
 def test_a_wrong_key_is_refused(ranks: Ranks) -> None:

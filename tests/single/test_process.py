@@ -240,7 +240,7 @@ def test_finalize_keeps_the_deadline(script: Script) -> None:
         ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun_rsh started 2 processes"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun started 2 processes"),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "srun started 2 processes"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, "torchrun started 2 processes"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "something that sets RANK and WORLD_SIZE started 2 processes"),
     ],
 )
 def test_a_launcher_that_cannot_be_used_is_refused(tmp_path: Path, env: dict[str, str], words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import launch
-from plain_ranks import Ranks
+from plain_ranks import Ranks, free_port
 
 torch_stores = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True, check=False).returncode
@@ -49,13 +48,6 @@ STORES = {
     "hash": "dist.HashStore()",
     "python": "Files(FOLDER)",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @torch_stores

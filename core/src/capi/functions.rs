@@ -8,6 +8,7 @@ use super::arguments::{
     CBuffer, CDevice, Views, copy_text, device_of, number, tensors, text, to_device, towers, views,
 };
 use super::store::{CStore, to_store};
+use crate::config::{RankSource, Rendezvous};
 use crate::error::{Error, Result, guard};
 use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
@@ -145,13 +146,36 @@ safe_functions! {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_init_store(store: *const CStore, rank: c_int, nranks: c_int) -> c_int {
     status(|| {
-        if !(0..nranks).contains(&rank) {
-            return Err(Error::Invalid(format!("rank {rank} of {nranks} ranks; ranks go from 0 to nranks - 1")));
-        }
-        let (rank, size) = (rank.unsigned_abs() as usize, nranks.unsigned_abs() as usize);
+        let (rank, size) = position(rank, nranks)?;
         // SAFETY: the caller's promise.
         runtime::start_by_store(rank, size, &unsafe { to_store(store) }?)
     })
+}
+
+/// `dl_comm_init_address` of `dl_comm.h`.
+///
+/// # Safety
+/// `address` and `key` are NULL or C strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_init_address(
+    address: *const c_char,
+    rank: c_int,
+    nranks: c_int,
+    key: *const c_char,
+) -> c_int {
+    status(|| {
+        let (rank, size) = position(rank, nranks)?;
+        // SAFETY: the caller's promise.
+        let (address, key) = unsafe { (text(address), text(key)) };
+        runtime::start_by_address(&Rendezvous::new(RankSource::Arguments, rank, size, &address, &key)?)
+    })
+}
+
+fn position(rank: c_int, nranks: c_int) -> Result<(usize, usize)> {
+    if !(0..nranks).contains(&rank) {
+        return Err(Error::Invalid(format!("rank {rank} of {nranks} ranks; ranks go from 0 to nranks - 1")));
+    }
+    Ok((rank.unsigned_abs() as usize, nranks.unsigned_abs() as usize))
 }
 
 /// `dl_comm_abort` of `dl_comm.h`.

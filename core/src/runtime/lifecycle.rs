@@ -2,6 +2,7 @@
 //!
 //! Thread rule: any thread; collective functions that create teams run one at a time.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::process;
@@ -10,12 +11,12 @@ use std::sync::{Arc, Once, PoisonError, Weak};
 use super::group_creation::make_team;
 use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
 use super::{calls, memory, point_to_point};
-use crate::config::{Config, Rendezvous};
+use crate::config::{Config, RankSource, Rendezvous};
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::group::{Group, ProcessGroups};
-use crate::helper;
+use crate::helper::{self, StartedBy};
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
@@ -35,15 +36,50 @@ pub fn start() -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
     }
-    start_by(|config| {
+    let started_by = Cell::new(StartedBy::None);
+    start_by(&started_by, |config| {
         let lookup = |name: &str| std::env::var(name).ok();
+        let launched = launcher::launched(lookup);
         match Rendezvous::from_lookup(lookup)? {
-            Some(rendezvous) if !config.alone && !launcher::launched(lookup) && !launcher::is_started_by_others() => {
+            Some(rendezvous) if !config.alone && !launched && !launcher::is_started_by_others() => {
+                started_by.set(by_source(rendezvous.source));
                 connect_by_address(&rendezvous, config)
             }
-            _ => launcher::connect(config),
+            _ => {
+                started_by.set(if launched && !config.alone { StartedBy::Mpiexec } else { StartedBy::None });
+                launcher::connect(config)
+            }
         }
     })
+}
+
+fn by_source(source: RankSource) -> StartedBy {
+    match source {
+        RankSource::Variables => StartedBy::Variables,
+        RankSource::Kubernetes => StartedBy::Kubernetes,
+        RankSource::Arguments => StartedBy::Arguments,
+    }
+}
+
+/// Makes this process a rank as in `rendezvous`; else as [`start_by_store`]. Collective.
+///
+/// # Errors
+/// As for [`start_by_store`].
+pub fn start_by_address(rendezvous: &Rendezvous) -> Result<()> {
+    check_explicit()?;
+    let started_by = Cell::new(by_source(rendezvous.source));
+    start_by(&started_by, |config| connect_by_address(rendezvous, config))
+}
+
+/// Refuses a start by the program in a process that is a rank, or was forked from one.
+fn check_explicit() -> Result<()> {
+    if let Some(refusal) = fork::is_child().then(helper::refusal).flatten() {
+        return Err(refusal);
+    }
+    if config().is_ok() {
+        return Err(Error::State("dl_comm is initialised already; call finalize() first".into()));
+    }
+    Ok(())
 }
 
 /// Makes this process rank `rank` of `size` by `store`. A process that a rank has started becomes a rank of a job of its
@@ -52,16 +88,14 @@ pub fn start() -> Result<()> {
 /// # Errors
 /// As for [`start`]; [`Error::State`] if the process is a rank, or was forked from one.
 pub fn start_by_store(rank: usize, size: usize, store: &Arc<dyn Store>) -> Result<()> {
-    if let Some(refusal) = fork::is_child().then(helper::refusal).flatten() {
-        return Err(refusal);
-    }
-    if config().is_ok() {
-        return Err(Error::State("dl_comm is initialised already; call finalize() first".into()));
-    }
-    start_by(|config| connect_by_store(rank, size, store, config))
+    check_explicit()?;
+    let by_torchrun = launcher::torchrun_position(|name| std::env::var(name).ok()) == Some((rank, size));
+    let started_by = Cell::new(if by_torchrun { StartedBy::Torchrun } else { StartedBy::Store });
+    start_by(&started_by, |config| connect_by_store(rank, size, store, config))
 }
 
-fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Result<()> {
+/// `connect` may set `started_by`.
+fn start_by(started_by: &Cell<StartedBy>, connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Result<()> {
     // First, because a forked child would find any lock taken here locked forever.
     fork::install_handler();
     write(|state| match state {
@@ -73,7 +107,12 @@ fn start_by(connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Resu
             if config.timeout.is_none() && job.ranks().topology.rank() == 0 {
                 log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
             }
-            helper::mark(&job.ranks().topology, job.uses_launcher());
+            let started_by = match started_by.get() {
+                // An unknown one, or whoever has initialized the message library.
+                StartedBy::None if job.ranks().topology.size() > 1 => StartedBy::Mpiexec,
+                known => known,
+            };
+            helper::mark(&job.ranks().topology, started_by, job.uses_launcher());
             if job.ranks().topology.rank() == 0 {
                 let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
                 variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));

@@ -19,7 +19,7 @@ pub use calls::{
 pub use collectives::group_of_team;
 pub use group_creation::{GroupOptions, create_group};
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
-pub use lifecycle::{abort, finalize, init, start, start_by_store};
+pub use lifecycle::{abort, finalize, init, start, start_by_address, start_by_store};
 pub use memory::{alloc, free};
 pub use state::{CONTROL, MAX_TEAMS, config, core_id, is_helper, is_initialized, nteams, rank_info, topology};
 pub use teams::{

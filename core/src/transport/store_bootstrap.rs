@@ -27,6 +27,8 @@ use crate::topology::Topology;
 const JOB: &str = "dl_comm/job";
 /// How often a rank that waits for the others checks whether rank 0 has started another job.
 const STALE_CHECK: Duration = Duration::from_millis(200);
+/// Interval at which a rank looks up the address of rank 0.
+const RESOLVE_INTERVAL: Duration = Duration::from_millis(500);
 /// Time limit of removing the job's name after a failure.
 const CLEAN_UP: Duration = Duration::from_secs(1);
 
@@ -68,34 +70,56 @@ pub fn connect_by_store(
 /// # Errors
 /// As for [`connect_by_store`]; [`Error::Invalid`] for an address that cannot be used.
 pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Arc<dyn Bootstrap>> {
-    let &Rendezvous { rank, size, ref address, key } = rendezvous;
+    let &Rendezvous { rank, size, ref address, key, .. } = rendezvous;
     if size == 1 {
         return limited(config, |wait_ctx| join(0, 1, &|_| Ok(Arc::new(MemoryStore::default())), wait_ctx));
     }
-    let unusable = |why: &dyn std::fmt::Display| Error::Invalid(format!("DL_COMM_ADDR is '{address}': {why}"));
-    let addresses: Vec<SocketAddr> = address.to_socket_addrs().map_err(|error| unusable(&error))?.collect();
-    if key.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
-        return Err(unusable(
-            &"other hosts can reach it, so DL_COMM_JOB_KEY must be set, to the same secret on all ranks",
-        ));
-    }
+    let resolve = |wait_ctx: &WaitContext<'_>| resolve(rendezvous, wait_ctx);
     let key = key.unwrap_or_default();
     if rank == 0 {
-        let bound: Vec<_> = addresses.iter().map(TcpListener::bind).collect();
-        let refused = bound.iter().find_map(|socket| socket.as_ref().err().map(ToString::to_string));
-        let sockets: Vec<TcpListener> = bound.into_iter().flatten().collect();
-        if sockets.is_empty() {
-            return Err(unusable(&format_args!("rank 0 cannot listen there: {}", refused.unwrap_or_default())));
-        }
-        let store: Arc<dyn Store> = Arc::new(ServedStore::start(sockets, size, key)?);
-        return limited(config, |wait_ctx| join(rank, size, &|_| Ok(Arc::clone(&store)), wait_ctx));
+        let serve = |wait_ctx: &WaitContext<'_>| {
+            let bound: Vec<_> = resolve(wait_ctx)?.iter().map(TcpListener::bind).collect();
+            let refused = bound.iter().find_map(|socket| socket.as_ref().err().map(ToString::to_string));
+            let sockets: Vec<TcpListener> = bound.into_iter().flatten().collect();
+            if sockets.is_empty() {
+                return Err(unusable(address, &format!("rank 0 cannot listen there: {}", refused.unwrap_or_default())));
+            }
+            Ok(Arc::new(ServedStore::start(sockets, size, key)?) as Arc<dyn Store>)
+        };
+        return limited(config, |wait_ctx| {
+            let store = serve(wait_ctx)?;
+            join(rank, size, &|_| Ok(Arc::clone(&store)), wait_ctx)
+        });
     }
     let dial = |wait_ctx: &WaitContext<'_>| {
-        let store = TcpStore::new(addresses.clone(), key, rank);
+        let store = TcpStore::new(resolve(wait_ctx)?, key, rank);
         store.connect(wait_ctx)?;
         Ok(Arc::new(store) as Arc<dyn Store>)
     };
     limited(config, |wait_ctx| join(rank, size, &dial, wait_ctx))
+}
+
+fn unusable(address: &str, why: &str) -> Error {
+    Error::Invalid(format!("the address of rank 0 (DL_COMM_ADDR) is '{address}': {why}"))
+}
+
+/// The addresses of rank 0. Waits until its name is known: a cluster may publish it when rank 0 has started.
+fn resolve(rendezvous: &Rendezvous, wait_ctx: &WaitContext<'_>) -> Result<Vec<SocketAddr>> {
+    let address = &rendezvous.address;
+    let addresses: Vec<SocketAddr> = loop {
+        match address.to_socket_addrs() {
+            Ok(found) => break found.collect(),
+            Err(error) => {
+                wait_ctx.check(Duration::ZERO, &|| format!("the address of rank 0, '{address}' ({error})"))?;
+                thread::sleep(RESOLVE_INTERVAL);
+            }
+        }
+    };
+    if rendezvous.key.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
+        let why = "other hosts can reach it, so all ranks need the same secret, DL_COMM_JOB_KEY or init(key=...)";
+        return Err(unusable(address, why));
+    }
+    Ok(addresses)
 }
 
 /// Runs `work` with the deadline of `config`; a signal ends it.

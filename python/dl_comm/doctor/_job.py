@@ -98,7 +98,12 @@ def _check_ranks(report: Report, described: dict[str, Any], local: list[Check], 
     """Checks that need all ranks. Collective; rank 0 also gets the checks of the other hosts."""
     _dl_comm.barrier()  # opens the connections between the hosts
     level = described["mpi"]["thread_level"]
-    report.add([check_thread_level("ranks", "thread level", level, f"{level} granted")])
+    if described["mpi"]["initialized"]:
+        report.add([check_thread_level("ranks", "thread level", level, f"{level} granted")])
+    else:
+        report.add([Check("ranks", "thread level", "ok", "MPI is not used: all ranks are on one host", {})])
+    facts = {"launcher": described["launcher"]}
+    report.add([Check("ranks", "started by", "ok", f"{described['launcher']} (dl_comm.topology()['launcher'])", facts)])
     # From other hosts: checks that are not ok, and the number of GPUs.
     devices = [check.facts.get("devices", 0) for check in local if check.name == "CUDA"]
     mine = {"checks": [check.to_json() for check in local if check.verdict != "ok"], "gpus": sum(devices)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dl_comm import _torchrun
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -44,8 +46,18 @@ _LAUNCHERS = (
     ("srun", None, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
+# Those that start no MPI; the processes find each other by a store. DL_COMM_RANK comes before Kubernetes.
+_PLAIN = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("Kubernetes", "JOB_COMPLETION_INDEX", "DL_COMM_SIZE"),
+    ("something that sets DL_COMM_RANK", "DL_COMM_RANK", "DL_COMM_SIZE"),
+)
+
 # Probes are not part of the job, so they must not inherit these.
-_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "SLURM_", "DL_COMM_HELPER_OF")
+_PREFIXES = (
+    *("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "SLURM_", "TORCHELASTIC_"),
+    *("JOB_COMPLETION_INDEX", "DL_COMM_HELPER_OF", "DL_COMM_RANK", "DL_COMM_SIZE", "DL_COMM_ADDR", "DL_COMM_JOB_KEY"),
+)
 
 
 def launch_of(env: Mapping[str, str]) -> Launch | None:
@@ -53,6 +65,8 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
 
     A shell on a compute node also has Slurm's variables; they count only with more than one process.
     """
+    if _torchrun.numbers(env, _torchrun.is_open):
+        return _plain(env, *_PLAIN[0])
     for launcher, family, *variables in _LAUNCHERS:
         rank, size, local_rank = (_number(env.get(variable)) for variable in variables)
         known = {"srun": (size or 0) > 1, "Cray's PALS": rank is not None}
@@ -60,7 +74,15 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
             # srun may set PMI variables without a local rank.
             local_rank = _number(env.get("SLURM_LOCALID")) if local_rank is None else local_rank
             return Launch(launcher, family if "SLURM_PROCID" not in env else None, rank, size, local_rank)
+    if "DL_COMM_SIZE" in env and "DL_COMM_ADDR" in env and env.get("DL_COMM_ALONE", "").strip() != "1":
+        for plain in _PLAIN[:0:-1]:
+            if plain[1] in env:
+                return _plain(env, *plain)
     return None
+
+
+def _plain(env: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str = "") -> Launch:
+    return Launch(launcher, None, *(_number(env.get(variable)) for variable in (rank, size, local_rank)))
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:

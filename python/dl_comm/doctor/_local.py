@@ -43,5 +43,6 @@ def checks(described: dict[str, Any], launch: Launch | None, imports: bool) -> I
 
 def _local_ranks(launch: Launch | None) -> int:
     """The number of ranks on this host from the launcher's variables; at most 2 if unknown."""
-    known = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
+    known = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    known = known or os.environ.get("LOCAL_WORLD_SIZE") or ""
     return int(known) if known.isdigit() else min(launch.size or 1, 2) if launch else 1

@@ -41,7 +41,9 @@ const SLURM_NO_STEP: u64 = 0xffff_fff0;
 /// Variables that identify the launcher's job and rank. Their values differ in processes of another launcher.
 const IDENTITY: &str = "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMIX_RANK PMIX_NAMESPACE OMPI_COMM_WORLD_RANK PALS_APID
     PALS_RANKID MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_JOB_ID FLUX_TASK_RANK SLURM_JOB_ID SLURM_STEP_ID
-    SLURM_PROCID PBS_JOBID LSB_JOBID TORCHELASTIC_RUN_ID DL_COMM_RANK DL_COMM_SIZE DL_COMM_ADDR";
+    SLURM_PROCID PBS_JOBID LSB_JOBID TORCHELASTIC_RUN_ID DL_COMM_RANK DL_COMM_SIZE DL_COMM_ADDR JOB_COMPLETION_INDEX";
+/// Those of torchrun, whose jobs may all have the same id. Elsewhere, programs set them for their own purposes.
+const TORCHRUN_IDENTITY: [&str; 3] = ["RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"];
 /// Variables with the connection to the launcher's process manager; valid in one process only.
 const CONNECTION: &str = "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_JOBID PMI_KVS PMI_DOMAIN PMI_SPAWNED
     PMI_HOSTNAME PMI_CONTROL_PORT PMI_CONTROL_FD PMI_SHARED_SECRET PMI2_FD PMI2_RANK HYDI_CONTROL_FD";
@@ -57,10 +59,15 @@ pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> 
     let single_rank_hint = "Where one process is what you want, set DL_COMM_ALONE=1";
     let torchrun = lookup("TORCHELASTIC_RUN_ID").is_some();
     if let Some(size) = several("WORLD_SIZE").filter(|_| torchrun || number("RANK").is_some()) {
-        let launcher = if torchrun { "torchrun" } else { "something that sets RANK and WORLD_SIZE" };
+        let (launcher, remedy) = if torchrun {
+            ("torchrun", "Python programs start by torchrun's store in dl_comm.init(), others by dl_comm_init_store()")
+        } else {
+            ("something that sets RANK and WORLD_SIZE", "Pass the numbers to dl_comm.init(rank=, size=, address=)")
+        };
         return Err(Error::Network(format!(
-            "{launcher} started {size} processes, but MPI sees only this one: each would train alone. Start them with dl-comm-run \
-             -n {size}, with the mpiexec beside the Python that has dl_comm, or with srun. {single_rank_hint}"
+            "{launcher} started {size} processes, but MPI sees only this one: each would train alone. {remedy}; or start \
+             them with torchrun, dl-comm-run -n {size}, the mpiexec beside the Python that has dl_comm, or srun. \
+             {single_rank_hint}"
         )));
     }
     let in_step = number("SLURM_STEP_ID").is_some_and(|step| step < SLURM_NO_STEP);
@@ -103,9 +110,18 @@ pub fn position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usize, usize
     POSITIONS.iter().find_map(|(rank, size)| Some((number(rank)?, number(size)?)))
 }
 
+/// The rank and the number of ranks that torchrun gives this process.
+pub fn torchrun_position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usize, usize)> {
+    let number = |name: &str| lookup(name)?.trim().parse::<usize>().ok();
+    lookup("TORCHELASTIC_RUN_ID")?;
+    Some((number("RANK")?, number("WORLD_SIZE")?))
+}
+
 /// A hash of the launcher's variables; differs between launchers.
 pub fn identity(lookup: impl Fn(&str) -> Option<String>) -> u64 {
-    let values: Vec<String> = IDENTITY.split_whitespace().map(|name| lookup(name).unwrap_or_default()).collect();
+    let torchrun = TORCHRUN_IDENTITY.into_iter().filter(|_| lookup("TORCHELASTIC_RUN_ID").is_some());
+    let names = IDENTITY.split_whitespace().chain(torchrun);
+    let values: Vec<String> = names.map(|name| lookup(name).unwrap_or_default()).collect();
     xxh3_64(values.join("\n").as_bytes())
 }
 
@@ -201,13 +217,26 @@ mod tests {
     }
 
     #[test]
-    fn torchrun_is_refused() {
+    fn torchrun_is_refused_where_its_store_was_not_used() {
         let torchrun = [("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "4"), ("RANK", "1")];
         let text = with(&torchrun).unwrap_err().to_string();
-        assert!(text.contains("torchrun started 4") && text.contains("dl-comm-run -n 4"), "{text}");
+        assert!(text.contains("torchrun started 4") && text.contains("dl_comm_init_store"), "{text}");
         assert!(with(&torchrun[1..]).unwrap_err().to_string().contains("RANK and WORLD_SIZE"));
         assert!(with(&[("WORLD_SIZE", "4")]).is_ok(), "a name that scripts use for other things");
         assert!(with(&[("WORLD_SIZE", "1"), ("RANK", "0")]).is_ok());
+    }
+
+    #[test]
+    fn the_numbers_of_torchrun_identify_only_its_processes() {
+        let of = |set: &[(&str, &str)]| {
+            let lookup = |asked: &str| set.iter().find(|entry| entry.0 == asked).map(|entry| entry.1.to_owned());
+            (torchrun_position(lookup), identity(lookup))
+        };
+        let (id, rank, size) = (("TORCHELASTIC_RUN_ID", "none"), ("RANK", "1"), ("WORLD_SIZE", "4"));
+        assert_eq!(of(&[id, rank, size]).0, Some((1, 4)));
+        assert_eq!(of(&[rank, size]).0, None);
+        assert_ne!(of(&[id, rank, size]).1, of(&[id, ("RANK", "0"), size]).1, "a torchrun that a rank starts");
+        assert_eq!(of(&[rank, size]).1, of(&[]).1, "a program sets them for another library");
     }
 
     #[test]

@@ -22,5 +22,5 @@ mod startup;
 
 pub use bootstrap::connect;
 pub use by_store::{PreparedStart, StartedNetwork, is_started_by_others, prepare_start, start_network};
-pub use launcher::{identity, launched, leave_launcher};
+pub use launcher::{identity, launched, leave_launcher, torchrun_position};
 pub use lifetime::{LibraryInfo, end, library_info};
