@@ -51,6 +51,16 @@ def _process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _no_groups_left() -> Iterator[None]:
+    """Destroys the groups that a test has made: torch's names of later groups depend on their number."""
+    yield
+    if dist.is_initialized():
+        world = dist.distributed_c10d._world
+        for group in [group for group in world.pg_map if group is not world.default_pg]:
+            dist.destroy_process_group(group)
+
+
 @pytest.fixture
 def rank() -> int:
     """This rank."""
