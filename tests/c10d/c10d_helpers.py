@@ -44,9 +44,7 @@ def not_gloo(reason: str) -> pytest.MarkDecorator:
 
 def fewer_than(ranks: int) -> pytest.MarkDecorator:
     """Marks a test that needs so many ranks."""
-    return pytest.mark.skipif(
-        int(os.environ.get("WORLD_SIZE", "1")) < ranks, reason=f"needs {ranks} ranks"
-    )
+    return pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) < ranks, reason=f"needs {ranks} ranks")
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -107,7 +105,7 @@ def operators(dtype: torch.dtype) -> list[str]:
 
 
 def folded(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The reduction of all ranks' tensors in one process: in a wide type, rounded once. A sum of bools is their "or"."""
+    """The reduction of all ranks' tensors in one process: in a wide type, rounded once. A sum of bools is an "or"."""
     dtype = tensors[0].dtype
     result = reduce(OPERATORS[name][1], [tensor.to(wide(dtype)) for tensor in tensors])
     if name == "avg":

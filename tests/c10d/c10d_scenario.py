@@ -24,6 +24,7 @@ from torch import nn  # noqa: E402
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from c10d_helpers import BACKEND, load  # noqa: E402
+
 from observations import Observations  # noqa: E402
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

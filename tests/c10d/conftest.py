@@ -1,7 +1,7 @@
 """For the tests of the torch.distributed backend: ``python tests/ranks.py N SECONDS python -m pytest tests/c10d/FILE``.
 
-Each file runs on any number of ranks, each rank checks its own results. ``DL_COMM_TEST_C10D_BACKEND=gloo`` runs the same
-tests on another backend. The files that start their own ranks run in a plain pytest.
+Each file runs on any number of ranks, each rank checks its own results. ``DL_COMM_TEST_C10D_BACKEND=gloo`` runs the
+same tests on another backend. The files that start their own ranks run in a plain pytest.
 """
 
 from __future__ import annotations

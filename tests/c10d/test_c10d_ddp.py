@@ -27,7 +27,10 @@ def batches(ranks: int, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
     """The joined batches of all ranks."""
     generator = torch.Generator().manual_seed(9)
     return [
-        (torch.randn(ranks * ROWS, 8, generator=generator).to(dtype), torch.randn(ranks * ROWS, 4, generator=generator).to(dtype))
+        (
+            torch.randn(ranks * ROWS, 8, generator=generator).to(dtype),
+            torch.randn(ranks * ROWS, 4, generator=generator).to(dtype),
+        )
         for _ in range(STEPS)
     ]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +18,11 @@ LIMIT = timedelta(seconds=60)
 
 
 @pytest.fixture
-def shared(rank: int, size: int) -> Iterator[dict[str, Any]]:
-    """A folder and a port for all ranks; the default group is destroyed, and made again after the test."""
+def shared(rank: int, size: int, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A folder, which pytest keeps, and a port. The default group is destroyed, and made again after the test."""
     box: list[Any] = [None]
     if rank == 0:
-        box = [{"folder": tempfile.mkdtemp(), "port": free_port()}]
+        box = [{"folder": str(tmp_path), "port": free_port()}]
     dist.broadcast_object_list(box, 0)
     dist.barrier()
     dist.destroy_process_group()
@@ -32,9 +30,6 @@ def shared(rank: int, size: int) -> Iterator[dict[str, Any]]:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(BACKEND, init_method=f"file://{box[0]['folder']}/again", rank=rank, world_size=size)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(box[0]["folder"], ignore_errors=True)
 
 
 def check(rank: int, size: int) -> None:
@@ -58,7 +53,11 @@ def test_ten_times_with_one_store(rank: int, size: int, shared: dict[str, Any]) 
     store = dist.TCPStore("127.0.0.1", shared["port"], size, rank == 0, LIMIT)
     for turn in range(10):
         dist.init_process_group(
-            BACKEND, store=dist.PrefixStore(str(turn), store) if GLOO else store, rank=rank, world_size=size, timeout=LIMIT
+            BACKEND,
+            store=dist.PrefixStore(str(turn), store) if GLOO else store,
+            rank=rank,
+            world_size=size,
+            timeout=LIMIT,
         )
         check(rank, size)
     # The rank that has the store's server leaves last.

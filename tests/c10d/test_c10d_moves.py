@@ -199,7 +199,9 @@ BAD: dict[str, Any] = {
     "type of an output": lambda size: dist.all_gather_into_tensor(torch.empty(2 * size).double(), torch.ones(2)),
     "length of a list": lambda size: dist.all_gather([torch.empty(2)] * (size + 1), torch.ones(2)),
     "type in a list": lambda size: dist.all_gather([torch.empty(2).double()] * size, torch.ones(2)),
-    "rows that cannot be split": lambda size: dist.all_to_all_single(torch.ones(3 * size + 1), torch.ones(3 * size + 1)),
+    "rows that cannot be split": lambda size: dist.all_to_all_single(
+        torch.ones(3 * size + 1), torch.ones(3 * size + 1)
+    ),
     "number of splits": lambda size: dist.all_to_all_single(torch.ones(size), torch.ones(size), [1] * (size + 1), []),
     "no list at the root": lambda size: dist.scatter(torch.ones(2), None, dist.get_rank()),
 }

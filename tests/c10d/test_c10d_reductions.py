@@ -120,9 +120,10 @@ def test_half_precision_sums_are_rounded_once(rank: int, size: int, dtype: torch
 
 @not_gloo("takes contiguous tensors only")
 def test_dense_tensors_in_another_order(rank: int, size: int) -> None:
-    for tensor in (torch.arange(12.0).reshape(3, 4).t(), torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(
-        memory_format=torch.channels_last
-    )):
+    for tensor in (
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    ):
         mine = (tensor + rank).clone(memory_format=torch.preserve_format)
         strides = mine.stride()
         dist.all_reduce(mine)

@@ -24,7 +24,7 @@ model = DistributedDataParallel(torch.nn.Linear(4, 2))
 model(torch.full((2, 4), dist.get_rank() + 1.0)).sum().backward()
 gradient = model.module.weight.grad
 assert torch.allclose(gradient, torch.full((2, 4), dist.get_world_size() + 1.0)), gradient
-os.write(1, f"done on {{dist.get_rank()}} of {{dist.get_world_size()}} {{dist.get_backend()}}\n".encode())
+os.write(1, f"done on {{dist.get_rank()}} of {{dist.get_world_size()}} {{dist.get_backend()}}\\n".encode())
 dist.destroy_process_group()
 """
 
@@ -90,7 +90,7 @@ def work(rank, size, port):
     ones = torch.ones(1000)
     dist.all_reduce(ones)
     assert (ones == size).all()
-    os.write(1, f"done on {{rank}} of {{size}} {{dist.get_backend()}}\n".encode())
+    os.write(1, f"done on {{rank}} of {{size}} {{dist.get_backend()}}\\n".encode())
     dist.destroy_process_group()
 
 if __name__ == "__main__":

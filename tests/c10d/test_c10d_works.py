@@ -60,7 +60,10 @@ CALLS: dict[str, Callable[[int, int], tuple[Any, list[torch.Tensor]]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_futures(rank: int, size: int, name: str) -> None:
     """The result and the future's value are the list of output tensors, and a work has one future."""
-    lacks("no futures of reduce_scatter_tensor, and other values of all_gather", when="scatter" in name or "gather" in name)
+    lacks(
+        "no futures of reduce_scatter_tensor, and other values of all_gather",
+        when="scatter" in name or "gather" in name,
+    )
     work, outputs = CALLS[name](rank, size)
     future = work.get_future()
     value = future.wait()
