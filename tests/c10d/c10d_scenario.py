@@ -27,7 +27,8 @@ from c10d_helpers import BACKEND, load  # noqa: E402
 
 from observations import Observations  # noqa: E402
 
-RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
+SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
 ODD = RANK == SIZE - 1
 
 
@@ -184,12 +185,12 @@ def forked() -> None:
 
 
 def wrong_rank(record: Callable[..., None]) -> None:
-    """The script gives torch other ranks than those of the job that dl_comm runs."""
+    """Started by mpiexec: the script gives torch other ranks than those of the job that dl_comm runs."""
     import dl_comm
 
     dl_comm.init_mpi()
     record("own", lambda: print(dl_comm.get_rank(), dl_comm.get_nranks()))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, SIZE, RANK == 0)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), SIZE, RANK == 0)
     other = (RANK + 1) % SIZE
     record("rank", lambda: dist.init_process_group(BACKEND, store=store, rank=other, world_size=SIZE))
     record("size", lambda: dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1))

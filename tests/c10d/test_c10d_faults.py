@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from c10d_helpers import GLOO, not_gloo
 
-from ranks import start
+from launch import launch
+from ranks import free_port, start
 
 SCENARIO = Path(__file__).with_name("c10d_scenario.py")
 ROUNDS = int(os.environ.get("DL_COMM_TEST_ROUNDS", "1"))
@@ -37,12 +38,12 @@ class Job:
         self.folder, self.shm = folder, folder / "shm"
         self.shm.mkdir()
 
-    def run(self, case: str, *, clean: bool = True, grace: float = 60, size: int = 3, **settings: str) -> list[Results]:
-        """Runs a case; returns the results of each rank. ``clean``: all exit with 0."""
+    def run(self, case: str, *, clean: bool = True, mpi: bool = False, size: int = 3, **settings: str) -> list[Results]:
+        """Runs a case; returns the results of each rank. ``clean``: all exit with 0; ``mpi``: mpiexec starts them."""
         self.size = size
         command = [sys.executable, str(SCENARIO), case, str(self.folder)]
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
-        finished = start(size, command, 120, env, grace=grace)
+        finished = launch(size, command, 120, env) if mpi else start(size, command, 120, env, grace=60)
         self.output = finished.output
         assert not finished.timed_out, finished.output
         assert not finished.left, finished.left
@@ -73,7 +74,7 @@ def test_mismatches_are_errors_on_every_rank(job: Job, turn: int) -> None:
         "shape": ("6", "7"),
         "dtype": ("float32", "float64"),
         "op": ("sum", "max"),
-        "root": ("root", "0", "1"),
+        "root": ("rank 0", "rank 1"),
         "call": ("gather", "scatter"),
         "group": ("2", "3"),
     }
@@ -139,13 +140,16 @@ def test_forked_children(job: Job, turn: int) -> None:
     succeed(job.run("loader"))
 
 
+@pytest.mark.heavy
 def test_a_slow_rank_is_waited_for(job: Job, turn: int) -> None:
     succeed(job.run("stopped", TORCH_SHOW_CPP_STACKTRACES="0"))
 
 
 @not_gloo("runs no job of dl_comm")
 def test_other_ranks_than_those_of_the_job(job: Job, turn: int) -> None:
-    results = job.run("wrong_rank", clean=False, size=2)
+    results = job.run(
+        "wrong_rank", clean=False, mpi=True, size=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
     succeed(results, "own")
     for rank, result in enumerate(results):
         for case in ("rank", "size"):

@@ -106,7 +106,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.heavy)])
 def test_jobs_of_spawn(tmp_path: Path, together: int) -> None:
     """One job after another, and two at the same time."""
     path = tmp_path / "script.py"
