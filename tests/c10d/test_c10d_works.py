@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from c10d_helpers import GLOO, everywhere, folded, lacks, not_gloo, order_of_callbacks, values
+from c10d_helpers import GLOO, everywhere, folded, lacks, not_gloo, same_calls, values
 
 
 def test_a_work_completes(rank: int, size: int) -> None:
@@ -110,19 +110,20 @@ def test_callbacks(rank: int, size: int) -> None:
 
 
 @not_gloo("deadlocks, because callbacks run on its two threads")
-@order_of_callbacks
 @pytest.mark.parametrize("number", [2, 20])
-def test_callbacks_that_wait_for_further_calls(rank: int, size: int, number: int) -> None:
-    """As PowerSGD does it: each callback starts a call and waits for it."""
+@pytest.mark.parametrize("length", [600, pytest.param(1000, marks=same_calls)])
+def test_callbacks_that_wait_for_further_calls(rank: int, size: int, number: int, length: int) -> None:
+    """As PowerSGD does it: each callback starts a call and waits for it, while further calls are started."""
 
     def again(future: Any) -> torch.Tensor:
-        tensor: torch.Tensor = future.value()[0]
-        dist.all_reduce(tensor, async_op=True).wait()
-        return tensor
+        part: torch.Tensor = future.value()[0][:length].clone()
+        dist.all_reduce(part, async_op=True).wait()
+        return part
 
-    futures = [dist.all_reduce(torch.ones(1000), async_op=True).get_future().then(again) for _ in range(number)]
-    for future in futures:
-        assert (future.wait() == size * size).all()
+    first = [torch.full((1000,), i + 1.0) for i in range(number)]
+    works = [dist.all_reduce(tensor, async_op=True).get_future().then(again) for tensor in first]
+    for i, future in enumerate(works):
+        assert (future.wait() == (i + 1) * size * size).all()
 
 
 def test_many_at_once_and_waited_in_another_order(rank: int, size: int) -> None:
