@@ -47,12 +47,12 @@ def fewer_than(ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) < ranks, reason=f"needs {ranks} ranks")
 
 
-same_calls = pytest.mark.xfail(
+calls_in_callbacks = pytest.mark.xfail(
     int(os.environ.get("WORLD_SIZE", "1")) > 1,
-    reason="calls of one size by the script and by callbacks at the same time come in another order on each rank",
+    reason="calls of the script and of callbacks at the same time come in another order on each rank",
     strict=False,
 )
-"""Marks tests whose callbacks make calls that look like those of the script at the same time."""
+"""Marks tests whose callbacks make calls while the script makes others."""
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
