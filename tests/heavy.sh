@@ -2,7 +2,7 @@
 # Checks that are too slow for the gate: Loom, the thread sanitizer, the fuzzers (docs/verification.md describes them), the slowest
 # programs, repeated faults, and the soak test. Needs the environment of tests/run.sh (run that first); checks without their
 # tool are skipped with a message.
-# tests/heavy.sh [loom|tsan|fuzz|programs|faults|soak]...
+# tests/heavy.sh [loom|tsan|fuzz|programs|c10d|faults|soak]...
 # FUZZ_SECONDS (60): for each fuzzer. FAULT_ROUNDS (20). SOAK_MINUTES (20).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
 export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
 
 cases=("$@")
-[ $# -gt 0 ] || cases=(loom tsan fuzz programs faults soak)
+[ $# -gt 0 ] || cases=(loom tsan fuzz programs c10d faults soak)
 target=x86_64-unknown-linux-gnu
 
 nightly() { # whether a nightly toolchain with rust-src is installed
@@ -48,6 +48,15 @@ programs() { # the tests of tests/single that the gate skips
   DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy tests/single
 }
 
+c10d() { # all tests of torch.distributed on up to four ranks, its faults again and again
+  local ranks
+  export DL_COMM_CACHE="$PWD/build/cache"
+  for ranks in 1 2 3 4; do
+    python tests/ranks.py "$ranks" 900 python -m pytest -q tests/c10d || return 1
+  done
+  DL_COMM_TEST_ROUNDS="${FAULT_ROUNDS:-20}" python -m pytest -q tests/c10d
+}
+
 faults() { # every fault, in every binding, on one host and on two
   DL_COMM_TEST_ROUNDS="${FAULT_ROUNDS:-20}" python -m pytest -q tests/faults
 }
@@ -59,7 +68,7 @@ soak() { # random calls on three ranks: checks values and memory growth
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
-    loom | tsan | fuzz | programs | faults | soak) ("$case") ;;
+    loom | tsan | fuzz | programs | c10d | faults | soak) ("$case") ;;
     *) echo "no case $case" && false ;;
   esac
   case $? in

@@ -57,6 +57,13 @@ for ranks in 1 2 3; do
   done
 done
 
+for ranks in 1 2 3; do
+  step "torch.distributed on $ranks rank(s)"
+  python tests/ranks.py "$ranks" 400 python -m pytest -x -q -m "not heavy" tests/c10d
+done
+step "torch.distributed: scripts and faults"
+python -m pytest -q -m "not heavy" tests/c10d
+
 step "Python tests that start programs"
 python -m pytest -q -m "not heavy" tests/single
 step "faults"

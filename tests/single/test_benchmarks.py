@@ -90,6 +90,25 @@ def test_collectives(tmp_path: Path) -> None:
         assert all(0 < value < 1e7 for case in cases for value in case["rounds_us"])
 
 
+def test_torch_distributed(tmp_path: Path) -> None:
+    """Both backends in every case, and the core where it has the call."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "benchmarks.torch_distributed", "--quick", "--out", str(tmp_path)]
+    finished = run(command, 200, {**QUIET, "PYTHONPATH": str(BENCHMARKS.parent)})
+    assert finished.returncode == 0, finished.output
+    assert not finished.left, finished.left
+    cases = json.loads((tmp_path / "torch_distributed.json").read_text())["cases"]
+    sizes = [("all_reduce", 64), ("all_reduce", 4096), ("all_reduce", 65536)]
+    sizes += [(name, 1 << 20) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")]
+    assert [(case["case"], case.get("bytes")) for case in cases] == [*sizes, ("ddp", None), ("fsdp2", None)]
+    for case in cases:
+        extra = {"all_reduce": {"core"}, "ddp": {"no_sync"}}.get(case["case"], set())
+        assert set(case["rounds_s"]) == {"dl_comm", "gloo"} | extra
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in case["rounds_s"].values())
+    text = (tmp_path / "torch_distributed.md").read_text()
+    assert len([line for line in text.splitlines() if line.startswith("| 2 |")]) == len(cases)
+
+
 def test_allreduce_cuda_contenders_in_host_memory(tmp_path: Path) -> None:
     """The contenders of `--device cuda`, on tensors in host memory."""
     command = [sys.executable, "-m", "benchmarks.allreduce", "--quick", "--device", "cuda", "--sizes", "65540"]

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Trains with frameworks on top of torch.distributed, on two processes, with the process-group backend dl_comm and with gloo:
+# the losses must be the same. Each framework has a temporary environment on top of that of tests/run.sh (run that first).
+# tests/frameworks.sh [lightning|accelerate|transformers]...
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+base=$(cd "${DL_COMM_VENV:-.venv}" && pwd) || exit 1
+cases=("$@")
+[ $# -gt 0 ] || cases=(lightning accelerate transformers)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export OMP_NUM_THREADS=1 DL_COMM_DUMP_DIR=none
+
+environment() { # PACKAGE...: a Python with these packages and those of the base
+  "$base/bin/python" -m venv "$work/venv" || return 1
+  local site
+  site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/base.pth"
+  "$work/venv/bin/python" -m pip install -q "$@"
+}
+
+train() { # CASE BACKEND: prints the loss
+  local command=("$work/venv/bin/python")
+  # Lightning starts its processes itself.
+  [ "$1" = lightning ] || command+=(-m torch.distributed.run --standalone --nproc-per-node 2)
+  timeout -k 5 300 "${command[@]}" "tests/frameworks/$1_train.py" "$2" >"$work/$2.txt" 2>&1 &&
+    grep -qx "backend $2" "$work/$2.txt" && grep -oP '^loss \K.*' "$work/$2.txt"
+}
+
+same() { # CASE: compares the losses of both backends
+  local ours theirs
+  theirs=$(train "$1" gloo) || { tail -40 "$work/gloo.txt" && return 1; }
+  ours=$(train "$1" dl_comm) || { tail -40 "$work/dl_comm.txt" && return 1; }
+  echo "$1: loss $ours with dl_comm, $theirs with gloo"
+  "$base/bin/python" -c 'import math, sys; sys.exit(not math.isclose(*map(float, sys.argv[1:]), rel_tol=1e-4))' "$ours" "$theirs"
+}
+
+for case in "${cases[@]}"; do
+  echo "== $case ($(date +%H:%M:%S))"
+  case $case in
+    lightning | accelerate) environment "$case" && same "$case" ;;
+    transformers) environment accelerate transformers && same "$case" ;;
+    *) echo "no case $case" && false ;;
+  esac
+  # shellcheck disable=SC2181
+  if [ $? -eq 0 ]; then results+=("$case: passed"); else results+=("$case: FAILED"); fi
+  rm -rf "$work/venv"
+done
+printf '%s\n' "${results[@]}"
+[[ ${results[*]} != *FAILED* ]]
