@@ -12,7 +12,6 @@ import atexit
 import functools
 import json
 import os
-import re
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -27,6 +26,7 @@ from dl_comm import _dl_comm, _process
 from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
 from dl_comm._load import check_one_core, ops_library
 
+_KEY = "dl_comm/start"
 _started_here = False
 """Whether ``init_process_group`` has started dl_comm, by torch's store."""
 
@@ -51,13 +51,20 @@ def create_backend(options: Any, pg_options: Any = None) -> Any:
     if pg_options is not None and type(pg_options) is not torch._C._distributed_c10d.Backend.Options:
         kind = type(pg_options)
         raise ArgumentError(f"pg_options is a {kind.__module__}.{kind.__qualname__}; the backend dl_comm takes none")
-    _load_library()
-    ranks = list(options.global_ranks_in_group)
-    if not ranks:
-        _start_all(options.store, options.group_rank, options.group_size, options.timeout)
-        ranks = list(range(options.group_size))
+    size = options.group_size
+    everyone = dist.get_world_size() if dist.is_initialized() else size
+    is_default = not options.global_ranks_in_group
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    if is_default:
+        _end_earlier_job()
+    if ranks == list(range(everyone)):
+        _start_all(options.store, options.group_rank, size, options.timeout)
     elif not _is_started():
-        _start_all_or_refuse(options, ranks)
+        raise StateError(
+            f"a process group of the ranks {ranks} of {everyone} cannot start dl_comm, which needs all ranks: call "
+            "dist.init_process_group('dl_comm'), or dl_comm.init_mpi() with the same rank numbers, on every rank before"
+        )
+    _load_library()
     holder = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     name = f"process group {options.group_id}"
     torch.ops.dl_comm_c10d.attach(holder.boxed(), ranks, name, _seconds(options.timeout))
@@ -77,7 +84,7 @@ def _load_library() -> None:
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     ops = torch.ops.dl_comm_c10d
     built_for = ops.torch_version()
-    if not re.match(re.escape(built_for) + r"(?!\d)", torch.__version__):
+    if torch.__version__ != built_for:
         raise ImportError(
             f"{path} was built for torch {built_for}, but this is torch {torch.__version__}: run "
             "'python -m dl_comm.build --force'"
@@ -100,56 +107,50 @@ def _do_nothing(_backend: Any, _device: Any) -> None:
     pass
 
 
-def _start_all_or_refuse(options: Any, ranks: list[int]) -> None:
-    size = dist.get_world_size()
-    if ranks != list(range(size)):
-        raise StateError(
-            f"a process group of the ranks {ranks} of {size} cannot start dl_comm, which needs all ranks: call "
-            "dist.init_process_group('dl_comm'), or dl_comm.init_mpi() on every rank before"
-        )
-    _start_all(options.store, options.group_rank, options.group_size, options.timeout)
+def _end_earlier_job() -> None:
+    """Ends the job of an earlier default group, which may have had other ranks. Not one that the script has started."""
+    if _started_here and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
+        _process.finalize()
 
 
 def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
     """Makes the processes ranks of dl_comm by torch's store, or checks that they are. Collective."""
     global _started_here
-    if _started_here and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
-        # The job of an earlier process group, which may have had other ranks.
-        _process.finalize()
-    mine = _job() if _is_started() else None
-    jobs = _gather_json(store, rank, size, mine, timeout)
-    if any(jobs):
+    jobs = _gather_json(store, rank, size, _describe_process(), timeout)
+    errors = [f"rank {each}: {job['error']}" for each, job in enumerate(jobs) if "error" in job]
+    if errors:
+        raise ImportError("the backend dl_comm is not available: " + "; ".join(errors))
+    if any(job["job"] for job in jobs):
         _check_same_job(jobs)
-        return
-    if any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID")):
-        _process.init_mpi()
-        _check_same_job(_gather_json(store, rank, size, _job(), timeout, "launched"))
-        return
-    _process.start_by_store(store, rank, size)
-    _started_here = True
+    else:
+        _process.start_by_store(store, rank, size)
+        _started_here = True
+
+
+def _describe_process() -> dict[str, Any]:
+    """This process in its job of dl_comm, if there is one, or the error of loading the library."""
+    try:
+        _load_library()
+    except (ImportError, OSError) as error:
+        return {"error": str(error)}
+    if not _is_started():
+        return {"job": None}
+    first = json.loads(_dl_comm.describe())["ranks"][0]
+    job = [first["host"], first["pid"], first["pid_namespace"], first["boot_id"]]
+    return {"job": job, "rank": _dl_comm.rank(), "size": _dl_comm.size()}
 
 
 def _is_started() -> bool:
     return bool(json.loads(_dl_comm.describe())["state"] == "started")
 
 
-def _job() -> dict[str, Any]:
-    """What identifies this job and this process in it."""
-    first = json.loads(_dl_comm.describe())["ranks"][0]
-    return {
-        "job": [first["host"], first["pid"], first["pid_namespace"], first["boot_id"]],
-        "rank": _dl_comm.rank(),
-        "size": _dl_comm.size(),
-    }
-
-
-def _check_same_job(jobs: list[dict[str, Any] | None]) -> None:
+def _check_same_job(jobs: list[dict[str, Any]]) -> None:
     for rank, job in enumerate(jobs):
-        if job is None:
+        if job["job"] is None:
             found = "has not started dl_comm, and others have"
         elif job["size"] != len(jobs) or job["rank"] != rank:
             found = f"is rank {job['rank']} of {job['size']} of dl_comm"
-        elif jobs[0] is not None and job["job"] != jobs[0]["job"]:
+        elif job["job"] != jobs[0]["job"]:
             found = "is in another job of dl_comm than rank 0"
         else:
             continue
@@ -159,17 +160,25 @@ def _check_same_job(jobs: list[dict[str, Any] | None]) -> None:
         )
 
 
-def _gather_json(store: Any, rank: int, size: int, value: Any, timeout: timedelta, prefix: str = "start") -> list[Any]:
-    """The values of all ranks. Rank 0 collects them, so that the store gets 2 ``size`` requests."""
-    key = f"dl_comm/{prefix}"
-    store.set(f"{key}/{rank}", json.dumps(value))
-    every = [f"{key}/{each}" for each in range(size)]
+def _gather_json(store: Any, rank: int, size: int, value: Any, timeout: timedelta) -> list[Any]:
+    """The values of all ranks. Rank 0 collects them, so that the store gets few requests. No keys remain.
+
+    All ranks must make a further collective step before any of them calls this again.
+    """
+    everyone, readers = f"{_KEY}/all", f"{_KEY}/readers"
+    every = [f"{_KEY}/{each}" for each in range(size)]
+    store.set(every[rank], json.dumps(value))
     if rank == 0:
         _wait(store, every, timeout)
-        store.set(f"{key}/all", json.dumps([json.loads(store.get(each)) for each in every]))
+        store.set(everyone, json.dumps([json.loads(store.get(each)) for each in every]))
     else:
-        _wait(store, [f"{key}/all"], timeout, every)
-    return list(json.loads(store.get(f"{key}/all")))
+        _wait(store, [everyone], timeout, every)
+    values = list(json.loads(store.get(everyone)))
+    if store.add(readers, 1) == size:
+        # A later process group may use the same store, and must not find them.
+        for key in (*every, everyone, readers):
+            store.delete_key(key)
+    return values
 
 
 def _wait(store: Any, keys: list[str], timeout: timedelta, every: list[str] | None = None) -> None:
@@ -181,7 +190,7 @@ def _wait(store: Any, keys: list[str], timeout: timedelta, every: list[str] | No
             raise CommError(f"init_process_group: {error}") from error
         limit = f"{timeout.total_seconds():g} s"
         raise TimeoutError(
-            f"init_process_group: rank(s) {', '.join(missing)} did not come within {limit}: {error}"
+            f"init_process_group: rank(s) {', '.join(missing)} did not join within {limit}: {error}"
         ) from error
 
 

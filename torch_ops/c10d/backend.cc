@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -18,8 +19,7 @@ using OpType = ::c10d::OpType;
 constexpr std::size_t kLongBlock = 256 << 10;
 
 const at::Tensor& only(const Tensors& tensors, const char* what) {
-  if (tensors.size() != 1)
-    throw_invalid(c10::str(what, ": a list of ", tensors.size(), " tensors; each rank has one tensor in a call"));
+  if (tensors.size() != 1) throw_invalid(c10::str(what, ": a list of ", tensors.size(), " tensors; pass one tensor"));
   check_dense(tensors[0], what);
   return tensors[0];
 }
@@ -59,6 +59,11 @@ std::vector<std::size_t> block_lengths(const at::Tensor& tensor, const std::vect
   return lengths;
 }
 
+// Waits for a call that torch has made asynchronous.
+void wait_if_started(const WorkPtr& work) {
+  if (work) work->wait();
+}
+
 void synchronize(const at::Device& device) {
   if (device.is_cuda()) current_stream(device).synchronize();
 }
@@ -76,24 +81,37 @@ Backend::Backend(int rank, std::vector<int> ranks, const std::string& name, Mill
   options.timeout = to_seconds(timeout);
   dl_comm_group_t* made = nullptr;
   check(dl_comm_group_create_with(ranks_.data(), static_cast<int>(ranks_.size()), name_.c_str(), &options, &made));
-  group_ = made;
+  group_ = {made, [process = process_](dl_comm_group_t* group) {
+              if (::getpid() == process) dl_comm_group_free(group);
+            }};
+  int own = -1;
+  check(dl_comm_group_rank(made, &own));
+  if (own != rank)
+    throw_invalid(c10::str("rank ", rank, " of '", name_, "' is rank ", own,
+                           " of the same ranks in dl_comm: torch and ", "dl_comm need the same numbers"));
 }
 
 Backend::~Backend() { shutdown(); }
 
 void Backend::shutdown() {
-  auto* const ended = group_.exchange(nullptr);
-  if (::getpid() == process_) dl_comm_group_free(ended);
+  std::shared_ptr<dl_comm_group_t> ended;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ended.swap(group_);
 }
 
 void Backend::abort() {
-  if (auto* const aborted = group_.load()) check(dl_comm_group_abort(aborted, "abort() of its process group"));
+  std::shared_ptr<dl_comm_group_t> aborted;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted = group_;
+  }
+  if (aborted) check(dl_comm_group_abort(aborted.get(), "abort() of its process group"));
 }
 
-dl_comm_group_t* Backend::group() const {
-  auto* const group = group_.load();
-  if (group == nullptr) throw_error(DL_COMM_ERROR_STATE, "process group '" + name_ + "' was destroyed");
-  return group;
+std::shared_ptr<dl_comm_group_t> Backend::group() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!group_) throw_error(DL_COMM_ERROR_STATE, "'" + name_ + "' was destroyed");
+  return group_;
 }
 
 c10::intrusive_ptr<Backend::Options> Backend::getBackendOptions() {
@@ -101,7 +119,7 @@ c10::intrusive_ptr<Backend::Options> Backend::getBackendOptions() {
 }
 
 ::c10d::ErrorType Backend::getError() {
-  switch (failure_.load()) {
+  switch (failure_->load()) {
     case 0:
       return ::c10d::ErrorType::SUCCESS;
     case DL_COMM_ERROR_TIMEOUT:
@@ -119,13 +137,15 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(const c10::intrusive_ptr<::c1
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   if (mine == ranks.end()) return nullptr;
   const std::string name = options ? options->group_name : std::string();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  // torch's default stands for no choice.
+  const bool has_timeout = options && options->timeout != kBackendDefaultTimeout;
+  const std::lock_guard<std::mutex> lock(split_mutex_);
   if (auto last = split_.lock(); last && split_name_ == name && split_ranks_ == ranks) return last;
   std::vector<int> members;
   for (const int rank : ranks) members.push_back(ranks_.at(static_cast<std::size_t>(rank)));
   const c10::intrusive_ptr<::c10d::Backend> child = c10::make_intrusive<Backend>(
       static_cast<int>(mine - ranks.begin()), std::move(members), name.empty() ? name_ + ":split" : name,
-      options ? options->timeout : timeout_.load());
+      has_timeout ? options->timeout : timeout_.load());
   split_ = child;
   split_ranks_ = ranks;
   split_name_ = name;
@@ -134,18 +154,20 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(const c10::intrusive_ptr<::c1
 
 void Backend::startCoalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  coalescing_ = true;
+  coalescing_ = std::this_thread::get_id();
+  // Those of a block that has ended with an exception.
+  coalesced_.clear();
 }
 
 WorkPtr Backend::endCoalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  coalescing_ = false;
+  coalescing_ = {};
   return c10::make_intrusive<WorkList>(std::exchange(coalesced_, {}));
 }
 
 bool Backend::is_coalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return coalescing_;
+  return coalescing_ == std::this_thread::get_id();
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
@@ -163,9 +185,30 @@ void Backend::check_root(int64_t root) const {
 
 void Backend::check_peer(int peer) const { check_root(peer); }
 
-void Backend::remember(int code) {
-  // Others do not end the group.
-  if (code == DL_COMM_ERROR_TIMEOUT || code == DL_COMM_ERROR_PEER_LOST || code == DL_COMM_ERROR_MPI) failure_ = code;
+bool Backend::is_in_use(const at::Tensor& tensor) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(started_.begin(), started_.end(), [&tensor](const auto& weak) {
+    const auto state = weak.lock();
+    return state && !state->ended() && state->uses(tensor);
+  });
+}
+
+template <typename Start>
+WorkPtr Backend::checked(const char* title, Milliseconds timeout, Start start) {
+  try {
+    return start();
+  } catch (const ::c10::DistBackendError&) {
+    throw;  // of the core, which has told the other ranks
+  } catch (const c10::ValueError&) {
+    throw;  // as all argument errors: nothing has happened, and the script may make the right call
+  } catch (const std::exception& error) {
+    Call call(DL_COMM_BARRIER, title, true);
+    call.refuse(error.what());
+    auto request = call.describe(seconds(timeout));
+    // If all ranks have made the same mistake, this is a barrier. If not, the other ranks' calls fail with this name.
+    dl_comm_run(group().get(), &request);
+    throw;
+  }
 }
 
 WorkPtr Backend::started(c10::intrusive_ptr<CallWork> work) {
@@ -173,7 +216,7 @@ WorkPtr Backend::started(c10::intrusive_ptr<CallWork> work) {
   started_.erase(std::remove_if(started_.begin(), started_.end(), [](const auto& state) { return state.expired(); }),
                  started_.end());
   started_.push_back(work->state);
-  if (coalescing_) coalesced_.push_back(work);
+  if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);
   return work;
 }
 
@@ -184,7 +227,7 @@ void Backend::wait_for_started() {
     all.swap(started_);
   }
   for (const auto& weak : all)
-    if (const auto state = weak.lock()) state->wait(0);
+    if (const auto state = weak.lock()) state->synchronize();
 }
 
 WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds timeout) {
@@ -199,12 +242,13 @@ WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds time
       device = core_device(current_stream(call.device()));
       request.device = &device;
     }
-    const int code = dl_comm_run(group(), &request);
-    remember(code);
+    const int code = dl_comm_run(group().get(), &request);
+    if (ends_group(code)) *failure_ = code;
     check(code);
     if (call.finish) call.finish();
     return nullptr;
   }
+  const auto group = this->group();
   std::optional<c10::Stream> stream;
   dl_comm_device_t device{};
   if (on_gpu) {
@@ -212,7 +256,7 @@ WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds time
     order(current_stream(call.device()), *stream);
     device = core_device(*stream);
   }
-  auto state = std::make_shared<CallState>(std::move(call), number, futures_, stream);
+  auto state = std::make_shared<CallState>(std::move(call), stream, failure_);
   auto work = c10::make_intrusive<CallWork>(getRank(), type, number, state);
   auto request = state->call.describe(seconds(timeout));
   if (on_gpu) request.device = &device;
@@ -222,7 +266,7 @@ WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds time
     const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
     CallState::end(*owner, code, message);
   };
-  if (const int code = dl_comm_start(group(), &request, &state->handle); code < 0) {
+  if (const int code = dl_comm_start(group.get(), &request, &state->handle); code < 0) {
     delete shared;
     const std::string message = dl_comm_last_error();
     CallState::end(state, code, message.c_str());
@@ -232,23 +276,27 @@ WorkPtr Backend::launch(Call call, OpType type, bool is_async, Milliseconds time
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
-  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
-  const auto& tensor = only(tensors, "all_reduce");
-  share_bucket(tensor);
-  Call call(DL_COMM_ALLREDUCE, "dl_comm:all_reduce", false);
-  call.set_reduce(options.reduceOp, tensor.scalar_type());
-  call.add(tensor, tensor, tensor);
-  call.outputs = tensors;
-  return launch(std::move(call), OpType::ALLREDUCE, options.asyncOp, options.timeout);
+  return checked("dl_comm:all_reduce", options.timeout, [&] {
+    if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+    const auto& tensor = only(tensors, "all_reduce");
+    if (!is_in_use(tensor)) share_bucket(tensor);
+    Call call(DL_COMM_ALLREDUCE, "dl_comm:all_reduce", false);
+    call.set_reduce(options.reduceOp, tensor.scalar_type());
+    call.add(tensor, tensor, tensor);
+    call.outputs = tensors;
+    return launch(std::move(call), OpType::ALLREDUCE, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) {
-  check_alike(tensors, "all_reduce_coalesced");
-  Call call(DL_COMM_ALLREDUCE, "dl_comm:all_reduce_coalesced", false);
-  call.set_reduce(options.reduceOp, tensors[0].scalar_type());
-  for (const auto& tensor : tensors) call.add(tensor, tensor, tensor);
-  call.outputs = tensors;
-  return launch(std::move(call), OpType::ALLREDUCE_COALESCED, options.asyncOp, options.timeout);
+  return checked("dl_comm:all_reduce_coalesced", options.timeout, [&] {
+    check_alike(tensors, "all_reduce_coalesced");
+    Call call(DL_COMM_ALLREDUCE, "dl_comm:all_reduce_coalesced", false);
+    call.set_reduce(options.reduceOp, tensors[0].scalar_type());
+    for (const auto& tensor : tensors) call.add(tensor, tensor, tensor);
+    call.outputs = tensors;
+    return launch(std::move(call), OpType::ALLREDUCE_COALESCED, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
@@ -261,7 +309,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptio
   ::c10d::AllgatherOptions gather;
   gather.timeout = options.timeout;
   gather.asyncOp = false;
-  _allgather_base(sizes, size, gather);
+  wait_if_started(_allgather_base(sizes, size, gather));
   const auto all = [&](const at::Tensor& mine) {
     std::vector<Tensors> parts(1);
     for (int rank = 0; rank < getSize(); ++rank) {
@@ -270,7 +318,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptio
       parts[0].push_back(at::empty(shape, mine.options()));
     }
     Tensors inputs{mine.contiguous()};
-    allgather(parts, inputs, gather);
+    wait_if_started(allgather(parts, inputs, gather));
     return at::cat(parts[0]);
   };
   // Indices have a row for each dimension.
@@ -281,52 +329,58 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptio
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
-  const auto& tensor = only(tensors, "broadcast");
-  check_root(options.rootRank);
-  Call call(DL_COMM_BROADCAST, "dl_comm:broadcast", true);
-  call.root = static_cast<int>(options.rootRank);
-  call.add(tensor, tensor, tensor);
-  call.outputs = tensors;
-  return launch(std::move(call), OpType::BROADCAST, options.asyncOp, options.timeout);
+  return checked("dl_comm:broadcast", options.timeout, [&] {
+    const auto& tensor = only(tensors, "broadcast");
+    check_root(options.rootRank);
+    Call call(DL_COMM_BROADCAST, "dl_comm:broadcast", true);
+    call.root = static_cast<int>(options.rootRank);
+    call.add(tensor, tensor, tensor);
+    call.outputs = tensors;
+    return launch(std::move(call), OpType::BROADCAST, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
-  const auto& tensor = only(tensors, "reduce");
-  check_root(options.rootRank);
-  Call call(DL_COMM_REDUCE, "dl_comm:reduce", false);
-  call.root = static_cast<int>(options.rootRank);
-  call.set_reduce(options.reduceOp, tensor.scalar_type());
-  call.add(tensor, call.root == getRank() ? tensor : at::Tensor(), tensor);
-  call.outputs = tensors;
-  return launch(std::move(call), OpType::REDUCE, options.asyncOp, options.timeout);
+  return checked("dl_comm:reduce", options.timeout, [&] {
+    const auto& tensor = only(tensors, "reduce");
+    check_root(options.rootRank);
+    Call call(DL_COMM_REDUCE, "dl_comm:reduce", false);
+    call.root = static_cast<int>(options.rootRank);
+    call.set_reduce(options.reduceOp, tensor.scalar_type());
+    call.add(tensor, call.root == getRank() ? tensor : at::Tensor(), tensor);
+    call.outputs = tensors;
+    return launch(std::move(call), OpType::REDUCE, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) {
-  const auto input = only(inputs, "all_gather").contiguous();
-  const auto& list = only(outputs, "all_gather");
-  check_alike(list, "all_gather's outputs");
-  const auto own = static_cast<std::size_t>(getRank());
-  if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != input.numel())
-    throw_invalid(c10::str("all_gather: the list of outputs has ", list.size(), " tensors for ", getSize(),
-                           " ranks; tensor ", own, " must have the input's ", input.numel(), " elements"));
-  if (!options.asyncOp && !is_coalescing() && !is_adjacent(list) && is_even(list) && input.nbytes() >= kLongBlock)
-    return allgather_by_broadcasts(list, input, options);
-  auto flat = flat_output(list);
-  Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather", true);
-  const auto sizes = lengths(list);
-  int64_t start = 0;
-  for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
-  const auto source = without_overlap(input, flat.tensor, flat.tensor, input, start);
-  if (is_even(list)) {
-    call.add(source, flat.tensor, source);
-  } else {
-    call.send_counts = sizes;
-    call.add(source, flat.tensor, sizes[own]);
-  }
-  call.finish = std::move(flat.copy_back);
-  call.outputs = list;
-  call.output_lists = outputs;
-  return launch(std::move(call), OpType::ALLGATHER, options.asyncOp, options.timeout);
+  return checked("dl_comm:all_gather", options.timeout, [&] {
+    const auto input = only(inputs, "all_gather").contiguous();
+    const auto& list = only(outputs, "all_gather");
+    check_alike(list, "all_gather's outputs");
+    const auto own = static_cast<std::size_t>(getRank());
+    if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != input.numel())
+      throw_invalid(c10::str("all_gather: the list of outputs has ", list.size(), " tensors for ", getSize(),
+                             " ranks; tensor ", own, " must have the input's ", input.numel(), " elements"));
+    if (!options.asyncOp && !is_coalescing() && !is_adjacent(list) && is_even(list) && input.nbytes() >= kLongBlock)
+      return allgather_by_broadcasts(list, input, options);
+    auto flat = flat_output(list);
+    Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather", true);
+    const auto sizes = lengths(list);
+    int64_t start = 0;
+    for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
+    const auto source = without_overlap(input, flat.tensor, flat.tensor, input, start);
+    if (is_even(list)) {
+      call.add(source, flat.tensor, source);
+    } else {
+      call.send_counts = sizes;
+      call.add(source, flat.tensor, sizes[own]);
+    }
+    call.finish = std::move(flat.copy_back);
+    call.outputs = list;
+    call.output_lists = outputs;
+    return launch(std::move(call), OpType::ALLGATHER, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::allgather_by_broadcasts(const Tensors& outputs, const at::Tensor& input,
@@ -339,7 +393,7 @@ WorkPtr Backend::allgather_by_broadcasts(const Tensors& outputs, const at::Tenso
     call.root = root;
     call.add(root == getRank() ? without_overlap(input, memory, memory, input, 0) : memory, memory, memory);
     if (!memory.is_same(output)) call.finish = [output, memory] { output.detach().copy_(memory); };
-    launch(std::move(call), OpType::ALLGATHER, false, options.timeout);
+    wait_if_started(launch(std::move(call), OpType::ALLGATHER, false, options.timeout));
   }
   return nullptr;
 }
@@ -367,43 +421,47 @@ WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const ::
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const ::c10d::AllgatherOptions& options) {
-  const char* const what = "all_gather_into_tensor";
-  if (outputs.size() != inputs.size() || inputs.empty())
-    throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
-  Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather_into_tensor", true);
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    check_dense(inputs[i], what);
-    check_contiguous(outputs[i], what);
-    check_blocks(outputs[i], inputs[i], getSize(), what);
-    const auto input = inputs[i].contiguous();
-    call.add(without_overlap(input, outputs[i], outputs[i], input, getRank() * input.numel()), outputs[i], input);
-  }
-  call.outputs = outputs;
-  return launch(std::move(call), OpType::_ALLGATHER_BASE, options.asyncOp, options.timeout);
+  return checked("dl_comm:all_gather_into_tensor", options.timeout, [&] {
+    const char* const what = "all_gather_into_tensor";
+    if (outputs.size() != inputs.size() || inputs.empty())
+      throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+    Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather_into_tensor", true);
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      check_dense(inputs[i], what);
+      check_contiguous(outputs[i], what);
+      check_blocks(outputs[i], inputs[i], getSize(), what);
+      const auto input = inputs[i].contiguous();
+      call.add(without_overlap(input, outputs[i], outputs[i], input, getRank() * input.numel()), outputs[i], input);
+    }
+    call.outputs = outputs;
+    return launch(std::move(call), OpType::_ALLGATHER_BASE, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::GatherOptions& options) {
-  const auto input = only(inputs, "gather").contiguous();
-  check_root(options.rootRank);
-  Call call(DL_COMM_GATHER, "dl_comm:gather", true);
-  call.root = static_cast<int>(options.rootRank);
-  Flat flat;
-  if (call.root == getRank()) {
-    const auto& list = only(outputs, "gather");
-    check_alike(list, "gather's outputs");
-    if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != input.numel())
-      throw_invalid(c10::str("gather: the outputs must be ", getSize(), " tensors of ", input.numel(), " elements"));
-    flat = flat_output(list);
-    call.outputs = list;
-    call.output_lists = outputs;
-  } else if (!outputs.empty() && !outputs[0].empty()) {
-    throw_invalid("gather: only the root has outputs");
-  }
-  const auto& whole = flat.tensor;
-  call.add(whole.defined() ? without_overlap(input, whole, whole, input, getRank() * input.numel()) : input, whole,
-           input);
-  call.finish = std::move(flat.copy_back);
-  return launch(std::move(call), OpType::GATHER, options.asyncOp, options.timeout);
+  return checked("dl_comm:gather", options.timeout, [&] {
+    const auto input = only(inputs, "gather").contiguous();
+    check_root(options.rootRank);
+    Call call(DL_COMM_GATHER, "dl_comm:gather", true);
+    call.root = static_cast<int>(options.rootRank);
+    Flat flat;
+    if (call.root == getRank()) {
+      const auto& list = only(outputs, "gather");
+      check_alike(list, "gather's outputs");
+      if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != input.numel())
+        throw_invalid(c10::str("gather: the outputs must be ", getSize(), " tensors of ", input.numel(), " elements"));
+      flat = flat_output(list);
+      call.outputs = list;
+      call.output_lists = outputs;
+    } else if (!outputs.empty() && !outputs[0].empty()) {
+      throw_invalid("gather: only the root has outputs");
+    }
+    const auto& whole = flat.tensor;
+    call.add(whole.defined() ? without_overlap(input, whole, whole, input, getRank() * input.numel()) : input, whole,
+             input);
+    call.finish = std::move(flat.copy_back);
+    return launch(std::move(call), OpType::GATHER, options.asyncOp, options.timeout);
+  });
 }
 
 #ifdef C10D_BACKEND_HAS_WINDOW
@@ -421,54 +479,59 @@ WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input, const ::c1
 #endif
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ::c10d::ScatterOptions& options) {
-  const auto& output = only(outputs, "scatter");
-  check_root(options.rootRank);
-  Call call(DL_COMM_SCATTER, "dl_comm:scatter", true);
-  call.root = static_cast<int>(options.rootRank);
-  at::Tensor source;
-  if (call.root == getRank()) {
-    const auto& list = only(inputs, "scatter");
-    check_alike(list, "scatter's inputs");
-    if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != output.numel())
-      throw_invalid(c10::str("scatter: the inputs must be ", getSize(), " tensors of ", output.numel(), " elements"));
-    source = flat_input(list);
-  } else if (!inputs.empty() && !inputs[0].empty()) {
-    throw_invalid("scatter: only the root has inputs");
-  }
-  const auto flat = flat_output(outputs);
-  if (source.defined()) source = without_overlap(source, flat.tensor, source, flat.tensor, getRank() * output.numel());
-  call.add(source, flat.tensor, output);
-  call.finish = flat.copy_back;
-  call.outputs = outputs;
-  return launch(std::move(call), OpType::SCATTER, options.asyncOp, options.timeout);
+  return checked("dl_comm:scatter", options.timeout, [&] {
+    const auto& output = only(outputs, "scatter");
+    check_root(options.rootRank);
+    Call call(DL_COMM_SCATTER, "dl_comm:scatter", true);
+    call.root = static_cast<int>(options.rootRank);
+    at::Tensor source;
+    if (call.root == getRank()) {
+      const auto& list = only(inputs, "scatter");
+      check_alike(list, "scatter's inputs");
+      if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != output.numel())
+        throw_invalid(c10::str("scatter: the inputs must be ", getSize(), " tensors of ", output.numel(), " elements"));
+      source = flat_input(list);
+    } else if (!inputs.empty() && !inputs[0].empty()) {
+      throw_invalid("scatter: only the root has inputs");
+    }
+    const auto flat = flat_output(outputs);
+    if (source.defined())
+      source = without_overlap(source, flat.tensor, source, flat.tensor, getRank() * output.numel());
+    call.add(source, flat.tensor, flat.tensor.view(output.sizes()));
+    call.finish = flat.copy_back;
+    call.outputs = outputs;
+    return launch(std::move(call), OpType::SCATTER, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const ::c10d::ReduceScatterOptions& options) {
-  const auto& output = only(outputs, "reduce_scatter");
-  const auto& list = only(inputs, "reduce_scatter");
-  check_alike(list, "reduce_scatter's inputs");
-  const auto own = static_cast<std::size_t>(getRank());
-  if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != output.numel())
-    throw_invalid(c10::str("reduce_scatter: the list of inputs has ", list.size(), " tensors for ", getSize(),
-                           " ranks; tensor ", own, " must have the output's ", output.numel(), " elements"));
-  const auto flat = flat_output(outputs);
-  const auto sizes = lengths(list);
-  int64_t start = 0;
-  for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
-  const auto whole = flat_input(list);
-  const auto source = without_overlap(whole, flat.tensor, whole, flat.tensor, start);
-  Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter", false);
-  call.set_reduce(options.reduceOp, output.scalar_type());
-  if (is_even(list)) {
-    call.add(source, flat.tensor, output);
-  } else {
-    call.send_counts = sizes;
-    call.add(source, flat.tensor, sizes[own]);
-  }
-  call.finish = flat.copy_back;
-  call.outputs = outputs;
-  return launch(std::move(call), OpType::REDUCE_SCATTER, options.asyncOp, options.timeout);
+  return checked("dl_comm:reduce_scatter", options.timeout, [&] {
+    const auto& output = only(outputs, "reduce_scatter");
+    const auto& list = only(inputs, "reduce_scatter");
+    check_alike(list, "reduce_scatter's inputs");
+    const auto own = static_cast<std::size_t>(getRank());
+    if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != output.numel())
+      throw_invalid(c10::str("reduce_scatter: the list of inputs has ", list.size(), " tensors for ", getSize(),
+                             " ranks; tensor ", own, " must have the output's ", output.numel(), " elements"));
+    const auto flat = flat_output(outputs);
+    const auto sizes = lengths(list);
+    int64_t start = 0;
+    for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
+    const auto whole = flat_input(list);
+    const auto source = without_overlap(whole, flat.tensor, whole, flat.tensor, start);
+    Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter", false);
+    call.set_reduce(options.reduceOp, output.scalar_type());
+    if (is_even(list)) {
+      call.add(source, flat.tensor, flat.tensor.view(output.sizes()));
+    } else {
+      call.send_counts = sizes;
+      call.add(source, flat.tensor, sizes[own]);
+    }
+    call.finish = flat.copy_back;
+    call.outputs = outputs;
+    return launch(std::move(call), OpType::REDUCE_SCATTER, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -480,69 +543,77 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const ::c10d::ReduceScatterOptions& options) {
-  const char* const what = "reduce_scatter_tensor";
-  if (outputs.size() != inputs.size() || inputs.empty())
-    throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
-  Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter_tensor", false);
-  call.set_reduce(options.reduceOp, inputs[0].scalar_type());
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    check_dense(inputs[i], what);
-    check_contiguous(outputs[i], what);
-    check_blocks(inputs[i], outputs[i], getSize(), what);
-    const auto input = inputs[i].contiguous();
-    call.add(without_overlap(input, outputs[i], input, outputs[i], getRank() * outputs[i].numel()), outputs[i],
-             outputs[i]);
-  }
-  call.outputs = outputs;
-  return launch(std::move(call), OpType::_REDUCE_SCATTER_BASE, options.asyncOp, options.timeout);
+  return checked("dl_comm:reduce_scatter_tensor", options.timeout, [&] {
+    const char* const what = "reduce_scatter_tensor";
+    if (outputs.size() != inputs.size() || inputs.empty())
+      throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+    check_alike(inputs, what);
+    Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter_tensor", false);
+    call.set_reduce(options.reduceOp, inputs[0].scalar_type());
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      check_dense(inputs[i], what);
+      check_contiguous(outputs[i], what);
+      check_blocks(inputs[i], outputs[i], getSize(), what);
+      const auto input = inputs[i].contiguous();
+      call.add(without_overlap(input, outputs[i], input, outputs[i], getRank() * outputs[i].numel()), outputs[i],
+               outputs[i]);
+    }
+    call.outputs = outputs;
+    return launch(std::move(call), OpType::_REDUCE_SCATTER_BASE, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits, const ::c10d::AllToAllOptions& options) {
-  const char* const what = "all_to_all_single";
-  check_contiguous(output, what);
-  check_dense(input, what);
-  const auto source = overlap(input, output) ? input.clone(at::MemoryFormat::Contiguous) : input.contiguous();
-  auto send = block_lengths(source, input_splits, getSize(), what);
-  auto receive = block_lengths(output, output_splits, getSize(), what);
-  Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all_single", true);
-  if (send.empty() && receive.empty()) {
-    if (source.numel() != output.numel())
-      throw_invalid(
-          c10::str(what, ": ", source.numel(), " elements in the input and ", output.numel(), " in the output"));
-    call.add(source, output, static_cast<std::size_t>(source.numel() / getSize()));
-  } else {
-    const auto even = [this](const at::Tensor& tensor) {
-      return std::vector<std::size_t>(getSize(), static_cast<std::size_t>(tensor.numel() / getSize()));
-    };
-    call.send_counts = send.empty() ? even(source) : std::move(send);
-    call.receive_counts = receive.empty() ? even(output) : std::move(receive);
-    call.add(source, output, std::size_t{0});
-  }
-  call.outputs = {output};
-  return launch(std::move(call), OpType::ALLTOALL_BASE, options.asyncOp, options.timeout);
+  return checked("dl_comm:all_to_all_single", options.timeout, [&] {
+    const char* const what = "all_to_all_single";
+    check_contiguous(output, what);
+    check_dense(input, what);
+    const auto source = overlap(input, output) ? input.clone(at::MemoryFormat::Contiguous) : input.contiguous();
+    auto send = block_lengths(source, input_splits, getSize(), what);
+    auto receive = block_lengths(output, output_splits, getSize(), what);
+    Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all_single", true);
+    if (send.empty() && receive.empty()) {
+      if (source.numel() != output.numel())
+        throw_invalid(
+            c10::str(what, ": ", source.numel(), " elements in the input and ", output.numel(), " in the output"));
+      call.add(source, output, static_cast<std::size_t>(source.numel() / getSize()));
+    } else {
+      const auto even = [this](const at::Tensor& tensor) {
+        return std::vector<std::size_t>(getSize(), static_cast<std::size_t>(tensor.numel() / getSize()));
+      };
+      call.send_counts = send.empty() ? even(source) : std::move(send);
+      call.receive_counts = receive.empty() ? even(output) : std::move(receive);
+      call.add(source, output, std::size_t{0});
+    }
+    call.outputs = {output};
+    return launch(std::move(call), OpType::ALLTOALL_BASE, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& options) {
-  check_alike(inputs, "all_to_all's inputs");
-  check_alike(outputs, "all_to_all's outputs");
-  const auto size = static_cast<std::size_t>(getSize());
-  if (inputs.size() != size || outputs.size() != size)
-    throw_invalid(
-        c10::str("all_to_all: ", inputs.size(), " inputs and ", outputs.size(), " outputs for ", size, " ranks"));
-  auto flat = flat_output(outputs);
-  auto source = flat_input(inputs);
-  if (overlap(source, flat.tensor)) source = source.clone();
-  Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all", true);
-  call.send_counts = lengths(inputs);
-  call.receive_counts = lengths(outputs);
-  call.add(source, flat.tensor, std::size_t{0});
-  call.finish = std::move(flat.copy_back);
-  call.outputs = outputs;
-  return launch(std::move(call), OpType::ALLTOALL, options.asyncOp, options.timeout);
+  return checked("dl_comm:all_to_all", options.timeout, [&] {
+    check_alike(inputs, "all_to_all's inputs");
+    check_alike(outputs, "all_to_all's outputs");
+    const auto size = static_cast<std::size_t>(getSize());
+    if (inputs.size() != size || outputs.size() != size)
+      throw_invalid(
+          c10::str("all_to_all: ", inputs.size(), " inputs and ", outputs.size(), " outputs for ", size, " ranks"));
+    auto flat = flat_output(outputs);
+    auto source = flat_input(inputs);
+    if (overlap(source, flat.tensor)) source = source.clone();
+    Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all", true);
+    call.send_counts = lengths(inputs);
+    call.receive_counts = lengths(outputs);
+    call.add(source, flat.tensor, std::size_t{0});
+    call.finish = std::move(flat.copy_back);
+    call.outputs = outputs;
+    return launch(std::move(call), OpType::ALLTOALL, options.asyncOp, options.timeout);
+  });
 }
 
 WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
+  static_cast<void>(group());  // an error after the end, and in a forked child
   // As with the backends of torch, the calls that were started before have ended on all ranks.
   wait_for_started();
   if (options.device) synchronize(*options.device);
@@ -553,10 +624,12 @@ WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
 
 void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
   // The error names all missing ranks.
-  launch(Call(DL_COMM_BARRIER, "dl_comm:monitored_barrier", true), OpType::BARRIER, false, options.timeout);
+  wait_if_started(
+      launch(Call(DL_COMM_BARRIER, "dl_comm:monitored_barrier", true), OpType::BARRIER, false, options.timeout));
 }
 
 WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
+  const auto group = this->group();
   const bool sends = type == OpType::SEND;
   Call call(0, sends ? "dl_comm:send" : "dl_comm:recv", true);
   // Messages are in host memory.
@@ -565,14 +638,23 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
     memory = tensor.detach().to(at::kCPU).contiguous();
   } else if (!tensor.is_cpu() || !tensor.is_contiguous()) {
     memory = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).requires_grad(false));
-    call.finish = [tensor, memory] { tensor.detach().copy_(memory); };
+    std::optional<c10::Stream> stream;
+    if (tensor.is_cuda()) stream = current_stream(tensor.device());
+    // After the work that uses the tensor now, also on a thread with another stream.
+    call.finish = [tensor, memory, stream] {
+      c10::OptionalStreamGuard guard;
+      if (stream) guard.reset_stream(*stream);
+      tensor.detach().copy_(memory);
+      guard.reset();
+      if (stream) order(*stream, current_stream(tensor.device()));
+    };
   }
   if (sends)
     call.add(memory, at::Tensor(), memory);
   else
     call.add(at::Tensor(), memory, memory);
   call.outputs = {tensor};
-  auto state = std::make_shared<CallState>(std::move(call), 0, nullptr, std::nullopt);
+  auto state = std::make_shared<CallState>(std::move(call), std::nullopt, failure_);
   state->expected_bytes = memory.nbytes();
   auto work = c10::make_intrusive<CallWork>(getRank(), type, 0, state);
   dl_comm_message_t message{};
@@ -589,7 +671,7 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
     const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
     CallState::end(*owner, code, text);
   };
-  const int code = (sends ? dl_comm_send : dl_comm_receive)(group(), &message, &state->handle);
+  const int code = (sends ? dl_comm_send : dl_comm_receive)(group.get(), &message, &state->handle);
   if (code < 0) {
     delete shared;
     const std::string text = dl_comm_last_error();
@@ -597,7 +679,7 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
     throw_error(code, text);
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (coalescing_) coalesced_.push_back(work);
+  if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);
   return work;
 }
 

@@ -91,6 +91,12 @@ class Backend final : public ::c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
+  // Runs `start`, which describes and launches a collective. If that fails for want of memory, say, perhaps on this
+  // rank only, the others get this error too, instead of waiting for the call.
+  template <typename Start>
+  WorkPtr checked(const char* title, Milliseconds timeout, Start start);
+  // Whether a started call uses the memory of this tensor.
+  bool is_in_use(const at::Tensor& tensor);
   // Runs a collective, to its end unless `is_async`.
   WorkPtr launch(Call call, ::c10d::OpType type, bool is_async, Milliseconds timeout);
   // An all-gather of long blocks into tensors that do not lie one after the other.
@@ -103,25 +109,27 @@ class Backend final : public ::c10d::Backend {
   // Waits for the calls that this process has started.
   void wait_for_started();
   double seconds(Milliseconds timeout) const;
-  dl_comm_group_t* group() const;
+  // The group, which lives at least as long as the result.
+  std::shared_ptr<dl_comm_group_t> group() const;
   void check_root(int64_t root) const;
   void check_peer(int peer) const;
-  void remember(int code);
 
   const std::vector<int> ranks_;
   const std::string name_;
   // A forked child must not end the parent's group.
   const int process_;
-  std::atomic<dl_comm_group_t*> group_{nullptr};
   std::atomic<Milliseconds> timeout_;
   std::atomic<uint64_t> number_{0};
-  std::atomic<int> failure_{0};
-  const std::shared_ptr<FutureQueue> futures_ = std::make_shared<FutureQueue>();
+  // The code of the error that has ended the group.
+  const std::shared_ptr<std::atomic<int>> failure_ = std::make_shared<std::atomic<int>>(0);
   CommStreams streams_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<dl_comm_group_t> group_;
   std::vector<std::weak_ptr<CallState>> started_;
-  bool coalescing_ = false;
+  // The thread between startCoalescing and endCoalescing.
+  std::thread::id coalescing_;
   std::vector<WorkPtr> coalesced_;
+  std::mutex split_mutex_;
   // The last split: torch splits once for each type of device, and each must get the same object.
   std::vector<int> split_ranks_;
   std::string split_name_;

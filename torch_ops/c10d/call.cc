@@ -90,10 +90,7 @@ void check(int code) {
   if (code < 0) throw_error(code, dl_comm_last_error());
 }
 
-void throw_invalid(const std::string& message) {
-  // RuntimeError in Python, as for the backends of torch.
-  TORCH_CHECK(false, "dl_comm: ", message);
-}
+void throw_invalid(const std::string& message) { C10_THROW_ERROR(ValueError, "dl_comm: " + message); }
 
 void check_dense(const at::Tensor& tensor, const char* what) {
   if (!tensor.defined()) throw_invalid(std::string(what) + " is undefined");
@@ -103,7 +100,7 @@ void check_dense(const at::Tensor& tensor, const char* what) {
     throw_invalid(c10::str(what, " has gaps (shape ", tensor.sizes(), ", strides ", tensor.strides(),
                            "); pass tensor.contiguous()"));
   if (!tensor.is_cpu() && !tensor.is_cuda())
-    throw_invalid(c10::str(what, " is on ", tensor.device(), "; dl_comm has CPU and CUDA tensors"));
+    throw_invalid(c10::str(what, " is on ", tensor.device(), "; dl_comm supports CPU and CUDA tensors only"));
 }
 
 const char* function_name(const char* title) {
@@ -171,6 +168,8 @@ void Call::add_buffer(const at::Tensor& src, const at::Tensor& dst, const at::Te
   buffer.shape = shape.data();
   buffers.push_back(buffer);
 }
+
+void Call::refuse(const std::string& why) { name_ += " refused: " + why.substr(0, why.find('\n')); }
 
 dl_comm_call_t Call::describe(double timeout) {
   dl_comm_call_t call{};

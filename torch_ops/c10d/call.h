@@ -20,7 +20,7 @@ namespace dl_comm::c10d_backend {
 // Throws the calling thread's last error of the core unless `code` is at least 0.
 void check(int code);
 
-// Throws for arguments that cannot be sent.
+// Throws c10::ValueError for arguments of the script.
 [[noreturn]] void throw_invalid(const std::string& message);
 
 // Checks that all elements lie in one piece of memory without gaps, on the CPU or a CUDA device. `what` names the
@@ -46,6 +46,9 @@ class Call {
 
   // As above for blocks of `length` elements whose shapes need not be equal.
   void add(const at::Tensor& src, const at::Tensor& dst, std::size_t length);
+
+  // Adds to the name that this rank has refused its arguments.
+  void refuse(const std::string& why);
 
   // What the core gets; valid until this object changes.
   dl_comm_call_t describe(double timeout);

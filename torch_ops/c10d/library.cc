@@ -1,6 +1,5 @@
 // The op through which Python makes a backend, without pybind11: a process group is a TorchBind object.
 #include <torch/library.h>
-#include <torch/version.h>
 
 #include <chrono>
 #include <cstdint>
@@ -31,10 +30,7 @@ void attach(const c10::intrusive_ptr<::c10d::ProcessGroup>& holder, const std::v
 int64_t core_id() { return static_cast<int64_t>(dl_comm_core_id()); }
 
 // The version of torch that this library was built for, the only one that it works with.
-std::string torch_version() {
-  return std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
-         std::to_string(TORCH_VERSION_PATCH);
-}
+std::string torch_version() { return DL_COMM_TORCH_VERSION; }
 
 }  // namespace
 

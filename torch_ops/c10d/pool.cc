@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -17,14 +18,23 @@ constexpr std::chrono::seconds kCloseTime{1};
 class Pool {
  public:
   void run(std::function<void()> task) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
     if (closed_) return;
     if (tasks_.size() <= num_idle_) {
       changed_.notify_one();
       return;
     }
-    std::thread([this] { serve(); }).detach();
+    try {
+      std::thread([this] { serve(); }).detach();
+      ++num_threads_;
+    } catch (const std::system_error&) {
+      // The threads that run already take the task, or this one does.
+      if (num_threads_ > 0) return;
+      auto rest = std::move(tasks_);
+      lock.unlock();
+      for (auto& each : rest) each();
+    }
   }
 
   void close() {
@@ -51,7 +61,10 @@ class Pool {
       ++num_idle_;
       changed_.wait_for(lock, kIdleTime, [this] { return !tasks_.empty() && !closed_; });
       --num_idle_;
-      if (tasks_.empty() || closed_) return;
+      if (tasks_.empty() || closed_) {
+        --num_threads_;
+        return;
+      }
     }
   }
 
@@ -60,6 +73,7 @@ class Pool {
   std::deque<std::function<void()>> tasks_;
   std::size_t num_idle_ = 0;
   std::size_t num_running_ = 0;
+  std::size_t num_threads_ = 0;
   bool closed_ = false;
 };
 

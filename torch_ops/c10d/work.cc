@@ -3,9 +3,11 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "device.h"
+#include "interpreter.h"
 #include "pool.h"
 
 namespace dl_comm::c10d_backend {
@@ -24,24 +26,43 @@ std::vector<at::Tensor> results_of(const Works& works) {
   return all;
 }
 
+// The CUDA devices of the tensors, which a Future must know.
+std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  for (const auto& tensor : tensors) {
+    const auto device = tensor.device();
+    if (device.is_cuda() && std::find(devices.begin(), devices.end(), device) == devices.end())
+      devices.push_back(device);
+  }
+  return devices;
+}
+
+// Waits until the call has ended, with success or not.
+void wait_for_end(::c10d::Work& work) {
+  try {
+    work.wait();
+  } catch (const std::exception&) {
+    // The Future gets this error.
+  }
+}
+
 }  // namespace
 
 double to_seconds(std::chrono::milliseconds time) {
   return time.count() > 0 ? static_cast<double>(time.count()) / 1e3 : 0;
 }
 
-CallState::CallState(Call call, uint64_t number, std::shared_ptr<FutureQueue> queue, std::optional<c10::Stream> stream)
-    : call(std::move(call)),
-      number_(number),
-      queue_(std::move(queue)),
-      nested_(queue_ != nullptr && FutureQueue::in_callback()),
-      stream_(stream) {
-  if (nested_) queue_->begin_nested();
+bool ends_group(int code) {
+  return code == DL_COMM_ERROR_TIMEOUT || code == DL_COMM_ERROR_PEER_LOST || code == DL_COMM_ERROR_MPI;
 }
+
+CallState::CallState(Call call, std::optional<c10::Stream> stream, std::shared_ptr<std::atomic<int>> failure)
+    : call(std::move(call)), stream_(stream), failure_(std::move(failure)) {}
 
 CallState::~CallState() { dl_comm_work_free(handle); }
 
 void CallState::end(const std::shared_ptr<CallState>& self, int code, const char* message) {
+  if (ends_group(code)) *self->failure_ = code;
   bool has_future = false;
   bool dropped = false;
   std::function<void()> at_end;
@@ -65,13 +86,10 @@ void CallState::end(const std::shared_ptr<CallState>& self, int code, const char
     self->changed_.notify_all();
   }
   if (at_end) at_end();
-  if (self->nested_) self->queue_->end_nested();
-  if (has_future && self->queue_ && !self->nested_)
-    self->queue_->advance();
-  else if (has_future)
-    run_on_pool([self] { FutureQueue::complete(*self); });
+  if (has_future)
+    run_on_pool([self] { self->complete_future(); });
   else if (dropped)
-    run_on_pool([self] { self->finish_on_own_stream(); });
+    run_on_pool([self] { self->release(); });
 }
 
 void CallState::drop() {
@@ -80,7 +98,17 @@ void CallState::drop() {
     dropped_ = true;
     if (!ended_ || future_) return;
   }
+  release();
+}
+
+void CallState::release() {
   finish_on_own_stream();
+  // Freed here, since the core's thread may hold this object last.
+  std::vector<at::Tensor> outputs;
+  std::vector<std::vector<at::Tensor>> lists;
+  const std::lock_guard<std::mutex> lock(finish_mutex_);
+  outputs.swap(call.outputs);
+  lists.swap(call.output_lists);
 }
 
 bool CallState::ended() const {
@@ -88,11 +116,24 @@ bool CallState::ended() const {
   return ended_;
 }
 
+bool CallState::uses(const at::Tensor& tensor) const {
+  return std::any_of(call.buffers.begin(), call.buffers.end(), [&tensor](const dl_comm_buffer_t& buffer) {
+    return buffer.src == tensor.const_data_ptr() || buffer.dst == tensor.const_data_ptr();
+  });
+}
+
 bool CallState::wait(double seconds) {
   // The core's wait handles signals, and lets the core know that this thread waits.
   const int code = dl_comm_wait(handle, seconds);
+  const std::string message = code < 0 ? dl_comm_last_error() : "";
+  int has_ended = 0;
+  dl_comm_test(handle, &has_ended);
   std::unique_lock<std::mutex> lock(mutex_);
-  if (seconds > 0 && code == DL_COMM_ERROR_TIMEOUT && !ended_) return false;
+  if (has_ended == 0 && !ended_) {
+    if (seconds > 0 && code == DL_COMM_ERROR_TIMEOUT) return false;
+    // A forked child, in which the call cannot end.
+    if (code < 0) throw_error(code, message);
+  }
   changed_.wait(lock, [this] { return ended_; });
   return true;
 }
@@ -119,6 +160,10 @@ void CallState::finish() {
       error_ = std::current_exception();
     }
     if (stream_) record_use(call.tensors, *stream_);
+    if (stream_ && call.finish) {
+      record_use(call.tensors, current_stream(call.device()));
+      record_use(call.outputs, current_stream(call.device()));
+    }
     used.swap(call.tensors);
     finishing.swap(call.finish);
   } else if (event_ && !error_) {
@@ -133,7 +178,7 @@ void CallState::finish_on_own_stream() {
   try {
     finish();
   } catch (const std::exception&) {
-    // `error_` keeps it for those who ask. Nobody asks for that of a dropped call, whose group has recorded it.
+    // `error_` keeps it for those who ask. A dropped call has nobody who asks; its group has recorded the error.
   }
 }
 
@@ -145,24 +190,22 @@ std::exception_ptr CallState::error() {
 
 bool CallState::is_carried_out() const { return !event_ || event_->query(); }
 
-c10::intrusive_ptr<c10::ivalue::Future> CallState::future(const std::shared_ptr<CallState>& self) {
-  bool ended = false;
+void CallState::synchronize() {
+  wait(0);
+  if (event_) event_->synchronize();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CallState::future() {
   {
-    const std::lock_guard<std::mutex> lock(self->mutex_);
-    if (self->future_) return self->future_;
-    const auto type = self->call.output_lists.empty() ? tensors_type() : c10::ListType::create(tensors_type());
-    const std::vector<c10::Device> devices(self->stream_ ? 1 : 0, self->call.device());
-    self->future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
-    ended = self->ended_;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (future_) return future_;
+    const auto type = call.output_lists.empty() ? tensors_type() : c10::ListType::create(tensors_type());
+    const std::vector<c10::Device> devices(stream_ ? 1 : 0, call.device());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
+    if (!ended_) return future_;
   }
-  if (self->queue_ && !self->nested_) {
-    self->queue_->add(self->number_, self);
-    // The call may have ended before it was in the queue.
-    self->queue_->advance();
-  } else if (ended) {
-    FutureQueue::complete(*self);
-  }
-  return self->future_;
+  complete_future();
+  return future_;
 }
 
 void CallState::complete_future() {
@@ -171,8 +214,9 @@ void CallState::complete_future() {
   try {
     finish();
     future_->markCompleted(value());
-  } catch (const std::exception&) {
-    future_->setError(std::current_exception());
+  } catch (...) {
+    // Also the exception of a callback, after which the Future is complete.
+    future_->setErrorIfNeeded(std::current_exception());
   }
 }
 
@@ -217,7 +261,12 @@ bool CallWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> CallWork::getFuture() { return CallState::future(state); }
+c10::intrusive_ptr<c10::ivalue::Future> CallWork::getFuture() {
+  // A callback may start calls. The callbacks of a Future that is complete run in the thread that adds them, and so in
+  // the same place among this rank's calls on all ranks. Otherwise that would depend on time.
+  if (const WithoutGil without_gil; without_gil.had_gil()) state->wait(0);
+  return state->future();
+}
 
 WorkList::WorkList(Works works) : Work(-1, ::c10d::OpType::COALESCED), works_(std::move(works)) {}
 
@@ -249,17 +298,26 @@ bool WorkList::wait(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkList::getFuture() {
+  bool had_gil = false;
+  if (const WithoutGil without_gil; (had_gil = without_gil.had_gil())) {
+    for (const auto& work : works_) wait_for_end(*work);
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(tensors_type());
-  run_on_pool([future = future_, works = works_] {
+  future_ = c10::make_intrusive<c10::ivalue::Future>(tensors_type(), devices_of(results_of(works_)));
+  const auto complete = [future = future_, works = works_] {
     try {
+      // Orders the current stream after the calls.
       for (const auto& work : works) work->wait();
       future->markCompleted(c10::IValue(results_of(works)));
-    } catch (const std::exception&) {
-      future->setError(std::current_exception());
+    } catch (...) {
+      future->setErrorIfNeeded(std::current_exception());
     }
-  });
+  };
+  if (had_gil)
+    complete();
+  else
+    run_on_pool(complete);
   return future_;
 }
 
@@ -271,7 +329,7 @@ EndedWork::EndedWork(int rank, ::c10d::OpType type, std::vector<at::Tensor> outp
 c10::intrusive_ptr<c10::ivalue::Future> EndedWork::getFuture() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(tensors_type());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(tensors_type(), devices_of(outputs_));
     future_->markCompleted(c10::IValue(outputs_));
   }
   return future_;

@@ -5,6 +5,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -16,7 +17,6 @@
 #include <vector>
 
 #include "call.h"
-#include "future_queue.h"
 
 namespace dl_comm::c10d_backend {
 
@@ -26,9 +26,9 @@ namespace dl_comm::c10d_backend {
 // Thread rule: any thread.
 class CallState {
  public:
-  // `queue` completes the Futures of the group; null for messages, whose order is free. `number` is the call's position
-  // there. `stream`: on which a call on CUDA tensors runs.
-  CallState(Call call, uint64_t number, std::shared_ptr<FutureQueue> queue, std::optional<c10::Stream> stream);
+  // `stream`: on which a call on CUDA tensors runs.
+  // A failure that ends the group is stored in `failure`.
+  CallState(Call call, std::optional<c10::Stream> stream, std::shared_ptr<std::atomic<int>> failure);
   ~CallState();
   CallState(const CallState&) = delete;
   CallState& operator=(const CallState&) = delete;
@@ -36,10 +36,13 @@ class CallState {
   // The call has ended; for the core, once. `self` is this object.
   static void end(const std::shared_ptr<CallState>& self, int code, const char* message);
 
-  // Torch has dropped the Work, and nobody asks this object any more.
+  // Torch has dropped the Work. The outputs are still copied to where the caller wants them.
   void drop();
 
   bool ended() const;
+
+  // Whether the call reads or writes the memory of this tensor.
+  bool uses(const at::Tensor& tensor) const;
 
   // Waits for the end; false after `seconds` (0: no limit).
   bool wait(double seconds);
@@ -54,8 +57,11 @@ class CallState {
   // Whether the GPU has carried out a call that has ended.
   bool is_carried_out() const;
 
-  // The Future of the call `self`, which is completed on the pool.
-  static c10::intrusive_ptr<c10::ivalue::Future> future(const std::shared_ptr<CallState>& self);
+  // Waits until it has.
+  void synchronize();
+
+  // The Future of the call: completed now if the call has ended, else on the pool.
+  c10::intrusive_ptr<c10::ivalue::Future> future();
 
   // Completes the Future of a call that has ended. Runs its callbacks.
   void complete_future();
@@ -74,13 +80,12 @@ class CallState {
  private:
   // As `finish`, on the stream of the call, for a thread that has no stream of its own.
   void finish_on_own_stream();
+  // Finishes a call that has ended and whose Work is gone.
+  void release();
   c10::IValue value() const;
 
-  const uint64_t number_;
-  const std::shared_ptr<FutureQueue> queue_;
-  // Whether the callback of another Future has started the call.
-  const bool nested_;
   const std::optional<c10::Stream> stream_;
+  const std::shared_ptr<std::atomic<int>> failure_;
   // Guards the fields that the core's thread changes.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -153,6 +158,9 @@ class EndedWork final : public ::c10d::Work {
   const std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
+
+// Whether this error of the core ends the group.
+bool ends_group(int code);
 
 // Seconds for the core; 0, the group's deadline, for the times that torch uses for none.
 double to_seconds(std::chrono::milliseconds time);
