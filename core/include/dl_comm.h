@@ -300,8 +300,8 @@ int dl_comm_group_create_with(const int* ranks, int nranks, const char* name, co
  * completed first. Other members that still call it get DL_COMM_ERROR_PEER_LOST. Not collective. */
 int dl_comm_group_free(dl_comm_group_t* group);
 
-/* Ends the group after a failure: its calls, on all members, fail with DL_COMM_ERROR_PEER_LOST and an error that contains
- * `why` (UTF-8, one line; may be NULL). The handle must still be freed. Not collective. */
+/* Ends the group after a failure: its calls, on all members, fail with DL_COMM_ERROR_PEER_LOST and an error that
+ * contains `why` (UTF-8, one line; may be NULL). The handle must still be freed. Not collective. */
 int dl_comm_group_abort(const dl_comm_group_t* group, const char* why);
 
 /* Stores this process's rank in the group, and the number of the group's ranks. */
