@@ -4,6 +4,8 @@
 // version from 2.10 on calls.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -93,8 +95,7 @@ class Backend final : public ::c10d::Backend {
  private:
   // Runs `start`, which describes and launches a collective. If that fails for want of memory, say, perhaps on this
   // rank only, the others get this error too, instead of waiting for the call.
-  template <typename Start>
-  WorkPtr checked(const char* title, Milliseconds timeout, Start start);
+  WorkPtr checked(const char* title, Milliseconds timeout, c10::function_ref<WorkPtr()> start);
   // Whether a started call uses the memory of this tensor.
   bool is_in_use(const at::Tensor& tensor);
   // Runs a collective, to its end unless `is_async`.
@@ -111,8 +112,7 @@ class Backend final : public ::c10d::Backend {
   double seconds(Milliseconds timeout) const;
   // The group, which lives at least as long as the result.
   std::shared_ptr<dl_comm_group_t> group() const;
-  void check_root(int64_t root) const;
-  void check_peer(int peer) const;
+  void check_rank(int64_t rank) const;
 
   const std::vector<int> ranks_;
   const std::string name_;

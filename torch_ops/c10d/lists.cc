@@ -58,6 +58,12 @@ Flat flat_output(const std::vector<at::Tensor>& list) {
   return {flat, std::move(copy_back)};
 }
 
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what) {
+  if (tensors.size() != 1) throw_invalid(c10::str(what, ": a list of ", tensors.size(), " tensors; pass one tensor"));
+  check_dense(tensors[0], what);
+  return tensors[0];
+}
+
 void check_alike(const std::vector<at::Tensor>& list, const char* what) {
   if (list.empty()) throw_invalid(std::string(what) + " is an empty list");
   for (const auto& tensor : list) {

@@ -25,6 +25,9 @@ at::Tensor flat_input(const std::vector<at::Tensor>& list);
 // For writing.
 Flat flat_output(const std::vector<at::Tensor>& list);
 
+// The only tensor of a list, which must be dense. `what` names the list in the message.
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what);
+
 // Throws unless the tensors have one type and one device. `what` names the list in the message.
 void check_alike(const std::vector<at::Tensor>& list, const char* what);
 

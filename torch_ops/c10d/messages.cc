@@ -1,0 +1,84 @@
+// Send and receive. Messages are in host memory; those of CUDA tensors are copied.
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
+
+#include <memory>
+#include <optional>
+
+#include "backend.h"
+#include "lists.h"
+
+namespace dl_comm::c10d_backend {
+
+using OpType = ::c10d::OpType;
+
+WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
+  const auto group = this->group();
+  const bool sends = type == OpType::SEND;
+  Call call(0, sends ? "dl_comm:send" : "dl_comm:recv", true);
+  // Messages are in host memory.
+  auto memory = tensor;
+  if (sends) {
+    memory = tensor.detach().to(at::kCPU).contiguous();
+  } else if (!tensor.is_cpu() || !tensor.is_contiguous()) {
+    memory = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).requires_grad(false));
+    std::optional<c10::Stream> stream;
+    if (tensor.is_cuda()) stream = current_stream(tensor.device());
+    // After the work that uses the tensor now, also on a thread with another stream.
+    call.finish = [tensor, memory, stream] {
+      c10::OptionalStreamGuard guard;
+      if (stream) guard.reset_stream(*stream);
+      tensor.detach().copy_(memory);
+      guard.reset();
+      if (stream) order(*stream, current_stream(tensor.device()));
+    };
+  }
+  if (sends)
+    call.add(memory, at::Tensor(), memory);
+  else
+    call.add(at::Tensor(), memory, memory);
+  call.outputs = {tensor};
+  auto state = std::make_shared<CallState>(std::move(call), std::nullopt, failure_);
+  state->expected_bytes = memory.nbytes();
+  auto work = c10::make_intrusive<CallWork>(getRank(), type, 0, state);
+  dl_comm_message_t message{};
+  message.size = sizeof message;
+  message.buffers = state->call.buffers.data();
+  message.count = state->call.buffers.size();
+  message.peer = peer;
+  message.tag = tag;
+  message.name = function_name(state->call.title);
+  message.timeout = seconds(::c10d::kUnsetTimeout);
+  auto* const shared = new std::shared_ptr<CallState>(state);
+  message.context = shared;
+  message.done = [](void* context, int code, const char* text) {
+    const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
+    CallState::end(*owner, code, text);
+  };
+  const int code = (sends ? dl_comm_send : dl_comm_receive)(group.get(), &message, &state->handle);
+  if (code < 0) {
+    delete shared;
+    const std::string text = dl_comm_last_error();
+    CallState::end(state, code, text.c_str());
+    throw_error(code, text);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);
+  return work;
+}
+
+WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
+  check_rank(peer);
+  return transfer(only(tensors, "send"), peer, tag, OpType::SEND);
+}
+
+WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
+  check_rank(peer);
+  return transfer(only(tensors, "recv"), peer, tag, OpType::RECV);
+}
+
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return transfer(only(tensors, "recv"), DL_COMM_ANY_SOURCE, tag, OpType::RECVANYSOURCE);
+}
+
+}  // namespace dl_comm::c10d_backend
