@@ -150,7 +150,7 @@ fn join(
         let root = connect(wait_ctx)?;
         let name = match rank {
             0 => random_name()?,
-            _ => match find_job(&*root, rank, wait_ctx) {
+            _ => match find_job(&root, rank, wait_ctx) {
                 // The server of an earlier job, which has ended now.
                 Err(Error::PeerLost(_)) => {
                     wait_ctx.check(Duration::ZERO, &|| "rank 0".into())?;
@@ -185,12 +185,17 @@ fn random_name() -> Result<String> {
 }
 
 /// Waits for the name of a job that this rank has not joined yet, and joins it.
-fn find_job(root: &dyn Store, rank: usize, wait_ctx: &WaitContext<'_>) -> Result<String> {
+fn find_job(root: &Arc<dyn Store>, rank: usize, wait_ctx: &WaitContext<'_>) -> Result<String> {
     let twice = || format!("rank 0, or another process has joined as rank {rank} already");
     loop {
         let name = root.wait_for(JOB, wait_ctx, &|| "rank 0".into())?;
         let name = String::from_utf8_lossy(&name).into_owned();
-        if root.add(&format!("{}/joined/{rank}", prefix(&name)), 1, wait_ctx)? == 1 {
+        let job = PrefixStore::new(Arc::clone(root), prefix(&name));
+        // A job that goes already without this rank is an earlier one, which was killed and had fewer ranks.
+        let goes = |go: Vec<u8>| Ok(decode::<Outcome>(&go)?.is_ok());
+        if job.add(&format!("joined/{rank}"), 1, wait_ctx)? == 1
+            && !job.try_get("go", wait_ctx)?.map_or(Ok(false), goes)?
+        {
             return Ok(name);
         }
         // The name of a job that has ended.
@@ -434,6 +439,22 @@ mod tests {
             connect_by_store(rank, 3, &store, &within(60.0)).unwrap()
         });
         on_ranks(3, |rank| limits(|ctx| jobs[rank].finish(&|| {}, ctx)).unwrap());
+    }
+
+    #[test]
+    fn the_next_job_in_a_store_may_have_other_ranks() {
+        for sizes in [[2, 3], [1, 4], [3, 2]] {
+            let store = memory();
+            let [before, now] = sizes;
+            let left = on_ranks(before, |rank| connect_by_store(rank, before, &store, &within(60.0)).unwrap());
+            std::mem::forget(left);
+            let jobs = on_ranks(now, |rank| {
+                thread::sleep(Duration::from_millis(if rank == 0 { 50 } else { 0 }));
+                connect_by_store(rank, now, &store, &within(60.0)).unwrap()
+            });
+            assert!(jobs.iter().all(|job| job.size() == now));
+            on_ranks(now, |rank| limits(|ctx| jobs[rank].finish(&|| {}, ctx)).unwrap());
+        }
     }
 
     #[test]

@@ -144,14 +144,32 @@ pub fn leave_launcher() {
     }
 }
 
-/// Checks that the descriptor of the launcher connection is open; otherwise MPI would abort.
+/// Whether a descriptor is a connected stream socket, as that of a launcher is. A process that has inherited only the
+/// number may have something else there, such as a file, into which MPI would write.
+fn is_connection(descriptor: i32) -> bool {
+    let (mut kind, mut length) = (0, 0);
+    // SAFETY: sizes and pointers are those of the variables, whose contents are not used (`addr` of length 0).
+    unsafe {
+        let mut kind_length = size_of::<libc::c_int>() as libc::socklen_t;
+        let has_kind = libc::getsockopt(
+            descriptor,
+            libc::SOL_SOCKET,
+            libc::SO_TYPE,
+            (&raw mut kind).cast::<libc::c_void>(),
+            &raw mut kind_length,
+        ) == 0;
+        let mut address: libc::sockaddr = std::mem::zeroed();
+        has_kind && kind == libc::SOCK_STREAM && libc::getpeername(descriptor, &raw mut address, &raw mut length) == 0
+    }
+}
+
+/// Checks that the descriptor of the launcher connection is one; otherwise MPI would abort or wait.
 ///
 /// # Errors
 /// [`Error::State`] with a remedy.
 pub fn check_connection(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let Some(number) = lookup("PMI_FD").and_then(|text| text.trim().parse::<i32>().ok()) else { return Ok(()) };
-    // SAFETY: F_GETFD only reads flags.
-    if unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0 {
+    if is_connection(number) {
         return Ok(());
     }
     Err(Error::State(
@@ -201,6 +219,8 @@ pub fn remove_segments() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
 
     fn with(set: &[(&str, &str)]) -> Result<()> {
         check_single_rank(|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
@@ -279,8 +299,16 @@ mod tests {
 
     #[test]
     fn a_missing_connection_is_detected() {
-        let fd = |value: &'static str| check_connection(move |name| (name == "PMI_FD").then(|| value.to_owned()));
-        assert!(check_connection(|_| None).is_ok() && fd("0").is_ok());
-        assert!(matches!(fd("1000000"), Err(Error::State(text)) if text.contains("helper")));
+        let fd = |number: i32| check_connection(move |name| (name == "PMI_FD").then(|| number.to_string()));
+        let (launcher, rank) = UnixStream::pair().unwrap();
+        assert!(check_connection(|_| None).is_ok());
+        assert_eq!(fd(rank.as_raw_fd()), Ok(()));
+        drop(launcher);
+        let file = tempfile::tempfile().unwrap();
+        let listening = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let datagrams = std::os::unix::net::UnixDatagram::pair().unwrap();
+        for other in [1_000_000, -1, file.as_raw_fd(), listening.as_raw_fd(), datagrams.0.as_raw_fd()] {
+            assert!(matches!(fd(other), Err(Error::State(text)) if text.contains("helper")), "{other}");
+        }
     }
 }
