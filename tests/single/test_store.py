@@ -123,11 +123,12 @@ def test_the_program_may_use_dl_comm_while_a_store_is_asked(ranks: Ranks, tmp_pa
     """Other threads, and the functions of the store itself: no lock is held. A second start or an end is refused."""
     text = """
 import weakref
-seen = set()
+seen, starting = set(), True
 class Slow(Files):
     def check(self, keys):
         time.sleep(0.01)
-        if not dl_comm.is_initialized():
+        if starting:
+            assert not dl_comm.is_initialized()
             class Holder: pass
             holder = Holder()
             weakref.finalize(holder, _dl_comm.release, 0, 1)
@@ -148,6 +149,7 @@ thread = threading.Thread(target=poll)
 thread.start()
 time.sleep(0.05 * rank)
 start_by_store(Slow(FOLDER), rank, size)
+starting = False
 dl_comm.init()
 check_mean()
 ended = True
