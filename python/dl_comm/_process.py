@@ -37,10 +37,11 @@ def init_mpi(
 ) -> None:
     """Makes this process a rank. Afterwards ranks and sizes are known. ``init`` calls it if needed. Collective.
 
-    Without arguments, the first of these decides: a launcher that starts MPI (mpiexec, srun, PALS), or a library that
-    has initialized MPI, such as mpi4py; torchrun, by the store of its agent; an indexed job of Kubernetes with
-    ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; else the process is
-    rank 0 of 1. ``docs/run.md`` has examples. ``topology()["launcher"]`` names it.
+    Without arguments, the first of these decides: torchrun, by the store of its agent, for which torch is imported; a
+    launcher that starts MPI (mpiexec, srun, PALS), or a library that has initialized MPI, such as mpi4py;
+    ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; an indexed job of Kubernetes with the last two; else the
+    process is rank 0 of 1. A launcher that starts MPI inside of a rank of torchrun comes first. ``docs/run.md`` has
+    examples. ``topology()["launcher"]`` names it.
 
     With ``rank`` and ``size``, the process becomes a rank as the program decides: for Ray and others. A process that a
     rank has started then becomes a rank of another job.

@@ -17,6 +17,8 @@ from dl_comm._errors import CommError
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _OTHERS = (("PALS_RANKID", "PALS_SIZE"), ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"))
+# In the order of the core's mark for child processes.
+_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _FOREVER = timedelta(days=365)
 
 
@@ -47,10 +49,21 @@ def numbers(env: Mapping[str, str], is_connected: Callable[[int], bool], with_op
 
 def here(env: Mapping[str, str]) -> tuple[int, int] | None:
     """As ``numbers``, in this process."""
-    if "TORCHELASTIC_RUN_ID" not in env:
+    if "TORCHELASTIC_RUN_ID" not in env or _is_launched_by_rank(env):
         return None
     version = json.loads(_dl_comm.describe())["mpi"]["library_version"]
     return numbers(env, is_connected, "Open MPI" in version)
+
+
+def _is_launched_by_rank(env: Mapping[str, str]) -> bool:
+    """Whether a rank of torchrun has started this process by another launcher, which has set its own variables."""
+    try:
+        position, _, variables = json.loads(env.get("DL_COMM_HELPER_OF", ""))
+    except ValueError:
+        return False
+    is_rank = position["pid"] == os.getpid()
+    is_inside = variables == [env.get(name, "") for name in _VARIABLES]
+    return is_inside and not is_rank and not _dl_comm.is_helper()
 
 
 def store() -> Any:

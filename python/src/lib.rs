@@ -170,7 +170,10 @@ fn init_address(py: Python<'_>, address: String, rank: i32, size: i32, key: Stri
 fn finalize(py: Python<'_>) -> PyResult<i32> {
     // SAFETY: takes no arguments and may be called at any time.
     let done = call(py, || unsafe { api::ffi::dl_comm_finalize() });
-    store::release();
+    // In a forked child, dropping it could wait for threads that only the parent has.
+    if !is_helper(py) {
+        store::release();
+    }
     done
 }
 
@@ -198,9 +201,9 @@ fn is_up(py: Python<'_>) -> bool {
 
 /// Whether this process is a helper of a rank.
 #[pyfunction]
-fn is_helper() -> bool {
+fn is_helper(py: Python<'_>) -> bool {
     // SAFETY: takes no arguments and may be called at any time.
-    unsafe { api::ffi::dl_comm_is_helper() != 0 }
+    py.detach(|| unsafe { api::ffi::dl_comm_is_helper() != 0 })
 }
 
 /// The current environment. `os.environ` lacks the changes that the core has made.

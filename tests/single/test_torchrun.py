@@ -135,6 +135,13 @@ if __name__ == "__main__":
         return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env}).stdout
     assert output() == f"{RANK} of {SIZE}"
     assert output(DL_COMM_ALONE="1") == "0 of 1"
+    from dl_comm import _torchrun
+    assert _torchrun.here(os.environ) == (RANK, SIZE)
+    which = "import os; from dl_comm import _torchrun; print(_torchrun.here(os.environ))"
+    for name, numbers in (("OMPI_COMM_WORLD_RANK", None), ("HOME", (RANK, SIZE)), ("MASTER_PORT", (RANK, SIZE))):
+        env = {**os.environ, name: "1"}
+        found = subprocess.run([sys.executable, "-c", which], capture_output=True, text=True, check=True, env=env)
+        assert found.stdout == f"{numbers}\\n", (name, found)
     if RANK == 0:
         script = sys.argv[0] + ".child"
         with open(script, "w") as file: file.write(child)

@@ -23,6 +23,7 @@ use crate::helper::{self, StartedBy};
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
+use crate::topology::Topology;
 use crate::transport::bootstrap::Bootstrap;
 use crate::transport::job::Job;
 use crate::transport::launcher;
@@ -43,12 +44,13 @@ pub fn start() -> Result<()> {
     start_by(IfStarted::Keep, &started_by, |config| {
         let lookup = |name: &str| std::env::var(name).ok();
         let launched = launcher::launched(lookup);
-        match Rendezvous::from_lookup(lookup)? {
-            Some(rendezvous) if !config.alone && !launched && !launcher::is_started_by_others() => {
+        let is_plain = !config.alone && !launched && !launcher::is_started_by_others();
+        match is_plain.then(|| Rendezvous::from_lookup(lookup)).transpose()?.flatten() {
+            Some(rendezvous) => {
                 started_by.set(by_source(rendezvous.source));
                 connect_by_address(&rendezvous, config)
             }
-            _ => {
+            None => {
                 started_by.set(if launched && !config.alone { StartedBy::Mpiexec } else { StartedBy::None });
                 launcher::connect(config)
             }
@@ -162,6 +164,7 @@ fn make_runtime(
         dumper.clean();
     }
     let start_services = || {
+        check_local_rank(&config, started_by, &topology)?;
         if !config.timeline.is_empty() {
             timeline::start(&config.timeline, rank, &rank_info[rank].display_name(rank), &dumper.job())
                 .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
@@ -172,6 +175,20 @@ fn make_runtime(
     let (job, teams, groups) = (Arc::new(job), BTreeMap::new(), BTreeMap::new());
     let process_groups = Arc::new(ProcessGroups::of_process());
     Ok(Runtime { job, topology, rank_info, network, config, teams, groups, process_groups, dumper, _on_signal })
+}
+
+/// Compares the local rank with the one that plain processes may have been given.
+fn check_local_rank(config: &Config, started_by: StartedBy, topology: &Topology) -> Result<()> {
+    let is_given = matches!(started_by, StartedBy::Variables | StartedBy::Kubernetes);
+    match config.local_rank.filter(|given| is_given && *given != topology.local_rank()) {
+        None => Ok(()),
+        Some(given) => Err(Error::Invalid(format!(
+            "DL_COMM_LOCAL_RANK is {given}, but the process is number {} of {} on its host, in the order of the ranks; \
+             correct DL_COMM_RANK, or unset DL_COMM_LOCAL_RANK",
+            topology.local_rank(),
+            topology.local_size()
+        ))),
+    }
 }
 
 /// Initializes everything that the collectives need. Does nothing if that was done before. Collective.

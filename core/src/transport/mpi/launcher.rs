@@ -104,10 +104,21 @@ pub fn launched(lookup: impl Fn(&str) -> Option<String>) -> bool {
     ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID"].iter().any(|name| lookup(name).is_some())
 }
 
-/// The rank and the number of ranks that the launcher's variables give this process.
-pub fn position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usize, usize)> {
+/// Whether a launcher has started this process as rank and size `me`, and can start the MPI library with the text
+/// `version` in it.
+pub fn starts_as(me: (usize, usize), version: &str, lookup: impl Fn(&str) -> Option<String> + Copy) -> bool {
     let number = |name: &str| lookup(name)?.trim().parse::<usize>().ok();
-    POSITIONS.iter().find_map(|(rank, size)| Some((number(rank)?, number(size)?)))
+    let is_open_mpi = version.contains("Open MPI");
+    let is_usable = |rank: &str| match rank {
+        "OMPI_COMM_WORLD_RANK" => is_open_mpi,
+        "PMIX_RANK" => is_open_mpi || version.to_ascii_lowercase().contains("pmix"),
+        "PALS_RANKID" => true,
+        _ => !is_open_mpi,
+    };
+    let known = POSITIONS.iter().filter(|(rank, _)| is_usable(rank));
+    let position = known.filter_map(|(rank, size)| Some((number(rank)?, number(size)?))).next();
+    // The variables of torchrun's agent have its number of agents, which may be that of the ranks.
+    position == Some(me) && torchrun_position(lookup) != Some(me) && check_connection(lookup).is_ok()
 }
 
 /// The rank and the number of ranks that torchrun gives this process.
@@ -115,6 +126,12 @@ pub fn torchrun_position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usi
     let number = |name: &str| lookup(name)?.trim().parse::<usize>().ok();
     lookup("TORCHELASTIC_RUN_ID")?;
     Some((number("RANK")?, number("WORLD_SIZE")?))
+}
+
+/// The values of torchrun's variables, in the order of `_torchrun.py`; empty texts elsewhere.
+pub fn torchrun_identity(lookup: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let names = ["TORCHELASTIC_RUN_ID"].into_iter().chain(TORCHRUN_IDENTITY);
+    names.map(|name| lookup(name).unwrap_or_default()).collect()
 }
 
 /// A hash of the launcher's variables; differs between launchers.
@@ -257,6 +274,23 @@ mod tests {
         assert_eq!(of(&[rank, size]).0, None);
         assert_ne!(of(&[id, rank, size]).1, of(&[id, ("RANK", "0"), size]).1, "a torchrun that a rank starts");
         assert_eq!(of(&[rank, size]).1, of(&[]).1, "a program sets them for another library");
+    }
+
+    #[test]
+    fn a_launcher_starts_the_libraries_that_know_it() {
+        let starts = |version: &str, set: &[(&str, &str)]| {
+            let lookup = |asked: &str| set.iter().find(|entry| entry.0 == asked).map(|entry| entry.1.to_owned());
+            starts_as((1, 4), version, lookup)
+        };
+        let (mpich, with_pmix, open_mpi) = ("MPICH 5", "MPICH 5\nconfigure: --with-pmix=/usr", "Open MPI v5");
+        let pmi = [("PMI_RANK", "1"), ("PMI_SIZE", "4")];
+        assert!(starts(mpich, &pmi) && !starts(open_mpi, &pmi));
+        assert!(!starts(mpich, &[pmi[0], ("PMI_SIZE", "2")]), "srun of a torchrun");
+        assert!(!starts(mpich, &[pmi[0], pmi[1], ("PMI_FD", "1000000")]));
+        let torchrun = [("TORCHELASTIC_RUN_ID", "none"), ("RANK", "1"), ("WORLD_SIZE", "4")];
+        assert!(!starts(mpich, &[&pmi[..], &torchrun].concat()), "an agent for each rank");
+        let pmix = [("PMIX_RANK", "1"), ("SLURM_NTASKS", "4")];
+        assert!(!starts(mpich, &pmix) && starts(with_pmix, &pmix) && starts(open_mpi, &pmix));
     }
 
     #[test]
