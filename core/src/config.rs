@@ -35,6 +35,8 @@ pub struct Config {
     pub affinity: Affinity,
     /// `DL_COMM_COOLDOWN`: meaning of a negative `ksteps` of `config_team`, `after` or `last`.
     pub cooldown: Cooldown,
+    /// `DL_COMM_LOCAL_RANK`: the rank on this host that whoever has set `DL_COMM_RANK` expects.
+    pub local_rank: Option<usize>,
     /// `DL_COMM_ALONE`: 1 makes the process a job of one rank, whatever started it.
     pub alone: bool,
     /// `DL_COMM_SHM_DIR`: directory of the shared memory segments.
@@ -149,6 +151,7 @@ impl Default for Config {
             algorithm: AlgorithmSetting::Auto,
             affinity: Affinity::None,
             cooldown: Cooldown::After,
+            local_rank: None,
             alone: false,
             shm_dir: "/dev/shm".into(),
             interface: String::new(),
@@ -213,6 +216,7 @@ impl Config {
                     return Err(Error::Invalid(format!("DL_COMM_COOLDOWN is '{text}'; set it to 'after' or 'last'")));
                 }
             },
+            local_rank: get("DL_COMM_LOCAL_RANK").map(|_| integer("DL_COMM_LOCAL_RANK", 0, 1 << 20, 0)).transpose()?,
             alone: integer("DL_COMM_ALONE", 0, 1, 0)? == 1,
             shm_dir: get("DL_COMM_SHM_DIR").unwrap_or(defaults.shm_dir),
             interface: get("DL_COMM_SOCKET_IFNAME").unwrap_or_default(),
@@ -253,6 +257,7 @@ mod tests {
         assert_eq!(with("DL_COMM_TIMEOUT_S", "0").unwrap().timeout, None);
         assert_eq!(with("DL_COMM_TIMEOUT_S", "0.5").unwrap().timeout, Some(Duration::from_millis(500)));
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
+        assert_eq!(with("DL_COMM_LOCAL_RANK", "0").unwrap().local_rank, Some(0));
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
         assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, AlgorithmSetting::Always(Algorithm::Ring));
@@ -310,6 +315,7 @@ mod tests {
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
             ("DL_COMM_ALONE", "yes"),
+            ("DL_COMM_LOCAL_RANK", "-1"),
             ("DL_COMM_GPU_PATH", "fast"),
             ("DL_COMM_PIPELINE_CHUNK_KB", "1"),
             ("DL_COMM_NUM_CUDA_STREAMS", "0"),

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::fork;
 use crate::topology::Topology;
-use crate::transport::launcher::{identity, launched, leave_launcher};
+use crate::transport::launcher::{identity, launched, leave_launcher, torchrun_identity};
 
 /// The environment variable that marks helpers.
 pub const MARK: &str = "DL_COMM_HELPER_OF";
@@ -88,7 +88,7 @@ pub fn mark(topology: &Topology, launcher: StartedBy, uses_launcher: bool) {
         if uses_launcher {
             leave_launcher();
         }
-        let mark = encode(&info, identity(lookup));
+        let mark = encode(&info, identity(lookup), &torchrun_identity(lookup));
         if lookup(MARK).as_ref() != Some(&mark) {
             // SAFETY: no other thread accesses the environment: this is a part of the process's start.
             unsafe { std::env::set_var(MARK, mark) };
@@ -102,7 +102,7 @@ pub fn info() -> Option<RankPosition> {
 }
 
 fn marked() -> Option<RankPosition> {
-    let (info, launcher) = decode(&lookup(MARK)?)?;
+    let (info, launcher, _) = decode(&lookup(MARK)?)?;
     (launcher == identity(lookup) && !runs_alone()).then_some(info)
 }
 
@@ -122,12 +122,13 @@ pub fn refusal() -> Option<Error> {
     )))
 }
 
-/// The value of [`MARK`]: a rank's position and the identity of its launcher.
-fn encode(position: &RankPosition, launcher: u64) -> String {
-    serde_json::json!([position, launcher]).to_string()
+/// The value of [`MARK`]: a rank's position, the identity of its launcher, and the variables of torchrun. By these,
+/// `_torchrun.py` sees that another launcher has started a process inside of a rank of torchrun.
+fn encode(position: &RankPosition, launcher: u64, torchrun: &[String]) -> String {
+    serde_json::json!([position, launcher, torchrun]).to_string()
 }
 
-fn decode(text: &str) -> Option<(RankPosition, u64)> {
+fn decode(text: &str) -> Option<(RankPosition, u64, Vec<String>)> {
     serde_json::from_str(text).ok()
 }
 
@@ -146,7 +147,8 @@ mod tests {
             pid: 77,
             launcher: StartedBy::None,
         };
-        assert_eq!(decode(&encode(&info, u64::MAX)), Some((info, u64::MAX)));
+        let torchrun = vec!["none".to_owned(), String::new()];
+        assert_eq!(decode(&encode(&info, u64::MAX, &torchrun)), Some((info, u64::MAX, torchrun)));
         for text in ["", "1 2 3", "a b c d e f g", "-1 2 3 4 5 6 7", "1 2 3 4 5 99999999999 7"] {
             assert_eq!(decode(text), None, "{text}");
         }

@@ -103,6 +103,8 @@ fn by_variable(config: &Config) -> Value {
         algorithm,
         affinity,
         cooldown,
+        // Each rank has its own.
+        local_rank: _,
         alone,
         shm_dir,
         interface: network,

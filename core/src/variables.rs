@@ -3,7 +3,7 @@
 use strsim::levenshtein;
 
 /// Variables that dl_comm and its Python package read or set for their own processes.
-pub const KNOWN: [&str; 26] = [
+pub const KNOWN: [&str; 27] = [
     "DL_COMM_ADDR",
     "DL_COMM_AFFINITY",
     "DL_COMM_ALGORITHM",
@@ -18,6 +18,7 @@ pub const KNOWN: [&str; 26] = [
     "DL_COMM_GPU_PATH",
     "DL_COMM_HELPER_OF",
     "DL_COMM_JOB_KEY",
+    "DL_COMM_LOCAL_RANK",
     "DL_COMM_MATCH_TIMEOUT_S",
     "DL_COMM_NUM_CUDA_STREAMS",
     "DL_COMM_PIPELINE_CHUNK_KB",

@@ -8,6 +8,7 @@ import json
 import operator
 import os
 import sys
+import threading
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dl_comm._groups import Group
 
 _owners = itertools.count(1)
+# Of the threads that call init(), one connects to the store.
+_torchrun_lock = threading.RLock()
 CONTROL_TEAM = -1
 """The team of broadcasts, barriers and metrics."""
 
@@ -34,10 +37,11 @@ def init_mpi(
 ) -> None:
     """Makes this process a rank. Afterwards ranks and sizes are known. ``init`` calls it if needed. Collective.
 
-    Without arguments, the first of these decides: a launcher that starts MPI (mpiexec, srun, PALS), or a library that
-    has initialized MPI, such as mpi4py; torchrun, by the store of its agent; an indexed job of Kubernetes with
-    ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; else the process is
-    rank 0 of 1. ``docs/run.md`` has examples. ``topology()["launcher"]`` names it.
+    Without arguments, the first of these decides: torchrun, by the store of its agent, for which torch is imported; a
+    launcher that starts MPI (mpiexec, srun, PALS), or a library that has initialized MPI, such as mpi4py;
+    ``DL_COMM_RANK``, ``DL_COMM_SIZE`` and ``DL_COMM_ADDR``; an indexed job of Kubernetes with the last two; else the
+    process is rank 0 of 1. A launcher that starts MPI inside of a rank of torchrun comes first. ``docs/run.md`` has
+    examples. ``topology()["launcher"]`` names it.
 
     With ``rank`` and ``size``, the process becomes a rank as the program decides: for Ray and others. A process that a
     rank has started then becomes a rank of another job.
@@ -61,10 +65,10 @@ def init_mpi(
     """
     if (rank, size, address, key) != (None, None, None, None):
         _start_by_arguments(rank, size, address, key)
-    elif _torchrun.numbers(os.environ, _torchrun.is_open) is None or _is_decided():
+    elif (by_torchrun := _torchrun.here(os.environ)) is None:
         _dl_comm.init_mpi()
     else:
-        _start_by_torchrun()
+        _start_by_torchrun(*by_torchrun)
     sync_environment()
 
 
@@ -73,10 +77,12 @@ def _is_decided() -> bool:
     return _dl_comm.is_helper() or json.loads(_dl_comm.describe())["state"] == "started"
 
 
-def _start_by_torchrun() -> None:
-    found = _torchrun.numbers(os.environ, _torchrun.is_open)
-    assert found is not None
-    _dl_comm.init_store(_torchrun.store(), *found)
+def _start_by_torchrun(rank: int, size: int) -> None:
+    with _torchrun_lock:
+        if _is_decided():
+            _dl_comm.init_mpi()
+        else:
+            _dl_comm.init_store(_torchrun.store(), rank, size)
 
 
 def _start_by_arguments(rank: int | None, size: int | None, address: str | None, key: str | None) -> None:

@@ -36,13 +36,7 @@ static RAISED: Mutex<Option<PyErr>> = Mutex::new(None);
 extern "C" fn run_handlers() -> i32 {
     let raised = Python::try_attach(|py| py.check_signals().err()).flatten();
     let raises = raised.is_some();
-    if raises {
-        *RAISED.lock().unwrap_or_else(PoisonError::into_inner) = raised;
-        // Needed if the call succeeds at this moment, or its error is not translated. A full queue has other calls that
-        // raise.
-        // SAFETY: the callback ignores its argument.
-        let _queued = unsafe { pyo3::ffi::Py_AddPendingCall(Some(raise_later), ptr::null_mut()) };
-    }
+    raised.into_iter().for_each(raise);
     i32::from(raises)
 }
 
@@ -63,9 +57,13 @@ pub fn run_handlers_while_waiting() {
     unsafe { ffi::dl_comm_set_signal_check(Some(run_handlers)) };
 }
 
-/// Keeps an exception that the current call is to raise.
+/// Keeps an exception that the current call is to raise, or the main thread after it.
 pub fn raise(error: PyErr) {
     *RAISED.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    // Needed if the call succeeds at this moment, or its error is not translated. A full queue has other calls that
+    // raise.
+    // SAFETY: the callback ignores its argument.
+    let _queued = unsafe { pyo3::ffi::Py_AddPendingCall(Some(raise_later), ptr::null_mut()) };
 }
 
 /// Takes the exception that a handler has raised since the last call.

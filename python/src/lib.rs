@@ -170,15 +170,18 @@ fn init_address(py: Python<'_>, address: String, rank: i32, size: i32, key: Stri
 fn finalize(py: Python<'_>) -> PyResult<i32> {
     // SAFETY: takes no arguments and may be called at any time.
     let done = call(py, || unsafe { api::ffi::dl_comm_finalize() });
-    store::release();
+    // In a forked child, dropping it could wait for threads that only the parent has.
+    if !is_helper(py) {
+        store::release();
+    }
     done
 }
 
 /// Whether dl_comm is initialized.
 #[pyfunction]
-fn is_initialized() -> bool {
+fn is_initialized(py: Python<'_>) -> bool {
     // SAFETY: takes no arguments and may be called at any time.
-    unsafe { api::ffi::dl_comm_is_initialized() != 0 }
+    py.detach(|| unsafe { api::ffi::dl_comm_is_initialized() != 0 })
 }
 
 /// Sets the signal whose handler writes stacks for dumps to file `fd`.
@@ -191,16 +194,16 @@ fn stacks_from(py: Python<'_>, signal: i32, fd: i32) -> PyResult<()> {
 
 /// Whether this process is or was a rank.
 #[pyfunction]
-fn is_up() -> bool {
+fn is_up(py: Python<'_>) -> bool {
     // SAFETY: takes no arguments and may be called at any time.
-    unsafe { api::ffi::dl_comm_get_rank() >= 0 && api::ffi::dl_comm_is_helper() == 0 }
+    py.detach(|| unsafe { api::ffi::dl_comm_get_rank() >= 0 && api::ffi::dl_comm_is_helper() == 0 })
 }
 
 /// Whether this process is a helper of a rank.
 #[pyfunction]
-fn is_helper() -> bool {
+fn is_helper(py: Python<'_>) -> bool {
     // SAFETY: takes no arguments and may be called at any time.
-    unsafe { api::ffi::dl_comm_is_helper() != 0 }
+    py.detach(|| unsafe { api::ffi::dl_comm_is_helper() != 0 })
 }
 
 /// The current environment. `os.environ` lacks the changes that the core has made.

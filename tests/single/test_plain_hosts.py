@@ -119,9 +119,8 @@ def test_a_rank_that_ends_during_mpi_init_ends_the_start(two: Hosts, program: Pa
         + """
 if os.environ["DL_COMM_RANK"] == "1":
     os.environ["DL_COMM_TIMEOUT_S"] = "60"
-    def kill_in_mpi():  # the thread of the process manager
-        while "dlcomm-pmi" not in [open(f"/proc/self/task/{task}/comm").read().strip()
-                                   for task in os.listdir("/proc/self/task")]: pass
+    def kill_in_mpi():
+        while b"PMI_FD" not in _dl_comm.environment(): pass
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=kill_in_mpi, daemon=True).start()
 dl_comm.init()
@@ -135,6 +134,26 @@ dl_comm.init()
     )
 
 
+def test_a_rank_that_ends_during_mpi_init_ends_all_ranks_without_a_deadline(two: Hosts, program: Path) -> None:
+    """Its neighbour on the host sees it, and informs the other host."""
+    program.write_text(
+        HEAD
+        + """
+if os.environ["DL_COMM_RANK"] == "3":
+    def kill_in_mpi():
+        while b"PMI_FD" not in _dl_comm.environment(): pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=kill_in_mpi, daemon=True).start()
+dl_comm.init()
+"""
+    )
+    finished = two.ranks(2, [sys.executable, str(program)], 60, env={"DL_COMM_TIMEOUT_S": "0"})
+    assert not finished.timed_out, finished.output
+    assert len(re.findall("MPI_Init.*rank 3 on .* has ended: killed by signal 9", finished.output)) >= 2, (
+        finished.output
+    )
+
+
 def test_the_interface_is_that_of_dl_comm(two: Hosts, program: Path) -> None:
     program.write_text(
         HEAD
@@ -142,7 +161,7 @@ def test_the_interface_is_that_of_dl_comm(two: Hosts, program: Path) -> None:
 dl_comm.init()
 check_mean()
 now = _dl_comm.environment()
-assert (now[b"FI_TCP_IFACE"], now[b"UCX_NET_DEVICES"]) == (b"eth0", b"eth0,lo"), now
+assert b"FI_TCP_IFACE" not in now and now[b"UCX_NET_DEVICES"] == b"eth0,lo", now
 fine()
 """
     )

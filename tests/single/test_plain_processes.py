@@ -148,6 +148,14 @@ def test_disagreements_end_the_start_on_all_ranks(ranks: Ranks) -> None:
             ranks.succeeds(process)
 
 
+def test_a_given_local_rank_is_checked(ranks: Ranks) -> None:
+    both = [ranks.start(rank, 2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    assert not any("LOCAL_RANK" in ranks.succeeds(process) for process in both), "a known variable"
+    wrong = "start_fails('rank 1', 'DL_COMM_LOCAL_RANK is 0', 'number 1 of 2')"
+    for process in [ranks.start(rank, 2, wrong, {"DL_COMM_LOCAL_RANK": "0"}) for rank in (0, 1)]:
+        ranks.succeeds(process)
+
+
 def test_ranks_without_common_memory_are_on_different_hosts(ranks: Ranks, tmp_path: Path) -> None:
     """They start MPI for their messages."""
     text = """
@@ -261,9 +269,10 @@ def test_a_launcher_comes_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import dl_comm\ndl_comm.init()\nassert dl_comm.get_nranks() == 2\nprint('fine')")
     env = {"DL_COMM_RANK": "0", "DL_COMM_SIZE": "5", "DL_COMM_ADDR": "127.0.0.1:1"}
-    finished = launch(2, [sys.executable, str(script)], 60, env)
-    assert finished.returncode == 0, finished.output
-    assert finished.output.count("fine") == 2
+    for variables in (env, {"DL_COMM_SIZE": "5"}):
+        finished = launch(2, [sys.executable, str(script)], 60, variables)
+        assert finished.returncode == 0, finished.output
+        assert finished.output.count("fine") == 2
 
 
 STORE = """

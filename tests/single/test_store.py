@@ -119,6 +119,60 @@ check_mean()
     ranks.run(2, HEAD + text.replace("FOLDER", repr(str(tmp_path))))
 
 
+def test_the_program_may_use_dl_comm_while_a_store_is_asked(ranks: Ranks, tmp_path: Path) -> None:
+    """Other threads, and the functions of the store itself: no lock is held. A second start or an end is refused."""
+    text = """
+import weakref
+seen, starting = set(), True
+class Slow(Files):
+    def check(self, keys):
+        time.sleep(0.01)
+        if starting:
+            assert not dl_comm.is_initialized()
+            class Holder: pass
+            holder = Holder()
+            weakref.finalize(holder, _dl_comm.release, 0, 1)
+            del holder
+            for call in (dl_comm.finalize, dl_comm.init, lambda: start_by_store(self, rank, size)):
+                try: call()
+                except dl_comm.StateError as error: seen.add(str(error))
+            json.loads(_dl_comm.describe())
+        return super().check(keys)
+polls, ended = [], False
+def poll():
+    while not ended:
+        polls.append(dl_comm.is_initialized())
+        try: dl_comm.get_rank()
+        except dl_comm.StateError: pass
+        time.sleep(0.001)
+thread = threading.Thread(target=poll)
+thread.start()
+time.sleep(0.05 * rank)
+start_by_store(Slow(FOLDER), rank, size)
+starting = False
+dl_comm.init()
+check_mean()
+ended = True
+thread.join()
+assert len(polls) > 5
+assert len(seen) == 1 and "on this thread" in seen.pop(), seen
+dl_comm.finalize()
+# Threads that start at the same time: one does, the other gets an error.
+outcomes = []
+store = Files(FOLDER)
+def start():
+    try: outcomes.append(start_by_store(store, rank, size))
+    except dl_comm.StateError as error: outcomes.append(str(error))
+threads = [threading.Thread(target=start) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert outcomes.count(None) == 1 and sum("initialised already" in str(o) for o in outcomes) == 2, outcomes
+dl_comm.init()
+check_mean()
+"""
+    ranks.run(2, HEAD + text.replace("FOLDER", repr(str(tmp_path))))
+
+
 CHILD = """
 import os, subprocess, sys
 here = os.path.dirname(os.path.abspath(__file__))

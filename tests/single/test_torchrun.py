@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from dl_comm._torchrun import numbers
+from dl_comm._torchrun import is_connected, numbers
 from hosts import Hosts
 from launch import QUIET, Finished, run
 from plain_ranks import segments
@@ -133,6 +135,13 @@ if __name__ == "__main__":
         return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env}).stdout
     assert output() == f"{RANK} of {SIZE}"
     assert output(DL_COMM_ALONE="1") == "0 of 1"
+    from dl_comm import _torchrun
+    assert _torchrun.here(os.environ) == (RANK, SIZE)
+    which = "import os; from dl_comm import _torchrun; print(_torchrun.here(os.environ))"
+    for name, numbers in (("OMPI_COMM_WORLD_RANK", None), ("HOME", (RANK, SIZE)), ("MASTER_PORT", (RANK, SIZE))):
+        env = {**os.environ, name: "1"}
+        found = subprocess.run([sys.executable, "-c", which], capture_output=True, text=True, check=True, env=env)
+        assert found.stdout == f"{numbers}\\n", (name, found)
     if RANK == 0:
         script = sys.argv[0] + ".child"
         with open(script, "w") as file: file.write(child)
@@ -226,17 +235,72 @@ def test_the_doctor_checks_the_ranks() -> None:
 def test_which_variables_make_a_rank() -> None:
     ranks = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}
 
-    def found(extra: dict[str, str], *descriptors: int) -> tuple[int, int] | None:
-        return numbers({**ranks, **extra}, lambda descriptor: descriptor in descriptors)
+    def found(extra: dict[str, str], *connections: int, open_mpi: bool = False) -> tuple[int, int] | None:
+        return numbers({**ranks, **extra}, lambda descriptor: descriptor in connections, open_mpi)
 
     assert found({}) == (1, 4)
-    assert numbers({"RANK": "1", "WORLD_SIZE": "4"}, lambda _: True) is None
+    assert numbers({"RANK": "1", "WORLD_SIZE": "4"}, lambda _: True, False) is None
     assert found({"DL_COMM_ALONE": "1"}) is None
     assert found({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "5"}) == (1, 4), "srun has started the agent"
+    assert found({"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "5"}) == (1, 4), "an agent for each rank"
     assert found({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "5"}, 5) is None, "a rank has started mpiexec"
-    assert found({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}) is None, "mpirun sets torch's too"
-    assert found({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == (1, 4)
+    assert found({"PMI_RANK": "1", "PMI_SIZE": "4"}) is None
+    same = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert found(same, open_mpi=True) is None, "mpirun sets torch's too"
+    assert found(same) == (1, 4), "another MPI cannot use Open MPI's launcher"
+    assert found({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, open_mpi=True) == (1, 4)
     assert found({"RANK": "x"}) is None
+    assert found({"RANK": "\u00b2"}) is None
+
+
+def test_a_connection_is_a_connected_stream_socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as file, socket.socket() as other, socket.socket(type=2) as datagrams:
+        datagrams.connect(("127.0.0.1", 9))
+        assert is_connected(ours.fileno())
+        for descriptor in (file.fileno(), other.fileno(), datagrams.fileno(), 1_000_000, -1):
+            assert not is_connected(descriptor)
+
+
+def test_an_agent_for_each_rank_started_by_a_launcher(program: Path) -> None:
+    """The agent has the numbers of its rank, and a connection to the launcher that the rank does not have."""
+    launcher, agent = socket.socketpair()
+    program.write_text(TRAIN + "os.write(1, b'fine\\n')\n")
+    env = {**SETTINGS, "PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": str(agent.fileno()), "DL_COMM_TIMEOUT_S": "20"}
+    with launcher, agent:
+        finished = run([*TORCHRUN, "--standalone", "--nproc-per-node=1", str(program)], 100, env)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("fine\n") == 1, finished.output
+
+
+def test_more_ranks_find_each_other_in_the_store_of_killed_ones(program: Path) -> None:
+    """As when torchrun gets another node: all ranks start again, with the same part of the store."""
+    program.write_text(
+        """
+import os, signal, subprocess, sys
+import dl_comm
+from torch.distributed import TCPStore
+if len(sys.argv) > 1:
+    dl_comm.init()
+    assert dl_comm.get_nranks() == int(sys.argv[1])
+    dl_comm.barrier()
+    if sys.argv[1] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit()
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+for size in (2, 3):
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(size)]
+    # Rank 0 comes last: the others find the old job first.
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(size - 1, -1, -1)]
+    for rank in ranks: rank.wait()
+print([rank.returncode for rank in ranks])
+"""
+    )
+    finished = run([sys.executable, str(program)], 100, {**SETTINGS, "DL_COMM_TIMEOUT_S": "30"})
+    assert "[0, 0, 0]" in finished.output, finished.output
 
 
 def test_an_unreachable_store_is_an_error(program: Path) -> None:

@@ -9,7 +9,10 @@ use std::process;
 use std::sync::{Arc, Once, PoisonError, Weak};
 
 use super::group_creation::make_team;
-use super::state::{CONTROL, Runtime, RuntimeState, STATE, config, finalized, is_initialized, topology, write};
+use super::state::{
+    CONTROL, Runtime, RuntimeState, STATE, check_fork, config, finalized, is_initialized, read, topology, write,
+};
+use super::turn::Turn;
 use super::{calls, memory, point_to_point};
 use crate::config::{Config, RankSource, Rendezvous};
 use crate::dump::{Dumper, SignalDumper};
@@ -20,6 +23,7 @@ use crate::helper::{self, StartedBy};
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
 use crate::timeline;
+use crate::topology::Topology;
 use crate::transport::bootstrap::Bootstrap;
 use crate::transport::job::Job;
 use crate::transport::launcher;
@@ -37,15 +41,16 @@ pub fn start() -> Result<()> {
         return Ok(());
     }
     let started_by = Cell::new(StartedBy::None);
-    start_by(&started_by, |config| {
+    start_by(IfStarted::Keep, &started_by, |config| {
         let lookup = |name: &str| std::env::var(name).ok();
         let launched = launcher::launched(lookup);
-        match Rendezvous::from_lookup(lookup)? {
-            Some(rendezvous) if !config.alone && !launched && !launcher::is_started_by_others() => {
+        let is_plain = !config.alone && !launched && !launcher::is_started_by_others();
+        match is_plain.then(|| Rendezvous::from_lookup(lookup)).transpose()?.flatten() {
+            Some(rendezvous) => {
                 started_by.set(by_source(rendezvous.source));
                 connect_by_address(&rendezvous, config)
             }
-            _ => {
+            None => {
                 started_by.set(if launched && !config.alone { StartedBy::Mpiexec } else { StartedBy::None });
                 launcher::connect(config)
             }
@@ -68,7 +73,7 @@ fn by_source(source: RankSource) -> StartedBy {
 pub fn start_by_address(rendezvous: &Rendezvous) -> Result<()> {
     check_explicit()?;
     let started_by = Cell::new(by_source(rendezvous.source));
-    start_by(&started_by, |config| connect_by_address(rendezvous, config))
+    start_by(IfStarted::Refuse, &started_by, |config| connect_by_address(rendezvous, config))
 }
 
 /// Refuses a start by the program in a process that is a rank, or was forked from one.
@@ -76,10 +81,11 @@ fn check_explicit() -> Result<()> {
     if let Some(refusal) = fork::is_child().then(helper::refusal).flatten() {
         return Err(refusal);
     }
-    if config().is_ok() {
-        return Err(Error::State("dl_comm is initialised already; call finalize() first".into()));
-    }
-    Ok(())
+    if config().is_ok() { Err(started_already()) } else { Ok(()) }
+}
+
+fn started_already() -> Error {
+    Error::State("dl_comm is initialised already; call finalize() first".into())
 }
 
 /// Makes this process rank `rank` of `size` by `store`. A process that a rank has started becomes a rank of a job of its
@@ -91,66 +97,98 @@ pub fn start_by_store(rank: usize, size: usize, store: &Arc<dyn Store>) -> Resul
     check_explicit()?;
     let by_torchrun = launcher::torchrun_position(|name| std::env::var(name).ok()) == Some((rank, size));
     let started_by = Cell::new(if by_torchrun { StartedBy::Torchrun } else { StartedBy::Store });
-    start_by(&started_by, |config| connect_by_store(rank, size, store, config))
+    start_by(IfStarted::Refuse, &started_by, |config| connect_by_store(rank, size, store, config))
+}
+
+/// What to do in a process that is a rank already.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IfStarted {
+    /// Nothing.
+    Keep,
+    /// It is an error.
+    Refuse,
 }
 
 /// `connect` may set `started_by`.
-fn start_by(started_by: &Cell<StartedBy>, connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>) -> Result<()> {
+fn start_by(
+    if_started: IfStarted,
+    started_by: &Cell<StartedBy>,
+    connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>,
+) -> Result<()> {
     // First, because a forked child would find any lock taken here locked forever.
     fork::install_handler();
-    write(|state| match state {
-        RuntimeState::Started(_) => Ok(()),
+    check_fork()?;
+    let _turn = Turn::take()?;
+    let is_started = read(|state| match state {
+        RuntimeState::Started(_) if if_started == IfStarted::Refuse => Err(started_already()),
+        RuntimeState::Started(_) => Ok(true),
         RuntimeState::Finalized { can_start: false, .. } => Err(finalized(false)),
-        RuntimeState::Finalized { .. } | RuntimeState::NotStarted => {
-            let job = Job::start(Config::from_env(), connect)?;
-            let config = job.ranks().config.clone();
-            if config.timeout.is_none() && job.ranks().topology.rank() == 0 {
-                log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
-            }
-            let started_by = match started_by.get() {
-                // An unknown one, or whoever has initialized the message library.
-                StartedBy::None if job.ranks().topology.size() > 1 => StartedBy::Mpiexec,
-                known => known,
-            };
-            helper::mark(&job.ranks().topology, started_by, job.uses_launcher());
-            if job.ranks().topology.rank() == 0 {
-                let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-                variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
-            }
-            let (topology, rank_info) = (Arc::clone(&job.ranks().topology), Arc::clone(&job.ranks().rank_info));
-            let network = job.network();
-            memory::keep(job.arenas());
-            let rank = topology.rank();
-            let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), job.ranks().key, config.dump_dir.clone()));
-            if topology.local_rank() == 0 {
-                dumper.clean();
-            }
-            let start_services = || {
-                if !config.timeline.is_empty() {
-                    timeline::start(&config.timeline, rank, &rank_info[rank].display_name(rank), &dumper.job())
-                        .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
-                }
-                SignalDumper::start(Arc::clone(&dumper))
-            };
-            let _on_signal = job.confirm("init_mpi", start_services()).inspect_err(|_| job.leave())?;
-            let (job, teams, groups) = (Arc::new(job), BTreeMap::new(), BTreeMap::new());
-            let process_groups = Arc::new(ProcessGroups::of_process());
-            let runtime = Runtime {
-                job,
-                topology,
-                rank_info,
-                network,
-                config,
-                teams,
-                groups,
-                process_groups,
-                dumper,
-                _on_signal,
-            };
-            *state = RuntimeState::Started(Box::new(runtime));
-            Ok(())
-        }
+        RuntimeState::Finalized { .. } | RuntimeState::NotStarted => Ok(false),
+    })?;
+    if is_started {
+        return Ok(());
+    }
+    let runtime = RuntimeState::Started(Box::new(make_runtime(started_by, connect)?));
+    write(|state| {
+        *state = runtime;
+        Ok(())
     })
+}
+
+/// Starts the job and the services of this process. Without a lock: `connect` may call functions of the program.
+fn make_runtime(
+    started_by: &Cell<StartedBy>,
+    connect: impl FnOnce(&Config) -> Result<Arc<dyn Bootstrap>>,
+) -> Result<Runtime> {
+    let job = Job::start(Config::from_env(), connect)?;
+    let config = job.ranks().config.clone();
+    if config.timeout.is_none() && job.ranks().topology.rank() == 0 {
+        log_line("DL_COMM_TIMEOUT_S is 0: a call waits for the other ranks for ever");
+    }
+    let started_by = match started_by.get() {
+        // An unknown one, or whoever has initialized the message library.
+        StartedBy::None if job.ranks().topology.size() > 1 => StartedBy::Mpiexec,
+        known => known,
+    };
+    helper::mark(&job.ranks().topology, started_by, job.uses_launcher());
+    if job.ranks().topology.rank() == 0 {
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        variables::warning(&variables::unknown(names)).iter().for_each(|text| log_line(text));
+    }
+    let (topology, rank_info) = (Arc::clone(&job.ranks().topology), Arc::clone(&job.ranks().rank_info));
+    let network = job.network();
+    memory::keep(job.arenas());
+    let rank = topology.rank();
+    let dumper = Arc::new(Dumper::new(rank, Arc::clone(&rank_info), job.ranks().key, config.dump_dir.clone()));
+    if topology.local_rank() == 0 {
+        dumper.clean();
+    }
+    let start_services = || {
+        check_local_rank(&config, started_by, &topology)?;
+        if !config.timeline.is_empty() {
+            timeline::start(&config.timeline, rank, &rank_info[rank].display_name(rank), &dumper.job())
+                .map_err(|error| Error::System(format!("DL_COMM_TIMELINE: {}", error.detail())))?;
+        }
+        SignalDumper::start(Arc::clone(&dumper))
+    };
+    let _on_signal = job.confirm("init_mpi", start_services()).inspect_err(|_| job.leave())?;
+    let (job, teams, groups) = (Arc::new(job), BTreeMap::new(), BTreeMap::new());
+    let process_groups = Arc::new(ProcessGroups::of_process());
+    Ok(Runtime { job, topology, rank_info, network, config, teams, groups, process_groups, dumper, _on_signal })
+}
+
+/// Compares the local rank with the one that plain processes may have been given.
+fn check_local_rank(config: &Config, started_by: StartedBy, topology: &Topology) -> Result<()> {
+    let is_given = matches!(started_by, StartedBy::Variables | StartedBy::Kubernetes);
+    match config.local_rank.filter(|given| is_given && *given != topology.local_rank()) {
+        None => Ok(()),
+        Some(given) => Err(Error::Invalid(format!(
+            "DL_COMM_LOCAL_RANK is {given}, but the process is number {} of {} on its host, in the order of the ranks; \
+             correct DL_COMM_RANK, or unset DL_COMM_LOCAL_RANK",
+            topology.local_rank(),
+            topology.local_size()
+        ))),
+    }
 }
 
 /// Initializes everything that the collectives need. Does nothing if that was done before. Collective.
@@ -210,6 +248,7 @@ fn end(reason: Option<Error>) -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
     }
+    let turn = Turn::take()?;
     let previous = {
         let mut state = STATE.write().unwrap_or_else(PoisonError::into_inner);
         let RuntimeState::Started(runtime) = &*state else {
@@ -220,6 +259,8 @@ fn end(reason: Option<Error>) -> Result<()> {
         let next = RuntimeState::Finalized { topology: Arc::clone(&runtime.topology), can_start: false };
         std::mem::replace(&mut *state, next)
     };
+    // abort() must not wait for finalize() on another thread.
+    drop(turn);
     let RuntimeState::Started(runtime) = previous else { return Ok(()) };
     let Runtime { job, teams, groups, topology, .. } = *runtime;
     let groups: Vec<Arc<Group>> = groups.values().filter_map(Weak::upgrade).collect();

@@ -11,6 +11,7 @@ mod memory;
 pub mod point_to_point;
 mod state;
 mod teams;
+mod turn;
 
 pub use calls::{
     average, average_and_wait, average_list, average_on, barrier, blocked, broadcast, broadcast_towers, buffers_match,

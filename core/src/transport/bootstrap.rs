@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use super::messages::MessageNetwork;
+use super::process::ProcessLiveness;
 use super::store::Store;
 use super::wait_context::WaitContext;
 use super::{HostLink, NetworkModel};
@@ -28,6 +29,18 @@ pub struct Exchanges {
     pub allgathers: u64,
     /// Bytes of a rank in all of them.
     pub bytes: u64,
+}
+
+/// What the start of a network between hosts has to know about the ranks.
+pub struct Members<'a> {
+    /// Their positions.
+    pub topology: &'a Arc<Topology>,
+    /// Their display names.
+    pub names: &'a Arc<[String]>,
+    /// Liveness of the processes of this host, by local rank.
+    pub processes: &'a Arc<ProcessLiveness>,
+    /// Settings of this process.
+    pub config: &'a Config,
 }
 
 /// The connection of this process with the other ranks of its job.
@@ -58,11 +71,12 @@ pub trait Bootstrap: Send + Sync {
     /// The key-value store of all ranks, if there is one already. Otherwise the job serves one.
     fn store(&self) -> Option<Arc<dyn Store>>;
 
-    /// The network between hosts; asked for only by jobs on several hosts, once. May be collective.
+    /// The network between the hosts of its ranks, `members`; asked for only by jobs on several hosts, once. May be
+    /// collective.
     ///
     /// # Errors
-    /// [`crate::error::Error::Network`] if the ranks cannot use one.
-    fn network(&self, topology: &Topology, config: &Config) -> Result<Arc<dyn Network>>;
+    /// [`crate::error::Error::Network`] if the ranks cannot use one, and those of the wait context.
+    fn network(&self, members: &Members<'_>, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>>;
 
     /// Whether the library of a launcher is behind it: it cannot be started again in this process, and child processes
     /// must not inherit its connection.

@@ -109,7 +109,9 @@ impl Job {
     fn make(ranks: &Ranks, served: &Result<Option<Served>>) -> Result<Parts> {
         let topology = &ranks.topology;
         let several_hosts = topology.hosts() > 1;
-        let network = several_hosts.then(|| ranks.bootstrap.network(topology, &ranks.config)).transpose()?;
+        let members = ranks.members();
+        let connect = |wait_ctx: &WaitContext<'_>| ranks.bootstrap.network(&members, wait_ctx);
+        let network = several_hosts.then(|| ranks.with_deadline("init_mpi", || None, connect)).transpose()?;
         let make = |wait_ctx: &WaitContext<'_>| {
             let (processors, store_addresses) = agree_on_start(ranks, served, wait_ctx)?;
             let arenas = make_arenas(ranks, wait_ctx)?;

@@ -29,6 +29,7 @@ mod mpi;
 pub mod network_model;
 pub mod process;
 mod range_allocator;
+pub mod rank0_address;
 pub mod rank_info;
 pub mod ranks;
 pub mod region_control;

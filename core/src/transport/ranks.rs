@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::bootstrap::{Bootstrap, encode_record, gather_records, shortened};
+use super::bootstrap::{Bootstrap, Members, encode_record, gather_records, shortened};
 use super::process::ProcessLiveness;
 use super::rank_info::{RankInfo, exchange_rank_info};
 use super::shm_region::Liveness;
@@ -91,6 +91,11 @@ impl Ranks {
             (since.elapsed() > DRAIN_GRACE).then(|| Error::PeerLost(format!("{description}, in {what}")))
         };
         with_limits(what, self.config.timeout, self.config.stall_warn, &abort_reason, work)
+    }
+
+    /// The ranks, for the start of a network.
+    pub(super) fn members(&self) -> Members<'_> {
+        Members { topology: &self.topology, names: &self.names, processes: &self.local_processes, config: &self.config }
     }
 
     /// Liveness of the other processes of this host, by local rank.

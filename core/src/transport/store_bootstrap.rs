@@ -5,14 +5,18 @@
 //! other do not see each other's keys. The others find that name, and say that they are there.
 //! Thread rule: that of [`Bootstrap`].
 
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
-use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Network};
-use super::launcher::{StartedNetwork, prepare_start, start_network};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
+use super::launcher::{PreparedStart, StartedNetwork, Ways, prepare_start, start_network};
+use super::rank0_address::{resolve, unusable, warning_of_loopback};
 use super::ranks::{agreed, proposal};
 use super::store::{MemoryStore, POLL_INTERVAL, PrefixStore, Store, allgather, missing_ranks};
 use super::tcp_store::{ServedStore, TcpStore};
@@ -20,15 +24,13 @@ use super::wait_context::{WaitContext, with_limits};
 use crate::codec::{decode, encode};
 use crate::config::{Config, Rendezvous};
 use crate::error::{Error, Result};
+use crate::log::log_line;
 use crate::signals;
-use crate::topology::Topology;
 
 /// The key of the job's name.
 const JOB: &str = "dl_comm/job";
 /// How often a rank that waits for the others checks whether rank 0 has started another job.
 const STALE_CHECK: Duration = Duration::from_millis(200);
-/// Interval at which a rank looks up the address of rank 0.
-const RESOLVE_INTERVAL: Duration = Duration::from_millis(500);
 /// Time limit of removing the job's name after a failure.
 const CLEAN_UP: Duration = Duration::from_secs(1);
 
@@ -78,7 +80,9 @@ pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Ar
     let key = key.unwrap_or_default();
     if rank == 0 {
         let serve = |wait_ctx: &WaitContext<'_>| {
-            let bound: Vec<_> = resolve(wait_ctx)?.iter().map(TcpListener::bind).collect();
+            let addresses = resolve(wait_ctx)?;
+            warning_of_loopback(address, &addresses).iter().for_each(|text| log_line(text));
+            let bound: Vec<_> = addresses.iter().map(TcpListener::bind).collect();
             let refused = bound.iter().find_map(|socket| socket.as_ref().err().map(ToString::to_string));
             let sockets: Vec<TcpListener> = bound.into_iter().flatten().collect();
             if sockets.is_empty() {
@@ -97,29 +101,6 @@ pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Ar
         Ok(Arc::new(store) as Arc<dyn Store>)
     };
     limited(config, |wait_ctx| join(rank, size, &dial, wait_ctx))
-}
-
-fn unusable(address: &str, why: &str) -> Error {
-    Error::Invalid(format!("the address of rank 0 (DL_COMM_ADDR) is '{address}': {why}"))
-}
-
-/// The addresses of rank 0. Waits until its name is known: a cluster may publish it when rank 0 has started.
-fn resolve(rendezvous: &Rendezvous, wait_ctx: &WaitContext<'_>) -> Result<Vec<SocketAddr>> {
-    let address = &rendezvous.address;
-    let addresses: Vec<SocketAddr> = loop {
-        match address.to_socket_addrs() {
-            Ok(found) => break found.collect(),
-            Err(error) => {
-                wait_ctx.check(Duration::ZERO, &|| format!("the address of rank 0, '{address}' ({error})"))?;
-                thread::sleep(RESOLVE_INTERVAL);
-            }
-        }
-    };
-    if rendezvous.key.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
-        let why = "other hosts can reach it, so all ranks need the same secret, DL_COMM_JOB_KEY or init(key=...)";
-        return Err(unusable(address, why));
-    }
-    Ok(addresses)
 }
 
 /// Runs `work` with the deadline of `config`; a signal ends it.
@@ -150,7 +131,7 @@ fn join(
         let root = connect(wait_ctx)?;
         let name = match rank {
             0 => random_name()?,
-            _ => match find_job(&*root, rank, wait_ctx) {
+            _ => match find_job(&root, rank, wait_ctx) {
                 // The server of an earlier job, which has ended now.
                 Err(Error::PeerLost(_)) => {
                     wait_ctx.check(Duration::ZERO, &|| "rank 0".into())?;
@@ -185,12 +166,17 @@ fn random_name() -> Result<String> {
 }
 
 /// Waits for the name of a job that this rank has not joined yet, and joins it.
-fn find_job(root: &dyn Store, rank: usize, wait_ctx: &WaitContext<'_>) -> Result<String> {
+fn find_job(root: &Arc<dyn Store>, rank: usize, wait_ctx: &WaitContext<'_>) -> Result<String> {
     let twice = || format!("rank 0, or another process has joined as rank {rank} already");
     loop {
         let name = root.wait_for(JOB, wait_ctx, &|| "rank 0".into())?;
         let name = String::from_utf8_lossy(&name).into_owned();
-        if root.add(&format!("{}/joined/{rank}", prefix(&name)), 1, wait_ctx)? == 1 {
+        let job = PrefixStore::new(Arc::clone(root), prefix(&name));
+        // A job that goes already without this rank is an earlier one, which was killed and had fewer ranks.
+        let goes = |go: Vec<u8>| Ok(decode::<Outcome>(&go)?.is_ok());
+        if job.add(&format!("joined/{rank}"), 1, wait_ctx)? == 1
+            && !job.try_get("go", wait_ctx)?.map_or(Ok(false), goes)?
+        {
             return Ok(name);
         }
         // The name of a job that has ended.
@@ -288,17 +274,15 @@ impl Bootstrap for StoreBootstrap {
         Some(Arc::clone(&self.store))
     }
 
-    fn network(&self, topology: &Topology, config: &Config) -> Result<Arc<dyn Network>> {
-        let network = with_limits("init_mpi", config.timeout, config.stall_warn, &interruption, |wait_ctx| {
-            // A rank that fails before the library starts must not leave the others waiting in it.
-            let prepared = prepare_start(topology);
-            let way = prepared.as_ref().map_or(String::new(), |prepared| prepared.way());
-            self.agree(&way, prepared.as_ref().map(drop).map_err(Error::clone), wait_ctx)?;
-            let started = start_network(prepared?, &self.name, topology, Arc::clone(&self.store), config, wait_ctx);
-            let outcome = started.as_ref().map(drop).map_err(Error::clone);
-            self.agree("", outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
-            started
-        })?;
+    fn network(&self, members: &Members<'_>, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>> {
+        // A rank that fails before the library starts must not leave the others waiting in it.
+        let prepared = prepare_start(&self.name, members, &self.store);
+        let ways = prepared.as_ref().map(PreparedStart::ways).map_err(Error::clone);
+        let way = Ways::choose(&self.agree(ways, wait_ctx)?)?;
+        let started = start_network(prepared?, way, &self.name, members, wait_ctx);
+        let outcome = started.as_ref().map(drop).map_err(Error::clone);
+        self.agree::<(), ()>(outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
+        let network = started?;
         self.network.get_or_init(|| network).network()
     }
 
@@ -328,17 +312,15 @@ impl Bootstrap for StoreBootstrap {
 }
 
 impl StoreBootstrap {
-    /// Returns if all ranks have succeeded, in the same `way`. Collective.
-    fn agree(&self, way: &str, outcome: Result<()>, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let records = self.allgather(&proposal(way, outcome), MAX_RECORD, wait_ctx)?;
+    /// The values of all ranks, if all have succeeded. Collective.
+    fn agree<T: Serialize, U: DeserializeOwned>(
+        &self,
+        outcome: Result<T>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<Vec<U>> {
+        let records = self.allgather(&proposal("", outcome), MAX_RECORD, wait_ctx)?;
         let names: Vec<String> = (0..self.size).map(|rank| format!("rank {rank}")).collect();
-        match agreed::<()>(&records, |rank| &names[rank]) {
-            Err(Error::Mismatch(ways)) => Err(Error::Network(format!(
-                "the message library runs already in some of the processes, which are on several hosts, and the others \
-                 cannot join it: start all of them again\n{ways}"
-            ))),
-            outcome => outcome.map(drop),
-        }
+        agreed(&records, |rank| &names[rank])
     }
 
     /// Waits until all ranks have called it, and removes their keys.
@@ -434,6 +416,22 @@ mod tests {
             connect_by_store(rank, 3, &store, &within(60.0)).unwrap()
         });
         on_ranks(3, |rank| limits(|ctx| jobs[rank].finish(&|| {}, ctx)).unwrap());
+    }
+
+    #[test]
+    fn the_next_job_in_a_store_may_have_other_ranks() {
+        for sizes in [[2, 3], [1, 4], [3, 2]] {
+            let store = memory();
+            let [before, now] = sizes;
+            let left = on_ranks(before, |rank| connect_by_store(rank, before, &store, &within(60.0)).unwrap());
+            std::mem::forget(left);
+            let jobs = on_ranks(now, |rank| {
+                thread::sleep(Duration::from_millis(if rank == 0 { 50 } else { 0 }));
+                connect_by_store(rank, now, &store, &within(60.0)).unwrap()
+            });
+            assert!(jobs.iter().all(|job| job.size() == now));
+            on_ranks(now, |rank| limits(|ctx| jobs[rank].finish(&|| {}, ctx)).unwrap());
+        }
     }
 
     #[test]

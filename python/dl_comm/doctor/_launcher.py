@@ -65,7 +65,7 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
 
     A shell on a compute node also has Slurm's variables; they count only with more than one process.
     """
-    if _torchrun.numbers(env, _torchrun.is_open):
+    if _torchrun.here(env):
         return _plain(env, *_PLAIN[0])
     for launcher, family, *variables in _LAUNCHERS:
         rank, size, local_rank = (_number(env.get(variable)) for variable in variables)
@@ -91,4 +91,4 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+    return int(text) if text and text.isdecimal() else None

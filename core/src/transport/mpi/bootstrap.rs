@@ -9,12 +9,12 @@ use mpi::Threading;
 use super::comm::Comm;
 use super::link::MpiLink;
 use super::messages::MpiMessages;
+use super::startup::Others;
 use super::{clock_offset, launcher, lifetime, probe};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::topology::Topology;
-use crate::transport::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Network};
+use crate::transport::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
 use crate::transport::messages::MessageNetwork;
 use crate::transport::store::Store;
 use crate::transport::wait_context::with_limits;
@@ -43,7 +43,9 @@ pub fn connect(config: &Config) -> Result<Arc<dyn Bootstrap>> {
     }
     let lookup = |name: &str| std::env::var(name).ok();
     launcher::check_connection(lookup)?;
-    let threading = lifetime::start(config, None)?;
+    let watch = lifetime::prepare(config, Others::default())?;
+    let threading = lifetime::start(&watch)?;
+    drop(watch);
     let adopted = !lifetime::is_owned();
     let duplicated =
         with_limits("init_mpi", config.timeout, config.stall_warn, &|| None, |ctx| Comm::world().duplicate(ctx));
@@ -98,7 +100,7 @@ impl Bootstrap for MpiBootstrap {
         None
     }
 
-    fn network(&self, _topology: &Topology, _config: &Config) -> Result<Arc<dyn Network>> {
+    fn network(&self, _members: &Members<'_>, _wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>> {
         // An adopted MPI may be called by its owner at any time, so serializing our own threads is not enough.
         let needed = if self.adopted { Threading::Multiple } else { Threading::Serialized };
         if self.threading < needed {

@@ -4,10 +4,13 @@
 //! MPI starts once in a process. Later jobs of the same processes and ranks use it again. Thread rule: any thread, one
 //! start at a time.
 
+use std::ffi::OsString;
 use std::fs;
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use mpi::Threading;
 use mpi::environment::{is_finalized, threading_support};
@@ -15,41 +18,44 @@ use mpi::environment::{is_finalized, threading_support};
 use super::bootstrap::MpiNetwork;
 use super::comm::Comm;
 use super::pmi_server::PmiServer;
+use super::startup::{Others, StartupWatch};
+use super::ways::{Library, Way, Ways};
 use super::{launcher, lifetime};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::bootstrap::Network;
+use crate::transport::bootstrap::{Members, Network};
+use crate::transport::shm_region::Liveness;
 use crate::transport::store::Store;
+use crate::transport::wait_context::with_limits;
 
 /// The name of the job in which this process has started MPI as its own process manager.
 static STARTED_BY: Mutex<Option<String>> = Mutex::new(None);
+
+/// The key with a rank that has ended while MPI started.
+const LOST: &str = "pmi/lost";
+/// Time limit of a look into the store for [`LOST`].
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Whether somebody else has started MPI in this process.
 pub fn is_started_by_others() -> bool {
     lifetime::is_started() && lock(&STARTED_BY).is_none()
 }
 
-/// How this process can become a rank of MPI; see [`plan`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Plan {
-    /// MPI runs, started by the job of this name, or by somebody else (empty), with the same rank and size.
-    Running(String),
-    /// The launcher of this process knows it by the same rank and size.
-    Launcher,
-    /// It is its own process manager.
-    Store,
+/// The prepared start of MPI in this process: everything that can fail on one rank only.
+pub struct PreparedStart {
+    ways: Ways,
+    /// For [`Way::Store`], with the descriptor for the library.
+    server: Option<(PmiServer, OwnedFd)>,
+    watch: StartupWatch,
 }
 
-/// The prepared start of MPI in this process.
-pub struct PreparedStart(Plan);
-
 impl PreparedStart {
-    /// A text that must be equal on all ranks.
-    pub fn way(&self) -> String {
-        format!("{:?}", self.0)
+    /// The ways of this process.
+    pub fn ways(&self) -> &Ways {
+        &self.ways
     }
 }
 
@@ -57,58 +63,54 @@ fn lookup(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Decides how to start MPI. Local: the ranks must then agree before they go on.
+/// Prepares the start of MPI in job `name`, whose keys are in `store`. Local: the ranks must then choose a way
+/// ([`Ways::choose`]) before they go on.
 ///
 /// # Errors
-/// [`Error::Network`] if MPI cannot be started or used with this topology; [`Error::State`] after its end.
-pub fn prepare_start(topology: &Topology) -> Result<PreparedStart> {
+/// [`Error::Network`] if MPI cannot be started or used with this rank and size; [`Error::State`] after its end;
+/// [`Error::System`].
+pub fn prepare_start(name: &str, members: &Members<'_>, store: &Arc<dyn Store>) -> Result<PreparedStart> {
+    let topology = &**members.topology;
     let world = || {
         let world = Comm::world();
         Ok((world.rank()?, world.size()?))
     };
-    let running = (lifetime::is_started() && !is_finalized()).then(world).transpose()?;
-    let version = lifetime::library_info().library_version;
-    let started_by = lock(&STARTED_BY).clone();
-    let plan = plan((topology.rank(), topology.size()), is_finalized(), running, &started_by, &version, lookup)?;
-    Ok(PreparedStart(plan))
+    let library = Library {
+        version: &lifetime::library_info().library_version,
+        running: (lifetime::is_started() && !is_finalized()).then(world).transpose()?,
+        is_finalized: is_finalized(),
+        started_by: lock(&STARTED_BY).clone(),
+    };
+    let ways = Ways::find((topology.rank(), topology.size()), &library, lookup)?;
+    let start = || PmiServer::start(name, topology, Arc::clone(store));
+    let server = ways.may_use_store().then(start).transpose()?;
+    let lost = Box::new(lost(members, store));
+    let others = match &server {
+        Some((server, _)) => Others { missing: Box::new(server.missing()), lost },
+        None => Others { lost, ..Others::default() },
+    };
+    Ok(PreparedStart { ways, server, watch: lifetime::prepare(members.config, others)? })
 }
 
-fn plan(
-    me: (usize, usize),
-    is_finalized: bool,
-    running: Option<(usize, usize)>,
-    started_by: &Option<String>,
-    version: &str,
-    lookup: impl Fn(&str) -> Option<String>,
-) -> Result<Plan> {
-    let (rank, size) = me;
-    if is_finalized {
-        return Err(Error::State(
-            "MPI is finalized already and cannot be started again in this process, but the ranks are on several hosts"
-                .into(),
-        ));
-    }
-    match running {
-        Some(found) if found == me => return Ok(Plan::Running(started_by.clone().unwrap_or_default())),
-        Some((other, others)) => {
-            return Err(Error::Network(format!(
-                "MPI runs in this process already, as rank {other} of {others}, and cannot be rank {rank} of {size}: on \
-                 several hosts a process has the same rank in all its jobs; start new processes"
-            )));
+/// A function that describes a rank that has ended: one of this host, of which it informs the other hosts, or one of
+/// which another host has informed this one.
+fn lost(members: &Members<'_>, store: &Arc<dyn Store>) -> impl Fn() -> Option<String> + Send + use<> {
+    let (topology, processes) = (Arc::clone(members.topology), Arc::clone(members.processes));
+    let (names, store) = (Arc::clone(members.names), Arc::clone(store));
+    let ended = move |(local, &rank): (usize, &usize)| Some(format!("{} {}", names[rank], processes.lost(local)?));
+    move || {
+        let here = topology.local_ranks().iter().enumerate().find_map(&ended);
+        let exchange = |ctx: &WaitContext<'_>| match &here {
+            Some(text) => store.set(LOST, text.as_bytes(), ctx).map(|()| here.clone()),
+            None => Ok(store.try_get(LOST, ctx)?.map(|text| String::from_utf8_lossy(&text).into_owned())),
+        };
+        match with_limits("", Some(LOOK), None, &|| None, exchange) {
+            Ok(found) => found,
+            Err(Error::Timeout(_)) => here,
+            // The store has ended with its process.
+            Err(error) => here.or_else(|| Some(error.detail().to_owned())),
         }
-        None => {}
     }
-    if launcher::position(lookup) == Some(me) {
-        return Ok(Plan::Launcher);
-    }
-    if version.contains("Open MPI") {
-        return Err(Error::Network(
-            "the ranks are on several hosts, and dl_comm was built with Open MPI, which only its own launcher can start: \
-             use Open MPI's mpiexec, or install dl_comm with MPICH"
-                .into(),
-        ));
-    }
-    Ok(Plan::Store)
 }
 
 /// MPI as the network of a job with a store.
@@ -117,67 +119,115 @@ pub struct StartedNetwork {
     left: AtomicBool,
 }
 
-/// Starts MPI as prepared, in job `name`, whose keys are in `store`. All ranks have the same way. Collective.
+/// Starts MPI as prepared, in job `name`, in the way that all ranks have chosen. Collective.
 ///
 /// # Errors
-/// [`Error::Network`], [`Error::System`], and those of the wait context. Where MPI_Init itself waits for a rank that
-/// does not come, the process ends at the deadline with status 1.
+/// [`Error::Network`], and those of the wait context. Where MPI_Init itself waits for a rank that does not come, the
+/// process ends with status 1: at the deadline, or when that rank is known to have ended.
 pub fn start_network(
     prepared: PreparedStart,
+    way: Way,
     name: &str,
-    topology: &Topology,
-    store: Arc<dyn Store>,
-    config: &Config,
+    members: &Members<'_>,
     wait_ctx: &WaitContext<'_>,
 ) -> Result<StartedNetwork> {
-    let threading = match prepared.0 {
-        Plan::Running(_) => threading_support(),
-        Plan::Launcher => {
-            launcher::check_connection(lookup)?;
-            lifetime::start(config, None)?
-        }
-        Plan::Store => start_by_store(name, topology, store, config)?,
+    let (topology, config) = (&**members.topology, members.config);
+    let PreparedStart { server, watch, .. } = prepared;
+    let threading = match (way, server) {
+        (Way::Running { .. }, _) => threading_support(),
+        (Way::Launcher, _) => lifetime::start(&watch)?,
+        (Way::Store, Some((server, descriptor))) => start_by_store(name, server, descriptor, topology, config, &watch)?,
+        (Way::Store, None) => return Err(Error::Internal("no process manager is prepared".into())),
     };
+    drop(watch);
     let comm = Arc::new(Comm::world().duplicate(wait_ctx)?);
-    launcher::remove_segments();
-    launcher::reclaim_segments(Path::new("/dev/shm"));
-    // Child processes must not use it.
-    launcher::leave_launcher();
+    if !matches!(way, Way::Running { .. }) {
+        // All ranks have left MPI_Init.
+        launcher::remove_segments();
+        launcher::reclaim_segments(Path::new("/dev/shm"));
+        // Child processes must not use the launcher.
+        launcher::leave_launcher();
+    }
     let (rank, size) = (comm.rank()?, comm.size()?);
     if (rank, size) != (topology.rank(), topology.size()) {
         return Err(Error::Network(format!(
-            "MPI has started this process as rank {rank} of {size}, but it is rank {} of {}",
+            "MPI has started this process as rank {rank} of {size}, but it is rank {} of {}: its library does not \
+             understand the launcher that has set the variables of this process. Start the processes without them \
+             (such as PMI_RANK), or build dl_comm for the launcher's MPI: MPICC=/path/to/mpicc pip install ...",
             topology.rank(),
             topology.size()
         )));
     }
-    if threading < Threading::Serialized {
+    // Its owner may call it at any time, so serializing our own threads is not enough.
+    let by_others = way == Way::Running { by_others: true };
+    let needed = if by_others { Threading::Multiple } else { Threading::Serialized };
+    if threading < needed {
         return Err(Error::Network(format!(
-            "MPI was started with {threading:?} threads, but a job on several hosts needs {:?}",
-            Threading::Serialized
+            "MPI was started with {threading:?} threads, but a job on several hosts needs {needed:?}; start dl_comm before \
+             whoever starts MPI, or ask that one for MPI_THREAD_MULTIPLE"
         )));
     }
     Ok(StartedNetwork { comm, left: AtomicBool::new(false) })
 }
 
-fn start_by_store(name: &str, topology: &Topology, store: Arc<dyn Store>, config: &Config) -> Result<Threading> {
-    let (server, descriptor) = PmiServer::start(name, topology, store)?;
+fn start_by_store(
+    name: &str,
+    server: PmiServer,
+    descriptor: OwnedFd,
+    topology: &Topology,
+    config: &Config,
+    watch: &StartupWatch,
+) -> Result<Threading> {
     // Variables of a launcher that has started something else, such as the agent of torchrun.
     launcher::leave_launcher();
-    let numbers = [("PMI_FD", descriptor as usize), ("PMI_RANK", topology.rank()), ("PMI_SIZE", topology.size())];
-    let numbers = numbers.map(|(name, value)| (name, value.to_string()));
+    let numbers = [
+        ("PMI_FD", descriptor.as_raw_fd().to_string()),
+        ("PMI_RANK", topology.rank().to_string()),
+        ("PMI_SIZE", topology.size().to_string()),
+        // That of the server, whatever a site has set.
+        ("MPIR_CVAR_PMI_VERSION", "1".to_owned()),
+    ];
     let interface = interface_variables(&config.interface, Path::new("/sys/class/net"), lookup);
-    for (name, value) in numbers.into_iter().chain(interface) {
-        // SAFETY: no other thread accesses the environment: this is a part of the process's start, and MPI's changes
-        // it too.
-        unsafe { std::env::set_var(name, value) };
-    }
+    // MPI reads them while it starts. Child processes must not use them.
+    let variables = Variables::set(numbers.into_iter().chain(interface));
+    let threading = lifetime::start(watch)?;
+    drop(variables);
+    // The library closes it.
+    let _descriptor = descriptor.into_raw_fd();
     *lock(&STARTED_BY) = Some(name.to_owned());
-    let threading = lifetime::start(config, Some(Box::new(server.missing())))?;
     // Nobody waits for MPI_Finalize, and the ranks of a later job need MPI.
     lifetime::leak();
     server.started();
     Ok(threading)
+}
+
+/// Environment variables that have values while it lives, and their earlier values.
+struct Variables(Vec<(&'static str, Option<OsString>)>);
+
+impl Variables {
+    fn set(values: impl Iterator<Item = (&'static str, String)>) -> Variables {
+        let set = |(name, value): (&'static str, String)| {
+            let before = std::env::var_os(name);
+            // SAFETY: std's functions have a lock. C code on another thread must not read the environment meanwhile; as
+            // with MPI_Init, which sets variables too, the program ensures that.
+            unsafe { std::env::set_var(name, value) };
+            (name, before)
+        };
+        Variables(values.map(set).collect())
+    }
+}
+
+impl Drop for Variables {
+    fn drop(&mut self) {
+        for (name, before) in self.0.drain(..) {
+            match before {
+                // SAFETY: as above.
+                Some(value) => unsafe { std::env::set_var(name, value) },
+                // SAFETY: as above.
+                None => unsafe { std::env::remove_var(name) },
+            }
+        }
+    }
 }
 
 /// The variables that restrict libfabric and UCX to `interface` (empty: any), unless they are set. For an InfiniBand
@@ -242,32 +292,19 @@ impl Drop for StartedNetwork {
 mod tests {
     use super::*;
 
-    const MPICH: &str = "MPICH Version: 5.0.2";
-
     #[test]
-    fn mpi_is_used_again_by_the_same_rank_only() {
-        let job = Some("job".to_owned());
-        let running = |found| plan((1, 3), false, found, &job, MPICH, |_| None);
-        assert_eq!(running(Some((1, 3))), Ok(Plan::Running("job".into())));
-        assert_eq!(running(None), Ok(Plan::Store));
-        for other in [(0, 3), (1, 2)] {
-            assert!(matches!(running(Some(other)), Err(Error::Network(text)) if text.contains("start new processes")));
-        }
-        assert!(matches!(plan((1, 3), true, None, &job, MPICH, |_| None), Err(Error::State(_))));
-    }
-
-    #[test]
-    fn the_launcher_of_these_ranks_is_used_and_that_of_others_is_not() {
-        let under = |variables: &[(&str, &str)], version| {
-            let set = |name: &str| variables.iter().find(|entry| entry.0 == name).map(|entry| entry.1.to_owned());
-            plan((1, 4), false, None, &None, version, set)
-        };
-        assert_eq!(under(&[("PMI_RANK", "1"), ("PMI_SIZE", "4")], MPICH), Ok(Plan::Launcher));
-        assert_eq!(under(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")], MPICH), Ok(Plan::Store), "srun of a torchrun");
-        let open_mpi = "Open MPI v5.0.11";
-        let ranks = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")];
-        assert_eq!(under(&ranks, open_mpi), Ok(Plan::Launcher));
-        assert!(matches!(under(&[], open_mpi), Err(Error::Network(text)) if text.contains("Open MPI's mpiexec")));
+    fn variables_get_their_earlier_values_back() {
+        let [outer, inner] = ["DL_COMM_TEST_OUTER", "DL_COMM_TEST_INNER"];
+        let set =
+            |names: &[&'static str], value: &str| Variables::set(names.iter().map(|name| (*name, value.to_owned())));
+        let values = || [outer, inner].map(|name| lookup(name).unwrap_or_default());
+        let first = set(&[outer], "1");
+        let second = set(&[outer, inner], "2");
+        assert_eq!(values(), ["2", "2"]);
+        drop(second);
+        assert_eq!(values(), ["1", ""]);
+        drop(first);
+        assert_eq!(values(), ["", ""]);
     }
 
     #[test]

@@ -104,10 +104,21 @@ pub fn launched(lookup: impl Fn(&str) -> Option<String>) -> bool {
     ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID"].iter().any(|name| lookup(name).is_some())
 }
 
-/// The rank and the number of ranks that the launcher's variables give this process.
-pub fn position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usize, usize)> {
+/// Whether a launcher has started this process as rank and size `me`, and can start the MPI library with the text
+/// `version` in it.
+pub fn starts_as(me: (usize, usize), version: &str, lookup: impl Fn(&str) -> Option<String> + Copy) -> bool {
     let number = |name: &str| lookup(name)?.trim().parse::<usize>().ok();
-    POSITIONS.iter().find_map(|(rank, size)| Some((number(rank)?, number(size)?)))
+    let is_open_mpi = version.contains("Open MPI");
+    let is_usable = |rank: &str| match rank {
+        "OMPI_COMM_WORLD_RANK" => is_open_mpi,
+        "PMIX_RANK" => is_open_mpi || version.to_ascii_lowercase().contains("pmix"),
+        "PALS_RANKID" => true,
+        _ => !is_open_mpi,
+    };
+    let known = POSITIONS.iter().filter(|(rank, _)| is_usable(rank));
+    let position = known.filter_map(|(rank, size)| Some((number(rank)?, number(size)?))).next();
+    // The variables of torchrun's agent have its number of agents, which may be that of the ranks.
+    position == Some(me) && torchrun_position(lookup) != Some(me) && check_connection(lookup).is_ok()
 }
 
 /// The rank and the number of ranks that torchrun gives this process.
@@ -115,6 +126,12 @@ pub fn torchrun_position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usi
     let number = |name: &str| lookup(name)?.trim().parse::<usize>().ok();
     lookup("TORCHELASTIC_RUN_ID")?;
     Some((number("RANK")?, number("WORLD_SIZE")?))
+}
+
+/// The values of torchrun's variables, in the order of `_torchrun.py`; empty texts elsewhere.
+pub fn torchrun_identity(lookup: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let names = ["TORCHELASTIC_RUN_ID"].into_iter().chain(TORCHRUN_IDENTITY);
+    names.map(|name| lookup(name).unwrap_or_default()).collect()
 }
 
 /// A hash of the launcher's variables; differs between launchers.
@@ -144,14 +161,32 @@ pub fn leave_launcher() {
     }
 }
 
-/// Checks that the descriptor of the launcher connection is open; otherwise MPI would abort.
+/// Whether a descriptor is a connected stream socket, as that of a launcher is. A process that has inherited only the
+/// number may have something else there, such as a file, into which MPI would write.
+fn is_connection(descriptor: i32) -> bool {
+    let (mut kind, mut length) = (0, 0);
+    // SAFETY: sizes and pointers are those of the variables, whose contents are not used (`addr` of length 0).
+    unsafe {
+        let mut kind_length = size_of::<libc::c_int>() as libc::socklen_t;
+        let has_kind = libc::getsockopt(
+            descriptor,
+            libc::SOL_SOCKET,
+            libc::SO_TYPE,
+            (&raw mut kind).cast::<libc::c_void>(),
+            &raw mut kind_length,
+        ) == 0;
+        let mut address: libc::sockaddr = std::mem::zeroed();
+        has_kind && kind == libc::SOCK_STREAM && libc::getpeername(descriptor, &raw mut address, &raw mut length) == 0
+    }
+}
+
+/// Checks that the descriptor of the launcher connection is one; otherwise MPI would abort or wait.
 ///
 /// # Errors
 /// [`Error::State`] with a remedy.
 pub fn check_connection(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let Some(number) = lookup("PMI_FD").and_then(|text| text.trim().parse::<i32>().ok()) else { return Ok(()) };
-    // SAFETY: F_GETFD only reads flags.
-    if unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0 {
+    if is_connection(number) {
         return Ok(());
     }
     Err(Error::State(
@@ -201,6 +236,8 @@ pub fn remove_segments() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
 
     fn with(set: &[(&str, &str)]) -> Result<()> {
         check_single_rank(|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
@@ -237,6 +274,23 @@ mod tests {
         assert_eq!(of(&[rank, size]).0, None);
         assert_ne!(of(&[id, rank, size]).1, of(&[id, ("RANK", "0"), size]).1, "a torchrun that a rank starts");
         assert_eq!(of(&[rank, size]).1, of(&[]).1, "a program sets them for another library");
+    }
+
+    #[test]
+    fn a_launcher_starts_the_libraries_that_know_it() {
+        let starts = |version: &str, set: &[(&str, &str)]| {
+            let lookup = |asked: &str| set.iter().find(|entry| entry.0 == asked).map(|entry| entry.1.to_owned());
+            starts_as((1, 4), version, lookup)
+        };
+        let (mpich, with_pmix, open_mpi) = ("MPICH 5", "MPICH 5\nconfigure: --with-pmix=/usr", "Open MPI v5");
+        let pmi = [("PMI_RANK", "1"), ("PMI_SIZE", "4")];
+        assert!(starts(mpich, &pmi) && !starts(open_mpi, &pmi));
+        assert!(!starts(mpich, &[pmi[0], ("PMI_SIZE", "2")]), "srun of a torchrun");
+        assert!(!starts(mpich, &[pmi[0], pmi[1], ("PMI_FD", "1000000")]));
+        let torchrun = [("TORCHELASTIC_RUN_ID", "none"), ("RANK", "1"), ("WORLD_SIZE", "4")];
+        assert!(!starts(mpich, &[&pmi[..], &torchrun].concat()), "an agent for each rank");
+        let pmix = [("PMIX_RANK", "1"), ("SLURM_NTASKS", "4")];
+        assert!(!starts(mpich, &pmix) && starts(with_pmix, &pmix) && starts(open_mpi, &pmix));
     }
 
     #[test]
@@ -279,8 +333,16 @@ mod tests {
 
     #[test]
     fn a_missing_connection_is_detected() {
-        let fd = |value: &'static str| check_connection(move |name| (name == "PMI_FD").then(|| value.to_owned()));
-        assert!(check_connection(|_| None).is_ok() && fd("0").is_ok());
-        assert!(matches!(fd("1000000"), Err(Error::State(text)) if text.contains("helper")));
+        let fd = |number: i32| check_connection(move |name| (name == "PMI_FD").then(|| number.to_string()));
+        let (launcher, rank) = UnixStream::pair().unwrap();
+        assert!(check_connection(|_| None).is_ok());
+        assert_eq!(fd(rank.as_raw_fd()), Ok(()));
+        drop(launcher);
+        let file = tempfile::tempfile().unwrap();
+        let listening = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let datagrams = std::os::unix::net::UnixDatagram::pair().unwrap();
+        for other in [1_000_000, -1, file.as_raw_fd(), listening.as_raw_fd(), datagrams.0.as_raw_fd()] {
+            assert!(matches!(fd(other), Err(Error::State(text)) if text.contains("helper")), "{other}");
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! The MPI library of this process: its description, initialization and finalization, once per process. MPI stays initialized when the start of a world fails, so
-//! that the start can be retried.
+//! The MPI library of this process: its description, initialization and finalization, once per process. MPI stays
+//! initialized when the start of a world fails, so that the start can be retried.
 //!
 //! Thread rule: any thread. MPI requires initialization and finalization on one thread; the program ensures that.
 
@@ -13,7 +13,7 @@ use mpi::environment::{
 use mpi::ffi;
 use serde::Serialize;
 
-use super::startup::{MissingRanks, StartupWatch};
+use super::startup::{Others, StartupWatch};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -30,18 +30,17 @@ unsafe impl Send for OwnedMpi {}
 
 static OWNED: Mutex<Option<OwnedMpi>> = Mutex::new(None);
 
-/// Initializes MPI, or adopts an initialized one. Returns the granted thread level. `missing` names the ranks that MPI
-/// waits for.
+/// Initializes MPI, or adopts an initialized one, under `watch`. Returns the granted thread level.
 ///
 /// # Errors
-/// [`Error::State`] when MPI is already finalized; [`Error::System`].
-pub fn start(config: &Config, missing: Option<MissingRanks>) -> Result<Threading> {
+/// [`Error::State`] when MPI is already finalized.
+pub fn start(watch: &StartupWatch) -> Result<Threading> {
     if is_finalized() {
         return Err(Error::State("MPI is finalized already and cannot be started again in this process".into()));
     }
     let mut owned_mpi = lock(&OWNED);
     // MPI_Init waits for all ranks without a deadline.
-    let _watch = StartupWatch::start("MPI_Init", config.stall_warn, config.timeout, missing)?;
+    watch.begin();
     match initialize_with_threading(Threading::Multiple) {
         Some((universe, granted)) => {
             *owned_mpi = Some(OwnedMpi(universe));
@@ -49,6 +48,14 @@ pub fn start(config: &Config, missing: Option<MissingRanks>) -> Result<Threading
         }
         None => Ok(threading_support()),
     }
+}
+
+/// The watch for [`start`].
+///
+/// # Errors
+/// [`Error::System`]
+pub fn prepare(config: &Config, others: Others) -> Result<StartupWatch> {
+    StartupWatch::prepare("MPI_Init", config.stall_warn, config.timeout, others)
 }
 
 /// Whether MPI has been initialized, by any component of the process.
@@ -70,7 +77,8 @@ pub fn leak() {
 pub fn end() {
     let Some(owned_mpi) = lock(&OWNED).take() else { return };
     // After a failure, MPI_Finalize may wait for messages that never arrive.
-    let watch = StartupWatch::start("MPI_Finalize", None, Some(FINALIZE_TIMEOUT), None);
+    let watch = StartupWatch::prepare("MPI_Finalize", None, Some(FINALIZE_TIMEOUT), Others::default());
+    watch.iter().for_each(StartupWatch::begin);
     drop(owned_mpi);
     if let Err(error) = watch {
         log_line(&error.to_string());

@@ -9,10 +9,15 @@ use std::fmt::Write;
 
 use crate::topology::Topology;
 
-/// The most bytes of a name of values, of a key, and of a value.
+/// The most bytes of a name of values, of a key, and of a value. As MPICH's launcher announces them: libraries have
+/// buffers of these sizes.
 const MAX_NAME: usize = 256;
 const MAX_KEY: usize = 64;
-const MAX_VALUE: usize = 4096;
+const MAX_VALUE: usize = 1024;
+
+/// The first and the last line of a request of several lines, in MPICH's format for MPI_Comm_spawn.
+const FIRST_LINE: &str = "mcmd=";
+const LAST_LINE: &str = "endcmd";
 
 /// The key under which an MPI library finds the host of every rank.
 const MAPPING: &str = "PMI_process_mapping";
@@ -23,6 +28,8 @@ pub type Values = Vec<(String, String)>;
 /// What to do about a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
+    /// The request goes on.
+    Nothing,
     /// Send this line.
     Send(String),
     /// Exchange the values of [`Pmi::take_puts`] with all ranks, then send [`BARRIER_DONE`].
@@ -41,6 +48,8 @@ pub struct Pmi {
     size: usize,
     values: HashMap<String, String>,
     puts: Values,
+    /// Whether the lines up to [`LAST_LINE`] belong to one request.
+    in_lines: bool,
 }
 
 impl Pmi {
@@ -49,12 +58,20 @@ impl Pmi {
         let mapping = process_mapping(topology);
         // A library without a mapping compares host names.
         let values = (mapping.len() <= MAX_VALUE).then(|| (MAPPING.to_owned(), mapping)).into_iter().collect();
-        Pmi { name: name.to_owned(), size: topology.size(), values, puts: Vec::new() }
+        Pmi { name: name.to_owned(), size: topology.size(), values, puts: Vec::new(), in_lines: false }
     }
 
-    /// The action for a request line.
+    /// The action for a request line; without an end, it is longer than any request.
     pub fn request(&mut self, line: &str) -> Action {
+        if !line.ends_with('\n') {
+            return Action::End("cmd=unknown rc=-1 msg=too_long\n".into());
+        }
         let line = line.trim_end_matches(['\n', '\r']);
+        if self.in_lines || line.starts_with(FIRST_LINE) {
+            self.in_lines = line != LAST_LINE;
+            let answer = || Action::Send("cmd=unknown rc=-1 msg=not_supported\n".into());
+            return if self.in_lines { Action::Nothing } else { answer() };
+        }
         let Some(rest) = line.strip_prefix("cmd=") else {
             return Action::Send("cmd=unknown rc=-1 msg=no_command\n".into());
         };
@@ -156,7 +173,7 @@ mod tests {
             ask("cmd=init pmi_version=1 pmi_subversion=1\n"),
             "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
         );
-        assert_eq!(ask("cmd=get_maxes\n"), "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=4096");
+        assert_eq!(ask("cmd=get_maxes\n"), "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024");
         assert_eq!(ask("cmd=get_my_kvsname\n"), "cmd=my_kvsname rc=0 kvsname=kvs");
         assert_eq!(ask("cmd=get_universe_size\n"), "cmd=universe_size rc=0 size=2");
         assert_eq!(ask("cmd=get_appnum\n"), "cmd=appnum rc=0 appnum=0");
@@ -179,10 +196,8 @@ mod tests {
         let mut pmi = pmi(&[1]);
         let long = format!("cmd=put kvsname=kvs key=k value={}\n", "x".repeat(MAX_VALUE + 1));
         for (line, answer) in [
-            ("", "cmd=unknown rc=-1"),
             ("\n", "cmd=unknown rc=-1"),
-            ("mcmd=spawn\n", "cmd=unknown rc=-1"),
-            ("cmd=", "cmd= rc=-1"),
+            ("cmd=\n", "cmd= rc=-1"),
             ("cmd=spawn nprocs=2\n", "cmd=spawn rc=-1"),
             ("cmd=put kvsname=kvs value=1\n", "cmd=put_result rc=-1 msg=no_key"),
             ("cmd=put kvsname=kvs key=k\n", "cmd=put_result rc=-1 msg=no_value"),
@@ -193,7 +208,13 @@ mod tests {
             assert!(sent(pmi.request(line)).starts_with(answer), "{line}");
         }
         let endless = format!("cmd={}", "ä".repeat(1000));
-        assert!(sent(pmi.request(&endless)).len() < 100);
+        assert!(sent(pmi.request(&format!("{endless}\n"))).len() < 100);
+        assert!(matches!(pmi.request(&endless), Action::End(answer) if answer.contains("too_long")));
+        for line in ["mcmd=spawn\n", "nprocs=2\n", "cmd=get\n", "argcnt=0\n"] {
+            assert_eq!(pmi.request(line), Action::Nothing, "{line}");
+        }
+        assert!(sent(pmi.request("endcmd\n")).starts_with("cmd=unknown rc=-1"));
+        assert!(sent(pmi.request("cmd=get_appnum\n")).starts_with("cmd=appnum"));
         assert!(pmi.take_puts().is_empty());
     }
 

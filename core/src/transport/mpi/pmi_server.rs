@@ -4,7 +4,7 @@
 //! Thread rule: one server at a time in a process. Its thread runs until the process ends, or MPI is finalized.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::{IntoRawFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -41,7 +41,7 @@ impl PmiServer {
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn start(name: &str, topology: &Topology, store: Arc<dyn Store>) -> Result<(PmiServer, RawFd)> {
+    pub fn start(name: &str, topology: &Topology, store: Arc<dyn Store>) -> Result<(PmiServer, OwnedFd)> {
         let (theirs, ours) = UnixStream::pair().map_err(|error| Error::system("making a pair of sockets", error))?;
         let (rank, size) = (topology.rank(), topology.size());
         let exchange = Arc::new(Exchange { store: Mutex::new(Some(store)), rank, size, barrier: Mutex::default() });
@@ -53,7 +53,7 @@ impl PmiServer {
         };
         let started = thread::Builder::new().name("dlcomm-pmi".into()).spawn(serve);
         started.map_err(|error| Error::system("starting a thread", error))?;
-        Ok((PmiServer { exchange }, theirs.into_raw_fd()))
+        Ok((PmiServer { exchange }, theirs.into()))
     }
 
     /// A function that names the ranks for which this one waits.
@@ -78,6 +78,7 @@ fn serve(stream: &UnixStream, pmi: &mut Pmi, exchange: &Exchange) -> std::io::Re
             return Ok(());
         }
         match pmi.request(&String::from_utf8_lossy(&line)) {
+            Action::Nothing => {}
             Action::Send(answer) => writer.write_all(answer.as_bytes())?,
             Action::Barrier => match exchange.barrier(pmi.take_puts()) {
                 Ok(values) => {
@@ -130,12 +131,10 @@ impl Exchange {
 mod tests {
     use super::*;
     use crate::transport::store::MemoryStore;
-    use std::os::fd::FromRawFd;
     use std::time::Duration;
 
-    fn client(descriptor: RawFd) -> BufReader<UnixStream> {
-        // SAFETY: the descriptor for the library, owned by nobody else.
-        let stream = unsafe { UnixStream::from_raw_fd(descriptor) };
+    fn client(descriptor: OwnedFd) -> BufReader<UnixStream> {
+        let stream = UnixStream::from(descriptor);
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         BufReader::new(stream)
     }

@@ -16,64 +16,91 @@ use crate::transport::process::stat_fields;
 /// The name of the thread.
 const NAME: &str = "dlcomm-start";
 
-/// Names the ranks that a call waits for.
-pub type MissingRanks = Box<dyn Fn() -> String + Send>;
+/// Interval at which a watch looks for a lost rank.
+const LOST_CHECK: Duration = Duration::from_secs(1);
 
-/// Watches a call from [`StartupWatch::start`] until it is dropped.
+/// What a watch knows about the other ranks.
+pub struct Others {
+    /// Names the ranks that the call waits for.
+    pub missing: Box<dyn Fn() -> String + Send>,
+    /// Describes a rank that has ended, without which the call never returns.
+    pub lost: Box<dyn Fn() -> Option<String> + Send>,
+}
+
+impl Default for Others {
+    /// What /proc shows.
+    fn default() -> Others {
+        Others { missing: Box::new(missing_ranks), lost: Box::new(|| None) }
+    }
+}
+
+/// Watches a call from [`StartupWatch::begin`] until it is dropped.
 pub struct StartupWatch {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl StartupWatch {
-    /// Starts watching `function`. After `warn` it logs the missing ranks; after `timeout` it ends the process with
-    /// status 1. `missing` names the missing ranks, instead of what /proc shows.
+    /// Prepares to watch `function`. After `warn` it logs the missing ranks; after `timeout`, or when a rank is lost, it
+    /// ends the process with status 1.
     ///
     /// # Errors
     /// [`Error::System`] when the thread cannot be started.
-    pub fn start(
+    pub fn prepare(
         function: &'static str,
         warn: Option<Duration>,
         timeout: Option<Duration>,
-        missing: Option<MissingRanks>,
+        others: Others,
     ) -> Result<StartupWatch> {
-        let missing_ranks = missing.unwrap_or_else(|| Box::new(missing_ranks));
-        let (stop, stopped) = channel::<()>();
-        let from = Instant::now();
+        let (stop, signals) = channel::<()>();
         let watch = move || {
-            let stopped_within = |limit: Duration| {
-                let remaining = (from + limit).saturating_duration_since(Instant::now());
-                !matches!(stopped.recv_timeout(remaining), Err(RecvTimeoutError::Timeout))
+            // Without a begin, the sender is dropped.
+            if signals.recv().is_err() {
+                return;
+            }
+            let from = Instant::now();
+            let mut warn = warn.filter(|warn| timeout.is_none_or(|timeout| *warn < timeout));
+            let end = |why: &str| {
+                log_line(&format!("{function} {why}; this process ends with status 1"));
+                // SAFETY: _exit skips exit handlers, which may wait for the blocked thread.
+                unsafe { libc::_exit(1) };
             };
-            if let Some(warn) = warn.filter(|warn| timeout.is_none_or(|timeout| *warn < timeout)) {
-                if stopped_within(warn) {
+            loop {
+                let next = [warn, timeout].into_iter().flatten().min();
+                let remaining = next.map(|limit| (from + limit).saturating_duration_since(Instant::now()));
+                let pause = remaining.map_or(LOST_CHECK, |remaining| remaining.min(LOST_CHECK));
+                if !matches!(signals.recv_timeout(pause), Err(RecvTimeoutError::Timeout)) {
                     return;
                 }
-                log_line(&format!(
-                    "{function} has waited {} s for {} (DL_COMM_STALL_WARN_S)",
-                    warn.as_secs_f64(),
-                    missing_ranks()
-                ));
-            }
-            match timeout {
-                Some(timeout) if !stopped_within(timeout) => {
-                    let waited = timeout.as_secs_f64();
-                    log_line(&format!(
-                        "{function} was not complete after {waited} s (DL_COMM_TIMEOUT_S); still waiting for {}; this \
-                         process ends with status 1",
-                        missing_ranks()
-                    ));
-                    // SAFETY: _exit skips exit handlers, which may wait for the blocked thread.
-                    unsafe { libc::_exit(1) };
+                if let Some(lost) = (others.lost)() {
+                    end(&format!("cannot complete: {lost}"));
                 }
-                Some(_) => {}
-                // Until the watch is dropped.
-                None => drop(stopped.recv()),
+                let has_passed = |limit: &Duration| from.elapsed() >= *limit;
+                if let Some(timeout) = timeout.filter(has_passed) {
+                    let missing = (others.missing)();
+                    end(&format!(
+                        "was not complete after {} s (DL_COMM_TIMEOUT_S); still waiting for {missing}",
+                        timeout.as_secs_f64()
+                    ));
+                }
+                if let Some(passed) = warn.take_if(|limit| has_passed(limit)) {
+                    log_line(&format!(
+                        "{function} has waited {} s for {} (DL_COMM_STALL_WARN_S)",
+                        passed.as_secs_f64(),
+                        (others.missing)()
+                    ));
+                }
             }
         };
         let thread = Builder::new().name(NAME.into()).spawn(watch);
         let thread = thread.map_err(|error| Error::system("starting a thread", error))?;
         Ok(StartupWatch { stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// The call begins now.
+    pub fn begin(&self) {
+        // The thread ends only with the sender.
+        let _sent = self.stop.as_ref().map(|stop| stop.send(()));
     }
 }
 
@@ -189,7 +216,11 @@ mod tests {
 
     #[test]
     fn a_watch_is_visible_and_ends() {
-        let watch = StartupWatch::start("a call", Some(Duration::from_secs(100)), None, None).unwrap();
+        let prepare =
+            || StartupWatch::prepare("a call", Some(Duration::from_secs(100)), None, Others::default()).unwrap();
+        drop(prepare());
+        let watch = prepare();
+        watch.begin();
         let me = std::process::id().cast_signed();
         while !has_started(me) {
             std::thread::yield_now();
