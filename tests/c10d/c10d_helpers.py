@@ -47,14 +47,6 @@ def fewer_than(ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) < ranks, reason=f"needs {ranks} ranks")
 
 
-calls_in_callbacks = pytest.mark.xfail(
-    int(os.environ.get("WORLD_SIZE", "1")) > 1,
-    reason="calls of the script and of callbacks at the same time come in another order on each rank",
-    strict=False,
-)
-"""Marks tests whose callbacks make calls while the script makes others."""
-
-
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Small positive numbers, other ones on each rank."""
     count = torch.Size(shape).numel()

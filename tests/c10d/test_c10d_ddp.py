@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from c10d_helpers import calls_in_callbacks, not_gloo
+from c10d_helpers import not_gloo
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -198,7 +198,6 @@ def test_hooks(rank: int, size: int, name: str) -> None:
 
 @not_gloo("deadlocks, because callbacks wait on its two threads")
 @pytest.mark.timeout(60)
-@calls_in_callbacks
 def test_power_sgd_in_several_buckets(rank: int, size: int) -> None:
     """Callbacks of futures start calls and wait for them, for several buckets at once."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from c10d_helpers import GLOO, calls_in_callbacks, everywhere, folded, lacks, not_gloo, values
+from c10d_helpers import GLOO, everywhere, folded, lacks, not_gloo, values
 
 
 def test_a_work_completes(rank: int, size: int) -> None:
@@ -111,7 +111,6 @@ def test_callbacks(rank: int, size: int) -> None:
 
 @not_gloo("deadlocks, because callbacks run on its two threads")
 @pytest.mark.parametrize("number", [2, 20])
-@calls_in_callbacks
 @pytest.mark.parametrize("length", [600, 1000])
 def test_callbacks_that_wait_for_further_calls(rank: int, size: int, number: int, length: int) -> None:
     """As PowerSGD does it: each callback starts a call and waits for it, while further calls are started."""
