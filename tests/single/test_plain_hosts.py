@@ -35,7 +35,9 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["collectives", "p2p"])
-@pytest.mark.parametrize("per_host", [1, 2, (2, 1)])
+@pytest.mark.parametrize(
+    "per_host", [1, pytest.param(2, marks=pytest.mark.heavy), pytest.param((2, 1), marks=pytest.mark.heavy)]
+)
 def test_every_collective_and_message(two: Hosts, tmp_path: Path, per_host: int | tuple[int, int], name: str) -> None:
     package = Path(dl_comm.__file__).parent
     links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]

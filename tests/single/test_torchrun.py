@@ -53,7 +53,9 @@ dl_comm.init(nteams=2)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(3, marks=pytest.mark.heavy)]
+)
 def test_processes_become_ranks_and_start_again(program: Path, ranks: int) -> None:
     before = segments()
     finished = torchrun(
@@ -153,7 +155,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_child_processes_are_no_ranks(program: Path, ranks: int) -> None:
     head = "import os, sys\nimport dl_comm\ndl_comm.init()\nRANK, SIZE = dl_comm.get_rank(), dl_comm.get_nranks()\n"
     finished = torchrun(ranks, program, head + CHILDREN)
@@ -161,7 +163,7 @@ def test_child_processes_are_no_ranks(program: Path, ranks: int) -> None:
     assert finished.output.count("fine\n") == ranks, finished.output
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.heavy)])
 def test_training_resumes_when_torchrun_starts_all_ranks_again(program: Path, tmp_path: Path, lost: int) -> None:
     """A rank that ends makes the others raise at once, before the agent kills them."""
     text = """
