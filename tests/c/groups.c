@@ -318,10 +318,10 @@ int main(int argc, char** argv) {
   join();
   pairs();
   alone_and_all();
-  aborted();
   threads();
   a_thousand();
   a_member_leaves();
+  aborted(); /* the last: memory that is freed after a failure is not used again */
   dl_comm_group_t* late = make(&rank, 1, "late");
   EXPECT(dl_comm_finalize() == 0);
   int32_t value = 1;
