@@ -197,18 +197,7 @@ WorkPtr Backend::launch(Call call, ::c10d::OpType type, bool is_async, Milliseco
   auto work = c10::make_intrusive<CallWork>(getRank(), type, number, state);
   auto request = state->call.describe(seconds(timeout));
   if (on_gpu) request.device = &device;
-  auto* const shared = new std::shared_ptr<CallState>(state);
-  request.context = shared;
-  request.done = [](void* context, int code, const char* message) {
-    const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
-    CallState::end(*owner, code, message);
-  };
-  if (const int code = dl_comm_start(group.get(), &request, &state->handle); code < 0) {
-    delete shared;
-    const std::string message = dl_comm_last_error();
-    CallState::end(state, code, message.c_str());
-    throw_error(code, message);
-  }
+  CallState::start(state, group.get(), request, dl_comm_start);
   return started(std::move(work));
 }
 

@@ -65,13 +65,11 @@ class Call {
   std::vector<std::size_t> send_counts;
   std::vector<std::size_t> receive_counts;
   std::vector<dl_comm_buffer_t> buffers;
+  // What this call is, as the profiler shows it: "dl_comm:all_reduce".
   const char* const title;
 
   // The device of all tensors.
   at::Device device() const { return device_; }
-
-  // What this call is, as the profiler shows it: "dl_comm:all_reduce".
-  const char* profiling_title() const { return title; }
 
  private:
   void add_buffer(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& of, std::size_t length,

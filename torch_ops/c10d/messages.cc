@@ -49,19 +49,7 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
   message.tag = tag;
   message.name = function_name(state->call.title);
   message.timeout = seconds(::c10d::kUnsetTimeout);
-  auto* const shared = new std::shared_ptr<CallState>(state);
-  message.context = shared;
-  message.done = [](void* context, int code, const char* text) {
-    const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
-    CallState::end(*owner, code, text);
-  };
-  const int code = (sends ? dl_comm_send : dl_comm_receive)(group.get(), &message, &state->handle);
-  if (code < 0) {
-    delete shared;
-    const std::string text = dl_comm_last_error();
-    CallState::end(state, code, text.c_str());
-    throw_error(code, text);
-  }
+  CallState::start(state, group.get(), message, sends ? dl_comm_send : dl_comm_receive);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);
   return work;

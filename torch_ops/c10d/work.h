@@ -33,6 +33,27 @@ class CallState {
   CallState(const CallState&) = delete;
   CallState& operator=(const CallState&) = delete;
 
+  // Starts the call by `function` of the core, with `request` (a dl_comm_call_t or dl_comm_message_t). Throws the error
+  // if nothing was started.
+  template <typename Request, typename Function>
+  static void start(const std::shared_ptr<CallState>& self, dl_comm_group_t* group, Request& request,
+                    Function* function) {
+    auto owner = std::make_unique<std::shared_ptr<CallState>>(self);
+    request.context = owner.get();
+    request.done = [](void* context, int code, const char* message) {
+      const std::unique_ptr<std::shared_ptr<CallState>> owner(static_cast<std::shared_ptr<CallState>*>(context));
+      CallState::end(*owner, code, message);
+    };
+    const int code = function(group, &request, &self->handle);
+    if (code >= 0) {
+      static_cast<void>(owner.release());  // `done` has it
+      return;
+    }
+    const std::string message = dl_comm_last_error();
+    end(self, code, message.c_str());
+    throw_error(code, message);
+  }
+
   // The call has ended; for the core, once. `self` is this object.
   static void end(const std::shared_ptr<CallState>& self, int code, const char* message);
 
