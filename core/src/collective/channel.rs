@@ -141,10 +141,10 @@ impl Channel {
             self.plan.zero_copy = self.offer == SlotContent::PeerMemory;
         } else {
             self.plan.zero_copy = true;
-            result = self.drive(call, iter::once(0), false, wait_ctx)?;
+            result = self.run_on_host(call, iter::once(0), false, wait_ctx)?;
             if result == ChunkResult::NoAccess {
                 self.plan.zero_copy = false;
-                result = self.drive(call, iter::once(0), false, wait_ctx)?;
+                result = self.run_on_host(call, iter::once(0), false, wait_ctx)?;
             }
         }
         Ok(result == ChunkResult::Matched)
@@ -167,13 +167,14 @@ impl Channel {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         self.plan = plan;
-        if self.topology.hosts() == 1 {
-            if plan.zero_copy && self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
-                return Ok(());
-            }
-            self.plan.zero_copy = false;
+        if self.topology.hosts() > 1 {
+            return self.drive(call, chunks, true, wait_ctx).map(|_matched| ());
         }
-        self.drive(call, chunks, true, wait_ctx).map(|_matched| ())
+        if plan.zero_copy && self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
+            return Ok(());
+        }
+        self.plan.zero_copy = false;
+        self.run_on_host(call, chunks, true, wait_ctx).map(|_matched| ())
     }
 
     /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
@@ -288,10 +289,17 @@ impl Channel {
         Ok(())
     }
 
+    /// The local rank whose slot has the results of `shard` of a line. On one host its owner has just read the
+    /// contribution there: the same cache lines carry contribution and result.
+    pub(super) fn result_rank(&self, shard: usize) -> usize {
+        let next = usize::from(self.topology.hosts() == 1);
+        (shard + next) % self.topology.local_size()
+    }
+
     /// On a single host: this rank's shard of a chunk.
     pub(super) fn own_shard(&self, chunk: usize, seq: u32) -> ShardView<'_> {
         let (shard, slots) = (self.topology.local_rank(), self.shm.slots(seq));
-        ShardView { topology: &self.topology, shard, chunk, slots, result: slots[shard] }
+        ShardView { topology: &self.topology, shard, chunk, slots, result: slots[self.result_rank(shard)] }
     }
 
     /// Takes a chunk of a direct call once all ranks have packed.
@@ -301,7 +309,7 @@ impl Channel {
         unsafe { transfer::take_direct(call, &shard) };
     }
 
-    /// Copies the results from the shards' slots to the tensors of every tower.
+    /// Copies the results from the slots to the tensors of every tower.
     pub(super) fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
         let slots = self.shm.slots(seq);
         if call.op.pattern() != Pattern::Line {
@@ -313,11 +321,10 @@ impl Channel {
         }
         let own = self.own_range(call, chunk);
         for shard in 0..self.topology.num_shards() {
-            let slot = slots[shard % slots.len()];
             let slice = shard_range(&self.topology, call, chunk, shard);
             if slice != own {
                 // SAFETY: as above.
-                unsafe { transfer::take_line(call, chunk, slice, slot) };
+                unsafe { transfer::take_line(call, chunk, slice, slots[self.result_rank(shard)]) };
             }
         }
     }

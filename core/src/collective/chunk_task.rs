@@ -1,10 +1,10 @@
-//! The chunks of a call under way: a window of state machines, and the loop that advances them.
+//! The chunks of a call between hosts: a window of state machines, and the loop that advances them.
 //!
 //! A chunk is packed; when all ranks of the host have packed it, the shard owners reduce their slices, between hosts by
 //! exchanges of messages; when all slices are complete, every rank unpacks. A chunk advances as soon as it can, whatever
 //! the others wait for, but flags are raised in the order of the chunks. The oldest chunk comes first, and new ones last:
-//! a thread that packs or reduces many chunks at once leaves the links idle meanwhile. On one host a thread without work
-//! sleeps on the flag that the oldest chunk needs. Between hosts it polls, because messages wake nobody.
+//! a thread that packs or reduces many chunks at once leaves the links idle meanwhile. A thread without work polls,
+//! because messages wake nobody. On one host there is [`super::host_chunks`] instead.
 //! Thread rule: as for [`Channel`].
 
 use std::collections::VecDeque;
@@ -18,11 +18,13 @@ use super::in_place::ReducingInPlace;
 use super::inter_host::{InFlightSlice, Slice};
 use super::partials::{InterHostOps, inter_host_ops};
 use super::shard::ShardView;
-use super::transfer;
 use super::wire::shard_range;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{HOST_WINDOW, HostLink, HostWait, Phase, SlotContent, WaitContext, check_hosts};
+use crate::transport::{HostLink, HostWait, Phase, SlotContent, WaitContext, check_hosts};
+
+/// While fewer chunks are under way, a new one is packed first.
+const MIN_CHUNKS: usize = 2;
 
 /// A chunk under way.
 struct ChunkTask {
@@ -64,7 +66,7 @@ impl Stage {
 }
 
 impl Channel {
-    /// Runs `chunks` of `call`. `matched`: all ranks are known to have the same call; otherwise there is one chunk, and
+    /// Runs `chunks` of `call` between hosts. `matched`: all ranks are known to have the same call; otherwise there is one chunk, and
     /// nothing is written unless all calls match.
     pub(super) fn drive(
         &mut self,
@@ -77,7 +79,7 @@ impl Channel {
         let mut tasks: VecDeque<ChunkTask> = VecDeque::with_capacity(self.shm.window() as usize);
         let mut wait = HostWait::new(wait_ctx);
         loop {
-            let ahead = tasks.len() < HOST_WINDOW;
+            let ahead = tasks.len() < MIN_CHUNKS;
             let mut moved = ahead && self.begin_chunk(call, &mut chunks, &mut tasks, wait_ctx)?;
             for shard in &mut self.inter_host {
                 wait.poll(shard.link.as_mut())?;
@@ -206,8 +208,7 @@ impl Channel {
         }
     }
 
-    /// Once all ranks of the host have packed: completes this rank's slices, or starts to exchange them. On a single
-    /// host also compares the signatures; otherwise the shard owners do.
+    /// Once all ranks of the host have packed: starts to exchange this rank's slices.
     fn start_reduction(
         &mut self,
         call: &Call,
@@ -220,41 +221,11 @@ impl Channel {
         if !self.shm.all_reached(Phase::Packed, seq, local_size) {
             return Ok(None);
         }
-        let one_host = self.topology.hosts() == 1;
         task.agreed = self.shm.same_signatures(seq);
-        if one_host && !task.agreed {
-            self.finish_round(seq);
-            return Ok(Some(Stage::Ended(ChunkResult::Mismatch)));
-        }
-        if !one_host {
-            // The other chunks can be read in place if all ranks offer that.
-            let offers = |rank| self.shm.content(rank, seq) == SlotContent::PeerMemory;
-            let all = (0..local_size).all(offers);
-            self.offer = if all { SlotContent::PeerMemory } else { SlotContent::Data };
-        } else if self.shm.zero_copy_ranks(seq) > 0 {
-            return self.finish_first_zero_copy(call, seq, wait_ctx).map(|result| Some(Stage::Ended(result)));
-        } else {
-            self.plan.zero_copy = false;
-        }
-        if transfer::is_direct(call, &self.topology) {
-            let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-            self.take(call, chunk, seq);
-            // Nobody waits for this flag, but it must not lag so far that it looks newer.
-            self.shm.raise(Phase::Reduced, seq);
-            self.finish_round(seq);
-            wait_ctx.log().flag();
-            timer.end(Activity::Copy);
-            return Ok(Some(Stage::Ended(ChunkResult::Matched)));
-        }
-        if one_host {
-            let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-            let shard = self.own_shard(chunk, seq);
-            let slice = shard_range(&self.topology, call, chunk, shard.shard);
-            // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
-            unsafe { transfer::reduce_slice(call, &shard, slice) };
-            timer.end(Activity::Reduce);
-            return Ok(Some(Stage::Complete));
-        }
+        // The other chunks can be read in place if all ranks offer that.
+        let offers = |rank| self.shm.content(rank, seq) == SlotContent::PeerMemory;
+        let all = (0..local_size).all(offers);
+        self.offer = if all { SlotContent::PeerMemory } else { SlotContent::Data };
         for index in 0..self.inter_host.len() {
             let agreed = task.agreed;
             let started = self.with_slice(call, seq, chunk, index, |inter_host, slice| {

@@ -17,6 +17,7 @@ mod check;
 mod chunk_task;
 mod describe;
 pub mod device;
+mod host_chunks;
 mod in_place;
 mod inter_host;
 mod length;

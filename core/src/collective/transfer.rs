@@ -24,8 +24,8 @@ const STREAM_COPY_MIN_BYTES: usize = 1 << 20;
 const STREAM_COPY_MIN_PIECE: usize = 16 << 10;
 
 /// Whether the ranks of a single host take the results from the contributions, without shards that reduce first.
-pub(super) fn is_direct(call: &Call, topology: &Topology) -> bool {
-    topology.hosts() == 1 && !(call.op.collective.reduces && call.op.pattern() == Pattern::Line)
+pub(super) fn is_direct(call: &Call) -> bool {
+    !(call.op.collective.reduces && call.op.pattern() == Pattern::Line)
 }
 
 /// Whether, on a single host, a shard owner reads its slice from its tensors and writes the result there. It then
@@ -224,7 +224,7 @@ pub(super) unsafe fn copy_result(call: &Call, was_read: bool, from: *const u8, t
     unsafe { if streams { stream_copy(from, to, len) } else { ptr::copy_nonoverlapping(from, to, len) } };
 }
 
-/// Reduces `slice` of the line in all slots into this shard's slot, and also into the rank's tensors if it
+/// Reduces `slice` of the line in all slots into the shard's result, and also into the rank's tensors if it
 /// [`reads_own_tensor`].
 ///
 /// # Safety
