@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.allreduce.build import cache_line_ns
 from benchmarks.allreduce.cases import Case
 from benchmarks.allreduce.contenders import AllreduceContender
 from benchmarks.common import machine
@@ -145,6 +146,7 @@ class Bench(BenchmarkRun[AllreduceContender]):
             "dtype": case.dtype,
             "tensors": len(case.lengths),
             "bytes": case.bytes,
+            "cache_line_ns": cache_line_ns(self.tools),
             "results": results,
         }
 

@@ -71,10 +71,10 @@ def _times(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 def _ratios(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     ours = names(rows, "ours")
-    yield ["", "fastest peer", *(text for name in ours for text in (f"{name}/limit", f"peer/{name}"))]
+    yield ["", "line, ns", "fastest peer", *(text for name in ours for text in (f"{name}/limit", f"peer/{name}"))]
     for case in rows:
         peer = fastest_peer(case)
-        cells = [_label(case), peer or "-"]
+        cells = [_label(case), number(case.get("cache_line_ns")), peer or "-"]
         for name in ours:
             mine = median(case, name)
             cells += [ratio(mine, median(case, "limit")), ratio(median(case, peer) if peer else None, mine)]

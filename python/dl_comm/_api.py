@@ -31,7 +31,7 @@ from dl_comm._errors import (
     TimeoutError,  # noqa: A004 - a subclass of the builtin
 )
 from dl_comm._groups import Group, Status, Work, join, split
-from dl_comm._memory import shared_zeros
+from dl_comm._memory import shared_memory, shared_zeros
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import (
@@ -136,6 +136,7 @@ __all__ = [
     "sendrecv",
     "set_communicator",
     "set_timeout",
+    "shared_memory",
     "shared_zeros",
     "size",
     "split",

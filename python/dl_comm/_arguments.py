@@ -9,6 +9,7 @@ import numpy as np
 
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
+from dl_comm._memory import new_result
 
 OPERATORS = {
     "sum": 0,
@@ -70,7 +71,7 @@ def returned(out: Any, results: list[Any], wrap: Callable[[list[Any]], Any]) -> 
 def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     """The arrays of ``out``, or new ones, with these shapes and the types of ``arrays``."""
     if out is None:
-        return [np.empty(shape, getattr(array, "dtype", None)) for array, shape in zip(arrays, shapes, strict=True)]
+        return [new_result(shape, getattr(array, "dtype", None)) for array, shape in zip(arrays, shapes, strict=True)]
     results, _ = arrays_of(out, "out")
     if len(results) != len(arrays):
         raise ArgumentError(f"out has {len(results)} arrays; the call has {len(arrays)}")

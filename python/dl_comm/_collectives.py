@@ -12,6 +12,7 @@ import numpy as np
 from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, is_routed
+from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
@@ -78,7 +79,7 @@ def gradients(
     means: list[Any]
     if out is None:
         _refuse_masked(flat)
-        means = [np.empty_like(array, subok=False) if isinstance(array, np.ndarray) else array for array in flat]
+        means = [new_result_like(array) if isinstance(array, np.ndarray) else array for array in flat]
     elif out is tensors and all_numpy:
         means = flat
     else:

@@ -1,17 +1,21 @@
-"""NumPy arrays in memory that the ranks of a host share."""
+"""The memory of NumPy arrays: shared by the ranks of a host, or used again for results."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dl_comm import _dl_comm
-from dl_comm._errors import ArgumentError
+from dl_comm._errors import ArgumentError, StateError
+
+# Smaller results come from NumPy's allocator, which is faster for them.
+_LARGE_BYTES = 1 << 20
 
 
 class _Block:
@@ -55,3 +59,48 @@ def shared_zeros(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) 
         raise ArgumentError(f"an array of shape {extents} and type {kind} cannot be shared")
     size = math.prod(extents) * kind.itemsize
     return np.asarray(_Block(size))[:size].view(kind).reshape(extents)
+
+
+@contextmanager
+def shared_memory() -> Iterator[None]:
+    """In a ``with`` statement: new NumPy arrays lie in memory that all ranks of the host share.
+
+    Holds for arrays of at least 4 KiB that NumPy makes in this context: by ``zeros``, arithmetic, ``copy``, ``astype``,
+    random generators, ``load``, and as results of dl_comm. Their memory stays shared until they are freed, also after
+    the ``with`` statement. Once shared memory is used up, arrays get ordinary memory. Not for arrays that other
+    libraries make, of ``frombuffer`` or unpickled ones. Not collective. `shared_zeros` says what it gains.
+
+    A forked child that writes to such an array writes to that of its parent: do not use it where data loaders fork
+    and write. Making and freeing an array takes longer than with ordinary memory: make arrays that live long, such as
+    parameters and gradients, not temporary ones.
+
+    Thread rule: holds in the current context of ``contextvars``. Threads that are started in the statement do not take
+    it over before Python 3.14; tasks of asyncio do.
+
+    Source: NEP 49, "Data allocation strategies" of NumPy.
+
+    Raises:
+        StateError: ``init`` or ``init_mpi`` was not called, or ``finalize`` was.
+    """
+    if not _dl_comm.is_up():
+        raise StateError("shared_memory() needs the ranks of the host: call init first, and finalize after it")
+    before = _dl_comm.set_memory_handler(_dl_comm.shared_handler())
+    try:
+        yield
+    finally:
+        _dl_comm.set_memory_handler(before)
+
+
+def new_result(shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    """As ``numpy.empty``. A large result gets memory of results that have been freed."""
+    kind = np.dtype(dtype)
+    if math.prod(shape) * kind.itemsize < _LARGE_BYTES:
+        return np.empty(shape, kind)
+    return _dl_comm.empty_result(shape, kind)
+
+
+def new_result_like(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """As ``numpy.empty_like`` without subclasses. Memory as in `new_result`."""
+    if array.nbytes < _LARGE_BYTES or not array.flags.c_contiguous:
+        return np.empty_like(array, subok=False)
+    return _dl_comm.empty_result(array.shape, array.dtype)

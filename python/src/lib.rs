@@ -6,6 +6,7 @@ mod api;
 mod arrays;
 mod collectives;
 mod device;
+mod memory;
 mod store;
 
 use pyo3::prelude::*;
@@ -348,6 +349,9 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(device::broadcast_on, module)?,
         wrap_pyfunction!(device::gpu_count, module)?,
         wrap_pyfunction!(device::device_of_pointer, module)?,
+        wrap_pyfunction!(memory::empty_result, module)?,
+        wrap_pyfunction!(memory::set_memory_handler, module)?,
+        wrap_pyfunction!(memory::shared_handler, module)?,
         wrap_pyfunction!(alloc, module)?,
         wrap_pyfunction!(average, module)?,
         wrap_pyfunction!(broadcast, module)?,

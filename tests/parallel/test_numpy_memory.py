@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy._core.multiarray import get_handler_name as handler
 
 import dl_comm as mc
 
@@ -90,3 +94,74 @@ def test_out_must_be_like_the_tensors(rank: int) -> None:
     assert first is towers[0][0]
     assert second is towers[1][0]
     assert (first == second).all()
+
+
+def test_new_arrays_in_shared_memory(rank: int, size: int) -> None:
+    with mc.shared_memory():
+        gradient = np.arange(LONG, dtype=np.float32) + rank
+        grown = np.ones(LONG, np.float64)
+        grown.resize(2 * LONG, refcheck=False)
+        cleared, small = np.zeros(LONG, np.int64), np.ones(3)
+        result = mc.gradients([gradient], 0)[0]
+    outside = np.empty(LONG, np.float32)
+    assert [handler(array) for array in (gradient, grown, cleared, small, result)] == ["dl_comm_shared"] * 5
+    assert handler(outside) == "default_allocator"
+    assert gradient.flags.owndata
+    assert (grown[:LONG] == 1).all()
+    assert not cleared.any()
+    mean = np.arange(LONG, dtype=np.float32) + np.float32((size - 1) / 2)
+    assert (result == mean).all()
+    mc.gradients([gradient], 0, out=[gradient])
+    assert (gradient == mean).all()
+    # A forked child leaves the memory to its parent.
+    child = os.fork()
+    if child == 0:
+        del result
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (result == mean).all()
+
+
+def test_shared_memory_ends_with_its_context() -> None:
+    with pytest.raises(KeyError), mc.shared_memory():
+        raise KeyError
+    assert handler(np.empty(LONG)) == "default_allocator"
+    found: list[str] = []
+    with mc.shared_memory():
+        thread = threading.Thread(target=lambda: found.append(handler(np.empty(LONG))))
+        thread.start()
+        thread.join()
+    if sys.version_info < (3, 14):  # Later threads may take over the context.
+        assert found == ["default_allocator"]
+
+
+def test_results_use_memory_again(rank: int, size: int) -> None:
+    given = np.full(3 << 20, rank, np.float32)
+    places = set()
+    for step in range(6):
+        result = mc.gradients([given], 0)[0]
+        total = mc.allreduce(given + step)
+        assert (result == (size - 1) / 2).all()
+        assert (total == size * (size - 1) / 2 + size * step).all()
+        assert result.flags.owndata
+        places |= {result.ctypes.data, total.ctypes.data}
+        del result, total
+    assert len(places) <= 4, "two results are alive at once"
+    # Results that stay are not used again, and may change in size.
+    kept = [mc.gradients([given * step], 0)[0] for step in range(4)]
+    kept[3].resize(1 << 20, refcheck=False)
+    assert all((array == step * (size - 1) / 2).all() for step, array in enumerate(kept))
+
+
+def test_memory_of_results_is_bounded() -> None:
+    given = np.ones(8 << 20, np.float32)
+    mc.gradients([given], 0)
+    before = resident_bytes()
+    for extra in range(12):
+        mc.gradients([given[extra << 12 :]], 0)
+    assert resident_bytes() < before + 4 * given.nbytes
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

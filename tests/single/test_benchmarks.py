@@ -53,6 +53,7 @@ def test_allreduce(tmp_path: Path) -> None:
     buffers = [("buffer", size, dtype) for dtype in ("f32", "bf16", "f16", "f64") for size in ("64", "65540")]
     assert kinds == [*buffers, ("latency", "64", "f32"), ("list", "tiny_100", "f32")]
     for case in report["cases"]:
+        assert case["cache_line_ns"] > 0
         results = case["results"]
         assert {result["contender"] for result in results.values()} == names
         for name, result in results.items():
