@@ -1,6 +1,6 @@
 """Steps, epochs, shards and learning rates for data-parallel training. Arithmetic only, no communication.
 
-A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay::
+A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay:
 
     steps = training.steps_per_epoch(ntrain, batch_size)
     rate = training.scaled_lr(0.1)
