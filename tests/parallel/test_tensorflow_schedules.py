@@ -94,7 +94,7 @@ def trained(variable: Any, optimizer: Any, gradient: float, steps: int) -> float
 def test_optimizers_of_one_team_keep_their_own_means(rank: int, size: int) -> None:
     """Equal shapes, one name, one team: in turn, and one after another that has stopped early."""
     a, b = tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([2]))
-    optimizers = [dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3) for _ in range(2)]
+    optimizers = [dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 3) for _ in range(2)]
     mc.config_team(TEAM + 3, 0, 0, 20)
     for _ in range(10):
         trained(a, optimizers[0], 1.0, 1)
