@@ -105,7 +105,7 @@ def test_a_schedule_counts_steps_and_applies_every_mean_once(
     monkeypatch.setenv("DL_COMM_BUCKET_MB", ONE_EACH)
     steps = 8
     weights = [tf.Variable(tf.zeros([2])) for _ in range(3)]
-    optimizer: Any = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 1, nstep=steps, warmup=0.25, verb=0)
+    optimizer: Any = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 1, nstep=steps, warmup=0.25, verb=0)
 
     @tf.function(jit_compile=False)
     def step(value: Any) -> None:
