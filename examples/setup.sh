@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up a virtual environment with dl_comm, built from this checkout:  examples/setup.sh [EXTRA...]
-# Extras are those of pyproject.toml: torch tensorflow tf1 examples test. The environment is .venv, or $DL_COMM_VENV; it is
+# Extras are those of pyproject.toml: torch tensorflow tf1 examples test docs. The environment is .venv, or $DL_COMM_VENV; it is
 # made with python3, or $PYTHON. Running it again brings it up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The shell's environment must not affect the results: keep only the variables in README.
+# The shell's environment must not affect the results: keep only the variables in CONTRIBUTING.md.
 if [ "${1:-}" != --scrubbed ]; then
   kept=()
   for name in HOME PATH LANG TMPDIR PYTHON MPICC CC CXX MPIEXEC MPIEXEC_ARGS DL_COMM_VENV DL_COMM_TEST_MNIST \
@@ -20,7 +20,7 @@ step() {
 }
 
 step "set-up"
-examples/setup.sh torch tensorflow examples test
+examples/setup.sh torch tensorflow examples test docs
 venv=$(cd "${DL_COMM_VENV:-.venv}" && pwd)
 export PATH="$venv/bin:$HOME/.cargo/bin:$PATH"
 export MPICC="${MPICC:-$venv/bin/mpicc}" PYO3_PYTHON="$venv/bin/python" DL_COMM_TEST_PYTHON="$venv/bin/python"

@@ -1,13 +1,13 @@
 """dl_comm: data-parallel training for PyTorch, TensorFlow, Keras and NumPy over MPI and shared memory.
 
-Four calls make a script that trains on one process train on many::
+Four calls make a script that trains on one process train on many:
 
-    import dl_comm as mc
+    import dl_comm
 
-    mc.init(nthread_per_team=2, nteams=1)
-    mc.broadcast(parameters, 0)               # all ranks start from the parameters of rank 0
-    gradients = mc.gradients(gradients, 0)    # in each step: the mean over all ranks
-    mc.finalize()
+    dl_comm.init()
+    dl_comm.broadcast(parameters, 0)  # all ranks start from rank 0's
+    gradients = dl_comm.gradients(gradients, 0)  # in each step: the mean
+    dl_comm.finalize()
 
 Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The names and arguments are
 those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``,

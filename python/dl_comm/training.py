@@ -1,6 +1,6 @@
 """Steps, epochs, shards and learning rates for data-parallel training. Arithmetic only, no communication.
 
-A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay::
+A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay:
 
     steps = training.steps_per_epoch(ntrain, batch_size)
     rate = training.scaled_lr(0.1)
@@ -54,7 +54,6 @@ def max_steps(ntrain: int, batch_size: int, nepochs: float, nranks: int | None =
 
     Raises:
         ArgumentError: A number is not positive.
-        StateError: ``nranks`` is None before ``init_mpi``.
     """
     return math.ceil(_positive("nepochs", nepochs) * ntrain / _global_batch(ntrain, batch_size, nranks))
 
@@ -87,7 +86,6 @@ def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
 
     Raises:
         ArgumentError: ``n`` is negative, or ``rank`` is not below ``nranks``.
-        StateError: A number is None before ``init_mpi``.
     """
     nranks = _ranks(nranks)
     rank = get_rank() if rank is None else int(rank)
@@ -110,7 +108,6 @@ def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> flo
 
     Raises:
         ArgumentError: The rule does not exist, or ``nranks`` is not positive.
-        StateError: ``nranks`` is None before ``init_mpi``.
     """
     nranks = _ranks(nranks)
     if rule == "linear":
@@ -240,7 +237,7 @@ class WarmUp(Schedule):
     The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677): over some epochs from the rate of one rank to that of
     all. ``start`` None: the rate of ``then`` at step ``steps`` divided by the number of ranks. 0 steps: no warm-up.
 
-    Raises ArgumentError for a negative number of steps, StateError when ``start`` is None before ``init_mpi``.
+    Raises ArgumentError for a negative number of steps.
     """
 
     steps: float

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of tensors in GPU memory; docs/gpu.md describes how ``tests/gpu/run.sh`` runs them.
+"""Fixtures of the tests of tensors in GPU memory; README.md describes how ``tests/gpu/run.sh`` runs them.
 
 ``DL_COMM_TEST_DEVICE`` is cuda (the default) or cpu. With cpu the same tests run on host memory, to check the tests
 without a GPU. Most files run on every rank of a job

@@ -2,7 +2,7 @@
 # Tests dl_comm on the GPUs of this machine:  tests/gpu/run.sh [WHEELS [PART...]]  or  tests/gpu/run.sh WHEELS stage N...
 # WHEELS is a folder from tests/gpu/wheel.sh, installed into a temporary folder for this run; "-" tests the installed
 # packages. Parts: auto ipc staged nccl (averages on that path), hosts, faults, mnist, memcheck, benchmark; all by default.
-# Stages (1 to 10) are lists of parts in the recommended order for a new machine, each of ten minutes at most (docs/gpu.md).
+# Stages (1 to 10) are lists of parts in the recommended order for a new machine, each of ten minutes at most (README.md).
 # PYTHON (python3) needs torch and NumPy; RANKS are the numbers of ranks ("1 2 3 4"); BENCH are options of
 # benchmarks.allreduce; OUT (gpu_out) gets the log and results.json; each run appends to it.
 # DL_COMM_TEST_DEVICE=cpu runs the same tests on host memory. Prints a line for each step; the exit status is 1 if one failed.

@@ -1,4 +1,4 @@
-"""Formats the results of tests/gpu/run.sh as the table of docs/gpu.md.
+"""Formats the results of tests/gpu/run.sh as tables.
 
     python tests/gpu/table.py RESULTS_JSON...
 

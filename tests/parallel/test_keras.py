@@ -344,7 +344,7 @@ def test_what_is_refused(rank, size):
     with pytest.raises(mc.ArgumentError, match="no_such_optimizer"):
         dk.DistributedOptimizer("no_such_optimizer")
     with pytest.raises(mc.ArgumentError, match="team -1 is out of range"):
-        dk.DistributedOptimizer("adam", -1)
+        dk.DistributedOptimizer("adam", team=-1)
     with pytest.raises(mc.ArgumentError, match="inside a LossScaleOptimizer"):
         keras.optimizers.LossScaleOptimizer(wrapped)
 

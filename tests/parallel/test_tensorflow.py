@@ -279,8 +279,8 @@ def test_a_negative_team_is_refused_before_anything_runs(rank, size, team):
         lambda: dt.gradients([tf.constant(1.0)], team),
         # AutoGraph would wrap the exception in one of its own, with the same text.
         lambda: tf.function(lambda x: dt.gradients([x], team), autograph=False)(tf.constant(1.0)),
-        lambda: dt.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), team),
-        lambda: dt.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), team),
+        lambda: dt.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), team=team),
+        lambda: dt.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), team=team),
     ):
         with pytest.raises(mc.ArgumentError, match=f"team {team} is out of range; teams go from 0"):
             call()

@@ -41,7 +41,7 @@ def test_keras(monkeypatch: pytest.MonkeyPatch, rank: int, name: str) -> None:
         keras.utils.set_random_seed(3)
         model = keras.Sequential([keras.layers.Dense(width, activation="tanh") for width in (5, 4, 2)])
         model.build((None, 3))
-        optimizer = dk.DistributedOptimizer(OPTIMIZERS[name](), TEAM)
+        optimizer = dk.DistributedOptimizer(OPTIMIZERS[name](), team=TEAM)
         model.compile(optimizer, loss="mse", run_eagerly=eagerly, jit_compile=False)
         before = calls(TEAM)
         model.fit(x, x[:, :2], batch_size=8, epochs=1, shuffle=False, verbose=0)
@@ -61,7 +61,7 @@ def test_keras(monkeypatch: pytest.MonkeyPatch, rank: int, name: str) -> None:
 def test_a_bucket_that_is_full_at_a_mebibyte_and_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DL_COMM_BUCKET_MB", "2")
     variables = [tf.Variable(tf.ones([size])) for size in (100, 1 << 19, 1 << 19, 300_000, 10, 20)]
-    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM)
+    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM)
 
     @tf.function(jit_compile=False)
     def step() -> None:
@@ -85,7 +85,7 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, bucket
         unused = v1.get_variable("unused", initializer=0.0)
         rows = tf.nn.embedding_lookup(table, [rank % 4])
         loss = tf.add_n([(i + 1.0 + rank) * tf.reduce_sum(v) for i, v in enumerate(variables)]) + tf.reduce_sum(rows)
-        optimizer = dt.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), TEAM)
+        optimizer = dt.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), team=TEAM)
         train = optimizer.minimize(loss, var_list=[*variables, table, unused])
         session.run(v1.global_variables_initializer())
         for _ in range(STEPS):
@@ -105,7 +105,7 @@ def test_a_schedule_counts_steps_and_applies_every_mean_once(
     monkeypatch.setenv("DL_COMM_BUCKET_MB", ONE_EACH)
     steps = 8
     weights = [tf.Variable(tf.zeros([2])) for _ in range(3)]
-    optimizer: Any = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 1, nstep=steps, warmup=0.25, verb=0)
+    optimizer: Any = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 1, nstep=steps, warmup=0.25, verb=0)
 
     @tf.function(jit_compile=False)
     def step(value: Any) -> None:

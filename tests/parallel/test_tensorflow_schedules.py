@@ -69,7 +69,7 @@ def test_keras_applies_every_mean_once(rank: int, size: int) -> None:
     model = keras.Sequential(
         [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
     )
-    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3, nstep=steps, warmup=0.25, verb=0)
+    optimizer = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 3, nstep=steps, warmup=0.25, verb=0)
     # The loss is the output, so that the gradient is the input.
     model.compile(optimizer=optimizer, loss=lambda _, prediction: keras.ops.mean(prediction))
     x = (2.0 ** np.arange(steps, dtype=np.float32) + rank)[:, None]
@@ -94,20 +94,20 @@ def trained(variable: Any, optimizer: Any, gradient: float, steps: int) -> float
 def test_optimizers_of_one_team_keep_their_own_means(rank: int, size: int) -> None:
     """Equal shapes, one name, one team: in turn, and one after another that has stopped early."""
     a, b = tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([2]))
-    optimizers = [dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3) for _ in range(2)]
+    optimizers = [dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 3) for _ in range(2)]
     mc.config_team(TEAM + 3, 0, 0, 20)
     for _ in range(10):
         trained(a, optimizers[0], 1.0, 1)
         trained(b, optimizers[1], -1000.0, 1)
     assert [float(a[0]), float(b[0])] == [-10.0, 10000.0]
 
-    early = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3, nstep=20, warmup=0.0, verb=0)
+    early = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 3, nstep=20, warmup=0.0, verb=0)
     assert trained(a, early, 1000.0, 5) == -4000.0  # the last one is left
-    later = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), TEAM + 3, nstep=5, warmup=0.0, verb=0)
+    later = dk.DistributedOptimizer(keras.optimizers.SGD(1.0), team=TEAM + 3, nstep=5, warmup=0.0, verb=0)
     assert trained(b, later, 1.0, 5) == -5.0
     inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
     with pytest.raises(ValueError, match="LossScaleOptimizer"):
-        dk.DistributedOptimizer(inner, TEAM + 3, nstep=20)
+        dk.DistributedOptimizer(inner, team=TEAM + 3, nstep=20)
 
 
 def test_functions_keep_their_own_means(rank: int, size: int) -> None:

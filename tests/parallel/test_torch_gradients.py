@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -177,6 +178,33 @@ class TestChanges:
             change = 0.0 if overflow else 0.5 if clip else mean_rank(size)
             torch.testing.assert_close(layer.bias.detach(), before - change)
         assert scaler.get_scale() == 512.0
+
+
+class TestNames:
+    """The names of parameters in messages, here in the one about a second owner."""
+
+    def refused_as(self, parameters: list[torch.nn.Parameter]) -> str:
+        with pytest.raises(dl_comm.ArgumentError, match="averages .* already") as refused:
+            wrap(parameters)
+        return re.findall(r"averages (\S+) already", str(refused.value))[0]
+
+    def test_are_those_in_the_outermost_module(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 1)))
+        optimizer = wrap(list(model.parameters()))
+        assert self.refused_as([model[1][0].bias]) == "1.0.bias"
+        again = torch.nn.ModuleDict({"a_longer_name": model})
+        assert self.refused_as([model[1][0].weight]) == "a_longer_name.1.0.weight"
+        del optimizer, again
+
+    def test_a_parameter_without_a_module(self) -> None:
+        class Unfinished(torch.nn.Module):
+            def __init__(self) -> None:
+                self.made = True  # before torch's constructor
+
+        alone, unfinished = zeros(2), Unfinished.__new__(Unfinished)
+        optimizer = wrap([alone])
+        assert self.refused_as([alone]) == "group0.parameter0"
+        del optimizer, unfinished
 
 
 class TestOwners:

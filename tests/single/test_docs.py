@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -98,11 +99,136 @@ def test_every_variable_is_in_the_table() -> None:
     assert set(known) - used == {"DL_COMM_VENV"}, "unused variables"
 
 
-def test_the_reference_is_what_the_docstrings_say(tmp_path: Path) -> None:
-    """docs/api.md is the output of ``griffe2md dl_comm -o ../docs/api.md``, run in ``python/``."""
-    made = tmp_path / "api.md"
-    griffe2md = Path(sys.executable).parent / "griffe2md"
-    subprocess.run(
-        [griffe2md, "dl_comm", "-o", str(made)], cwd=ROOT / "python", check=True, timeout=100, capture_output=True
-    )
-    assert made.read_text() == (ROOT / "docs/api.md").read_text(), "run griffe2md again"
+README = (ROOT / "README.md").read_text()
+# What a script has before and after README's snippet; it prints "<same>" if all ranks end with the same parameters.
+DDP = (
+    """
+import os, torch
+torch.manual_seed(int(os.environ.get("PMI_RANK", 0)))
+""",
+    """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+model(torch.randn(8, 4)).sum().backward()
+flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+everyone = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
+torch.distributed.all_gather(everyone, flat)
+print("<same>" if all(torch.equal(flat, other) for other in everyone) else "<different>")
+torch.distributed.destroy_process_group()
+""",
+)
+TORCH = (
+    """
+import torch
+inputs, model = torch.randn(64, 4), torch.nn.Linear(4, 1)
+targets = inputs.sum(1, keepdim=True)
+""",
+    """
+for _ in range(3):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+print("<same>" if dl_comm.check_buffers_match([p.detach() for p in model.parameters()], 1) == 0 else "<different>")
+""",
+)
+KERAS = (
+    """
+import keras, numpy as np
+inputs = np.random.default_rng().normal(size=(64, 4))
+targets = inputs.sum(axis=1, keepdims=True)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+""",
+    """
+print("<same>" if dl_comm.check_buffers_match(model.get_weights(), 1) == 0 else "<different>")
+""",
+)
+TENSORFLOW = (
+    """
+import tensorflow as tf
+inputs, variables = tf.random.normal((64, 4)), [tf.Variable(tf.random.normal((4, 1)))]
+targets = tf.reduce_sum(inputs, axis=1, keepdims=True)
+with tf.GradientTape() as tape:
+    loss = tf.reduce_mean((inputs @ variables[0] - targets) ** 2)
+""",
+    """
+variables[0].assign_sub(0.1 * gradients[0])
+print("<same>" if dl_comm.check_buffers_match(variables, 1) == 0 else "<different>")
+""",
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "around"),
+    [(0, DDP), (1, TORCH), (2, KERAS), (3, TENSORFLOW)],
+    ids=["ddp", "torch", "keras", "tensorflow"],
+)
+def test_the_changes_of_readme_run(number: int, around: tuple[str, str], ranks: int, tmp_path: Path) -> None:
+    """All ranks start with different parameters and end with the same."""
+    snippets = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 4
+    path = tmp_path / "script.py"
+    path.write_text(around[0] + snippets[number] + around[1])
+    finished = launch(ranks, [sys.executable, str(path)], 200, {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert finished.returncode == 0, finished.output
+    assert re.findall(r"<(\w+)>", finished.output) == ["same"] * ranks, finished.output
+
+
+def test_readme_is_short_and_its_commands_exist() -> None:
+    assert len(README.splitlines()) <= 100
+    commands = re.findall(r"^    (\S+\.sh)\b", README, re.MULTILINE)
+    assert commands == ["examples/run.sh", "tests/run.sh"]
+    assert all((ROOT / command).exists() for command in commands)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = re.findall(r'\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"', text)
+    for link in (one or other for one, other in links):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).exists(), link
+        assert not anchor or anchor in anchors(ROOT / path), link
+
+
+def test_the_kept_variables_are_documented() -> None:
+    """tests/run.sh keeps some variables of the shell; CONTRIBUTING.md names them."""
+    (kept,) = re.findall(r"for name in (.*?); do", (ROOT / "tests/run.sh").read_text(), re.DOTALL)
+    (listed,) = re.findall(r"keeps only these variables(.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    names = set(re.findall(r"\b[A-Za-z_]{2,}\b", kept))
+    assert names == set(re.findall(r"`([A-Za-z_]+)`", listed))
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Without a warning: all links and anchors exist, every page is in the menu, all docstrings can be read."""
+    if not os.environ.get("DL_COMM_TEST_EVERYTHING"):
+        pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(ROOT / "mkdocs.yml")]
+    command += ["--site-dir", str(tmp_path / "site")]
+    finished = run(command, 200, {"NO_MKDOCS_2_WARNING": "1"})
+    assert finished.returncode == 0, finished.output
+    for module, pattern in {
+        "dl_comm": r"dl_comm\.allreduce",
+        "torch": r"dl_comm\.torch\.DistributedOptimizer",
+        "tensorflow": r"dl_comm\.tensorflow\.all_gather",
+        "keras": r"dl_comm\.keras\.BroadcastCallback",
+        "training": r"dl_comm\.training\.scaled_lr",
+    }.items():
+        assert re.search(rf'id="{pattern}"', (tmp_path / "site/api" / module / "index.html").read_text()), module
+
+
+def test_every_public_name_is_on_the_site() -> None:
+    """The site shows what `__all__` has; a name without a docstring would not appear."""
+    undocumented = [
+        name
+        for name in dl_comm.__all__
+        if not name.startswith("_") and not (getattr(dl_comm, name).__doc__ or "").strip()
+    ]
+    assert undocumented == []

@@ -75,7 +75,7 @@ def test_mpi4py_after_dl_comm(script: Script) -> None:
 def test_finalize_twice_and_use_around_it(script: Script) -> None:
     finished = script(
         2,
-        HEAD + "for call in (mc.get_rank, mc.get_nranks, mc.barrier, lambda: mean(1), lambda: mc.create_team(0)):\n"
+        HEAD + "for call in (mc.barrier, lambda: mean(1), lambda: mc.create_team(0)):\n"
         "    try: call()\n"
         "    except mc.StateError as error: assert 'init' in str(error)\n"
         "    else: raise SystemExit('no error')\n"
@@ -90,6 +90,20 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
     )
     assert finished.output.count("fine") == 2, finished.output
     assert finished.returncode == 0
+
+
+@pytest.mark.parametrize("module", ["dl_comm", "dl_comm.torch", "dl_comm.tensorflow", "ml_comm"])
+def test_ranks_are_known_without_init(script: Script, module: str) -> None:
+    """In every module alike. Communication needs `init` all the same."""
+    pytest.importorskip(module.removeprefix("dl_comm.") if "." in module else "numpy")
+    finished = script(
+        2,
+        HEAD + f"import importlib\nmodule = importlib.import_module({module!r})\n"
+        "assert (module.size(), module.get_nranks()) == (2, 2)\n"
+        "assert module.rank() == module.get_rank() == module.local_rank() == module.get_localrank()\n"
+        "assert mc.topology()['size'] == 2\nmc.init()\nassert mean(module.rank()) == 0.5\nwrite_line('fine')",
+    )
+    assert finished.output.count("fine") == 2, finished.output
 
 
 @pytest.mark.parametrize(

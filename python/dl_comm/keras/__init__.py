@@ -1,6 +1,6 @@
 """dl_comm for Keras 3 on TensorFlow: `model.fit` on several ranks.
 
-    model.compile(dl_comm.keras.DistributedOptimizer(keras.optimizers.Adam(1e-3 * dl_comm.get_nranks())), loss=...)
+    model.compile(dl_comm.keras.DistributedOptimizer(keras.optimizers.Adam(1e-3 * dl_comm.size())), loss=...)
     model.fit(my_shard, callbacks=[dl_comm.keras.BroadcastCallback(), dl_comm.keras.MetricAverageCallback()])
 
 Every rank runs the same script on its part of the data, with the same number of batches per epoch. Use callbacks that

@@ -72,8 +72,8 @@ class AveragingOptimizer:
 
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
-    team: int = 0,
     *,
+    team: int = 0,
     nstep: int | None = None,
     nteam: int = 1,
     nthread_per_team: int = 2,
@@ -184,7 +184,7 @@ def load_model(filepath: Any, team: int = 0, **kwargs: Any) -> Any:
     """
     model = keras.models.load_model(filepath, **kwargs)
     if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, team)
+        DistributedOptimizer(model.optimizer, team=team)
         retrace_train_step(model)
     return model
 

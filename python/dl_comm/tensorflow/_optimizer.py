@@ -16,8 +16,8 @@ from dl_comm.tensorflow import _ops
 
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
-    team: int = 0,
     *,
+    team: int = 0,
     nstep: int | None = None,
     nteam: int = 1,
     nthread_per_team: int = 2,
@@ -57,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
 
         return keras.DistributedOptimizer(
             optimizer,
-            team,
+            team=team,
             nstep=nstep,
             nteam=nteam,
             nthread_per_team=nthread_per_team,

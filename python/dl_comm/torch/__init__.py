@@ -92,31 +92,6 @@ finalize = _base.finalize
 barrier = _base.barrier
 check_buffers_match = _base.check_buffers_match
 config_team = _base.config_team
-
-
-def get_rank() -> int:
-    """Return the rank of this process, from 0; initializes MPI if needed."""
-    _start_mpi()
-    return _base.get_rank()
-
-
-def get_nranks() -> int:
-    """Return the number of processes; initializes MPI if needed."""
-    _start_mpi()
-    return _base.get_nranks()
-
-
-def get_localrank() -> int:
-    """Return the rank of this process among those of its host; initializes MPI if needed."""
-    _start_mpi()
-    return _base.get_localrank()
-
-
-rank, size, local_rank = get_rank, get_nranks, get_localrank
-
-
-def _start_mpi() -> None:
-    try:
-        _base.get_nranks()  # fails before init_mpi
-    except _base.StateError:
-        _base.init_mpi()
+get_rank = rank = _base.rank
+get_nranks = size = _base.size
+get_localrank = local_rank = _base.local_rank

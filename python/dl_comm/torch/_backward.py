@@ -20,7 +20,7 @@ try:
 except AttributeError as error:
     raise CommError(
         f"torch {torch.__version__} has no {error.name}, which dl_comm needs to detect the end of backward: "
-        "use a version of torch that README.md lists"
+        "use a version of torch that docs/wheels.md lists"
     ) from error
 
 

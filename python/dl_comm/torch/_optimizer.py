@@ -16,6 +16,7 @@ from dl_comm._buckets import bucket_bytes
 from dl_comm._process import checked_team, start_team
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
+from dl_comm.torch._names import names_in_modules
 from dl_comm.torch._reducer import Communication, Reducer
 
 _ATTRIBUTE = "_dl_comm_reducer"
@@ -151,7 +152,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         optimizer: any torch optimizer except SparseAdam.
         nteam: minimum number of teams. Optimizers use eight teams in turn, which are created as needed.
         nthread_per_team: threads of each team that is created here.
-        named_parameters: names for error messages, as from `module.named_parameters()`.
+        named_parameters: names for error messages, as from `module.named_parameters()`. Parameters without a name here
+            have the one of the module that holds them.
         bucket_mb: bucket size in MiB; the first bucket has at most 1 MiB. None: ``DL_COMM_BUCKET_MB`` if set, else the
             size that was fastest in the first steps, the same on all ranks.
         backward_passes_per_step: number of backward passes whose gradients are summed before the allreduce.
@@ -266,14 +268,20 @@ def _names(
     optimizer: torch.optim.Optimizer,
     named: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None,
 ) -> dict[int, str]:
+    """The names by id: the given ones, those of the optimizer, or those in the modules that hold the parameters."""
     names: dict[int, str] = {}
-    for g, group in enumerate(optimizer.param_groups):
+    unnamed: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
         given = group.get("param_names")  # set if the optimizer was created from (name, parameter) pairs
-        for i, parameter in enumerate(group["params"]):
-            names.setdefault(id(parameter), given[i] if given else f"group{g}.parameter{i}")
+        if given:
+            for name, parameter in zip(given, group["params"], strict=True):
+                names.setdefault(id(parameter), name)
+        else:
+            unnamed += group["params"]
     pairs = named.items() if isinstance(named, Mapping) else named or ()
     names.update((id(parameter), name) for name, parameter in pairs)
-    return names
+    unnamed = [parameter for parameter in unnamed if id(parameter) not in names]
+    return {**names_in_modules(unnamed), **names} if unnamed else names
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
