@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::timeline;
 use crate::timings::{Activity, CallTimings};
+use crate::transport::wait_context::Deadline;
 
 /// Number of calls in the ring.
 const RING_CALLS: usize = 256;
@@ -33,7 +34,7 @@ pub(super) struct Record {
     pub signature: u64,
     pub summary: Arc<CallSummary>,
     pub submitted: Instant,
-    pub timeout: Option<Duration>,
+    pub deadline: Deadline,
     /// The thread that is blocked in it, if any.
     pub thread: Option<ThreadId>,
     pub timings: CallTimings,
@@ -56,7 +57,7 @@ impl Record {
             signature: stats.signature,
             summary: Arc::clone(&stats.summary),
             submitted: since + Duration::from_nanos(ended.saturating_sub(duration)),
-            timeout: None,
+            deadline: Deadline::default(),
             thread: None,
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(1),
@@ -68,7 +69,14 @@ impl Record {
 
     /// A record that is neither in the ring nor in the totals.
     pub fn detached(call: &Call) -> Record {
-        Record::new(call.group().number(), 0, Arc::new(CallSummary::new(call)), call.signature, None, None)
+        Record::new(
+            call.group().number(),
+            0,
+            Arc::new(CallSummary::new(call)),
+            call.signature,
+            Deadline::default(),
+            None,
+        )
     }
 
     /// The record of call `number`, submitted now.
@@ -77,7 +85,7 @@ impl Record {
         number: u64,
         summary: Arc<CallSummary>,
         signature: u64,
-        timeout: Option<Duration>,
+        deadline: Deadline,
         thread: Option<ThreadId>,
     ) -> Record {
         Record {
@@ -85,7 +93,7 @@ impl Record {
             signature,
             summary,
             submitted: Instant::now(),
-            timeout,
+            deadline,
             thread,
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(0),
@@ -300,14 +308,14 @@ impl Recorder {
     }
 
     /// Opens the record of a call that is submitted now.
-    pub fn open(&self, call: &Call, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
+    pub fn open(&self, call: &Call, deadline: Deadline, thread: Option<ThreadId>) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.summaries.len() > MAX_SUMMARIES {
             recorder.summaries.clear();
         }
         let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
         let summary = Arc::clone(summary);
-        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, timeout, thread);
+        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, deadline, thread);
         // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
@@ -343,8 +351,7 @@ impl Recorder {
     /// A queued call whose deadline has passed.
     pub fn overdue(&self) -> Option<Arc<Record>> {
         let waits = |record: &&Arc<Record>| record.started().is_none() && record.ended().is_none();
-        let is_late =
-            |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
+        let is_late = |record: &&Arc<Record>| record.deadline.is_over(record.submitted.elapsed());
         let recorder = self.lock();
         recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(is_late).cloned()
     }

@@ -20,6 +20,7 @@ use crate::signals;
 use crate::transport::mailbox::memory::MailboxMemory;
 use crate::transport::mailbox::ring::{CELL_BYTES, Envelope};
 use crate::transport::mailbox::{Mailbox, depart, header, process_memory};
+use crate::transport::wait_context::Deadline;
 
 /// See the module's documentation. Dropping it ends what is under way with an error.
 pub struct Endpoint {
@@ -50,7 +51,9 @@ pub struct Message<'a> {
     /// For error messages; may be empty.
     pub name: &'a str,
     /// The deadline.
-    pub timeout: Option<Duration>,
+    pub deadline: Deadline,
+    /// Whether a received message must be as long as the memory for it.
+    pub exact: bool,
 }
 
 impl Message<'_> {
@@ -59,7 +62,7 @@ impl Message<'_> {
             scope: Arc::clone(self.scope),
             name: self.name.to_owned(),
             since: Instant::now(),
-            timeout: self.timeout,
+            deadline: self.deadline,
         }
     }
 }
@@ -217,7 +220,13 @@ impl Endpoint {
         let source = message.peer.map(|peer| self.reach(message, peer, "receive from")).transpose()?;
         let request = Arc::new(Request::new(then));
         let awaits_network = self.awaits_network(message, source);
-        let receive = Receive { request: Arc::clone(&request), limits: message.limits(), into, awaits_network };
+        let receive = Receive {
+            request: Arc::clone(&request),
+            limits: message.limits(),
+            into,
+            exact: message.exact,
+            awaits_network,
+        };
         self.shared.with(1, |state| state.receive(Pattern { source, tag: message.tag }, receive));
         Ok(request)
     }

@@ -17,6 +17,7 @@ use crate::group_config::GroupConfig;
 use crate::group_key::{GroupKey, GroupName, Members};
 use crate::lock::lock;
 use crate::plugin::Team;
+use crate::transport::wait_context::{Deadline, SetBy};
 use crate::wire_layout::ALIGN;
 
 /// Held while a team is created, so that all ranks create teams in the order of their calls.
@@ -78,7 +79,9 @@ impl GroupOptions<'_> {
             }
             settings.threads = threads;
         }
-        settings.timeout = self.timeout.unwrap_or(settings.timeout);
+        if let Some(after) = self.timeout {
+            settings.timeout = Deadline { after, set_by: SetBy::Group };
+        }
         let refused = |argument: &str, error: Error| Error::Invalid(format!("{argument}: {}", error.detail()));
         if let Some(name) = self.algorithm {
             settings.algorithm = AlgorithmSetting::parse(name).map_err(|error| refused("algorithm", error))?;
@@ -148,7 +151,7 @@ fn group_config(config: &Config, hosts: usize) -> GroupConfig {
         acc_f64: config.default_prec_level == 1,
         algorithm: config.algorithm,
         device: DeviceSettings { chunk, ..config.device },
-        timeout: config.timeout,
+        timeout: Deadline { after: config.timeout, set_by: SetBy::Environment },
         stall_warn: config.stall_warn,
         match_timeout: config.match_timeout,
     }

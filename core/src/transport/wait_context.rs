@@ -1,5 +1,6 @@
 //! The limits of a wait: the deadline of a call, the stall warning before it, and reasons to abort.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -7,12 +8,50 @@ use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::timings::CallTimings;
 
+/// Who has set a deadline, for messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SetBy {
+    /// The user's environment, or its default.
+    #[default]
+    Environment,
+    /// The settings of the group.
+    Group,
+    /// The call.
+    Call,
+}
+
+impl fmt::Display for SetBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SetBy::Environment => "DL_COMM_TIMEOUT_S",
+            SetBy::Group => "the timeout of its group",
+            SetBy::Call => "the timeout of this call",
+        })
+    }
+}
+
+/// The longest time that a call may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Deadline {
+    /// After the start of the call; `None`: no deadline.
+    pub after: Option<Duration>,
+    /// Who has set it.
+    pub set_by: SetBy,
+}
+
+impl Deadline {
+    /// Whether it has passed for a call that has run for `time`.
+    pub fn is_over(self, time: Duration) -> bool {
+        self.after.is_some_and(|after| time >= after)
+    }
+}
+
 /// The limits of the waits of one call. A wait checks them only after it has slept, so they cost nothing while data
 /// flows.
 /// Thread rule: one per thread and call.
 pub struct WaitContext<'a> {
     started: Instant,
-    timeout: Option<Duration>,
+    deadline: Deadline,
     warn: Option<Duration>,
     warned: &'a AtomicBool,
     timings: &'a CallTimings,
@@ -36,14 +75,14 @@ impl<'a> WaitContext<'a> {
     /// `warned`, so that one of them warns.
     pub fn new(
         started: Instant,
-        timeout: Option<Duration>,
+        deadline: Deadline,
         warn: Option<Duration>,
         warned: &'a AtomicBool,
         timings: &'a CallTimings,
         callbacks: &WaitCallbacks<'a>,
     ) -> WaitContext<'a> {
         let WaitCallbacks { describe, abort_reason, on_stall } = *callbacks;
-        WaitContext { started, timeout, warn, warned, timings, describe, abort_reason, on_stall }
+        WaitContext { started, deadline, warn, warned, timings, describe, abort_reason, on_stall }
     }
 
     /// The timings of the call.
@@ -60,11 +99,12 @@ impl<'a> WaitContext<'a> {
             return Err(error);
         }
         let waited = self.started.elapsed();
-        if self.timeout.is_some_and(|timeout| waited >= timeout + grace) {
+        if self.deadline.is_over(waited.saturating_sub(grace)) {
             return Err(Error::Timeout(format!(
-                "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); still waiting for {}",
+                "{} was not complete after {:.1} s ({}); still waiting for {}",
                 (self.describe)(),
                 waited.as_secs_f64(),
+                self.deadline.set_by,
                 waiting_for()
             )));
         }
@@ -93,5 +133,6 @@ pub fn with_limits<T>(
 ) -> Result<T> {
     let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
     let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
-    work(&WaitContext::new(Instant::now(), timeout, warn, &warned, &timings, &callbacks))
+    let deadline = Deadline { after: timeout, set_by: SetBy::Environment };
+    work(&WaitContext::new(Instant::now(), deadline, warn, &warned, &timings, &callbacks))
 }
