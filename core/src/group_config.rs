@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::DeviceSettings;
-use crate::transport::wait_context::Deadline;
+use crate::deadline::Deadline;
 
 /// The settings of a group. The ranks must agree on all but the times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,8 +14,8 @@ use super::worker::Worker;
 use crate::buffer::{Buffer, Tensor};
 use crate::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation};
 use crate::collective::{Bounds, Call, CallConfig, Counts, MismatchEntry, Op};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::transport::wait_context::Deadline;
 
 /// Maximum pause between two exchanges; a new common call is found within it.
 pub(super) const MAX_BACKOFF: Duration = Duration::from_millis(20);

@@ -15,11 +15,11 @@ use serde_json::Value;
 use super::call_summary::{CallSummary, SmallCallStats};
 use super::callers::ThreadId;
 use crate::collective::Call;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::timeline;
 use crate::timings::{Activity, CallTimings};
-use crate::transport::wait_context::Deadline;
 
 /// Number of calls in the ring.
 const RING_CALLS: usize = 256;
@@ -415,7 +415,11 @@ mod tests {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         for number in 0..RING_CALLS as u64 + 10 {
-            let record = recorder.open(&call(&mut data, "a"), Some(Duration::ZERO), None);
+            let record = recorder.open(
+                &call(&mut data, "a"),
+                Deadline { after: Some(Duration::ZERO), ..Deadline::default() },
+                None,
+            );
             assert_eq!(record.number, number);
             assert!(recorder.overdue().is_some_and(|is_late| Arc::ptr_eq(&is_late, &record)));
             record.start(number % 2 == 0);
@@ -436,7 +440,7 @@ mod tests {
     fn small_call_is_recorded_with_the_time_of_its_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let first = recorder.open(&call(&mut data, "a"), None, None);
+        let first = recorder.open(&call(&mut data, "a"), Deadline::default(), None);
         recorder.close(&first, &Ok(()));
         let stats = recorder.small_call_stats(&first);
         recorder.count_small(&stats, 2, Some(Instant::now()));
@@ -453,7 +457,7 @@ mod tests {
     fn number_of_summaries_is_limited() {
         let recorder = Recorder::default();
         for stats in 0..3 * MAX_SUMMARIES {
-            recorder.open(&call(&mut [0.0], &stats.to_string()), None, None);
+            recorder.open(&call(&mut [0.0], &stats.to_string()), Deadline::default(), None);
             assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
@@ -470,7 +474,7 @@ mod tests {
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
-            let record = recorder.open(&call, None, None);
+            let record = recorder.open(&call, Deadline::default(), None);
             record.start(true);
             let mut timer = PhaseTimer::start(&record.timings, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {

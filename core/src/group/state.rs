@@ -14,12 +14,12 @@ use super::record::{Record, Recorder};
 use super::thread::GroupThread;
 use super::work::{QueueItem, Timeout, Work};
 use crate::collective::CallConfig;
+use crate::deadline::{Deadline, SetBy};
 use crate::error::Error;
 use crate::group_config::GroupConfig;
 use crate::group_key::Members;
 use crate::signals;
 use crate::transport::ShmRegion;
-use crate::transport::wait_context::{Deadline, SetBy};
 
 /// Called with a message about a stall, and about the failure that ended the group.
 pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;

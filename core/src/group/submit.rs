@@ -16,13 +16,13 @@ use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_
 use crate::buffer::{Tensor, View};
 use crate::collective::device::HostCopies;
 use crate::collective::{Call, CallConfig, Op, PostedCall};
+use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
 use crate::signals;
 use crate::timeline;
 use crate::topology::Topology;
 use crate::transport::gpu::CallerStream;
-use crate::transport::wait_context::{Deadline, SetBy};
 
 /// A group whose threads run calls; see [`crate::group`].
 pub struct Group {

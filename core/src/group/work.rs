@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use super::join_state::JoinState;
 use super::record::{Record, Recorder};
 use crate::collective::{Call, Counts, Plan};
+use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::signals;
 use crate::transport::gpu::Event;
-use crate::transport::wait_context::Deadline;
 
 /// Called once with the result of a call: on the thread that completes the call, or on the submitting thread if the
 /// call is rejected. It must not block, and may submit further calls.

@@ -15,12 +15,12 @@ use super::progress::{Peers, State};
 use super::remote::{Hosts, Remote};
 use super::remote_progress::closed;
 use super::request::{Request, Then};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::signals;
 use crate::transport::mailbox::memory::MailboxMemory;
 use crate::transport::mailbox::ring::{CELL_BYTES, Envelope};
 use crate::transport::mailbox::{Mailbox, depart, header, process_memory};
-use crate::transport::wait_context::Deadline;
 
 /// See the module's documentation. Dropping it ends what is under way with an error.
 pub struct Endpoint {

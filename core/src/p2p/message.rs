@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
+use crate::deadline::Deadline;
 use crate::error::{Error, Result as CoreResult};
 use crate::stream_copy::stream_copy;
-use crate::transport::wait_context::Deadline;
 
 /// What a message was: the result of a send or receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

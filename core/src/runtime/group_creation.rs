@@ -11,13 +11,13 @@ use crate::affinity::{self, GroupPlacement};
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::config::{Config, MAX_THREADS};
+use crate::deadline::{Deadline, SetBy};
 use crate::error::{Error, Result};
 use crate::group::{Group, OnFailure};
 use crate::group_config::GroupConfig;
 use crate::group_key::{GroupKey, GroupName, Members};
 use crate::lock::lock;
 use crate::plugin::Team;
-use crate::transport::wait_context::{Deadline, SetBy};
 use crate::wire_layout::ALIGN;
 
 /// Held while a team is created, so that all ranks create teams in the order of their calls.
