@@ -115,16 +115,24 @@ fn lost(
     let ended = move |(local, &rank): (usize, &usize)| Some(format!("{} {}", names[rank], processes.lost(local)?));
     move || {
         let local = topology.local_ranks().iter().enumerate().find_map(&ended);
-        let here = local.or_else(|| links.get()?.lost());
-        let exchange = |ctx: &WaitContext<'_>| match &here {
-            Some(text) => store.set(LOST, text.as_bytes(), ctx).map(|()| here.clone()),
-            None => Ok(store.try_get(LOST, ctx)?.map(|text| String::from_utf8_lossy(&text).into_owned())),
+        // A rank at the other end may have ended because of another one, of which it has informed all before.
+        let linked = if local.is_some() { None } else { links.get().and_then(StartLinks::lost) };
+        let exchange = |ctx: &WaitContext<'_>| {
+            let told = if local.is_some() { None } else { store.try_get(LOST, ctx)? };
+            match (told, &local, &linked) {
+                (Some(text), ..) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
+                (None, Some(text), _) | (None, None, Some(text)) => {
+                    store.set(LOST, text.as_bytes(), ctx).map(|()| Some(text.clone()))
+                }
+                (None, None, None) => Ok(None),
+            }
         };
+        let here = || local.clone().or_else(|| linked.clone());
         match with_limits("", Some(LOOK), None, &|| None, exchange) {
             Ok(found) => found,
-            Err(Error::Timeout(_)) => here,
+            Err(Error::Timeout(_)) => here(),
             // The store has ended with its process.
-            Err(error) => here.or_else(|| Some(error.detail().to_owned())),
+            Err(error) => here().or_else(|| Some(error.detail().to_owned())),
         }
     }
 }
