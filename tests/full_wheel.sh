@@ -42,7 +42,7 @@ build() { # FOLDER REQUIREMENT...
   done
   step "the wheel"
   "$work/tools/bin/wheel" unpack -d "$work/unpacked" "$plain"
-  mv "$work/prebuilt" "$work"/unpacked/*/dl_comm/prebuilt
+  mv "$work/prebuilt" "$(echo "$work"/unpacked/*)/dl_comm/prebuilt"
   mkdir "$work/packed"
   "$work/tools/bin/wheel" pack -d "$work/packed" "$work"/unpacked/*
   # Whatever comes from other packages stays there. A tag says which C library the wheel needs.
