@@ -23,8 +23,15 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 extras=$(IFS=,; echo "$*")
-echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time takes some minutes)"
-pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time the core builds for about two minutes)"
+pip() { # shows pip's progress, and every ten seconds that it still builds
+  "$venv/bin/python" -m pip install --disable-pip-version-check "$@" &
+  local running=$! since=$SECONDS
+  while sleep 1 && kill -0 "$running" 2>/dev/null; do
+    [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: pip has run $((SECONDS - since)) s (it builds the core after the downloads)"
+  done
+  wait "$running"
+}
 pip ".${extras:+[$extras]}"
 # It asks for the distribution tensorflow, in whose place tensorflow-cpu does.
 case " $* " in *" test "*) pip --no-deps "tf_keras>=2.16" ;; esac

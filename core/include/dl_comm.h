@@ -359,7 +359,9 @@ int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has
  * passed ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
  * - `done`: called once when the send or receive has ended, with 0 or an error code and its message, on the thread that
- *   completes it, which may be the caller's. It must not block, and may start others. */
+ *   completes it, which may be the caller's. It must not block, and may start others.
+ * - `exact`: if it is not 0, a received message must be as long as the buffers: a shorter one is an error of the
+ * receive (DL_COMM_ERROR_MISMATCH), as a longer one, and writes nothing. */
 typedef struct dl_comm_message {
   size_t size;
   const dl_comm_buffer_t* buffers;
@@ -370,6 +372,7 @@ typedef struct dl_comm_message {
   double timeout;
   void (*done)(void* context, int code, const char* message);
   void* context;
+  int exact;
 } dl_comm_message_t;
 
 /* What a receive has received; of a send, what it has sent. `source` is the rank that has sent the message. */

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::DeviceSettings;
+use crate::deadline::Deadline;
 
 /// The settings of a group. The ranks must agree on all but the times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,7 +22,7 @@ pub struct GroupConfig {
     /// Settings for calls on device memory.
     pub device: DeviceSettings,
     /// Deadline of a call.
-    pub timeout: Option<Duration>,
+    pub timeout: Deadline,
     /// Wait after which a warning names the stragglers.
     pub stall_warn: Option<Duration>,
     /// How long differing calls wait for a counterpart; a thirtieth of it if every caller is already blocked.

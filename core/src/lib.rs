@@ -24,6 +24,7 @@ mod clock;
 mod codec;
 pub mod collective;
 pub mod config;
+pub mod deadline;
 pub mod device;
 pub mod dtype;
 pub mod dump;

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 #[path = "common/endpoints.rs"]
 mod endpoints;
 
-use endpoints::{Group, Lost, bytes, run, spans, spans_mut, world, world_with};
+use endpoints::{Group, Lost, bytes, deadline, run, spans, spans_mut, world, world_with};
 
 #[test]
 fn short_and_long_messages_arrive_with_their_status() {
@@ -125,7 +125,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
             ranks.iter().for_each(|rank| rank.endpoint.show_process());
         }
         let (data, short) = (bytes(4, 2_000_000), Some(Duration::from_millis(100)));
-        let message = Message { timeout: short, ..ranks[0].message(Some(1), Some(5)) };
+        let message = Message { deadline: deadline(short), ..ranks[0].message(Some(1), Some(5)) };
         // SAFETY: the memory lives until the request has ended.
         let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
         let error = ranks[0].wait(&send).unwrap_err();
@@ -137,7 +137,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
         assert_eq!(ranks[1].wait(&receive).unwrap().tag, 6);
         ranks[0].wait(&next).unwrap();
         assert_eq!(other, data);
-        let message = Message { timeout: short, name: "x", ..ranks[1].message(None, None) };
+        let message = Message { deadline: deadline(short), name: "x", ..ranks[1].message(None, None) };
         // SAFETY: as above.
         let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
         let error = ranks[1].wait(&receive).unwrap_err();
@@ -150,7 +150,7 @@ fn a_receive_that_gives_up_midway_fails_the_send() {
     let ranks = world(2, false);
     let (data, mut other) = (bytes(5, 4_000_000), vec![0; 4_000_000]);
     let send = ranks[0].start_send(1, 5, &data);
-    let message = Message { timeout: Some(Duration::from_millis(50)), ..ranks[1].message(Some(0), Some(5)) };
+    let message = Message { deadline: deadline(Some(Duration::from_millis(50))), ..ranks[1].message(Some(0), Some(5)) };
     ranks[0].group.failure.lock().unwrap().replace(Error::State("over".into()));
     // SAFETY: the memory lives until the request has ended.
     let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
@@ -327,7 +327,8 @@ fn traffic_does_not_hide_a_deadline() {
             stopped.store(true, Ordering::Relaxed);
         });
         let mut other = [0u8; 8];
-        let message = Message { timeout: Some(Duration::from_millis(100)), ..ranks[0].message(Some(1), Some(2)) };
+        let message =
+            Message { deadline: deadline(Some(Duration::from_millis(100))), ..ranks[0].message(Some(1), Some(2)) };
         // SAFETY: the memory lives until the receive has ended.
         let receive = unsafe { ranks[0].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
         assert!(matches!(ranks[0].wait(&receive), Err(Error::Timeout(_))));

@@ -16,7 +16,7 @@ use proptest::prelude::*;
 #[path = "common/endpoints.rs"]
 mod endpoints;
 
-use endpoints::{Lost, Rank, bytes, hosts_with, run, spans, spans_mut};
+use endpoints::{Lost, Rank, bytes, deadline, hosts_with, run, spans, spans_mut};
 
 /// Longest message that needs no receive.
 const SHORT: usize = 8192;
@@ -90,7 +90,7 @@ fn a_message_that_is_too_long_fails_its_receive_only() {
 fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
     let ranks = hosts(&[1, 1]);
     let (data, short) = (bytes(4, 2_000_000), Some(Duration::from_millis(100)));
-    let message = Message { timeout: short, ..ranks[0].message(Some(1), Some(5)) };
+    let message = Message { deadline: deadline(short), ..ranks[0].message(Some(1), Some(5)) };
     // SAFETY: the memory lives until the request has ended.
     let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
     let error = ranks[0].wait(&send).unwrap_err();
@@ -102,7 +102,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
     assert_eq!(ranks[1].wait(&receive).unwrap().tag, 6);
     ranks[0].wait(&next).unwrap();
     assert_eq!(other, data);
-    let message = Message { timeout: short, name: "x", ..ranks[1].message(None, None) };
+    let message = Message { deadline: deadline(short), name: "x", ..ranks[1].message(None, None) };
     // SAFETY: as above.
     let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
     let error = ranks[1].wait(&receive).unwrap_err();
@@ -119,12 +119,12 @@ fn either_side_may_give_up_midway() {
         let late = |round: u64| Some(Duration::from_micros(500 * (1 + round * 7 % 40)));
         thread::scope(|scope| {
             let sender = scope.spawn(|| {
-                let message = Message { timeout: late(round), ..ranks[0].message(Some(1), Some(5)) };
+                let message = Message { deadline: deadline(late(round)), ..ranks[0].message(Some(1), Some(5)) };
                 // SAFETY: the memory lives until the request has ended.
                 let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
                 ranks[0].wait(&send)
             });
-            let message = Message { timeout: late(round * 3 + 1), ..ranks[1].message(Some(0), Some(5)) };
+            let message = Message { deadline: deadline(late(round * 3 + 1)), ..ranks[1].message(Some(0), Some(5)) };
             // SAFETY: as above.
             let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
             let received = ranks[1].wait(&receive);
@@ -208,8 +208,10 @@ fn a_broken_network_ends_what_needs_it() {
         let mut other = vec![0; 3_000_000];
         thread::scope(|scope| {
             scope.spawn(|| {
-                let message =
-                    Message { timeout: Some(Duration::from_millis(200)), ..ranks[0].message(Some(2), Some(0)) };
+                let message = Message {
+                    deadline: deadline(Some(Duration::from_millis(200))),
+                    ..ranks[0].message(Some(2), Some(0))
+                };
                 for _ in 0..2 {
                     // SAFETY: the memory lives until the request has ended.
                     let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();

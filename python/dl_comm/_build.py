@@ -47,6 +47,8 @@ _LIBRARIES = {
 _TORCH_CUDA = "libdl_comm_torch_cuda.so"
 _MANIFEST = "built.json"
 """In each folder of the cache: size and hash of each library. Written last."""
+_PREBUILT = "prebuilt"
+"""The folder of a package with libraries for other frameworks than those of its build: a folder for each ABI."""
 _STABLE_TORCH = (2, 10)
 """The oldest supported torch: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
 
@@ -57,23 +59,66 @@ def libraries(framework: str) -> list[str]:
 
 
 def packaged_library(name: str) -> Path | None:
-    """The library that was built at install, if it works with the framework that is installed now.
+    """The library in the package, if it works with the framework that is installed now: built at install, or before.
 
     The libraries for TensorFlow and for ``torch.distributed`` work with one version. That for torch uses the stable ABI
     and works with every version from ``_STABLE_TORCH`` on. A torch with CUDA also needs the CUDA library, which a build
     for a CPU torch lacks.
     """
+    version = framework_version(_LIBRARIES[name].framework)
     library = PACKAGE / _LIBRARIES[name].file
     built_for = PACKAGE / f"{library.name}.built-for"
-    if not library.exists() or not built_for.exists():
-        return None
+    if library.exists() and built_for.exists():
+        if name == "torch" and _has_stable_abi(version) and _has_cuda_part(PACKAGE):
+            return library
+        if name != "torch" and built_for.read_text().strip() == version:
+            return library
+    abi = abi_of(name, version)
+    prebuilt = PACKAGE / _PREBUILT / (abi or "none") / library.name
+    return prebuilt if prebuilt.exists() and (name != "torch" or _has_cuda_part(prebuilt.parent)) else None
+
+
+def _has_cuda_part(folder: Path) -> bool:
+    """Whether the torch library in ``folder`` has the library that the installed torch needs for CUDA, if any."""
+    return (folder / _TORCH_CUDA).exists() or not _torch_has_cuda()
+
+
+def abi_of(name: str, version: str) -> str | None:
+    """What the library ``name`` for this version of the framework (``torch-2.11.0+cu130``) works with; None: only that.
+
+    TensorFlow's ABI changes with each version, that of ``torch.distributed`` with each minor version, for the CPU and
+    CUDA alike. Versions that are no releases have an ABI of their own.
+    """
     if name == "torch":
-        serves = _has_stable_abi(framework_version("torch")) and (
-            (PACKAGE / _TORCH_CUDA).exists() or not _torch_has_cuda()
-        )
-    else:
-        serves = built_for.read_text().strip() == framework_version(_LIBRARIES[name].framework)
-    return library if serves else None
+        return "torch" if _has_stable_abi(version) else None
+    release = re.fullmatch(r"(torch|tensorflow|tensorflow-cpu)-(\d+\.\d+)(\.\d+)(\+(?:cu|cpu|rocm).*)?", version)
+    if release is None:
+        return None
+    framework, minor, patch, _ = release.groups()
+    return f"torch-{minor}" if framework == "torch" else f"tensorflow-{minor}{patch}"
+
+
+def prebuilt_abis(name: str) -> list[str]:
+    """What the prebuilt libraries ``name`` of this package work with."""
+    return sorted(path.parent.name for path in (PACKAGE / _PREBUILT).glob(f"*/{_LIBRARIES[name].file}"))
+
+
+def build_into(name: str, folder: Path) -> Path:
+    """Builds the library for the installed framework in ``folder`` of a package, unless it is there.
+
+    Raises:
+        ImportError: The build failed, or the framework's version is no release.
+    """
+    version = framework_version(_LIBRARIES[name].framework)
+    abi = abi_of(name, version)
+    if abi is None:
+        raise ImportError(f"{version} is no release: a library for it works with this installation only")
+    library = folder / abi / _LIBRARIES[name].file
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _build(name, library.parent, "$ORIGIN/../..")
+        (library.parent / _MANIFEST).unlink()
+    return library
 
 
 def _has_stable_abi(version: str) -> bool:
@@ -179,13 +224,16 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(name: str, folder: Path) -> None:
+def _build(name: str, folder: Path, core_folder: str = str(PACKAGE)) -> None:
     # CMake reads CXX itself; it may contain arguments.
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None and "CXX" not in os.environ:
+        version = framework_version(_LIBRARIES[name].framework)
+        prebuilt = prebuilt_abis(name)
+        which = f"this package has it for {', '.join(prebuilt)}" if prebuilt else "this package has none"
         raise ImportError(
-            f"no C++ compiler found to build dl_comm's op library for the installed {name}: install one (for "
-            "example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
+            f"dl_comm's op library for {name} is not built for {version} ({which}), and no C++ compiler was found: "
+            "install one (for example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
         )
     print(
         f"dl_comm: building {_LIBRARIES[name].file} for {framework_version(_LIBRARIES[name].framework)} (once, about a "
@@ -200,7 +248,7 @@ def _build(name: str, folder: Path) -> None:
             _tool("cmake"),
             *("-S", str(SOURCES), "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"),
             *(f"-DCMAKE_INSTALL_PREFIX={build}/out", "-DDL_COMM_INSTALL_DIR=."),
-            *(f"-DDL_COMM_CORE_LIBRARY={CORE}", f"-DCMAKE_INSTALL_RPATH={PACKAGE}"),
+            *(f"-DDL_COMM_CORE_LIBRARY={CORE}", f"-DCMAKE_INSTALL_RPATH={core_folder}"),
             *options,
         ]
         ninja = _tool("ninja", required=False)
@@ -210,7 +258,7 @@ def _build(name: str, folder: Path) -> None:
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         _run(configure, name)
         _run([_tool("cmake"), "--build", build], name)
-        _run([_tool("cmake"), "--install", build], name)
+        _run([_tool("cmake"), "--install", build, "--strip"], name)
         libraries = sorted(Path(build, "out").glob("*.so"))
         manifest = Path(build, _MANIFEST)
         manifest.write_text(json.dumps({library.name: _size_and_hash(library) for library in libraries}))

@@ -19,6 +19,7 @@ import numpy as np
 from dl_comm import _dl_comm, _torchrun
 from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
+from dl_comm._file_store import guarded
 
 if TYPE_CHECKING:
     from dl_comm._groups import Group
@@ -123,7 +124,7 @@ def start_by_store(store: Any, rank: int, size: int) -> None:
         StateError: This process is a rank already, or was forked from one.
         TimeoutError: A rank missed the deadline of ``DL_COMM_TIMEOUT_S``.
     """
-    _dl_comm.init_store(store, _checked_int("rank", rank, 0), _checked_int("size", size, 1))
+    _dl_comm.init_store(guarded(store), _checked_int("rank", rank, 0), _checked_int("size", size, 1))
     sync_environment()
 
 

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from dl_comm import _dl_comm, _process
+from dl_comm._build import abi_of
 from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
 from dl_comm._load import check_one_core, ops_library
 
@@ -84,7 +85,8 @@ def _load_library() -> None:
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     ops = torch.ops.dl_comm_c10d
     built_for = ops.torch_version()
-    if torch.__version__ != built_for:
+    abi, abi_here = (abi_of("torch.distributed", f"torch-{version}") for version in (built_for, torch.__version__))
+    if torch.__version__ != built_for and (abi is None or abi != abi_here):
         raise ImportError(
             f"{path} was built for torch {built_for}, but this is torch {torch.__version__}: run "
             "'python -m dl_comm.build --force'"

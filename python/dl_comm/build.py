@@ -1,4 +1,4 @@
-"""``python -m dl_comm.build [torch] [tensorflow] [--force]``: builds the op libraries for the installed frameworks.
+"""``python -m dl_comm.build [torch] [tensorflow] [--force | --into FOLDER]``: builds the op libraries.
 
 Without arguments, builds for every installed framework. Prints the path of each library.
 """
@@ -6,8 +6,9 @@ Without arguments, builds for every installed framework. Prints the path of each
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from dl_comm._build import cached_library, libraries, packaged_library
+from dl_comm._build import build_into, cached_library, libraries, packaged_library
 from dl_comm._frameworks import FRAMEWORKS, is_installed
 
 
@@ -16,6 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dl_comm.build", description=__doc__.split("\n\n")[1])
     parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"one of {', '.join(FRAMEWORKS)}")
     parser.add_argument("--force", action="store_true", help="rebuild existing libraries")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="build for a wheel: tests/full_wheel.sh")
     arguments = parser.parse_args()
     for name in arguments.frameworks:
         if name not in FRAMEWORKS:
@@ -25,6 +27,9 @@ def main() -> None:
         print("no framework is installed: nothing to build")
     for framework in wanted:
         for name in libraries(framework):
+            if arguments.into is not None:
+                print(f"{name}: {build_into(name, arguments.into)}")
+                continue
             library = None if arguments.force else packaged_library(name)
             print(f"{name}: {library or cached_library(name, arguments.force)}")
 

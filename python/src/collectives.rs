@@ -344,6 +344,7 @@ impl CMessage {
             timeout,
             done: None,
             context: ptr::null_mut(),
+            exact: 0,
         };
         let arrays = arrays.into_iter().map(Bound::unbind).collect();
         Ok(CMessage { raw, _buffers: buffers, _name: name, arrays })

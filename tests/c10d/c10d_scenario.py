@@ -100,6 +100,16 @@ def late(record: Callable[..., None]) -> None:
     record("late", total)
 
 
+def late_receive(record: Callable[..., None]) -> None:
+    """A message that never comes."""
+    start(2)
+    record("before", total)
+    if not ODD:
+        record("late", lambda: dist.recv(torch.ones(1), SIZE - 1))
+    else:
+        time.sleep(5)
+
+
 def late_wait(record: Callable[..., None]) -> None:
     """A rank that misses the deadline of a wait, and comes later."""
     start()
@@ -109,6 +119,22 @@ def late_wait(record: Callable[..., None]) -> None:
         time.sleep(5)
     work = dist.all_reduce(ones, async_op=True)
     record("late", lambda: work.wait(timedelta(seconds=60 if ODD else 1)))
+
+
+def file_gone(record: Callable[..., None]) -> None:
+    """The file of the store is removed before the end."""
+    import dl_comm
+
+    load()
+    file = Path(sys.argv[2]) / "store"
+    dist.init_process_group(BACKEND, init_method=f"file://{file}", rank=RANK, world_size=SIZE)
+    record("work", total)
+    dist.barrier()
+    if RANK == 0:
+        file.unlink()
+    dist.barrier()
+    record("destroy", dist.destroy_process_group)
+    record("finalize", dl_comm.finalize)
 
 
 def absent(record: Callable[..., None]) -> None:
@@ -213,6 +239,8 @@ CASES = {
         backward,
         late,
         late_wait,
+        late_receive,
+        file_gone,
         absent,
         debug,
         never_destroys,

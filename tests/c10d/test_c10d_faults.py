@@ -108,6 +108,23 @@ def test_the_deadline_of_the_group(job: Job, turn: int) -> None:
         assert result["late"]["error"] == "DistBackendError", result["late"]
         assert 3 < result["late"]["seconds"] < 11, result["late"]
         assert "rank 2" in result["late"]["text"], result["late"]["text"]
+        assert "the timeout of its group" in result["late"]["text"], result["late"]["text"]
+        assert "DL_COMM_TIMEOUT_S" not in result["late"]["text"], result["late"]["text"]
+
+
+@not_gloo("names nobody")
+def test_the_deadline_of_a_message(job: Job, turn: int) -> None:
+    results = job.run("late_receive", clean=False)
+    for result in results[:-1]:
+        assert "the timeout of its group" in result["late"]["text"], result["late"]
+
+
+@not_gloo("has the timeout of torch")
+def test_the_file_of_the_store_is_removed(job: Job, turn: int) -> None:
+    results = job.run("file_gone", clean=True)
+    succeed(results)
+    for result in results:
+        assert result["finalize"]["seconds"] < 3, result
 
 
 @not_gloo("names nobody")

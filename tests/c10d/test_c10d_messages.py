@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from c10d_helpers import GLOO, MOVED, equal, fewer_than, lacks, values
+from c10d_helpers import GLOO, MOVED, equal, fewer_than, lacks, not_gloo, values
 
 together = fewer_than(2)
 
@@ -160,6 +160,30 @@ def test_wrong_messages_lose_nothing(rank: int, size: int) -> None:
     dist.recv(found, (rank - 1) % size)
     work.wait()
     assert found.item() == (rank - 1) % size
+
+
+@together
+@not_gloo("writes what it gets")
+@pytest.mark.parametrize("later", ["receiver", "sender"])
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (40_000, 50_000), (50_000, 40_000)], ids=str)
+def test_a_message_of_another_length_is_not_written(rank: int, size: int, lengths: tuple[int, int], later: str) -> None:
+    sent, expected = lengths
+    if rank == (0 if later == "sender" else 1):
+        time.sleep(0.05)
+    if rank == 0:
+        # A message that is dropped has been sent.
+        dist.isend(torch.ones(sent), 1).wait()
+    elif rank == 1:
+        found = torch.full((expected,), 7.0)
+        with pytest.raises(RuntimeError, match=rf"{4 * expected} bytes.* {4 * sent}"):
+            dist.recv(found, 0)
+        assert (found == 7).all()
+    dist.barrier()
+    if rank == 0:
+        dist.send(torch.full((expected,), 2.0), 1)
+    elif rank == 1:
+        dist.recv(found, 0)
+        assert (found == 2).all()
 
 
 def test_objects(rank: int, size: int) -> None:

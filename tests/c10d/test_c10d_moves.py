@@ -110,6 +110,42 @@ def test_all_to_all_with_split_sizes(rank: int, size: int, dtype: torch.dtype) -
     assert equal(torch.cat(listed), expected)
 
 
+@pytest.mark.parametrize("length", [0, 1, 3, 50_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_all_to_all_with_split_sizes_of_some_ranks(rank: int, size: int, length: int, dtype: torch.dtype) -> None:
+    """Equal splits that one rank gives, and another leaves out, are the same call, in both directions."""
+    lacks("no float8", when=dtype == torch.float8_e4m3fn)
+    parts = [values(rank + 10 * other, (length,), dtype) for other in range(size)]
+    expected = torch.cat([values(other + 10 * rank, (length,), dtype) for other in range(size)])
+    for gives in ([0], [size - 1], [*range(1, size)]):
+        splits = [length] * size if rank in gives else None
+        for given in ((splits, splits), (splits, None), (None, splits)):
+            found = torch.zeros(length * size).to(dtype)
+            dist.all_to_all_single(found, torch.cat(parts), *given)
+            assert equal(found, expected)
+            found.zero_()
+            works = [dist.all_to_all_single(found, torch.cat(parts), *given, async_op=True)]
+            works.append(dist.all_to_all_single(torch.zeros(2 * size), torch.zeros(2 * size), async_op=True))
+            for work in works:
+                work.wait()
+            assert equal(found, expected)
+
+
+@not_gloo("waits for ever, or ends the process")
+def test_splits_of_some_ranks_that_differ(rank: int, size: int) -> None:
+    if size == 1:
+        pytest.skip("needs another rank")
+    found = torch.full((2 * size,), 7.0)
+    splits = [2] * size
+    if rank == 0:
+        splits[0], splits[1] = 1, 3
+    with pytest.raises(RuntimeError, match="rank 0 sends 1 elements to rank 0, which expects 2"):
+        dist.all_to_all_single(found, torch.zeros(2 * size), None, splits if rank == 0 else None)
+    assert (found == 7).all()
+    dist.all_to_all_single(found, torch.zeros(2 * size))
+    assert (found == 0).all()
+
+
 def test_only_one_rank_sends(rank: int, size: int) -> None:
     sends = [4] * size if rank == 0 else [0] * size
     receives = [4] + [0] * (size - 1)

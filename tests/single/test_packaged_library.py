@@ -51,3 +51,54 @@ def test_torch_with_cuda_needs_the_library_for_cuda(package: Path, monkeypatch: 
 def test_tensorflow_by_its_version(package: Path, monkeypatch: pytest.MonkeyPatch, version: str, serves: bool) -> None:
     monkeypatch.setattr(_build, "framework_version", lambda framework: version)
     assert _build.packaged_library("tensorflow") == (package / "libdl_comm_tf.so" if serves else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "abi"),
+    [
+        ("torch.distributed", "torch-2.11.0", "torch-2.11"),
+        ("torch.distributed", "torch-2.11.3+cu130", "torch-2.11"),
+        ("torch.distributed", "torch-2.11.0+cpu", "torch-2.11"),
+        ("torch.distributed", "torch-2.12.0a0+git1234", None),
+        ("torch.distributed", "torch-2.11.0+local", None),
+        ("torch", "torch-2.16.0a0+git1234", "torch"),
+        ("torch", "torch-2.9.1", None),
+        ("tensorflow", "tensorflow-cpu-2.20.0", "tensorflow-2.20.0"),
+        ("tensorflow", "tensorflow-2.20.0", "tensorflow-2.20.0"),
+        ("tensorflow", "tensorflow-rocm-2.20.0", None),
+        ("tensorflow", "tf-nightly-2.20.0", None),
+        ("tensorflow", "tensorflow-2.20.0rc1", None),
+    ],
+)
+def test_prebuilt_libraries_by_abi(
+    package: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str, abi: str | None
+) -> None:
+    monkeypatch.setattr(_build, "framework_version", lambda framework: version)
+    assert _build.abi_of(name, version) == abi
+    for library in package.glob("libdl_comm_*"):
+        library.unlink()
+    assert _build.packaged_library(name) is None
+    file = package / "prebuilt" / (abi or version) / _build._LIBRARIES[name].file
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (file.parent / "libdl_comm_torch_cuda.so").touch()
+    assert _build.packaged_library(name) == (file if abi else None)
+
+
+def test_the_library_that_was_built_at_install_comes_first(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "framework_version", lambda framework: "tensorflow-2.20.0")
+    file = package / "prebuilt" / "tensorflow-2.20.0" / "libdl_comm_tf.so"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert _build.packaged_library("tensorflow") == package / "libdl_comm_tf.so"
+
+
+def test_what_is_missing_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a compiler."""
+    monkeypatch.setattr(_build, "framework_version", lambda framework: "tensorflow-2.99.0")
+    monkeypatch.setattr(_build.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    (package / "prebuilt" / "tensorflow-2.20.0").mkdir(parents=True)
+    (package / "prebuilt" / "tensorflow-2.20.0" / "libdl_comm_tf.so").touch()
+    with pytest.raises(ImportError, match=r"tensorflow-2.99.0 \(this package has it for tensorflow-2.20.0\).*no C\+\+"):
+        _build._build("tensorflow", tmp_path)

@@ -15,6 +15,7 @@ Backend::Backend(int rank, std::vector<int> ranks, const std::string& name, Mill
       ranks_(std::move(ranks)),
       name_(name),
       process_(::getpid()),
+      group_timeout_(timeout),
       timeout_(timeout) {
   dl_comm_group_options_t options{};
   options.size = sizeof options;
@@ -115,7 +116,10 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 double Backend::seconds(Milliseconds timeout) const {
-  return to_seconds(timeout.count() > 0 ? timeout : timeout_.load());
+  if (timeout.count() > 0) return to_seconds(timeout);
+  // The core has the group's own deadline, and says so in messages.
+  const auto current = timeout_.load();
+  return current == group_timeout_ ? 0 : to_seconds(current);
 }
 
 void Backend::check_rank(int64_t rank) const {

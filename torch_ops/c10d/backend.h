@@ -118,6 +118,8 @@ class Backend final : public ::c10d::Backend {
   const std::string name_;
   // A forked child must not end the parent's group.
   const int process_;
+  // The deadline with which the group was made.
+  const Milliseconds group_timeout_;
   std::atomic<Milliseconds> timeout_;
   std::atomic<uint64_t> number_{0};
   // The code of the error that has ended the group.

@@ -39,7 +39,6 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
     call.add(at::Tensor(), memory, memory);
   call.outputs = {tensor};
   auto state = std::make_shared<CallState>(std::move(call), std::nullopt, failure_);
-  state->expected_bytes = memory.nbytes();
   auto work = c10::make_intrusive<CallWork>(getRank(), type, 0, state);
   dl_comm_message_t message{};
   message.size = sizeof message;
@@ -49,6 +48,7 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
   message.tag = tag;
   message.name = function_name(state->call.title);
   message.timeout = seconds(::c10d::kUnsetTimeout);
+  message.exact = 1;
   CallState::start(state, group.get(), message, sends ? dl_comm_send : dl_comm_receive);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);

@@ -94,8 +94,6 @@ class CallState {
   dl_comm_work_t* handle = nullptr;
   // Ends the profiler's record of the call. Set as `handle`.
   std::function<void()> on_end;
-  // The number of bytes that a receive must bring; 0 for anything else.
-  std::size_t expected_bytes = 0;
   Call call;
 
  private:

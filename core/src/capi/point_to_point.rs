@@ -35,6 +35,8 @@ pub struct CMessage {
     pub done: Option<unsafe extern "C" fn(*mut c_void, c_int, *const c_char)>,
     /// The first argument of `done`.
     pub context: *mut c_void,
+    /// Not 0: a receive takes only a message of its own length. Absent in the first version.
+    pub exact: c_int,
 }
 
 /// `dl_comm_status_t`; see `dl_comm.h`.
@@ -68,7 +70,8 @@ impl CMessage {
             views(self.buffers, self.count, &mut list)?;
             text(self.name)
         };
-        body(&list, MessageOptions::from_codes(sends, self.peer, self.tag, &name, timeout)?)
+        let options = MessageOptions::from_codes(sends, self.peer, self.tag, &name, timeout)?;
+        body(&list, MessageOptions { exact: self.exact != 0, ..options })
     }
 
     fn then(&self) -> Option<Then> {

@@ -193,11 +193,12 @@ fn drain_failed(failed: DeviceWork, calls: &Receiver<DeviceWork>, release_stream
 
 fn overdue(work: &Work) -> Option<Error> {
     let waited = work.record.submitted.elapsed();
-    work.timeout.filter(|&timeout| waited >= timeout).map(|_| {
+    work.deadline.is_over(waited).then(|| {
         Error::Timeout(format!(
-            "{} was not complete on the GPU after {:.1} s (DL_COMM_TIMEOUT_S)",
+            "{} was not complete on the GPU after {:.1} s ({})",
             work.call.full_name(),
-            waited.as_secs_f64()
+            waited.as_secs_f64(),
+            work.deadline.set_by
         ))
     })
 }

@@ -87,6 +87,7 @@ impl Group {
             joined_seq: AtomicU64::new(0),
             matched: AtomicU64::new(0),
             timeout: AtomicU64::new(0),
+            default_timeout: AtomicBool::new(true),
             gpu_info: OnceLock::new(),
             device_bytes: AtomicUsize::new(0),
             calls_in_chunks: AtomicUsize::new(0),

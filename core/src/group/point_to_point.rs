@@ -22,6 +22,8 @@ pub struct MessageOptions<'a> {
     pub name: &'a str,
     /// The deadline.
     pub timeout: Timeout,
+    /// Whether a received message must be as long as the tensors.
+    pub exact: bool,
 }
 
 impl<'a> MessageOptions<'a> {
@@ -38,7 +40,7 @@ impl<'a> MessageOptions<'a> {
             Err(_) => Err(Error::Invalid(format!("{name} {value} is negative"))),
         };
         let peer = or_any(peer, "rank")?.map(|peer| peer as usize);
-        Ok(MessageOptions { peer, tag: or_any(tag, "tag")?, name, timeout })
+        Ok(MessageOptions { peer, tag: or_any(tag, "tag")?, name, timeout, exact: false })
     }
 }
 
@@ -73,8 +75,8 @@ impl Group {
         unsafe { messenger.endpoint().send(&self.message(messenger, options), sources(views)?, then) }
     }
 
-    /// Starts to receive a message into the destinations of `views`, one after the other. The message may be shorter.
-    /// Does not block.
+    /// Starts to receive a message into the destinations of `views`, one after the other. The message may be shorter,
+    /// unless `options.exact` is set. Does not block.
     ///
     /// # Errors
     /// As for [`Group::send`].
@@ -120,12 +122,8 @@ impl Group {
     }
 
     fn message<'a>(&self, messenger: &'a Messenger, options: MessageOptions<'a>) -> Message<'a> {
-        let MessageOptions { peer, tag, name, timeout } = options;
-        let timeout = match timeout {
-            Timeout::GroupDefault => self.shared.timeout(),
-            Timeout::Override(timeout) => timeout,
-        };
-        Message { scope: messenger.scope(), peer, tag, name, timeout }
+        let MessageOptions { peer, tag, name, timeout, exact } = options;
+        Message { scope: messenger.scope(), peer, tag, name, deadline: self.shared.deadline(timeout), exact }
     }
 }
 

@@ -11,8 +11,10 @@ use super::executor::Queue;
 use super::other_groups::OtherGroups;
 use super::work::{Role, Work};
 use super::worker::Worker;
-use crate::collective::MismatchEntry;
+use crate::buffer::{Buffer, Tensor};
 use crate::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation};
+use crate::collective::{Bounds, Call, CallConfig, Counts, MismatchEntry, Op};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
 /// Maximum pause between two exchanges; a new common call is found within it.
@@ -47,6 +49,7 @@ impl Worker {
         let mut pause = Duration::from_millis(1);
         loop {
             queue.drain();
+            self.name_pairs(queue);
             if queue.calls.is_empty() {
                 other_groups.poll(&self.shared);
             }
@@ -87,6 +90,17 @@ impl Worker {
         }
     }
 
+    /// Gives the all-to-alls of even blocks among the calls the form in which the ranks know only their own lengths. For
+    /// other ranks the same call may have lengths that differ, or that are given although they are equal.
+    fn name_pairs(&self, queue: &mut Queue<'_>) {
+        for work in &mut queue.calls {
+            let call = by_pairs(&work.call, &self.shared.config).filter(|_| matches!(work.role, Role::Own));
+            if let Some(call) = call {
+                *work = Arc::new(work.with_call(call));
+            }
+        }
+    }
+
     /// Moves the call with `signature` to the front; a rank that has joined makes it, with zeros.
     fn stand_in(&mut self, queue: &mut Queue<'_>, head: &Arc<Work>, signature: u64) -> Option<(Arc<Work>, Result<()>)> {
         let joined = match &head.role {
@@ -112,9 +126,10 @@ impl Worker {
         };
         match stand_in {
             Ok((call, zeros)) => {
-                let record = shared.recorder.open(&call, None, None);
+                let record = shared.recorder.open(&call, Deadline::default(), None);
                 let done = Box::new(move |_: Result<()>| drop(zeros));
-                let work = Work::new(call, Role::StandIn, done, None, record, Arc::clone(&shared.recorder));
+                let work =
+                    Work::new(call, Role::StandIn, done, Deadline::default(), record, Arc::clone(&shared.recorder));
                 queue.calls.push_front(Arc::new(work));
                 None
             }
@@ -127,7 +142,9 @@ impl Worker {
         let shared = &self.shared;
         // Expire before the deadline, to report a mismatch instead of a timeout.
         let match_timeout = |work: &Work| {
-            work.timeout.map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
+            work.deadline
+                .after
+                .map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
         };
         let pending = |work: &Arc<Work>| PendingCall {
             signature: work.call.signature,
@@ -186,4 +203,20 @@ impl Worker {
         let result = self.run_checked::<()>(head, |channel, _, wait_ctx| Err(channel.explain(&entry, wait_ctx)));
         Some((failed?, result))
     }
+}
+
+/// An all-to-all of even blocks of one tensor as one that names the length for each pair; `None` for other calls. A
+/// block's shape is not compared then, so it must be that of a list.
+fn by_pairs(call: &Call, config: &CallConfig) -> Option<Call> {
+    let [tensor] = call.tensors(0) else { return None };
+    let buffer = &tensor.buffer;
+    let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even && call.producer().is_none();
+    if !is_even || call.towers() > 1 || tensor.shape().len() > 1 {
+        return None;
+    }
+    let bounds = Bounds::new(&vec![buffer.len(); config.ranks])?;
+    let counts = Counts::Pairs { send: bounds.clone(), receive: bounds };
+    let memory = Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), &[]);
+    // The call was valid, and so is this one.
+    Call::new(call.op, vec![vec![memory]], counts, call.name(), "", call.labels().to_owned(), config.clone()).ok()
 }

@@ -15,6 +15,7 @@ use serde_json::Value;
 use super::call_summary::{CallSummary, SmallCallStats};
 use super::callers::ThreadId;
 use crate::collective::Call;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::timeline;
@@ -33,7 +34,7 @@ pub(super) struct Record {
     pub signature: u64,
     pub summary: Arc<CallSummary>,
     pub submitted: Instant,
-    pub timeout: Option<Duration>,
+    pub deadline: Deadline,
     /// The thread that is blocked in it, if any.
     pub thread: Option<ThreadId>,
     pub timings: CallTimings,
@@ -56,7 +57,7 @@ impl Record {
             signature: stats.signature,
             summary: Arc::clone(&stats.summary),
             submitted: since + Duration::from_nanos(ended.saturating_sub(duration)),
-            timeout: None,
+            deadline: Deadline::default(),
             thread: None,
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(1),
@@ -68,7 +69,14 @@ impl Record {
 
     /// A record that is neither in the ring nor in the totals.
     pub fn detached(call: &Call) -> Record {
-        Record::new(call.group().number(), 0, Arc::new(CallSummary::new(call)), call.signature, None, None)
+        Record::new(
+            call.group().number(),
+            0,
+            Arc::new(CallSummary::new(call)),
+            call.signature,
+            Deadline::default(),
+            None,
+        )
     }
 
     /// The record of call `number`, submitted now.
@@ -77,7 +85,7 @@ impl Record {
         number: u64,
         summary: Arc<CallSummary>,
         signature: u64,
-        timeout: Option<Duration>,
+        deadline: Deadline,
         thread: Option<ThreadId>,
     ) -> Record {
         Record {
@@ -85,7 +93,7 @@ impl Record {
             signature,
             summary,
             submitted: Instant::now(),
-            timeout,
+            deadline,
             thread,
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(0),
@@ -300,14 +308,14 @@ impl Recorder {
     }
 
     /// Opens the record of a call that is submitted now.
-    pub fn open(&self, call: &Call, timeout: Option<Duration>, thread: Option<ThreadId>) -> Arc<Record> {
+    pub fn open(&self, call: &Call, deadline: Deadline, thread: Option<ThreadId>) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.summaries.len() > MAX_SUMMARIES {
             recorder.summaries.clear();
         }
         let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
         let summary = Arc::clone(summary);
-        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, timeout, thread);
+        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, deadline, thread);
         // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
@@ -343,8 +351,7 @@ impl Recorder {
     /// A queued call whose deadline has passed.
     pub fn overdue(&self) -> Option<Arc<Record>> {
         let waits = |record: &&Arc<Record>| record.started().is_none() && record.ended().is_none();
-        let is_late =
-            |record: &&Arc<Record>| record.timeout.is_some_and(|timeout| record.submitted.elapsed() > timeout);
+        let is_late = |record: &&Arc<Record>| record.deadline.is_over(record.submitted.elapsed());
         let recorder = self.lock();
         recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(is_late).cloned()
     }
@@ -408,7 +415,11 @@ mod tests {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
         for number in 0..RING_CALLS as u64 + 10 {
-            let record = recorder.open(&call(&mut data, "a"), Some(Duration::ZERO), None);
+            let record = recorder.open(
+                &call(&mut data, "a"),
+                Deadline { after: Some(Duration::ZERO), ..Deadline::default() },
+                None,
+            );
             assert_eq!(record.number, number);
             assert!(recorder.overdue().is_some_and(|is_late| Arc::ptr_eq(&is_late, &record)));
             record.start(number % 2 == 0);
@@ -429,7 +440,7 @@ mod tests {
     fn small_call_is_recorded_with_the_time_of_its_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let first = recorder.open(&call(&mut data, "a"), None, None);
+        let first = recorder.open(&call(&mut data, "a"), Deadline::default(), None);
         recorder.close(&first, &Ok(()));
         let stats = recorder.small_call_stats(&first);
         recorder.count_small(&stats, 2, Some(Instant::now()));
@@ -446,7 +457,7 @@ mod tests {
     fn number_of_summaries_is_limited() {
         let recorder = Recorder::default();
         for stats in 0..3 * MAX_SUMMARIES {
-            recorder.open(&call(&mut [0.0], &stats.to_string()), None, None);
+            recorder.open(&call(&mut [0.0], &stats.to_string()), Deadline::default(), None);
             assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
@@ -463,7 +474,7 @@ mod tests {
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
-            let record = recorder.open(&call, None, None);
+            let record = recorder.open(&call, Deadline::default(), None);
             record.start(true);
             let mut timer = PhaseTimer::start(&record.timings, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {

@@ -12,8 +12,9 @@ use super::callers::{CallerThreads, ThreadId};
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::record::{Record, Recorder};
 use super::thread::GroupThread;
-use super::work::{QueueItem, Work};
+use super::work::{QueueItem, Timeout, Work};
 use crate::collective::CallConfig;
+use crate::deadline::{Deadline, SetBy};
 use crate::error::Error;
 use crate::group_config::GroupConfig;
 use crate::group_key::Members;
@@ -53,6 +54,8 @@ pub(super) struct GroupState {
     pub matched: AtomicU64,
     /// The deadline of calls in nanoseconds; 0 for none.
     pub timeout: AtomicU64,
+    /// Whether the deadline is that of the environment.
+    pub default_timeout: AtomicBool,
     /// The path of calls on device memory as JSON, set by the first such call.
     pub gpu_info: OnceLock<Value>,
     /// Bytes of device memory in use.
@@ -120,9 +123,10 @@ impl GroupState {
         self.failure().or_else(other_groups).or_else(|| {
             let behind = self.recorder.overdue()?;
             Some(Error::Timeout(format!(
-                "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); it is behind {}, which waits for other ranks",
+                "{} was not complete after {:.1} s ({}); it is behind {}, which waits for other ranks",
                 behind.summary.name_line,
                 behind.submitted.elapsed().as_secs_f64(),
+                behind.deadline.set_by,
                 head.call.full_name()
             )))
         })
@@ -183,13 +187,23 @@ impl GroupState {
         self.matched.load(Ordering::Relaxed)
     }
 
-    pub fn timeout(&self) -> Option<Duration> {
-        Some(self.timeout.load(Ordering::Relaxed)).filter(|&nanos| nanos > 0).map(Duration::from_nanos)
+    /// The deadline of a call.
+    pub fn deadline(&self, timeout: Timeout) -> Deadline {
+        let of_group = || {
+            let is_default = self.default_timeout.load(Ordering::Relaxed);
+            let after = Some(self.timeout.load(Ordering::Relaxed)).filter(|&nanos| nanos > 0).map(Duration::from_nanos);
+            Deadline { after, set_by: if is_default { SetBy::Environment } else { SetBy::Group } }
+        };
+        match timeout {
+            Timeout::GroupDefault => of_group(),
+            Timeout::Override(after) => Deadline { after, set_by: SetBy::Call },
+        }
     }
 
-    pub fn set_timeout(&self, timeout: Option<Duration>) {
-        let nanos = timeout.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
+    pub fn set_timeout(&self, deadline: Deadline) {
+        let nanos = deadline.after.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
         self.timeout.store(nanos, Ordering::Relaxed);
+        self.default_timeout.store(deadline.set_by == SetBy::Environment, Ordering::Relaxed);
     }
 }
 

@@ -16,6 +16,7 @@ use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_
 use crate::buffer::{Tensor, View};
 use crate::collective::device::HostCopies;
 use crate::collective::{Call, CallConfig, Op, PostedCall};
+use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
 use crate::signals;
@@ -148,13 +149,10 @@ impl Group {
 
     /// Creates the work of a call that is submitted now.
     pub(super) fn work(&self, call: Call, role: Role, blocks: bool, timeout: Timeout, done: OnComplete) -> Arc<Work> {
-        let timeout = match timeout {
-            Timeout::GroupDefault => self.shared.timeout(),
-            Timeout::Override(timeout) => timeout,
-        };
+        let deadline = self.shared.deadline(timeout);
         let thread = self.shared.callers.record(blocks);
-        let record = self.shared.recorder.open(&call, timeout, thread);
-        Arc::new(Work::new(call, role, done, timeout, record, Arc::clone(&self.shared.recorder)))
+        let record = self.shared.recorder.open(&call, deadline, thread);
+        Arc::new(Work::new(call, role, done, deadline, record, Arc::clone(&self.shared.recorder)))
     }
 
     /// Runs a submitted call on this thread, unless the group's threads run it.
@@ -173,7 +171,7 @@ impl Group {
 
     /// Sets the deadline of later calls; `None` for none. It may differ between ranks.
     pub fn set_timeout(&self, timeout: Option<Duration>) {
-        self.shared.set_timeout(timeout);
+        self.shared.set_timeout(Deadline { after: timeout, set_by: SetBy::Group });
     }
 
     /// Fails the group with `error`, here and on the other ranks of the host. Calls `on_failure` on the other ranks

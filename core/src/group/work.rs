@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::join_state::JoinState;
 use super::record::{Record, Recorder};
 use crate::collective::{Call, Counts, Plan};
+use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -106,7 +107,7 @@ pub(super) enum Role {
 pub(super) struct Work {
     pub call: Call,
     pub role: Role,
-    pub timeout: Option<Duration>,
+    pub deadline: Deadline,
     pub warned: AtomicBool,
     /// Set after the first chunk.
     plan: OnceLock<Plan>,
@@ -122,14 +123,14 @@ impl Work {
         call: Call,
         role: Role,
         on_complete: OnComplete,
-        timeout: Option<Duration>,
+        deadline: Deadline,
         record: Arc<Record>,
         recorder: Arc<Recorder>,
     ) -> Work {
         Work {
             call,
             role,
-            timeout,
+            deadline,
             warned: AtomicBool::new(false),
             plan: OnceLock::new(),
             record,
@@ -140,10 +141,29 @@ impl Work {
         }
     }
 
+    /// This work with a description that replaces that of its call. Nobody uses the old one any more, but for its
+    /// description.
+    pub fn with_call(&self, call: Call) -> Work {
+        let on_complete = lock(&self.outcome).0.take();
+        Work {
+            call,
+            // An event that it has awaited is over.
+            role: Role::Own,
+            deadline: self.deadline,
+            warned: AtomicBool::new(self.warned.load(Ordering::Relaxed)),
+            plan: OnceLock::new(),
+            record: Arc::clone(&self.record),
+            unmatched_since: Mutex::new(*lock(&self.unmatched_since)),
+            recorder: Arc::clone(&self.recorder),
+            parts: AtomicUsize::new(1),
+            outcome: Mutex::new((on_complete, Ok(()))),
+        }
+    }
+
     /// The contribution of a rank that has no call for a round.
     pub fn absent(call: Call, recorder: Arc<Recorder>) -> Work {
         let record = Arc::new(Record::detached(&call));
-        Work::new(call, Role::Absent, Box::new(|_| {}), None, record, recorder)
+        Work::new(call, Role::Absent, Box::new(|_| {}), Deadline::default(), record, recorder)
     }
 
     /// Whether it is such a contribution.

@@ -64,7 +64,7 @@ impl Worker {
             on_stall: &on_stall,
         };
         let (timings, warn) = (&work.record.timings, shared.settings.stall_warn);
-        let wait_ctx = WaitContext::new(work.record.submitted, work.timeout, warn, &work.warned, timings, &callbacks);
+        let wait_ctx = WaitContext::new(work.record.submitted, work.deadline, warn, &work.warned, timings, &callbacks);
         let channel = &mut self.channel;
         let result = guard(|| {
             channel.open(&wait_ctx)?;

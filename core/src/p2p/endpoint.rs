@@ -15,6 +15,7 @@ use super::progress::{Peers, State};
 use super::remote::{Hosts, Remote};
 use super::remote_progress::closed;
 use super::request::{Request, Then};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::signals;
 use crate::transport::mailbox::memory::MailboxMemory;
@@ -50,7 +51,9 @@ pub struct Message<'a> {
     /// For error messages; may be empty.
     pub name: &'a str,
     /// The deadline.
-    pub timeout: Option<Duration>,
+    pub deadline: Deadline,
+    /// Whether a received message must be as long as the memory for it.
+    pub exact: bool,
 }
 
 impl Message<'_> {
@@ -59,7 +62,7 @@ impl Message<'_> {
             scope: Arc::clone(self.scope),
             name: self.name.to_owned(),
             since: Instant::now(),
-            timeout: self.timeout,
+            deadline: self.deadline,
         }
     }
 }
@@ -217,7 +220,13 @@ impl Endpoint {
         let source = message.peer.map(|peer| self.reach(message, peer, "receive from")).transpose()?;
         let request = Arc::new(Request::new(then));
         let awaits_network = self.awaits_network(message, source);
-        let receive = Receive { request: Arc::clone(&request), limits: message.limits(), into, awaits_network };
+        let receive = Receive {
+            request: Arc::clone(&request),
+            limits: message.limits(),
+            into,
+            exact: message.exact,
+            awaits_network,
+        };
         self.shared.with(1, |state| state.receive(Pattern { source, tag: message.tag }, receive));
         Ok(request)
     }

@@ -22,6 +22,8 @@ pub struct Receive {
     pub request: Arc<Request>,
     pub limits: Limits,
     pub into: Spans,
+    /// Whether the message must be as long as `into`.
+    pub exact: bool,
     /// Whether a rank of another host may send its message.
     pub awaits_network: bool,
 }

@@ -1,10 +1,11 @@
 //! Messages: what a send and a receive are told, and what a receive learns.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
+use crate::deadline::Deadline;
 use crate::error::{Error, Result as CoreResult};
 use crate::stream_copy::stream_copy;
 
@@ -44,7 +45,7 @@ pub struct Limits {
     /// When it was started.
     pub since: Instant,
     /// The deadline.
-    pub timeout: Option<Duration>,
+    pub deadline: Deadline,
 }
 
 impl Limits {
@@ -57,7 +58,7 @@ impl Limits {
 
     /// Whether the deadline has passed.
     pub fn is_over(&self, now: Instant) -> bool {
-        self.timeout.is_some_and(|timeout| now.saturating_duration_since(self.since) >= timeout)
+        self.deadline.is_over(now.saturating_duration_since(self.since))
     }
 }
 

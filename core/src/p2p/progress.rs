@@ -168,12 +168,17 @@ impl State {
 
     /// The result of a receive that has matched a message of rank `world` of the job.
     pub(super) fn status(&self, receive: &Receive, world: usize, tag: u32, total: usize) -> Result<Status> {
-        if total > receive.into.len() {
+        let len = receive.into.len();
+        if total > len || (receive.exact && total < len) {
             let what = receive.limits.describe("receive", Some(tag), &format!("from {}", self.peers.name(world)));
-            return Err(Error::Invalid(format!(
-                "{what} has room for {} bytes, and the message has {total}; it was dropped",
-                receive.into.len()
-            )));
+            return Err(match receive.exact {
+                true => Error::Mismatch(format!(
+                    "{what} expects {len} bytes, and the message has {total}; it was dropped, and nothing was written"
+                )),
+                false => Error::Invalid(format!(
+                    "{what} has room for {len} bytes, and the message has {total}; it was dropped"
+                )),
+            });
         }
         Ok(Status { source: receive.limits.scope.of_world(world).unwrap_or(world), tag, bytes: total })
     }
@@ -436,6 +441,7 @@ pub(super) fn failure(
     }
     limits.is_over(now).then(|| {
         let waited = now.saturating_duration_since(limits.since).as_secs_f64();
-        Error::Timeout(format!("the {} was not complete after {waited:.1} s (DL_COMM_TIMEOUT_S)", describe()))
+        let set_by = limits.deadline.set_by;
+        Error::Timeout(format!("the {} was not complete after {waited:.1} s ({set_by})", describe()))
     })
 }

@@ -11,6 +11,7 @@ use crate::affinity::{self, GroupPlacement};
 use crate::collective::AlgorithmSetting;
 use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::config::{Config, MAX_THREADS};
+use crate::deadline::{Deadline, SetBy};
 use crate::error::{Error, Result};
 use crate::group::{Group, OnFailure};
 use crate::group_config::GroupConfig;
@@ -78,7 +79,9 @@ impl GroupOptions<'_> {
             }
             settings.threads = threads;
         }
-        settings.timeout = self.timeout.unwrap_or(settings.timeout);
+        if let Some(after) = self.timeout {
+            settings.timeout = Deadline { after, set_by: SetBy::Group };
+        }
         let refused = |argument: &str, error: Error| Error::Invalid(format!("{argument}: {}", error.detail()));
         if let Some(name) = self.algorithm {
             settings.algorithm = AlgorithmSetting::parse(name).map_err(|error| refused("algorithm", error))?;
@@ -148,7 +151,7 @@ fn group_config(config: &Config, hosts: usize) -> GroupConfig {
         acc_f64: config.default_prec_level == 1,
         algorithm: config.algorithm,
         device: DeviceSettings { chunk, ..config.device },
-        timeout: config.timeout,
+        timeout: Deadline { after: config.timeout, set_by: SetBy::Environment },
         stall_warn: config.stall_warn,
         match_timeout: config.match_timeout,
     }

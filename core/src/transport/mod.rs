@@ -36,6 +36,7 @@ pub mod region_control;
 mod region_layout;
 pub mod shm;
 pub mod shm_region;
+pub mod start_links;
 pub mod step;
 pub mod store;
 pub mod store_bootstrap;

@@ -13,11 +13,14 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
-use super::launcher::{PreparedStart, StartedNetwork, Ways, prepare_start, start_network};
+use super::detector_links::{HostAddress, Listener};
+use super::launcher::{StartedNetwork, Way, Ways, prepare_start, start_network};
 use super::rank0_address::{resolve, unusable, warning_of_loopback};
 use super::ranks::{agreed, proposal};
+use super::start_links::StartLinks;
 use super::store::{MemoryStore, POLL_INTERVAL, PrefixStore, Store, allgather, missing_ranks};
 use super::tcp_store::{ServedStore, TcpStore};
 use super::wait_context::{WaitContext, with_limits};
@@ -277,9 +280,25 @@ impl Bootstrap for StoreBootstrap {
     fn network(&self, members: &Members<'_>, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>> {
         // A rank that fails before the library starts must not leave the others waiting in it.
         let prepared = prepare_start(&self.name, members, &self.store);
-        let ways = prepared.as_ref().map(PreparedStart::ways).map_err(Error::clone);
-        let way = Ways::choose(&self.agree(ways, wait_ctx)?)?;
-        let started = start_network(prepared?, way, &self.name, members, wait_ctx);
+        let listener = (members.topology.local_rank() == 0).then(|| Listener::open(&members.config.interface).ok());
+        let listener = listener.flatten();
+        let address = listener.as_ref().map_or(String::new(), Listener::address);
+        let ways = prepared.as_ref().map_err(Error::clone);
+        let offer = ways.and_then(|prepared| Ok((prepared.ways(), address, random_name()?)));
+        let offers: Vec<(Ways, String, String)> = self.agree(offer, wait_ctx)?;
+        let ways: Vec<Ways> = offers.iter().map(|(ways, ..)| ways.clone()).collect();
+        let (way, prepared) = (Ways::choose(&ways)?, prepared?);
+        if let (Some(listener), false) = (listener, matches!(way, Way::Running { .. })) {
+            let host = |host: usize| {
+                let leader = members.topology.ranks_of(host)[0];
+                let addresses = offers[leader].1.split(',').filter_map(|address| address.parse().ok()).collect();
+                HostAddress { name: members.names[leader].clone(), ranks: vec![leader], addresses }
+            };
+            let hosts: Vec<HostAddress> = (0..members.topology.hosts()).map(host).collect();
+            let key = xxh3_128(offers[0].2.as_bytes());
+            prepared.watch_links(StartLinks::connect(&listener, members.topology.host(), &hosts, key));
+        }
+        let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);
         self.agree::<(), ()>(outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
         let network = started?;
@@ -295,7 +314,16 @@ impl Bootstrap for StoreBootstrap {
     }
 
     fn finish(&self, all_here: &dyn Fn(), wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let Some(network) = self.network.get() else { return self.end(wait_ctx) };
+        let Some(network) = self.network.get() else {
+            return match self.end(wait_ctx) {
+                // On one host nobody needs anything of the others now, and a store that is gone needs no cleaning.
+                Err(Error::Network(text)) => {
+                    log_line(&format!("finalize has not waited for the other ranks: {text}"));
+                    Ok(())
+                }
+                ended => ended,
+            };
+        };
         network.barrier(wait_ctx)?;
         all_here();
         // The barrier's last messages may need help to leave.

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::deadline::{Deadline, SetBy};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::timings::CallTimings;
@@ -12,7 +13,7 @@ use crate::timings::CallTimings;
 /// Thread rule: one per thread and call.
 pub struct WaitContext<'a> {
     started: Instant,
-    timeout: Option<Duration>,
+    deadline: Deadline,
     warn: Option<Duration>,
     warned: &'a AtomicBool,
     timings: &'a CallTimings,
@@ -36,14 +37,14 @@ impl<'a> WaitContext<'a> {
     /// `warned`, so that one of them warns.
     pub fn new(
         started: Instant,
-        timeout: Option<Duration>,
+        deadline: Deadline,
         warn: Option<Duration>,
         warned: &'a AtomicBool,
         timings: &'a CallTimings,
         callbacks: &WaitCallbacks<'a>,
     ) -> WaitContext<'a> {
         let WaitCallbacks { describe, abort_reason, on_stall } = *callbacks;
-        WaitContext { started, timeout, warn, warned, timings, describe, abort_reason, on_stall }
+        WaitContext { started, deadline, warn, warned, timings, describe, abort_reason, on_stall }
     }
 
     /// The timings of the call.
@@ -60,11 +61,12 @@ impl<'a> WaitContext<'a> {
             return Err(error);
         }
         let waited = self.started.elapsed();
-        if self.timeout.is_some_and(|timeout| waited >= timeout + grace) {
+        if self.deadline.is_over(waited.saturating_sub(grace)) {
             return Err(Error::Timeout(format!(
-                "{} was not complete after {:.1} s (DL_COMM_TIMEOUT_S); still waiting for {}",
+                "{} was not complete after {:.1} s ({}); still waiting for {}",
                 (self.describe)(),
                 waited.as_secs_f64(),
+                self.deadline.set_by,
                 waiting_for()
             )));
         }
@@ -93,5 +95,6 @@ pub fn with_limits<T>(
 ) -> Result<T> {
     let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
     let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
-    work(&WaitContext::new(Instant::now(), timeout, warn, &warned, &timings, &callbacks))
+    let deadline = Deadline { after: timeout, set_by: SetBy::Environment };
+    work(&WaitContext::new(Instant::now(), deadline, warn, &warned, &timings, &callbacks))
 }

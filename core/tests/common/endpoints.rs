@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use dl_comm_core::deadline::{Deadline, SetBy};
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::p2p::{Endpoint, Hosts, Message, Peers, Request, Scope, Spans, Status};
 use dl_comm_core::transport::in_process_messages::ThreadMessages;
@@ -113,13 +114,24 @@ pub fn spans(data: &[u8]) -> Spans {
     spans
 }
 
+pub fn deadline(after: Option<Duration>) -> Deadline {
+    Deadline { after, set_by: SetBy::Call }
+}
+
 pub fn spans_mut(data: &mut [u8]) -> Spans {
     spans(data)
 }
 
 impl Rank {
     pub fn message(&self, peer: Option<usize>, tag: Option<u32>) -> Message<'_> {
-        Message { scope: &self.scope, peer, tag, name: "", timeout: Some(Duration::from_secs(60)) }
+        Message {
+            scope: &self.scope,
+            peer,
+            tag,
+            name: "",
+            deadline: deadline(Some(Duration::from_secs(60))),
+            exact: false,
+        }
     }
 
     pub fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Arc<Request> {

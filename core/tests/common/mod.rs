@@ -10,6 +10,7 @@ use std::time::Duration;
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::device::DeviceSettings;
 use dl_comm_core::collective::{AlgorithmSetting, Op};
+use dl_comm_core::deadline::Deadline;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
 use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups, Timeout};
@@ -87,7 +88,7 @@ impl World {
             slot: self.slot,
             acc_f64: self.acc_f64,
             algorithm: self.algorithm,
-            timeout: Some(self.timeout),
+            timeout: Deadline { after: Some(self.timeout), ..Deadline::default() },
             stall_warn: None,
             match_timeout: self.match_timeout,
             device: DeviceSettings::default(),
@@ -130,7 +131,7 @@ pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec
         slot: 4096,
         acc_f64: false,
         algorithm: AlgorithmSetting::Auto,
-        timeout: Some(timeout),
+        timeout: Deadline { after: Some(timeout), ..Deadline::default() },
         stall_warn: None,
         match_timeout: Duration::from_secs(1),
         device: DeviceSettings::default(),

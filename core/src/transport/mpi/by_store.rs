@@ -9,7 +9,7 @@ use std::fs;
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use mpi::Threading;
@@ -28,6 +28,7 @@ use crate::topology::Topology;
 use crate::transport::WaitContext;
 use crate::transport::bootstrap::{Members, Network};
 use crate::transport::shm_region::Liveness;
+use crate::transport::start_links::StartLinks;
 use crate::transport::store::Store;
 use crate::transport::wait_context::with_limits;
 
@@ -50,12 +51,20 @@ pub struct PreparedStart {
     /// For [`Way::Store`], with the descriptor for the library.
     server: Option<(PmiServer, OwnedFd)>,
     watch: StartupWatch,
+    /// The connections with other hosts, on the first rank of a host.
+    links: Arc<OnceLock<StartLinks>>,
 }
 
 impl PreparedStart {
     /// The ways of this process.
     pub fn ways(&self) -> &Ways {
         &self.ways
+    }
+
+    /// Watches these connections with other hosts.
+    pub fn watch_links(&self, links: StartLinks) {
+        // Set once: a start is prepared for one network.
+        let _set = self.links.set(links);
     }
 }
 
@@ -84,31 +93,46 @@ pub fn prepare_start(name: &str, members: &Members<'_>, store: &Arc<dyn Store>) 
     let ways = Ways::find((topology.rank(), topology.size()), &library, lookup)?;
     let start = || PmiServer::start(name, topology, Arc::clone(store));
     let server = ways.may_use_store().then(start).transpose()?;
-    let lost = Box::new(lost(members, store));
+    let links = Arc::default();
+    let lost = Box::new(lost(members, store, &links));
     let others = match &server {
         Some((server, _)) => Others { missing: Box::new(server.missing()), lost },
         None => Others { lost, ..Others::default() },
     };
-    Ok(PreparedStart { ways, server, watch: lifetime::prepare(members.config, others)? })
+    Ok(PreparedStart { ways, server, watch: lifetime::prepare(members.config, others)?, links })
 }
 
-/// A function that describes a rank that has ended: one of this host, of which it informs the other hosts, or one of
-/// which another host has informed this one.
-fn lost(members: &Members<'_>, store: &Arc<dyn Store>) -> impl Fn() -> Option<String> + Send + use<> {
+/// A function that describes a rank that has ended: one of this host or at the other end of `links`, of which it informs
+/// the other hosts, or one of which another host has informed this one.
+fn lost(
+    members: &Members<'_>,
+    store: &Arc<dyn Store>,
+    links: &Arc<OnceLock<StartLinks>>,
+) -> impl Fn() -> Option<String> + Send + use<> {
     let (topology, processes) = (Arc::clone(members.topology), Arc::clone(members.processes));
+    let links = Arc::clone(links);
     let (names, store) = (Arc::clone(members.names), Arc::clone(store));
     let ended = move |(local, &rank): (usize, &usize)| Some(format!("{} {}", names[rank], processes.lost(local)?));
     move || {
-        let here = topology.local_ranks().iter().enumerate().find_map(&ended);
-        let exchange = |ctx: &WaitContext<'_>| match &here {
-            Some(text) => store.set(LOST, text.as_bytes(), ctx).map(|()| here.clone()),
-            None => Ok(store.try_get(LOST, ctx)?.map(|text| String::from_utf8_lossy(&text).into_owned())),
+        let local = topology.local_ranks().iter().enumerate().find_map(&ended);
+        // A rank at the other end may have ended because of another one, of which it has informed all before.
+        let linked = if local.is_some() { None } else { links.get().and_then(StartLinks::lost) };
+        let exchange = |ctx: &WaitContext<'_>| {
+            let told = if local.is_some() { None } else { store.try_get(LOST, ctx)? };
+            match (told, &local, &linked) {
+                (Some(text), ..) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
+                (None, Some(text), _) | (None, None, Some(text)) => {
+                    store.set(LOST, text.as_bytes(), ctx).map(|()| Some(text.clone()))
+                }
+                (None, None, None) => Ok(None),
+            }
         };
+        let here = || local.clone().or_else(|| linked.clone());
         match with_limits("", Some(LOOK), None, &|| None, exchange) {
             Ok(found) => found,
-            Err(Error::Timeout(_)) => here,
+            Err(Error::Timeout(_)) => here(),
             // The store has ended with its process.
-            Err(error) => here.or_else(|| Some(error.detail().to_owned())),
+            Err(error) => here().or_else(|| Some(error.detail().to_owned())),
         }
     }
 }
@@ -132,7 +156,7 @@ pub fn start_network(
     wait_ctx: &WaitContext<'_>,
 ) -> Result<StartedNetwork> {
     let (topology, config) = (&**members.topology, members.config);
-    let PreparedStart { server, watch, .. } = prepared;
+    let PreparedStart { server, watch, links, .. } = prepared;
     let threading = match (way, server) {
         (Way::Running { .. }, _) => threading_support(),
         (Way::Launcher, _) => lifetime::start(&watch)?,
@@ -140,6 +164,7 @@ pub fn start_network(
         (Way::Store, None) => return Err(Error::Internal("no process manager is prepared".into())),
     };
     drop(watch);
+    links.get().into_iter().for_each(StartLinks::finish);
     let comm = Arc::new(Comm::world().duplicate(wait_ctx)?);
     if !matches!(way, Way::Running { .. }) {
         // All ranks have left MPI_Init.

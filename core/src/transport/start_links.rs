@@ -1,0 +1,94 @@
+//! The connections between the first ranks of hosts while MPI starts. MPI_Init waits for ever for a rank that has ended;
+//! the end of its connection informs the hosts that it was connected with ([`super::detector_links`]).
+//!
+//! Thread rule: any thread.
+
+use std::io::{ErrorKind, Read, Write};
+use std::sync::Mutex;
+
+use super::detector_links::{HostAddress, HostConnection, Listener, connect};
+use crate::lock::lock;
+
+/// What a rank sends when MPI has started: its end is none of the start any more.
+const STARTED: &[u8] = b".";
+
+/// See the module's documentation.
+pub struct StartLinks {
+    connections: Mutex<Vec<HostConnection>>,
+}
+
+impl StartLinks {
+    /// Connects host `me` with its neighbours among `hosts`. One that cannot be reached is logged and skipped.
+    /// Collective over the hosts.
+    pub fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> StartLinks {
+        StartLinks { connections: Mutex::new(connect(listener, me, hosts, key)) }
+    }
+
+    /// Describes a rank that has ended before MPI has started there.
+    pub fn lost(&self) -> Option<String> {
+        let mut connections = lock(&self.connections);
+        let mut lost = None;
+        connections.retain(|connection| match (&mut &*connection.stream).read(&mut [0; STARTED.len()]) {
+            Ok(0) => {
+                lost = Some(format!("{} has ended", connection.name));
+                true
+            }
+            Ok(_) => false,
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => true,
+            Err(error) => {
+                lost = Some(format!("the connection with {} has failed ({error})", connection.name));
+                true
+            }
+        });
+        lost
+    }
+
+    /// Tells the other ends that MPI has started here.
+    pub fn finish(&self) {
+        for connection in lock(&self.connections).drain(..) {
+            // An end that is gone needs no word.
+            let _sent = (&mut &*connection.stream).write_all(STARTED);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn the_end_of_a_rank_is_seen_but_not_that_of_a_start() {
+        let listeners: Vec<Listener> = (0..3).map(|_| Listener::loopback().unwrap()).collect();
+        let address = |listener: &Listener| listener.sockets[0].local_addr().unwrap();
+        let host = |(rank, listener)| HostAddress {
+            name: format!("rank {rank}"),
+            ranks: vec![rank],
+            addresses: vec![address(listener)],
+        };
+        let hosts: Vec<HostAddress> = listeners.iter().enumerate().map(host).collect();
+        let mut links: Vec<StartLinks> = thread::scope(|scope| {
+            let connect = |(me, listener)| {
+                scope.spawn({
+                    let hosts = &hosts;
+                    move || StartLinks::connect(listener, me, hosts, 7)
+                })
+            };
+            let started: Vec<_> = listeners.iter().enumerate().map(connect).collect();
+            started.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(links.iter().all(|links| links.lost().is_none()));
+        let ended = links.pop().unwrap();
+        links[1].finish();
+        while links[0].connections.lock().unwrap().len() == 2 {
+            assert_eq!(links[0].lost(), None);
+        }
+        drop(ended);
+        let lost = loop {
+            if let Some(lost) = links[0].lost() {
+                break lost;
+            }
+        };
+        assert!(lost.contains("rank 2"), "{lost}");
+    }
+}
