@@ -1,4 +1,5 @@
-//! The connections between the first ranks of hosts while MPI starts. MPI_Init waits for ever for a rank that has ended;
+//! The connections between the first ranks of hosts while the network library starts, which waits for ever for a rank that has
+//! ended;
 //! the end of its connection informs the hosts that it was connected with ([`super::detector_links`]).
 //!
 //! Thread rule: any thread.
@@ -9,7 +10,7 @@ use std::sync::Mutex;
 use super::detector_links::{HostAddress, HostConnection, Listener, connect};
 use crate::lock::lock;
 
-/// What a rank sends when MPI has started: its end is none of the start any more.
+/// What a rank sends once the library has started: its end is none of the start any more.
 const STARTED: &[u8] = b".";
 
 /// See the module's documentation.
@@ -24,7 +25,7 @@ impl StartLinks {
         StartLinks { connections: Mutex::new(connect(listener, me, hosts, key)) }
     }
 
-    /// Describes a rank that has ended before MPI has started there.
+    /// Describes a rank that has ended before the library has started there.
     pub fn lost(&self) -> Option<String> {
         let mut connections = lock(&self.connections);
         let mut lost = None;
@@ -43,7 +44,7 @@ impl StartLinks {
         lost
     }
 
-    /// Tells the other ends that MPI has started here.
+    /// Tells the other ends that the library has started here.
     pub fn finish(&self) {
         for connection in lock(&self.connections).drain(..) {
             // An end that is gone needs no word.
