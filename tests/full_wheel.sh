@@ -45,9 +45,10 @@ build() { # FOLDER REQUIREMENT...
   mv "$work/prebuilt" "$(echo "$work"/unpacked/*)/dl_comm/prebuilt"
   mkdir "$work/packed"
   "$work/tools/bin/wheel" pack -d "$work/packed" "$work"/unpacked/*
-  # One core: the op libraries use that of the package. What other packages bring stays there. A tag says which C library the wheel needs.
+  # One core: the op libraries use that of the package. What other packages bring stays there. A tag says which C library
+  # the wheel needs.
   PATH=$work/tools/bin:$PATH "$work/tools/bin/auditwheel" repair -w "$folder" --exclude libmpi.so.12 \
-    --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libtensorflow_framework.so.*' "$work"/packed/*.whl
+    --exclude libdl_comm.so.0 --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libtensorflow_framework.so.*' "$work"/packed/*.whl
   du -h "$folder"/*.whl
 }
 

@@ -1,6 +1,6 @@
-//! The connections between the first ranks of hosts while the network library starts, which waits for ever for a rank that has
-//! ended;
-//! the end of its connection informs the hosts that it was connected with ([`super::detector_links`]).
+//! The connections between the first ranks of hosts while the network library starts. It waits for ever for a rank that
+//! has ended; the end of that rank's connections shows it to the hosts that it is connected with
+//! ([`super::detector_links`]).
 //!
 //! Thread rule: any thread.
 
