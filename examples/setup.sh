@@ -27,10 +27,13 @@ echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the f
 pip() { # shows pip's progress, and every ten seconds that it still builds
   "$venv/bin/python" -m pip install --disable-pip-version-check "$@" &
   local running=$! since=$SECONDS
+  # A command in the background ignores Ctrl-C.
+  trap 'kill "$running" 2>/dev/null' INT TERM EXIT
   while sleep 1 && kill -0 "$running" 2>/dev/null; do
     [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: pip has run $((SECONDS - since)) s (it builds the core after the downloads)"
   done
   wait "$running"
+  trap - INT TERM EXIT
 }
 pip ".${extras:+[$extras]}"
 # It asks for the distribution tensorflow, in whose place tensorflow-cpu does.

@@ -41,11 +41,14 @@ def _compile(target: Path, compiler: tuple[str, ...], sources: tuple[str, ...], 
 
 
 def cache_line_ns(tools: Tools) -> float | None:
-    """The time that a cache line takes from one processor to another; None with one processor.
+    """The time that a cache line takes from one processor to another; None without a second one.
 
     Processors that share a cache ("near") take some 30 ns, others ("far") more than 100. A virtual machine may change
     that while it runs.
     """
     program = _compile(tools.folder / "ping", ("cc",), ("ping.c",), ("-pthread",))
-    done = subprocess.run([program], capture_output=True, text=True, timeout=_SECONDS)
+    try:
+        done = subprocess.run([program], capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
     return float(done.stdout) if done.returncode == 0 else None

@@ -53,6 +53,7 @@ fuzz_target!(|input: Input| {
     let limit = 1 + 25 * (1 + usize::from(input.message_calls));
     let call = |&(signature, key): &(u8, u8)| PendingCall {
         signature: u64::from(signature % 8),
+        by_pairs: 0,
         key: u32::from(key % 4),
         age: Age::New,
         kind: Kind::TakesZeros,
@@ -96,6 +97,7 @@ fuzz_target!(|input: Input| {
                 }
             }
             Reconciliation::StandIn(_) => panic!("no rank has joined"),
+            Reconciliation::ByPairs(_) => panic!("no call has that form"),
             Reconciliation::Wait(_) => {}
         }
     }

@@ -6,6 +6,7 @@ Thread rule: any thread.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 
@@ -14,8 +15,11 @@ def guarded(store: Any) -> Any:
     inner = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
-    path = getattr(inner, "path", None)
-    return FileGuard(store, path) if isinstance(path, str) and os.path.exists(path) else store
+    # Without torch.distributed there is no such store.
+    file_store: type | None = getattr(sys.modules.get("torch.distributed"), "FileStore", None)
+    if file_store is None or not isinstance(inner, file_store) or not os.path.exists(inner.path):
+        return store
+    return FileGuard(store, inner.path)
 
 
 class FileGuard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -82,7 +83,7 @@ def shared_memory() -> Iterator[None]:
     Raises:
         StateError: ``init`` or ``init_mpi`` was not called, or ``finalize`` was.
     """
-    if not _dl_comm.is_up():
+    if json.loads(_dl_comm.describe())["state"] != "started":
         raise StateError("shared_memory() needs the ranks of the host: call init first, and finalize after it")
     before = _dl_comm.set_memory_handler(_dl_comm.shared_handler())
     try:

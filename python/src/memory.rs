@@ -64,19 +64,21 @@ const fn name(text: &str) -> [c_char; 127] {
 macro_rules! handler {
     ($name:literal, $memory:ident) => {{
         extern "C" fn malloc(_: *mut c_void, len: usize) -> *mut c_void {
-            lock(&$memory).alloc(len).unwrap_or_else(|| {
+            lock(&$memory).alloc(len).map(|(memory, _)| memory).unwrap_or_else(|| {
                 // SAFETY: any length is valid.
                 unsafe { libc::malloc(len.max(1)) }
             })
         }
         extern "C" fn calloc(_: *mut c_void, count: usize, size: usize) -> *mut c_void {
             let Some(len) = count.checked_mul(size) else { return ptr::null_mut() };
-            let Some(memory) = lock(&$memory).alloc(len) else {
+            let Some((memory, is_zero)) = lock(&$memory).alloc(len) else {
                 // SAFETY: any length is valid.
                 return unsafe { libc::calloc(len.max(1), 1) };
             };
-            // SAFETY: the memory has this length.
-            unsafe { ptr::write_bytes(memory.cast::<u8>(), 0, len) };
+            if !is_zero {
+                // SAFETY: the memory has this length.
+                unsafe { ptr::write_bytes(memory.cast::<u8>(), 0, len) };
+            }
             memory
         }
         extern "C" fn realloc(context: *mut c_void, memory: *mut c_void, len: usize) -> *mut c_void {
@@ -124,7 +126,8 @@ struct Results {
 }
 
 impl Results {
-    fn alloc(&mut self, len: usize) -> Option<*mut c_void> {
+    /// The memory, and whether it is zero.
+    fn alloc(&mut self, len: usize) -> Option<(*mut c_void, bool)> {
         if len < MIN_RESULT {
             return None;
         }
@@ -146,7 +149,7 @@ impl Results {
         self.most_used_bytes = self.most_used_bytes.max(self.used_bytes);
         let address = map.as_mut_ptr();
         self.used.insert(address.addr(), map);
-        Some(address.cast())
+        Some((address.cast(), found.is_none()))
     }
 
     fn len(&self, memory: *mut c_void) -> Option<usize> {
@@ -180,14 +183,14 @@ struct Block {
 
 impl Shared {
     /// `None` if there is no shared memory, or not enough: the array is then in ordinary memory.
-    fn alloc(&mut self, len: usize) -> Option<*mut c_void> {
+    fn alloc(&mut self, len: usize) -> Option<(*mut c_void, bool)> {
         let mut memory = ptr::null_mut();
         // SAFETY: `memory` is valid for the address.
         if len < MIN_SHARED || unsafe { api::ffi::dl_comm_alloc(len, &raw mut memory) } != 0 {
             return None;
         }
         self.0.insert(memory.addr(), Block { len, owner: process::id() });
-        Some(memory)
+        Some((memory, true))
     }
 
     fn len(&self, memory: *mut c_void) -> Option<usize> {

@@ -267,3 +267,12 @@ def test_shapes_of_blocks_must_match(rank: int, size: int) -> None:
         with pytest.raises(mc.MismatchError, match="2, 3"):
             call(blocks)
     assert mc.allreduce(1) == size
+
+
+def test_all_to_alls_in_different_order(rank: int, size: int) -> None:
+    """Calls of one name are told apart by their lengths."""
+    lengths = [3, 5, 4] if rank == 0 else [5, 4, 3]
+    for _ in range(3):
+        works = {n: mc.all_to_all(np.full(n * size, rank, np.float32), async_op=True) for n in lengths}
+        for n, work in works.items():
+            assert work.wait().tolist() == [float(peer) for peer in range(size) for _ in range(n)]

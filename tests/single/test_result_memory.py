@@ -32,3 +32,27 @@ def test_memory_of_freed_results_is_bounded() -> None:
     finished = run([sys.executable, "-c", PROGRAM], 60, QUIET)
     assert finished.returncode == 0, finished.output
     assert float(finished.output.split("results kept:")[1]) < 3, finished.output
+
+
+def test_shared_memory_needs_started_ranks() -> None:
+    program = """
+import numpy as np
+import dl_comm
+for _ in range(2):
+    try:
+        with dl_comm.shared_memory():
+            print("not refused")
+    except dl_comm.StateError as error:
+        print("refused:", error)
+    dl_comm.init()
+    with dl_comm.shared_memory():
+        array = np.ones(100_000)
+    dl_comm.finalize()
+    # The memory outlives the ranks.
+    array += 1
+    assert (array == 2).all()
+    del array
+"""
+    finished = run([sys.executable, "-c", program], 60, QUIET)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("refused: shared_memory() needs the ranks") == 2, finished.output

@@ -33,6 +33,15 @@ def test_the_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
     assert float(losses[0]) < 4  # the targets' mean square is about 4 and more
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ddp_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
+    scripts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (script,) = (script for script in scripts if "init_process_group" in script)
+    weights = re.findall(rf"rank \d of {ranks}: weights (.*)", run(tmp_path, ranks, script))
+    assert len(weights) == ranks
+    assert len(set(weights)) == 1
+
+
 # The call sequence of scripts for the Cray plugin: import, get_rank, wrap. No init, no broadcast, no finalize.
 PLUGIN_SCRIPT = """
 import torch

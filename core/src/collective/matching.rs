@@ -4,6 +4,9 @@
 //! ([`decide`]). If the first calls are the same on all ranks except for their order, they run in the order of rank 0.
 //! So submitting the same calls in different order costs only this exchange.
 //!
+//! Calls that differ only in whether they name a length for each pair of ranks take the form that does
+//! ([`Reconciliation::ByPairs`]). That form has one signature for all lengths, so it is the second choice.
+//!
 //! No call is skipped: later calls would match those of another training step. A call without a counterpart waits until
 //! none can come. Then every rank fails a call, with an error that lists each rank's call:
 //! - early, if all ranks have a call of one name but with different contents ([`Age::Conflicting`]);
@@ -20,7 +23,7 @@
 //! The protocol is optimistic: only different signatures start it. Horovod's coordinator (Sergeev and Del Balso, 2018)
 //! negotiates every tensor instead. Pure; no I/O.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +32,8 @@ use serde::{Deserialize, Serialize};
 pub struct PendingCall {
     /// Equal for matching calls.
     pub signature: u64,
+    /// The signature of the call in the form in which the ranks know only their own lengths; 0 if it has none.
+    pub by_pairs: u64,
     /// Equal for calls of one operation and name, with any content; 0 for calls without a name.
     pub key: u32,
     /// How long it has waited for its counterpart.
@@ -120,6 +125,8 @@ pub enum Reconciliation {
     Run(Vec<u64>),
     /// Run the call with this signature; the ranks that have joined contribute zeros.
     StandIn(u64),
+    /// Give the calls that have this signature by pairs that form, and decide again.
+    ByPairs(u64),
     /// Fail the calls at these positions, by rank: they do not match.
     Fail(Vec<Option<usize>>),
     /// Decide again after new calls; the current status by rank.
@@ -130,6 +137,9 @@ pub enum Reconciliation {
 pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     if let Some(count) = common_prefix(lists) {
         return Reconciliation::Run(lists[0].calls[..count].iter().map(|call| call.signature).collect());
+    }
+    if let Some(signature) = common_by_pairs(lists) {
+        return Reconciliation::ByPairs(signature);
     }
     if let Some(conflict) = conflict(lists) {
         return Reconciliation::Fail(conflict);
@@ -200,6 +210,16 @@ fn common_prefix(lists: &[PendingCalls]) -> Option<usize> {
     None
 }
 
+/// The signature of a call by pairs that another call could have.
+fn common_by_pairs(lists: &[PendingCalls]) -> Option<u64> {
+    let calls = || lists.iter().flat_map(|list| &list.calls);
+    let forms: HashSet<u64> = calls().map(|call| call.by_pairs).filter(|&form| form != 0).collect();
+    if forms.is_empty() {
+        return None;
+    }
+    calls().map(|call| call.signature).find(|signature| forms.contains(signature))
+}
+
 /// By rank, the position of a call whose name all ranks have had for a while, with different signatures.
 fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     let find =
@@ -215,8 +235,8 @@ fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     Some(positions.into_iter().map(Some).collect())
 }
 
-/// Maximum encoded bytes of a call: a signature, a key, an age and a kind.
-const MAX_CALL_BYTES: usize = 17;
+/// Maximum encoded bytes of a call: two signatures, a key, an age and a kind.
+const MAX_CALL_BYTES: usize = 27;
 /// Maximum encoded bytes of a list without its calls, and of a decision without its entries.
 const MAX_HEADER_BYTES: usize = 16;
 
@@ -245,7 +265,7 @@ impl Reconciliation {
         match &mut self {
             Reconciliation::Run(order) => order.truncate((capacity / 10).max(1)),
             Reconciliation::Wait(ranks) => ranks.truncate(capacity / 3),
-            Reconciliation::Fail(_) | Reconciliation::StandIn(_) => {}
+            Reconciliation::Fail(_) | Reconciliation::StandIn(_) | Reconciliation::ByPairs(_) => {}
         }
         self
     }
@@ -259,7 +279,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn list(calls: &[u64], settled: bool) -> PendingCalls {
-        let call = |&signature: &u64| PendingCall { signature, key: 0, age: Age::New, kind: Kind::TakesZeros };
+        let call =
+            |&signature: &u64| PendingCall { signature, by_pairs: 0, key: 0, age: Age::New, kind: Kind::TakesZeros };
         let outlook = if settled { Outlook::Settled } else { Outlook::Open };
         PendingCalls { calls: calls.iter().map(call).collect(), outlook, quiet: settled }
     }
@@ -328,7 +349,8 @@ mod tests {
 
     #[test]
     fn one_name_with_different_contents_fails_early() {
-        let call = |signature, key| PendingCall { signature, key, age: Age::Conflicting, kind: Kind::NeedsAll };
+        let call =
+            |signature, key| PendingCall { signature, by_pairs: 0, key, age: Age::Conflicting, kind: Kind::NeedsAll };
         let mut lists = [
             PendingCalls { calls: vec![call(1, 10), call(2, 20)], outlook: Outlook::Open, quiet: false },
             PendingCalls { calls: vec![call(3, 20)], outlook: Outlook::Open, quiet: false },
@@ -359,15 +381,24 @@ mod tests {
         assert_eq!(decide(&[blocked, join()]), Reconciliation::Fail(vec![None, Some(0)]), "it waits in another group");
     }
 
+    #[test]
+    fn calls_by_pairs_are_found_after_common_calls() {
+        let even = |signature: u64, by_pairs: u64| PendingCalls {
+            calls: vec![PendingCall { by_pairs, ..list(&[signature], false).calls[0] }],
+            ..list(&[], false)
+        };
+        assert_eq!(decide(&[even(3, 9), even(3, 9)]), Reconciliation::Run(vec![3]), "equal without that form");
+        assert_eq!(decide(&[even(3, 9), even(9, 0)]), Reconciliation::ByPairs(9));
+        assert_eq!(decide(&[even(9, 0), even(9, 0)]), Reconciliation::Run(vec![9]));
+        assert!(matches!(decide(&[even(3, 9), even(5, 9)]), Reconciliation::Wait(_)), "no rank needs that form");
+    }
+
     fn any_list() -> impl Strategy<Value = PendingCalls> {
         let age = prop::sample::select(vec![Age::New, Age::New, Age::New, Age::Conflicting, Age::Expired]);
         let kind = prop::sample::select(vec![Kind::TakesZeros, Kind::TakesZeros, Kind::NeedsAll, Kind::Join]);
-        let call = (0u64..6, 0u32..3, age, kind).prop_map(|(signature, key, age, kind)| PendingCall {
-            signature,
-            key,
-            age,
-            kind,
-        });
+        let by_pairs = prop::sample::select(vec![0, 0, 0, 4, 5]);
+        let call = (0u64..6, by_pairs, 0u32..3, age, kind)
+            .prop_map(|(signature, by_pairs, key, age, kind)| PendingCall { signature, by_pairs, key, age, kind });
         let outlook = prop::sample::select(vec![Outlook::Busy, Outlook::Open, Outlook::Settled, Outlook::Closed]);
         (prop::collection::vec(call, 0..6), outlook, any::<bool>()).prop_map(|(calls, outlook, quiet)| PendingCalls {
             calls,
@@ -378,7 +409,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pages_fit_and_restore_the_list(list in any_list(), max_bytes in 32usize..80) {
+        fn pages_fit_and_restore_the_list(list in any_list(), max_bytes in 44usize..120) {
             let pages: Vec<PendingCalls> = list.pages(max_bytes).collect();
             for page in &pages {
                 let bytes = encode(&(page, true)).unwrap();
@@ -417,6 +448,12 @@ mod tests {
                     for list in lists.iter().filter(|list| !list.has_joined()) {
                         prop_assert!(list.calls.iter().any(|call| call.signature == signature));
                     }
+                }
+                Reconciliation::ByPairs(signature) => {
+                    let calls = || lists.iter().flat_map(|list| &list.calls);
+                    prop_assert!(signature != 0 && common_prefix(&lists).is_none());
+                    prop_assert!(calls().any(|call| call.by_pairs == signature));
+                    prop_assert!(calls().any(|call| call.signature == signature));
                 }
                 Reconciliation::Fail(positions) => {
                     prop_assert_eq!(positions.len(), lists.len());

@@ -49,7 +49,6 @@ impl Worker {
         let mut pause = Duration::from_millis(1);
         loop {
             queue.drain();
-            self.name_pairs(queue);
             if queue.calls.is_empty() {
                 other_groups.poll(&self.shared);
             }
@@ -78,6 +77,7 @@ impl Worker {
                 Ok(Reconciliation::Fail(positions)) => {
                     return self.fail_call(queue, &head, positions[self.rank], &other_groups);
                 }
+                Ok(Reconciliation::ByPairs(signature)) => self.name_pairs(queue, signature),
                 Ok(Reconciliation::Wait(_)) => {
                     pause = if queue.wait_for_more(pause) {
                         Duration::from_millis(1)
@@ -90,12 +90,11 @@ impl Worker {
         }
     }
 
-    /// Gives the all-to-alls of even blocks among the calls the form in which the ranks know only their own lengths. For
-    /// other ranks the same call may have lengths that differ, or that are given although they are equal.
-    fn name_pairs(&self, queue: &mut Queue<'_>) {
+    /// Gives the calls with this signature by pairs that form: for some rank their lengths differ between the ranks, or
+    /// were given although they do not.
+    fn name_pairs(&self, queue: &mut Queue<'_>, signature: u64) {
         for work in &mut queue.calls {
-            let call = by_pairs(&work.call, &self.shared.config).filter(|_| matches!(work.role, Role::Own));
-            if let Some(call) = call {
+            if let Some(call) = by_pairs(work, &self.shared.config).filter(|call| call.signature == signature) {
                 *work = Arc::new(work.with_call(call));
             }
         }
@@ -148,6 +147,7 @@ impl Worker {
         };
         let pending = |work: &Arc<Work>| PendingCall {
             signature: work.call.signature,
+            by_pairs: by_pairs(work, &shared.config).map_or(0, |call| call.signature),
             key: work.call.key(),
             kind: match work.role {
                 Role::Join(_) => Kind::Join,
@@ -207,16 +207,17 @@ impl Worker {
 
 /// An all-to-all of even blocks of one tensor as one that names the length for each pair; `None` for other calls. A
 /// block's shape is not compared then, so it must be that of a list.
-fn by_pairs(call: &Call, config: &CallConfig) -> Option<Call> {
+fn by_pairs(work: &Work, config: &CallConfig) -> Option<Call> {
+    let call = &work.call;
+    let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even && call.producer().is_none();
     let [tensor] = call.tensors(0) else { return None };
     let buffer = &tensor.buffer;
-    let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even && call.producer().is_none();
-    if !is_even || call.towers() > 1 || tensor.shape().len() > 1 {
+    if !is_even || !matches!(work.role, Role::Own) || call.towers() > 1 || tensor.shape().len() > 1 {
         return None;
     }
     let bounds = Bounds::new(&vec![buffer.len(); config.ranks])?;
     let counts = Counts::Pairs { send: bounds.clone(), receive: bounds };
-    let memory = Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), &[]);
+    let memory = Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), tensor.shape());
     // The call was valid, and so is this one.
     Call::new(call.op, vec![vec![memory]], counts, call.name(), "", call.labels().to_owned(), config.clone()).ok()
 }

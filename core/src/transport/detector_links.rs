@@ -128,9 +128,17 @@ pub(super) struct HostConnection {
 }
 
 /// Connects to the neighbours with higher numbers, and accepts the connections of those with lower numbers.
-pub(super) fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> Vec<HostConnection> {
-    let until = Instant::now() + CONNECT_TIMEOUT;
-    let (below, above): (Vec<usize>, Vec<usize>) = neighbours(me, hosts.len()).into_iter().partition(|&host| host < me);
+/// Hosts without an address are skipped. `within`: the most time, at most [`CONNECT_TIMEOUT`].
+pub(super) fn connect(
+    listener: &Listener,
+    me: usize,
+    hosts: &[HostAddress],
+    key: u128,
+    within: Duration,
+) -> Vec<HostConnection> {
+    let until = Instant::now() + within.min(CONNECT_TIMEOUT);
+    let reachable = neighbours(me, hosts.len()).into_iter().filter(|&host| !hosts[host].addresses.is_empty());
+    let (below, above): (Vec<usize>, Vec<usize>) = reachable.partition(|&host| host < me);
     let (mut dialed, mut answered) = (Vec::new(), Vec::new());
     for host in above {
         match dial(&hosts[host], me, key, until) {

@@ -6,6 +6,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::sync::Mutex;
+use std::time::Duration;
 
 use super::detector_links::{HostAddress, HostConnection, Listener, connect};
 use crate::lock::lock;
@@ -19,10 +20,10 @@ pub struct StartLinks {
 }
 
 impl StartLinks {
-    /// Connects host `me` with its neighbours among `hosts`. One that cannot be reached is logged and skipped.
-    /// Collective over the hosts.
-    pub fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128) -> StartLinks {
-        StartLinks { connections: Mutex::new(connect(listener, me, hosts, key)) }
+    /// Connects host `me` with its neighbours among `hosts`. One that cannot be reached within this time is logged and
+    /// skipped. Collective over the hosts that have addresses.
+    pub fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128, within: Duration) -> StartLinks {
+        StartLinks { connections: Mutex::new(connect(listener, me, hosts, key, within)) }
     }
 
     /// Describes a rank that has ended before the library has started there.
@@ -72,7 +73,7 @@ mod tests {
             let connect = |(me, listener)| {
                 scope.spawn({
                     let hosts = &hosts;
-                    move || StartLinks::connect(listener, me, hosts, 7)
+                    move || StartLinks::connect(listener, me, hosts, 7, Duration::MAX)
                 })
             };
             let started: Vec<_> = listeners.iter().enumerate().map(connect).collect();

@@ -296,7 +296,8 @@ impl Bootstrap for StoreBootstrap {
             };
             let hosts: Vec<HostAddress> = (0..members.topology.hosts()).map(host).collect();
             let key = xxh3_128(offers[0].2.as_bytes());
-            prepared.watch_links(StartLinks::connect(&listener, members.topology.host(), &hosts, key));
+            let within = members.config.timeout.unwrap_or(Duration::MAX);
+            prepared.watch_links(StartLinks::connect(&listener, members.topology.host(), &hosts, key, within));
         }
         let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);

@@ -24,14 +24,14 @@ def names_in_modules(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
     for module in modules:
         try:
             inner.update(map(id, module.children()))
-        except AttributeError:
-            continue  # its constructor has not called torch's yet: it holds nothing
+        except Exception:
+            continue  # its own methods fail, or it is not complete: only names in messages are lost
     for module in modules:
         if id(module) in inner:
             continue
         try:
             found = list(module.named_parameters())
-        except AttributeError:
+        except Exception:
             continue
         for name, parameter in found:
             known = names.get(id(parameter))
