@@ -28,7 +28,7 @@ pip() { # shows pip's progress, and every ten seconds that it still builds
   "$venv/bin/python" -m pip install --disable-pip-version-check "$@" &
   local running=$! since=$SECONDS
   # A command in the background ignores Ctrl-C.
-  trap 'kill "$running" 2>/dev/null' INT TERM EXIT
+  trap 'kill "${running:-}" 2>/dev/null' INT TERM EXIT
   while sleep 1 && kill -0 "$running" 2>/dev/null; do
     [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: pip has run $((SECONDS - since)) s (it builds the core after the downloads)"
   done

@@ -16,7 +16,7 @@ def guarded(store: Any) -> Any:
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
     # Without torch.distributed there is no such store.
-    file_store: type | None = getattr(sys.modules.get("torch.distributed"), "FileStore", None)
+    file_store: Any = getattr(sys.modules.get("torch.distributed"), "FileStore", None)
     if file_store is None or not isinstance(inner, file_store) or not os.path.exists(inner.path):
         return store
     return FileGuard(store, inner.path)

@@ -38,20 +38,24 @@ def test_shared_memory_needs_started_ranks() -> None:
     program = """
 import numpy as np
 import dl_comm
-for _ in range(2):
+
+def enter():
     try:
         with dl_comm.shared_memory():
             print("not refused")
     except dl_comm.StateError as error:
         print("refused:", error)
-    dl_comm.init()
-    with dl_comm.shared_memory():
-        array = np.ones(100_000)
-    dl_comm.finalize()
-    # The memory outlives the ranks.
-    array += 1
-    assert (array == 2).all()
-    del array
+
+enter()
+dl_comm.init()
+with dl_comm.shared_memory():
+    array = np.ones(100_000)
+dl_comm.finalize()
+enter()
+# The memory outlives the ranks.
+array += 1
+assert (array == 2).all()
+del array
 """
     finished = run([sys.executable, "-c", program], 60, QUIET)
     assert finished.returncode == 0, finished.output
