@@ -142,7 +142,7 @@ polls, ended = [], False
 def poll():
     while not ended:
         polls.append(dl_comm.is_initialized())
-        try: dl_comm.get_rank()
+        try: _dl_comm.rank()
         except dl_comm.StateError: pass
         time.sleep(0.001)
 thread = threading.Thread(target=poll)
