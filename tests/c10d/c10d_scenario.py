@@ -220,6 +220,7 @@ def wrong_rank(record: Callable[..., None]) -> None:
     other = (RANK + 1) % SIZE
     record("rank", lambda: dist.init_process_group(BACKEND, store=store, rank=other, world_size=SIZE))
     record("size", lambda: dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1))
+    dl_comm.barrier()  # Rank 0 serves the store.
 
 
 def stopped(record: Callable[..., None]) -> None:
