@@ -232,7 +232,7 @@ def _build(name: str, folder: Path, core_folder: str = str(PACKAGE)) -> None:
         prebuilt = prebuilt_abis(name)
         which = f"this package has it for {', '.join(prebuilt)}" if prebuilt else "this package has none"
         raise ImportError(
-            f"dl_comm's op library for {name} is not built for {version} ({which}), and no C++ compiler was found: "
+            f"no C++ compiler found, and dl_comm's op library for {name} is not built for {version} ({which}): "
             "install one (for example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
         )
     print(
