@@ -147,6 +147,7 @@ def test_slow_contenders_get_fewer_trials(monkeypatch: pytest.MonkeyPatch) -> No
                 raise processes.TimedOut("late")
             return processes.Answer(np.full((ranks, numbers), 1e-3), ["1"] * ranks)
 
+    monkeypatch.setattr(orchestrate, "cache_line_ns", lambda tools: None)
     both = [contender for contender in contenders.CONTENDERS if contender.name in ("core", "gloo")]
     cases = list(buffers.buffers([64, 1024, 4096], ["f32"]))
     bench = Fake(both, None, orchestrate.Options(rounds=3), BENCHMARKS.parent)

@@ -115,31 +115,46 @@ os._exit(0)
     assert finished.output.count("fine\n") == 3, finished.output
 
 
-@pytest.mark.parametrize("per_host", [1, (2, 1)])
-def test_a_rank_that_ends_during_mpi_init_ends_the_start(
-    two: Hosts, program: Path, per_host: int | tuple[int, int]
-) -> None:
-    """It is alone on its host: its connection ends, and the others learn it within about a second."""
-    program.write_text(
-        HEAD
-        + """
-last = int(os.environ["DL_COMM_SIZE"]) - 1
-if os.environ["DL_COMM_RANK"] == str(last):
-    def kill_in_mpi():
-        while b"PMI_FD" not in _dl_comm.environment(): pass
-        os.write(1, f"killed at {time.time()}\\n".encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=kill_in_mpi, daemon=True).start()
-dl_comm.init()
+@pytest.fixture
+def end_in_mpi_init(tmp_path: Path) -> dict[str, str]:
+    """Environment variables with which the last rank is killed where it calls MPI_Init."""
+    source, library = tmp_path / "end.c", tmp_path / "libend.so"
+    source.write_text(
+        r"""
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
+  void *mpi = dlopen("libmpi.so.12", RTLD_LAZY | RTLD_NOLOAD);
+  int (*init)(int *, char ***, int, int *) = dlsym(mpi, "MPI_Init_thread");
+  if (atoi(getenv("DL_COMM_RANK")) == atoi(getenv("DL_COMM_SIZE")) - 1) {
+    printf("killed at %ld\n", (long)time(NULL));
+    fflush(stdout);
+    raise(SIGKILL);
+  }
+  return init(argc, argv, required, provided);
+}
 """
     )
-    finished = two.ranks(per_host, [sys.executable, str(program)], 60, env={"DL_COMM_TIMEOUT_S": "0"})
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=60)
+    return {"LD_PRELOAD": str(library), "DL_COMM_TIMEOUT_S": "0"}
+
+
+@pytest.mark.parametrize("per_host", [1, (2, 1)])
+def test_a_rank_that_ends_during_mpi_init_ends_the_start(
+    two: Hosts, program: Path, per_host: int | tuple[int, int], end_in_mpi_init: dict[str, str]
+) -> None:
+    """It is alone on its host: its connection ends, and the others learn it within about a second."""
+    program.write_text(HEAD + "dl_comm.init()\n")
+    finished = two.ranks(per_host, [sys.executable, str(program)], 60, env=end_in_mpi_init)
     ended = time.time()
     assert finished.returncode != 0
     assert not finished.timed_out, finished.output
-    killed = re.search(r"killed at ([\d.]+)", finished.output)
+    killed = re.search(r"killed at (\d+)", finished.output)
     assert killed, finished.output
-    assert ended - float(killed[1]) < 5, finished.output
+    assert ended - int(killed[1]) < 6, finished.output
     last = 1 if per_host == 1 else 2
     lines = re.findall(r"MPI_Init.*; this process ends with status 1", finished.output)
     assert len(lines) == last, finished.output
@@ -147,20 +162,12 @@ dl_comm.init()
     assert f"MPI_Init cannot complete: rank {last} on " in lines[0], finished.output
 
 
-def test_a_rank_that_ends_during_mpi_init_ends_all_ranks_without_a_deadline(two: Hosts, program: Path) -> None:
+def test_a_rank_that_ends_during_mpi_init_ends_all_ranks_without_a_deadline(
+    two: Hosts, program: Path, end_in_mpi_init: dict[str, str]
+) -> None:
     """Its neighbour on the host sees it, and informs the other host."""
-    program.write_text(
-        HEAD
-        + """
-if os.environ["DL_COMM_RANK"] == "3":
-    def kill_in_mpi():
-        while b"PMI_FD" not in _dl_comm.environment(): pass
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=kill_in_mpi, daemon=True).start()
-dl_comm.init()
-"""
-    )
-    finished = two.ranks(2, [sys.executable, str(program)], 60, env={"DL_COMM_TIMEOUT_S": "0"})
+    program.write_text(HEAD + "dl_comm.init()\n")
+    finished = two.ranks(2, [sys.executable, str(program)], 60, env=end_in_mpi_init)
     assert not finished.timed_out, finished.output
     assert len(re.findall("MPI_Init.*rank 3 on .* has ended: killed by signal 9", finished.output)) >= 2, (
         finished.output

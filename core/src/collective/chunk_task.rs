@@ -66,8 +66,8 @@ impl Stage {
 }
 
 impl Channel {
-    /// Runs `chunks` of `call` between hosts. `matched`: all ranks are known to have the same call; otherwise there is one chunk, and
-    /// nothing is written unless all calls match.
+    /// Runs `chunks` of `call` between hosts. `matched`: all ranks are known to have the same call; otherwise there is one
+    /// chunk, and nothing is written unless all calls match.
     pub(super) fn drive(
         &mut self,
         call: &Call,

@@ -127,6 +127,29 @@ pub(super) struct HostConnection {
     pub unsent: Vec<u8>,
 }
 
+/// A neighbour without a connection.
+pub(super) struct Unconnected {
+    /// The name of the first rank on that host, for messages.
+    pub name: String,
+    error: std::io::Error,
+}
+
+impl Unconnected {
+    /// Whether the other end has closed the connection: it has ended.
+    pub fn has_ended(&self) -> bool {
+        use ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+        matches!(self.error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
+    }
+
+    pub fn warn(&self) {
+        log_line(&format!(
+            "no connection with {} ({}; DL_COMM_SOCKET_IFNAME chooses the interface): its end may be noticed at the deadline \
+             only",
+            self.name, self.error
+        ));
+    }
+}
+
 /// Connects to the neighbours with higher numbers, and accepts the connections of those with lower numbers.
 /// Hosts without an address are skipped. `within`: the most time, at most [`CONNECT_TIMEOUT`].
 pub(super) fn connect(
@@ -135,46 +158,42 @@ pub(super) fn connect(
     hosts: &[HostAddress],
     key: u128,
     within: Duration,
-) -> Vec<HostConnection> {
+) -> (Vec<HostConnection>, Vec<Unconnected>) {
     let until = Instant::now() + within.min(CONNECT_TIMEOUT);
     let reachable = neighbours(me, hosts.len()).into_iter().filter(|&host| !hosts[host].addresses.is_empty());
     let (below, above): (Vec<usize>, Vec<usize>) = reachable.partition(|&host| host < me);
-    let (mut dialed, mut answered) = (Vec::new(), Vec::new());
+    let (mut dialed, mut connected, mut unconnected) = (Vec::new(), Vec::new(), Vec::new());
+    let mut failed = |host: usize, error| unconnected.push(Unconnected { name: hosts[host].name.clone(), error });
     for host in above {
         match dial(&hosts[host], me, key, until) {
             Ok(stream) => dialed.push((host, stream)),
-            Err(error) => warn_unmonitored(&hosts[host].name, &error),
+            Err(error) => failed(host, error),
         }
     }
     let mut missing: HashSet<usize> = below.into_iter().collect();
     let mut pending = PendingConnections::default();
     while !missing.is_empty() {
         match pending.next(&listener.sockets, key, until) {
-            Ok((host, stream)) if missing.remove(&host) => answered.push((host, connection(stream, &hosts[host]))),
+            Ok((host, stream)) if missing.remove(&host) => match connection(stream, &hosts[host]) {
+                Ok(connection) => connected.push(connection),
+                Err(error) => failed(host, error),
+            },
             // Not a neighbour, or a duplicate connection.
             Ok(_) => {}
             Err(error) => {
-                missing.iter().for_each(|&host| warn_unmonitored(&hosts[host].name, &error));
+                missing.iter().for_each(|&host| failed(host, std::io::Error::new(error.kind(), error.to_string())));
                 break;
             }
         }
     }
     // Read the answers last, when no host waits for this one.
     for (host, mut stream) in dialed {
-        let verified = verify_key(&mut stream, key, until);
-        answered.push((host, verified.and_then(|()| connection(stream, &hosts[host]))));
+        match verify_key(&mut stream, key, until).and_then(|()| connection(stream, &hosts[host])) {
+            Ok(connection) => connected.push(connection),
+            Err(error) => failed(host, error),
+        }
     }
-    let warn = |(host, peer): (usize, std::io::Result<HostConnection>)| {
-        peer.inspect_err(|error| warn_unmonitored(&hosts[host].name, error)).ok()
-    };
-    answered.into_iter().filter_map(warn).collect()
-}
-
-fn warn_unmonitored(name: &str, error: &std::io::Error) {
-    log_line(&format!(
-        "no connection with {name} ({error}; DL_COMM_SOCKET_IFNAME chooses the interface): its end may be noticed at the deadline \
-         only"
-    ));
+    (connected, unconnected)
 }
 
 /// Connects to `host`, retrying until `until`.

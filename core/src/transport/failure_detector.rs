@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
 
-use super::detector_links::{HostAddress, HostConnection, Listener, connect};
+use super::detector_links::{HostAddress, HostConnection, Listener, Unconnected, connect};
 use super::process::Process;
 use super::region_control::RegionControl;
 use super::step::reached;
@@ -97,7 +97,8 @@ impl FailureDetector {
         processes: Vec<MonitoredProcess>,
         groups: Arc<dyn HostGroups>,
     ) -> Result<FailureDetector> {
-        let peers = connect(&listener, me, hosts, key, Duration::MAX);
+        let (peers, unconnected) = connect(&listener, me, hosts, key, Duration::MAX);
+        unconnected.iter().for_each(Unconnected::warn);
         let refused = |error: std::io::Error| Error::system("starting the failure detector between hosts", error);
         let (stop, stopped) = UnixStream::pair().map_err(refused)?;
         let detector_thread = DetectorThread {

@@ -8,7 +8,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use super::detector_links::{HostAddress, HostConnection, Listener, connect};
+use super::detector_links::{HostAddress, HostConnection, Listener, Unconnected, connect};
 use crate::lock::lock;
 
 /// What a rank sends once the library has started: its end is none of the start any more.
@@ -17,19 +17,25 @@ const STARTED: &[u8] = b".";
 /// See the module's documentation.
 pub struct StartLinks {
     connections: Mutex<Vec<HostConnection>>,
+    /// A rank that has ended while it connected.
+    ended: Option<String>,
 }
 
 impl StartLinks {
     /// Connects host `me` with its neighbours among `hosts`. One that cannot be reached within this time is logged and
     /// skipped. Collective over the hosts that have addresses.
     pub fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128, within: Duration) -> StartLinks {
-        StartLinks { connections: Mutex::new(connect(listener, me, hosts, key, within)) }
+        let (connections, unconnected) = connect(listener, me, hosts, key, within);
+        let (ended, unreachable): (Vec<_>, Vec<_>) = unconnected.into_iter().partition(Unconnected::has_ended);
+        unreachable.iter().for_each(Unconnected::warn);
+        let ended = ended.first().map(|rank| format!("{} has ended", rank.name));
+        StartLinks { connections: Mutex::new(connections), ended }
     }
 
     /// Describes a rank that has ended before the library has started there.
     pub fn lost(&self) -> Option<String> {
         let mut connections = lock(&self.connections);
-        let mut lost = None;
+        let mut lost = self.ended.clone();
         connections.retain(|connection| match (&mut &*connection.stream).read(&mut [0; STARTED.len()]) {
             Ok(0) => {
                 lost = Some(format!("{} has ended", connection.name));
@@ -92,5 +98,21 @@ mod tests {
             }
         };
         assert!(lost.contains("rank 2"), "{lost}");
+    }
+
+    #[test]
+    fn the_end_of_a_rank_that_connects_is_seen() {
+        let [here, there] = [0; 2].map(|_| Listener::loopback().unwrap());
+        let hosts = [&here, &there].map(|listener| HostAddress {
+            name: "rank 1".to_owned(),
+            ranks: vec![1],
+            addresses: vec![listener.sockets[0].local_addr().unwrap()],
+        });
+        let links = thread::scope(|scope| {
+            // It accepts the connection, and ends before it answers.
+            scope.spawn(|| drop(there.sockets[0].accept().unwrap()));
+            StartLinks::connect(&here, 0, &hosts, 7, Duration::MAX)
+        });
+        assert_eq!(links.lost().as_deref(), Some("rank 1 has ended"));
     }
 }
